@@ -233,8 +233,7 @@ def own_batch(config: Config, worker: ActorWorker, groups: list[Group], scores: 
 
 def local_batch(rank_batch: RankBatch) -> LocalBatch:
     """Return a rank's LocalBatch from a rank batch that contains the samples themselves."""
-    samples = [item.training_sample(item.ref, item.scores) for item in rank_batch.samples]
-    return LocalBatch(samples, rank_batch.microbatches)
+    return LocalBatch(rank_batch.samples, rank_batch.microbatches)
 
 
 def capture_gradients(worker: ActorWorker) -> dict[str, torch.Tensor]:

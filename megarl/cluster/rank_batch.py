@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from megarl.core.types import Sample, SampleRef, TrainingSample
+from megarl.core.types import Sample, SampleRef
 from megarl.data.packing import Microbatch
 
 if TYPE_CHECKING:
@@ -91,28 +91,29 @@ class RankBatch:
     @property
     def key(self) -> tuple:
         """A key that is equal for batches with the same samples and microbatches, even if rewards or scores differ."""
-        return tuple(item.ref for item in self.samples), self.microbatches
+        return tuple(item.sample for item in self.samples), self.microbatches
 
-    def training_samples(self, samples: Sequence[Sample] | None = None) -> list[TrainingSample]:
-        """Fetch all objects referenced by the batch in one call, and return its samples.
+    def fetch_samples(self, samples: Sequence[Sample] | None = None) -> list[SampleRef]:
+        """Fetch all objects referenced by the batch in one call. Return its samples with the objects in place of the
+        references.
 
         Args:
             samples: the batch's samples if already fetched; None: fetch them.
         """
         wanted = [part.scores for item in self.samples for part in item.scores.values()]
-        fetched = _get([*(item.ref for item in self.samples if samples is None), *wanted])
-        samples = [fetched[item.ref] for item in self.samples] if samples is None else samples
-        return [
-            item.training_sample(
-                sample, {name: fetched[part.scores][part.begin : part.end] for name, part in item.scores.items()}
-            )
-            for item, sample in zip(self.samples, samples, strict=True)
+        fetched = _get([*(item.sample for item in self.samples if samples is None), *wanted])
+        samples = [fetched[item.sample] for item in self.samples] if samples is None else samples
+        scores = [
+            {name: fetched[part.scores][part.begin : part.end] for name, part in item.scores.items()}
+            for item in self.samples
         ]
+        rows = zip(self.samples, samples, scores, strict=True)
+        return [replace(item, sample=sample, scores=own) for item, sample, own in rows]
 
     def fetch(self) -> LocalBatch:
         from megarl.data.local_batch import LocalBatch
 
-        return LocalBatch(self.training_samples(), self.microbatches)
+        return LocalBatch(self.fetch_samples(), self.microbatches)
 
 
 Updates = Sequence[Sequence[RankBatch]]
@@ -136,7 +137,7 @@ class FetchedBatches:
         if batch is None:
             batch = rank_batch.fetch()
         elif earlier != rank_batch:  # rewards, baselines or scores were added since then
-            batch = batch.renewed(rank_batch.training_samples([item.sample for item in batch.samples]))
+            batch = batch.renewed(rank_batch.fetch_samples([item.sample for item in batch.samples]))
         self._fetched[rank_batch.key] = rank_batch, batch
         return batch
 

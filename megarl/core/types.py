@@ -11,13 +11,10 @@ import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
-
-if TYPE_CHECKING:
-    import torch
 
 FinishReason = Literal["stop", "length"]
 
@@ -358,7 +355,7 @@ NO_BASELINE = Baseline()
 
 @dataclass(frozen=True, slots=True)
 class SampleRef:
-    """The driver's reference to a sample: names, counts, rewards and weights, never tokens.
+    """A reference to a sample, with its names, counts, rewards and weights. The driver never has its tokens.
 
     Attributes:
         prompt_id: id of the prompt, shared by the samples of a group.
@@ -366,7 +363,7 @@ class SampleRef:
         rollout: statistics of its rollout; None without an environment.
         beginning: checksum of the prompt's tokens if an environment may vary them between samples of one prompt, and
             of their routes if the engine reports routes. Samples with equal values can share their prompt.
-        ref: reference to the Sample in Ray's object store.
+        sample: reference to the Sample in Ray's object store; in a rank, the Sample itself.
 
     Rewards, once the sample is scored:
         outcome: combined value of the reward functions.
@@ -379,7 +376,7 @@ class SampleRef:
         scalar_reward: the reward without per-token rewards that are dispatched separately.
         weight: share of each trained token in the update's loss.
         imitation_weight: share of each trained token in the update's loss on positive examples.
-        scores: references to per-token scores from other models, by field name of TokenBatch.
+        scores: references to per-token scores from other models, by field name of TokenBatch; in a rank, float32 [R].
     """
 
     id: str
@@ -393,7 +390,7 @@ class SampleRef:
     rollout_id: str = ""
     rollout: RolloutInfo | None = None
     beginning: int = 0
-    ref: Any = None
+    sample: Any = None
     outcome: float = 0.0
     length_reward: float = 0.0
     token_reward_totals: TokenTotals = NO_TOTALS
@@ -421,7 +418,7 @@ class SampleRef:
         return self.outcome + self.length_reward
 
     @classmethod
-    def of(cls, sample: Sample, ref: Any = None) -> SampleRef:
+    def of(cls, sample: Sample, reference: Any = None) -> SampleRef:
         return cls(
             id=sample.id,
             prompt_id=sample.prompt.id,
@@ -434,12 +431,8 @@ class SampleRef:
             rollout_id=sample.rollout_id,
             rollout=None if sample.episode is None else sample.episode.info,
             beginning=_prefix_checksum(sample),
-            ref=ref,
+            sample=reference,
         )
-
-    def training_sample(self, sample: Sample, scores: Mapping[str, torch.Tensor]) -> TrainingSample:
-        """Return the input of the loss from the referenced sample and scores."""
-        return TrainingSample(sample, self.scalar_reward, self.baseline, self.weight, scores, self.imitation_weight)
 
 
 def _prefix_checksum(sample: Sample) -> int:
@@ -461,21 +454,3 @@ class Scoring:
     temperature: float
     truncates: bool = True
     replays: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingSample:
-    """A sample with the scalars and scores that are dispatched with it.
-
-    Attributes:
-        weight: share of each trained token in the update's loss.
-        scores: per-token scores from other models, float32 [R], by field name of TokenBatch.
-        imitation_weight: share of each trained token in the update's loss on positive examples.
-    """
-
-    sample: Sample
-    reward: float
-    baseline: Baseline
-    weight: float
-    scores: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    imitation_weight: float = 0.0

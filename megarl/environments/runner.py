@@ -141,10 +141,7 @@ class _Rollout:
     def __init__(self, runner: RolloutRunner, request: RolloutRequest, sample: Sampler):
         self._runner, self._request, self._sample = runner, request, sample
         self._config, self._tokens = runner.config, runner.tokens
-        self._transcripts: list[Transcript] = []
-        self._texts: list[str] = []
-        """Text of the last turn in each transcript."""
-        self._first_turns: list[int] = []
+        self._parts: list[Part] = []
         self._messages: list[Mapping[str, Any]] = []
         """Messages in the whole rollout."""
         self._conversation: list[Mapping[str, Any]] = []
@@ -184,16 +181,15 @@ class _Rollout:
             raise HostFailure("reset returned no messages, and data.source=environment provides none")
 
     def _start_sample(self, messages: Sequence[Mapping[str, Any]], token_ids: Sequence[int]) -> None:
-        self._transcripts.append(Transcript(token_ids))
-        self._texts.append("")
-        self._first_turns.append(len(self.outcome.turn_rewards))
+        number = len(self.outcome.turn_rewards)
+        self._parts.append(Part(Transcript(token_ids), "", self._messages, number, number))
         self._conversation = list(messages)
         self._messages += messages
 
     @property
     def _num_tokens_left(self) -> int:
         """Token limit for the next turn."""
-        rollout, transcript = self._config.rollout, self._transcripts[-1]
+        rollout, transcript = self._config.rollout, self._parts[-1].transcript
         left = min(
             rollout.max_new_tokens - transcript.num_response_tokens, rollout.context_length - len(transcript.ids)
         )
@@ -201,14 +197,15 @@ class _Rollout:
 
     async def _sample_turn(self) -> dict[str, Any]:
         """Sample a turn and return the fields of the Turn that the environment receives."""
-        transcript, number = self._transcripts[-1], len(self.outcome.turn_rewards)
+        part, number = self._parts[-1], len(self.outcome.turn_rewards)
+        transcript = part.transcript
         seed = self._request.seed if number == 0 else _turn_seed(self._request.seed, number)
         completion = await self._sample(transcript.ids, self._num_tokens_left, seed)
         context = transcript.ids[:]
         transcript.add_turn(completion)
         sampled_ids = completion.text_ids.tolist()
         text, calls = self._tokens.read(sampled_ids, context)
-        self._texts[-1] = text
+        part.text, part.last_turn = text, number
         self._add_messages([{"role": "assistant", "content": self._runner.tokenizer.decode(sampled_ids)}])
         return {
             "token_ids": completion.token_ids.tolist(),
@@ -233,7 +230,7 @@ class _Rollout:
         if step["restart"]:
             self._start_sample(messages, self._tokens.begin(messages))
             return
-        turn_ids = self._transcripts[-1].last_turn.token_ids.tolist()
+        turn_ids = self._parts[-1].transcript.last_turn.token_ids.tolist()
         if step["as_is"]:
             context_ids = text_ids(self._runner.tokenizer, "".join(message["content"] for message in messages))
         else:
@@ -246,7 +243,7 @@ class _Rollout:
             self._start_sample([], self._tokens.begin(conversation))
             self._conversation = conversation
             return
-        self._transcripts[-1].add_context(context_ids)
+        self._parts[-1].transcript.add_context(context_ids)
         self._add_messages(messages)
 
     def _add_messages(self, messages: Sequence[Mapping[str, Any]]) -> None:
@@ -255,12 +252,7 @@ class _Rollout:
 
     def samples(self) -> list[Sample]:
         """Return one sample per sequence that has a turn."""
-        sequences = zip(self._transcripts, self._texts, self._first_turns, strict=True)
-        parts = [
-            Part(transcript, text, self._messages, first, first + transcript.num_turns - 1)
-            for transcript, text, first in sequences
-        ]
-        return self.outcome.samples(self._request.id, self._request.prompt, parts)
+        return self.outcome.samples(self._request.id, self._request.prompt, self._parts)
 
 
 async def _uninterrupted(call: Coroutine[Any, Any, T]) -> T:

@@ -121,7 +121,7 @@ def _merge_runs(runs: Sequence[VersionRun]) -> tuple[VersionRun, ...]:
     return tuple(merged)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Part:
     """One token sequence of a rollout, which becomes a sample.
 

@@ -7,12 +7,10 @@ start the rollouts and return their samples to it.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, TypeVar
-
-K = TypeVar("K", bound=Hashable)
+from typing import Any
 
 SLOW = 1.5
 """Slowdown relative to the fastest engine above which an engine receives fewer requests. Smaller values are noise."""
@@ -60,7 +58,7 @@ class Router:
         self.submissions: dict[str, Submission] = {}
         """Unfinished submissions of a single group, by the group's first rollout. They can be aborted and moved."""
 
-    def assign(self, sizes: Mapping[K, int], excluded: Collection[str] = ()) -> dict[str, list[K]]:
+    def assign(self, sizes: Mapping[Any, int], excluded: Collection[str] = ()) -> dict[str, list[Any]]:
         """Assign each group to the engine that is expected to finish it first. Return groups by engine name.
 
         sizes      number of requests in each group
@@ -142,10 +140,7 @@ class Submission:
     """
 
     def __init__(self, router: Router, groups: Sequence[Sequence[str]], abort: Abort):
-        """
-        groups   names of the rollouts in each group
-        abort    function that aborts these groups
-        """
+        """groups: names of the rollouts in each group. abort: function that aborts these groups."""
         self._router, self.groups, self.abort = router, groups, abort
         self.name = groups[0][0]
         self.is_aborted = self.is_moving = False
@@ -154,9 +149,8 @@ class Submission:
         self._assigned: dict[str, list[int]] = {}
         """Indices of the running groups, by engine name."""
         self._requests: dict[str, int] = {}
-        """Number of running requests, by engine name."""
         self._losses: dict[str, int] = {}
-        """Number of processes that each of these engines had lost before."""
+        """Number of running requests on each of these engines, and of processes that it had lost before."""
         self._slow: list[str] = []
         """Engines whose groups move to different engines."""
         if len(groups) == 1:
@@ -189,7 +183,7 @@ class Submission:
     def collect(self, answers: Mapping[str, Sequence[Sequence[Any]] | Aborted]) -> list[str]:
         """Record the results of the placed groups. Return the lost engines whose loss the router has not seen yet.
 
-        answers   the samples of each rollout on an engine, or Aborted, by engine name; nothing for a lost engine
+        answers   samples of each rollout, or Aborted, by engine name, without lost engines
         """
         self._router.load.subtract(self._requests)
         lost = [name for name in self._assigned if name not in answers]

@@ -63,10 +63,6 @@ class RolloutSchedule(Generic[G]):
         return len(self._started)
 
     @property
-    def groups(self) -> list[G]:
-        return [started.group for started in self._started]
-
-    @property
     def unfinished(self) -> list[G]:
         return [started.group for started in self._started if not started.is_finished]
 

@@ -113,7 +113,7 @@ def evaluate_sets(
         groups = (environments.evaluate(asked, of_set) if of_set.has_environment else engines.generate(asked)).result()
         samples = [sample for group in groups for sample in group]
         # Without references, so that the object store can free the samples.
-        groups = [[replace(sample, ref=None) for sample in group] for group in groups]
+        groups = [[replace(sample, sample=None) for sample in group] for group in groups]
         versions = versions_of(groups)
         assert versions <= {version}, f"{given.name}: samples of the versions {versions}, not {version}"
         scoring.append((given, groups, rewards.evaluate(samples, given.name, version, file(given.name, version))))

@@ -87,7 +87,7 @@ class Scorer:
 
     def score_tokens(self, updates: Updates):
         generator = torch.Generator().manual_seed(1)
-        samples = [item.ref for batches in updates for batch in batches for item in batch.samples]
+        samples = [item.sample for batches in updates for batch in batches for item in batch.samples]
         scores = {sample.id: torch.randn(len(sample.response_ids), generator=generator) for sample in samples}
         return ready((scores, totals(scores, updates)))
 
@@ -99,7 +99,7 @@ class Scorer:
 
 
 def totals(scores: dict[str, torch.Tensor], updates: Updates) -> dict[str, TokenTotals]:
-    samples = [item.ref for batches in updates for batch in batches for item in batch.samples]
+    samples = [item.sample for batches in updates for batch in batches for item in batch.samples]
     return {s.id: TokenTotals.of(list(compress(scores[s.id].tolist(), s.response_mask))) for s in samples}
 
 

@@ -68,7 +68,7 @@ def abort_one_of_two(engines: EngineGroup, requests: list[SamplingRequest]) -> d
     short = [replace(request, sample_id=f"short {i}", max_new_tokens=20) for i, request in enumerate(requests)]
 
     def tokens(samples: list[SampleRef]) -> list[list[int]]:
-        return [sample.response_ids.tolist() for sample in ray.get([item.ref for item in samples])]
+        return [sample.response_ids.tolist() for sample in ray.get([item.sample for item in samples])]
 
     long, concurrent = engines.generate([requests]), engines.generate([short])
     beside = tokens(concurrent.result()[0])

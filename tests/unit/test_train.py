@@ -31,7 +31,7 @@ def config(*overrides: str):
 
 def sample(prompt: int, k: int, num_response_tokens: int = 4) -> SampleRef:
     n = num_response_tokens
-    return SampleRef(f"1.{prompt}.{k}", f"p{prompt}", 10, n, n, "stop", 0, 0, ref=f"{prompt}.{k}")
+    return SampleRef(f"1.{prompt}.{k}", f"p{prompt}", 10, n, n, "stop", 0, 0, sample=f"{prompt}.{k}")
 
 
 def score(value: float | None) -> Score:
@@ -80,7 +80,7 @@ def test_dispatch_covers_each_sample_once_with_weights_of_one():
     rank_batches = dispatch(settings, [item for group in scored for item in group], packing(num_ranks=2))
     assert len(rank_batches) == 2
     assert len({len(batch.microbatches) for batch in rank_batches}) == 1
-    weights = [(item.ref, item.weight) for batch in rank_batches for item in batch.samples]
+    weights = [(item.sample, item.weight) for batch in rank_batches for item in batch.samples]
     assert sorted(name for name, _ in weights) == sorted(f"{i}.{k}" for i in range(2) for k in range(4))
     tokens = {f"{i}.{k}": lengths[4 * i + k] for i in range(2) for k in range(4)}
     assert sum(weight * tokens[name] for name, weight in weights) == pytest.approx(1.0)
@@ -180,8 +180,6 @@ def test_positive_examples_have_an_imitation_weight():
     settings = config("algorithm.objective={imitation_coefficient: 0.1, imitation_above: 0.4}")
     [batch] = dispatch(settings, [item for group in scored for item in group], packing())
     assert [item.imitation_weight for item in batch.samples] == [1 / 8, 0.0, 0.0, 1 / 8]
-    training = batch.samples[0].training_sample("the sample", {})
-    assert training.imitation_weight == 1 / 8
 
 
 class Group:
@@ -453,6 +451,6 @@ def test_preference_pairs_are_adjacent_with_equal_weights():
     rank_batches = dispatch(settings, pairs, packing(num_ranks=2, shares_prompts=False))
     dispatched = [batch.samples[i] for batch in rank_batches for members in batch.microbatches for i in members]
     assert all(item.weight == pytest.approx(1 / 6) for item in dispatched)
-    names = [item.ref for item in dispatched]
+    names = [item.sample for item in dispatched]
     better, worse = names[::2], names[1::2]
     assert sorted(better) == ["0.0", "1.0", "2.0"] and worse == [f"{name[0]}.1" for name in better]

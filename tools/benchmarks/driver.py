@@ -12,6 +12,7 @@ import os
 import pickle
 import random
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -198,7 +199,7 @@ def rank(case: Case, packing: Packing, rank_batch: RankBatch, step: Step) -> dic
 
     def received() -> LocalBatch:
         samples = [pickle.loads(data) for data in sent]
-        training = [item.training_sample(own, {}) for item, own in zip(rank_batch.samples, samples, strict=True)]
+        training = [replace(item, sample=own) for item, own in zip(rank_batch.samples, samples, strict=True)]
         return LocalBatch(training, rank_batch.microbatches)
 
     def collated(batch: LocalBatch) -> int:
@@ -239,7 +240,9 @@ def step_of(case: Case) -> Step:
 
 def ref_of(case: Case, request: SamplingRequest, source: random.Random) -> SampleRef:
     n = source.randint(case.longest_response // 3, case.longest_response)
-    return SampleRef(request.sample_id, request.prompt.id, len(request.prompt.token_ids), n, n, "stop", 0, 0, ref=ref())
+    return SampleRef(
+        request.sample_id, request.prompt.id, len(request.prompt.token_ids), n, n, "stop", 0, 0, sample=ref()
+    )
 
 
 def ref() -> ray.ObjectRef:

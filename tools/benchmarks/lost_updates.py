@@ -26,13 +26,14 @@ sys.path.append(str(ROOT))  # this file is run as a script and imported by tests
 from megarl.config.load import load
 from megarl.config.schema import Config
 from megarl.core.metrics import Metric
-from megarl.core.types import NO_BASELINE, Prompt, Sample, TrainingSample, VersionRun
+from megarl.core.types import NO_BASELINE, Prompt, Sample, VersionRun
 from megarl.data.local_batch import LocalBatch
 from megarl.data.packing import Lengths, schedule
 from megarl.megatron import parallel
 from megarl.megatron.model.build import named_parameters
 from megarl.megatron.optimizer import parts_of
 from megarl.megatron.workers.actor import ActorWorker
+from tests.samples import training_ref
 from tests.tiny_model import tiny_tokenizer
 from tools.benchmarks.benchmark import BASE, option, run_benchmark
 
@@ -199,7 +200,7 @@ def local_batch(worker: ActorWorker, batch: list[list[int]]) -> LocalBatch:
             "stop",
             "",
         )
-        samples.append(TrainingSample(sample, 1.0, NO_BASELINE, weight))
+        samples.append(training_ref(sample, 1.0, NO_BASELINE, weight))
     lengths = [Lengths(s.sample.id, 1, len(s.sample.response_ids)) for s in samples]
     [share] = schedule(lengths, worker.packing)
     return LocalBatch(samples, share)

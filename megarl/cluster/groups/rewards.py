@@ -62,9 +62,6 @@ class RewardActor(AsyncProcessActor):
 WaitingGroup = tuple[int, int, Sequence[SampleRef]]
 """(prompt's row in the data, weight version with which its samples started, samples)."""
 
-WaitingRefs = tuple[int, int, Sequence[ray.ObjectRef]]
-"""A WaitingGroup with references to the samples' tokens in place of the samples."""
-
 
 class RewardWorker:
     """Scores samples with reward functions, a judge and a reward model, and writes rollouts to files."""
@@ -162,8 +159,8 @@ class RewardWorker:
         samples: list[Sample] = await asyncio.to_thread(ray.get, list(refs))
         return await self._evaluation[name].score(samples, version, file)
 
-    def save_groups(self, groups: Sequence[WaitingRefs], file: Path) -> FileRecord:
-        fetched = [(row, version, ray.get(list(refs))) for row, version, refs in groups]
+    def save_groups(self, groups: Sequence[WaitingGroup], file: Path) -> FileRecord:
+        fetched = [(row, version, ray.get([ref.sample for ref in refs])) for row, version, refs in groups]
         file.parent.mkdir()
         file.write_bytes(pickle.dumps(fetched, protocol=pickle.HIGHEST_PROTOCOL))
         return seal(file, file.parent.parent)
@@ -282,7 +279,7 @@ class RewardGroup(WorkerGroup):
     def _evaluate(self, refs: Sequence[ray.ObjectRef], name: str, version: int, file: Path) -> list[Score]: ...
 
     @remote(timeout="checkpoint")
-    def _save_groups(self, groups: Sequence[WaitingRefs], file: Path) -> FileRecord: ...
+    def _save_groups(self, groups: Sequence[WaitingGroup], file: Path) -> FileRecord: ...
 
     @remote(timeout="checkpoint")
     def _load_groups(self, file: Path) -> list[WaitingGroup]: ...
@@ -308,7 +305,7 @@ class RewardGroup(WorkerGroup):
     def score(self, samples: Sequence[SampleRef], step: int, rollouts: Path) -> Pending[tuple[list[Score], Scores]]:
         """Score the samples with the reward model, then with the reward functions. The result has their scores, and
         references to per-token rewards, float32 [R], if the model or a function returns any."""
-        refs, path = [sample.ref for sample in samples], rollouts.resolve()
+        refs, path = [ref.sample for ref in samples], rollouts.resolve()
         if self._model is None:
             return self._score.on_first(refs, {}, step, path)
         scored = self._model_scores(self._model, samples)
@@ -317,13 +314,12 @@ class RewardGroup(WorkerGroup):
     def evaluate(self, samples: Sequence[SampleRef], name: str, version: int, file: Path) -> Pending[list[Score]]:
         """Score samples from the evaluation set with this name, and write them to the file. version: the weight version
         that generated them."""
-        return self._evaluate.on_first([sample.ref for sample in samples], name, version, file.resolve())
+        return self._evaluate.on_first([ref.sample for ref in samples], name, version, file.resolve())
 
     def save_groups(self, groups: Sequence[WaitingGroup], file: Path) -> FileRecord:
         """Write groups that wait for a later step to a file in a new folder inside a checkpoint. Return the file's
         record."""
-        refs = [(row, version, [sample.ref for sample in samples]) for row, version, samples in groups]
-        return self._save_groups.on_first(refs, file.resolve()).result()
+        return self._save_groups.on_first(groups, file.resolve()).result()
 
     def load_groups(self, file: Path) -> list[WaitingGroup]:
         """Read groups written by `save_groups`."""
@@ -344,5 +340,5 @@ class RewardGroup(WorkerGroup):
         """Submit for scoring the samples that the reward model can read."""
         if self._reads_ids:
             return model.scores(samples)
-        readable = self._read.on_first([sample.ref for sample in samples])
+        readable = self._read.on_first([ref.sample for ref in samples])
         return readable.then(lambda samples: model.scores(samples) if samples else {})

@@ -17,7 +17,7 @@ def remote_sample(*runs: tuple[int, int]) -> SampleRef:
     n = sum(count for _, count in runs)
     versions = tuple(VersionRun(*run) for run in runs)
     sample = Sample("s", Prompt("p", "", (1,)), (2,) * n, (-1.0,) * n, (True,) * n, versions, "stop", "")
-    return SampleRef.of(sample, ref="ref")
+    return SampleRef.of(sample, "ref")
 
 
 @pytest.mark.parametrize(

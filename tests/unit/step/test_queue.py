@@ -91,7 +91,7 @@ class Submitted:
 
     def _ref(self, request) -> SampleRef:
         return SampleRef(
-            request.sample_id, request.prompt.id, 1, 1, 1, "stop", self.begun, self.ended, ref=request.seed
+            request.sample_id, request.prompt.id, 1, 1, 1, "stop", self.begun, self.ended, sample=request.seed
         )
 
 

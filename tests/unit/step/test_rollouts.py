@@ -36,7 +36,7 @@ class Engines:
     @staticmethod
     def ref(request) -> SampleRef:
         n = 4 if request.sample_id.endswith(".1") else 2
-        return SampleRef(request.sample_id, request.prompt.id, 10, n, n, "stop", 0, 0, ref=request.sample_id)
+        return SampleRef(request.sample_id, request.prompt.id, 10, n, n, "stop", 0, 0, sample=request.sample_id)
 
 
 def run(outcomes: str, rounds: int, wanted: int = 3):

@@ -181,7 +181,7 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 
 def check_answers(answers: list[list[SampleRef]], groups: list[list[str]]) -> None:
     assert [[sample.id.split()[0] for sample in group] for group in answers] == groups
-    assert [[sample.ref for sample in group] for group in answers] == [[f"ref to {r}" for r in g] for g in groups]
+    assert [[ref.sample for ref in group] for group in answers] == [[f"ref to {r}" for r in g] for g in groups]
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,14 +12,12 @@ from typing import Any
 import psutil
 import pytest
 
-from megarl.cluster.groups import environments, group
-from megarl.cluster.groups.environments import EnvironmentActor, EnvironmentWorker
 from megarl.config.load import load
 from megarl.core.types import Completion, Sample, VersionRun
 from megarl.rollout.engine import SamplingRequest, TurnRequest
 from megarl.rollout.router import Aborted
-from megarl.rollout.turns import EngineTurns
 from tests.paths import QUICKSTART
+from tests.unit.cluster.groups.environment_actor import environment_actor, handle_of
 from tests.unit.environments.test_runner import EOS_ID, TOKENIZER, prompt
 
 AGENTS = Path(__file__).parents[2] / "environments" / "agents.py"
@@ -63,10 +61,9 @@ class Engine:
 
     def __init__(self) -> None:
         self.held: set[str] = set()
+        self.is_lost = False
         self.pending: list[tuple[TurnRequest, asyncio.Future[Completion]]] = []
-        turns = EngineTurns(self)
-        exchange = SimpleNamespace(remote=lambda maker, *arguments: turns.exchange(*arguments))
-        self.handle = type("Handle", (), {"exchange": exchange})()
+        self.handle = handle_of(self)
 
     def begin(self, request: TurnRequest) -> asyncio.Future[Completion]:
         completion = asyncio.get_running_loop().create_future()
@@ -82,7 +79,7 @@ class Engine:
 
 
 class Run:
-    """An EnvironmentActor outside Ray, beside one engine."""
+    """An actor beside one engine."""
 
     def __init__(self, actor: Any, log: Path):
         self.actor, self.engine, self.log = actor, Engine(), log
@@ -96,7 +93,7 @@ class Run:
 
     @property
     def pool(self):
-        return self.actor._worker._training.pool
+        return self.actor._training.pool
 
     @property
     def lines(self) -> list[str]:
@@ -109,10 +106,8 @@ class Run:
 
 
 @pytest.fixture
-def drive(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def drive(tmp_path: Path):
     """`drive(test, settings, timeout_s)` runs an async test on a Run with these settings of the environment."""
-    monkeypatch.setattr(group.ProcessActor, "__init__", lambda self, process, logs: setattr(self, "_process", process))
-    monkeypatch.setattr(environments, "_put", lambda samples: samples)
     (tmp_path / "world.py").write_text(WORLD)
     log = tmp_path / "log"
 
@@ -130,14 +125,8 @@ def drive(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         )
 
         async def body() -> None:
-            actor_class = EnvironmentActor.__ray_metadata__.modified_class
-            actor = actor_class(SimpleNamespace(name="environments-0"), tmp_path)
-            actor._worker = EnvironmentWorker(config, TOKENIZER, 1, "127.0.0.1")
-            await actor._worker.start()
-            try:
+            async with environment_actor(config) as actor:
                 await test(Run(actor, log))
-            finally:
-                await actor._worker.close()
 
         asyncio.run(body())
 
@@ -168,7 +157,7 @@ def test_abort_stops_turns_and_closes_environments(drive) -> None:
         assert [sample.id for [sample] in await other] == ["2.0.0"] and set(run.heard) == {"1.0.0", "2.0.0"}
         assert not grandchildren() and [host.num_rollouts for host in run.pool._hosts] == [0]
         await run.until(lambda: not run.actor._closing)
-        assert not run.actor._waiting
+        assert not run.actor._running
 
     drive(test)
 
@@ -219,7 +208,7 @@ def test_abort_during_the_start_of_a_process_leaks_nothing(drive) -> None:
 def test_abort_closes_the_sessions_of_agents(drive) -> None:
     async def test(run: Run) -> None:
         run.engine.held = {"1.0.0"}
-        rollouts, server = run.train("fine", "hang"), run.actor._worker._training._server
+        rollouts, server = run.train("fine", "hang"), run.actor._training._server
         await run.until(lambda: bool(run.engine.pending) and len(server._sessions) == 2)
         await run.actor.abort(["1.0.0"])
         aborted = await rollouts
@@ -234,20 +223,18 @@ def test_abort_closes_the_sessions_of_agents(drive) -> None:
     drive(test, f"class: '{AGENTS}:Delegator'")
 
 
-@pytest.mark.parametrize("modes", [("held", "fine"), ("fine", "held")])
-def test_lost_engine_of_an_aborted_rollout_ends_the_wait(drive, modes: Sequence[str]) -> None:
-    """The loss is seen by the next call to the engine."""
-
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_lost_engine_ends_the_wait_and_closes_environments(drive, is_aborted: bool) -> None:
     async def test(run: Run) -> None:
-        run.engine.held = {f"1.0.{modes.index('held')}"}
-        rollouts = run.train(*modes)
-        await run.until(lambda: bool(run.engine.pending))
-        await run.actor.abort(["1.0.0"])
-
-        def lose(*_: object) -> None:
-            raise environments.RayActorError
-
-        run.engine.handle.exchange.remote = lose
-        assert isinstance(await asyncio.wait_for(rollouts, 5), Aborted)
+        run.engine.held = {"1.0.0"}
+        rollouts = run.train("held", "slow")
+        await run.until(lambda: bool(run.engine.pending) and "slow step begins" in run.lines)
+        if is_aborted:
+            await run.actor.abort(["1.0.0"])
+        run.engine.is_lost = True
+        found = await asyncio.wait_for(rollouts, 5)
+        assert isinstance(found, Aborted) if is_aborted else found is None
+        await run.until(lambda: not run.actor._closing)
+        assert "slow closed" in run.lines and "held closed" in run.lines and not grandchildren()
 
     drive(test)
