@@ -6,13 +6,17 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
+from _pytest.mark import ParameterSet
 
 
 def exhaustive_but(cases: Iterable[Any], *kept: str) -> list[Any]:
-    """Mark all cases but `kept` as exhaustive. Cases that already carry marks, such as newest_of's, are unchanged."""
+    """Mark all cases but `kept` as exhaustive. They keep their other marks, such as newest_of's."""
+    params = [case if isinstance(case, ParameterSet) else pytest.param(case) for case in cases]
+    names = [case.values[0] for case in params]
+    assert set(kept) <= set(names)
     return [
-        case if case in kept or not isinstance(case, str) else pytest.param(case, marks=pytest.mark.exhaustive)
-        for case in cases
+        case if name in kept else pytest.param(name, marks=[*case.marks, pytest.mark.exhaustive])
+        for name, case in zip(names, params, strict=True)
     ]
 
 

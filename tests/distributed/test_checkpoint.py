@@ -206,18 +206,22 @@ def check_round_trip(model: Path, reference: Expected[Outcome], tmp_path: Path, 
 
 
 @pytest.mark.parametrize(
-    "pair", exhaustive_but(newest_of(PAIRS, "PP2, VPP2 and TP2, SP"), "DP2 and 1 process", "CP2 and TP2")
+    "pair", exhaustive_but(newest_of(PAIRS, "PP2, VPP2 and TP2, SP"), "PP2, VPP2 and TP2, SP", "CP2 and TP2")
 )
 def test_checkpoints_survive_a_round_trip_of_layouts(model, reference, tmp_path, pair):
     check_round_trip(model, reference, tmp_path, PAIRS[pair])
 
 
-@pytest.mark.parametrize("pair", exhaustive_but(newest_of(PAIRS_WITH_EXPERTS, "EP2, TP2, ETP2 and DP2")))
+@pytest.mark.parametrize(
+    "pair", exhaustive_but(newest_of(PAIRS_WITH_EXPERTS, "EP2, TP2, ETP2 and DP2"), "EP2, TP2, ETP2 and DP2")
+)
 def test_expert_checkpoints_survive_a_round_trip(experts, experts_reference, tmp_path, pair):
     check_round_trip(experts, experts_reference, tmp_path, PAIRS_WITH_EXPERTS[pair])
 
 
-@pytest.mark.parametrize("pair", exhaustive_but(newest_of(PAIRS_WITH_LATENT_ATTENTION, "CP2 and 1 process")))
+@pytest.mark.parametrize(
+    "pair", exhaustive_but(newest_of(PAIRS_WITH_LATENT_ATTENTION, "CP2 and 1 process"), "CP2 and 1 process")
+)
 def test_latent_attention_checkpoints_survive_a_round_trip(latent, latent_reference, tmp_path, pair):
     check_round_trip(latent, latent_reference, tmp_path, PAIRS_WITH_LATENT_ATTENTION[pair])
 

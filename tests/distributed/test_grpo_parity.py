@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from megarl.core.metrics import merge
 from megarl.core.types import CandidateIds, Sample
+from tests.closeness import Expected
 from tests.forked import run_ranks
-from tests.parity import Group, assert_same_training, config_of, plain_training, random_groups, train
+from tests.parity import Group, Outcome, assert_same_training, config_of, plain_training, random_groups, train
 from tests.tiny_model import write_tiny_llama
 
 LAYOUTS = {
@@ -42,13 +44,21 @@ def folder(request, tmp_path_factory) -> Path:
     )
 
 
+UPDATES = [random_groups(seed) for seed in range(2)]
+
+
+@cache
+def plain(folder: Path, kl_coefficient: float) -> Expected[Outcome]:
+    """Return the reference, which all layouts share."""
+    return plain_training(folder, UPDATES, kl_coefficient)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kl_coefficient", [0.0, 0.05])
 def test_step_equals_plain_torch(folder, layout, kl_coefficient):
     config = config_of(folder, f"algorithm.kl.coefficient={kl_coefficient}", *LAYOUTS[layout])
-    updates = [random_groups(seed) for seed in range(2)]
-    ranks = run_ranks(config.actor.layout.world_size, train, config, folder, updates)
-    assert_same_training(folder, ranks, plain_training(folder, updates, kl_coefficient))
+    ranks = run_ranks(config.actor.layout.world_size, train, config, folder, UPDATES)
+    assert_same_training(folder, ranks, plain(folder, kl_coefficient))
 
 
 def truncated(groups: list[Group], seed: int) -> list[Group]:
@@ -65,14 +75,21 @@ def truncated(groups: list[Group], seed: int) -> list[Group]:
     ]
 
 
+TRUNCATED = [truncated(random_groups(seed), seed) for seed in range(2)]
+
+
+@cache
+def plain_truncated(folder: Path) -> Expected[Outcome]:
+    return plain_training(folder, TRUNCATED, 0.05)
+
+
 @pytest.mark.parametrize("layout", TRUNCATED_LAYOUTS)
 def test_truncated_policies_equal_plain_torch(folder, layout):
     """Log-probs of policy and reference, and their gradients, cover the candidate tokens only."""
     config = config_of(folder, "algorithm.kl.coefficient=0.05", *TRUNCATED_LAYOUTS[layout])
-    updates = [truncated(random_groups(seed), seed) for seed in range(2)]
-    ranks = run_ranks(config.actor.layout.world_size, train, config, folder, updates)
-    assert_same_training(folder, ranks, plain_training(folder, updates, 0.05))
-    samples = [sample for group in updates[-1] for sample, _ in group]
+    ranks = run_ranks(config.actor.layout.world_size, train, config, folder, TRUNCATED)
+    assert_same_training(folder, ranks, plain_truncated(folder))
+    samples = [sample for group in TRUNCATED[-1] for sample, _ in group]
     trained = [
         (target, kept)
         for s in samples

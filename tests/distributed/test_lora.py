@@ -155,7 +155,9 @@ def config_with(folder: Path, adapters: Path, layout: str, *overrides: str) -> C
     return config_of(folder, lora, f"algorithm.kl.coefficient={KL}", f"actor.layout={{{layout}}}", *overrides)
 
 
-@pytest.mark.parametrize("layout", exhaustive_but(newest_of(DENSE, "TP2, PP2, VPP2, SP", "CP2, DP2")))
+@pytest.mark.parametrize(
+    "layout", exhaustive_but(newest_of(DENSE, "TP2, PP2, VPP2, SP", "CP2, DP2"), "TP2, PP2, VPP2, SP", "CP2, DP2")
+)
 def test_dense_model(dense, dense_adapters, dense_outcome, layout):
     check(dense, config_with(dense, dense_adapters, DENSE[layout]), dense_outcome)
 
@@ -193,7 +195,9 @@ def merged_reference(experts: Path, factors: dict[str, torch.Tensor]) -> MergedR
     return MergedReference(experts, factors, ALPHA / RANK, LR, EPS, TEMPERATURE)
 
 
-@pytest.mark.parametrize("layout", exhaustive_but(newest_of(EXPERTS, "EP2, TP2, ETP2", "EP2, PP2, VPP2"), "EP2, CP2"))
+@pytest.mark.parametrize(
+    "layout", exhaustive_but(newest_of(EXPERTS, "EP2, TP2, ETP2", "EP2, PP2, VPP2"), "EP2, TP2, ETP2", "EP2, CP2")
+)
 def test_mixture_of_experts(experts, expert_case, layout):
     shares, adapters, outcome = expert_case
     check(

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -22,9 +23,9 @@ from megarl.models.classifier import as_classifier
 from megarl.models.folder import read_config
 from megarl.models.value_head import with_value_head
 from megarl.rewards.process import on_turns, turn_ends
-from tests.closeness import LOSS_FLOOR, assert_close, close_to, expected
+from tests.closeness import LOSS_FLOOR, Expected, assert_close, close_to, expected
 from tests.forked import run_ranks
-from tests.marks import newest_of
+from tests.marks import exhaustive_but, newest_of
 from tests.parity import (
     EPS,
     LR,
@@ -60,6 +61,7 @@ LAYOUTS = {
     ),
     "actor CP2 TP3 SP, critic PP4": ("{cp: 2, tp: 3, sequence_parallel: true}", "{pp: 4}"),
 }
+VALUE_COEFFICIENT = 0.7
 PLAIN = PpoSettings(1.0, 0.95, None, False, LR, EPS, TEMPERATURE)
 EVERYTHING = PpoSettings(0.9, 0.8, 0.1, True, LR, EPS, TEMPERATURE, critic_lr=3 * LR)
 DECOUPLED = PpoSettings(0.9, 0.8, None, False, LR, EPS, TEMPERATURE, critic_lambda=1.0, length_alpha=0.5)
@@ -177,36 +179,79 @@ def run_both(
     return actors, [rank for rank, _ in results]
 
 
-def check(
-    config: Config, actor: Path, critic: Path, settings: PpoSettings, steps, token_rewards: dict | None = None
-) -> None:
-    """Compare with plain torch. `token_rewards` holds rewards of single tokens, by sample, NaN where a token has
-    none."""
-    actors, critics = run_both(config, actor, critic, steps, {"process_reward": token_rewards} if token_rewards else {})
+@dataclass(frozen=True)
+class Outcome:
+    """The reference's losses in its last update, and the weights after it."""
+
+    policy_loss: float
+    value_loss: float
+    actor: dict[str, torch.Tensor]
+    critic: dict[str, torch.Tensor]
+
+
+def plain_ppo(
+    actor: Path, critic: Path, settings: PpoSettings, steps, token_rewards: dict | None = None
+) -> Expected[Outcome]:
+    """Make the updates of all steps in plain torch. `token_rewards` holds rewards of single tokens, by sample, NaN
+    where a token has none."""
     known = token_rewards and {name: own.nan_to_num(nan=0.0) for name, own in token_rewards.items()}
 
-    def trained() -> tuple:
+    def trained() -> Outcome:
         reference = PpoReference(actor, critic, settings, known)
         for updates in steps:
             losses = reference.step(updates)
         # transformers stacks experts in memory, but a checkpoint stores each expert separately.
         models = reference.actor, reference.critic
-        return *losses, *(revert_weight_conversion(model, dict(model.named_parameters())) for model in models)
+        return Outcome(*losses, *(revert_weight_conversion(m, dict(m.named_parameters())) for m in models))
 
-    policy_loss, value_loss, actor_weights, critic_weights = zip(*expected(trained), strict=True)
+    return expected(trained)
+
+
+def steps_of(seeds: tuple[int, ...]) -> list[list[list[Group]]]:
+    """Return steps of one update each."""
+    return [[random_groups(seed)] for seed in seeds]
+
+
+@cache
+def plain_steps(actor: Path, critic: Path, settings: PpoSettings, seeds: tuple[int, ...]) -> Expected[Outcome]:
+    return plain_ppo(actor, critic, settings, steps_of(seeds))
+
+
+def check(config: Config, actor: Path, critic: Path, settings: PpoSettings, *seeds: int) -> None:
+    """Compare steps of one update each with plain torch. All layouts share the reference."""
+    assert_same_ppo(
+        run_both(config, actor, critic, steps_of(seeds), {}), actor, critic, plain_steps(actor, critic, settings, seeds)
+    )
+
+
+def assert_same_ppo(
+    ranks: tuple[list[RankResult], list[RankResult]], actor: Path, critic: Path, reference: Expected[Outcome]
+) -> None:
+    actors, critics = ranks
+    exact, plain = reference
     reported = [rank.metrics for rank in actors if rank.metrics]
-    assert sum(m["policy/loss"].value for m in reported) == close_to(*policy_loss, LOSS_FLOOR)
+    assert sum(m["policy/loss"].value for m in reported) == close_to(exact.policy_loss, plain.policy_loss, LOSS_FLOOR)
     reported = [rank.metrics for rank in critics if rank.metrics]
-    assert sum(m["value/loss"].value for m in reported) == close_to(*value_loss, LOSS_FLOOR)
-    assert_close(whole_tensors(read_config(actor), actors, "weights"), *actor_weights, "actor's weight")
-    hf_config = as_classifier(read_config(critic))
-    assert_close(whole_tensors(hf_config, critics, "weights"), *critic_weights, "critic's weight")
+    assert sum(m["value/loss"].value for m in reported) == close_to(exact.value_loss, plain.value_loss, LOSS_FLOOR)
+    weights = whole_tensors(read_config(actor), actors, "weights")
+    assert_close(weights, exact.actor, plain.actor, "actor's weight")
+    weights = whole_tensors(as_classifier(read_config(critic)), critics, "weights")
+    assert_close(weights, exact.critic, plain.critic, "critic's weight")
 
 
-@pytest.mark.parametrize("layouts", newest_of(LAYOUTS, "actor CP2, critic PP2 VPP2"))
+@pytest.mark.parametrize(
+    "layouts",
+    exhaustive_but(
+        newest_of(LAYOUTS, "actor CP2, critic PP2 VPP2"),
+        "1 process each",
+        "actor TP3 SP, critic PP2",
+        "actor CP2, critic PP2 VPP2",
+        "actor DP2, critic CP2",
+    ),
+)
 def test_two_steps_equal_plain_torch(actor, critic, layouts):
     config = ppo_config(actor, critic, LAYOUTS[layouts], EVERYTHING)
-    check(config, actor, critic, EVERYTHING, [[random_groups(0)], [random_groups(1)]])
+    check(config, actor, critic, EVERYTHING, 0, 1)
 
 
 EXPERTS = {
@@ -220,14 +265,14 @@ def test_mixtures_of_experts_equal_plain_torch(tmp_path, layouts):
     actor = write_tiny_experts(tmp_path / "actor")
     critic = write_critic(tmp_path / "critic", actor)
     config = ppo_config(actor, critic, EXPERTS[layouts], EVERYTHING)
-    check(config, actor, critic, EVERYTHING, [[random_groups(0)], [random_groups(1)]])
+    check(config, actor, critic, EVERYTHING, 0, 1)
 
 
 @pytest.mark.parametrize("layouts", ["actor DP2, critic CP2", "actor TP3 SP, critic PP2", "actor CP2, critic PP2 VPP2"])
 def test_actor_and_critic_support_separate_lambdas(actor, critic, layouts):
     """The actor's lambda depends on the length of each sample, as in VAPO."""
     config = ppo_config(actor, critic, LAYOUTS[layouts], DECOUPLED)
-    check(config, actor, critic, DECOUPLED, [[random_groups(0)]])
+    check(config, actor, critic, DECOUPLED, 0)
 
 
 @pytest.mark.parametrize(
@@ -242,7 +287,8 @@ def test_token_and_turn_rewards_reach_both_models(actor, critic, layouts, per):
         masks = {sample.id: sample.response_mask for group in groups for sample, _ in group}
         token_rewards = {name: turn_rewards(own, masks[name]) for name, own in token_rewards.items()}
     config = ppo_config(actor, critic, layouts, EVERYTHING)
-    check(config, actor, critic, EVERYTHING, [[groups]], token_rewards)
+    ranks = run_both(config, actor, critic, [[groups]], {"process_reward": token_rewards})
+    assert_same_ppo(ranks, actor, critic, plain_ppo(actor, critic, EVERYTHING, [[groups]], token_rewards))
 
 
 def turn_rewards(rewards: torch.Tensor, mask: Sequence[bool]) -> torch.Tensor:
@@ -254,7 +300,9 @@ def turn_rewards(rewards: torch.Tensor, mask: Sequence[bool]) -> torch.Tensor:
 def test_ranks_without_samples_stay_in_sync(actor, critic):
     """Two samples for three ranks, which happens if the rewards of all other samples fail."""
     config = ppo_config(actor, critic, ("{dp: 3}", "{dp: 3}"), EVERYTHING)
-    check(config, actor, critic, EVERYTHING, [[[random_groups(seed)[0][1:3]]] for seed in range(2)])
+    steps = [[[random_groups(seed)[0][1:3]]] for seed in range(2)]
+    ranks = run_both(config, actor, critic, steps, {})
+    assert_same_ppo(ranks, actor, critic, plain_ppo(actor, critic, EVERYTHING, steps))
 
 
 @pytest.mark.parametrize("settings", [PLAIN, EVERYTHING], ids=["plain", "everything"])
@@ -262,51 +310,75 @@ def test_two_updates_of_one_step_share_their_values(actor, critic, settings):
     """The policy and the critic of the second update have moved since the values were computed."""
     config = ppo_config(actor, critic, ("{pp: 2}", "{dp: 2}"), settings)
     second = [[(renamed(sample), reward) for sample, reward in group] for group in random_groups(1)]
-    check(config, actor, critic, settings, [[random_groups(0), second]])
+    steps = [[random_groups(0), second]]
+    ranks = run_both(config, actor, critic, steps, {})
+    assert_same_ppo(ranks, actor, critic, plain_ppo(actor, critic, settings, steps))
 
 
 def test_critic_initialized_from_the_actor_starts_at_zero(actor):
     config = ppo_config(actor, None, ("{}", "{tp: 3}"), PLAIN)
-    check(config, actor, actor, PLAIN, [[random_groups(0)], [random_groups(1)]])
+    check(config, actor, actor, PLAIN, 0, 1)
 
 
 @pytest.mark.parametrize(
     "layout",
-    newest_of(
-        ["{}", "{tp: 3, sequence_parallel: true}", "{tp: 3}", "{pp: 2}", "{dp: 2}", "{cp: 2}"],
+    exhaustive_but(
+        newest_of(
+            ["{}", "{tp: 3, sequence_parallel: true}", "{tp: 3}", "{pp: 2}", "{dp: 2}", "{cp: 2}"],
+            "{tp: 3, sequence_parallel: true}",
+        ),
         "{tp: 3, sequence_parallel: true}",
+        "{pp: 2}",
+        "{cp: 2}",
     ),
 )
 def test_a_value_head_on_the_actor_equals_plain_torch(actor, layout):
-    check_value_head(actor, layout, [[random_groups(0)], [random_groups(1)]])
+    check_value_head(actor, layout, 1)
 
 
 @pytest.mark.parametrize("num_updates", [1, 2])
 def test_value_head_in_a_separate_bucket_is_up_to_date(actor, num_updates):
     """The other replica sends the head's updates separately from the backbone's."""
+    check_value_head(actor, "{dp: 2}", num_updates, "actor.megatron_overrides.ddp={bucket_size: 1}")
+
+
+def value_head_steps(num_updates: int) -> list[list[list[Group]]]:
+    """Return two steps, of which the first has `num_updates` updates."""
     second = [[(renamed(sample), reward) for sample, reward in group] for group in random_groups(2)]
-    steps = [[random_groups(0), second][:num_updates], [random_groups(1)]]
-    check_value_head(actor, "{dp: 2}", steps, "actor.megatron_overrides.ddp={bucket_size: 1}")
+    return [[random_groups(0), second][:num_updates], [random_groups(1)]]
 
 
-def check_value_head(actor: Path, layout: str, steps: list[list[list[Group]]], *overrides: str) -> None:
-    coefficient, settings = 0.7, EVERYTHING
-    shared = ("critic.shared_backbone=true", "algorithm.value.coefficient=0.7", *overrides)
-    config = ppo_config(actor, None, (layout, None), settings, *shared)
-    start = run_ranks(
-        1, value_head, ppo_config(actor, None, ("{}", None), settings, "critic.shared_backbone=true"), actor
-    )[0]
-    ranks = run_ranks(config.actor.layout.world_size, train_actor, config, actor, steps, None, {})
+def value_head_config(actor: Path, layout: str, *overrides: str) -> Config:
+    shared = ("critic.shared_backbone=true", f"algorithm.value.coefficient={VALUE_COEFFICIENT}", *overrides)
+    return ppo_config(actor, None, (layout, None), EVERYTHING, *shared)
+
+
+@cache
+def initial_head(actor: Path) -> dict[str, torch.Tensor]:
+    return run_ranks(1, value_head, value_head_config(actor, "{}"), actor)[0]
+
+
+@cache
+def plain_value_head(actor: Path, num_updates: int) -> Expected[tuple[float, float, dict[str, torch.Tensor]]]:
+    """Return the losses and weights of plain torch. All layouts share them."""
+    start = initial_head(actor)  # before the default dtype changes
 
     def trained() -> tuple[float, float, dict[str, torch.Tensor]]:
-        reference = SharedTrunkReference(actor, start, settings, coefficient)
-        for updates in steps:
+        reference = SharedTrunkReference(actor, start, EVERYTHING, VALUE_COEFFICIENT)
+        for updates in value_head_steps(num_updates):
             policy_loss, value_loss = reference.step(updates)
         head = {"value_head.fc1": reference.head[0], "value_head.fc2": reference.head[2]}
         weights = {f"{name}.{kind}": p for name, layer in head.items() for kind, p in layer.named_parameters()}
-        return policy_loss, coefficient * value_loss, dict(reference.actor.named_parameters()) | weights
+        return policy_loss, VALUE_COEFFICIENT * value_loss, dict(reference.actor.named_parameters()) | weights
 
-    policy_loss, value_loss, weights = zip(*expected(trained), strict=True)
+    return expected(trained)
+
+
+def check_value_head(actor: Path, layout: str, num_updates: int, *overrides: str) -> None:
+    config = value_head_config(actor, layout, *overrides)
+    steps = value_head_steps(num_updates)
+    ranks = run_ranks(config.actor.layout.world_size, train_actor, config, actor, steps, None, {})
+    policy_loss, value_loss, weights = zip(*plain_value_head(actor, num_updates), strict=True)
     reported = [rank.metrics for rank in ranks if rank.metrics]
     assert sum(m["policy/loss"].value for m in reported) == close_to(*policy_loss, LOSS_FLOOR)
     assert sum(m["value/loss"].value for m in reported) == close_to(*value_loss, LOSS_FLOOR)

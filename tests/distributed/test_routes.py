@@ -90,7 +90,8 @@ def trained(folder: Path, layout: str) -> list:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(
-    "layout", exhaustive_but(newest_of(LAYOUTS, "TP2, SP, EP2", "PP2, VPP2, EP2"), "one process", "CP2, EP2")
+    "layout",
+    exhaustive_but(newest_of(LAYOUTS, "TP2, SP, EP2", "PP2, VPP2, EP2"), "one process", "PP2, VPP2, EP2", "CP2, EP2"),
 )
 def test_replayed_training_matches_a_plain_model(folder, outcome, layout, variant):
     """This includes the routers' gradient, which comes only from the scores of the replayed experts."""

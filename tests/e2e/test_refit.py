@@ -792,7 +792,8 @@ BLOCKS |= dict(num_hidden_layers=2, intermediate_size=384, max_position_embeddin
 """Sizes that the engine shards at blocks of 128 while the trainer's two tensor-parallel ranks split blocks."""
 
 
-@pytest.mark.parametrize("model_type", ["llama", pytest.param("qwen3", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
 def test_fp8_block_engine_equals_vllm_quantisation(model_type, tmp_path, remotes):
     """After two in-place refits with weights quantised by the trainer, the engine equals a fresh one that quantises
     the exported model itself."""

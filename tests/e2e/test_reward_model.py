@@ -62,9 +62,8 @@ def test_run_is_rewarded_by_a_model_and_a_function(series, model, tmp_path):
     assert {"reward-model-0", "reward-model-1"} <= {file.stem for file in (run / "logs").glob("**/*.log")}
 
 
-@pytest.mark.parametrize(
-    ("kind", "layout"), [("sequence", "dp"), pytest.param("token", "tp", marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.parametrize(("kind", "layout"), [("sequence", "dp"), ("token", "tp")])
+@pytest.mark.exhaustive
 def test_reward_model_in_vllm_scores_as_transformers(series, model, tmp_path, kind, layout):
     """Two engines score, or one with two ranks. GRPO sums a token classifier's scores into rewards."""
     classifier = write_classifier(tmp_path / "reward", model, kind)

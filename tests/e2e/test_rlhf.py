@@ -15,7 +15,7 @@ from tests.e2e.test_reward_model import readable, rows_of, scores_of
 from tests.e2e.test_train import metrics_of
 from tests.tiny_model import write_tiny_llama
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 CHARACTERS = "0123456789abcdefghijklmnopqrst"
 """Fine-tuning teaches responses of three of these characters. A third are digits, which the reward model prefers."""
 
@@ -92,7 +92,8 @@ def test_fine_tuning_reaches_the_entropy_of_the_data(stages):
 def test_reward_model_learns_preferences(stages):
     steps = metrics_of(stages[1])
     assert steps[0]["reward_model/loss"] == pytest.approx(0.693, abs=1e-3)  # its head starts at zero
-    assert fmean(step["preference/accuracy"] for step in steps[-8:]) > 0.85
+    # 256 pairs: guessing gives 0.5 ± 0.03. Four seeds gave 0.81 to 0.85, and rounding differs between processors.
+    assert fmean(step["preference/accuracy"] for step in steps[-8:]) > 0.7
 
 
 def test_policy_starts_fine_tuned_and_uses_the_reward_model(stages):

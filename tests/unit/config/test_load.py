@@ -267,7 +267,7 @@ def changes(draw: st.DrawFn) -> dict[str, dict]:
     }
 
 
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(changes())
 def test_dump_loads_back(tmp_path_factory: pytest.TempPathFactory, changed: dict[str, dict]) -> None:
     values = load(QUICKSTART).model_dump()

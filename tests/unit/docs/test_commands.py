@@ -114,6 +114,7 @@ def test_layout_that_does_not_divide_the_model_is_refused(cache_with_config):
     assert "actor.layout.tp=2: 9 attention heads do not divide by 2" in done.stderr
 
 
+@pytest.mark.exhaustive
 def test_reshard_command_prints_the_rows_of_the_readme(tmp_path):
     """The model at the command's path has fewer layers and experts, so that the plan takes less time."""
     folder = tmp_path / "path" / "to" / "model"
@@ -154,6 +155,7 @@ def test_convert_commands_run(tmp_path, monkeypatch):
     assert_same(weights_of(tmp_path / "converted" / "hf"), tensors)
 
 
+@pytest.mark.exhaustive
 def test_benchmarks_accept_the_documented_options():
     """Each script stops after parsing its options, because the measurements take minutes to hours."""
     command = [sys.executable, "-c", STOP_AFTER_PARSING, *MEASURING]

@@ -69,6 +69,7 @@ def test_recipe_refit_writes_every_element_once(
     assert found.bytes_by_link["inter"] == pytest.approx(times * weights, rel=0.01)
 
 
+@pytest.mark.exhaustive
 def test_recorded_predictions_are_current() -> None:
     """`python tools/benchmarks/recipes.py --out …` updates the record."""
     recorded = json.loads((RESULTS / "recipes.json").read_text(encoding="utf-8"))["runs"]

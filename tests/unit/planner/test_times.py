@@ -225,6 +225,7 @@ def test_refit_time_matches_the_simulated_plan(case):
 PUBLISHED = json.loads((RESULTS / "published_steps.json").read_text())["runs"]
 
 
+@pytest.mark.exhaustive
 def test_recorded_published_steps_are_current():
     """`python tools/benchmarks/published_steps.py --out …` updates the record."""
     assert json.loads(json.dumps([published_steps.predict(case) for case in published_steps.CASES])) == PUBLISHED

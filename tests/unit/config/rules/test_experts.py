@@ -41,6 +41,7 @@ def test_expert_keys_are_rejected_for_dense_models():
     with pytest.raises(ValueError) as error:
         check_model(recipe(REPLAY, "actor.experts.router=frozen"), SMOLLM2)
     assert str(error.value).splitlines() == [
-        "actor.experts.replay_routes=true: model.path=smollm2 has no experts. Fix: set actor.experts.replay_routes=false",
+        "actor.experts.replay_routes=true: model.path=smollm2 has no experts. "
+        "Fix: set actor.experts.replay_routes=false",
         "actor.experts.router=frozen: model.path=smollm2 has no routers. Fix: set actor.experts.router=free",
     ]
