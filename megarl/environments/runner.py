@@ -6,7 +6,7 @@ import asyncio
 import random
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megarl.config.schema import Config
 from megarl.core.errors import UserError
@@ -22,8 +22,6 @@ from megarl.environments.transcript import Part, Transcript
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +253,7 @@ class _Rollout:
         return self.outcome.samples(self._request.id, self._request.prompt, self._parts)
 
 
-async def _uninterrupted(call: Coroutine[Any, Any, T]) -> T:
+async def _uninterrupted(call: Coroutine[Any, Any, Any]) -> Any:
     """Return the call's result. If this task is canceled, wait for the call before ending the task."""
     task = asyncio.create_task(call)
     try:

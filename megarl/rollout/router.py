@@ -142,7 +142,8 @@ class Submission:
     def __init__(self, router: Router, groups: Sequence[Sequence[str]], abort: Abort):
         """groups: names of the rollouts in each group. abort: function that aborts these groups."""
         self._router, self.groups, self.abort = router, groups, abort
-        self.name = groups[0][0]
+        self.name, self.engine = groups[0][0], ""
+        """Name and engine of a single group."""
         self.is_aborted = self.is_moving = False
         """Whether the abort of the groups was requested: for good, or to move them to a different engine."""
         self._results: dict[int, list[Any] | Aborted] = {}
@@ -155,12 +156,6 @@ class Submission:
         """Engines whose groups move to different engines."""
         if len(groups) == 1:
             router.submissions[self.name] = self
-
-    @property
-    def engine(self) -> str:
-        """The engine of a single group."""
-        [name] = self._assigned
-        return name
 
     @property
     def is_done(self) -> bool:
@@ -178,6 +173,7 @@ class Submission:
         self._requests = {name: sum(sizes[i] for i in part) for name, part in self._assigned.items()}
         self._losses = {name: self._router.losses[name] for name in self._assigned}
         self._router.load.update(self._requests)
+        self.engine = next(iter(self._assigned))
         return self._assigned
 
     def collect(self, answers: Mapping[str, Sequence[Sequence[Any]] | Aborted]) -> list[str]:
