@@ -183,11 +183,14 @@ def launch(
     nodes: Annotated[int, typer.Option(metavar="N", help="Number of nodes that the run uses.")],
     time: Annotated[
         str,
-        typer.Option(metavar="TIME", help="Time limit per allocation, such as 4:00:00. The run resumes in the next."),
+        typer.Option(
+            metavar="TIME", help="Time limit per allocation, such as 4:00:00. The run resumes in the next allocation."
+        ),
     ],
-    spares: Annotated[int, typer.Option(metavar="N", help="Spare nodes that replace lost ones.")] = 0,
+    spares: Annotated[int, typer.Option(metavar="N", help="Number of spare nodes that replace lost nodes.")] = 0,
     fewest_nodes: Annotated[
-        int | None, typer.Option(metavar="N", help="Continue with fewer replicas down to N nodes.")
+        int | None,
+        typer.Option(metavar="N", help="After node losses, continue on at least N nodes with fewer replicas."),
     ] = None,
     gpus_per_node: Annotated[int, typer.Option(metavar="N", help="GPUs per node, 0 for CPU runs.")] = 8,
     gpu: Annotated[str, typer.Option(metavar="GPU", help="GPU type, as in megarl plan.")] = "H100-80GB",
@@ -209,8 +212,13 @@ def launch(
     ] = "none",
     image: Annotated[str | None, typer.Option(metavar="IMAGE", help="Container image.")] = None,
     mount: Annotated[list[str] | None, typer.Option(metavar="SOURCE:DESTINATION", help="Container mount.")] = None,
-    command: Annotated[str | None, typer.Option(metavar="COMMAND", help="megarl command on the nodes.")] = None,
-    template: Annotated[Path | None, typer.Option(metavar="FILE", help="Your copy of launch/slurm.sbatch.")] = None,
+    command: Annotated[
+        str | None, typer.Option(metavar="COMMAND", help="Command that starts megarl on the nodes.")
+    ] = None,
+    template: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Job script template, such as a modified copy of launch/slurm.sbatch."),
+    ] = None,
     sweep: Annotated[
         list[str] | None, typer.Option(metavar="KEY=VALUE,VALUE", help="Submit one run per value as a job array.")
     ] = None,
@@ -276,7 +284,8 @@ def reshard(
         str, typer.Option(metavar="SPEEDS", help="Bandwidth per rank and direction, between and within nodes.")
     ] = "inter=50GB/s,intra=400GB/s",
     colocated: Annotated[
-        bool, typer.Option("--colocated", help="Source and destination share devices, else they use separate nodes.")
+        bool,
+        typer.Option("--colocated", help="Place source and destination on the same devices (default: separate nodes)."),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -297,7 +306,7 @@ def reshard(
             option for option, value in {**sides, "--colocated": colocated or None}.items() if value is not None
         ]
         if redundant:
-            raise UserError(f"{redundant[0]}: conflicts with the recipe {file}. Fix: pass one of the two.")
+            raise UserError(f"{redundant[0]}: conflicts with the recipe {file}. Fix: pass only one of them")
         config = load(file, overrides or ())
         preview = preview_refit(config, nodes_of, bandwidth)
         if not as_json:
@@ -305,7 +314,9 @@ def reshard(
     else:
         missing = [option for option, value in sides.items() if value is None]
         if missing:
-            raise UserError(f"{missing[0]}: missing. Fix: pass {', '.join(sides)}, or a recipe.")
+            raise UserError(
+                f"{missing[0]}: required without a recipe. Fix: pass {', '.join(sides)}, or pass a recipe instead"
+            )
         preview = reshard(model, source, destination, nodes_of, bandwidth, colocated)
     typer.echo(json.dumps(preview.as_dict()) if as_json else table(preview))
 
@@ -316,8 +327,8 @@ def plan(
     overrides: Overrides = None,
     *,
     gpus: Annotated[str, typer.Option(metavar="GPUS", help="GPU count and type, such as 64xH100-80GB.")],
-    as_it_is: Annotated[
-        bool, typer.Option("--as-it-is", help="Evaluate the recipe's own layout, and fail if it does not fit.")
+    as_is: Annotated[
+        bool, typer.Option("--as-is", help="Evaluate the recipe's own layout, and fail if it does not fit.")
     ] = False,
     nodes_of: Annotated[int, typer.Option(metavar="GPUS", help="GPUs per node.")] = 8,
     prompt_tokens: Annotated[float | None, typer.Option(metavar="TOKENS", help="Mean prompt length.")] = None,
@@ -328,10 +339,12 @@ def plan(
         bool, typer.Option("--simulate", help="Simulate steps with asynchronous rollouts (rollout.max_staleness).")
     ] = False,
     lengths: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Rollout file whose lengths the simulation uses.")
+        Path | None, typer.Option(metavar="FILE", help="Rollout file with response lengths for the simulation.")
     ] = None,
     emit: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the best plan as a recipe.")] = None,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write an HTML page that visualizes it.")] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write an HTML page that visualizes the best plan.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Rank the layouts that fit on the given GPUs by predicted step time. Nothing is run."""
@@ -345,9 +358,9 @@ def plan(
     from megarl.planner.plan import plan_recipe, recorded, simulate_steps
 
     if html is not None and find_spec("matplotlib") is None:  # fail before --emit writes a file
-        raise UserError(f"--html {html}: requires matplotlib. Fix: pip install 'megarl[run]'")
+        raise UserError(f"--html {html}: requires matplotlib. Fix: run pip install 'megarl[run]'")
     config = load(file, overrides or ())
-    planned = plan_recipe(config, read_cluster(gpus, nodes_of), as_it_is, prompt_tokens, response_tokens)
+    planned = plan_recipe(config, read_cluster(gpus, nodes_of), as_is, prompt_tokens, response_tokens)
     simulations = simulate_steps(planned, recorded(lengths)) if simulate or lengths is not None else None
     if as_json:
         simulated = {} if simulations is None else {"simulated": {key: asdict(run) for key, run in simulations.items()}}
@@ -411,7 +424,7 @@ def diagnose(
         str | None, typer.Option(metavar="ID", help="Sample id (default: the first sample with token ids).")
     ] = None,
     model: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Weights (default: the exported model, else the initial one).")
+        Path | None, typer.Option(metavar="FOLDER", help="Model folder (default: the exported or the initial model).")
     ] = None,
 ) -> None:
     """Compare trainer, engine and transformers on a saved rollout and report the first layer that differs.

@@ -175,7 +175,9 @@ def _with_options(text: str) -> str:
     """Replace layout keys in an error message with the corresponding command-line options."""
     from megarl.resharding.selection import ONE_PROCESS
 
-    return re.sub(rf"\b({'|'.join(ONE_PROCESS)})=", lambda match: f"--{match[1].replace('_', '-')}=", text)
+    keys = "|".join(ONE_PROCESS)
+    pattern = rf"\b({keys})(?==)|(?<=\bset )({keys})\b|(?<=\braise )({keys})\b"
+    return re.sub(pattern, lambda match: f"--{match[0].replace('_', '-')}", text)
 
 
 @contextmanager

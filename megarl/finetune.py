@@ -35,9 +35,9 @@ def main(config: Config, scratch: Path) -> int:
 
 
 def run(config: Config, scratch: Path) -> None:
-    given_paths, config = model_paths(config), find_model_paths(config)
+    config_paths, config = model_paths(config), find_model_paths(config)
     checked = preflight(config)
-    with RunContext.prepare(config, checked.models, checked.data, given_paths) as context, early_end(context.folder):
+    with RunContext.prepare(config, checked.models, checked.data, config_paths) as context, early_end(context.folder):
         elapsed = ElapsedTime()
         with Session(config, context.folder.logs, scratch, context.folder.nodes) as session:
             elapsed.print("Ray: started")

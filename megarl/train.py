@@ -21,7 +21,7 @@ from megarl.run.context import RunContext, exit_status
 from megarl.run.preflight import preflight
 from megarl.step.evaluation import evaluate
 from megarl.step.logprob_check import LogprobCheck
-from megarl.step.metrics import step_metrics, update_rate, with_effective_share, with_explained_variance
+from megarl.step.metrics import add_effective_sample_size, add_explained_variance, step_metrics, update_rate
 from megarl.step.profile import profiled
 from megarl.step.queue import RolloutQueue
 from megarl.step.rollouts import Rollouts, collect_rollouts, record_advantages
@@ -34,16 +34,18 @@ def main(config: Config, scratch: Path) -> int:
 
 
 def run(config: Config, scratch: Path) -> None:
-    given, config = model_paths(config), find_model_paths(config)
-    found = preflight(config)
+    config_paths, config = model_paths(config), find_model_paths(config)
+    checked = preflight(config)
     with (
-        RunContext.prepare(config, found.models, found.data, given, found.evaluation) as context,
+        RunContext.prepare(config, checked.models, checked.data, config_paths, checked.evaluation) as context,
         early_end(context.folder),
     ):
         elapsed = ElapsedTime()
-        with Session(config, context.folder.logs, scratch, context.folder.nodes, found.models.experts) as session:
+        with Session(config, context.folder.logs, scratch, context.folder.nodes, checked.models.experts) as session:
             elapsed.print("Ray: started")
-            workers = launch_workers(session, config, found.models, context.placement, context.resume_point.checkpoint)
+            workers = launch_workers(
+                session, config, checked.models, context.placement, context.resume_point.checkpoint
+            )
             learn(config, workers, context)
         print(f"report: {report.write(context.folder.path)}")
 
@@ -54,7 +56,7 @@ def learn(config: Config, workers: Workers, context: RunContext) -> None:
     elapsed = ElapsedTime()
     workers.trained.stage_actor_for_sync()
     workers.refit.run(version=context.state.step)
-    elapsed.print(f"refit: by {workers.refit.transport}, the first")
+    elapsed.print(f"refit: first refit by {workers.refit.transport}")
     logprob_check = LogprobCheck(config, workers, context.data)
     logprob_check.begin()
     queue = RolloutQueue(config, workers, context.data, context.state)
@@ -121,12 +123,12 @@ def train(config: Config, workers: Workers, rollouts: Rollouts, number: int, ave
             group = workers.trained.groups[role]
             tasks[role] = partial(group.train, epochs[begin:num_done], begins_step=begin == 0)
         results = workers.trained.run(tasks)
-        parts.append({name: metric for found in results.values() for name, metric in found.items()})
+        parts.append({name: metric for metrics in results.values() for name, metric in metrics.items()})
         divergence = parts[-1].get("policy/kl_old")  # absent if no token was trained
         if limit is not None and divergence is not None and divergence.value > limit:
             break
     join([group.end_step() for group in workers.trained.groups.values()]).result()
-    metrics = updates.metrics | with_explained_variance(with_effective_share(merge(parts)))
+    metrics = updates.metrics | add_explained_variance(add_effective_sample_size(merge(parts)))
     if num_epochs > 1:
         metrics["update/epochs"] = Metric(num_done)
     if config.trains_actor_in(number):

@@ -238,7 +238,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 """The published configs without keys that do not affect the weights (rotary scaling). DeepSeek-V3's also lacks its
-quantisation and its multi-token prediction layer."""
+quantization and its multi-token prediction layer."""
 
 PARAMETERS: dict[str, int] = {
     "SmolLM2-135M": 134_515_008,

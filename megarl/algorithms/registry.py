@@ -47,7 +47,8 @@ def _specs(package: ModuleType, kind: type[AnySpec]) -> Iterator[AnySpec]:
             raise ImportError(f"{package.__name__}.{name}: missing SPEC. Fix: define SPEC as a {kind.__name__}")
         if spec.name != name:
             raise ImportError(
-                f"{package.__name__}.{name}: SPEC.name={spec.name}: differs from the file's name. Fix: set it to {name}"
+                f"{package.__name__}.{name}: SPEC.name={spec.name} differs from the file name. Fix: set SPEC.name to "
+                f"{name}"
             )
         yield spec
 

@@ -260,11 +260,6 @@ class ObjectiveSpec(Spec):
         return isinstance(self, PairObjective)
 
     @property
-    def learns_labels(self) -> bool:
-        """Whether the objective learns token labels."""
-        return isinstance(self, LabelObjective)
-
-    @property
     def selects_tokens(self) -> bool:
         """Whether the objective treats selected tokens in an update differently."""
         return isinstance(self, PolicyObjective) and self.selection is not None
@@ -364,13 +359,13 @@ class LabelObjective(ObjectiveSpec):
 
     Args:
         loss: (score [N], label [N], **arguments) -> float32 [N].
-        labelled: the tokens in a step that receive its label: only the last one, or all.
+        labeled: the tokens in a step that receive its label: only the last one, or all.
     """
 
     loss: Callable[..., torch.Tensor]
     rows: tuple[Rows, ...] = ("labels",)
     classifier: Kind | None = "token"
-    labelled: Literal["end", "all"]
+    labeled: Literal["end", "all"]
 
     @property
     def functions(self) -> list[Signature]:

@@ -10,7 +10,7 @@ from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 
 from megarl.core.errors import UserError
 
-_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_COLOR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class RunFailure(RuntimeError):
@@ -27,7 +27,7 @@ def cause(errors: Mapping[str, Exception], phase: str, logs: Path) -> UserError 
     origin = _origin(error)
     if isinstance(origin, UserError):
         return UserError(str(origin))
-    return RunFailure(f"{phase}: {name}{_what_happened(error)}; see {logs / name}.log")
+    return RunFailure(f"{phase}: {name}{_describe_error(error)}. See {logs / name}.log")
 
 
 def write_stacks(errors: Mapping[str, Exception], logs: Path) -> None:
@@ -36,7 +36,7 @@ def write_stacks(errors: Mapping[str, Exception], logs: Path) -> None:
         log = logs / f"{name}.log"
         if isinstance(error, RayTaskError) and log.exists():
             with log.open("a", encoding="utf-8", errors="backslashreplace") as file:
-                file.write(_COLOUR.sub("", str(error)).rstrip() + "\n")
+                file.write(_COLOR.sub("", str(error)).rstrip() + "\n")
 
 
 def is_loss(error: Exception | None) -> bool:
@@ -57,7 +57,7 @@ def rank(error: Exception) -> int:
     return 1 if is_loss(error) else 2
 
 
-def _what_happened(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     origin = _origin(error)
     lines = str(origin).strip().splitlines() or [""]
     if isinstance(error, OutOfMemoryError):

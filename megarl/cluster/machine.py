@@ -11,7 +11,7 @@ from megarl.cluster.memory.host import least_host_bytes
 from megarl.cluster.memory.parameters import ModelParameters, Models
 from megarl.cluster.memory.shared_gpu import Load, fullest_phase
 from megarl.cluster.placement import Placement, place
-from megarl.config.device_spans import ENGINE, device_spans, places_per_node
+from megarl.config.device_spans import ENGINE, device_spans, devices_per_node
 from megarl.config.rules import shared_gpu as shared_gpu_rules
 from megarl.config.schema import Config
 from megarl.config.violations import raise_all
@@ -41,12 +41,12 @@ def check_gpu_memory(config: Config, models: ModelFolders) -> None:
         return
     trained = models.trained(config)
     reward = None if models.reward_model is None else read_config(models.reward_model)
-    here, spans = device.num_gpus(), device_spans(config)
+    num_gpus, spans = device.num_gpus(), device_spans(config)
     # Nodes have equal loads except where a model begins or ends. gpus_suffice reports missing GPUs.
     ends = {end for span in spans.values() for end in (span.start, span.stop - 1)}
-    for gpu in sorted(ends.union(range(here)).intersection(spans[ENGINE])):
-        load = fullest_phase(config, models.hf_config, trained, reward, gpu, here)
-        raise_all([fits(gpu, device.memory_bytes(gpu % here), load)])
+    for gpu in sorted(ends.union(range(num_gpus)).intersection(spans[ENGINE])):
+        load = fullest_phase(config, models.hf_config, trained, reward, gpu, num_gpus)
+        raise_all([fits(gpu, device.memory_bytes(gpu % num_gpus), load)])
 
 
 def check_host_memory(config: Config, models: ModelFolders) -> None:
@@ -67,11 +67,11 @@ def host_suffices(memory_bytes: int, parts: Mapping[str, int]) -> str | None:
     needed = sum(parts.values())
     if needed <= memory_bytes:
         return None
-    arithmetic = " + ".join(f"{size / 2**30:.1f} ({what})" for what, size in parts.items())
+    arithmetic = " + ".join(f"{size / 2**30:.1f} ({purpose})" for purpose, size in parts.items())
     return (
         f"model.path: without a GPU, models and engines need {arithmetic} = {needed / 2**30:.1f} GiB of host memory, "
-        f"but there are {memory_bytes / 2**30:.1f}. Fix: use a smaller model, or lower rollout.replicas or dp of the "
-        "layouts"
+        f"but only {memory_bytes / 2**30:.1f} GiB is installed. Fix: use a smaller model, or lower rollout.replicas or "
+        "dp in the layouts"
     )
 
 
@@ -83,8 +83,8 @@ def check_engine_kernels(config: Config, models: ModelFolders) -> None:
     model = ModelShape.of(read_config(models.actor))
     if model.experts and model.hidden % CPU_EXPERTS_MULTIPLE:
         raise ValueError(
-            f"{models.actor}: hidden_size={model.hidden}, but vLLM's CPU build supports experts for multiples of "
-            f"{CPU_EXPERTS_MULTIPLE} only. Fix: run this model on GPUs"
+            f"{models.actor}: hidden_size={model.hidden} is not a multiple of {CPU_EXPERTS_MULTIPLE}, which vLLM's CPU "
+            "kernels for experts require. Fix: run this model on GPUs"
         )
 
 
@@ -92,8 +92,8 @@ def fits(gpu: int, memory_bytes: int, load: Load) -> str | None:
     if load.total <= memory_bytes:
         return None
     return (
-        f"cluster.placement=colocated: {load.phase}, GPU {gpu} would hold {load.arithmetic}, but has "
-        f"{memory_bytes / 2**30:.1f}. Fix: {load.remedy}"
+        f"cluster.placement=colocated: {load.phase}, GPU {gpu} would hold {load.arithmetic}, but it has "
+        f"{memory_bytes / 2**30:.1f} GiB of memory. Fix: {load.remedy}"
     )
 
 
@@ -105,19 +105,19 @@ def gpus_suffice(config: Config) -> str | None:
     if needed <= available:
         return None
     ranks = [f"{len(span)} {role}" for role, span in spans.items()]
-    if config.cluster.roles.given:
+    if config.cluster.roles.assigned:
         return (
-            f"cluster.roles: it names GPU {needed - 1}, but this machine has GPUs 0 to {available - 1}. Fix: use "
-            "these, or lower dp of the layouts"
+            f"cluster.roles: GPU {needed - 1} does not exist, because the last GPU of this machine is GPU "
+            f"{available - 1}. Fix: set cluster.roles to GPUs up to {available - 1}, or lower dp in the layouts"
         )
     if config.is_colocated:
         return (
-            f"cluster.placement=colocated: each role has a rank on each GPU, so max({', '.join(ranks)}) = {needed} are "
-            f"needed, but this machine has {available}. Fix: lower dp of the layouts"
+            f"cluster.placement=colocated: the roles share GPUs and need max({', '.join(ranks)}) = {needed}, but this "
+            f"machine has {available}. Fix: lower dp in the layouts"
         )
     return (
         f"cluster.placement=disaggregated: {' + '.join(ranks)} = {needed} ranks need a GPU each, but this machine has "
-        f"{available}. Fix: set cluster.placement=colocated, or lower dp of the layouts"
+        f"{available}. Fix: set cluster.placement=colocated, or lower dp in the layouts"
     )
 
 
@@ -126,8 +126,8 @@ def parameters_can_move(config: Config) -> str | None:
     if "parameters" not in config.actor.offload:
         return None
     return (
-        f"actor.offload={config.actor.offload}: without a GPU the actor's parameters are already in host memory, where "
-        "the engines read them. Fix: leave out parameters"
+        f"actor.offload={config.actor.offload}: without a GPU, the actor's parameters are already in host memory, "
+        "where the engines read them. Fix: remove parameters from actor.offload"
     )
 
 
@@ -135,13 +135,13 @@ def ranks_of_an_engine_have_cores(config: Config) -> str | None:
     tp = {} if config.is_offline else {"rollout.tp": config.rollout.tp}
     if config.has_reward_model and config.reward_model.engine == "vllm":
         tp["reward_model.layout.tp"] = config.reward_model.layout.tp
-    cores, places = len(os.sched_getaffinity(0)), places_per_node(config)
-    refused = [f"{key}={ranks}" for key, ranks in tp.items() if min(ranks, places) > cores]
+    cores, places = len(os.sched_getaffinity(0)), devices_per_node(config)
+    refused = [key for key, ranks in tp.items() if min(ranks, places) > cores]
     if not refused:
         return None
     return (
-        f"{', '.join(refused)}: without a GPU each rank of a vLLM engine needs a core of its own, but this machine "
-        f"has {cores} for the run. Fix: set at most {cores}"
+        f"{', '.join(f'{key}={tp[key]}' for key in refused)}: without a GPU, each rank of a vLLM engine needs its own "
+        f"core, but this machine has {cores} for the run. Fix: set {' and '.join(refused)} to at most {cores}"
     )
 
 
@@ -149,13 +149,13 @@ def parts_of_an_engine_have_one_rank(config: Config) -> str | None:
     """Reject engines that span several nodes with several ranks per node: on CPU, vLLM supports one rank per node."""
     if config.is_offline:
         return None
-    places, tp = places_per_node(config), config.rollout.tp
+    places, tp = devices_per_node(config), config.rollout.tp
     if places == 1 or tp <= places:
         return None
     return (
-        f"rollout.tp={tp}: without a GPU an engine over several nodes must have one rank on each, but with "
+        f"rollout.tp={tp}: without a GPU, an engine that spans nodes must have one rank per node, but with "
         f"cluster.nodes={config.cluster.nodes} each node has {places} ranks of a role. Fix: set rollout.tp to at most "
-        f"{places}, or cluster.nodes to the number of ranks"
+        f"{places}, or set cluster.nodes to the number of ranks"
     )
 
 

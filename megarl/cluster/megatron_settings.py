@@ -23,24 +23,28 @@ def check_megatron_settings(config: Config, models: ModelFolders) -> None:
     spend. Without megatron_overrides and fp8 there is nothing to check.
     """
     trained = models.trained(config)
-    asked = {role: hf_config for role, hf_config in trained.items() if goes_beyond(config.placed(role))}
-    if not asked:
+    checked = {role: hf_config for role, hf_config in trained.items() if needs_check(config.placed(role))}
+    if not checked:
         return
     try:
         child = subprocess.run(
             [sys.executable, "-m", PROGRAM],
-            input=json.dumps({"config": config.model_dump(), "models": asked}),
+            input=json.dumps({"config": config.model_dump(), "models": checked}),
             capture_output=True,
             text=True,
             timeout=config.cluster.timeouts.start,
         )
     except subprocess.TimeoutExpired as error:
-        raise RunFailure(f"megatron_overrides and fp8: no answer from {PROGRAM} in {error.timeout:g} s") from None
+        raise RunFailure(
+            f"check of megatron_overrides and fp8: no response from {PROGRAM} within {error.timeout:g} s"
+        ) from None
     if child.returncode:
         [error] = child.stderr.splitlines()[-1:] or ["no output"]
-        raise RunFailure(f"megatron_overrides and fp8: {PROGRAM} exited with status {child.returncode}: {error}")
+        raise RunFailure(
+            f"check of megatron_overrides and fp8: {PROGRAM} exited with status {child.returncode}: {error}"
+        )
     raise_all(json.loads(child.stdout.splitlines()[-1]))
 
 
-def goes_beyond(trained: Trained) -> bool:
+def needs_check(trained: Trained) -> bool:
     return trained.fp8 is not None or any(trained.megatron_overrides.model_dump().values())

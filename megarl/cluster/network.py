@@ -37,11 +37,12 @@ def own_address(interface: str | None) -> str:
     interface, to the host name or the default route. Raises UserError if this node has no such address."""
     addresses = interface_addresses()
     available = ", ".join(f"{name} ({each[0]})" for name, each in sorted(addresses.items()) if not _is_local(each[0]))
+    remedy = f"set cluster.interface to one of {available}" if available else "give this node a network address"
     if interface is not None:
         if interface not in addresses:
             raise UserError(
-                f"cluster.interface={interface}: this node has no such interface with an IPv4 address. Fix: set it to "
-                f"one of {available or '(none found)'}"
+                f"cluster.interface={interface}: this node has no interface with this name and an IPv4 address. Fix: "
+                f"{remedy}"
             )
         return addresses[interface][0]
     known = {address for each in addresses.values() for address in each}
@@ -50,7 +51,7 @@ def own_address(interface: str | None) -> str:
             return address
     raise UserError(
         "cluster.interface=null: neither the host name nor the default route of this node gives an address that other "
-        f"nodes can reach. Fix: set it to one of these: {available or '(none found)'}"
+        f"nodes can reach. Fix: {remedy}"
     )
 
 
@@ -58,7 +59,9 @@ def address_towards(host: str) -> str:
     """Return the local address from which this node reaches the host. Raises UserError if there is no route."""
     address = _address_of_route(host)
     if address is None:
-        raise UserError(f"{host}: this node has no route to the first node of the run. Fix: check the network")
+        raise UserError(
+            f"{host}: this node has no route to the run's first node. Fix: check the output of ip route get {host}"
+        )
     return address
 
 
@@ -79,7 +82,7 @@ def listen(host: str) -> socket.socket:
             if error.errno != errno.EADDRINUSE:
                 raise
     raise UserError(
-        f"{EPHEMERAL}: all ports from {ports.start} to {highest - 1}, below the ephemeral ports, are in use. Fix: stop "
+        f"{EPHEMERAL}: all ports below the ephemeral range ({ports.start} to {highest - 1}) are in use. Fix: stop "
         "processes that listen on them, or raise the first ephemeral port in this file"
     )
 

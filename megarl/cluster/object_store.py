@@ -57,7 +57,7 @@ def _num_ahead(config: Config) -> int:
 
 def most_evaluated(config: Config) -> int:
     """Return the number of samples in the largest evaluation set. Sets without a known size are ignored."""
-    return max(((given.size or 0) * given.samples_per_prompt for given in config.evaluation.sets), default=0)
+    return max(((settings.size or 0) * settings.samples_per_prompt for settings in config.evaluation.sets), default=0)
 
 
 def sample_bytes(config: Config, experts: Experts | None) -> float:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from megarl.config.device_spans import ENGINE, NAMES, device_spans, num_devices, places_per_node
+from megarl.config.device_spans import ENGINE, NAMES, device_spans, devices_per_node, num_devices
 from megarl.config.model_schema import Placed, RewardModel
 from megarl.config.schema import Config
 from megarl.config.violations import raise_all
@@ -145,7 +145,7 @@ def place(
 
     def processes(role: str, size: int, threads: int | None, weights: Sequence[int] = ()) -> tuple[Process, ...]:
         """Return processes with `size` ranks each. weights: GPUs with model weights that the processes may read."""
-        span, made = spans[role], []
+        span, result = spans[role], []
         for index in range(len(span) // size):
             ranks = span[index * size : (index + 1) * size]
             parts: list[Process] = []
@@ -155,8 +155,8 @@ def place(
                 reads = tuple(gpu for gpu in weights if gpu in node.devices and gpu not in devices)
                 share = threads or max(1, node.cores // len(set(span).intersection(node.devices)))
                 parts.append(Process(role, index, share, node, devices, reads, on_gpus, len(parts)))
-            made.append(replace(parts[0], rest=tuple(parts[1:])))
-        return tuple(made)
+            result.append(replace(parts[0], rest=tuple(parts[1:])))
+        return tuple(result)
 
     engines = (
         () if config.is_offline else processes(ENGINE, config.rollout.tp, config.rollout.threads, spans[NAMES["actor"]])
@@ -177,31 +177,34 @@ def _nodes(config: Config, cores: int, gpus: int | None) -> tuple[Node, ...]:
     """Return the nodes. gpus: number of GPUs on each node; None: as many devices as needed for an equal share of the
     ranks."""
     count = config.cluster.nodes
-    devices = gpus or places_per_node(config)
+    devices = gpus or devices_per_node(config)
     return tuple(Node(i, range(i * devices, (i + 1) * devices), cores) for i in range(count))
 
 
 def check_nodes(config: Config, nodes: Sequence[Node]) -> None:
     """Raise a UserError with one line for each mismatch between ranks and nodes."""
     needed, each = num_devices(config), len(nodes[0].devices)
-    ranks = f"cluster.nodes={len(nodes)}: the ranks need {needed} devices at {each} per node"
+    key, used = f"cluster.nodes={len(nodes)}", -(-needed // each)
     problems = []
-    if len(nodes) > 1 and needed > len(nodes) * each:
-        problems.append(f"{ranks}. Fix: set cluster.nodes={-(-needed // each)}, or lower dp")
-    if needed <= (len(nodes) - 1) * each:
-        used = -(-needed // each)
+    if len(nodes) > 1 and used > len(nodes):
         problems.append(
-            f"{ranks}, leaving {len(nodes) - used} of {len(nodes)} nodes empty. Fix: set cluster.nodes={used}"
+            f"{key}: the ranks need {needed} devices, but {len(nodes)} nodes with {each} devices each have "
+            f"{len(nodes) * each}. Fix: set cluster.nodes={used}, or lower dp in the layouts"
+        )
+    if used < len(nodes):
+        problems.append(
+            f"{key}: the ranks need {needed} devices and each node has {each}, so {len(nodes) - used} of {len(nodes)} "
+            f"nodes would be empty. Fix: set cluster.nodes={used}"
         )
     roles = config.cluster.roles
     for role in sorted(roles.on_nodes):
-        given = roles.given[role]
-        on_each = config.num_ranks[role] // len(given)
-        if on_each != each or given.stop > len(nodes):
+        nodes_of_role = roles.assigned[role]
+        on_each = config.num_ranks[role] // len(nodes_of_role)
+        if on_each != each or nodes_of_role.stop > len(nodes):
             problems.append(
                 f"cluster.roles.{role}={getattr(roles, role)}: this puts {on_each} ranks on each node, but the run has "
-                f"{len(nodes)} nodes, numbered from 0, with {each} devices each. Fix: name exactly the nodes that its "
-                "ranks fill"
+                f"{len(nodes)} nodes, numbered from 0, with {each} devices each. Fix: set cluster.roles.{role} to the "
+                "nodes that its ranks fill"
             )
     engines = {} if config.is_offline else {ENGINE: ("rollout.tp", config.rollout.tp)}
     layouts = {NAMES[placed.section]: (f"{placed.section}.layout.tp", placed.layout.tp) for placed in config.all_placed}
@@ -210,13 +213,14 @@ def check_nodes(config: Config, nodes: Sequence[Node]) -> None:
         if tp > each and (tp % each or spans[role].start % each):
             problems.append(
                 f"{key}={tp}: a tensor-parallel group larger than a node must fill whole nodes, but {tp} ranks "
-                f"starting at device {spans[role].start} do not fill nodes of {each} devices. Fix: use a multiple of "
-                f"{each}, and start at a node boundary"
+                f"starting at device {spans[role].start} do not fill nodes with {each} devices. Fix: set {key} to a "
+                f"multiple of {each}, and start the role at a node boundary"
             )
         elif tp <= each and (first := _first_torn(spans[role], tp, each)) is not None:
             problems.append(
                 f"{key}={tp}: the tensor-parallel group on devices {first}-{first + tp - 1} crosses a node boundary "
-                f"(nodes have {each} devices). Fix: choose layouts whose tensor-parallel groups fit into a node"
+                f"(nodes have {each} devices). Fix: set {key} to a divisor of {each}, and start the role at a "
+                f"multiple of {key}"
             )
     raise_all(problems)
 
@@ -229,9 +233,9 @@ def _first_torn(span: range, tp: int, each: int) -> int | None:
 
 
 def _rewards(config: Config, node: Node) -> Process:
-    given = config.rewards
-    calls = given.functions or given.judge is not None or config.evaluation.sets
-    return Process("rewards", 0, (given.processes or min(node.cores, MOST_REWARDS)) if calls else 1, node)
+    settings = config.rewards
+    calls = settings.functions or settings.judge is not None or config.evaluation.sets
+    return Process("rewards", 0, (settings.processes or min(node.cores, MOST_REWARDS)) if calls else 1, node)
 
 
 def _environments(config: Config, engines: Sequence[Process]) -> tuple[Process, ...]:

@@ -83,7 +83,7 @@ class RankBatch:
             microbatches=tuple(tuple(position[index] for index in members) for members in microbatches),
         )
 
-    def with_scores(self, name: str, scores: Scores) -> RankBatch:
+    def add_scores(self, name: str, scores: Scores) -> RankBatch:
         """Return the same batch with an additional model's token scores under this name."""
         samples = [replace(item, scores={**item.scores, name: scores[item.id]}) for item in self.samples]
         return replace(self, samples=tuple(samples))
@@ -120,9 +120,9 @@ Updates = Sequence[Sequence[RankBatch]]
 """The batches for each update, by data-parallel rank."""
 
 
-def with_scores(updates: Updates, scores: Mapping[str, Scores]) -> list[list[RankBatch]]:
+def add_scores(updates: Updates, scores: Mapping[str, Scores]) -> list[list[RankBatch]]:
     """Return the same batches with additional token scores from other models, by name in TokenBatch."""
-    return [[reduce(lambda b, item: b.with_scores(*item), scores.items(), batch) for batch in u] for u in updates]
+    return [[reduce(lambda b, item: b.add_scores(*item), scores.items(), batch) for batch in u] for u in updates]
 
 
 class FetchedBatches:

@@ -101,7 +101,7 @@ class Refit:
         unless all weights are sent."""
         if self._config.sends_weights:
             return "p2p"
-        return device.memory_transport() + (" in a node, p2p between them" if self._sends else "")
+        return device.memory_transport() + (" within nodes, p2p between nodes" if self._sends else "")
 
     @property
     def _sends(self) -> bool:

@@ -117,17 +117,17 @@ class Session:
         self._ray_ids = [ray.get_runtime_context().get_node_id()]
         """Ray's id for each node, by node number."""
         self._others: Sequence[Report] = ()
-        self._meeting = None if address is None else NodeRendezvous(rendezvous)
-        if self._meeting is not None:
+        self._rendezvous = None if address is None else NodeRendezvous(rendezvous)
+        if self._rendezvous is not None:
             with ExitStack() as stack:
                 stack.push(self.__exit__)  # if nodes are missing, Ray is shut down as at the end of a run
-                self._gather(self._meeting, config, store_bytes)
+                self._gather(self._rendezvous, config, store_bytes)
                 stack.pop_all()
 
     def _gather(self, rendezvous: NodeRendezvous, config: Config, store_bytes: int) -> None:
         """Wait until all nodes have joined."""
         host, port = ray.get_runtime_context().gcs_address.rsplit(":", 1)
-        print(f"Ray: its head is at {host}:{port}", flush=True)
+        print(f"Ray: head node at {host}:{port}", flush=True)
         token, versions = os.environ["RAY_AUTH_TOKEN"], installed_versions(PACKAGES)
         invitation = Invitation(
             id=secrets.token_hex(8),
@@ -162,8 +162,8 @@ class Session:
         # A signal to the whole process group has also ended Ray's processes, so a shutdown would hang.
         if kind is not KeyboardInterrupt:
             ray.shutdown()
-        if self._meeting is not None:
-            self._meeting.withdraw()  # last: a node that leaves while Ray runs counts as lost
+        if self._rendezvous is not None:
+            self._rendezvous.withdraw()  # last: a node that leaves while Ray runs counts as lost
 
     def watch(self, actors: Mapping[str, ActorHandle]) -> None:
         """Make the loss of any of these processes end every subsequent wait, including waits for other processes."""
@@ -197,7 +197,7 @@ class Session:
     def wait(self, pending: Pending, meanwhile: Callable[[], object] | None = None) -> None:
         """Wait until `pending` is ready. See Pending.result."""
         while not pending.advance():
-            self._look_after(pending.current, meanwhile)
+            self._wait_once(pending.current, meanwhile)
 
     def first(self, pendings: Sequence[Pending], meanwhile: Callable[[], object] | None = None) -> Pending:
         """Wait until one of these is ready, and return the first ready one in the list."""
@@ -205,9 +205,9 @@ class Session:
             for pending in pendings:
                 if pending.advance():
                     return pending
-            self._look_after(pendings[0].current, meanwhile)
+            self._wait_once(pendings[0].current, meanwhile)
 
-    def _look_after(self, wanted: Pending, meanwhile: Callable[[], object] | None) -> None:
+    def _wait_once(self, wanted: Pending, meanwhile: Callable[[], object] | None) -> None:
         """Wait until any pending call ends, or for CHECK_S seconds.
 
         Args:
@@ -261,8 +261,9 @@ class Session:
         for pending in failed:
             write_stacks(pending.fatal_errors(), self.logs)
         if lost:
-            self._meeting.note_lost(lost)
-            raise RunFailure(f"{failed[0].phase}: node {', '.join(lost)} is lost; see {self.logs}")
+            self._rendezvous.note_lost(lost)
+            nodes = ", ".join(f"node {name}" for name in lost)
+            raise RunFailure(f"{failed[0].phase}: lost {nodes}. See {self.logs}")
         raise cause(failed[0].fatal_errors(), failed[0].phase, self.logs)
 
     def _failed(self) -> list[Pending]:
@@ -286,13 +287,13 @@ class Session:
         the key that sets the deadline."""
         names = list(pending.unfinished.values())
         logs = [file for name in names for file in (self.logs / f"{name}.log", *self.logs.glob(f"{name}.*.log"))]
-        if self._meeting is not None:
-            self._meeting.ask_for_stacks(logs)
-        files = processes.ask_for_stacks(logs, elsewhere=bool(self._others))
-        seen = f"their stacks are at the end of {', '.join(map(str, files))}" if files else f"see {self.logs}"
+        if self._rendezvous is not None:
+            self._rendezvous.request_stacks(logs)
+        files = processes.request_stacks(logs, elsewhere=bool(self._others))
+        seen = f"Their stacks are at the end of {', '.join(map(str, files))}" if files else f"See {self.logs}"
         return (
-            f"{pending.phase}: no answer from {', '.join(names)} in {pending.timeout_s:g} s; {seen}; if they only need "
-            f"longer, raise cluster.timeouts.{pending.timeout}"
+            f"{pending.phase}: no response from {', '.join(names)} within {pending.timeout_s:g} s. {seen}. Fix: if "
+            f"they only need more time, raise cluster.timeouts.{pending.timeout}"
         )
 
     def _lost(self, idle: Collection[str]) -> dict[str, Exception]:

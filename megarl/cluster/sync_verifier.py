@@ -85,8 +85,8 @@ class SyncVerifier:
         values = _values(self._compute(regions), regions)
         if values == self._known:
             raise RunFailure(
-                "refit: no byte of the actor's weights has changed since the last refit that changed any, although the "
-                f"actor was updated (sum of the learning rates {self._movement:g}): updates do not reach the weights"
+                "refit: the optimizer's updates do not reach the actor's weights. No byte has changed over updates "
+                f"whose learning rates sum to {self._movement:g}"
             )
         self._known, self._movement = values, 0.0
 

@@ -56,8 +56,3 @@ class Trace:
     def _write(self, spans: Sequence[Span]) -> None:
         with self._path.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(asdict(span)) + "\n" for span in spans)
-
-
-def read_trace(logs: Path) -> list[Span]:
-    """Return all spans in this log folder, in the order in which the driver received them."""
-    return [Span(**json.loads(line)) for line in (logs / FILE).read_text(encoding="utf-8").splitlines()]

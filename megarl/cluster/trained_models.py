@@ -71,10 +71,10 @@ class TrainedModels:
             actor.onload(("parameters",)).result()
         offload.result()
 
-    def leave_all(self) -> Pending[dict[str, Metric]]:
+    def offload_all(self) -> Pending[dict[str, Metric]]:
         """Offload all models. The result has the number of bytes freed, as metrics."""
         moving = [group.offload(PARTS) for group in self.groups.values() if group.offloads]
-        return join(moving).then(lambda found: {name: metric for part in found for name, metric in part.items()})
+        return join(moving).then(lambda parts: {name: metric for metrics in parts for name, metric in metrics.items()})
 
     def close(self) -> None:
         """Destroy the process groups of all ranks."""

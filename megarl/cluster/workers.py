@@ -41,7 +41,7 @@ class Workers:
     rewards: RewardGroup
     refit: Refit
     export_plan: Plan
-    rewards_need_room: bool
+    rewards_share_devices: bool
     """Whether a reward model shares devices with the engines."""
     model_folder: Path
     """Folder of the actor's model."""
@@ -70,35 +70,35 @@ class Workers:
     def switch_to_rollout(self) -> dict[str, Metric]:
         """Offload the trained models as their `offload` keys require, and resume the engines. Return the number of
         bytes offloaded, as metrics."""
-        offloaded = self.trained.leave_all().result()
+        offloaded = self.trained.offload_all().result()
         self.engines.resume().result()
         return offloaded
 
-    def leave_to_rewards(self, is_last: bool) -> None:
+    def switch_to_scoring(self, is_last: bool) -> None:
         """Put the engines to sleep after a sampling round if a reward model shares their devices.
 
         Args:
             is_last: whether a refit follows before the engines sample again.
         """
-        if self.rewards_need_room:
-            self._quiet_engines(keeps_weights=not is_last)
+        if self.rewards_share_devices:
+            self._suspend(keeps_weights=not is_last)
 
-    def return_to_engines(self) -> None:
+    def resume_sampling(self) -> None:
         """Resume the engines before the next sampling round if a reward model used their devices."""
-        if self.rewards_need_room:
+        if self.rewards_share_devices:
             self.engines.resume().result()
 
     def switch_to_training(self) -> None:
         """Put the engines to sleep after the last sampling round in a step, unless they already sleep. A refit follows
         before they sample again."""
-        if not self.rewards_need_room:
-            self._quiet_engines(keeps_weights=False)
+        if not self.rewards_share_devices:
+            self._suspend(keeps_weights=False)
 
-    def leave_until_rollouts(self) -> None:
+    def suspend_engines(self) -> None:
         """Put the engines to sleep between an evaluation and the next rollouts, without a refit in between."""
-        self._quiet_engines(keeps_weights=True)
+        self._suspend(keeps_weights=True)
 
-    def _quiet_engines(self, keeps_weights: bool) -> None:
+    def _suspend(self, keeps_weights: bool) -> None:
         self.engines.pause().result()
         self.engines.sleep(keeps_weights).result()
 
@@ -176,7 +176,7 @@ def launch_workers(
         evaluation_environments=environments,
         refit=Refit(session, config, actor, engines, export_plan),
         export_plan=export_plan,
-        rewards_need_room=reward_model_is_beside_engines(config),
+        rewards_share_devices=reward_model_is_beside_engines(config),
     )
 
 

@@ -75,7 +75,10 @@ class Variant(Section):
         configurations detect changes to the file."""
         spec, content = spec_in_file(cls.key, name, cls.kind)
         if taken := sorted(spec.all_parameters.keys() & cls.model_fields.keys()):
-            raise UserError(f"{cls.key}={name}: its option {taken[0]} is a key of the section. Fix: rename the option")
+            raise UserError(
+                f"{cls.key}={name}: option {taken[0]} has the name of another key in the section. Fix: rename the "
+                "option"
+            )
         return {**spec.all_parameters, HASH: (Literal[content], content)}
 
     @property
@@ -85,7 +88,7 @@ class Variant(Section):
             return self.entries[name]
         spec, content = spec_in_file(self.key, name, self.kind)
         if content != self.option(HASH):
-            raise UserError(f"{self.key}={name}: the file has changed since the run started. Fix: restore it")
+            raise UserError(f"{self.key}={name}: the file has changed since the run started. Fix: restore the file")
         return spec
 
     @property

@@ -34,14 +34,14 @@ def describe_one(name: str) -> str:
         spec = known[name] if name in known else spec_in_file("megarl algorithms", name, Spec)[0]
         return "\n".join(_estimator(name, spec) if isinstance(spec, EstimatorSpec) else _objective(name, spec))
     close = difflib.get_close_matches(name.lower().replace("-", "_"), known, n=1)
-    hint = f"did you mean {close[0]}?" if close else f"choose from {', '.join(known)}"
-    raise UserError(f"{name}: not an estimator or objective; {hint}")
+    hint = f"use {close[0]}" if close else f"use one of {', '.join(known)}"
+    raise UserError(f"{name}: unknown estimator or objective. Fix: {hint}")
 
 
 def _estimator(name: str, spec: EstimatorSpec) -> Iterator[str]:
     yield f"algorithm.advantage.estimator={name}"
     yield f"  advantage    {spec.formula}"
-    yield "  where        r_i is the reward of sample i, r_t that of token t"
+    yield "  where        r_i is the reward of sample i, and r_t is the reward of token t"
     yield f"  paper        {spec.paper}"
     yield f"  baseline     {BASELINE_KINDS[spec.comparison]}"
     yield from (_RECIPE, "algorithm:", "  advantage:", f"    estimator: {name}", *_comments(spec.options))
@@ -77,27 +77,27 @@ def _lines() -> Iterator[str]:
     yield "    kl_limit (null: AdamW), iterations, damping, trials"
     yield "algorithm.correction: importance weights and masks for the ratio of the old to the sampling policy"
     yield from (f"    {_choices(Correction, key)}" for key in ("old", "weight", "mask"))
-    yield "    weight_limit and weight_floor with weight, mask_low and mask_high with mask"
+    yield "    weight_limit and weight_floor bound the weight, mask_low and mask_high bound the mask"
 
 
 def _advantages() -> Iterator[str]:
-    yield "algorithm.advantage.estimator, where r_i is the reward of sample i; options are keys of algorithm.advantage"
+    yield "algorithm.advantage.estimator, with options in algorithm.advantage; r_i is the reward of sample i"
     for name, estimator in ESTIMATORS.items():
         yield f"  {name}: {estimator.formula}"
         yield f"    {estimator.paper}; {BASELINE_KINDS[estimator.comparison]}"
         yield f"    {_with_defaults(estimator.options)}"
     always = " and ".join(name for name, estimator in ESTIMATORS.items() if "credit" not in estimator.options)
     yield "  credit=whole | reward_to_go: for per-token rewards (reward models, PRIME, arXiv 2502.01456) and for a KL"
-    yield f"    in the reward; always reward_to_go with {always}"
+    yield f"    in the reward; {always} always use reward_to_go"
 
 
 def _objectives() -> Iterator[str]:
-    yield "algorithm.objective.name, where ρ = π / π_old, A is the advantage; options are keys of algorithm.objective"
+    yield "algorithm.objective.name, with options in algorithm.objective; ρ = π / π_old, and A is the advantage"
     for name, objective in OBJECTIVES.items():
         yield f"  {name}: {objective.formula}"
         yield f"    {objective.paper}"
         yield f"    data.format={' | '.join(objective.rows)}; {_with_defaults(objective.options)}"
-    yield "algorithm.objective, with every objective that learns from advantages"
+    yield "algorithm.objective, options of all objectives that learn from advantages"
     yield "    entropy_coefficient, skip_truncated (DAPO), imitation_coefficient and imitation_above (VAPO)"
     yield f"    {_choices(Objective, 'empty_samples')} (also with sft, process_reward_model and token_reward_model)"
     yield "algorithm.objective.aggregation: a token's weight in the loss of an update"
@@ -108,8 +108,8 @@ def _kl() -> Iterator[str]:
     yield "algorithm.kl.estimator, where d = log π − log π_ref"
     yield from (f"  {name}: {estimator.formula}" for name, estimator in KL_ESTIMATORS.items())
     yield f"    {_choices(KL, 'placement')}, {_choices(KL, 'level')}, straight_through=true | false"
-    yield "    estimator=null: k1 in the reward; in the loss k3, at level=sequence k2"
-    yield "    limit of the estimate; coefficient, constant or adapted by adaptive_target and adaptive_horizon"
+    yield "    estimator=null: k1 in the reward, k3 in the loss, k2 in the loss with level=sequence"
+    yield "    limit bounds the estimate; adaptive_target and adaptive_horizon adapt the coefficient"
     yield "    renew_steps and renew_share update the reference"
 
 

@@ -77,14 +77,14 @@ def check_continues(config: Config, saved: Mapping[str, Any], step: int, checkpo
     """
     old, new = dict(_leaves(saved)), dict(_leaves(config.model_dump()))
     problems = [
-        f"{key}={_show(new, key)}: {checkpoint} was saved with {_show(old, key)}. Fix: restore it, or start a new run "
-        "with resume=never and a new run.name"
+        f"{key}={_show(new, key)}: {checkpoint} was saved with {_show(old, key)}. Fix: restore this value, or start a "
+        "new run with resume=never and a new run.name"
         for key in [*new, *(key for key in old if key not in new)]
         if not any(fnmatch(key, pattern) for pattern in FREE) and _show(old, key) != _show(new, key)
     ]
     if config.run.steps < step:
         problems.append(
-            f"run.steps={config.run.steps}: {checkpoint} has completed {step} steps. Fix: set run.steps to at least "
+            f"run.steps={config.run.steps}: {checkpoint} was saved after step {step}. Fix: set run.steps to at least "
             f"{step}"
         )
     else:
@@ -107,9 +107,10 @@ def _rates_done(config: Config, steps: int, step: int, checkpoint: str) -> list[
         before, done = (_replace_steps(config, number).num_updates(trained) for number in (steps, step))
         if any(learning_rate(optimizer, i, before) != learning_rate(optimizer, i, now) for i in range(done)):
             problems.append(
-                f"run.steps={config.run.steps}: {checkpoint} was saved with {steps}, and the learning rates of its "
-                f"{done} updates depend on it ({trained.section}.optimizer.schedule.name={optimizer.schedule.name}). "
-                "Fix: restore it, or start a new run with resume=never and a new run.name"
+                f"run.steps={config.run.steps}: {checkpoint} was saved with run.steps={steps}, and the learning rates "
+                f"of its {done} updates depend on run.steps "
+                f"({trained.section}.optimizer.schedule.name={optimizer.schedule.name}). Fix: set run.steps={steps}, "
+                "or start a new run with resume=never and a new run.name"
             )
     return problems
 
@@ -129,4 +130,4 @@ def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 def _show(leaves: Mapping[str, Any], key: str) -> str:
     """Return a key's value as text, never truncated, because long values such as paths may differ only at the end."""
-    return one_line(leaves[key]) if key in leaves else "no such key"
+    return one_line(leaves[key]) if key in leaves else "(not set)"

@@ -23,10 +23,10 @@ def device_spans(config: Config) -> dict[str, range]:
     Without cluster.roles, colocated roles all start at the first device, and disaggregated roles use consecutive
     devices.
     """
-    given = config.role_devices
+    assigned = config.role_devices
     spans, first = {}, 0
     for role, count in config.num_ranks.items():
-        spans[NAMES.get(role, ENGINE)] = given[role] if given else range(first, first + count)
+        spans[NAMES.get(role, ENGINE)] = assigned[role] if assigned else range(first, first + count)
         first += 0 if config.is_colocated else count
     return spans
 
@@ -36,7 +36,7 @@ def num_devices(config: Config) -> int:
     return max(span.stop for span in device_spans(config).values())
 
 
-def places_per_node(config: Config) -> int:
+def devices_per_node(config: Config) -> int:
     """Return the number of devices per node, assuming that ranks are spread evenly."""
     return -(-num_devices(config) // config.cluster.nodes)
 
@@ -44,10 +44,10 @@ def places_per_node(config: Config) -> int:
 def sharing(config: Config) -> dict[Role, frozenset[Role]]:
     """Return, for each trained model, the other trained models on its devices."""
     spans = device_spans(config)
-    own: dict[Role, range] = {trained.section: spans[NAMES[trained.section]] for trained in config.all_trained}
+    trained: dict[Role, range] = {model.section: spans[NAMES[model.section]] for model in config.all_trained}
     return {
-        role: frozenset(other for other in own if other != role and overlap(own[other], span))
-        for role, span in own.items()
+        role: frozenset(other for other in trained if other != role and overlap(trained[other], span))
+        for role, span in trained.items()
     }
 
 
@@ -60,5 +60,5 @@ def reward_model_is_beside_engines(config: Config) -> bool:
 def is_alone(config: Config, role: MegatronRole) -> bool:
     """Return whether no other model or engine uses a model's devices."""
     spans = device_spans(config)
-    own = spans.pop(NAMES[role])
-    return not any(overlap(own, span) for span in spans.values())
+    model_span = spans.pop(NAMES[role])
+    return not any(overlap(model_span, span) for span in spans.values())

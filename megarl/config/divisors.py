@@ -9,11 +9,19 @@ def divisors(number: int) -> list[int]:
     return [value for value in range(1, number + 1) if number % value == 0]
 
 
-def does_not_divide(key: str, divisor: int, what: str, number: int, legal: Iterable[int]) -> str | None:
+def divisibility_error(key: str, divisor: int, noun: str, number: int, legal: Iterable[int]) -> str | None:
+    """Return an error message unless `divisor`, the value of `key`, divides a number of things (`noun`).
+
+    Args:
+        legal: values of `key` that the message suggests.
+    """
     if number % divisor == 0:
         return None
     arithmetic = quotient(number, divisor)
-    return f"{key}={divisor}: {number} {what} do not divide by {divisor} ({arithmetic}); choose from {listed(legal)}"
+    return (
+        f"{key}={divisor}: {number} {noun} are not divisible by {divisor} ({arithmetic}). Fix: set {key} to "
+        f"{listed(legal)}"
+    )
 
 
 def quotient(number: int, divisor: int) -> str:
@@ -21,4 +29,6 @@ def quotient(number: int, divisor: int) -> str:
 
 
 def listed(numbers: Iterable[int]) -> str:
-    return ", ".join(str(number) for number in numbers)
+    """Return the numbers as text, such as "1, 2 or 4"."""
+    *first, last = map(str, numbers)
+    return f"{', '.join(first)} or {last}" if first else last

@@ -70,7 +70,7 @@ def parse_value(text: str) -> Any:
     try:
         return _read(text)[1]
     except yaml.YAMLError as error:
-        raise UserError(f"not a YAML value: {_reason(error)}") from None
+        raise UserError(f"invalid YAML value: {_reason(error)}") from None
 
 
 def render(values: dict[str, Any]) -> str:
@@ -111,7 +111,7 @@ def _read(text: str) -> tuple[yaml.Node | None, Any]:
 
 def _reason(error: yaml.YAMLError) -> str:
     if isinstance(error, yaml.reader.ReaderError):
-        return f"character U+{error.character:04X} is not allowed in YAML; write it as an escape in double quotes"
+        return f"character U+{error.character:04X} is not allowed in YAML. Fix: write it as an escape in double quotes"
     return ", ".join(part for part in (error.context, error.problem) if part)
 
 
@@ -132,7 +132,7 @@ class _CoreLoader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
         event = self.peek_event()
         if getattr(event, "tag", None) is not None:
-            problem = f"tag {event.tag!r} is not supported; write the value without it"
+            problem = f"tag {event.tag!r} is not supported. Fix: remove the tag"
             raise yaml.composer.ComposerError(problem=problem, problem_mark=event.start_mark)
         return super().compose_node(parent, index)
 
@@ -164,7 +164,7 @@ def _construct_mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[
         if not isinstance(name, str):
             raise yaml.constructor.ConstructorError(problem=f"key {name!r} is not text", problem_mark=mark)
         if name in mapping:
-            problem = f"key {name!r} is given twice in one mapping, first in line {lines[name]}; remove one"
+            problem = f"duplicate key {name!r}, first set in line {lines[name]}. Fix: remove one of them"
             raise yaml.constructor.ConstructorError(problem=problem, problem_mark=mark)
         mapping[name] = loader.construct_object(value_node, deep=True)
         lines[name] = mark.line + 1

@@ -9,41 +9,44 @@ from megarl.config.evaluation_schema import EvaluationSet
 from megarl.config.schema import Config
 
 
-def config_of_set(config: Config, given: EvaluationSet) -> Config:
+def config_of_set(config: Config, evaluation_set: EvaluationSet) -> Config:
     """Return the configuration of an evaluation set.
 
     Keys that the set leaves out come from the run's data, rewards, rollout and environment sections. The judge, the
     length penalty and the failure limit are disabled. The set has its own seed, so that its procedural prompts are not
     trained on.
     """
-    own = {
-        "source": given.source,
-        "prompt_column": given.prompt_column,
-        "answer_column": given.answer_column,
-        "system_prompt": given.system_prompt,
-        "chat_template": given.chat_template,
+    overrides = {
+        "source": evaluation_set.source,
+        "prompt_column": evaluation_set.prompt_column,
+        "answer_column": evaluation_set.answer_column,
+        "system_prompt": evaluation_set.system_prompt,
+        "chat_template": evaluation_set.chat_template,
     }
-    data = {name: value for name, value in own.items() if value is not None} | {"size": given.size, "shuffle": False}
+    data = {name: value for name, value in overrides.items() if value is not None} | {
+        "size": evaluation_set.size,
+        "shuffle": False,
+    }
     data |= {"stages": [], "sort_column": None, "weight_column": None, "solved_weight": None}
     data["source_weights"] = {}
-    if given.chat_template is False or given.system_prompt == "":
+    if evaluation_set.chat_template is False or evaluation_set.system_prompt == "":
         data["system_prompt"] = None  # only a chat template can format a system message
-    if given.source is not None:
+    if evaluation_set.source is not None:
         data |= {"options": {}, "more_sources": []}  # valid only for the run's source
     rewards = {"judge": None, "overlong_buffer": None}
-    if given.functions is not None:
-        rewards["functions"] = given.functions
+    if evaluation_set.functions is not None:
+        rewards["functions"] = evaluation_set.functions
     environment: dict[str, Any] = {"max_consecutive_failures": None}
-    if given.environment is not None:
-        environment |= given.environment.model_dump()
+    if evaluation_set.environment is not None:
+        environment |= evaluation_set.environment.model_dump()
     rollout = {
-        "temperature": given.temperature,
-        "top_p": given.top_p,
-        "top_k": given.top_k,
-        "max_new_tokens": longest_response(config, given),
+        "temperature": evaluation_set.temperature,
+        "top_p": evaluation_set.top_p,
+        "top_k": evaluation_set.top_k,
+        "max_new_tokens": longest_response(config, evaluation_set),
     }
     changes = {
-        "run": config.run.model_copy(update={"seed": seed_of_set(config, given)}),
+        "run": config.run.model_copy(update={"seed": seed_of_set(config, evaluation_set)}),
         "data": config.data.model_copy(update=data),
         "rewards": config.rewards.model_copy(update=rewards),
         "rollout": config.rollout.model_copy(update=rollout),
@@ -52,12 +55,15 @@ def config_of_set(config: Config, given: EvaluationSet) -> Config:
     return config.model_copy(update=changes)
 
 
-def longest_response(config: Config, given: EvaluationSet) -> int:
+def longest_response(config: Config, evaluation_set: EvaluationSet) -> int:
     """Return the set's maximum number of response tokens."""
-    return given.max_new_tokens or config.rollout.max_new_tokens
+    return evaluation_set.max_new_tokens or config.rollout.max_new_tokens
 
 
-def seed_of_set(config: Config, given: EvaluationSet, *place: int) -> int:
-    """Return the seed for a set, or for a sample given its position (`place`). It is the same in every evaluation, so
-    that only the weights differ between steps, and differs from all training seeds."""
-    return random.Random(repr(("evaluation", config.run.seed, given.name, *place))).getrandbits(31)
+def seed_of_set(config: Config, evaluation_set: EvaluationSet, *place: int) -> int:
+    """Return the seed for a set, or for a sample of the set given its position (`place`).
+
+    The seed is the same in every evaluation, so that only the weights differ between steps. It differs from all
+    training seeds.
+    """
+    return random.Random(repr(("evaluation", config.run.seed, evaluation_set.name, *place))).getrandbits(31)

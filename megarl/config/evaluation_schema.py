@@ -51,9 +51,9 @@ class Evaluation(Section):
     best: Best
     sets: list[EvaluationSet]
 
-    def interval(self, given: EvaluationSet) -> int | None:
+    def interval(self, evaluation_set: EvaluationSet) -> int | None:
         """Return a set's evaluation interval in steps; None if it is not evaluated between start and end."""
-        return given.every_steps or self.every_steps
+        return evaluation_set.every_steps or self.every_steps
 
     def due(self, step: int, last: int) -> list[EvaluationSet]:
         """Return the sets to evaluate after `step` (0: before the first step). `last` is the run's last step."""

@@ -81,7 +81,7 @@ def _files(path: Path, above: tuple[Path, ...]) -> Iterator[Document]:
     """Yield the documents of a file's base recipes, then the file's own. `above` has the files that inherit from it."""
     if path.resolve() in [file.resolve() for file in above]:
         chain = " -> ".join(str(file) for file in (*above, path))
-        raise UserError(f"{above[-1]}: the base files form a cycle: {chain}. Fix: remove one `base`")
+        raise UserError(f"{above[-1]}: the base files form a cycle: {chain}. Fix: remove one of the `base` keys")
     recipe = document.parse(_text(path, above), str(path))
     if "base" in recipe.values:
         base = recipe.values.pop("base")
@@ -103,7 +103,7 @@ def _text(path: Path, above: tuple[Path, ...]) -> str:
         return path.read_text(encoding="utf-8")
     except OSError as error:
         named_by = f" (the base of {above[-1]})" if above else ""
-        raise UserError(f"{path}{named_by}: cannot be read: {error.strerror}") from None
+        raise UserError(f"{path}{named_by}: cannot be read ({error.strerror}). Fix: correct the path") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: byte {error.start} is not UTF-8. Fix: save the file as UTF-8 text") from None
 

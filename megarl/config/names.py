@@ -103,7 +103,7 @@ VERL = {
     "target_modules": "actor.lora.targets",
     "tensor_model_parallel_size": "actor.layout.tp",
     "test_freq": "evaluation.every_steps",
-    "total_epochs": "run.steps (in steps; the data repeat as often as needed)",
+    "total_epochs": "run.steps (in steps; the data repeats as needed)",
     "total_training_steps": "run.steps",
     "train_batch_size": "batch.prompts_per_step",
     "train_files": "data.source and data.more_sources",
@@ -175,11 +175,11 @@ def suggest(key: str) -> str:
         if name in RENAMED:
             return f"{name} was renamed to {RENAMED[name]}"
         if name in REMOVED:
-            return f"{name} was removed: {REMOVED[name]}. Fix: leave it out"
+            return f"{name} was removed: {REMOVED[name]}. Fix: remove the key"
         if name in VERL:
-            return f"verl's {name} is {VERL[name]} here"
+            return f"verl's {name} corresponds to {VERL[name]}"
         if name in WITHOUT_KEY:
-            return f"verl's {name} has no equivalent: {WITHOUT_KEY[name]}. Fix: leave it out"
+            return f"verl's {name} has no equivalent: {WITHOUT_KEY[name]}. Fix: remove the key"
     known = [name for name in keys() if not key.startswith(name)]
     leaf = key.rpartition(".")[2]
     matches = [name for name in known if name.rpartition(".")[2] == leaf]

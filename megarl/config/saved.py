@@ -54,6 +54,6 @@ def validated(saved: Mapping[str, Any], version: int) -> Config:
     for variant, default in ((Advantage, "grpo"), (Objective, "clip")):
         section = config["algorithm"][variant.key.split(".")[1]]
         if is_in_file(section[variant.discriminator]):
-            own = {name: value for name, value in section.items() if name in variant.model_fields}
-            config["algorithm"][variant.key.split(".")[1]] = own | {variant.discriminator: default}
+            fields = {name: value for name, value in section.items() if name in variant.model_fields}
+            config["algorithm"][variant.key.split(".")[1]] = fields | {variant.discriminator: default}
     return Config.model_validate(config)

@@ -213,7 +213,7 @@ class Roles(Section):
     rollout: Devices | None
 
     @property
-    def given(self) -> dict[str, range]:
+    def assigned(self) -> dict[str, range]:
         """Device or node numbers of each role that has a range in the config."""
         numbers = {role: text.split(" ")[-1].split("-") for role, text in self if text is not None}
         return {role: range(int(ends[0]), int(ends[-1]) + 1) for role, ends in numbers.items()}
@@ -415,7 +415,7 @@ class Config(Section):
     def role_devices(self) -> dict[str, range]:
         """The devices of each role that has a range in cluster.roles. A role that is placed by nodes has the same
         number of ranks on each of its nodes."""
-        spans, ranks = self.cluster.roles.given, self.num_ranks
+        spans, ranks = self.cluster.roles.assigned, self.num_ranks
         for role in self.cluster.roles.on_nodes & ranks.keys():
             each = -(-ranks[role] // max(1, len(spans[role])))
             spans[role] = range(spans[role].start * each, spans[role].stop * each)

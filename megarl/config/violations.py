@@ -17,7 +17,7 @@ from megarl.core.errors import UserError
 COMMAND_LINE = "command line"
 
 _REQUIRED = {
-    "model.path": "a Hugging Face folder, a hub id, or package:NAME",
+    "model.path": "a Hugging Face folder, a Hub id, or package:NAME",
     "data.source": "arithmetic, reasoning_gym:TASK, or a .jsonl or .parquet file",
 }
 
@@ -35,9 +35,9 @@ _EXPECTED = {
     "literal_error": "{expected}",
     "model_type": "a mapping",
     "string_pattern_mismatch": "text that matches {pattern}",
-    "string_too_short": "text that is not empty",
+    "string_too_short": "non-empty text",
     "string_type": "text",
-    "too_short": "a list that is not empty",
+    "too_short": "a non-empty list",
 }
 """pydantic error type -> a description of the expected value."""
 
@@ -76,7 +76,7 @@ def _advice(name: str, document: Document) -> str:
 def _missing(keys: list[Key]) -> str:
     listed = f"missing {'key' if len(keys) == 1 else 'keys'} {', '.join(_dotted(key) for key in keys)}"
     if any(isinstance(part, int) for key in keys for part in key):
-        return f"{listed}. Fix: set all keys of a list entry"
+        return f"{listed}. Fix: set every required key of the list entry"
     return f"{listed}. Fix: start the file with `base: base.yaml`, which has the defaults"
 
 
@@ -85,7 +85,7 @@ def _wrong(detail: ErrorDetails, origin: str, file: str) -> str:
     if detail["type"] == "value_error":  # raised for a user's file; the message names the key
         return str(detail["ctx"]["error"])
     if value is None and name in _REQUIRED:
-        return f"{file}: {name} is required: {_REQUIRED[name]}. Fix: set it there, or {name}=VALUE on the command line"
+        return f"{file}: {name} is required. Fix: set it to {_REQUIRED[name]}, or pass {name}=VALUE on the command line"
     expected = _EXPECTED[detail["type"]].format(**detail.get("ctx", {}))
     message = f"{origin}: {name}={show(value)}: expected {expected}"
     if not detail["type"].endswith("_type"):
@@ -93,7 +93,7 @@ def _wrong(detail: ErrorDetails, origin: str, file: str) -> str:
     message += f", found {kind(value)}"
     if detail["type"] == "string_type" and isinstance(value, bool | int | float):
         quoted = f"'{show(value)}'"
-        message += "; write " + (f'"{name}={quoted}"' if origin == COMMAND_LINE else quoted)
+        message += ". Fix: write " + (f'"{name}={quoted}"' if origin == COMMAND_LINE else quoted)
     return message
 
 

@@ -24,7 +24,7 @@ _ALWAYS: dict[str, str | None] = {
     "distributed_executor_backend": None,
 }
 
-GIVEN: dict[EngineSection, dict[str, str | None]] = {
+MANAGED: dict[EngineSection, dict[str, str | None]] = {
     "rollout": _ALWAYS
     | {
         "model": "model.path",
@@ -63,12 +63,12 @@ ADJUSTABLE = frozenset(
         "max_num_batched_tokens",
     }
 )
-"""Arguments that megarl sets and vllm_overrides may change, unless GIVEN lists them for that section."""
+"""Arguments that megarl sets and vllm_overrides may change, unless MANAGED lists them for that section."""
 
 REFITTABLE: dict[str, tuple[Any, str]] = {
     "expert_placement_strategy": ("linear", "a refit writes consecutive experts to a rank"),
-    "enable_eplb": (False, "a refit writes experts to their original ranks, from which they would move"),
-    "offload_group_size": (0, "a refit does not reach the copies from which vLLM would read a layer's parameters"),
+    "enable_eplb": (False, "a refit writes experts to their original ranks, but EPLB moves them"),
+    "offload_group_size": (0, "vLLM would read a layer's parameters from copies that a refit does not update"),
 }
 """Arguments in rollout.vllm_overrides -> the only value with which a refit reaches the weights that vLLM reads, and the
 effect of other values. Startup checks cannot detect this: parameters have the same names and shapes."""

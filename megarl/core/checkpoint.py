@@ -125,15 +125,15 @@ def checked_format(manifest: Mapping[str, Any], path: Path) -> int:
     version = manifest.get(FORMAT_KEY)
     if version is None:
         raise UserError(
-            f"{path}: saved by a pre-release of megarl, whose formats this version does not read. Fix: start from "
+            f"{path}: a pre-release of megarl saved it in a format that this version cannot read. Fix: start from "
             "scratch with another run.name"
         )
     if not isinstance(version, int) or version < 1:
-        raise UserError(f"{path}: unknown format {version!r}. Fix: use a checkpoint that megarl has written")
+        raise UserError(f"{path}: unknown format {version!r}. Fix: use a checkpoint that megarl saved")
     if version > FORMAT:
         raise UserError(
-            f"{path}: saved in format {version} by a later version of megarl; this version reads formats up to "
-            f"{FORMAT}. Fix: update megarl"
+            f"{path}: a later version of megarl saved it in format {version}, but this version reads only formats up "
+            f"to {FORMAT}. Fix: update megarl"
         )
     return version
 
@@ -184,7 +184,7 @@ def _remedy(checkpoint: Path) -> str:
     step = number_in(checkpoint.name.removeprefix("."), NAME) or 0
     earlier = [path for other, path in numbered(checkpoint.parent, NAME).items() if other < step]
     if not earlier:
-        return "There is no earlier checkpoint. Fix: start from scratch with resume=never run.replace=true"
+        return "No earlier checkpoint exists. Fix: start from scratch with resume=never run.replace=true"
     return f"Fix: resume from the previous checkpoint with resume={earlier[-1]}"
 
 

@@ -43,13 +43,13 @@ def new_folder(out: Path, num_bytes: int) -> Iterator[Path]:
 def require_room(out: Path, num_bytes: int) -> None:
     """Raise a UserError if `out` exists or its disk has less than about `num_bytes` of free space."""
     if out.exists():
-        raise UserError(f"{out} already exists. Fix: choose a new folder or remove this one")
+        raise UserError(f"{out} already exists. Fix: choose a new folder or remove this folder")
     out.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(out.parent).free
     if num_bytes > free:
         raise UserError(
             f"{out}: its disk has {free / 1e9:.2f} GB free, but {num_bytes / 1e9:.2f} GB are needed. Fix: free some "
-            "space or choose a folder on another disk"
+            "space, or choose a folder on another disk"
         )
 
 
@@ -91,10 +91,12 @@ def write_new_file(option: str, path: Path, text: str) -> None:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
-        raise UserError(f"{option} {path}: already exists and is not overwritten. Fix: name another file") from None
+        raise UserError(
+            f"{option} {path}: already exists, and megarl does not overwrite it. Fix: choose another file name"
+        ) from None
     except OSError as error:
         raise UserError(
-            f"{option} {path}: cannot be written ({error.strerror}). Fix: name a file in a writable folder"
+            f"{option} {path}: cannot be written ({error.strerror}). Fix: choose a file in a writable folder"
         ) from None
 
 

@@ -131,6 +131,6 @@ class TokenBatch:
         )
         is_covered = self.tokens.new_zeros(num_tokens, dtype=bool)
         is_covered[self.document_tokens] = True
-        assert bool(is_covered.all()), "a token of the pack belongs to no document"
-        assert num_rows == 0 or int(self.rows.max()) < num_tokens, "a row lies outside the pack"
-        assert num_rows == 0 or int(self.row_sample.max()) < num_samples, "a row belongs to no sample"
+        assert bool(is_covered.all()), "some tokens in the pack have no document"
+        assert num_rows == 0 or int(self.rows.max()) < num_tokens, "a row index is outside the pack"
+        assert num_rows == 0 or int(self.row_sample.max()) < num_samples, "a row has no sample"

@@ -257,7 +257,9 @@ class Sample(_HoldsArrays):
         self._freeze("response_mask", np.bool_)
         if self.routes is not None:
             self._freeze("routes", self.routes.dtype, axes=3)
-            assert len(self.routes) == self.num_tokens, f"sample {self.id}: {len(self.routes)} tokens have routes"
+            assert len(self.routes) == self.num_tokens, (
+                f"sample {self.id}: {len(self.routes)} routes for {self.num_tokens} tokens"
+            )
         if self.labels is not None:
             self._freeze("labels", np.float32)
         lengths = {len(self.response_ids), len(self.response_logprobs), len(self.response_mask)}

@@ -21,14 +21,15 @@ def as_messages(content: str | list[Message], role: str) -> list[Message]:
     return [{"role": role, "content": content}] if isinstance(content, str) else content
 
 
-def with_system_prompt(system_prompt: str | None, prompt: str | list[Message], place: str) -> str | list[Message]:
+def add_system_prompt(system_prompt: str | None, prompt: str | list[Message], place: str) -> str | list[Message]:
     """Prepend the system prompt, if any, to a prompt. Raise a UserError if the prompt already has a system message."""
     if system_prompt is None:
         return prompt
     messages = as_messages(prompt, "user")
     if any(message["role"] == "system" for message in messages):
         raise UserError(
-            f"{place}: the prompt has a system message, and data.system_prompt is set. Fix: remove one of them"
+            f"{place}: the prompt already has a system message, but data.system_prompt is set. Fix: remove the "
+            "message, or set data.system_prompt=null"
         )
     return [{"role": "system", "content": system_prompt}, *messages]
 
@@ -72,7 +73,9 @@ def prompt_ids(
 def plain(content: str | list[Message], place: str) -> str:
     """Return plain text unchanged. Raise a UserError for messages, which need a chat template."""
     if not isinstance(content, str):
-        raise UserError(f"{place}: a list of messages needs data.chat_template=true. Fix: set it or use plain text")
+        raise UserError(
+            f"{place}: a list of messages requires a chat template. Fix: set data.chat_template=true, or use plain text"
+        )
     return content
 
 
@@ -103,7 +106,7 @@ def conversation(
         ids = after
         mask += [False] * (len(ids) - len(mask))
     if True not in mask:
-        raise UserError(f"{place}: no tokens of the assistant to train on. Fix: drop the row")
+        raise UserError(f"{place}: the conversation has no assistant tokens to train on. Fix: drop the row")
     length = len(mask) - mask[::-1].index(True)
     return ids[:length], mask[:length]
 
@@ -135,7 +138,7 @@ def _up_to_end(turn: Sequence[int], eos: int | None) -> int:
 def _require_prefix(longer: Sequence[int], shorter: Sequence[int], number: int, place: str) -> None:
     if list(longer[: len(shorter)]) != list(shorter):
         raise UserError(
-            f"{place}: the tokens up to message {number + 1} do not start with those of the conversation before it "
-            "(the chat template changes or drops parts of earlier turns, or the tokenizer merges tokens across the "
-            "boundary), so tokens cannot be attributed to turns. Fix: drop the row, or split it after its first answer"
+            f"{place}: the tokens up to message {number + 1} do not start with the tokens of the messages before it, "
+            "so tokens cannot be attributed to turns. The chat template may change or drop parts of earlier turns, or "
+            "the tokenizer may merge tokens across the boundary. Fix: drop the row, or split it after its first answer"
         )

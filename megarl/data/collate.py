@@ -65,17 +65,17 @@ def collate(
         routes=layout.routes(members) if replays else None,
         **_scalars(samples, row_sample, mask),
     )
-    batch = with_scores(batch, samples, scores)
+    batch = add_scores(batch, samples, scores)
     batch.validate()
     return batch
 
 
-def with_scalars(batch: TokenBatch, samples: Sequence[SampleRef]) -> TokenBatch:
+def add_scalars(batch: TokenBatch, samples: Sequence[SampleRef]) -> TokenBatch:
     """Return the batch with the current rewards, baselines and weights of its samples."""
     return replace(batch, **_scalars(samples, batch.row_sample, batch.mask))
 
 
-def with_scores(batch: TokenBatch, samples: Sequence[SampleRef], scores: TokenScores) -> TokenBatch:
+def add_scores(batch: TokenBatch, samples: Sequence[SampleRef], scores: TokenScores) -> TokenBatch:
     """Return the batch with per-token scores of its samples added."""
     return replace(
         batch, **{name: _concatenate_scores(batch, samples, token_scores) for name, token_scores in scores.items()}

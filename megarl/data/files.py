@@ -11,15 +11,15 @@ from typing import Any
 from megarl.core.errors import UserError
 from megarl.data.row import LabelRow, Message, MessageRow, PreferenceRow, Row
 
-MESSAGES_TYPE = "a list of {role, content} messages whose values are text"
+MESSAGES_TYPE = "a list of {role, content} messages with text values"
 PROMPT_TYPE = f"text or {MESSAGES_TYPE}"
 ALL_COLUMNS = "row"
 """Name that stands for all columns of a row."""
 
 NO_COLUMNS: Mapping[str, str | None] = {}
 
-STEPS_TYPE = "a non-empty list of texts or of token ids"
-LABELS_TYPE = "a list with a number from 0 to 1, true, false or null for each step, not all null"
+STEPS_TYPE = "a non-empty list of strings or token ids"
+LABELS_TYPE = "a list with a number from 0 to 1, true, false or null for each step, with at least one label"
 
 ANSWER_TYPE = "a JSON value (text, number, true/false, null, list or object)"
 
@@ -73,7 +73,7 @@ def file_rows(
         values = {name: column_of(record, name) for name in included}
         for name, value in values.items():
             if not _is_json(value):
-                raise UserError(f"{path}:{number}: column {name!r} holds {_shown(value)}, expected {ANSWER_TYPE}")
+                raise UserError(f"{path}:{number}: column {name!r}: expected {ANSWER_TYPE}, found {_shown(value)}")
         yield Row(number, _plain(column_of(record, prompt_column)), column_of(record, answer_column), values)
 
 
@@ -103,8 +103,8 @@ def label_rows(path: Path, prompt_column: str, steps_column: str, labels_column:
     for number, [prompt, steps, labels] in _values(path, columns):
         if len(steps) != len(labels):
             raise UserError(
-                f"{path}:{number}: column {steps_column!r} has {len(steps)} steps, and column {labels_column!r} "
-                f"{len(labels)} labels. Fix: give one label per step, null for a step without a label"
+                f"{path}:{number}: column {steps_column!r} has {len(steps)} steps, but column {labels_column!r} has "
+                f"{len(labels)} labels. Fix: add one label per step, and use null for steps without a label"
             )
         yield LabelRow(number, _plain(prompt), steps, [None if label is None else float(label) for label in labels])
 
@@ -124,8 +124,8 @@ def _records(path: Path, columns: Sequence[Column], further: Collection[str] = (
     readers = {".jsonl": _jsonl_records, ".parquet": _parquet_records}
     if path.suffix not in readers:
         raise UserError(
-            f"data.source={path}: not a known source. Fix: use arithmetic, reasoning_gym:TASK, or a .jsonl or .parquet "
-            "file"
+            f"data.source={path}: unknown data source. Fix: use arithmetic, reasoning_gym:TASK, or a .jsonl or "
+            ".parquet file"
         )
     if not path.is_file():
         raise UserError(f"data.source={path}: not a file (working directory: {Path.cwd()}). Fix: correct the path")
@@ -134,7 +134,7 @@ def _records(path: Path, columns: Sequence[Column], further: Collection[str] = (
         for column in columns:
             if not column.holds(value := column_of(record, column.name)):
                 shown = _shown(value)
-                raise UserError(f"{path}:{number}: column {column.name!r} holds {shown}, expected {column.expected}")
+                raise UserError(f"{path}:{number}: column {column.name!r}: expected {column.expected}, found {shown}")
         yield number, record
 
 
@@ -163,10 +163,10 @@ def _jsonl_records(path: Path, columns: Sequence[Column], _: Collection[str]) ->
                 record = json.loads(line)
             except (json.JSONDecodeError, UnicodeDecodeError) as error:
                 raise UserError(
-                    f"{path}:{number}: invalid JSON ({error}); expected one UTF-8 object per line"
+                    f"{path}:{number}: invalid JSON ({error}). Fix: write one UTF-8 JSON object per line"
                 ) from error
             if not isinstance(record, dict):
-                raise UserError(f"{path}:{number}: a JSON {type(record).__name__}, expected one object per line")
+                raise UserError(f"{path}:{number}: expected one JSON object per line, found a {type(record).__name__}")
             yield number, record
 
 
@@ -199,8 +199,8 @@ def _require_columns(record: Record, columns: Sequence[Column], place: str) -> N
     for column in columns:
         if not has_column(record, column.name):
             raise UserError(
-                f"{place}: no column {column.name!r} (expected: {column.expected}); the columns are "
-                f"{', '.join(record)}. Fix: set {column.key} to the right one"
+                f"{place}: missing column {column.name!r} (expected: {column.expected}). Fix: set {column.key} to one "
+                f"of the columns {', '.join(record)}"
             )
 
 

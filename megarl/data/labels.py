@@ -27,7 +27,7 @@ def joined(steps: Sequence[str], step_end: str, place: str) -> list[str]:
     if ambiguous is not None:
         raise UserError(
             f"{place}: step {ambiguous} contains data.step_end={step_end!r}. Fix: if steps include their endings, set "
-            "data.step_end to an empty text; otherwise split the step"
+            "data.step_end=''; otherwise split the step"
         )
     return [step + step_end for step in steps[:-1]] + [steps[-1]]
 
@@ -74,14 +74,14 @@ def text_ends(
 
 
 def token_labels(
-    ends: Sequence[int], labels: Sequence[float | None], labelled: Literal["end", "all"], place: str
+    ends: Sequence[int], labels: Sequence[float | None], labeled: Literal["end", "all"], place: str
 ) -> NDArray[np.float32]:
     """Return the label of each response token, float32 [R], NaN for tokens without a label.
 
     Args:
         ends: index of the last token of each step; the last entry is R − 1.
         labels: label of each step; None for a step without a label.
-        labelled: which tokens of a step receive its label: only the last token (`end`) or all tokens.
+        labeled: which tokens of a step receive its label: only the last token (`end`) or all tokens.
 
     Raises:
         UserError: two steps end in the same token.
@@ -92,6 +92,6 @@ def token_labels(
         if end < begin:
             raise UserError(f"{place}: steps {number - 1} and {number} end in the same token. Fix: merge them")
         if label is not None:
-            label_by_token[end if labelled == "end" else begin : end + 1] = label
+            label_by_token[end if labeled == "end" else begin : end + 1] = label
         begin = end + 1
     return label_by_token

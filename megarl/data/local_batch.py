@@ -8,7 +8,7 @@ import torch
 
 from megarl.core.token_batch import TokenBatch
 from megarl.core.types import SampleRef
-from megarl.data.collate import Reads, collate, with_scalars
+from megarl.data.collate import Reads, add_scalars, collate
 from megarl.data.packing import Microbatch, Packing
 
 
@@ -44,7 +44,7 @@ class LocalBatch:
         """Return the batch with the current rewards, baselines and weights of the same samples."""
         renewed = LocalBatch(samples, self.microbatches)
         renewed._collated = {
-            key: [with_scalars(batch, members) for batch, members in zip(batches, renewed.members, strict=True)]
+            key: [add_scalars(batch, members) for batch, members in zip(batches, renewed.members, strict=True)]
             for key, batches in self._collated.items()
         }
         return renewed

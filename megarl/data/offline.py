@@ -111,7 +111,9 @@ def _conversation(row: MessageRow, tokenizer: PreTrainedTokenizerBase, config: C
     """Return the tokens of a conversation. Its prompt is everything before the first trained token."""
     ids, mask = conversation(tokenizer, row.messages, place)
     if mask[0]:
-        raise UserError(f"{place}: the assistant's first token has no predecessor. Fix: add a prompt or drop the row")
+        raise UserError(
+            f"{place}: the first token of the assistant has no preceding token. Fix: add a prompt, or drop the row"
+        )
     return [(mask.index(True), (ids, mask), None)]
 
 
@@ -144,7 +146,7 @@ def _steps(row: LabelRow, tokenizer: PreTrainedTokenizerBase, config: Config, pl
         ids, _ = _answered(row.prompt, "".join(steps), prompt, tokenizer, config, place)
         last = len(ids) - len(prompt) - 1
         ends = [*text_ends(tokenizer, row.prompt, steps, chat_template, len(prompt), place), last]
-    labels = token_labels(ends, row.labels, config.algorithm.objective.spec.labelled, place)
+    labels = token_labels(ends, row.labels, config.algorithm.objective.spec.labeled, place)
     mask = [False] * len(prompt) + (~np.isnan(labels)).tolist()
     return [(len(prompt), (ids, mask), labels)]
 
@@ -166,7 +168,8 @@ def _answered(
         prompt_messages, answer = as_messages(prompt, "user"), as_messages(response, "assistant")
         if answer[0]["role"] != "assistant":
             raise UserError(
-                f"{place}: the response begins with role {answer[0]['role']!r}. Fix: begin it with the assistant"
+                f"{place}: the response begins with a message of role {answer[0]['role']!r}. Fix: begin it with an "
+                "assistant message"
             )
         return conversation(tokenizer, [*prompt_messages, *answer], place, first=len(prompt_messages))
     ids = tokenizer(plain(response, place), add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]

@@ -176,9 +176,9 @@ def _check_fits(unit: _Counts, packing: Packing) -> None:
         if len(unit.samples) > 1:
             subject, kind = f"the pair of samples {unit.samples[0]} and {unit.samples[1]}", "pair"
         raise UserError(
-            f"tokens_per_microbatch: a microbatch holds {packing.token_budget} tokens, but {subject} has {needed}, and "
-            f"a {kind} is never split over microbatches. Fix: raise it to at least {needed} (divided by the "
-            "number of context-parallel ranks)"
+            f"tokens_per_microbatch: a microbatch can hold {packing.token_budget} tokens, but {subject} has {needed} "
+            f"tokens, and a {kind} is never split over microbatches. Fix: raise tokens_per_microbatch to at least "
+            f"{needed} (divided by the number of context-parallel ranks)"
         )
 
 

@@ -18,7 +18,7 @@ from megarl.core.errors import UserError
 from megarl.core.types import Prompt
 from megarl.data import reasoning
 from megarl.data.arithmetic import DEFAULT_SIZE, arithmetic_rows
-from megarl.data.chat import as_messages, prompt_ids, with_system_prompt
+from megarl.data.chat import add_system_prompt, as_messages, prompt_ids
 from megarl.data.files import ALL_COLUMNS, NO_COLUMNS, file_rows
 from megarl.data.row import MessageRow, PreferenceRow, Row
 from megarl.models.tokenizer import load_tokenizer
@@ -76,7 +76,8 @@ def load_prompts(config: Config, model_folder: Path, columns: Mapping[str, str |
 def require_chat_template(config: Config, tokenizer: PreTrainedTokenizerBase, model_folder: Path) -> None:
     if config.data.chat_template and tokenizer.chat_template is None:
         raise UserError(
-            f"data.chat_template=true: the tokenizer of {model_folder} has no chat template. Fix: set it to false"
+            f"data.chat_template=true: the tokenizer of {model_folder} has no chat template. Fix: set "
+            "data.chat_template=false"
         )
 
 
@@ -89,7 +90,8 @@ def _judged_rows(config: Config, columns: Mapping[str, str | None]) -> Iterator[
         if functions and not any(entry.applies_to(source) for entry in functions):
             raise UserError(
                 f"{place_of(row, config.data)}: no function in rewards.functions lists {source!r} (the row's "
-                f"{column!r}) in its sources. Fix: add it to one, or add a function without sources"
+                f"{column!r}) in its sources. Fix: add {source!r} to the sources of a function, or add a function "
+                "without sources"
             )
         _require_numbers(row, config.data)
         yield row
@@ -102,7 +104,7 @@ def _require_numbers(row: Row, data: Data) -> None:
         is_number = isinstance(value, int | float) and math.isfinite(value)
         if not is_number or (key == "data.weight_column" and value < 0):
             expected = "a number" if key == "data.sort_column" else "a number of at least 0"
-            raise UserError(f"{place_of(row, data)}: column {column!r} holds {value!r}, expected {expected} ({key})")
+            raise UserError(f"{place_of(row, data)}: column {column!r} ({key}): expected {expected}, found {value!r}")
 
 
 def _rows(config: Config, columns: Mapping[str, str | None]) -> Iterator[Row]:
@@ -120,8 +122,10 @@ def _rows(config: Config, columns: Mapping[str, str | None]) -> Iterator[Row]:
     needed += [] if data.source_column is None else [(data.source_column, "data.source_column")]
     for name, function in needed:
         if name not in available:
-            remedy = f"use one of its columns, {', '.join(available)}" if available else "use a file with this column"
-            raise UserError(f"data.source={data.source}: no column {name!r}, which {function} requires. Fix: {remedy}")
+            remedy = f"use one of the columns {', '.join(available)}" if available else "use a file with this column"
+            raise UserError(
+                f"data.source={data.source}: missing column {name!r}, which {function} requires. Fix: {remedy}"
+            )
     if data.reasoning_task is None:
         return arithmetic_rows(seed, data.size or DEFAULT_SIZE)
     included = {*columns, *([] if data.source_column is None else [data.source_column])}
@@ -178,14 +182,18 @@ def prompt_weights(data: Data, prompts: Sequence[Prompt], sources: Sequence[str]
         return None
     weights = [1.0 if column is None else float(prompt.columns[column]) for prompt in prompts]
     if not any(weights):
-        raise UserError(f"data.weight_column={column}: all weights are 0. Fix: give at least one row a positive weight")
+        raise UserError(
+            f"data.weight_column={column}: all weights are 0. Fix: set a positive weight for at least one row"
+        )
     if not shares:
         return tuple(weights)
     if data.source_column is not None:
         sources = [prompt.columns[data.source_column] for prompt in prompts]
     unknown = next((source for source in sources if source not in shares), None)
     if unknown is not None:
-        raise UserError(f"data.source_weights: no weight for source {unknown!r}, which some rows have. Fix: add it")
+        raise UserError(
+            f"data.source_weights: the source {unknown!r} of some rows has no weight. Fix: add a weight for {unknown!r}"
+        )
     totals: Counter[str] = Counter()
     for source, weight in zip(sources, weights, strict=True):
         totals[source] += weight
@@ -198,11 +206,11 @@ def prompt_weights(data: Data, prompts: Sequence[Prompt], sources: Sequence[str]
 def require_size(num_rows: int, num_kept: int, data: Data) -> None:
     """Raise a UserError if a source has too few rows, or if all of them were dropped."""
     if num_rows == 0:
-        raise UserError(f"data.source={data.source}: has no rows. Fix: use a file with at least one row")
+        raise UserError(f"data.source={data.source}: the source has no rows. Fix: use a file with at least one row")
     if data.size is not None and num_rows < data.size:
         raise UserError(
-            f"data.size={data.size}: {data.source} has only {num_rows} rows. Fix: lower it, or set it to null for all "
-            "rows"
+            f"data.size={data.size}: {data.source} has only {num_rows} rows. Fix: set data.size to at most {num_rows}, "
+            "or set data.size=null to use all rows"
         )
     if num_kept == 0:
         raise UserError(
@@ -215,7 +223,7 @@ def _prompt(row: Row, tokenizer: PreTrainedTokenizerBase, config: Config) -> Pro
     place = place_of(row, config.data)
     if config.data.source == OWN_TASKS:
         return Prompt(f"{OWN_TASKS}:{row.number}", "", [])
-    prompt = with_system_prompt(config.data.system_prompt, row.prompt, place)
+    prompt = add_system_prompt(config.data.system_prompt, row.prompt, place)
     token_ids = prompt_ids(tokenizer, prompt, config.data.chat_template, place)
     if too_long(len(token_ids), "the prompt", config, place):
         return None
@@ -240,11 +248,11 @@ def too_long(length: int, subject: str, config: Config, place: str) -> bool:
         return False
     if config.data.overlong == "drop":
         return True
-    total = f", and {length} + rollout.max_new_tokens {new} = {needed}" if new else ""
+    total = f" ({length} + rollout.max_new_tokens={new} = {needed})" if new else ""
     lower = "lower rollout.max_new_tokens, " if new else ""
     raise UserError(
-        f"{place}: {subject} has {length} tokens{total} > rollout.context_length {context}. Fix: raise "
-        f"rollout.context_length to at least {needed}, {lower}or drop the row (data.overlong=drop drops all such rows)"
+        f"{place}: {subject} has {length} tokens{total}, but rollout.context_length={context}. Fix: raise "
+        f"rollout.context_length to at least {needed}, {lower}or set data.overlong=drop to drop all such rows"
     )
 
 

@@ -40,8 +40,8 @@ def load_gym() -> ModuleType:
         import reasoning_gym.utils
     except ModuleNotFoundError as error:
         raise UserError(
-            f"data.source=reasoning_gym: the package {error.name} is not installed; reasoning-gym imports all of its "
-            "tasks, so every task needs it. Fix: pip install 'megarl[rewards]' (pycosat needs a C compiler)"
+            f"data.source=reasoning_gym: the package {error.name} is not installed, but reasoning-gym needs it for "
+            "every task. Fix: run pip install 'megarl[rewards]' (pycosat needs a C compiler)"
         ) from None
     return reasoning_gym
 
@@ -60,20 +60,24 @@ class Task:
         gym = load_gym()
         if self.name not in DATASETS:
             close = difflib.get_close_matches(self.name, DATASETS, n=1)
-            hint = f"did you mean {close[0]}? " if close else ""
+            hint = f"Did you mean {close[0]}? " if close else ""
             raise UserError(
-                f"data.source: reasoning-gym has no task {self.name!r}; {hint}Known: {', '.join(sorted(DATASETS))}"
+                f"data.source: unknown reasoning-gym task {self.name!r}. {hint}Fix: use one of "
+                f"{', '.join(sorted(DATASETS))}"
             )
         known = [f.name for f in dataclasses.fields(DATASETS[self.name][1]) if f.name not in RESERVED_OPTIONS]
         for option in self.options:
             if option not in known:
                 raise UserError(
-                    f"data.options.{option}: {self.name} has no such option. Known: {', '.join(known) or 'none'}"
+                    f"data.options.{option}: unknown option of {self.name}. Fix: remove it, or use one of "
+                    f"{', '.join(known)}"
                 )
         try:
             return gym.create_dataset(self.name, seed=seed, size=size, **self._typed(gym))
         except (AssertionError, TypeError, ValueError) as error:
-            raise UserError(f"data.options={json.dumps(self.options)}: {self.name} rejects them: {error}") from None
+            raise UserError(
+                f"data.options={json.dumps(self.options)}: {self.name} rejects these options: {error}"
+            ) from None
 
     def of(self, metadata: Mapping[str, Any]) -> Task:
         """Return the task of one entry; for a composite task, the entry's subtask."""
@@ -110,7 +114,8 @@ def reasoning_rows(stages: Sequence[tuple[Task, int]], seed: int, included: Coll
                 yield dataclasses.replace(row, columns={name: row.columns[name] for name in names})
         except EOFError:
             raise RuntimeError(
-                f"the reasoning-gym process exited with code {process.wait()} before its last row; see its output above"
+                f"the reasoning-gym process exited with code {process.wait()} before its last row. Its output above "
+                "shows the cause"
             ) from None
         finally:
             process.kill()

@@ -79,7 +79,7 @@ class ChatTokens:
         Raise a UserError if the chat template rejects the conversation.
         """
         if not messages:
-            raise UserError(f"{self._key}: a conversation has no messages. Fix: begin it with a user message")
+            raise UserError(f"{self._key}: the conversation has no messages. Fix: begin it with a user message")
         written = self._with_instructions(self._carried(messages))
         text, refusal = self._render(written)
         if text is None:
@@ -171,7 +171,10 @@ class ChatTokens:
 
     def _require_extension(self) -> None:
         """Raise a UserError if nothing can be appended to an assistant turn with this template."""
-        remedy = "add another chat_template.jinja to the model's folder, such as that of a later model of its family"
+        remedy = (
+            "add a different chat_template.jinja to the model's folder, for example from a later model of the same "
+            "family"
+        )
         text, refusal = self._render([USER, {"role": "assistant", "content": SENTINEL}, USER])
         if text is None:
             raise UserError(f"{self._key}: the model's chat template rejects a second turn: {refusal}. Fix: {remedy}")
@@ -189,7 +192,7 @@ class ChatTokens:
         if closing is None or self._suffix((USER,)) is None:
             raise UserError(
                 f"{self._key}: the tokenizer merges the end of an answer with the text that the chat template writes "
-                f"after it, so ids would change. Fix: {remedy}, which ends turns with a special token"
+                f"after it, so token ids would change. Fix: {remedy}, which ends turns with a special token"
             )
         self._closing = closing
 
@@ -233,8 +236,8 @@ class ChatTokens:
         if name is None and has_place and known is None:
             raise UserError(
                 f"{self._key}.tool_format=null: the model's chat template writes tool calls in an unknown format. Fix: "
-                "set it to tagged, which describes tools in a system message, or to the format that the model was "
-                f"trained on: {', '.join(name for name in FORMATS if name != 'tagged')}"
+                f"set {self._key}.tool_format=tagged, which describes tools in a system message, or the format that "
+                f"the model was trained on: {', '.join(name for name in FORMATS if name != 'tagged')}"
             )
         name = name or known or "tagged"
         if has_place and name != "tagged":

@@ -93,7 +93,7 @@ def main(
 
 
 def _provider(sandbox: Mapping[str, Any] | None, sandbox_s: float) -> Provider:
-    assert sandbox is not None, "functions that use sandboxes need a pool with a sandbox section"
+    assert sandbox is not None, "functions that use sandboxes require the sandbox section"
     return asyncio.run(find_provider(schema.Sandbox(**sandbox), sandbox_s))
 
 

@@ -66,7 +66,7 @@ class Host:
             raise TypeError(f"step returned {type(step).__name__}, not a megarl.environments.Step")
         observation = step.observation
         if observation is None and not (step.done or turn["is_last"]):
-            raise TypeError("step returned neither an observation nor done=True, and the policy has a turn left")
+            raise TypeError("step returned neither an observation nor done=True, but the policy has turns left")
         if isinstance(observation, str):
             observation = [{"role": "user", "content": observation}]
         return {

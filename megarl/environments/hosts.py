@@ -55,7 +55,7 @@ class HostArguments:
 def host_arguments(config: Config) -> HostArguments:
     """Return the process arguments for a config that names an environment."""
     settings = config.environment
-    assert settings.name is not None, "the run has an environment"
+    assert settings.name is not None, "the run has no environment"
     return HostArguments(settings.name, settings.options, settings.tool_timeout_s, config.sandbox.model_dump())
 
 
@@ -100,7 +100,7 @@ class HostProcess:
             raise UserError(
                 hello.get("refused")
                 or f"environment.class={arguments.name}: the import ended the process ({host.status}). Fix: correct "
-                "the file, whose output is in this process's log"
+                "the file (its output is in this process's log)"
             )
         host.tools, host.is_agent = hello["tools"], hello["is_agent"]
         host._reading = asyncio.create_task(host._read())
@@ -123,7 +123,7 @@ class HostProcess:
         line = json.dumps({"id": number, "method": method, "rollout": rollout, **arguments})
         try:
             if self.has_ended:
-                raise HostFailure(f"the environment's process has ended ({self.status})")
+                raise HostFailure(f"the environment's process has exited ({self.status})")
             with suppress(ConnectionError):  # when the process dies, `_read` fails all pending calls
                 self._process.stdin.write(line.encode() + b"\n")
                 await self._process.stdin.drain()
@@ -148,7 +148,7 @@ class HostProcess:
         await self._process.wait()
         for future in self._waiting.values():
             if not future.done():
-                future.set_exception(HostFailure(f"the environment ended its process ({self.status})"))
+                future.set_exception(HostFailure(f"the environment's process exited ({self.status})"))
 
     async def show_stacks(self) -> None:
         """Make the process write its stack traces to stderr."""

@@ -258,8 +258,8 @@ class _Child:
                 reply = self._read(None if limit_s is None else time.monotonic() + limit_s)
             except _ProcessEnded as end:
                 raise UserError(
-                    f"{importing}: the import ended the process ({end}). Fix: correct the file, whose output is in "
-                    "this process's log"
+                    f"{importing}: the import ended the process ({end}). Fix: correct the file (its output is in this "
+                    "process's log)"
                 ) from None
             except TimeoutError:
                 self.show_stacks()

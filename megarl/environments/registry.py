@@ -50,10 +50,10 @@ def environment_class(name: str) -> type[Environment] | type[Agent]:
     if ":" in name:
         return _class_from_file(name)
     if name.endswith(".py"):
-        raise UserError(f"{CLASS}={name}: names a file but no class. Fix: write {name}:CLASS")
+        raise UserError(f"{CLASS}={name}: the value names a file but no class. Fix: set {CLASS}={name}:CLASS")
     raise UserError(
-        f"{CLASS}={name}: unknown environment; {_hint(name, SHIPPED)}known: {', '.join(SHIPPED)}. Fix: use one of "
-        "these, or path/to/file.py:CLASS"
+        f"{CLASS}={name}: unknown environment. {_hint(name, SHIPPED)}Fix: use one of {', '.join(SHIPPED)}, or "
+        "path/to/file.py:CLASS"
     )
 
 
@@ -103,13 +103,13 @@ def _check_options(name: str, kind: type, options: Mapping[str, Any]) -> None:
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     known = {p.name: p for p in parameters if p.kind in kinds and p.name != SANDBOX}
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    listed = f"known: {', '.join(known)}" if known else "it takes no options"
+    remedy = f"use one of {', '.join(known)}" if known else "remove it, because the environment takes no options"
     for option in options:
         if option not in known and not takes_any:
-            raise UserError(f"{OPTIONS}.{option}: {name} has no such option; {_hint(option, known)}{listed}")
+            raise UserError(f"{OPTIONS}.{option}: unknown option of {name}. {_hint(option, known)}Fix: {remedy}")
     missing = [option for option, p in known.items() if p.default is p.empty and option not in options]
     if missing:
-        raise UserError(f"{OPTIONS}.{missing[0]}: {name} requires this option. Fix: set it ({listed})")
+        raise UserError(f"{OPTIONS}.{missing[0]}: {name} requires this option. Fix: set {OPTIONS}.{missing[0]}")
 
 
 def _check_tool(name: str, tool: str, function: Callable[..., Any]) -> None:
@@ -131,7 +131,7 @@ def _check_tool(name: str, tool: str, function: Callable[..., Any]) -> None:
 
 def _hint(name: str, known: Collection[str]) -> str:
     close = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {close[0]}? " if close else ""
+    return f"Did you mean {close[0]}? " if close else ""
 
 
 def takes_sandbox(kind: type[Environment]) -> bool:

@@ -176,7 +176,7 @@ class _Rollout:
         elif len(prompt.token_ids):
             self._start_sample(prompt.messages, prompt.token_ids.tolist())
         else:
-            raise HostFailure("reset returned no messages, and data.source=environment provides none")
+            raise HostFailure("reset returned no messages, but data.source=environment provides none")
 
     def _start_sample(self, messages: Sequence[Mapping[str, Any]], token_ids: Sequence[int]) -> None:
         number = len(self.outcome.turn_rewards)

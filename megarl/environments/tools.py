@@ -59,7 +59,7 @@ def arguments_model(name: str, method: Callable[..., Any]) -> type[BaseModel]:
     hints, fields = get_type_hints(method), {}
     for argument, parameter in _parameters(method).items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            raise UserError(f"tool {name}: models cannot pass {parameter}. Fix: declare each argument by name")
+            raise UserError(f"tool {name}: a model cannot pass {parameter}. Fix: declare each argument by name")
         if argument not in hints:
             raise UserError(
                 f"tool {name}: argument {argument} has no annotation. Fix: declare its type, such as {argument}: str"

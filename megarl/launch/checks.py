@@ -60,21 +60,26 @@ def _option_errors(request: Request) -> Iterator[str]:
     if request.seconds <= request.grace + SLACK_S:
         yield (
             f"--time={request.time}: {request.seconds} s is too short, because the run starts to save "
-            f"--grace={request.grace} s before the end, or up to {SLACK_S} s earlier. Fix: ask for more time"
+            f"--grace={request.grace} s before the end, or up to {SLACK_S} s earlier. Fix: raise --time, or lower "
+            "--grace"
         )
     if request.container not in CONTAINERS:
         yield f"--container={request.container}: expected one of {', '.join(CONTAINERS)}"
     elif (request.container == "none") != (request.image is None):
         yield (
-            f"--container={request.container}: does not match --image={request.image or ''}. Fix: set both or neither"
+            f"--container={request.container}: does not match --image={request.image or ''}. Fix: pass both options or "
+            "neither"
         )
     if request.image is not None and _is_file(request.image) and not Path(request.image).exists():
-        yield f"--image={request.image}: no such file. Fix: use an existing file or an image name in a registry"
+        yield (
+            f"--image={request.image}: the file does not exist. Fix: use an existing file, or the name of an image in "
+            "a registry"
+        )
     for mount in request.mounts:
         if not Path(mount.split(":")[0]).exists():
             yield f"--mount={mount}: {mount.split(':')[0]} does not exist. Fix: correct the source path"
     if request.template is not None and not request.template.is_file():
-        yield f"--template={request.template}: no such file. Fix: correct the path"
+        yield f"--template={request.template}: the file does not exist. Fix: correct the path"
 
 
 def _is_file(image: str) -> bool:
@@ -155,9 +160,9 @@ def _check_layout(request: Request, config: Config) -> str:
         num_nodes = -(-needed // request.gpus)
         remedy = f"set --nodes={num_nodes}, or lower dp" if needed > available else "raise dp"
         raise UserError(
-            f"--nodes={request.nodes}: the layouts have {needed} ranks with one GPU each, but {request.nodes} x "
-            f"--gpus-per-node={request.gpus} = {available} GPUs. Fix: {remedy} of the layouts or rollout.replicas (see "
-            "megarl plan)"
+            f"--nodes={request.nodes}: the layouts have {needed} ranks with one GPU each, but the job has "
+            f"{request.nodes} x --gpus-per-node={request.gpus} = {available} GPUs. Fix: {remedy} in the layouts or "
+            "rollout.replicas (see megarl plan)"
         )
     on_gpus = request.gpus > 0
     placed = place(config, cores=1, on_gpus=on_gpus, gpus_per_node=request.gpus if on_gpus else None)
@@ -168,20 +173,22 @@ def _check_plan(request: Request, config: Config) -> str:
     """Check that the recipe fits on the GPUs and that the time limit allows at least one step. Return the estimate as
     text."""
     gpus = f"{request.nodes * request.gpus}x{request.gpu}"
-    planned = plan_recipe(config, read_cluster(gpus, request.gpus), as_it_is=True).best
+    planned = plan_recipe(config, read_cluster(gpus, request.gpus), as_is=True).best
     step, start = planned.times.seconds, START_S + request.grace + SLACK_S
     if request.seconds < start + step:
         raise UserError(
-            f"--time={request.time}: {request.seconds} s, but a step takes about {step:.0f} s (megarl plan), plus "
-            f"{START_S} s to start, --grace={request.grace} s and {SLACK_S} s to save. Fix: ask for "
-            f"{-(-int(start + step) // 60)} minutes or more"
+            f"--time={request.time}: {request.seconds} s is too short, because a step takes about {step:.0f} s (megarl "
+            f"plan), plus {START_S} s to start, --grace={request.grace} s and {SLACK_S} s to save. Fix: set --time to "
+            f"at least {-(-int(start + step) // 60)} minutes"
         )
-    summary = f"a step takes about {step:.0f} s; peak GPU memory, {planned.fullest.phase}: {planned.fullest.arithmetic}"
+    summary = (
+        f"a step takes about {step:.0f} s, and GPU memory peaks {planned.fullest.phase}: {planned.fullest.arithmetic}"
+    )
     if step > request.saving_seconds:
         summary += (
-            f"\n--grace={request.grace} leaves {request.saving_seconds} s to finish a step: at the end of an "
-            "allocation the run loses its steps since the last checkpoint; "
-            f"--grace={int(step) + 2 * HANDLING_S} saves them"
+            f"\n--grace={request.grace} leaves {request.saving_seconds} s to finish a step, so at the end of an "
+            f"allocation the run loses the steps since its last checkpoint. Use --grace={int(step) + 2 * HANDLING_S} "
+            "to keep them"
         )
     return summary
 
@@ -209,6 +216,7 @@ def check_slurm(request: Request) -> None:
         )
     if sizes[request.partition] < request.nodes + request.spares:
         raise UserError(
-            f"--partition={request.partition}: it has {sizes[request.partition]} nodes, fewer than "
-            f"--nodes={request.nodes} + --spares={request.spares}. Fix: lower them, or use another partition"
+            f"--partition={request.partition}: the partition has {sizes[request.partition]} nodes, but the job needs "
+            f"--nodes={request.nodes} + --spares={request.spares}. Fix: lower --nodes or --spares, or use another "
+            "partition"
         )

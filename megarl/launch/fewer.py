@@ -10,8 +10,11 @@ def fewer_replicas(config: Config, nodes: int) -> list[str]:
     """Return the overrides that scale data-parallel replicas and engines down to `nodes` nodes. Batches stay the same,
     so updates are equal up to rounding. Raise UserError if a count does not scale to an integer."""
     num_nodes = config.cluster.nodes
-    if config.cluster.roles.given:
-        raise UserError("cluster.roles: explicit roles cannot run on fewer nodes. Fix: use cluster.placement")
+    if config.cluster.roles.assigned:
+        raise UserError(
+            "cluster.roles: explicit device ranges do not fit on fewer nodes. Fix: remove cluster.roles and set "
+            "cluster.placement"
+        )
     counts = {f"{placed.section}.layout.dp": placed.layout.dp for placed in config.all_placed}
     if not config.is_offline:
         counts["rollout.replicas"] = config.rollout.replicas

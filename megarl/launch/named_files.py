@@ -32,11 +32,11 @@ class NamedPath:
         return path.is_dir() if self.is_folder else path.is_file()
 
     def missing_error(self, remedy: str) -> str:
-        return f"{self.key}={self.path}: no such {'folder' if self.is_folder else 'file'}. Fix: {remedy}"
+        return f"{self.key}={self.path}: the {'folder' if self.is_folder else 'file'} does not exist. Fix: {remedy}"
 
 
 def named_files(config: Config) -> list[NamedPath]:
-    """Return the paths that a recipe names: model folders (not hub ids or packages), data files, and files with user
+    """Return the paths that a recipe names: model folders (not Hub ids or packages), data files, and files with user
     functions."""
     models = [NamedPath(key, path, is_folder=True) for key, path in model_paths(config).items() if _is_path(path)]
     sources = [("data.source", config.data.source)]

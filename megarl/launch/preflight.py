@@ -77,9 +77,11 @@ def examine_node(node: str, run: Path, job: Job, config: Config) -> NodeReport:
     remedy = "put it on the shared file system, or mount it into the container"
     missing = [named.missing_error(remedy) for named in named_files(config) if not named.exists]
     if any(item.name == RUN_DISK for item in findings):  # all nodes share this disk, so it is not the node's problem
-        missing.append(f"run.folder={config.run.folder}: the disk is full or not writable. Fix: see megarl doctor")
+        missing.append(
+            f"run.folder={config.run.folder}: the disk is full or not writable. Fix: run megarl doctor for details"
+        )
     if (gpus := num_gpus()) < job.gpus:
-        problems.append(f"{gpus} GPUs, but the run needs {job.gpus} per node")
+        problems.append(f"found {gpus} GPUs, but the run needs {job.gpus} per node")
     return NodeReport(node, problems, missing, installed_versions(PACKAGES))
 
 
@@ -150,7 +152,8 @@ def find_objection(
     reporting, many = {report.node for report in reports}, len(nodes) > 2
     if silent := [node for node in nodes if node not in reporting]:
         cause = (
-            f"node {', '.join(silent)}: no report within {timeout_s:g} s. It is down, or cannot see the files in {run}"
+            f"node {', '.join(silent)}: no report within {timeout_s:g} s (the node is down or cannot read the files in "
+            f"{run})"
         )
         # If only the first of many nodes reports, the file system is not shared, and other nodes would not help.
         return Objection("user_error" if many and len(reporting) == 1 else "failed", cause, silent)
@@ -159,7 +162,7 @@ def find_objection(
         return Objection("user_error", "on all nodes: " + "; ".join(sorted(common)))
     unconnected = {each.node: [each.connection_error] for each in reports if each.connection_error is not None}
     if many and len(unconnected) == len(nodes) - 1:
-        cause = f"node {nodes[0]}: no other node can connect to it; {reports[1].connection_error}"
+        cause = f"node {nodes[0]}: no other node can connect to it: {reports[1].connection_error}"
         return Objection("failed", cause, [nodes[0]])
     versions = [report.versions for report in reports]
     reference = max(versions, key=versions.count)
@@ -180,4 +183,4 @@ def find_objection(
 
 def _version_mismatches(versions: Mapping[str, str | None], reference: Mapping[str, str | None]) -> list[str]:
     names = [name for name in reference if versions.get(name) != reference[name]]
-    return [f"{name} is {versions.get(name)}, but {reference[name]} on other nodes" for name in names]
+    return [f"{name} is {versions.get(name)}, but other nodes have {reference[name]}" for name in names]

@@ -36,8 +36,8 @@ def render(request: Request, run: Path, sizes: Sequence[int], sweep: Sequence[in
     template = request.template or TEMPLATE
     if len(sizes) > 1 and "@sizes@" not in template.read_text(encoding="utf-8"):
         raise UserError(
-            f"--template={template}: --fewest-nodes={request.fewest} needs the placeholder @sizes@. Fix: copy that "
-            f"part from {TEMPLATE}"
+            f"--template={template}: --fewest-nodes={request.fewest} requires the placeholder @sizes@. Fix: copy the "
+            f"lines with @sizes@ from {TEMPLATE}"
         )
     values = _values(request, run, sizes, sweep)
 

@@ -74,7 +74,7 @@ def launch(
         return
     number = run_slurm("sbatch", "--parsable", str(folder.script)).strip().split(";")[0]
     replace_text(folder.submitted, f"{number}\n")
-    yield f"submitted job {number}; its output: {folder.path}/job-{number}*.log"
+    yield f"submitted job {number}, which writes to {folder.path}/job-{number}*.log"
 
 
 def _test_submission(script: str) -> None:
@@ -125,7 +125,9 @@ def _smaller(
     if request.fewest is None:
         return {}
     if not 1 <= request.fewest < request.nodes:
-        raise UserError(f"--fewest-nodes={request.fewest}: expected 1 to {request.nodes - 1}, fewer than --nodes")
+        raise UserError(
+            f"--fewest-nodes={request.fewest}: expected a number from 1 to {request.nodes - 1}, below --nodes"
+        )
     by_nodes: dict[int, dict[int, Config]] = {}
     rejected: dict[int, str] = {}
     for nodes in range(request.nodes - 1, request.fewest - 1, -1):
@@ -140,7 +142,7 @@ def _smaller(
     if not by_nodes:
         reasons = "; ".join(f"on {nodes}: {reason}" for nodes, reason in rejected.items())
         raise UserError(
-            f"--fewest-nodes={request.fewest}: the run needs at least {request.nodes} nodes; {reasons}. Fix: drop "
+            f"--fewest-nodes={request.fewest}: the run needs at least {request.nodes} nodes ({reasons}). Fix: remove "
             "--fewest-nodes, or change the layouts"
         )
     return by_nodes
@@ -166,6 +168,6 @@ def _refuse_duplicate(folder: JobFolder) -> None:
     states = [state for job, state in queued if job == number]
     if states:
         raise UserError(
-            f"{folder.path.parent}: job {number} of this run is {states[0].lower()}. Fix: cancel it with "
-            f"scancel {number}, or wait for it"
+            f"{folder.path.parent}: job {number} of this run is {states[0].lower()}. Fix: cancel it with scancel "
+            f"{number}, or wait until it ends"
         )

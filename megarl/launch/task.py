@@ -76,7 +76,7 @@ class Task:
         environ = os.environ
         if not {"SLURM_PROCID", "MEGARL_NODES"} <= environ.keys():
             raise UserError(
-                "megarl node: not inside a Slurm job step; only the job script calls it. Fix: use megarl launch"
+                "megarl node: this command runs only inside the job script of megarl launch. Fix: use megarl launch"
             )
         return cls(
             number=int(environ["SLURM_PROCID"]),
@@ -154,7 +154,7 @@ def drive(task: Task, folder: JobFolder) -> int:
     status, cause = _train(task, folder, attempt)
     verdict = VERDICTS.get(status, "failed")
     lost = NodeRendezvous(run / NODES).lost() if verdict == "failed" and len(task.nodes) > 1 else ()
-    cause = cause or f"megarl train ended with status {status}; see {run / 'logs'}"
+    cause = cause or f"megarl train exited with status {status}. Its logs are in {run / 'logs'}"
     status = _write_verdict(folder, verdict, cause, lost)
     print(f"job: {effective_time(run)}", flush=True)
     return status

@@ -98,7 +98,7 @@ def _estimate_tokens(config: Advantage, batch: TokenBatch) -> TokenBatch:
     reward, spec = _token_rewards(batch), config.spec
     value = {}
     if spec.comparison == "values":
-        assert batch.values is not None or not len(reward), f"{spec.name} needs the critic's values"
+        assert batch.values is not None or not len(reward), f"{spec.name} requires the critic's values"
         value = {"value": reward if batch.values is None else batch.values}
     estimated = spec.estimate(reward, batch.mask, batch.row_sample, **value, **config.options(spec.arguments))
     return replace(batch, advantage=estimated.advantage, returns=estimated.returns)

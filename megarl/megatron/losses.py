@@ -129,7 +129,7 @@ def policy_loss(
     start = log_prob.detach() if batch.old is None and not has_moved else batch.old
     old = _old(batch, log_prob, batch.rollout_logprobs if old_is_rollout else batch.old)
     assert batch.selected is not None or not objective.selects_tokens, (
-        f"{objective.name}: the tokens that it treats apart are not selected"
+        f"{objective.name}: the batch has no token selection"
     )
     inputs = [{"samples": samples, "selected": batch.selected}[name] for name in objective.inputs]
     policy = objective.loss(log_prob, old, batch.advantage, *inputs, **options)

@@ -45,8 +45,8 @@ class Offload:
         present = [storage for storage in self._storages(part) if storage.nbytes()]
         if any(storage.device.type == "cpu" and storage.is_shared() for storage in present):
             raise UserError(
-                f"offload: the {part} are published in shared memory for the engines and cannot move. "
-                f"Fix: remove {part} from offload"
+                f"actor.offload: megarl publishes the {part} in shared memory for the engines and cannot offload them. "
+                f"Fix: remove {part} from actor.offload"
             )
         keep = torch.UntypedStorage.nbytes if part == "gradients" else self._to_host
         offloaded = self._offloaded.setdefault(part, {})

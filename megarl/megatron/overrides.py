@@ -33,14 +33,14 @@ def checked(key: str, extra: Mapping[str, Any], target: type, reserved: Mapping[
     for name, value in extra.items():
         if name not in defaults:
             near = difflib.get_close_matches(name, defaults, n=1)
-            remedy = f"did you mean {near[0]}?" if near else "remove it"
+            remedy = f"use {near[0]}" if near else f"remove {name}"
             raise UserError(f"{key}.{name}={value}: Megatron's {target.__name__} has no such field. Fix: {remedy}")
         if name in reserved:
             home = reserved[name]
             why = (
-                f"derived from {home}. Fix: set it there"
+                f"megarl derives this field from {home}. Fix: remove {name} and change {home} instead"
                 if home
-                else "the trainer relies on its own value. Fix: remove it"
+                else f"the trainer requires its own value. Fix: remove {name}"
             )
             raise UserError(f"{key}.{name}={value}: {why}")
         values[name] = _converted(f"{key}.{name}", value, hints[name] | None if defaults[name] is None else hints[name])
@@ -76,7 +76,7 @@ def _converted(key: str, value: Any, hint: Any) -> Any:
     try:
         return TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True)).validate_python(resolved, strict=True)
     except ValidationError:
-        raise UserError(f"{key}={value!r}: expected {_readable(hint)}, found {type(value).__name__}") from None
+        raise UserError(f"{key}={value!r}: expected {_readable(hint)}, but found {type(value).__name__}") from None
 
 
 def _readable(hint: Any) -> str:

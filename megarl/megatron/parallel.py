@@ -72,7 +72,7 @@ def sizes(layout: Layout) -> dict[str, int | None]:
 def host_group() -> dist.ProcessGroup:
     """Return the process group of all ranks for host tensors. A thread can use it while training uses the remaining
     groups."""
-    assert _host_group is not None, "initialize was not called"
+    assert _host_group is not None, "call initialize first"
     return _host_group
 
 

@@ -20,7 +20,7 @@ class Profiler:
 
     def stop(self, file: Path) -> None:
         """Write the recording as a Chrome trace, compressed if the file name ends in .gz."""
-        assert self._profile is not None, "stop without start"
+        assert self._profile is not None, "stop was called before start"
         self._profile.stop()
         self._profile.export_chrome_trace(str(file))
         self._profile = None

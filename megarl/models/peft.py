@@ -29,14 +29,14 @@ def check_adapter_config(folder: Path, lora: Lora) -> None:
     path = folder / CONFIG
     for file in (path, folder / WEIGHTS):
         if not file.is_file():
-            raise UserError(f"actor.lora.path={folder}: has no {file.name}. Fix: use a folder that PEFT has saved")
+            raise UserError(f"actor.lora.path={folder}: has no {file.name}. Fix: use a folder that PEFT saved")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(f"{path}: invalid JSON ({error}). Fix: copy the file again") from None
     lines = [
         f"actor.lora.{name}={value:g}: the adapters in {folder} have {key}={content.get(key)}. Fix: set "
-        f"actor.lora.{name} to that value"
+        f"actor.lora.{name}={content.get(key)}"
         for key, name, value in (("r", "rank", lora.rank), ("lora_alpha", "alpha", lora.alpha))
         if content.get(key) != value
     ]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from math import gcd
 from typing import Any
 
-from megarl.config.divisors import divisors, does_not_divide, listed, quotient
+from megarl.config.divisors import divisibility_error, divisors, listed, quotient
 from megarl.config.model_schema import Placed
 from megarl.config.schema import Config
 from megarl.config.violations import raise_all
@@ -72,15 +72,15 @@ def check_reward_model(config: Config, hf_config: Mapping[str, Any], reward_hf_c
     if placed.judges and head is not None:
         raise UserError(
             f"{_model(config, placed)}: its architecture is {architectures}, but reward_model.input_format=question "
-            "requires a language model. Fix: use one (...ForCausalLM), or set reward_model.input_format=ids, text or "
-            "chat"
+            "requires a language model. Fix: use a ...ForCausalLM model, or set reward_model.input_format=ids, text "
+            "or chat"
         )
     if placed.judges:
         raise_all(reward_violations)
         return
     if head is None:
         raise UserError(
-            f"{_model(config, placed)}: its architecture is {architectures}, without a score head. Fix: use a "
+            f"{_model(config, placed)}: its architecture is {architectures}, which has no score head. Fix: use a "
             "classification checkpoint (...ForSequenceClassification or ...ForTokenClassification), or set "
             "reward_model.input_format=question to use it as a judge"
         )
@@ -101,8 +101,8 @@ def check_implicit_reward_model(
     violations = [rule(config, placed, model) for rule in _PLACED_MODEL_RULES]
     if score_head_of(model) is not None:
         raise UserError(
-            f"{_model(config, placed)}: its architecture is {', '.join(model['architectures'])}, but token rewards are "
-            "computed from log-probs. Fix: use a language model (...ForCausalLM)"
+            f"{_model(config, placed)}: its architecture is {', '.join(model['architectures'])}, but the log-probs for "
+            "token rewards require a language model. Fix: use a ...ForCausalLM model"
         )
     raise_all([*violations, vocabulary_covers_actors(config, placed, hf_config, model)])
 
@@ -136,7 +136,7 @@ def experts_divide_by_ep(config: Config, placed: Placed, hf: Mapping[str, Any]) 
     role = placed.section
     ep, mixture = placed.layout.ep, experts(hf)
     if mixture is not None:
-        return does_not_divide(f"{role}.layout.ep", ep, "experts", mixture.count, divisors(mixture.count))
+        return divisibility_error(f"{role}.layout.ep", ep, "experts", mixture.count, divisors(mixture.count))
     if ep == 1:
         return None
     return f"{role}.layout.ep={ep}: {_model(config, placed)} has no experts. Fix: set {role}.layout.ep=1"
@@ -149,7 +149,7 @@ def expert_mlp_divides_by_etp(config: Config, placed: Placed, hf: Mapping[str, A
         return None
     layout, rows = placed.layout, mixture.intermediate
     key = f"{role}.layout.tp" if layout.etp is None else f"{role}.layout.etp"
-    return does_not_divide(key, layout.expert_tp, "MLP rows of an expert", rows, divisors(rows))
+    return divisibility_error(key, layout.expert_tp, "MLP rows of an expert", rows, divisors(rows))
 
 
 def expert_keys_require_experts(config: Config, hf: Mapping[str, Any]) -> str | None:
@@ -169,8 +169,8 @@ def trust_region_requires_dense_model(config: Config, hf: Mapping[str, Any]) -> 
     if limit is None or experts(hf) is None:
         return None
     return (
-        f"algorithm.trust_region.kl_limit={limit:g}: TRPO's products are differences between passes, and "
-        f"{_model(config, config.actor)} may route a token to other experts in each pass. Fix: set "
+        f"algorithm.trust_region.kl_limit={limit:g}: TRPO computes differences between passes, but "
+        f"{_model(config, config.actor)} may route a token to different experts in each pass. Fix: set "
         "algorithm.trust_region.kl_limit=null"
     )
 
@@ -180,7 +180,7 @@ def shared_experts_divide_by_tp(config: Config, placed: Placed, hf: Mapping[str,
     if mixture is None or not mixture.shared_intermediate:
         return None
     rows, tp = mixture.shared_intermediate, placed.layout.tp
-    return does_not_divide(f"{placed.section}.layout.tp", tp, "MLP rows of the shared experts", rows, divisors(rows))
+    return divisibility_error(f"{placed.section}.layout.tp", tp, "MLP rows of the shared experts", rows, divisors(rows))
 
 
 def experts_and_tensor_parallel_need_sequence_parallel(
@@ -207,8 +207,8 @@ def layers_tile_the_stages(config: Config, placed: Placed, hf: Mapping[str, Any]
     keys = "".join(f", {name}={layers}" for name, layers in uneven.items())
     difference = f"{num_layers}{subtracted} = {rest}" if uneven else f"{num_layers}"
     problem = (
-        f"{role}.layout.pp={layout.pp}{keys}: {num_layers} layers do not tile the stages: {difference} layers over "
-        f"{stages} {'other ' if uneven else ''}{'stage' if stages == 1 else 'stages'}"
+        f"{role}.layout.pp={layout.pp}{keys}: {num_layers} layers cannot be split evenly over the stages: {difference} "
+        f"layers over {stages} {'other ' if uneven else ''}{'stage' if stages == 1 else 'stages'}"
     )
     if stages > 0:
         problem += f" ({quotient(rest, stages)})"
@@ -226,7 +226,7 @@ def virtual_stages_tile_each_stage(config: Config, placed: Placed, hf: Mapping[s
     sizes = uneven | ({"the other stages": (num_layers - sum(uneven.values())) // others} if others else {})
     legal = divisors(gcd(*sizes.values()))
     lines = (
-        does_not_divide(f"{role}.layout.vpp", layout.vpp, f"layers of a pipeline stage ({name})", layers, legal)
+        divisibility_error(f"{role}.layout.vpp", layout.vpp, f"layers of a pipeline stage ({name})", layers, legal)
         for name, layers in sizes.items()
     )
     return next((line for line in lines if line is not None), None)
@@ -243,7 +243,7 @@ def top_k_fits_the_vocabulary(config: Config, hf: Mapping[str, Any]) -> str | No
 
 
 def engine_heads_divide_by_tp(key: str, tp: int, hf: Mapping[str, Any]) -> str | None:
-    return does_not_divide(key, tp, "attention heads", hf["num_attention_heads"], _engine_sizes(hf))
+    return divisibility_error(key, tp, "attention heads", hf["num_attention_heads"], _engine_sizes(hf))
 
 
 def engine_kv_heads_split_or_repeat(key: str, tp: int, hf: Mapping[str, Any]) -> str | None:
@@ -251,20 +251,20 @@ def engine_kv_heads_split_or_repeat(key: str, tp: int, hf: Mapping[str, Any]) ->
     heads = kv_heads(hf)
     if tp % heads == 0:
         return None
-    return does_not_divide(key, tp, "KV heads", heads, _engine_sizes(hf))
+    return divisibility_error(key, tp, "KV heads", heads, _engine_sizes(hf))
 
 
 def engine_mlp_divides_by_tp(key: str, tp: int, hf: Mapping[str, Any]) -> str | None:
     if not _has_dense_layers(hf):
         return None
-    return does_not_divide(key, tp, "MLP rows (intermediate_size)", hf["intermediate_size"], _engine_sizes(hf))
+    return divisibility_error(key, tp, "MLP rows (intermediate_size)", hf["intermediate_size"], _engine_sizes(hf))
 
 
 def engine_expert_mlp_divides_by_tp(key: str, tp: int, hf: Mapping[str, Any]) -> str | None:
     mixture = experts(hf)
     if mixture is None:
         return None
-    return does_not_divide(key, tp, "MLP rows of an expert", mixture.intermediate, _engine_sizes(hf))
+    return divisibility_error(key, tp, "MLP rows of an expert", mixture.intermediate, _engine_sizes(hf))
 
 
 def engine_shards_keep_blocks_whole(config: Config, hf: Mapping[str, Any]) -> str | None:
@@ -284,13 +284,13 @@ def engine_shards_keep_blocks_whole(config: Config, hf: Mapping[str, Any]) -> st
         for size in _engine_sizes(hf)
         if not any(n % FP8_BLOCK for n in _shard_sizes(hf, size, whole_experts).values())
     ]
-    fix = f"choose rollout.tp from {listed(legal)}" if legal else "set rollout.quantization=null"
+    fix = f"set rollout.tp to {listed(legal)}" if legal else "set rollout.quantization=null"
     if uneven.keys() == {EXPERT_ROWS} and not whole_experts:
-        fix += ", or set rollout.vllm_overrides={enable_expert_parallel: true} to give ranks whole experts"
+        fix += ", or set rollout.vllm_overrides={enable_expert_parallel: true} so that each expert stays on one rank"
     name, size = next(iter(uneven.items()))
     return (
         f"rollout.quantization={config.rollout.quantization}: with rollout.tp={tp} an engine rank has {size} {name}, "
-        f"not a multiple of {FP8_BLOCK}, and blocks cannot be split. Fix: {fix}"
+        f"which is not a multiple of the block size {FP8_BLOCK}. Fix: {fix}"
     )
 
 
@@ -338,7 +338,7 @@ def attention_is_full(config: Config, placed: Placed, hf: Mapping[str, Any]) -> 
     if window is None or context <= window:
         return None
     return (
-        f"{key}={context}: longer than the model's sliding_window={window}, while the trainer's attention is full. "
+        f"{key}={context}: it exceeds the model's sliding_window={window}, but the trainer computes full attention. "
         f"Fix: set {key} to at most {window}"
     )
 
@@ -347,15 +347,15 @@ def features_are_supported(config: Config, placed: Placed, hf: Mapping[str, Any]
     features = unsupported(hf)
     if not features:
         return None
-    return f"{_model(config, placed)}: {' and '.join(features)} is not supported. Fix: use a model without it"
+    return f"{_model(config, placed)}: megarl does not support {' and '.join(features)}. Fix: use another model"
 
 
 def has_one_label(config: Config, placed: Placed, num_labels: int) -> str | None:
     if num_labels == 1:
         return None
     return (
-        f"{_model(config, placed)}: has {num_labels} labels (id2label), but a score is one number. Fix: use a "
-        "classification checkpoint with num_labels=1"
+        f"{_model(config, placed)}: the model has {num_labels} labels (id2label), but a score is a single number. Fix: "
+        "use a classification checkpoint with num_labels=1"
     )
 
 
@@ -366,8 +366,9 @@ def vocabulary_covers_actors(
     if model["vocab_size"] >= actor["vocab_size"]:
         return None
     return (
-        f"{_model(config, placed)}: its vocab_size {model['vocab_size']} is below the actor's {actor['vocab_size']}, "
-        "whose token ids it reads. Fix: use a model with the actor's tokenizer"
+        f"{_model(config, placed)}: its vocab_size={model['vocab_size']} is smaller than the actor's "
+        f"vocab_size={actor['vocab_size']}, but it reads the actor's token ids. Fix: use a model with the actor's "
+        "tokenizer"
     )
 
 
@@ -376,10 +377,10 @@ def classifier_kind_fits_objective(config: Config, kind: Kind) -> str | None:
     if objective.spec.classifier in (None, kind):
         return None
     names = {"sequence": "...ForSequenceClassification", "token": "...ForTokenClassification"}
-    trained, given = names[objective.spec.classifier], names[kind]
+    trained, actual = names[objective.spec.classifier], names[kind]
     return (
-        f"{_model(config, config.actor)}: it is a {given}, but algorithm.objective.name={objective.name} trains a "
-        f"{trained}. Fix: use one of those, or a language model, which gets a new head"
+        f"{_model(config, config.actor)}: its architecture is {actual}, but algorithm.objective.name={objective.name} "
+        f"trains {trained}. Fix: use a {trained} model, or a language model, to which megarl adds a new head"
     )
 
 
@@ -399,21 +400,21 @@ def token_scores_require_sampled_tokens(config: Config, kind: str) -> str | None
     if settings.input_format == "ids" or kind == "sequence" or outcome or settings.step_end is not None:
         return None
     return (
-        f"reward_model.input_format={settings.input_format}: {_model(config, settings)} scores its own tokens, not the "
-        "sampled tokens that gae rewards. Fix: set reward_model.step_end, reward_model.aggregation=mean or "
-        "reward_model.input_format=ids"
+        f"reward_model.input_format={settings.input_format}: {_model(config, settings)} scores the tokens of its own "
+        "tokenizer, but gae needs scores of the sampled tokens. Fix: set reward_model.step_end, "
+        "reward_model.aggregation=mean or reward_model.input_format=ids"
     )
 
 
-def engine_router_keys_are_given(model: str, hf: Mapping[str, Any]) -> str | None:
+def engine_router_keys_are_present(model: str, hf: Mapping[str, Any]) -> str | None:
     """Require the keys for DeepSeek-V3's router that vLLM reads from config.json. transformers does not write them."""
     required = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
     missing = [key for key in required if key not in hf]
     if hf["model_type"] != "deepseek_v3" or not missing:
         return None
     return (
-        f"{model}: its config.json lacks {' and '.join(missing)}, so the engine would route by "
-        f"softmax and without the bias. Fix: add {' and '.join(f'{key}: {required[key]}' for key in missing)}"
+        f"{model}: its config.json lacks {' and '.join(missing)}, so the engine would route with softmax and without "
+        f"the bias. Fix: add {' and '.join(f'{key}: {required[key]}' for key in missing)} to config.json"
     )
 
 
@@ -444,7 +445,7 @@ _ENGINE_RULES: tuple[Callable[[str, int, Mapping[str, Any]], str | None], ...] =
 
 def _broken_by_engine(key: str, tp: int, model: str, hf: Mapping[str, Any]) -> list[str | None]:
     """Return the results of the engine rules for a model. model: config key and value of the model's path."""
-    return [*(rule(key, tp, hf) for rule in _ENGINE_RULES), engine_router_keys_are_given(model, hf)]
+    return [*(rule(key, tp, hf) for rule in _ENGINE_RULES), engine_router_keys_are_present(model, hf)]
 
 
 def _completed(config: Config, placed: Placed, hf_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -461,7 +462,7 @@ def _tensor_parallel(config: Config, placed: Placed, hf: Mapping[str, Any], noun
     role = placed.section
     rows = [hf["intermediate_size"]] if _has_dense_layers(hf) else []
     legal = divisors(gcd(hf["num_attention_heads"], kv_heads(hf), *rows))
-    return does_not_divide(f"{role}.layout.tp", placed.layout.tp, noun, number, legal)
+    return divisibility_error(f"{role}.layout.tp", placed.layout.tp, noun, number, legal)
 
 
 def _has_dense_layers(hf: Mapping[str, Any]) -> bool:
@@ -478,7 +479,7 @@ def _engine_sizes(hf: Mapping[str, Any]) -> list[int]:
 
 
 def _stage_fix(pp: int, num_layers: int) -> str:
-    fix = f"choose pp from {listed(divisors(num_layers))} with first_stage_layers and last_stage_layers null"
+    fix = f"set pp to {listed(divisors(num_layers))} with first_stage_layers=null and last_stage_layers=null"
     per_stage = -(-num_layers // pp)
     last = num_layers - (pp - 1) * per_stage
     if pp in divisors(num_layers) or last < 1:

@@ -98,7 +98,7 @@ def check_local_models(config: Config) -> tuple[list[str], dict[Role, dict[str, 
             lines.append(f"{key}={path}: not checked, because {reason}")
             return None
         check(hf_config)
-        lines.append(f"{key}={path}: config.json fits the recipe")
+        lines.append(f"{key}={path}: config.json is compatible with the recipe")
         return hf_config
 
     actor = check_path("model.path", config.model.path, partial(_check_actor, config), config.model.revision)
@@ -186,6 +186,6 @@ def _implicit_reward(config: Config, actor: Path, hf_config: Mapping[str, Any]) 
 def _check_tokenizer(config: Config, key: str, path: str, folder: Path, actor: Path, fix: str) -> None:
     if load_tokenizer(folder, key).get_vocab() != load_tokenizer(actor).get_vocab():
         raise UserError(
-            f"{key}={path}: its tokenizer differs from that of model.path={config.model.path}, so the sampled token "
-            f"ids stand for other text. Fix: {fix}"
+            f"{key}={path}: its tokenizer differs from the tokenizer of model.path={config.model.path}, so it would "
+            f"read the sampled token ids as different text. Fix: {fix}"
         )

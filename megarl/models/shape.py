@@ -125,7 +125,7 @@ def _checked(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(f"config.json: {error}") from None
     if features := unsupported(model):
-        raise UserError(f"config.json: {', '.join(features)}: not supported for {model['model_type']}")
+        raise UserError(f"config.json: {', '.join(features)}: megarl does not support this for {model['model_type']}")
     return model
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from megarl.config.model_schema import Role
 from megarl.config.schema import Config
 from megarl.models.classifier import as_classifier
-from megarl.models.value_head import with_value_head
+from megarl.models.value_head import add_value_head
 
 
 def trained_hf_config(config: Config, role: Role, hf_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -21,4 +21,4 @@ def trained_hf_config(config: Config, role: Role, hf_config: Mapping[str, Any]) 
         return as_classifier(hf_config)
     if role == "actor" and config.trains_reward_model:
         return as_classifier(hf_config, config.algorithm.objective.spec.classifier)
-    return with_value_head(hf_config) if role == "actor" and config.actor_has_values else dict(hf_config)
+    return add_value_head(hf_config) if role == "actor" and config.actor_has_values else dict(hf_config)

@@ -11,7 +11,7 @@ from typing import Any
 KEY = "megarl_value_head"
 
 
-def with_value_head(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+def add_value_head(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     return {**hf_config, KEY: True}
 
 

@@ -82,11 +82,11 @@ def log_prob_and_entropy(
     """
     if hidden.dim() != 2 or targets.shape != hidden.shape[:1] or weight.shape[1] != hidden.shape[1]:
         raise ValueError(
-            f"expected hidden [N, h], weight [V, h], targets [N]; got {tuple(hidden.shape)}, "
-            f"{tuple(weight.shape)}, {tuple(targets.shape)}"
+            f"expected hidden [N, h], weight [V, h] and targets [N], but got {tuple(hidden.shape)}, "
+            f"{tuple(weight.shape)} and {tuple(targets.shape)}"
         )
     if candidate_ids is not None and (candidate_ids.dim() != 2 or candidate_ids.shape[0] != len(targets)):
-        raise ValueError(f"expected candidate_ids [{len(targets)}, K]; got {tuple(candidate_ids.shape)}")
+        raise ValueError(f"expected candidate_ids [{len(targets)}, K], but got {tuple(candidate_ids.shape)}")
     scale = None
     if isinstance(temperature, torch.Tensor) or temperature != 1:
         scale = 1 / torch.as_tensor(temperature, dtype=torch.float32, device=hidden.device).expand(len(targets))

@@ -6,13 +6,6 @@ import torch
 import torch.nn.functional as F
 
 
-def plain_swiglu(gate_and_up: torch.Tensor) -> torch.Tensor:
-    """Return SiLU(gate) · up. Autograd saves SiLU(gate) in addition to the input. This is the plain reference for
-    `swiglu`."""
-    gate, up = gate_and_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
-
-
 def swiglu(gate_and_up: torch.Tensor) -> torch.Tensor:
     """Return SiLU(gate) · up, […, f], from […, 2f]: gate is the first f channels, up the rest (arXiv:2002.05202)."""
     return _SwiGLU.apply(gate_and_up)

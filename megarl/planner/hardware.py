@@ -42,9 +42,11 @@ GPUS: dict[str, Gpu] = {
     "A100-80GB": Gpu(79.2, 312, 2039, 300, 25, 32, 256, "A100 SXM datasheet; DGX A100 (8 x 200 Gb/s, 2 TB)"),
     "H100-80GB": Gpu(79.6, 989.5, 3350, 450, 50, 64, 256, "H100 SXM datasheet; DGX H100 (8 x 400 Gb/s, 2 TB)"),
     "H200-141GB": Gpu(140.4, 989.5, 4800, 450, 50, 64, 256, "H200 SXM datasheet; DGX H200 (8 x 400 Gb/s, 2 TB)"),
-    "H800-80GB": Gpu(79.6, 989.5, 3350, 200, 50, 64, 256, "H100's, with NVLink of 400 GB/s both directions together"),
+    "H800-80GB": Gpu(
+        79.6, 989.5, 3350, 200, 50, 64, 256, "as H100, but 400 GB/s over NVLink in both directions together"
+    ),
     "H20-96GB": Gpu(
-        95.6, 148, 4000, 450, 50, 64, 256, "as vendors of HGX H20 state it (NVIDIA has no public datasheet)"
+        95.6, 148, 4000, 450, 50, 64, 256, "specifications by vendors of HGX H20 (NVIDIA has no public datasheet)"
     ),
     "B200-180GB": Gpu(179.1, 2250, 7700, 900, 50, 64, 512, "DGX B200 datasheet (1.44 TB of GPU memory, 62 TB/s, 4 TB)"),
 }
@@ -119,7 +121,7 @@ def read_cluster(text: str, gpus_per_node: int = 8) -> Cluster:
     """
     match = re.fullmatch(r"([1-9]\d*)\s*[xX]\s*(\S+)", text)
     if match is None:
-        raise UserError(f"--gpus {text}: expected a number and a GPU. Fix: use a form such as 64xH100-80GB")
+        raise UserError(f"--gpus {text}: expected a GPU count and type. Fix: use a form such as 64xH100-80GB")
     if gpus_per_node < 1:
         raise UserError(f"--nodes-of {gpus_per_node}: expected at least one GPU per node. Fix: use a positive number")
     names = {name.lower(): name for name in GPUS} | {name.split("-")[0].lower(): name for name in GPUS}

@@ -23,13 +23,13 @@ SHORTEST_SHARE = 2048
 further does not speed up training."""
 
 
-def with_layout(config: Config, **sizes: Any) -> Config:
+def replace_layout(config: Config, **sizes: Any) -> Config:
     """Return the recipe with the given keys replaced in actor.layout."""
     layout = config.actor.layout.model_copy(update=sizes)
     return config.model_copy(update={"actor": config.actor.model_copy(update={"layout": layout})})
 
 
-def with_engine(config: Config, **keys: Any) -> Config:
+def replace_engine(config: Config, **keys: Any) -> Config:
     """Return the recipe with the given keys replaced in the rollout section."""
     return config.model_copy(update={"rollout": config.rollout.model_copy(update=keys)})
 
@@ -75,14 +75,14 @@ class Sizes:
 
     def _broken(self, key: str, size: int) -> list[str]:
         one_rank = dict(tp=1, pp=1, vpp=1, cp=1, ep=1, etp=None, first_stage_layers=None, last_stage_layers=None)
-        config = with_layout(with_engine(self._config, tp=1), **one_rank, sequence_parallel=False)
+        config = replace_layout(replace_engine(self._config, tp=1), **one_rank, sequence_parallel=False)
         name = key.rpartition(".")[2]
         if key == "rollout.tp":
-            config = with_engine(config, tp=size)
+            config = replace_engine(config, tp=size)
         elif name == "tp":
-            config = with_layout(config, tp=size, sequence_parallel=size > 1)
+            config = replace_layout(config, tp=size, sequence_parallel=size > 1)
         else:
-            config = with_layout(config, ep=size, etp=1)
+            config = replace_layout(config, ep=size, etp=1)
         try:
             check_model(config, self._hf_config)
         except UserError as error:

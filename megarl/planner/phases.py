@@ -150,7 +150,7 @@ def _training(
     kept = {"activations": memory.activations, "head": memory.head}
     update = {**resident, **{part: size for part, size in kept.items() if size}}
     remedy = (
-        f"increase tp, pp or ep of {role}.layout, or dp to shard the optimizer further"
+        f"raise tp, pp or ep of {role}.layout, or raise dp to shard the optimizer over more ranks"
         if sum(resident.values()) > memory.activations + memory.head
         else f"set {role}.recompute=full, or lower {role}.tokens_per_microbatch"
     )
@@ -208,7 +208,7 @@ def overfull(loads: Sequence[Load], cluster: Cluster) -> Load | None:
 def refusal(load: Load, cluster: Cluster) -> str:
     """Return the error line for a phase that does not fit."""
     return (
-        f"--gpus {cluster.num_gpus}x{cluster.name}: {load.phase}, a GPU would hold {load.arithmetic}, but has "
+        f"--gpus {cluster.num_gpus}x{cluster.name}: {load.phase}, a GPU would hold {load.arithmetic}, but it has only "
         f"{cluster.gpu.memory_gib:.1f} GiB. Fix: {load.remedy}"
     )
 

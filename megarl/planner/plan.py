@@ -22,7 +22,7 @@ from megarl.models.trained_model import trained_hf_config
 from megarl.planner.hardware import GIB, Cluster
 from megarl.planner.layouts import broken_rules
 from megarl.planner.rollout_time import engine_step_seconds, recompute_seconds
-from megarl.planner.search import Found, search
+from megarl.planner.search import SearchResult, search
 from megarl.planner.simulation import Simulated, Speeds, log_normal_lengths, recorded_lengths, simulate
 from megarl.planner.step_plan import StepPlan, plan_step
 from megarl.planner.workload import Workload
@@ -37,25 +37,25 @@ class Planned:
 
     Attributes:
         best: the fastest recipe that fits, or the given recipe.
-        found: the search result, or None with --as-it-is.
+        search_result: the search result, or None with --as-is.
     """
 
     best: StepPlan
-    found: Found | None
+    search_result: SearchResult | None
     num_parameters: int
 
 
 def plan_recipe(
     config: Config,
     cluster: Cluster,
-    as_it_is: bool = False,
+    as_is: bool = False,
     prompt_tokens: float | None = None,
     response_tokens: float | None = None,
 ) -> Planned:
     """Return the plans for running a recipe on a cluster.
 
     Args:
-        as_it_is: whether to plan only the recipe's own layout instead of searching all layouts.
+        as_is: whether to plan only the recipe's own layout instead of searching all layouts.
         prompt_tokens: mean number of tokens per prompt; see `Workload.of` for the default.
         response_tokens: mean number of tokens per response; see `Workload.of` for the default.
 
@@ -67,18 +67,18 @@ def plan_recipe(
     models = _models(config, actor)
     workload = Workload.of(config, prompt_tokens, response_tokens)
     count = models.actor.count
-    if as_it_is:
-        return Planned(_own(config, actor, models, workload, cluster), None, count)
-    if config.cluster.roles.given:
+    if as_is:
+        return Planned(_plan_own_layout(config, actor, models, workload, cluster), None, count)
+    if config.cluster.roles.assigned:
         raise UserError(
-            "cluster.roles: fixes the devices of the recipe's own layouts, so no others can be ranked. Fix: remove it, "
-            "or use --as-it-is"
+            "cluster.roles: the ranges match only the recipe's own layouts, so other layouts cannot be ranked. Fix: "
+            "remove cluster.roles, or pass --as-is"
         )
-    found = search(config, actor, models, workload, cluster)
-    if not found.plans:
-        more = _enough(config, actor, models, workload, cluster)
-        raise UserError(f"{_nothing_fits(found, models, cluster)}; {more}")
-    return Planned(found.plans[0], found, count)
+    result = search(config, actor, models, workload, cluster)
+    if not result.plans:
+        remedy = _remedy(config, actor, models, workload, cluster)
+        raise UserError(f"{_nothing_fits(result, models, cluster)}{remedy}")
+    return Planned(result.plans[0], result, count)
 
 
 def simulate_steps(planned: Planned, lengths: Sequence[int] = (), ahead: Sequence[int] = AHEAD) -> dict[int, Simulated]:
@@ -98,7 +98,9 @@ def simulate_steps(planned: Planned, lengths: Sequence[int] = (), ahead: Sequenc
     """
     best, config = planned.best, planned.best.config
     if config.is_offline:
-        raise UserError(f"--simulate: data.format={config.data.format} samples no rollouts. Fix: omit --simulate")
+        raise UserError(
+            f"--simulate: data.format={config.data.format} has no rollouts to simulate. Fix: remove --simulate"
+        )
     workload, times = best.workload, best.times
     model = _models(config, _config_json("model.path", config.model.path, config.model.revision)).actor
     context = workload.prompt_tokens + workload.response_tokens / 2
@@ -142,14 +144,16 @@ def recorded(file: Path | None) -> list[int]:
     return lengths
 
 
-def _own(config: Config, actor: Mapping[str, Any], models: Models, workload: Workload, cluster: Cluster) -> StepPlan:
+def _plan_own_layout(
+    config: Config, actor: Mapping[str, Any], models: Models, workload: Workload, cluster: Cluster
+) -> StepPlan:
     raise_all([*broken_rules(config, actor), *(rule(config) for rule in shared_gpu_rules.RULES)])
     if config.has_critic:
         check_critic_model(config, actor, models.trained["critic"].hf_config)
     if (needed := num_devices(config)) > cluster.num_gpus:
         raise UserError(
             f"--gpus {cluster.num_gpus}x{cluster.name}: with cluster.placement={config.cluster.placement} the recipe "
-            f"needs {needed} GPUs. Fix: use --gpus {needed}x{cluster.name}, or lower dp of the layouts"
+            f"needs {needed} GPUs. Fix: use --gpus {needed}x{cluster.name}, or lower dp in the layouts"
         )
     plan = plan_step(config, models, workload, cluster)
     raise_all([plan.problem])
@@ -179,31 +183,31 @@ def _config_json(key: str, path: str, revision: str | None = None) -> dict[str, 
         raise UserError(f"{key}={path}: {reason}. Fix: use a folder that contains its config.json") from None
 
 
-def _nothing_fits(found: Found, models: Models, cluster: Cluster) -> str:
+def _nothing_fits(result: SearchResult, models: Models, cluster: Cluster) -> str:
     """Return the error message for a search that found no plan.
 
     The message describes why the nearest layout does not fit, or the minimum memory if no valid layout exists.
     """
-    if found.nearest is not None:
-        layout = found.nearest.config.actor.layout
+    if result.nearest is not None:
+        layout = result.nearest.config.actor.layout
         sizes = ", ".join(f"{name}={size}" for name, size in describe_layout(layout.model_dump()).items())
-        return f"none of {found.tried} layouts fits; the nearest is {sizes}: {found.nearest.problem}"
+        return f"none of the {result.tried} valid layouts fits. The closest is {sizes}: {result.nearest.problem}, or "
     count = models.actor.count
     per_gpu = 6 * count / cluster.num_gpus / GIB
     return (
-        f"--gpus {cluster.num_gpus}x{cluster.name}: no valid layout fits: weights and gradients alone are {count:,} "
-        f"parameters x (2 + 4) bytes / {cluster.num_gpus} GPUs = {per_gpu:.1f} GiB on each GPU with "
-        f"{cluster.gpu.memory_gib:g} GiB, if evenly divided"
+        f"--gpus {cluster.num_gpus}x{cluster.name}: no valid layout fits. Evenly divided, weights and gradients alone "
+        f"need {count:,} parameters x (2 + 4) bytes / {cluster.num_gpus} GPUs = {per_gpu:.1f} GiB, but each GPU has "
+        f"{cluster.gpu.memory_gib:g} GiB. Fix: "
     )
 
 
-def _enough(config: Config, actor: Mapping[str, Any], models: Models, workload: Workload, cluster: Cluster) -> str:
+def _remedy(config: Config, actor: Mapping[str, Any], models: Models, workload: Workload, cluster: Cluster) -> str:
     """Return the suggested fix if no layout fits. It names a sufficient number of GPUs: twice or four times as many."""
     for times in (2, 4):
         larger = replace(cluster, num_gpus=times * cluster.num_gpus)
         if search(config, actor, models, workload, larger).plans:
-            return f"--gpus {larger.num_gpus}x{cluster.name} is enough"
-    return f"{larger.num_gpus} are not enough either; use more, or GPUs with more memory"
+            return f"use --gpus {larger.num_gpus}x{cluster.name}"
+    return f"use more than {larger.num_gpus} GPUs, or GPUs with more memory"
 
 
 def describe_layout(sizes: Mapping[str, Any]) -> dict[str, Any]:

@@ -39,12 +39,16 @@ def render(planned: Planned) -> str:
     charts = (
         figure(
             "Memory of a GPU in each phase",
-            "The fullest GPU of the phase in GiB; the line marks a GPU's memory. Phases follow one another.",
+            "Memory of the fullest GPU in each phase, in GiB. The line marks the capacity of a GPU. Phases run one "
+            "after another.",
             draw_memory(best.loads, best.cluster),
             wide=True,
         ),
         figure(
-            "A step", "Predicted seconds of its phases, with the largest part of each.", draw_timeline(best), wide=True
+            "A step",
+            "Predicted duration of each phase in seconds, with its largest part.",
+            draw_timeline(best),
+            wide=True,
         ),
     )
     summary = [
@@ -75,8 +79,8 @@ def draw_memory(loads: Sequence[Load], cluster: Cluster) -> str:
             left = 0.0
             for part, size in load.parts.items():
                 shade = 1 - 0.55 * (names.index(part) // len(SERIES)) / max(1, len(names) // len(SERIES))
-                colour = SERIES[names.index(part) % len(SERIES)]
-                axes.barh(row, size / GIB, left=left, height=0.55, color=colour, alpha=shade, linewidth=0)
+                color = SERIES[names.index(part) % len(SERIES)]
+                axes.barh(row, size / GIB, left=left, height=0.55, color=color, alpha=shade, linewidth=0)
                 if size / GIB > 0.055 * cluster.gpu.memory_gib:
                     label = f"{part.removeprefix('actor: ').removeprefix('engine: ')}\n{size / GIB:.1f}"
                     axes.text(left + size / GIB / 2, row, label, ha="center", va="center", fontsize=7)
@@ -114,7 +118,7 @@ def draw_timeline(plan: StepPlan) -> str:
 
 def _placement(config: Config) -> str:
     spans = ", ".join(f"{name} on GPUs {span[0]}-{span[-1]}" for name, span in device_spans(config).items() if span)
-    return f"{config.cluster.placement}: {spans}. Colours show pipeline stages."
+    return f"{config.cluster.placement}: {spans}. Colors show pipeline stages."
 
 
 def _node_rows(config: Config, cluster: Cluster) -> Iterator[str]:

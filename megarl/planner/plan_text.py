@@ -24,7 +24,7 @@ SHOWN = 5
 
 def table(planned: Planned) -> str:
     """Return a table that ranks the plans, followed by the details of the first plan."""
-    best, found = planned.best, planned.found
+    best, result = planned.best, planned.search_result
     config, cluster = best.config, best.cluster
     used = num_devices(config)
     rows = {
@@ -33,12 +33,12 @@ def table(planned: Planned) -> str:
         "step": best.workload.describe(),
     }
     lines = [f"{name:<10}{value}" for name, value in rows.items()]
-    if found is not None:
+    if result is not None:
         lines += [
-            f"layouts   {found.tried} valid for training, {len(found.plans)} of the fastest fit with engines",
-            *(f"          not {line}" for line in found.refused),
+            f"layouts   {result.tried} valid for training; {len(result.plans)} of the fastest also fit with engines",
+            *(f"          rejected: {line}" for line in result.refused),
             "",
-            *_ranking(found.plans[:SHOWN]),
+            *_ranking(result.plans[:SHOWN]),
             "",
             "Plan 1:",
         ]
@@ -67,11 +67,11 @@ def simulated_table(runs: Mapping[int, Simulated]) -> str:
 
 def as_dict(planned: Planned) -> dict[str, Any]:
     """Return the plans as JSON values. Times are in seconds and sizes in bytes."""
-    plans = [planned.best] if planned.found is None else planned.found.plans[:SHOWN]
+    plans = [planned.best] if planned.search_result is None else planned.search_result.plans[:SHOWN]
     return {
         "gpus": f"{planned.best.cluster.num_gpus}x{planned.best.cluster.name}",
         "parameters": planned.num_parameters,
-        "layouts_tried": None if planned.found is None else planned.found.tried,
+        "layouts_tried": None if planned.search_result is None else planned.search_result.tried,
         "plans": [_plan_dict(plan) for plan in plans],
     }
 
@@ -135,9 +135,9 @@ def _details(plan: StepPlan, used: int) -> list[tuple[str, str]]:
     on_host = config.actor.megatron_overrides.optimizer.get("optimizer_cpu_offload")
     rows = [
         ("layout", f"{_layout(config)}, recompute={config.actor.recompute}; engines {_engines(config)}{cache}"),
-        *([("optimizer", "stepped in host memory, which the trainer does not support yet")] if on_host else []),
+        *([("optimizer", "updated in host memory, which the trainer does not support yet")] if on_host else []),
         ("gpus", f"{config.cluster.placement}: {used} of {cluster.num_gpus}{unused}"),
-        ("memory", f"of {cluster.gpu.memory_gib:g} GiB, on the fullest GPU of each phase:"),
+        ("memory", f"on the fullest GPU in each phase, of {cluster.gpu.memory_gib:g} GiB:"),
         *(("", f"{load.phase}: {load.arithmetic}") for load in plan.loads),
         ("host", _host(plan)),
         ("time", f"{times.seconds:.1f} s per step{dtype_note}:"),
@@ -149,7 +149,7 @@ def _details(plan: StepPlan, used: int) -> list[tuple[str, str]]:
     for role, time in times.training.items():
         sent = ", ".join(f"{kind} {show_bytes(size)}" for kind, size in time.volume.items()) or "nothing"
         rows.append((role, f"{time.microbatches} microbatches per update, pipeline bubble {100 * time.bubble:.1f} %"))
-        rows.append(("", f"sent by a GPU per step: {sent}"))
+        rows.append(("", f"each GPU sends per step: {sent}"))
     if times.refit is not None:
         rows.append(("refit", f"{show_bytes(times.refit.entering)} received by each node with engines"))
     if plan.save is not None:
@@ -171,8 +171,8 @@ def time_lines(times: StepTimes) -> list[str]:
 def _save(save: SaveTime, in_background: bool) -> str:
     meanwhile = "in the background" if in_background else "while training waits"
     return (
-        f"copying to host memory takes at least {save.copying:.1f} s, and {show_bytes(save.node_bytes)} are written by "
-        f"the fullest node in {save.writing:.1f} s at {STORAGE_GB_S:g} GB/s, {meanwhile}"
+        f"copying to host memory takes at least {save.copying:.1f} s, and the fullest node writes "
+        f"{show_bytes(save.node_bytes)} in {save.writing:.1f} s at {STORAGE_GB_S:g} GB/s, {meanwhile}"
     )
 
 
@@ -189,13 +189,13 @@ def _asynchrony(config: Config, times: StepTimes, overlapped: float) -> str:
     return f"with the next step's rollout during training: {gain}"
 
 
-def emit(planned: Planned, recipe: Path, overrides: Sequence[str], given: Config, path: Path, gpus: str) -> None:
+def emit(planned: Planned, recipe: Path, overrides: Sequence[str], original: Config, path: Path, gpus: str) -> None:
     """Write the first plan as an overlay for the recipe. It contains the overrides and the keys that the plan changes.
 
     Args:
         recipe: recipe file that the overlay extends.
         overrides: command-line overrides of the recipe.
-        given: the recipe with the overrides applied.
+        original: the recipe with the overrides applied.
         path: file to write.
         gpus: value of --gpus.
 
@@ -208,7 +208,7 @@ def emit(planned: Planned, recipe: Path, overrides: Sequence[str], given: Config
     values: dict[str, Any] = {"base": os.path.relpath(recipe.resolve(), path.resolve().parent)}
     for override in overrides:
         _put(values, override.partition("=")[0].split("."), target)
-    for key in _changed((), given.model_dump(), target):
+    for key in _changed((), original.model_dump(), target):
         _put(values, key, target)
     lines = [
         f"# Written by `megarl plan {recipe} --gpus {gpus}`. Prediction: {best.times.seconds:.1f} s per step,",

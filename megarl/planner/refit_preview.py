@@ -12,8 +12,8 @@ from megarl.models.folder import ModelNotLocal, read_local_config
 from megarl.models.rules import check_model
 from megarl.resharding.families import (
     megatron_holders,
-    quantised_destinations,
-    quantised_sources,
+    quantized_destinations,
+    quantized_sources,
     vllm_holders,
 )
 from megarl.resharding.piece import Holder
@@ -31,7 +31,8 @@ def preview_refit(config: Config, ranks_per_node: int, bandwidth: str) -> Figure
     """
     if config.is_offline:
         raise UserError(
-            f"data.format={config.data.format}: the recipe has no engines and no refit. Fix: use a recipe with rollouts"
+            f"data.format={config.data.format}: the recipe has no engines, so there is no refit. Fix: use a recipe "
+            "with rollouts"
         )
     speeds = read_speeds(ranks_per_node, bandwidth)
     try:
@@ -56,7 +57,7 @@ def preview_refit(config: Config, ranks_per_node: int, bandwidth: str) -> Figure
         trainers = megatron_holders(hf_config, layout, dtype)
         engines = vllm_holders(hf_config, rollout.tp, rollout.replicas, dtype, expert_parallel=whole_experts)
         if rollout.quantization is not None:
-            trainers, engines = quantised_sources(hf_config, trainers), quantised_destinations(hf_config, engines)
+            trainers, engines = quantized_sources(hf_config, trainers), quantized_destinations(hf_config, engines)
         return place(trainers, trainer_gpus), place(engines, engine_gpus)
 
     placed = [list(trainer_gpus), list(engine_gpus), ranks_per_node]
@@ -81,5 +82,5 @@ def transport_of(config: Config, figures: Figures) -> str:
     """
     transport = "sent over NCCL or gloo" if config.sends_weights else "read in place, by CUDA IPC or in shared memory"
     if not config.sends_weights and figures.bytes_by_link["inter"] > 0:
-        transport += "; sent between nodes over NCCL or gloo if an engine's node lacks them"
+        transport += "; sent between nodes over NCCL or gloo if an engine's node does not have them"
     return f"cluster.placement={config.cluster.placement}, rollout.transport={config.rollout.transport}: {transport}"

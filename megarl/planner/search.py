@@ -11,7 +11,7 @@ from megarl.cluster.memory.rank import Recompute, item_bytes
 from megarl.config.model_schema import Layout, Role
 from megarl.config.schema import Config
 from megarl.planner.hardware import GIB, Cluster
-from megarl.planner.layouts import Sizes, broken_rules, training_layouts, with_engine
+from megarl.planner.layouts import Sizes, broken_rules, replace_engine, training_layouts
 from megarl.planner.rollout_time import kv_bytes
 from megarl.planner.step_plan import StepPlan, plan_step
 from megarl.planner.workload import Workload
@@ -28,7 +28,7 @@ SPARE_GIB = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SearchResult:
     """The result of a search.
 
     Attributes:
@@ -44,7 +44,9 @@ class Found:
     tried: int
 
 
-def search(config: Config, hf_config: Mapping[str, Any], models: Models, workload: Workload, cluster: Cluster) -> Found:
+def search(
+    config: Config, hf_config: Mapping[str, Any], models: Models, workload: Workload, cluster: Cluster
+) -> SearchResult:
     """Search for combinations of training layout and engine layout that fit.
 
     All trained models use the actor's layout. A reward model keeps its own layout.
@@ -72,7 +74,7 @@ def search(config: Config, hf_config: Mapping[str, Any], models: Models, workloa
     if overfull:
         nearest = min(overfull, key=lambda plan: plan.fullest.total)
     plans.sort(key=lambda plan: plan.times.seconds)
-    return Found(tuple(plans), None if plans else nearest, tuple(sizes.refused), tried)
+    return SearchResult(tuple(plans), None if plans else nearest, tuple(sizes.refused), tried)
 
 
 def _trainer_gpus(config: Config, cluster: Cluster) -> list[int]:
@@ -120,7 +122,7 @@ def _training_plan(
 
 
 def _without_engine(config: Config) -> Config:
-    return config if config.is_offline else with_engine(config, tp=1)
+    return config if config.is_offline else replace_engine(config, tp=1)
 
 
 def _offline(workload: Workload) -> Workload:
@@ -193,7 +195,7 @@ def _with_engine(
     samples need."""
     config = _for_roles(config, models, offload=list(offload))
     sleep = config.is_colocated
-    smallest = with_engine(config, tp=tp, replicas=replicas, sleep=sleep, kv_cache_gib=SMALLEST_CACHE_GIB)
+    smallest = replace_engine(config, tp=tp, replicas=replicas, sleep=sleep, kv_cache_gib=SMALLEST_CACHE_GIB)
     plan = plan_step(smallest, models, workload, cluster)
     left = (cluster.memory_bytes - _sampling(plan)) / GIB - SPARE_GIB
     if plan.problem is not None or left <= 0:
@@ -201,7 +203,7 @@ def _with_engine(
     longest = workload.prompt_tokens + workload.longest_response
     filled = -(-workload.samples // replicas) * longest * kv_bytes(models.actor, tp, item_bytes(config)) / GIB
     cache = max(SMALLEST_CACHE_GIB, int(10 * min(SMALLEST_CACHE_GIB + left, filled + 0.1)) / 10)
-    return plan_step(with_engine(smallest, kv_cache_gib=cache), models, workload, cluster)
+    return plan_step(replace_engine(smallest, kv_cache_gib=cache), models, workload, cluster)
 
 
 def _sampling(plan: StepPlan) -> float:

@@ -109,7 +109,7 @@ class _Engine:
         steps = self.active[0][0] - self.steps
         return self.recomputing + steps * self.speeds.token_seconds(len(self.active))
 
-    def take_weights(self) -> None:
+    def receive_weights(self) -> None:
         """Receive new weights and keep the running sequences."""
         if self.speeds.recompute is not None:
             self.recomputing = sum(self.speeds.recompute(self.steps - first) for _, _, first, _ in self.active)
@@ -211,7 +211,7 @@ def simulate(
             clock.sample(speeds.train_seconds)
         clock.now += speeds.refit_seconds
         for engine in clock.engines:
-            engine.take_weights()
+            engine.receive_weights()
     counted = steps - steps // 2
     seconds = (clock.now - start) / counted
     return Simulated(

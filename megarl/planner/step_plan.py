@@ -150,7 +150,7 @@ class StepPlan:
         parts = " + ".join(f"{size / GIB:.1f} ({what})" for what, size in self.host.items())
         return (
             f"--gpus {self.cluster.num_gpus}x{self.cluster.name}: a node's host memory would hold {parts} = "
-            f"{needed / GIB:.1f} GiB, but has {available / GIB:.0f} GiB. Fix: offload less, or set "
+            f"{needed / GIB:.1f} GiB, but it has only {available / GIB:.0f} GiB. Fix: offload less, or set "
             "checkpoint.background=false"
         )
 

@@ -32,7 +32,7 @@ def write(run: Path, out: Path | None = None) -> Path:
         number: spans for number, logs in numbered(run / "logs", ATTEMPT).items() if (spans := read_spans(logs / FILE))
     }
     if not attempts:
-        raise UserError(f"{run}: no tasks in logs/{ATTEMPT.format(1)}/{FILE}. Fix: pass the folder of a run.")
+        raise UserError(f"{run}: logs/{ATTEMPT.format(1)}/{FILE} contains no tasks. Fix: pass a run folder")
     out = run / "trace.json" if out is None else out
     replace_text(out, json.dumps({"displayTimeUnit": "ms", "traceEvents": list(events(attempts))}))
     return out

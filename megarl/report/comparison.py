@@ -27,7 +27,9 @@ def write(folders: Sequence[Path]) -> Path:
         UserError: one of the folders is not a run folder, or there are more runs than chart colors.
     """
     if len(folders) > len(SERIES):
-        raise UserError(f"{len(folders)} runs: a chart has colours for at most {len(SERIES)}. Fix: pass fewer runs.")
+        raise UserError(
+            f"{len(folders)} runs: a chart can show at most {len(SERIES)}. Fix: pass at most {len(SERIES)} runs"
+        )
     runs = [read_contents(folder) for folder in folders]
     others = "_".join(Path(folder).resolve().name for folder in folders[1:])
     out = Path(folders[0]) / f"against_{others}.html"
@@ -40,7 +42,7 @@ def render(runs: Sequence[Contents], folders: Sequence[str]) -> str:
     names = labels([run.name for run in runs], folders)
     configs = [dict(_leaves(yaml.safe_load(run.config_text) or {})) for run in runs]
     differences = list(_differences(configs))
-    count = {0: "No key differs.", 1: "One key differs."}.get(len(differences), f"{len(differences)} keys differ.")
+    count = {0: "No keys differ.", 1: "One key differs."}.get(len(differences), f"{len(differences)} keys differ.")
     return Template(resource("comparison.html")).substitute(
         title=escape(" and ".join(names)),
         subtitle=escape(" · ".join(folders)),

@@ -23,9 +23,7 @@ def read_contents(folder: Path) -> Contents:
     """
     run_folder = RunFolder(Path(folder))
     if not (run_folder.metrics.exists() or run_folder.manifest.exists()):
-        raise UserError(
-            f"{folder}: not a run folder (no metrics.jsonl or manifest.json). Fix: pass the folder of a run."
-        )
+        raise UserError(f"{folder}: not a run folder (no metrics.jsonl or manifest.json). Fix: pass a run folder")
     config_text, manifest_text = _text(run_folder.config), _text(run_folder.manifest)
     config = yaml.safe_load(config_text) or {}
     manifest = json.loads(manifest_text or "{}")

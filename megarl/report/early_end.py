@@ -29,16 +29,16 @@ def resume_hint(folder: RunFolder) -> str:
     resolved config, which includes command-line overrides."""
     command = f"megarl train {shlex.quote(str(folder.config))}"
     if not folder.num_steps:
-        return f"the run ended before completing a step; start it again with: {command}"
+        return f"The run ended before it completed a step. Restart it with: {command}"
     newest = Checkpoints(folder.checkpoints).latest()
     if newest is None:
         steps = "1 step" if folder.num_steps == 1 else f"{folder.num_steps} steps"
-        return f"the run ended after {steps} without a checkpoint; start over with: {command} run.replace=true"
-    return f"the run ended; resume after {newest.name} with: {command} resume=auto"
+        return f"The run ended after {steps} without a checkpoint. Start over with: {command} run.replace=true"
+    return f"The run ended. Resume it from {newest.name} with: {command} resume=auto"
 
 
 def _report(folder: RunFolder) -> None:
     try:
         print(f"report: {report.write(folder.path)}", flush=True)
     except Exception as error:  # an error in the report must not hide the error that ended the run
-        print(f"report: not written ({type(error).__name__}: {error})", flush=True)
+        print(f"report: could not be written ({type(error).__name__}: {error})", flush=True)

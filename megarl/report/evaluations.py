@@ -60,7 +60,7 @@ def render_evaluations(history: History, sets: list[SetSamples], figure: Figure)
     samples = "".join(_set(item) for item in sets)
     if not charts and not samples:
         return ""
-    note = "Shaded areas are 95 % confidence intervals over prompts. Rollouts that could not be scored are excluded."
+    note = "Shaded areas are 95 % confidence intervals over prompts. They exclude rollouts that could not be scored."
     return (
         f'<section id="evaluations"><h2>Evaluation</h2><p class="note">{note}</p><div class="grid">{charts}</div>'
         f"{samples}</section>"
@@ -114,7 +114,7 @@ def _set(item: SetSamples) -> str:
         f"{''.join(map(_sample, samples))}</details>"
         for step, samples in item.steps.items()
     )
-    summary = f"Samples of {item.name}, worst first{selection}; all samples are in evaluations/{item.name}/"
+    summary = f"Samples from {item.name}, worst first{selection} (all samples: evaluations/{item.name}/)"
     return f"<details><summary>{escape(summary)}</summary>{steps}</details>"
 
 

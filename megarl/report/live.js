@@ -32,7 +32,7 @@ async function poll() {
     }
     note.textContent = "live";
   } catch (error) {
-    note.textContent = "megarl watch has stopped; this is the last state";
+    note.textContent = "megarl watch has stopped. This page shows the last state.";
   }
   setTimeout(poll, POLL_MS);
 }

@@ -1,7 +1,7 @@
 // Rollout text is inserted with textContent only, so that markup in it is never interpreted.
 const steps = JSON.parse(document.getElementById("rollouts").textContent);
-const CONTROLS = ["step", "order", "view", "colour", "outcome", "stop", "text", "least", "most"];
-const [stepSelect, order, view, colour, outcome, stop, text, least, most] = CONTROLS.map((id) => document.getElementById(id));
+const CONTROLS = ["step", "order", "view", "color", "outcome", "stop", "text", "least", "most"];
+const [stepSelect, order, view, color, outcome, stop, text, least, most] = CONTROLS.map((id) => document.getElementById(id));
 const [previous, next] = ["previous", "next"].map((id) => document.getElementById(id));
 
 function stopReason(sample) {
@@ -28,7 +28,7 @@ function facts(sample) {
 }
 
 function response(sample, scales) {
-  return element("div", "response", responseBlocks(sample, colour.value, scales, view.value === "turns"));
+  return element("div", "response", responseBlocks(sample, color.value, scales, view.value === "turns"));
 }
 
 function card(sample, scales) {
@@ -76,7 +76,7 @@ function show() {
   document.getElementById("count").textContent = samples.length + " of " + step.samples.length + " samples" + all;
   const scales = scalesOf(step.samples);
   const cards = view.value === "groups" ? groupCards(samples, scales) : samples.map((sample) => card(sample, scales));
-  document.getElementById("legend").textContent = legend(colour.value, scales);
+  document.getElementById("legend").textContent = legend(color.value, scales);
   document.getElementById("samples").replaceChildren(...cards);
   previous.disabled = stepSelect.selectedIndex === 0;
   next.disabled = stepSelect.selectedIndex === steps.length - 1;
@@ -94,8 +94,8 @@ if (steps.length > 0) {
   for (const reason of [...new Set(samples.map(stopReason))].filter((reason) => reason).sort()) {
     stop.append(element("option", "", reason));
   }
-  colour.disabled = !samples.some((sample) => sample.detail);
-  for (const control of [stepSelect, order, view, colour, outcome, stop, text, least, most]) control.addEventListener("input", show);
+  color.disabled = !samples.some((sample) => sample.detail);
+  for (const control of [stepSelect, order, view, color, outcome, stop, text, least, most]) control.addEventListener("input", show);
   previous.addEventListener("click", () => move(-1));
   next.addEventListener("click", () => move(1));
   document.getElementById("controls").hidden = false;

@@ -113,7 +113,7 @@ def notes(run: Contents) -> list[str]:
         texts.append(f"The run has reached step {_last_step(history)} of {run.target_steps}.")
     if history.unreadable:
         texts.append(
-            f"metrics.jsonl: skipped {_listed('line', history.unreadable)}, which could not be parsed"
+            f"metrics.jsonl: {_listed('line', history.unreadable)} could not be parsed and was skipped"
             " (a killed run may leave a partial last line)."
         )
     texts += [
@@ -129,8 +129,8 @@ def notes(run: Contents) -> list[str]:
         texts.append(f"The rollout file of {_listed('step', broken)} has lines that could not be parsed.")
     if len(history.steps) > MAX_POINTS:
         texts.append(
-            f"{len(history.steps)} steps are drawn as {MAX_POINTS} points. Lines show the mean of the steps in a"
-            " point, shaded areas their range."
+            f"The charts show {len(history.steps)} steps as {MAX_POINTS} points. Lines show the mean of the steps in"
+            " a point, and shaded areas show their range."
         )
     return texts
 
@@ -145,11 +145,14 @@ def rollout_note(rollouts: Rollouts) -> str:
     if len(rollouts.steps) < rollouts.num_steps:
         parts.append(f"{len(rollouts.steps)} of {rollouts.num_steps} steps, evenly spaced")
     if kept < num_samples:
-        parts.append(f"{kept} of the {num_samples} samples of these steps, evenly spaced by reward")
+        parts.append(f"{kept} of the {num_samples} samples in these steps, evenly spaced by reward")
     if not parts:
-        return f"All {kept} samples of the run. Texts are limited to {MAX_CHARACTERS} characters."
+        return f"This section shows all {kept} samples of the run. Texts are limited to {MAX_CHARACTERS} characters."
     selection = ", and ".join(parts)
-    return f"Shows {selection}. Texts are limited to {MAX_CHARACTERS} characters. All samples are in rollouts/."
+    return (
+        f"This section shows {selection}. Texts are limited to {MAX_CHARACTERS} characters. All samples are in "
+        "rollouts/."
+    )
 
 
 def _charts(history: History) -> str:

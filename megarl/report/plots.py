@@ -28,7 +28,7 @@ PALETTE = {  # each color is replaced with the CSS variable of this name
     "--series-4": "#8a5aa8",
     "--series-5": "#9aa3ad",
 }
-SERIES = tuple(colour for name, colour in PALETTE.items() if name.startswith("--series"))
+SERIES = tuple(color for name, color in PALETTE.items() if name.startswith("--series"))
 STYLE = {
     "svg.hashsalt": "megarl",
     "svg.fonttype": "none",
@@ -78,7 +78,7 @@ class Chart:
 
 REWARD = Chart(
     "Reward",
-    "Mean over the samples of a step; the band is ± one standard deviation.",
+    "Mean over the samples in a step; the band is ± one standard deviation.",
     (("reward/mean", "mean"),),
     band=lambda history: (
         history["reward/mean"] - history["reward/std"],
@@ -86,24 +86,24 @@ REWARD = Chart(
     ),
 )
 CHARTS = (
-    Chart("Negative log-likelihood", "Of the trained tokens, in nats per token.", (("policy/nll", "mean"),)),
-    Chart("Preference loss", "Mean over the pairs of a step.", (("preference/loss", "mean"),)),
+    Chart("Negative log-likelihood", "Mean over the trained tokens, in nats per token.", (("policy/nll", "mean"),)),
+    Chart("Preference loss", "Mean over the pairs in a step.", (("preference/loss", "mean"),)),
     Chart(
         "Preference accuracy",
         "Fraction of pairs in which the model prefers the better response.",
         (("preference/accuracy", "accuracy"),),
         share=True,
     ),
-    Chart("Label loss", "Mean over the labelled tokens of a step.", (("label/loss", "mean"),)),
+    Chart("Label loss", "Mean over the labeled tokens in a step.", (("label/loss", "mean"),)),
     Chart(
         "Label accuracy",
-        "Fraction of labelled tokens whose score has the correct sign.",
+        "Fraction of labeled tokens whose score has the correct sign.",
         (("label/accuracy", "accuracy"),),
         share=True,
     ),
     Chart(
         "Response length",
-        "Tokens per response: mean, and range from shortest to longest.",
+        "Mean number of tokens per response; the band is the range from shortest to longest.",
         (("response/length_mean", "mean"),),
         band=lambda history: (history["response/length_min"], history["response/length_max"]),
     ),
@@ -117,8 +117,8 @@ CHARTS = (
     Chart("Gradient norm", "Global norm before clipping.", (("policy/grad_norm", "norm"),)),
     Chart(
         "Routing mismatch",
-        "Fraction of tokens and layers in which trainer and engine select different experts.",
-        (("policy/routes_differ", "other experts"),),
+        "Fraction of token-layer pairs for which the trainer and the engine select different experts.",
+        (("policy/routes_differ", "different experts"),),
         share=True,
     ),
     Chart(
@@ -134,37 +134,37 @@ CHARTS = (
     ),
     Chart(
         "Effective sample size",
-        "Effective fraction of the engine's tokens as importance samples of the trainer's policy.",
+        "Effective sample size of the engine's tokens under the trainer's policy, as a fraction of their number.",
         (("mismatch/effective_frac", "effective"),),
         share=True,
     ),
     Chart(
         "Drift within a step",
-        "|log-prob − log-prob at the start of the step| of the sampled tokens, from the second update of a step.",
+        "|log-prob − log-prob at the start of the step| of the sampled tokens, from a step's second update on.",
         (("policy/drift_abs_mean", "mean"), ("policy/drift_abs_max", "largest")),
         log=True,
     ),
     Chart("Throughput", "Tokens per second over the whole step.", (("throughput/tokens_per_second", "tokens/s"),)),
     Chart(
         "Discarded tokens",
-        "Tokens of rollouts that were too stale to train on, including those aborted during sampling.",
+        "Tokens in rollouts that were too stale to train on, including rollouts aborted during sampling.",
         (("rollout/dropped_tokens", "dropped"), ("rollout/aborted_tokens", "of which aborted")),
     ),
     Chart(
         "Idle time",
-        "Fraction of a step in which the processes of a role were idle, averaged over its processes.",
+        "Fraction of a step in which a role's processes were idle, averaged over the processes.",
         (("idle/engines", "engines"), ("idle/actor", "actor"), ("idle/critic", "critic")),
         share=True,
     ),
     Chart(
         "Memory",
-        "Peak host memory of the run's processes in GB; PSS counts shared pages once.",
+        "Peak host memory of the run's processes in GB. PSS counts shared pages once.",
         (("memory/peak_pss_gb", "PSS"), ("memory/peak_rss_gb", "RSS")),
     ),
 )
 PHASES = ("rollout", "reward", "train", "refit")
 PHASE_TITLE = "Time by phase"
-PHASE_EXPLANATION = "Seconds of each step."
+PHASE_EXPLANATION = "Seconds per step in each phase."
 AGE = re.compile(r"weights/staleness_(\d+)_share")
 AGE_TITLE = "Staleness of samples"
 AGE_EXPLANATION = (
@@ -221,10 +221,10 @@ def draw_overlaid(
     with matplotlib.rc_context(STYLE):
         steps = np.concatenate([history.steps for history in present.values()])
         figure, axes = _axes(size, (steps.min(), steps.max()))
-        for name, colour in zip(histories, SERIES, strict=False):
+        for name, color in zip(histories, SERIES, strict=False):
             if name in present:
                 history = present[name]
-                _draw_line(axes, history.steps, history[metric], (history[metric], history[metric]), name, colour)
+                _draw_line(axes, history.steps, history[metric], (history[metric], history[metric]), name, color)
         _legend(axes)
         if chart is not None and chart.share:
             axes.yaxis.set_major_formatter(PercentFormatter(1.0))
@@ -263,9 +263,9 @@ def _draw_stack(title: str, parts: Mapping[str, np.ndarray], steps: np.ndarray, 
     with matplotlib.rc_context(STYLE):
         figure, axes = _axes(size, steps)
         baseline = np.zeros(len(starts))
-        for (label, values), colour in zip(parts.items(), SERIES, strict=False):
+        for (label, values), color in zip(parts.items(), SERIES, strict=False):
             top = baseline + bin_means(values, starts)
-            axes.stairs(top, edges, baseline=baseline, fill=True, color=colour, linewidth=0, label=label)
+            axes.stairs(top, edges, baseline=baseline, fill=True, color=color, linewidth=0, label=label)
             baseline = top
         axes.set_ylim(bottom=0)
         _legend(axes)
@@ -294,16 +294,16 @@ def _draw_line(
     values: np.ndarray,
     band: tuple[np.ndarray, np.ndarray],
     label: str,
-    colour: str,
+    color: str,
 ) -> None:
     """Draw the mean of each bin as a line, and the extremes of the band in each bin as a shaded area."""
     starts = bin_starts(len(steps))
     x, means = steps[starts], bin_means(values, starts)
     low, high = np.fmin.reduceat(band[0], starts), np.fmax.reduceat(band[1], starts)
     if np.any(low < high):
-        axes.fill_between(x, low, high, color=colour, alpha=0.18, linewidth=0)
+        axes.fill_between(x, low, high, color=color, alpha=0.18, linewidth=0)
     marker = "o" if len(x) < MARKED_POINTS else None
-    axes.plot(x, means, color=colour, linewidth=1.6, marker=marker, markersize=3.5, label=label)
+    axes.plot(x, means, color=color, linewidth=1.6, marker=marker, markersize=3.5, label=label)
 
 
 def _axes(size: tuple[float, float], steps: Sequence[int]) -> tuple[Figure, Axes]:
@@ -326,6 +326,6 @@ def as_svg(figure: Figure, title: str) -> str:
     figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :]  # remove the XML prologue
-    for name, colour in PALETTE.items():
-        svg = svg.replace(colour, f"var({name})")
+    for name, color in PALETTE.items():
+        svg = svg.replace(color, f"var({name})")
     return svg.replace("<svg", f'<svg role="img" aria-label="{escape(title)}"', 1)

@@ -51,7 +51,7 @@ function versions(runs) {
   return (runs || []).flatMap((run) => Array(run.count).fill(run.version));
 }
 
-const COLOURS = {
+const COLORS = {
   "none": () => null,
   "log-prob": (detail, i) => sequential(detail.logprobs && detail.logprobs[i], -5),
   "difference": (detail, i, scales) => diverging(detail.differences && detail.differences[i], scales.differences),
@@ -62,8 +62,8 @@ const COLOURS = {
   },
 };
 
-function shade(colour, share) {
-  return "color-mix(in srgb, var(" + colour + ") " + Math.round(75 * Math.min(1, share)) + "%, transparent)";
+function shade(color, share) {
+  return "color-mix(in srgb, var(" + color + ") " + Math.round(75 * Math.min(1, share)) + "%, transparent)";
 }
 
 function sequential(value, full) {
@@ -83,11 +83,11 @@ function scalesOf(samples) {
   return { differences: largest("differences"), advantages: largest("advantages"), firstVersion: first };
 }
 
-function legend(colour, scales) {
-  if (colour === "log-prob") return "log-prob under the sampling policy: transparent at 0, full colour at −5 or less";
-  if (colour === "difference") return "trainer log-prob − engine log-prob: full colour at ±" + number(scales.differences) + ", red is negative";
-  if (colour === "advantage") return "advantage: full colour at ±" + number(scales.advantages) + ", red is negative";
-  return colour === "version" ? "one colour per weight version" : "";
+function legend(color, scales) {
+  if (color === "log-prob") return "log-prob under the sampling policy: transparent at 0, full color at −5 or less";
+  if (color === "difference") return "trainer log-prob − engine log-prob: full color at ±" + number(scales.differences) + ", red is negative";
+  if (color === "advantage") return "advantage: full color at ±" + number(scales.advantages) + ", red is negative";
+  return color === "version" ? "each weight version has its own color" : "";
 }
 
 function isMasked(detail, i) {
@@ -105,7 +105,7 @@ function tip(detail, i) {
 }
 
 // Returns one block for each span of tokens with the same mask.
-function tokenBlocks(sample, colour, scales) {
+function tokenBlocks(sample, color, scales) {
   const detail = { ...sample.detail, versions: versions(sample.version) };
   const calls = toolCalls(detail.tokens.join(""));
   const blocks = [];
@@ -119,7 +119,7 @@ function tokenBlocks(sample, colour, scales) {
       const text = detail.tokens[end];
       const inCall = calls.some(([from, to]) => place >= from && place < to);
       const node = element("span", "token" + (masked ? " masked" : "") + (inCall ? " toolcall" : ""), text);
-      const background = masked ? null : COLOURS[colour](detail, end, scales);
+      const background = masked ? null : COLORS[color](detail, end, scales);
       if (background !== null) node.style.backgroundColor = background;
       node.title = tip(detail, end);
       nodes.push(node);
@@ -135,8 +135,8 @@ function tokenBlocks(sample, colour, scales) {
   return blocks;
 }
 
-function responseBlocks(sample, colour, scales, byTurns) {
+function responseBlocks(sample, color, scales, byTurns) {
   if (sample.turns && (byTurns || !sample.detail)) return turnBlocks(sample.turns);
-  if (sample.detail) return tokenBlocks(sample, colour, scales);
+  if (sample.detail) return tokenBlocks(sample, color, scales);
   return [element("pre", "", withToolCalls(sample.response))];
 }

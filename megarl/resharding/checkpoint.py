@@ -75,7 +75,7 @@ def checkpoint_holder(name: str, ranks: Iterable[tuple[Holder, Sequence[Extent]]
         for piece in holder.pieces:
             tiling[piece.local].append(piece)
         for extent in extents:
-            assert extent.name not in shapes, f"{extent.name} is written by two ranks"
+            assert extent.name not in shapes, f"two ranks write {extent.name}"
             shapes[extent.name], extent_dtypes[extent.name] = extent.shape, dtypes[extent.key]
             pieces += _pieces(extent, tiling[extent.parameter])
     return Holder(name, Shard(shapes, tuple(pieces), extent_dtypes))

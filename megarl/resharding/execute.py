@@ -32,7 +32,7 @@ def execute(writes: Writes, parameters: Mapping[str, torch.Tensor], transport: T
         target = view(parameters[copy.move.destination.parameter], copy.move.destination.rectangle)
         if source is not None:
             # copy_ would silently broadcast a source with a different shape.
-            assert source.shape == target.shape, f"{tuple(source.shape)} into {tuple(target.shape)}: {copy}"
+            assert source.shape == target.shape, f"cannot copy {tuple(source.shape)} into {tuple(target.shape)}: {copy}"
             target.copy_(source)
         written += target.nbytes
     for fill in writes.fills:
@@ -93,10 +93,10 @@ def _check_shapes(writes: Writes, parameters: Mapping[str, torch.Tensor]) -> Non
     planned = planned_shapes(writes)
     for name, shape in planned.items():
         if name not in parameters:
-            raise ValueError(f"{name}: the plan writes it, but the model has no such parameter")
+            raise ValueError(f"{name}: the plan writes this parameter, but the model does not have it")
         actual = tuple(parameters[name].shape)
         if actual != shape:
-            raise ValueError(f"{name}: the model's parameter has shape {actual}, the plan's {shape}")
+            raise ValueError(f"{name}: the parameter has shape {actual} in the model, but {shape} in the plan")
     for name in parameters:
         if name not in planned:
             raise ValueError(f"{name}: the model has this parameter, but the plan does not write it")
@@ -110,5 +110,5 @@ def _check_dtypes(copy: Copy, destination_dtype: str, transport: Transport) -> N
     if source_dtype != destination_dtype and actual != (move.source_dtype, move.destination_dtype):
         raise ValueError(
             f"{move.destination.parameter} is {destination_dtype}, but {move.source.parameter} of {copy.source} is "
-            f"{source_dtype}; the plan casts from {move.source_dtype} to {move.destination_dtype}"
+            f"{source_dtype}. The plan only casts from {move.source_dtype} to {move.destination_dtype}"
         )

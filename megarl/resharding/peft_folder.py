@@ -39,13 +39,16 @@ class PeftFolder(AbstractContextManager):
         expected = {each for name in whole.shapes for each in expert_tensor_names(name, num_experts)}
         if unknown := sorted(self._names - expected):
             raise UserError(
-                f"actor.lora.path={folder}: {unknown[0]} does not belong to a linear layer of the model's decoder. "
-                "Fix: give adapters of this model"
+                f"actor.lora.path={folder}: {unknown[0]} does not belong to a linear layer in the model's decoder. "
+                "Fix: set actor.lora.path to adapters for this model"
             )
         for name, shape in whole.shapes.items():
             for each in self._names.intersection(expert_tensor_names(name, num_experts)):
-                if (found := tuple(self._file.get_slice(each).get_shape())) != shape:
-                    raise UserError(f"actor.lora.path={folder}: {each} has shape {found}, but the model needs {shape}")
+                if (stored := tuple(self._file.get_slice(each).get_shape())) != shape:
+                    raise UserError(
+                        f"actor.lora.path={folder}: {each} has shape {stored}, but the model requires {shape}. Fix: "
+                        "set actor.lora.path to adapters for this model"
+                    )
 
     def __exit__(self, *_: object) -> None:
         self._file.__exit__(None, None, None)

@@ -157,7 +157,7 @@ class Shard:
                 lines.append(f"{name} is missing")
             elif (shape, dtype) != (self.shapes[name], self.dtypes[name]):
                 expected = f"{list(self.shapes[name])} ({self.dtypes[name]})"
-                lines.append(f"{name} is {list(shape)} ({dtype}), but the family declares {expected}")
+                lines.append(f"{name} has shape {list(shape)} ({dtype}), but the family expects {expected}")
         return lines
 
     def zeroed(self, canonical: Container[str]) -> Shard:

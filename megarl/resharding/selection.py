@@ -43,7 +43,9 @@ def check_selections(trained: Trained, hf_config: Mapping[str, Any]) -> None:
     _refuse_single_experts(key, selected, names)
     frozen = whole_parameters(key, selected, holder)
     if len(frozen) == len(holder.shapes):
-        raise UserError(f"{key}={trained.frozen_patterns}: all parameters are frozen. Fix: match fewer tensors")
+        raise UserError(
+            f"{key}={trained.frozen_patterns}: the patterns freeze all parameters. Fix: match fewer tensors"
+        )
 
 
 def _refuse_single_experts(key: str, selected: Collection[str], names: Collection[str]) -> None:
@@ -59,8 +61,9 @@ def _refuse_single_experts(key: str, selected: Collection[str], names: Collectio
         frozen = [name for name in members if name in selected]
         if frozen and len(frozen) < len(members):
             raise UserError(
-                f"{key}: matches {frozen[0]}, but not {len(members) - len(frozen)} of the layer's {len(members)} "
-                f"experts; a checkpoint stores them as one tensor. Fix: match {pattern}, or none of them"
+                f"{key}: the patterns match {frozen[0]}, but not {len(members) - len(frozen)} of the layer's "
+                f"{len(members)} experts. A checkpoint stores all of them in one tensor. Fix: add {pattern}, or match "
+                "none of them"
             )
 
 
@@ -72,11 +75,13 @@ def select_tensors(key: str, patterns: Sequence[str], names: Collection[str]) ->
     """
     selected: set[str] = set()
     for pattern in patterns:
-        found = matches(names, pattern)
-        if not found:
+        matching = matches(names, pattern)
+        if not matching:
             near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4) or list(names)[:3]
-            raise UserError(f"{key}: {pattern} matches no tensor of the model; similar names are {', '.join(near)}")
-        selected.update(found)
+            raise UserError(
+                f"{key}: {pattern} matches no tensor in the model. Fix: use a name such as {' or '.join(near)}"
+            )
+        selected.update(matching)
     return selected
 
 
@@ -96,8 +101,8 @@ def whole_parameters(key: str, selected: Collection[str], holder: Holder) -> lis
         outside = [name for name in tensors if name not in selected]
         if inside and outside:
             raise UserError(
-                f"{key}: matches {', '.join(inside)} but not {', '.join(outside)}, and the trainer fuses these into "
-                f"one parameter. Fix: match all {len(tensors)} or none"
+                f"{key}: the patterns match {', '.join(inside)} but not {', '.join(outside)}. The trainer fuses these "
+                f"tensors into one parameter. Fix: match all {len(tensors)} or none"
             )
         if inside:
             chosen.append(local)

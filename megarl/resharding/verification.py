@@ -54,13 +54,13 @@ NOTHING = Checksum(0, ())
 def regions(holders: Iterable[Holder]) -> list[Region]:
     """Return the distinct regions that the holders store."""
     shards = dict.fromkeys(holder.shard for holder in holders)
-    found = [
+    stored = [
         Region(piece.canonical, piece.canonical_rectangle, shard.dtypes[piece.local])
         for shard in shards
         for piece in shard.pieces
         if piece.canonical is not None
     ]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(stored))
 
 
 def sample(whole: Sequence[Region], num_regions: int, num_elements: int) -> list[Region]:
@@ -112,7 +112,7 @@ def check_weights(holder: Holder, parameters: Mapping[str, torch.Tensor], expect
         RuntimeError: a checksum differs. The message contains the first such region and both of its checksums.
     """
     if wrong := differing_regions(holder, parameters, expected):
-        raise RuntimeError(f"engine and trainer weights differ in {len(wrong)} regions; the first: {wrong[0]}")
+        raise RuntimeError(f"engine and trainer weights differ in {len(wrong)} regions. The first is {wrong[0]}")
 
 
 @torch.no_grad()

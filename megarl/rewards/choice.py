@@ -27,7 +27,7 @@ def choice_match(prompt: str, response: str, answer: Any) -> bool:
     """
     expected = _ANSWER.fullmatch(str(answer).strip())
     if expected is None:
-        raise ValueError(f"choice_match: the answer {answer!r} is not the letter of an option, such as B or (b)")
+        raise ValueError(f"choice_match: the answer {answer!r} is not an option's letter. Fix: use a letter such as B")
     stated = [match["letter"] for match in _STATED.finditer(response)]
     alone = _ALONE.fullmatch(response.rstrip().rpartition("\n")[2].strip())
     if alone is not None:

@@ -56,7 +56,9 @@ async def code_tests(
     """
     tests = [answer] if isinstance(answer, str) else answer
     if not isinstance(tests, list | tuple) or not all(isinstance(test, str) for test in tests) or not "".join(tests):
-        raise ValueError("code_tests: the answer has no tests; it must be Python source as a text or a list of texts")
+        raise ValueError(
+            "code_tests: the answer has no tests. Fix: set the answer to Python code, as a string or a list of strings"
+        )
     program = last_code_block(response)
     if program is None:
         return False
@@ -128,12 +130,15 @@ def _pairs(answer: Any) -> list[tuple[str, str]]:
         try:
             answer = json.loads(answer)
         except json.JSONDecodeError as error:
-            raise ValueError(f"code_stdin_stdout: the answer is not valid JSON: {error}") from None
+            raise ValueError(
+                f"code_stdin_stdout: the answer is not valid JSON: {error}. Fix: store it as JSON"
+            ) from None
     if isinstance(answer, Mapping) and {"inputs", "outputs"} <= answer.keys():
         columns = list(answer["inputs"]), list(answer["outputs"])
         if len(columns[0]) != len(columns[1]):
             raise ValueError(
-                f"code_stdin_stdout: the answer has {len(columns[0])} inputs, but {len(columns[1])} outputs"
+                f"code_stdin_stdout: the answer has {len(columns[0])} inputs, but {len(columns[1])} outputs. Fix: add "
+                "one output for each input"
             )
         pairs = list(zip(*columns, strict=True))
     elif isinstance(answer, Sequence) and all(
@@ -143,7 +148,9 @@ def _pairs(answer: Any) -> list[tuple[str, str]]:
     else:
         pairs = []
     if not pairs:
-        raise ValueError('code_stdin_stdout: the answer must be a non-empty list of {"input": …, "output": …}')
+        raise ValueError(
+            'code_stdin_stdout: the answer has no tests. Fix: use a non-empty list of {"input": …, "output": …}'
+        )
     return [(_text(stdin), _text(expected)) for stdin, expected in pairs]
 
 

@@ -14,5 +14,5 @@ def exact_match(prompt: str, response: str, answer: Any) -> bool:
         ValueError: the prompt has no answer.
     """
     if answer is None:
-        raise ValueError("exact_match: the prompt has no answer (null)")
+        raise ValueError("exact_match: the prompt has no answer (null). Fix: add an answer to the row")
     return response.strip() == str(answer).strip()

@@ -64,13 +64,13 @@ def verdicts(samples: Sequence[Sample], results: Iterable[tuple[Comparison, Resu
         first, second = comparison.first.id, comparison.second.id
         failure = result.failure
         if failure is None and not _is_probability(result.value):
-            failure = f"returned {result.returned}, not a bool or a probability,"
+            failure = f"returned {result.returned} instead of a bool or a probability"
         if failure is not None:
             failures |= dict.fromkeys((first, second), f"{failure} on samples {first} and {second}")
         else:
             wins[first].append(result.value)
             wins[second].append(1 - result.value)
-    alone: Verdict = "has no other response to compare with"
+    alone: Verdict = "has no second response to compare with"
     return {name: fmean(shares) if shares else alone for name, shares in wins.items()} | failures
 
 

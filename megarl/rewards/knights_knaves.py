@@ -33,7 +33,9 @@ def knights_knaves(
     """
     expected = _roles(str(answer))
     if not expected:
-        raise ValueError(f"knights_knaves: the answer {answer!r} does not state who is a knight or a knave")
+        raise ValueError(
+            f"knights_knaves: the answer {answer!r} does not state who is a knight or a knave. Fix: name each"
+        )
     text = tagged_answer(prompt, response)
     roles = None if text is None else _roles(text)
     if roles is None or roles.keys() != expected.keys():

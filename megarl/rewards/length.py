@@ -29,7 +29,7 @@ class SoftOverlong:
     def __init__(self, max_tokens: int, buffer: int):
         for name, value, most in (("max_tokens", max_tokens, None), ("buffer", buffer, max_tokens)):
             if not isinstance(value, int) or value < 1 or (most is not None and value > most):
-                bound = "" if most is None else f", and at most max_tokens={most}"
+                bound = "" if most is None else f" up to max_tokens={most}"
                 raise ValueError(f"options.{name}={value!r}: must be a positive integer{bound}")
         self._max_tokens, self._buffer = max_tokens, buffer
 
@@ -72,8 +72,8 @@ class CosineLength:
         self.__signature__ = inspect.Signature([*first, inspect.Parameter(NUM_TOKENS, keyword), *columns])
 
     def __call__(self, prompt: str, response: str, answer: Any, *, num_response_tokens: int, **columns: Any) -> float:
-        further = columns | ({"num_response_tokens": num_response_tokens} if self._reads_length else {})
-        is_right = self._verifier(prompt, response, answer, **further) > 0
+        arguments = columns | ({"num_response_tokens": num_response_tokens} if self._reads_length else {})
+        is_right = self._verifier(prompt, response, answer, **arguments) > 0
         if num_response_tokens >= self._max_tokens:
             return self._too_long
         start, end = self._right if is_right else self._wrong

@@ -75,7 +75,9 @@ class MathMatch:
         """Parse the answer. Raise ValueError if it has no expression."""
         parsed = self._parsed(f"\\boxed{{{_bare(answer)}}}")
         if answer == "None" or not parsed:
-            raise ValueError(f"math_match: the answer {answer!r} is not a mathematical expression")
+            raise ValueError(
+                f"math_match: the answer {answer!r} is not a mathematical expression. Fix: use exact_match"
+            )
         return parsed
 
     def _parsed(self, text: str) -> list[Any]:

@@ -50,12 +50,12 @@ class ModelJudge:
         try:
             text = self._tokenizer.apply_chat_template([message], add_generation_prompt=True, tokenize=False)
         except TemplateError as error:
-            raise Unreadable(f"has a chat template that rejects the question: {error}") from error
+            raise Unreadable(f"the chat template rejects the question: {error}") from error
         ids = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         if len(ids) + self._judge.max_new_tokens > self._longest:
             raise Unreadable(
-                f"needs {len(ids)} tokens for the question and reward_model.judge.max_new_tokens="
-                f"{self._judge.max_new_tokens} for its answer, more than {self._longest}; raise "
+                f"the question ({len(ids)} tokens) and the answer (reward_model.judge.max_new_tokens="
+                f"{self._judge.max_new_tokens}) exceed the context of {self._longest} tokens. Fix: raise "
                 "reward_model.context_length"
             )
         return reading_of(sample, ids, len(ids) - 1, (len(sample.text),))
@@ -66,4 +66,4 @@ class ModelJudge:
         try:
             return ModelReward(rating(self._tokenizer.decode(scores, skip_special_tokens=True), self._judge.scale))
         except ValueError as reason:
-            return ModelReward(None, failure=f"gave {reason}")
+            return ModelReward(None, failure=str(reason))

@@ -28,7 +28,7 @@ def numeric_match(prompt: str, response: str, answer: Any) -> bool:
     expected = _NUMBER.fullmatch(str(answer).strip())
     value = None if expected is None else _value(expected)
     if value is None:
-        raise ValueError(f"numeric_match: the answer {answer!r} is not a number")
+        raise ValueError(f"numeric_match: the answer {answer!r} is not a number. Fix: use exact_match for text answers")
     numbers = list(_NUMBER.finditer(response))
     return bool(numbers) and _value(numbers[-1]) == value
 

@@ -44,7 +44,7 @@ def give_options(name: str, function: Callable[..., Any], options: Mapping[str, 
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
         raise UserError(
-            f"rewards.functions: {name} is compiled and has no signature. Fix: remove its options"
+            f"rewards.functions: {name} is a compiled function without a signature. Fix: remove its options"
         ) from None
     _require_known(name, [p for p in parameters[NUM_ARGUMENTS:] if p.kind is not p.VAR_POSITIONAL], options)
     return WithOptions(function, options)
@@ -67,7 +67,9 @@ def configure(name: str, function: Callable[..., Any], options: Mapping[str, Any
     _require_known(name, parameters, options)
     missing = [p.name for p in parameters if p.default is p.empty and p.name not in options]
     if missing:
-        raise UserError(f"rewards.functions: {name} requires an option. Fix: add options: {{{missing[0]}: …}}")
+        raise UserError(
+            f"rewards.functions: {name} requires the option {missing[0]}. Fix: add options: {{{missing[0]}: …}}"
+        )
     try:
         return function(**options)
     except UserError:
@@ -76,7 +78,7 @@ def configure(name: str, function: Callable[..., Any], options: Mapping[str, Any
         raise UserError(f"rewards.functions: {name}: {error}") from None
     except ImportError as error:
         raise UserError(
-            f"rewards.functions: {name} needs the package {error.name}. Fix: pip install 'megarl[rewards]'"
+            f"rewards.functions: {name} requires the package {error.name}. Fix: run pip install 'megarl[rewards]'"
         ) from None
 
 
@@ -86,7 +88,5 @@ def _require_known(name: str, known: list[inspect.Parameter], options: Mapping[s
     names = [p.name for p in known if p.kind is not p.POSITIONAL_ONLY]
     unknown = next((option for option in options if option not in names), None)
     if unknown is not None:
-        raise UserError(
-            f"rewards.functions: {name} has no option {unknown!r}. Fix: use one of its options: "
-            f"{', '.join(names) or 'none'}"
-        )
+        remedy = f"use one of its options: {', '.join(names)}" if names else "remove its options"
+        raise UserError(f"rewards.functions: {name} has no option {unknown!r}. Fix: {remedy}")

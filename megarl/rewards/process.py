@@ -22,9 +22,9 @@ _AGGREGATIONS: dict[Aggregation, Callable[[Sequence[float]], float]] = {
 }
 
 
-def aggregated(how: Aggregation, scores: Sequence[float]) -> float:
+def aggregated(aggregation: Aggregation, scores: Sequence[float]) -> float:
     """Aggregate one or more scores into one number. Return NaN if a score is not finite."""
-    return _AGGREGATIONS[how](scores) if all(map(math.isfinite, scores)) else math.nan
+    return _AGGREGATIONS[aggregation](scores) if all(map(math.isfinite, scores)) else math.nan
 
 
 def on_trained_tokens(scores: Mapping[int, float], mask: ArrayLike) -> list[float]:

@@ -40,5 +40,5 @@ def rating(text: str, scale: Sequence[float]) -> float:
     numbers = _RATING.findall(text)
     value = float(numbers[-1]) if numbers else None
     if value is None or not lowest <= value <= highest:
-        raise ValueError(f"no rating [[{lowest:g} to {highest:g}]] in the judge's answer: …{text[-200:]!r}")
+        raise ValueError(f"the judge's answer has no rating [[{lowest:g} to {highest:g}]]: …{text[-200:]!r}")
     return (value - lowest) / (highest - lowest)

@@ -70,10 +70,11 @@ class Reader:
         )
         ids, spans = encoded["input_ids"], encoded["offset_mapping"]
         if not ids:
-            raise Unreadable("has nothing to read, since prompt and response have no text")
+            raise Unreadable("the prompt and the response have no text to score")
         if len(ids) > self._longest:
             raise Unreadable(
-                f"would read {len(ids)} tokens, more than {self._longest}; raise reward_model.context_length"
+                f"the input has {len(ids)} tokens, but the limit is {self._longest}. Fix: raise "
+                "reward_model.context_length"
             )
         if self._kind == "sequence":
             return reading_of(sample, ids, len(ids) - 1, (len(sample.text),))
@@ -99,8 +100,8 @@ class Reader:
             if self._decoded(sample, count) == sample.text[:end]:
                 return count - 1
         raise Unreadable(
-            f"scores a step that ends after {end} characters of the response, inside a sampled token; set "
-            "reward_model.aggregation, such as mean"
+            f"a step ends after {end} characters of the response, inside a sampled token. Fix: set "
+            "reward_model.aggregation, for example to mean"
         )
 
     def _decoded(self, sample: Sample, count: int) -> str:
@@ -130,7 +131,7 @@ class Reader:
         try:
             return self._tokenizer.apply_chat_template(messages, tokenize=False)
         except TemplateError as error:
-            raise Unreadable(f"has a chat template that rejects the messages: {error}") from error
+            raise Unreadable(f"the chat template rejects the messages: {error}") from error
 
     def _response(self, sample: Sample, text: str) -> tuple[int, int, int]:
         """Return the start and end of the response in the text, and the number of characters missing at its
@@ -139,7 +140,7 @@ class Reader:
             return len(text) - len(sample.text), len(text), 0
         span = response_span(text, self._rendered(sample, MARK), sample.text)
         if span is None:
-            raise Unreadable("has a chat template that rewrites the response, so its tokens cannot be located")
+            raise Unreadable("the chat template rewrites the response, so its tokens cannot be located")
         return span
 
 
@@ -148,7 +149,7 @@ def reading_of(sample: Sample, ids: Sequence[int], first: int, ends: tuple[int, 
     # Each sample gets its own prompt, because the prompt extends to the first token whose score counts.
     prompt, response = Prompt(sample.id, "", ids[:first]), ids[first:]
     n = len(response)
-    assert len(ends) == n, f"sample {sample.id}: {n} tokens with {len(ends)} ends"
+    assert len(ends) == n, f"sample {sample.id}: {n} tokens, but {len(ends)} token ends"
     rendered = Sample(
         id=sample.id,
         prompt=prompt,

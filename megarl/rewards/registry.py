@@ -63,17 +63,15 @@ def resolve(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> RewardFunctio
         function = from_file("rewards.functions", name, SINGLE)
         if _first_parameters(function)[:1] == BATCH[:1] and not takes_batches(function):
             raise UserError(
-                f"rewards.functions: {name} takes {_signature(function)}. Fix: name its first parameters "
-                f"({', '.join(BATCH)}) for whole batches, or ({', '.join(SINGLE)}) for single samples"
+                f"rewards.functions: {name} has the signature {_signature(function)}. Fix: name its first parameters "
+                f"({', '.join(BATCH)}) to score whole batches, or ({', '.join(SINGLE)}) to score single samples"
             )
         return give_options(name, function, options)
     if name.endswith(".py"):
-        raise UserError(f"rewards.functions: {name} is a file without a function. Fix: write {name}:FUNCTION")
+        raise UserError(f"rewards.functions: {name} names a file but no function. Fix: use {name}:FUNCTION")
     close = difflib.get_close_matches(name, FUNCTIONS, n=1)
-    hint = f"did you mean {close[0]}? " if close else ""
-    raise UserError(
-        f"rewards.functions: no function {name!r}; {hint}Known: {', '.join(FUNCTIONS)}, or path/to/file.py:function"
-    )
+    choices = close[0] if close else f"one of {', '.join(FUNCTIONS)}, or path/to/file.py:function"
+    raise UserError(f"rewards.functions: unknown function {name!r}. Fix: use {choices}")
 
 
 def _verifier(name: str, verifier: Any) -> RewardFunction:
@@ -82,10 +80,12 @@ def _verifier(name: str, verifier: Any) -> RewardFunction:
     entry = {"function": verifier} if isinstance(verifier, str) else dict(verifier)
     key = f"rewards.functions: {name}: options.verifier={verifier!r}"
     if "function" not in entry or entry.keys() - {"function", "options"}:
-        raise UserError(f"{key}: must be a function's name or {{function, options}}")
+        raise UserError(f"{key}: expected a function's name or {{function, options}}")
     function = resolve(entry["function"], entry.get("options", {}))
     if takes_batches(function):
-        raise UserError(f"{key}: takes batches ({', '.join(BATCH)}). Fix: use a function of single samples")
+        raise UserError(
+            f"{key}: scores whole batches ({', '.join(BATCH)}). Fix: use a function that scores single samples"
+        )
     return function
 
 
@@ -103,7 +103,7 @@ def from_file(key: str, name: str, arguments: Sequence[str]) -> Callable[..., fl
             columns = asked_columns(function, len(arguments))
             signature.bind(*arguments, **{name: None for name, required in columns.items() if required})
         except TypeError as error:
-            raise UserError(f"{key}: {name} takes {signature}: {error}. Fix: {definition}") from None
+            raise UserError(f"{key}: {name} has the signature {signature}: {error}. Fix: {definition}") from None
     return function
 
 
@@ -122,8 +122,8 @@ def asked_columns(function: Callable[..., Any], num_arguments: int) -> dict[str,
     signature = _signature(function)
     parameters = [] if signature is None else list(signature.parameters.values())
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    further = {p.name: p.default is p.empty for p in positional[num_arguments:] if p.kind is not p.POSITIONAL_ONLY}
-    return further | {p.name: p.default is p.empty for p in parameters if p.kind is p.KEYWORD_ONLY}
+    columns = {p.name: p.default is p.empty for p in positional[num_arguments:] if p.kind is not p.POSITIONAL_ONLY}
+    return columns | {p.name: p.default is p.empty for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature | None:

@@ -49,15 +49,19 @@ class GenerativeJudge:
             retries: number of retries after a failed connection, or after a response with status 429 or at least 500.
         """
         if not base_url.startswith(("http://", "https://")):
-            raise ValueError(f"options.base_url={base_url}: not a URL. Fix: use one such as http://host:8000/v1")
+            raise ValueError(
+                f"options.base_url={base_url}: not a URL. Fix: set it to a URL such as http://host:8000/v1"
+            )
         if "{response}" not in template:
-            raise ValueError("options.template: has no {response}. Fix: insert it where the judge should read it")
+            raise ValueError("options.template: does not contain {response}. Fix: insert {response} into the template")
         if len(scale) != 2 or not scale[0] < scale[1]:
-            raise ValueError(f"options.scale={list(scale)}: must be the lowest and the highest rating, such as [1, 10]")
+            raise ValueError(
+                f"options.scale={list(scale)}: expected the lowest and the highest rating, such as [1, 10]"
+            )
         if not isinstance(concurrency, int) or concurrency < 1:
             raise ValueError(f"options.concurrency={concurrency!r}: must be a positive integer")
         if api_key_env is not None and not os.environ.get(api_key_env):
-            raise ValueError(f"options.api_key_env={api_key_env}: the environment variable is not set. Fix: export it")
+            raise ValueError(f"options.api_key_env={api_key_env}: this environment variable is not set. Fix: export it")
         self._url = f"{base_url.rstrip('/')}/chat/completions"
         self._headers = {} if api_key_env is None else {"Authorization": f"Bearer {os.environ[api_key_env]}"}
         self._question = {"model": model, "max_tokens": max_tokens, "temperature": temperature}
@@ -93,14 +97,14 @@ class GenerativeJudge:
                 async with asyncio.timeout(self._timeout_s):
                     response = await client.post(self._url, json=body)
             except TimeoutError:
-                failure = f"did not answer within {self._timeout_s:g} s"
+                failure = f"did not respond within {self._timeout_s:g} s"
                 break
             except httpx.TransportError as error:
                 failure = f"could not be reached ({type(error).__name__}: {error})"
                 continue
             if response.is_success:
                 return _content(response)
-            failure = f"answered {response.status_code} {response.text[:200]!r}"
+            failure = f"returned status {response.status_code}: {response.text[:200]!r}"
             if response.status_code != httpx.codes.TOO_MANY_REQUESTS and not response.is_server_error:
                 break
         raise ValueError(f"{self._url} {failure}")
@@ -112,5 +116,5 @@ def _content(response: httpx.Response) -> str:
     except (ValueError, LookupError, TypeError):
         content = None
     if not isinstance(content, str):
-        raise ValueError(f"{response.url} answered without a message: {response.text[:200]!r}")
+        raise ValueError(f"{response.url} returned no message: {response.text[:200]!r}")
     return content

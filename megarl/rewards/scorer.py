@@ -72,7 +72,7 @@ class Scorer:
                 expected = (
                     f"a list of {num_turns} finite numbers, one per turn" if per_turn else "a finite number or a bool"
                 )
-                failures.append(f"{name} returned {result.returned}, not {expected}, on sample {sample.id}")
+                failures.append(f"{name} returned {result.returned} instead of {expected} on sample {sample.id}")
                 continue
             parts[name] = math.fsum(rewards)
             if per_turn and self._rewards_tokens:
@@ -112,7 +112,7 @@ def _require_distinct(functions: Sequence[schema.RewardFunction]) -> None:
         return
     first, *others = [(entry.function, entry.options, entry.sources) for entry in functions if entry.label == label]
     same = all(other == first for other in others)
-    remedy = "list it once, with the sum of the weights" if same else "give each entry its own `name` for its metrics"
+    remedy = "list it once, with the sum of the weights" if same else "set a different `name` in each entry"
     raise UserError(f"rewards.functions: {label} is listed twice. Fix: {remedy}")
 
 
@@ -125,9 +125,9 @@ def _returned(
     if model_reward is not None and model_reward.failure is None:
         returned[MODEL] = Result(model_reward.value, str(model_reward.value))
     elif model_reward is not None:
-        failures.append(f"{MODEL} {model_reward.failure}, on sample {sample.id}")
+        failures.append(f"{MODEL} on sample {sample.id}: {model_reward.failure}")
     if isinstance(verdict, str):
-        failures.append(f"{judge.NAME} {verdict}, on sample {sample.id}")
+        failures.append(f"{judge.NAME} {verdict} (sample {sample.id})")
     elif verdict is not None:
         returned[judge.NAME] = Result(verdict, str(verdict))
     for name, result in results.items():

@@ -28,12 +28,12 @@ def whole_routes(routed: Experts, computed: NDArray[np.integer], num_tokens: int
         RuntimeError: an expert index is invalid. Training would otherwise use it without an error.
     """
     layers = sum(routed.layers)
-    assert computed.shape[1:] == (layers, routed.active), f"routes of shape {computed.shape}"
+    assert computed.shape[1:] == (layers, routed.active), f"the routes have the wrong shape {computed.shape}"
     has_duplicates = (computed[..., 0] == computed[..., -1]).any() and routed.active > 1
     if has_duplicates or computed.max(initial=0) >= routed.count or computed.min(initial=0) < 0:
         raise RuntimeError(
-            f"the engine's routes are not {routed.active} distinct experts of {routed.count} per token and layer. Fix: "
-            "set actor.experts.replay_routes=false"
+            f"actor.experts.replay_routes=true: the engine's routes do not have {routed.active} distinct experts (of "
+            f"{routed.count}) per token and layer. Fix: set actor.experts.replay_routes=false"
         )
     routes = np.full((num_tokens, *computed.shape[1:]), NO_ROUTE, f"int{8 * routed.number_bytes}")
     routes[: len(computed)] = computed[:num_tokens]

@@ -55,7 +55,9 @@ class RolloutSchedule(Generic[G]):
         self._per_step, self._max_staleness, self._drops = per_step, max_staleness, drops
         self._num_ahead = room if num_ahead is None else num_ahead
         self._num_beyond_room = max(0, self._num_ahead - room)
-        assert drops or not self._num_beyond_room, "more groups are started than steps can take in time"
+        assert drops or not self._num_beyond_room, (
+            "num_ahead exceeds the number of groups that steps can train on in time"
+        )
         self._window = WINDOW * per_step + self._num_beyond_room
         self._started: list[_Started[G]] = []
 

@@ -11,7 +11,7 @@ from megarl.config.saved import complete
 from megarl.config.schema import Config
 from megarl.core.checkpoint import checked_format
 from megarl.models.folder import model_paths
-from megarl.models.paths import Models, moved_models, with_earlier_folders, with_present_paths
+from megarl.models.paths import Models, moved_models, reuse_earlier_folders, update_moved_paths
 from megarl.models.weights_hash import weights_hash
 from megarl.run.folder import RunFolder
 
@@ -33,15 +33,15 @@ def check_beginning(config: Config) -> str | None:
     config = find_model_paths(config)
     saved = complete(saved, checked_format(manifest, folder.manifest))
     moved = moved_models(config, _identities(config), saved, manifest["models"] or {})
-    check_continues(config, with_present_paths(config, saved, moved), step, str(folder.path))
-    return f"{folder.path}: already at step {step} of {config.run.steps}"
+    check_continues(config, update_moved_paths(config, saved, moved), step, str(folder.path))
+    return f"{folder.path}: the run has already finished step {step} of {config.run.steps}"
 
 
 def find_model_paths(config: Config) -> Config:
     """Return the config with resolved model paths. Paths that an earlier attempt resolved are reused
-    (`with_earlier_folders`)."""
-    folders = {} if config.resume == "never" else RunFolder.of(config).given_models
-    return with_earlier_folders(config, folders)
+    (`reuse_earlier_folders`)."""
+    folders = {} if config.resume == "never" else RunFolder.of(config).resolved_models
+    return reuse_earlier_folders(config, folders)
 
 
 def _identities(config: Config) -> Models:

@@ -64,10 +64,10 @@ class Checkpoints:
         free = shutil.disk_usage(next(path for path in (self.path, *self.path.parents) if path.exists())).free
         if free < number * num_bytes:
             raise UserError(
-                f"checkpoint.keep={keep}: {self.path} has {free / 1e9:.2f} GB free, and {number} more "
+                f"checkpoint.keep={keep}: {self.path} has {free / 1e9:.2f} GB free, but {number} more "
                 f"{'checkpoint needs' if number == 1 else 'checkpoints need'} {number} x {num_bytes / 1e9:.2f} = "
-                f"{number * num_bytes / 1e9:.2f} GB (a new one is written before the oldest is removed). Fix: free "
-                "disk space, lower checkpoint.keep, or set checkpoint.every_steps=null and checkpoint.on_signal=false."
+                f"{number * num_bytes / 1e9:.2f} GB (megarl writes a new one before it removes the oldest). Fix: free "
+                "disk space, lower checkpoint.keep, or set checkpoint.every_steps=null and checkpoint.on_signal=false"
             )
 
     def begin(self, step: int) -> Path:
@@ -114,7 +114,7 @@ class Checkpoints:
             if self._named(step) != self.best():
                 self._remove(self._named(step))
 
-    def go_back_to(self, step: int) -> None:
+    def roll_back_to(self, step: int) -> None:
         """Point `latest` to the checkpoint of `step` and remove later ones."""
         self.point_to(self._named(step))
         for later in [other for other in self.steps() if other > step]:

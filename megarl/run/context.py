@@ -25,7 +25,7 @@ from megarl.core.timing import Stopwatch
 from megarl.data.offline import OfflineData
 from megarl.data.prompts import PromptSet
 from megarl.data.weighted_cursor import WeightedCursor
-from megarl.models.paths import note_given_paths
+from megarl.models.paths import add_config_paths
 from megarl.models.run_models import ModelFolders
 from megarl.run.checkpoint_size import checkpoint_bytes
 from megarl.run.effective_time import ALLOCATED, EffectiveShare
@@ -90,7 +90,7 @@ class RunContext:
         config: Config,
         models: ModelFolders,
         data: PromptSet | OfflineData,
-        given_paths: Mapping[str, str] = NO_PATHS,
+        config_paths: Mapping[str, str] = NO_PATHS,
         evaluation: Mapping[str, PromptSet] = NO_SETS,
     ) -> Iterator[RunContext]:
         """Lock and open the run folder, and print the run summary. No process is started.
@@ -99,7 +99,7 @@ class RunContext:
             config: the run's config.
             models: the run's model folders.
             data: the run's prompts or offline data.
-            given_paths: model paths that the user wrote, keyed by config key, if the config contains resolved paths.
+            config_paths: model paths that the user wrote, keyed by config key, if the config contains resolved paths.
             evaluation: the prompts in each evaluation set, keyed by set name.
 
         Raises:
@@ -109,7 +109,7 @@ class RunContext:
         num_bytes = checkpoint_bytes(config, models.trained(config))
         placement = place_here(config)
         with run_lock(RunFolder.of(config).path, LOCK_S if ALLOCATED in os.environ else 0.0):
-            identities = note_given_paths(models.identify(), config, given_paths)
+            identities = add_config_paths(models.identify(), config, config_paths)
             resume_point = start(config, data, num_bytes, identities)
             folder, best = resume_point.folder, config.evaluation.best.metric
             evaluated = {} if best is None else folder.values_of(best)
@@ -173,14 +173,14 @@ class RunContext:
             try:
                 for number in self._steps(trained, step, evaluate, write, memory, trackers):
                     done = number
-                    self._end_if_told(trained, write)
+                    self._end_if_signaled(trained, write)
                     saver.commit()  # after the step's metrics are written, since a resumed run needs them
                 saver.finish()
-                self._end_if_told(trained, write)
+                self._end_if_signaled(trained, write)
             except RunFailure as failure:
-                if not interrupts.is_told:
+                if not interrupts.is_signaled:
                     raise
-                print(f"the current step was interrupted: {failure}", flush=True)
+                print(f"the signal interrupted the current step: {failure}", flush=True)
                 saver.finish_after_interrupt(done, left_s=lambda: 0.0)
                 raise KeyboardInterrupt from failure
             except KeyboardInterrupt:
@@ -218,9 +218,9 @@ class RunContext:
             trace.record(f"step {state.step}", begin, time.time())
             yield state.step
 
-    def _end_if_told(self, trained: TrainedModels, write: Write) -> None:
+    def _end_if_signaled(self, trained: TrainedModels, write: Write) -> None:
         """Save a checkpoint and raise KeyboardInterrupt if the run has received a termination signal."""
-        if interrupts.is_told:
+        if interrupts.is_signaled:
             self.saver.save(trained, self.state.step, self.state.dump(), at_once=True, write=write)
             self.saver.finish()
             raise KeyboardInterrupt

@@ -32,12 +32,12 @@ class EffectiveTime:
         return self.lasted / self.allocated
 
     def __str__(self) -> str:
-        return f"{100 * self.share:.1f} % of {self.allocated:.0f} s of allocated time was spent on completed steps"
+        return f"completed steps took {100 * self.share:.1f} % of the allocated time ({self.allocated:.0f} s)"
 
 
 def effective_time(run: Path) -> EffectiveTime:
     """Return the effective time so far of the run in folder `run`."""
-    return EffectiveTime(_lasted_s(run), allocated_s(run, time.time()))
+    return EffectiveTime(_completed_s(run), allocated_s(run, time.time()))
 
 
 class EffectiveShare:
@@ -45,7 +45,7 @@ class EffectiveShare:
 
     def __init__(self, run: Path):
         self._run = run
-        self._lasted = _lasted_s(run)
+        self._lasted = _completed_s(run)
 
     def metrics(self, step_metrics: Mapping[str, float]) -> dict[str, float]:
         """Return the goodput metric at the end of a step, or an empty mapping outside a Slurm job.
@@ -59,7 +59,7 @@ class EffectiveShare:
         return {"cluster/goodput": EffectiveTime(self._lasted, allocated_s(self._run, time.time())).share}
 
 
-def _lasted_s(run: Path) -> float:
+def _completed_s(run: Path) -> float:
     """Return the total duration of the steps in a run's metrics, in seconds."""
     metrics = run / "metrics.jsonl"
     lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True) if metrics.exists() else []

@@ -61,15 +61,15 @@ def run(config: Config, out: Path, scratch: Path) -> None:
         RunFailure: none of the samples in some set could be scored. The results are written nevertheless.
     """
     if not config.evaluation.sets:
-        raise UserError("evaluation.sets=[]: there is nothing to evaluate. Fix: add evaluation sets to the recipe.")
+        raise UserError("evaluation.sets=[]: the recipe has no evaluation sets. Fix: add sets to evaluation.sets")
     if config.cluster.nodes > 1:
         raise UserError(
             f"cluster.nodes={config.cluster.nodes}: megarl evaluate runs on a single machine. Fix: set cluster.nodes=1 "
-            "and a rollout.replicas that fits on it."
+            "and set rollout.replicas to the number of engines that fit on it"
         )
     if out.exists():
-        raise UserError(f"--out {out}: already exists. Fix: choose another folder.")
-    config = with_engines_alone(config)
+        raise UserError(f"--out {out}: the folder already exists. Fix: pass a different folder")
+    config = with_engines_only(config)
     check_machine(config)
     folder = resolve(config.model.path, revision=config.model.revision)
     prompts = load_evaluation_sets(config, folder)
@@ -100,7 +100,7 @@ def run(config: Config, out: Path, scratch: Path) -> None:
         raise RunFailure("\n".join(f"evaluation: {result.describe()}" for result in unscored))
 
 
-def with_engines_alone(config: Config) -> Config:
+def with_engines_only(config: Config) -> Config:
     """Return a recipe that only runs engines. They use the first devices and load the model's weights themselves.
 
     Evaluation sets that inherit the training run's reward functions or environment keep them.
@@ -147,8 +147,8 @@ def as_json(results: list[SetResult], folder: Path) -> dict[str, Any]:
     return {
         "model": {"folder": str(folder), "hash": weights_hash(folder)},
         "sets": {
-            result.given.name: {
-                "settings": result.given.model_dump(),
+            result.settings.name: {
+                "settings": result.settings.model_dump(),
                 "prompts": result.num_prompts,
                 "estimates": {name: _finite(estimate) for name, estimate in result.estimates.items()},
                 **result.shares,
@@ -167,10 +167,10 @@ def table(results: list[SetResult]) -> str:
     """Return a table with one row per estimate, including its 95 % confidence interval."""
     rows = [("set", "samples", "failed", "", "value", "95 % interval")]
     for result in results:
-        size = f"{result.num_prompts} × {result.given.samples_per_prompt}"
-        first = (result.given.name, size, f"{result.shares['failed_frac']:.1%}")
+        size = f"{result.num_prompts} × {result.settings.samples_per_prompt}"
+        first = (result.settings.name, size, f"{result.shares['failed_frac']:.1%}")
         estimates = [(name, f"{e.value:.4f}", f"{e.low:.4f} – {e.high:.4f}") for name, e in result.estimates.items()]
-        for number, estimate in enumerate(estimates or [("nothing could be scored", "", "")]):
+        for number, estimate in enumerate(estimates or [("no scores", "", "")]):
             rows.append((*(first if number == 0 else ("", "", "")), *estimate))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)

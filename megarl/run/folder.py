@@ -56,7 +56,10 @@ class RunFolder:
             UserError: the name is reserved.
         """
         if config.run.name == "latest":
-            raise UserError("run.name=latest: reserved for the link to the newest run. Fix: choose another run.name.")
+            raise UserError(
+                "run.name=latest: the name latest is reserved for the link to the newest run. Fix: set a "
+                "different run.name"
+            )
         # The path is absolute because worker processes have different working directories.
         return cls(Path(config.run.folder).expanduser().absolute() / config.run.name)
 
@@ -88,8 +91,6 @@ class RunFolder:
         Raises:
             UserError: an earlier run has the same name, and the config neither resumes nor replaces that run.
         """
-        if config.run.name == "latest":
-            raise UserError("run.name=latest: reserved for the link to the newest run. Fix: choose another run.name.")
         folder = cls.of(config)
         if config.resume == "auto" or config.run.replace or not folder.is_taken:
             return
@@ -97,7 +98,7 @@ class RunFolder:
         contents = f"{count} of an earlier run" if folder.num_steps else "other files"
         raise UserError(
             f"run.name={config.run.name}: {folder.path} already contains {contents}. Fix: set resume=auto to continue "
-            "it, choose another run.name, or set run.replace=true to move it aside."
+            "that run, set a different run.name, or set run.replace=true to move the folder aside"
         )
 
     @classmethod
@@ -137,7 +138,7 @@ class RunFolder:
             except (ValueError, KeyError, TypeError):
                 raise UserError(
                     f"{self.metrics}: line {number} is not a step's metrics. Fix: repair or remove the line, or start "
-                    "over with resume=never run.replace=true."
+                    "over with resume=never run.replace=true"
                 ) from None
         return kept
 
@@ -198,7 +199,7 @@ class RunFolder:
         return self.path / "manifest.json"
 
     @property
-    def given_models(self) -> dict[str, str]:
+    def resolved_models(self) -> dict[str, str]:
         """Resolved model folders from all attempts so far, keyed by the path that the user wrote."""
         manifests = [self.manifest, *self.path.glob(f"logs/{ATTEMPT.format('*')}/{self.manifest.name}")]
         models = [
@@ -275,7 +276,8 @@ def _move_aside(path: Path, config: Config) -> Path:
     for key, used in model_paths(config).items():
         if Path(used).is_relative_to(path.resolve()):
             raise UserError(
-                f"{key}={used}: inside {path}, which this run would move aside. Fix: choose another run.name."
+                f"{key}={used}: the model is inside {path}, which this run would move aside. Fix: set a different "
+                "run.name"
             )
     number = 1
     while os.path.lexists(path.with_name(f"{path.name}.{number}")):

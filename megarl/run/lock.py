@@ -40,7 +40,7 @@ def run_lock(folder: Path, patience_s: float = 0.0) -> Iterator[None]:
     except OSError as error:
         raise UserError(
             f"run.folder={folder.parent}: not writable ({error.strerror}: {error.filename}). Fix: set run.folder to a "
-            "writable folder."
+            "writable folder"
         ) from None
     with opened as stream:
         deadline = time.monotonic() + patience_s
@@ -49,7 +49,7 @@ def run_lock(folder: Path, patience_s: float = 0.0) -> Iterator[None]:
                 stream.seek(0)
                 raise UserError(
                     f"run.name={folder.name}: {folder} is in use by {stream.read() or 'another process'}. Fix: wait "
-                    "for that run or stop it, or choose another run.name."
+                    "for that run, stop it, or set a different run.name"
                 )
             time.sleep(POLL_S)
         stream.truncate(0)
@@ -68,6 +68,6 @@ def _lock(stream: IO[str]) -> bool:
     except OSError as error:
         if error.errno not in NO_LOCKS:
             raise
-        warning = f"file locks are not supported here ({error.strerror}); do not start a second run of this name"
+        warning = f"this file system has no file locks ({error.strerror}). Do not start a second run with this name"
         print(f"{stream.name}: {warning}", flush=True)
     return True

@@ -93,7 +93,7 @@ def preflight(config: Config) -> Preflight:
             trial = None if data is None or pool is None else attempt(try_rewards, config, pool, data[0])
         evaluation = None if models is None else attempt(load_evaluation_sets, config, models.actor)
     if trial is not None and trial.failure is not None:
-        warning = f"{trial.failure} (the trial used the row's answer as response)"
+        warning = f"{trial.failure} (megarl used the row's answer as the response in this trial)"
         print(f"megarl: warning: {warning}", file=sys.stderr, flush=True)
     return Preflight(models, data, trial, evaluation)
 
@@ -131,7 +131,7 @@ def _load_evaluation_set(config: Config, settings: EvaluationSet, model_folder: 
             "\n".join(f"evaluation.sets: {settings.name}: {line}" for line in str(error).splitlines())
         ) from None
     if trial is not None and trial.failure is not None:
-        warning = f"evaluation.sets: {settings.name}: {trial.failure} (the trial used the row's answer as response)"
+        warning = f"evaluation.sets: {settings.name}: {trial.failure} (megarl used the row's answer as the response)"
         print(f"megarl: warning: {warning}", file=sys.stderr, flush=True)
     return prompts
 
@@ -215,7 +215,7 @@ def _find_folder(config: Config) -> RunFolder:
     except OSError as error:
         raise UserError(
             f"run.folder={config.run.folder}: not writable ({error.strerror}: {parent}). Fix: set run.folder to a "
-            "writable folder."
+            "writable folder"
         ) from None
     return folder
 
@@ -251,16 +251,18 @@ def print_checks(config: Config, _scratch: Path) -> None:
         rows["memory"] = f"at least {needed / 1e9:.2f} GB for weights, gradients and optimizers"
     if config.checkpoint.may_be_saved:
         size = checkpoint_bytes(config, checked.models.trained(config))
-        rows["disk"] = f"{config.most_checkpoints} + 1 checkpoints x {size / 1e9:.2f} GB in {RunFolder.of(config).path}"
-    if config.cluster.roles.given:
-        sharing = "are on the devices of cluster.roles"
+        rows["disk"] = (
+            f"({config.most_checkpoints} + 1) checkpoints x {size / 1e9:.2f} GB in {RunFolder.of(config).path}"
+        )
+    if config.cluster.roles.assigned:
+        sharing = "cluster.roles assigns the devices"
     else:
-        sharing = "share devices, from the first on" if config.is_colocated else "have separate devices"
-    placement = f"{config.cluster.placement}, roles {sharing}\n{place_here(config).describe()}"
+        sharing = "roles share devices" if config.is_colocated else "roles have separate devices"
+    placement = f"{config.cluster.placement}, {sharing}\n{place_here(config).describe()}"
     rows["processes"] = placement.replace("\n", f"\n{'':<12}")
     print(explain(config))
     print("\n".join(f"{name:<11} {text}" for name, text in rows.items()))
-    print("all checks passed; nothing was started", flush=True)
+    print("All checks passed. No processes were started.", flush=True)
 
 
 def _first_row(config: Config, data: PromptSet | OfflineData) -> str:

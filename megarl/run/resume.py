@@ -16,7 +16,7 @@ from megarl.data.offline import OfflineData
 from megarl.data.prompts import PromptSet
 from megarl.data.weighted_cursor import WeightedCursor
 from megarl.models.folder import is_hub_id, model_paths
-from megarl.models.paths import Models, moved_models, with_present_paths
+from megarl.models.paths import Models, moved_models, update_moved_paths
 from megarl.run.checkpoints import Checkpoints
 from megarl.run.folder import RunFolder
 from megarl.step.state import RunState, weights_of
@@ -32,8 +32,8 @@ class ResumePoint:
 
     def describe(self) -> str:
         if self.checkpoint is None:
-            return "starts at the first step"
-        return f"resumes after step {self.state.step} from {self.checkpoint.path}"
+            return "starting at the first step"
+        return f"resuming after step {self.state.step} from {self.checkpoint.path}"
 
 
 def start(config: Config, data: PromptSet | OfflineData, num_bytes: int, models: Models) -> ResumePoint:
@@ -55,7 +55,7 @@ def start(config: Config, data: PromptSet | OfflineData, num_bytes: int, models:
     continues_run = checkpoint is not None and _is_of_this_run(checkpoint, checkpoints)
     if checkpoint is not None:
         for key, earlier in _moved_models(config, checkpoint, models).items():
-            print(f"{key}={model_paths(config)[key]}: has the same weights as {earlier}, which the run started from")
+            print(f"{key}={model_paths(config)[key]}: same weights as {earlier}, from which the run started")
     if continues_run:
         RunFolder.of(config).metrics_until(checkpoint.step)  # raise for invalid lines before modifying the folder
         if checkpoints.steps()[-1] > checkpoint.step:
@@ -70,7 +70,7 @@ def start(config: Config, data: PromptSet | OfflineData, num_bytes: int, models:
         # Later checkpoints are removed last, after the folder is ready.
         checkpoints.point_to(checkpoint.path)
         folder = RunFolder.reopen(config, checkpoint.step, data.data_hash, models)
-        checkpoints.go_back_to(checkpoint.step)
+        checkpoints.roll_back_to(checkpoint.step)
     else:
         folder = RunFolder.create(config, data.data_hash, models)
     return ResumePoint(folder, state, checkpoint)
@@ -104,22 +104,22 @@ def _is_of_this_run(checkpoint: Checkpoint, checkpoints: Checkpoints) -> bool:
         return True
     if path.is_relative_to(checkpoints.path.parent.resolve()):
         raise UserError(
-            f"resume={checkpoint.path}: inside this run's folder, but not named checkpoints/{name}. Fix: rename it, or "
-            "move it out of the folder."
+            f"resume={checkpoint.path}: the checkpoint is in this run's folder, but its name is not checkpoints/{name}"
+            ". Fix: rename it, or move it out of the run folder"
         )
     return False
 
 
 def _open(path: Path, config: Config, data: PromptSet | OfflineData, models: Models) -> Checkpoint:
     checkpoint = Checkpoint.open(path)
-    saved_config = with_present_paths(config, _saved_config(checkpoint), _moved_models(config, checkpoint, models))
+    saved_config = update_moved_paths(config, _saved_config(checkpoint), _moved_models(config, checkpoint, models))
     check_continues(config, saved_config, checkpoint.step, str(path))
     _check_models(config, checkpoint, models)
     if (saved := checkpoint.state["data_hash"]) != data.data_hash:
         raise UserError(
             f"data.source={config.data.source}: the {config.data.format} have changed since {path} was saved (hash "
-            f"{data.data_hash[:8]}…, was {saved[:8]}…). Fix: restore them, or start another run with resume=never and "
-            "a new run.name."
+            f"{data.data_hash[:8]}… instead of {saved[:8]}…). Fix: restore the data, or start a new run with "
+            "resume=never and a different run.name"
         )
     return checkpoint
 
@@ -149,9 +149,9 @@ def _check_models(config: Config, checkpoint: Checkpoint, models: Models) -> Non
         if key in models and (current := models[key])["hash"] != saved["hash"]:
             remedy = " (model.revision selects a commit)" if is_hub_id(config.model.path) else ""
             raise UserError(
-                f"{key}={current['folder']}: its weights (hash {current['hash'][:8]}…) differ from those that the run "
-                f"of {checkpoint.path} started from, in {saved['folder']} (hash {saved['hash'][:8]}…). Fix: restore "
-                f"them{remedy}, or start another run with resume=never and a new run.name."
+                f"{key}={current['folder']}: these weights (hash {current['hash'][:8]}…) differ from the weights that "
+                f"the run of {checkpoint.path} started from: {saved['folder']} (hash {saved['hash'][:8]}…). Fix: "
+                f"restore the weights{remedy}, or start a new run with resume=never and a different run.name"
             )
 
 
@@ -163,5 +163,7 @@ def _checkpoint_path(config: Config) -> Path | None:
     # Resolve links before the run folder may be moved aside, so that a checkpoint inside it is recognized.
     path = Path(config.resume).expanduser().resolve()
     if not path.is_dir():
-        raise UserError(f"resume={config.resume}: no such folder. Fix: set it to never, auto or a checkpoint folder.")
+        raise UserError(
+            f"resume={config.resume}: no such folder. Fix: set resume to never, auto or a checkpoint folder"
+        )
     return path

@@ -89,7 +89,7 @@ class Saver:
                 self._unfinished = Unfinished([*groups.values()], step, run, folder, start, write(folder))
                 saving = {role: partial(group.save_checkpoint, folder) for role, group in groups.items()}
                 trained.run(saving, parts=("parameters",))
-            print(f"checkpoint: step {step} copied to host memory, writing to {folder.parent}", flush=True)
+            print(f"checkpoint: copied step {step} to host memory, writing it to {folder.parent}", flush=True)
         metrics, self._metrics = self._metrics, {}
         return metrics
 
@@ -133,7 +133,7 @@ class Saver:
         while (files := unfinished.files()) is None:
             if left_s() <= 0:
                 grace = f"checkpoint.grace_s={self._config.checkpoint.grace_s:g}"
-                print(f"checkpoint: step {unfinished.step} was not written within {grace}", flush=True)
+                print(f"checkpoint: writing step {unfinished.step} did not finish within {grace} s", flush=True)
                 return
             time.sleep(POLL_S)
         self._complete(unfinished, files)
@@ -145,7 +145,7 @@ class Saver:
         self._metrics["checkpoint/seconds"] = seconds = time.perf_counter() - unfinished.start
         self._metrics["checkpoint/bytes"] = checkpoint.num_bytes
         size = f"{checkpoint.num_bytes / 1e9:.2f} GB"
-        print(f"checkpoint: {checkpoint.path} is complete, {size} in {seconds:.1f} s", flush=True)
+        print(f"checkpoint: completed {checkpoint.path} ({size} in {seconds:.1f} s)", flush=True)
 
     def keep(self) -> None:
         """Remove the oldest checkpoints beyond checkpoint.keep, except for the checkpoint with the best evaluation

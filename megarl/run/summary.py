@@ -15,8 +15,8 @@ def print_run_summary(
     config: Config, resume_point: ResumePoint, model_folder: Path, data: PromptSet | OfflineData, placement: str
 ) -> None:
     if resume_point.folder.moved is not None:
-        print(f"moved the earlier run of this name to {resume_point.folder.moved}")
+        print(f"moved the earlier run with this name to {resume_point.folder.moved}")
     print(f"run: {resume_point.folder.path}, {resume_point.describe()}")
-    dropped = f" ({data.num_dropped} dropped as too long)" if data.num_dropped else ""
+    dropped = f" ({data.num_dropped} dropped because they are too long)" if data.num_dropped else ""
     print(f"model: {model_folder}\n{config.data.format}: {len(data)}{dropped}\nprocesses: {placement}")
     print("\n".join([*queue.describe(config), *passes.describe(config), *logprob_check.announce(config)]), flush=True)

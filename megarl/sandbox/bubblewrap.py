@@ -63,7 +63,7 @@ def _bubblewrap() -> str:
     output = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60).stdout
     version = re.search(r"(\d+)\.(\d+)", output)
     if version is None or (int(version[1]), int(version[2])) < OLDEST:
-        raise SandboxError(f"{path} is {output.strip()}; {'.'.join(map(str, OLDEST))} or later is required")
+        raise SandboxError(f"{path} is {output.strip()}, but version {'.'.join(map(str, OLDEST))} or later is required")
     return path
 
 

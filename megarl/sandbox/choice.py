@@ -15,8 +15,8 @@ from megarl.sandbox.unsafe import Unsafe
 INSTALL = (
     "install bubblewrap 0.8 or later (`apt-get install bubblewrap`, or `conda install -c conda-forge bubblewrap` "
     "without root) on a kernel that allows unprivileged user namespaces (sysctl user.max_user_namespaces, on Ubuntu "
-    "also kernel.apparmor_restrict_unprivileged_userns=0); or use Apptainer with sandbox.image; or set "
-    "sandbox.unsafe=allow, which lets programs do whatever this user can"
+    "also kernel.apparmor_restrict_unprivileged_userns=0), or use Apptainer with sandbox.image, or set "
+    "sandbox.unsafe=allow, which gives programs all permissions of this user"
 )
 
 
@@ -38,7 +38,11 @@ async def find_provider(limits: schema.Sandbox, deadline_s: float | None = None)
         raise UserError(f"{problem}. Fix: {INSTALL}")
     provider = Unsafe(limits, deadline_s)
     await provider.try_out()
-    print(f"{problem}; sandbox.unsafe=allow: they run as ordinary processes of this user", file=sys.stderr, flush=True)
+    print(
+        f"{problem}. With sandbox.unsafe=allow, they run as ordinary processes of this user",
+        file=sys.stderr,
+        flush=True,
+    )
     return provider
 
 

@@ -85,6 +85,6 @@ def _member(
     learned = sum((token_reward_totals.get(name, NO_TOTALS) for name in names), NO_TOTALS)
     reward = item.reward + sum(kl_reward_totals.get(name, NO_TOTALS).total for name in names)
     if config.algorithm.advantage.credits_to_go:
-        given = sum((item.token_reward_totals for item in rollout), NO_TOTALS)
-        return Member(reward - given.total, num_tokens, given + learned, item.greedy, earlier)
+        token_totals = sum((item.token_reward_totals for item in rollout), NO_TOTALS)
+        return Member(reward - token_totals.total, num_tokens, token_totals + learned, item.greedy, earlier)
     return Member(reward + learned.total, num_tokens, NO_TOTALS, item.greedy, earlier)

@@ -78,14 +78,14 @@ class Canaries:
             prompts = [Prompt(f"{PURPOSE}:{text}", text, tokens) for text, tokens in ids.items() if tokens]
         return cls(config, workers, prompts, config.canary_limit)
 
-    def ask(self) -> dict[str, Answers]:
+    def sample(self) -> dict[str, Answers]:
         """Sample responses on every engine, greedily and with the run's sampling settings, then put the engines to
         sleep. Return the responses by engine name."""
         workers = self.workers
         workers.switch_to_rollout()
-        found = workers.engines.generate_on_each(self._requests).result()
-        workers.leave_until_rollouts()
-        return {name: Answers.of(samples) for name, samples in found.items()}
+        groups = workers.engines.generate_on_each(self._requests).result()
+        workers.suspend_engines()
+        return {name: Answers.of(samples) for name, samples in groups.items()}
 
     def measure(self, answers: Mapping[str, Answers]) -> dict[str, Evidence]:
         """Return evidence with each engine's log-prob differences from the trainer, but without data on their
@@ -97,13 +97,13 @@ class Canaries:
         """Return the evidence for every possible cause, by engine name."""
         config, workers = self.config, self.workers
         others = self._other_scorings()
-        found = self._differences(answers, [(SAMPLED, scoring) for scoring in others.values()])
-        rescored = dict(zip(others, found, strict=True))
+        differences = self._differences(answers, [(SAMPLED, scoring) for scoring in others.values()])
+        rescored = dict(zip(others, differences, strict=True))
         texts = [prompt.text for prompt in self.prompts]
         facts = workers.engines.facts(texts).result()
         workers.trained.stage_actor_for_sync()
         differing = workers.refit.differing()
-        workers.leave_until_rollouts()
+        workers.suspend_engines()
         tokenizer = load_tokenizer(workers.model_folder)
         own_ids = [tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts]
         has_experts = experts(completed(read_config(workers.model_folder))) is not None
@@ -111,19 +111,19 @@ class Canaries:
         own_routes = [(GREEDY, replace(self._scoring(GREEDY), replays=False))] if replays else []
         [other_routes] = self._differences(answers, own_routes) or [{}]
 
-        def explained(name: str, evidence: Evidence, found: EngineInfo) -> Evidence:
-            pairs = zip(texts, own_ids, found.token_ids, strict=True)
+        def explained(name: str, evidence: Evidence, info: EngineInfo) -> Evidence:
+            pairs = zip(texts, own_ids, info.token_ids, strict=True)
             return replace(
                 evidence,
-                rescored={how: differences[name] for how, differences in rescored.items()},
+                rescored={scoring: differences[name] for scoring, differences in rescored.items()},
                 differing=differing[name],
                 num_regions=len(regions(workers.engines.holders)),
-                head_dtypes=(config.model.logits_dtype, found.head_dtype),
-                other_tokens=[text for text, own, ids in pairs if own != ids],
+                head_dtypes=(config.model.logits_dtype, info.head_dtype),
+                other_tokens=[text for text, expected, ids in pairs if expected != ids],
                 num_texts=len(texts),
                 other_routes=other_routes.get(name),
                 has_experts=has_experts,
-                kernels=(workers.actor.kernels, found.description),
+                kernels=(workers.actor.kernels, info.description),
             )
 
         alive = facts.keys() & differing.keys()  # an engine may have been lost
@@ -150,30 +150,32 @@ class Canaries:
     def _other_scorings(self) -> dict[str, Scoring]:
         """Return the scorings that an engine may use by mistake, each under a phrase that completes "the trainer's
         ..."."""
-        own = self._scoring(SAMPLED)
-        temperatures = dict.fromkeys((1.0, own.temperature**2, 1 / own.temperature))
-        others = {f"at temperature {t:g}": replace(own, temperature=t) for t in temperatures if t != own.temperature}
+        default = self._scoring(SAMPLED)
+        temperatures = dict.fromkeys((1.0, default.temperature**2, 1 / default.temperature))
+        others = {
+            f"at temperature {t:g}": replace(default, temperature=t) for t in temperatures if t != default.temperature
+        }
         if self.config.rollout.top_k is not None:
-            others["over the whole vocabulary"] = replace(own, truncates=False)
+            others["over the full vocabulary"] = replace(default, truncates=False)
         return others
 
     def _differences(
-        self, answers: Mapping[str, Answers], asked: Sequence[tuple[str, Scoring]]
+        self, answers: Mapping[str, Answers], scorings: Sequence[tuple[str, Scoring]]
     ) -> list[dict[str, float]]:
         """Return the mean absolute log-prob difference per token, in nats, over each engine's responses. The result has
-        one mapping by engine name for each pair of kind and scoring in `asked`."""
+        one mapping by engine name for each pair of kind and scoring in `scorings`."""
         actor, trained = self.workers.actor, self.workers.trained
 
         def score() -> Pending[list[dict[str, list[float]]]]:
-            return join([actor.differences(self._batches(answers, kind), scoring) for kind, scoring in asked])
+            return join([actor.differences(self._batches(answers, kind), scoring) for kind, scoring in scorings])
 
-        found = trained.run({"actor": score}, parts=("parameters",))["actor"] if asked else []
+        differences = trained.run({"actor": score}, parts=("parameters",))["actor"] if scorings else []
         return [
             {
                 name: fmean(abs(value) for sample in of_engine.samples[kind] for value in values[sample.id])
                 for name, of_engine in answers.items()
             }
-            for (kind, _), values in zip(asked, found, strict=True)
+            for (kind, _), values in zip(scorings, differences, strict=True)
         ]
 
     def _batches(self, answers: Mapping[str, Answers], kind: str) -> list[RankBatch]:

@@ -84,16 +84,16 @@ def describe(causes: Sequence[Cause]) -> str:
 def _weights(evidence: Evidence) -> Cause:
     name = "weights"
     if evidence.differing is None:
-        reason = "not compared: this engine does not keep weights as they arrive"
+        reason = "not compared, because this engine changes the weights that it receives"
         return Cause(name, Verdict.UNKNOWN, reason)
     if not evidence.differing:
-        return Cause(name, Verdict.EXCLUDED, f"checksums of {evidence.num_regions} regions match the trainer's")
+        return Cause(name, Verdict.EXCLUDED, f"the checksums of all {evidence.num_regions} regions match the trainer's")
     count = len(evidence.differing)
     return Cause(
         name,
         Verdict.FOUND,
-        f"checksums of {count} of {evidence.num_regions} regions differ from the trainer's, such as "
-        f"{evidence.differing[0]}; set rollout.verify_refit=always, and compare with another rollout.transport",
+        f"the checksums of {count} out of {evidence.num_regions} regions differ from the trainer's, for example "
+        f"{evidence.differing[0]}. Fix: set rollout.verify_refit=always, and try a different rollout.transport",
     )
 
 
@@ -101,20 +101,20 @@ def _sampling(evidence: Evidence) -> Cause:
     name = "temperature or truncation"
     if evidence.sampled <= evidence.limit:
         return Cause(name, Verdict.EXCLUDED, f"tokens sampled with the run's settings differ by {evidence.sampled:.1e}")
-    nearest = min(evidence.rescored, key=lambda how: evidence.rescored[how], default=None)
+    nearest = min(evidence.rescored, key=lambda scoring: evidence.rescored[scoring], default=None)
     if nearest is not None and evidence.rescored[nearest] <= evidence.limit:
         return Cause(
             name,
             Verdict.FOUND,
-            f"the engine's log-probs are the trainer's {nearest} ({evidence.rescored[nearest]:.1e} instead of "
-            f"{evidence.sampled:.1e}); look at rollout.temperature, top_k, top_p and vllm_overrides",
+            f"the engine's log-probs match the trainer's {nearest} (difference {evidence.rescored[nearest]:.1e} "
+            f"instead of {evidence.sampled:.1e}). Fix: check rollout.temperature, top_k, top_p and vllm_overrides",
         )
     if evidence.greedy <= evidence.limit:
         return Cause(
             name,
             Verdict.FOUND,
-            f"greedy tokens, which neither affects, differ by {evidence.greedy:.1e}, and sampled tokens by "
-            f"{evidence.sampled:.1e}; look at rollout.temperature, top_k, top_p and vllm_overrides",
+            f"greedy tokens, which neither affects, differ by only {evidence.greedy:.1e}, but sampled tokens differ by "
+            f"{evidence.sampled:.1e}. Fix: check rollout.temperature, top_k, top_p and vllm_overrides",
         )
     return Cause(name, Verdict.EXCLUDED, f"greedy tokens, which neither affects, also differ by {evidence.greedy:.1e}")
 
@@ -122,13 +122,13 @@ def _sampling(evidence: Evidence) -> Cause:
 def _tokens(evidence: Evidence) -> Cause:
     name = "chat template or tokenization"
     if not evidence.other_tokens:
-        reason = f"engines take token ids, and both tokenizers agree on {evidence.num_texts} prompts"
+        reason = f"engines receive token ids, and both tokenizers agree on {evidence.num_texts} prompts"
         return Cause(name, Verdict.EXCLUDED, reason)
     return Cause(
         name,
         Verdict.FOUND,
-        f"the engine's tokenizer splits {len(evidence.other_tokens)} of {evidence.num_texts} prompts differently, such "
-        f"as {evidence.other_tokens[0]!r}; compare the model's folders and the versions of transformers",
+        f"the engine tokenizes {len(evidence.other_tokens)} of {evidence.num_texts} prompts differently, for example "
+        f"{evidence.other_tokens[0]!r}. Fix: use the same tokenizer files and version of transformers",
     )
 
 
@@ -136,20 +136,24 @@ def _head(evidence: Evidence) -> Cause:
     trainer, engine = evidence.head_dtypes
     name = "dtype of the head's logits"
     if trainer == engine:
-        return Cause(name, Verdict.EXCLUDED, f"{trainer} in both")
+        return Cause(name, Verdict.EXCLUDED, f"both use {trainer}")
     return Cause(
-        name, Verdict.FOUND, f"{trainer} in the trainer, {engine} in the engine; look at rollout.vllm_overrides"
+        name,
+        Verdict.FOUND,
+        f"the trainer uses {trainer}, but the engine uses {engine}. Fix: check rollout.vllm_overrides",
     )
 
 
 def _experts(evidence: Evidence) -> Cause:
     name = "expert routing"
     if evidence.other_routes is None:
-        return Cause(name, Verdict.UNKNOWN, "not checked: set actor.experts.replay_routes=true to exclude it")
+        return Cause(
+            name, Verdict.UNKNOWN, "not checked. Fix: set actor.experts.replay_routes=true to exclude this cause"
+        )
     return Cause(
         name,
         Verdict.EXCLUDED,
-        f"both use the engine's routes; with the trainer's own routes tokens would differ by "
+        "both use the engine's routes. With the trainer's own routes, tokens would differ by "
         f"{evidence.other_routes:.1e}",
     )
 
@@ -159,9 +163,12 @@ def _kernels(evidence: Evidence, is_explained: bool) -> Cause:
     if evidence.greedy <= evidence.limit:
         return Cause(name, Verdict.EXCLUDED, f"greedy tokens differ by {evidence.greedy:.1e}")
     trainer, engine = evidence.kernels
-    what = f"the trainer uses {trainer}, the engine {engine}; `megarl diagnose` names the first layer that differs"
+    remedy = "Fix: run megarl diagnose, which finds the first layer that differs"
+    kernels = f"The trainer uses {trainer}, but the engine uses {engine}. {remedy}"
     if is_explained:
-        return Cause(name, Verdict.UNKNOWN, f"not checked separately; {what}")
+        return Cause(name, Verdict.UNKNOWN, f"not checked separately. {kernels}")
     return Cause(
-        name, Verdict.LEFT_OVER, f"the remaining cause, because greedy tokens differ by {evidence.greedy:.1e}; {what}"
+        name,
+        Verdict.LEFT_OVER,
+        f"the only remaining cause, because greedy tokens differ by {evidence.greedy:.1e}. {kernels}",
     )

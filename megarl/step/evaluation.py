@@ -41,7 +41,7 @@ class SetResult:
         failure: the reason why the first failed rollout has no score; None if no rollout failed.
     """
 
-    given: EvaluationSet
+    settings: EvaluationSet
     num_prompts: int
     estimates: Mapping[str, Estimate]
     shares: Mapping[str, float]
@@ -49,22 +49,22 @@ class SetResult:
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics by their names in metrics.jsonl. Confidence bounds are NAME_low and NAME_high."""
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         for name, estimate in self.estimates.items():
-            found[name] = estimate.value
+            metrics[name] = estimate.value
             if math.isfinite(estimate.low):  # with a single prompt, there may be no interval
-                found |= {f"{name}_low": estimate.low, f"{name}_high": estimate.high}
-        return {self.given.prefix + name: value for name, value in (found | dict(self.shares)).items()}
+                metrics |= {f"{name}_low": estimate.low, f"{name}_high": estimate.high}
+        return {self.settings.prefix + name: value for name, value in (metrics | dict(self.shares)).items()}
 
     def describe(self) -> str:
         """Return a line with the estimates for the largest number of samples."""
-        most = self.given.samples_per_prompt
+        most = self.settings.samples_per_prompt
         names = [name for name in (f"avg@{most}", f"pass@{most}", f"pass^{most}") if name in self.estimates]
         shown = [f"{name} {_shown(self.estimates[name])}" for name in names]
         size = f"{self.num_prompts} prompts × {most}"
         if self.failure is not None:
-            shown.append(f"{self.shares['failed_frac']:.1%} failed, such as by {self.failure}")
-        return f"{self.given.name} ({size}): {', '.join(shown)}"
+            shown.append(f"{self.shares['failed_frac']:.1%} failed (first failure: {self.failure})")
+        return f"{self.settings.name} ({size}): {', '.join(shown)}"
 
 
 def evaluate(
@@ -84,7 +84,7 @@ def evaluate(
         workers.switch_to_rollout()
         environments = workers.evaluation_environments
         results = evaluate_sets(config, due, workers.engines, environments, workers.rewards, number, prompts, file)
-        workers.leave_until_rollouts()
+        workers.suspend_engines()
     for result in results:
         print(f"evaluation after step {number}: {result.describe()}", flush=True)
     metrics = {name: value for result in results for name, value in result.metrics().items()}
@@ -108,35 +108,44 @@ def evaluate_sets(
         version: the engines' weight version.
     """
     scoring = []
-    for given in sets:
-        asked, of_set = requests(config, given, prompts[given.name]), config_of_set(config, given)
-        groups = (environments.evaluate(asked, of_set) if of_set.has_environment else engines.generate(asked)).result()
+    for settings in sets:
+        sampling_requests, set_config = (
+            requests(config, settings, prompts[settings.name]),
+            config_of_set(config, settings),
+        )
+        groups = (
+            environments.evaluate(sampling_requests, set_config)
+            if set_config.has_environment
+            else engines.generate(sampling_requests)
+        ).result()
         samples = [sample for group in groups for sample in group]
         # Without references, so that the object store can free the samples.
         groups = [[replace(sample, sample=None) for sample in group] for group in groups]
         versions = versions_of(groups)
-        assert versions <= {version}, f"{given.name}: samples of the versions {versions}, not {version}"
-        scoring.append((given, groups, rewards.evaluate(samples, given.name, version, file(given.name, version))))
-    return [result(given, groups, scores.result()) for given, groups, scores in scoring]
+        assert versions <= {version}, f"{settings.name}: the samples have versions {versions} instead of {version}"
+        scoring.append(
+            (settings, groups, rewards.evaluate(samples, settings.name, version, file(settings.name, version)))
+        )
+    return [result(settings, groups, scores.result()) for settings, groups, scores in scoring]
 
 
-def requests(config: Config, given: EvaluationSet, prompts: PromptSet) -> list[list[SamplingRequest]]:
+def requests(config: Config, settings: EvaluationSet, prompts: PromptSet) -> list[list[SamplingRequest]]:
     """Return the requests for each prompt in a set. Their seeds are the same in every evaluation."""
     return [
         [
             SamplingRequest(
-                f"{given.name}.{i}.{k}",
+                f"{settings.name}.{i}.{k}",
                 prompts[i],
-                seed=seed_of_set(config, given, i, k),
-                group_seed=seed_of_set(config, given, i),
+                seed=seed_of_set(config, settings, i, k),
+                group_seed=seed_of_set(config, settings, i),
                 purpose=PURPOSE,
-                temperature=given.temperature,
-                top_p=given.top_p,
-                top_k=given.top_k or 0,
-                max_new_tokens=longest_response(config, given),
-                stop=tuple(given.stop),
+                temperature=settings.temperature,
+                top_p=settings.top_p,
+                top_k=settings.top_k or 0,
+                max_new_tokens=longest_response(config, settings),
+                stop=tuple(settings.stop),
             )
-            for k in range(given.samples_per_prompt)
+            for k in range(settings.samples_per_prompt)
         ]
         for i in range(len(prompts))
     ]
@@ -168,19 +177,19 @@ class ScoredRollout:
         return sum(sample.num_trained_tokens for sample in self.samples)
 
 
-def result(given: EvaluationSet, groups: Sequence[Sequence[SampleRef]], scores: Sequence[Score]) -> SetResult:
+def result(settings: EvaluationSet, groups: Sequence[Sequence[SampleRef]], scores: Sequence[Score]) -> SetResult:
     """Return the result of an evaluation set. groups: the samples by prompt. scores: the scores of all samples, in
     order."""
     remaining = iter(scores)
     by_prompt = [scored_rollouts([(sample, next(remaining)) for sample in group]) for group in groups]
     rollouts = [rollout for group in by_prompt for rollout in group]
     return SetResult(
-        given,
+        settings,
         len(groups),
         estimates(
             [[rollout.score.value for rollout in group] for group in by_prompt],
-            given.samples_per_prompt,
-            given.success_above,
+            settings.samples_per_prompt,
+            settings.success_above,
         ),
         {"failed_frac": fmean(rollout.score.value is None for rollout in rollouts), **lengths(rollouts)},
         next((score.failure for score in scores if score.failure is not None), None),
@@ -192,7 +201,7 @@ def scored_rollouts(samples: Sequence[tuple[SampleRef, Score]]) -> list[ScoredRo
     by_rollout: dict[str, list[tuple[SampleRef, Score]]] = {}
     for sample, score in samples:
         by_rollout.setdefault(sample.rollout_id, []).append((sample, score))
-    return [ScoredRollout([sample for sample, _ in found], found[0][1]) for found in by_rollout.values()]
+    return [ScoredRollout([sample for sample, _ in members], members[0][1]) for members in by_rollout.values()]
 
 
 def lengths(rollouts: Sequence[ScoredRollout]) -> dict[str, float]:

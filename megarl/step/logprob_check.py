@@ -36,8 +36,8 @@ class LogprobCheck:
             elapsed = ElapsedTime()
             greedy, sampled = (metric.value for metric in self._gate("before the first step").values())
             elapsed.print(
-                f"logprob_check: canary log-probs differ by {greedy:.1e} (greedy) and {sampled:.1e} (sampled) per "
-                "token, checked"
+                f"logprob_check: passed, canary log-probs differ by {greedy:.1e} (greedy) and {sampled:.1e} (sampled) "
+                "per token"
             )
 
     def after_refit(self, step: int) -> Metrics:
@@ -58,25 +58,25 @@ class LogprobCheck:
         Args:
             metrics: the step's training metrics. The engines must already have the weights trained in this step.
         """
-        found = excess(self._config, metrics)
-        if found is None:
+        message = excess(self._config, metrics)
+        if message is None:
             return
         stops = self._config.logprob_check.action == "stop"
         if self._canaries.prompts and (stops or not self._is_explained):
             self._is_explained = True
-            found = f"{found}. {self._explain()}"
+            message = f"{message}. {self._explain()}"
         if stops:
-            raise RunFailure(f"logprob_check.action=stop: {found}")
-        print(f"megarl: warning: {found}", file=sys.stderr, flush=True)
+            raise RunFailure(f"logprob_check.action=stop: {message}")
+        print(f"megarl: warning: {message}", file=sys.stderr, flush=True)
 
     def _gate(self, when: str) -> Metrics:
-        answers = self._canaries.ask()
+        answers = self._canaries.sample()
         measured = self._canaries.measure(answers)
         if not all(evidence.agrees for evidence in measured.values()):
             explained = self._canaries.explain(answers, measured)
             raise RunFailure(
-                f"logprob_check: {when}, {tell(explained)}\nFix: remove the cause, or set logprob_check.canaries=off "
-                "to run without this check"
+                f"logprob_check: {when}, {describe_differences(explained)}\nFix: correct the most likely cause, or set "
+                "logprob_check.canaries=off to disable this check"
             )
         return {
             "mismatch/canary_greedy_abs_mean": Metric(max(evidence.greedy for evidence in measured.values())),
@@ -84,15 +84,15 @@ class LogprobCheck:
         }
 
     def _explain(self) -> str:
-        answers = self._canaries.ask()
+        answers = self._canaries.sample()
         measured = self._canaries.measure(answers)
         if all(evidence.agrees for evidence in measured.values()):
             worst = max(max(evidence.greedy, evidence.sampled) for evidence in measured.values())
             return (
                 f"With the engines' current weights, canary log-probs differ by at most {worst:.1e}. Either the "
-                "difference ended with the step's weights, or so few tokens do not show it"
+                "difference depends on the step's weights, or the canary prompts have too few tokens to show it"
             )
-        return f"With the engines' current weights, {tell(self._canaries.explain(answers, measured))}"
+        return f"With the engines' current weights, {describe_differences(self._canaries.explain(answers, measured))}"
 
 
 def announce(config: Config) -> list[str]:
@@ -105,8 +105,8 @@ def announce(config: Config) -> list[str]:
         "sample": "samples with a token whose log-prob differs",
     }[tolerance.mask]
     return [
-        f"logprob_check: {excluded} between trainer and engine by more than {tolerance.threshold:g} are excluded from "
-        "the loss"
+        f"logprob_check: the loss excludes {excluded} between the trainer and the engine by more than "
+        f"{tolerance.threshold:g}"
     ]
 
 
@@ -115,22 +115,26 @@ def excess(config: Config, metrics: Mapping[str, Metric]) -> str | None:
     mismatch, limit = metrics.get("mismatch/logprob_abs_mean"), config.agreement_limit
     if mismatch is None or limit is None or mismatch.value <= limit:
         return None
-    return f"the engines' log-probs differ from the trainer's by {mismatch.value:.1e} per token, above {_limit(config)}"
+    return (
+        f"the engines' log-probs differ from the trainer's by {mismatch.value:.1e} per token, which exceeds "
+        f"{_limit(config)}"
+    )
 
 
-def tell(explained: Mapping[str, Evidence]) -> str:
+def describe_differences(explained: Mapping[str, Evidence]) -> str:
     """Describe each engine's difference from the trainer on canary prompts. Rank the causes for the largest
     difference."""
     name, worst = max(explained.items(), key=lambda item: max(item[1].greedy, item[1].sampled))
-    apart = [engine for engine, evidence in explained.items() if not evidence.agrees]
+    differing = [engine for engine, evidence in explained.items() if not evidence.agrees]
     return (
-        f"{', '.join(apart)} of {len(explained)} engines differ from the trainer on canary prompts. The largest "
-        f"difference is that of {name}: {worst.greedy:.1e} per token in greedy responses and {worst.sampled:.1e} in "
-        f"sampled ones, above {worst.limit:g}. Possible causes, most likely first:\n{describe(ranked(worst))}"
+        f"{len(differing)} of {len(explained)} engines ({', '.join(differing)}) exceed the limit of {worst.limit:g} "
+        f"on canary prompts. {name} differs most from the trainer: by {worst.greedy:.1e} per token in greedy responses "
+        f"and by {worst.sampled:.1e} in sampled responses. Possible causes, most likely first:\n"
+        f"{describe(ranked(worst))}"
     )
 
 
 def _limit(config: Config) -> str:
     if config.logprob_check.limit is not None:
         return f"logprob_check.limit={config.logprob_check.limit:g}"
-    return f"the limit for rounding of {config.precision} ({config.agreement_limit:g})"
+    return f"the rounding limit for {config.precision} ({config.agreement_limit:g})"

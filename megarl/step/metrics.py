@@ -44,7 +44,7 @@ def update_rate(metrics: Mapping[str, Metric]) -> float:
     return metrics["policy/lr"].value if has_learned else 0.0
 
 
-def with_explained_variance(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+def add_explained_variance(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
     """Replace the moments of returns and residuals with the explained variance of the critic's values before the step.
     The metric is absent if all returns are equal."""
     names = ("value/return_mean", "value/return_square_mean", "value/residual_mean", "value/residual_square_mean")
@@ -55,7 +55,7 @@ def with_explained_variance(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
     return rest if share is None else rest | {"value/explained_variance": Metric(share)}
 
 
-def with_effective_share(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+def add_effective_sample_size(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
     """Replace the moments of the weights w = trainer / engine with the engine tokens' effective sample size under the
     trainer's policy, as a fraction of the number of tokens: (Σw)² / (n·Σw²) (Kong 1992;
     https://arxiv.org/abs/1602.03572 compares such estimators)."""

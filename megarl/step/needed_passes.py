@@ -27,9 +27,9 @@ def passes(config: Config) -> tuple[Pass, ...]:
         Pass(
             "implicit rewards",
             config.has_implicit_reward,
-            f"implicit_reward.coefficient = {config.implicit_reward.coefficient:g}"
+            f"implicit_reward.coefficient={config.implicit_reward.coefficient:g}"
             if config.has_implicit_reward
-            else "implicit_reward.coefficient = 0: no token rewards",
+            else "implicit_reward.coefficient=0",
         ),
         _critic_values(config),
     )
@@ -38,19 +38,19 @@ def passes(config: Config) -> tuple[Pass, ...]:
 def _reference_log_probs(config: Config) -> Pass:
     coefficient, objective = config.algorithm.kl.coefficient, config.algorithm.objective
     if not config.has_reference:
-        reason = "algorithm.kl.coefficient = 0" if objective.spec.is_policy_objective else _chosen(config)
-        return Pass("reference log-probs", False, f"{reason}: no term reads them")
-    reader = f"algorithm.kl.coefficient = {coefficient:g}" if coefficient > 0 else _chosen(config)
-    return Pass("reference log-probs", True, f"{reader}; {_reference(config.algorithm.kl)}")
+        reason = "algorithm.kl.coefficient=0" if objective.spec.is_policy_objective else _chosen(config)
+        return Pass("reference log-probs", False, f"{reason}: no term uses them")
+    user = f"algorithm.kl.coefficient={coefficient:g}" if coefficient > 0 else _chosen(config)
+    return Pass("reference log-probs", True, f"{user}; {_reference(config.algorithm.kl)}")
 
 
 def _critic_values(config: Config) -> Pass:
     advantage = config.algorithm.advantage
     if not config.algorithm.objective.spec.is_policy_objective:
-        return Pass("critic values", False, f"{_chosen(config)}: it has no advantages")
-    reason = f"{advantage.estimator} takes {BASELINE_KINDS[advantage.spec.comparison]}"
+        return Pass("critic values", False, f"{_chosen(config)}: the objective has no advantages")
+    reason = f"{advantage.estimator} uses {BASELINE_KINDS[advantage.spec.comparison]}"
     if config.actor_has_values:
-        reason = "critic.shared_backbone=true: they come with the old log-probs"
+        reason = "critic.shared_backbone=true: the pass for old log-probs computes them"
     return Pass("critic values", config.has_critic, reason)
 
 
@@ -61,15 +61,16 @@ def _chosen(config: Config) -> str:
 def _reference(kl: KL) -> str:
     if kl.renew_steps is None:
         return "the reference is the model that the run starts from"
-    share = "" if kl.renew_share == 1 else f"{kl.renew_share:g} of "
-    return f"the reference takes up {share}the policy every {kl.renew_steps} steps"
+    if kl.renew_share == 1:
+        return f"the policy replaces the reference every {kl.renew_steps} steps"
+    return f"the reference moves {kl.renew_share:g} of the way to the policy every {kl.renew_steps} steps"
 
 
 def _old_log_probs(config: Config) -> Pass:
     updates = config.batch.prompts_per_step // config.batch.prompts_per_update
     from_rollout = config.algorithm.correction.old == "rollout"
     if not config.algorithm.objective.spec.is_policy_objective:
-        return Pass("old log-probs", False, f"{_chosen(config)}: it has no ratio to an old policy")
+        return Pass("old log-probs", False, f"{_chosen(config)}: the objective has no ratio to an old policy")
     if updates * config.batch.epochs > 1 and not from_rollout:
         per_step = f"{updates} updates per step" if updates > 1 else "one update per step"
         again = "" if config.batch.epochs == 1 else f" in each of {config.batch.epochs} epochs"
@@ -77,14 +78,16 @@ def _old_log_probs(config: Config) -> Pass:
     if config.kl_in_reward:
         return Pass("old log-probs", True, "algorithm.kl.placement=reward: the rewards include a KL term")
     if config.algorithm.trust_region.kl_limit is not None:
-        return Pass("old log-probs", True, "algorithm.trust_region: trial steps are compared with the old policy")
+        return Pass(
+            "old log-probs", True, "algorithm.trust_region: the update compares trial steps with the old policy"
+        )
     if config.algorithm.objective.spec.selects_tokens and not from_rollout:
-        reason = "chooses tokens by their covariance over a whole update"
-        return Pass("old log-probs", True, f"{_chosen(config)} {reason}")
+        reason = "the objective selects tokens by their covariance over a whole update"
+        return Pass("old log-probs", True, f"{_chosen(config)}: {reason}")
     if config.actor_has_values:
-        return Pass("old log-probs", True, "critic.shared_backbone=true: the critic's values come with them")
+        return Pass("old log-probs", True, "critic.shared_backbone=true: the same pass computes the critic's values")
     if from_rollout:
-        reason = "algorithm.correction.old=rollout: the engine's log-probs replace them, which is an approximation"
+        reason = "algorithm.correction.old=rollout: the engine's log-probs approximate them"
         return Pass("old log-probs", False, reason)
     reason = "one update per step: the updated policy is the old policy, and the ratio is exp(lp − lp.detach())"
     return Pass("old log-probs", False, reason)

@@ -24,4 +24,4 @@ def profiled(config: Config, trained: TrainedModels, number: int, folder: Path) 
     yield
     for pending in [group.stop_profile(settings.ranks, folder) for group in trained.groups.values()]:
         pending.result()
-    print(f"profile: of step {number}, in {folder}", flush=True)
+    print(f"profile: wrote the profile of step {number} to {folder}", flush=True)

@@ -110,13 +110,13 @@ class RolloutQueue:
             self._step, self._num_in_step = number, 0
         num_again = min(len(self.state.again), self._schedule.num_to_wait_for(wanted))
         items = self.state.draw(self._schedule.num_to_begin(wanted, self.config.run.steps - number), number - 1)
-        asked = requests(self.config, number, [self.data[item.row] for item in items], first=self._num_in_step)
+        group_requests = requests(self.config, number, [self.data[item.row] for item in items], first=self._num_in_step)
         self._num_in_step += len(items)
         groups: dict[int, Group] = {}
         for together in self._submissions(self._in_order(items)):
-            pending = self._sample([asked[i] for i in together])
+            pending = self._sample([group_requests[i] for i in together])
             for place, i in enumerate(together):
-                names = [request.sample_id for request in asked[i]]
+                names = [request.sample_id for request in group_requests[i]]
                 groups[i] = Group(items[i], self._num_begun + i, names, pending, place)
         self._num_begun += len(items)
         for i, item in enumerate(items):
@@ -208,12 +208,12 @@ class RolloutQueue:
         """Split the groups into submissions: a single one if a step waits for all groups, otherwise one per group."""
         return [[i] for i in numbers] if self.config.prompts_ahead else [numbers]
 
-    def _sample(self, asked: Sequence[Sequence[SamplingRequest]]) -> Pending[list[Sampled]]:
+    def _sample(self, groups: Sequence[Sequence[SamplingRequest]]) -> Pending[list[Sampled]]:
         """Submit the requests for each prompt to the engines or the environments. Rewards are computed for each sample
         as soon as it is finished."""
         workers = self.workers
         source = workers.environments if self.config.has_environment else workers.engines
-        return source.generate(asked, workers.rewards.listener)
+        return source.generate(groups, workers.rewards.listener)
 
 
 def describe(config: Config) -> list[str]:
@@ -224,25 +224,26 @@ def describe(config: Config) -> list[str]:
     lines = []
     if staleness and ahead:
         lines.append(
-            f"rollouts: up to {ahead} prompts start ahead of the step that trains on them, with weights up to "
-            f"{staleness} versions older (rollout.max_staleness={staleness})"
+            f"rollouts: the engines sample up to {ahead} prompts ahead of the training step, with weights that are up "
+            f"to {staleness} versions older (rollout.max_staleness={staleness})"
         )
     if config.pauses_rollouts:
-        lines.append("rollouts: unfinished rollouts pause while models train (cluster.placement=colocated)")
+        lines.append("rollouts: the engines pause unfinished rollouts during training (cluster.placement=colocated)")
     if config.drops_rollouts:
         lines.append(
-            f"rollouts: each step starts {ahead} prompts more than the {config.batch.prompts_per_step} that it trains "
-            f"on, and trains on those that finish first. Rollouts more than {staleness} versions old are dropped "
-            "(rollout.on_stale=drop). Their prompts start again, and a step waits for them"
+            f"rollouts: each step starts {ahead} more prompts than the {config.batch.prompts_per_step} that it trains "
+            f"on, and trains on the prompts that finish first. megarl drops rollouts that are more than {staleness} "
+            "versions old and restarts their prompts, which the step waits for (rollout.on_stale=drop)"
         )
         lines.append(
-            "megarl: note: long responses are dropped more often than short ones. Each prompt is still trained on "
-            "equally often, but with fewer of its longest responses; rollout/dropped_tokens counts the dropped tokens"
+            "megarl: note: megarl drops long responses more often than short ones. Training still uses each prompt "
+            "equally often, but with fewer long responses. The metric rollout/dropped_tokens counts the dropped tokens"
         )
     uncorrected = correction.weight is None and correction.mask is None
     if staleness and config.algorithm.objective.spec.is_policy_objective and uncorrected:
         lines.append(
-            "megarl: warning: nothing corrects for stale samples, and training without a correction can fail (arXiv "
-            "2505.24298). Fix: set algorithm.correction.old=trainer and weight=token"
+            f"megarl: warning: rollout.max_staleness={staleness}: training on stale samples can diverge without "
+            "a correction (arXiv 2505.24298). Fix: set algorithm.correction.old=trainer and "
+            "algorithm.correction.weight=token"
         )
     return lines

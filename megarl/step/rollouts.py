@@ -64,12 +64,12 @@ def collect_rollouts(
         further = further_prompts(wanted - num_informative, num_informative, len(sampled), wanted)
         with watch.phase("rollout"):
             if rounds:
-                workers.return_to_engines()
+                workers.resume_sampling()
             queue.begin(number, further)
             groups = queue.take(number, further, meanwhile)
-            if workers.rewards_need_room:  # the engines sleep while rewards are computed
+            if workers.rewards_share_devices:  # the engines sleep while rewards are computed
                 queue.drop(number)
-            workers.leave_to_rewards(is_last=rounds + 1 == config.batch.sampling_rounds)
+            workers.switch_to_scoring(is_last=rounds + 1 == config.batch.sampling_rounds)
         with watch.phase("reward"):
             samples = [sample for group in groups for sample in group]
             round_scores, token_rewards = workers.rewards.score(samples, number, rollouts).result()
@@ -101,7 +101,7 @@ def record_advantages(workers: Workers, rollouts: Path) -> Pending[None]:
     """Submit a call that adds the trained samples' advantages to the step's rollout file. The ranks return each
     sample's mean over its tokens, and per-token values for a few samples."""
     taken = join([workers.actor.take_advantages(), workers.actor.take_token_details()])
-    return taken.then(lambda found: workers.rewards.write_advantages(rollouts, *found) if found[0] else None)
+    return taken.then(lambda results: workers.rewards.write_advantages(rollouts, *results) if results[0] else None)
 
 
 def further_prompts(missing: int, num_informative: int, seen: int, most: int) -> int:

@@ -43,10 +43,10 @@ def select(
     failures = [score.failure for score in of_rewards if score.failure is not None]
     if len(failures) > config.rewards.failure_limit * len(scores):
         raise UserError(
-            f"{failures[0]} ({len(failures)} of {len(scores)} samples failed; rewards.failure_limit="
-            f"{config.rewards.failure_limit:g} allows {config.rewards.failure_limit * len(scores):g})"
+            f"{failures[0]} ({len(failures)} of {len(scores)} samples failed, but rewards.failure_limit="
+            f"{config.rewards.failure_limit:g} allows only {config.rewards.failure_limit * len(scores):g})"
         )
-    _require_no_long_run_of_failures(config, of_rewards)
+    _check_consecutive_failures(config, of_rewards)
     remaining = iter(scores)
     judged = [[(sample, next(remaining)) for sample in group] for group in groups]
     if not config.samples_greedily:
@@ -71,14 +71,14 @@ def _without_last_rollout(group: Sequence[Judged]) -> list[Judged]:
     return [(sample, score) for sample, score in group if sample.rollout_id != last]
 
 
-def _require_no_long_run_of_failures(config: Config, scores: Sequence[Score]) -> None:
+def _check_consecutive_failures(config: Config, scores: Sequence[Score]) -> None:
     limit, failed = config.rewards.max_consecutive_failures, 0
     for score in scores:
         failed = 0 if score.failure is None else failed + 1
         if failed == limit:
             raise UserError(
-                f"{score.failure} ({failed} samples of the step in a row failed, which are "
-                f"rewards.max_consecutive_failures={limit}; fix the function or raise the limit)"
+                f"{score.failure} (rewards.max_consecutive_failures={limit}: {failed} consecutive samples "
+                "failed). Fix: correct the reward function, or raise rewards.max_consecutive_failures"
             )
 
 
@@ -112,7 +112,7 @@ def _reward_metrics(groups: Sequence[Sequence[SampleRef]], judged: Sequence[Judg
     rewards = [rollout[0].reward for group in groups for rollout in rollouts_of(group)]
     scores = {sample.rollout_id: score for sample, score in judged}.values()
     if not rewards:
-        raise RunFailure("rewards: no sample of this step could be scored; see the rollouts' failure fields")
+        raise RunFailure("rewards: megarl could not score any sample of this step. See the failure fields in rollouts/")
     parts = merge({f"reward/{name}": Metric(value) for name, value in score.parts.items()} for score in scores)
     return parts | {
         "reward/mean": Metric(fmean(rewards)),

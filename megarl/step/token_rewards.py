@@ -75,5 +75,5 @@ def _score_and_train(group: TrainerGroup, batches: Updates) -> Pending:
 def _score_kl(config: Config, actor: TrainerGroup, batches: Updates) -> Pending:
     """Submit the policies' passes and the computation of KL rewards. The result is ((KL rewards, their totals),
     log-probs)."""
-    made, scored = make_policy_passes(config, actor, batches), actor.score_tokens(batches)
-    return made.then(lambda log_probs: scored.then(lambda of_kl: (of_kl, log_probs)))
+    passes, scored = make_policy_passes(config, actor, batches), actor.score_tokens(batches)
+    return passes.then(lambda log_probs: scored.then(lambda of_kl: (of_kl, log_probs)))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megarl.algorithms.baselines import MovingAverage
 from megarl.cluster.groups.trainers import TrainerGroup
-from megarl.cluster.rank_batch import Updates, with_scores
+from megarl.cluster.rank_batch import Updates, add_scores
 from megarl.cluster.workers import Workers
 from megarl.config.model_schema import Role
 from megarl.config.schema import Config
@@ -103,8 +103,8 @@ def _dispatch_with_passes(
     if critic is not None:
         scores["critic"] = {"values": results["critic"][0]}
         if trains_actor:
-            batches["actor"] = [with_scores(updates, scores["critic"]) for updates in batches["actor"]]
+            batches["actor"] = [add_scores(updates, scores["critic"]) for updates in batches["actor"]]
     for role, (first, *others) in batches.items():
         if config.moves_samples(config.placed(role)):
-            batches[role] = [first, *(with_scores(updates, scores[role]) for updates in others)]
+            batches[role] = [first, *(add_scores(updates, scores[role]) for updates in others)]
     return batches

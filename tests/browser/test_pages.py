@@ -146,7 +146,7 @@ def take_picture(address: str, name: str, folder: Path) -> None:
 
 def test_rollouts_show_turns_tool_calls_and_masked_tokens(page: Path, tmp_path: Path) -> None:
     elements, errors = browse(page.as_uri(), tmp_path)
-    take_picture(with_controls(page, colour="difference"), "samples", tmp_path)
+    take_picture(with_controls(page, color="difference"), "samples", tmp_path)
     assert errors == ""
     assert len(elements.texts("sample")) == 6
     # Spans of masked tokens, which the policy only read, separate the turns.
@@ -159,7 +159,7 @@ def test_rollouts_show_turns_tool_calls_and_masked_tokens(page: Path, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("colour", "tokens", "coloured"),
+    ("color", "tokens", "colored"),
     [
         ("log-prob", {0: "0%", 9: "68%"}, 60),
         ("difference", {0: "38%", 10: "75%"}, 50),
@@ -167,11 +167,11 @@ def test_rollouts_show_turns_tool_calls_and_masked_tokens(page: Path, tmp_path: 
         ("version", {0: "--series-1", 7: "--series-2"}, 60),
     ],
 )
-def test_tokens_are_coloured(page: Path, tmp_path: Path, colour: str, tokens: dict, coloured: int) -> None:
-    """Masked tokens have no colour. Samples that were not trained on only have colours for the engine's data."""
-    elements, errors = browse(with_controls(page, colour=colour), tmp_path)
+def test_tokens_are_colored(page: Path, tmp_path: Path, color: str, tokens: dict, colored: int) -> None:
+    """Masked tokens have no color. Samples that were not trained on only have colors for the engine's data."""
+    elements, errors = browse(with_controls(page, color=color), tmp_path)
     styles = [attributes.get("style", "") for attributes in elements.attributes("token")]
-    assert errors == "" and sum(style != "" for style in styles) == coloured
+    assert errors == "" and sum(style != "" for style in styles) == colored
     for number, expected in tokens.items():
         assert expected in styles[number]
     assert not any("style" in attributes for attributes in elements.attributes("masked"))
@@ -179,8 +179,8 @@ def test_tokens_are_coloured(page: Path, tmp_path: Path, colour: str, tokens: di
 
 
 def test_samples_of_a_group_are_side_by_side(page: Path, tmp_path: Path) -> None:
-    elements, errors = browse(with_controls(page, view="groups", colour="advantage"), tmp_path)
-    take_picture(with_controls(page, view="groups", colour="advantage"), "groups", tmp_path)
+    elements, errors = browse(with_controls(page, view="groups", color="advantage"), tmp_path)
+    take_picture(with_controls(page, view="groups", color="advantage"), "groups", tmp_path)
     groups = elements.texts("group")
     assert errors == "" and len(groups) == 2
     assert all(f"What is 7*6? ({i})" in group for i, group in enumerate(sorted(groups, key=lambda g: "(1)" in g)))

@@ -83,7 +83,7 @@ class Launched:
     @property
     def resumed(self) -> list[int]:
         """The steps after which attempts resumed."""
-        return [int(step) for step in re.findall(r"^0: run: .*, resumes after step (\d+)", self.log, re.MULTILINE)]
+        return [int(step) for step in re.findall(r"^0: run: .*, resuming after step (\d+)", self.log, re.MULTILINE)]
 
     def wait_for_line(self, pattern: str, seconds: float) -> None:
         deadline = time.monotonic() + seconds

@@ -18,7 +18,10 @@ from tests.timing import ASK_S, START_S, WAIT_S
         (["--partition=gpu"], "--partition=gpu: unknown partition. Fix: use one of main, urgent"),
         (
             ["--partition=main", "--spares=4"],
-            "--partition=main: it has 5 nodes, fewer than --nodes=2 + --spares=4. Fix: lower them",
+            (
+                "--partition=main: the partition has 5 nodes, but the job needs --nodes=2 + --spares=4. Fix: lower "
+                "--nodes or --spares"
+            ),
         ),
         (["--option=--qos=high", "--option=--mem=999T"], "sbatch: "),
     ],
@@ -56,7 +59,7 @@ def test_job_without_progress_fails_with_the_cause(cluster: Slurm, shared: Path)
     assert (job["ExitCode"], job["Restarts"], len(run.attempts)) == ("3:0", "0", 3)
     last = run.log.splitlines()[-1]
     assert last.startswith("job: 2 attempts saved no checkpoint after step 0. Last cause: megarl: error: ")
-    assert "rollout: no answer from engine-0 in 0.01 s" in last
+    assert "rollout: no response from engine-0 within 0.01 s" in last
     run.check_nothing_is_left()
 
 

@@ -39,7 +39,7 @@ def test_job_without_spare_continues_with_fewer_replicas(cluster: Slurm, shared:
     assert run.wait_for_attempt(2) == [first]
     assert run.job["Restarts"] == "0"
     attempt = run.log[run.log.rindex(ATTEMPT) :]
-    assert re.search(r"^0: run: .*, resumes after step \d+", attempt, re.MULTILINE), attempt
+    assert re.search(r"^0: run: .*, resuming after step \d+", attempt, re.MULTILINE), attempt
     ranks, before = ({log.name for log in run.folder.glob(f"logs/attempt_{i}/trainer-*.log")} for i in (2, 1))
     assert (len(before), len(ranks)) == (2, 1)
     cluster.ask("scancel", run.number)

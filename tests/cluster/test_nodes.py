@@ -50,7 +50,7 @@ RECIPES = {
 
 
 TRANSPORTS = {
-    "colocated PPO on 2": "shared_memory in a node, p2p between them",
+    "colocated PPO on 2": "shared_memory within nodes, p2p between nodes",
     "disaggregated GAE on 3": "p2p",
 }
 
@@ -134,7 +134,7 @@ def test_multi_node_run_equals_single_machine(machines: list[Machine], shared: P
         for number in range(count):
             run.check_end(number, WAIT_S if number else RUN_S, 0)
         run.check_nothing_is_left()
-    assert f"refit: by {TRANSPORTS[name]}, the first" in run.output(0)
+    assert f"refit: first refit by {TRANSPORTS[name]}" in run.output(0)
     assert len(learned(run.folder)) == STEPS
     check_same(run.folder, alone)
 
@@ -176,7 +176,7 @@ def test_interrupted_run_saves_and_resumes_with_early_nodes(machines: list[Machi
             run.check_end(number, WAIT_S, 130)
         run.check_nothing_is_left()
     done = len(run.metrics)
-    assert f"ended; step_{done:06d} is saved" in run.output(0)
+    assert f"The run ended. Resume it from step_{done:06d} with: " in run.output(0)
     invitation.write_text(left_behind)
     joining = machines[1].start([*MEGARL, "join", str(run.folder)], shared / "early.n1", ROOT)
     with cluster_run(machines[:1], shared, "told", *keys, "cluster.nodes=2", f"run.steps={done + 1}") as run:
@@ -192,7 +192,7 @@ def test_lost_node_is_named_and_other_nodes_end(machines: list[Machine], shared:
         machines[1].cut()
         mending.callback(machines[1].mend)  # even if the test fails: other tests need the machine
         run.check_end(0, WAIT_S, 1)
-        assert "node n1 is lost; see" in run.output(0).splitlines()[-1]
+        assert "lost node n1. See" in run.output(0).splitlines()[-1]
         # It noticed the loss itself, or read from the shared files that the driver ended the run.
         run.check_end(1, WAIT_S, 0, 1)
         run.check_nothing_is_left()
@@ -230,10 +230,10 @@ def test_lost_multi_node_engine_restarts_on_both_nodes(shared: Path) -> None:
         ranks = ranks_on(machines[3])
         machines[2].run("pkill", "--signal", "KILL", "--full", "ray::EngineActor")
         deadline = time.monotonic() + RUN_S
-        while "refit: engine-1 rejoined; continuing with 2 of 2 engines" not in run.output(0):
+        while "refit: engine-1 rejoined. Continuing with 2 of 2 engines" not in run.output(0):
             assert run.processes[0].poll() is None and time.monotonic() < deadline, run.output(0)
             time.sleep(ASK_S)
-        assert "engine-1 died, restarting it; continuing with 1 of 2 engines" in run.output(0)
+        assert "engine-1 died and is being restarted. Continuing with 1 of 2 engines" in run.output(0)
         again = ranks_on(machines[3])
         assert len(ranks) == len(again) == 1 and ranks != again
         run.wait_for_step(len(run.metrics) + 2)
@@ -245,7 +245,9 @@ def test_timeout_shows_stacks_of_another_node(machines: list[Machine], shared: P
     with cluster_run(machines[:2], shared, "late", *keys, "cluster.timeouts.rollout=0.05") as run:
         run.check_end(0, RUN_S, 1)
         log = run.folder / "logs/attempt_1/engine-0.log"
-        assert f"rollout: no answer from engine-0 in 0.05 s; their stacks are at the end of {log}" in run.output(0)
+        assert f"rollout: no response from engine-0 within 0.05 s. Their stacks are at the end of {log}" in run.output(
+            0
+        )
         assert "(most recent call first)" in log.read_text()
         run.check_end(1, WAIT_S, 0)
         run.check_nothing_is_left()
@@ -254,7 +256,7 @@ def test_timeout_shows_stacks_of_another_node(machines: list[Machine], shared: P
 def test_missing_and_differing_nodes_are_named(machines: list[Machine], shared: Path) -> None:
     with cluster_run(machines[:1], shared, "missing", "cluster.nodes=2", "cluster.timeouts.start=15") as run:
         run.check_end(0, RUN_S, 1)
-        assert "0 of 1 other nodes joined within cluster.timeouts.start=15 s" in run.output(0)
+        assert "cluster.timeouts.start=15: only 0 of 1 other nodes joined in time" in run.output(0)
     package = shared / "other" / "transformers-0.0.1.dist-info"
     package.mkdir(parents=True)
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 0.0.1\n")
@@ -264,7 +266,7 @@ def test_missing_and_differing_nodes_are_named(machines: list[Machine], shared: 
         assert joining.wait(RUN_S) == 2
         run.check_end(0, WAIT_S, 2)
         for output in (run.output(0), (shared / "differing.n1").read_text()):
-            assert "node n1: versions differ from the first node: transformers 0.0.1, not " in output
+            assert "node n1: packages differ from the first node's: transformers 0.0.1 instead of " in output
 
 
 def test_nodes_end_when_the_first_one_crashes(machines: list[Machine], shared: Path) -> None:
@@ -273,5 +275,5 @@ def test_nodes_end_when_the_first_one_crashes(machines: list[Machine], shared: P
         run.wait_for_step(2)
         machines[0].crash()
         run.check_end(1, WAIT_S, 1)
-        assert f"the first node, {machines[0].address}, is lost" in run.output(1)
+        assert f"lost the connection to the first node, {machines[0].address}" in run.output(1)
         assert not machines[1].processes() and not machines[1].files()

@@ -487,10 +487,10 @@ def test_checkpoint_of_another_model_is_rejected(model, tmp_path):
     untied = write_tiny_llama(tmp_path / "untied", **SIZES, tied=False)
     [message] = run_ranks(1, rejection, config_of(untied), untied, checkpoint)
     assert message.startswith(f"{checkpoint.path}/actor: checkpoint of a different model: ")
-    assert "output_layer.weight exists in only one of them" in message
+    assert "only one of the two models has output_layer.weight" in message
     wider = write_tiny_llama(tmp_path / "wider", **SIZES | {"intermediate_size": 2 * SIZES["intermediate_size"]})
     messages = run_ranks(2, rejection, config_of(wider, "actor.layout.dp=2"), wider, checkpoint)
-    assert all("decoder.layers.0.mlp.linear_fc1.weight has shape (200, 72), not (400, 72)" in m for m in messages)
+    assert all("decoder.layers.0.mlp.linear_fc1.weight has shape (200, 72) instead of (400, 72)" in m for m in messages)
 
 
 def save_at_start(store, rank: int, config: Config, model: Path, folder: Path, role: Role) -> list[FileRecord]:
@@ -571,4 +571,4 @@ def test_write_errors_name_the_path_and_the_cause(model, tmp_path):
     (hidden / "actor").mkdir()
     config = config_of(model, "actor.layout.pp=2")
     messages = run_ranks(2, save_without_space, config, model, hidden)
-    assert all(message.startswith(f"{hidden}/actor, on a disk with ") for message in messages)
+    assert all(message.startswith(f"{hidden}/actor: writing failed with ") for message in messages)

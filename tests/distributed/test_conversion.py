@@ -27,7 +27,7 @@ from megarl.megatron.workers.actor import ActorWorker
 from megarl.megatron.workers.critic import CriticWorker
 from megarl.models.classifier import as_classifier
 from megarl.models.folder import read_config
-from megarl.models.value_head import with_value_head
+from megarl.models.value_head import add_value_head
 from megarl.run.checkpoints import Checkpoints
 from tests.closeness import assert_close, expected, load
 from tests.distributed.test_families import DEEPSEEK, DENSE, QWEN3_MOE, transformers_logits
@@ -116,7 +116,7 @@ def test_checkpoint_from_megatrons_own_writer_converts(tmp_path):
     (tmp_path / "checkpoint").mkdir()
     config = config_of(folder, "actor.layout={tp: 2}")
     run_ranks(2, save_with_megatron, config, folder, tmp_path / "checkpoint")
-    with pytest.raises(ValueError, match=r"does not describe its model. Fix: pass --hf"):
+    with pytest.raises(ValueError, match=r"has no model description. Fix: pass --hf"):
         megatron_to_huggingface(tmp_path / "checkpoint", tmp_path / "back")
     megatron_to_huggingface(tmp_path / "checkpoint", tmp_path / "back", folder)
     before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "back"))
@@ -278,7 +278,7 @@ def test_checkpoints_of_all_roles_export_and_change_layout(tmp_path, run, tied):
     hf_config = read_config(folder)
     kind = config.algorithm.objective.spec.classifier
     exported_config = hf_config if kind is None else as_classifier(hf_config, kind)
-    with_heads = with_value_head(exported_config) if run == "an actor with values" else exported_config
+    with_heads = add_value_head(exported_config) if run == "an actor with values" else exported_config
     weights = whole_tensors(with_heads, [result], "weights")
     megatron_to_huggingface(checkpoint / role, tmp_path / "export")
     reshape(checkpoint / role, tmp_path / "reshaped", layout_of_files(pp=2))

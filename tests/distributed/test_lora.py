@@ -449,7 +449,10 @@ def test_peft_with_exported_adapters_equals_the_merged_model(request, tmp_path, 
 def test_adapters_merge_only_into_their_base_model(dense, tmp_path):
     _, checkpoint = saved(config_of(dense, f"actor.lora.rank={RANK}"), dense, tmp_path / "run")
     other = write_tiny_llama(tmp_path / "other", num_heads=4, num_kv_heads=2, num_layers=4, tied=False, seed=1)
-    with pytest.raises(UserError, match=rf"^{other}: these are not the base weights .* pass --hf .* base model$"):
+    with pytest.raises(
+        UserError,
+        match=rf"^{other}: the adapters in .* were trained on different base weights.* pass --hf .* base model$",
+    ):
         adapters_to_huggingface(checkpoint.path, tmp_path / "merged", Options(), other)
     with pytest.raises(UserError, match="merge them with adapters-to-hf, or export"):
         megatron_to_huggingface(checkpoint.path, tmp_path / "merged")

@@ -102,7 +102,8 @@ def test_only_updates_at_the_minimum_scale_count_as_skipped(folder):
     assert all(outcome.is_unchanged for outcome in outcomes)
     assert [bool(outcome.message) for outcome in outcomes] == [False, False, False, True]
     assert outcomes[-1].message.startswith(
-        "2 updates in a row were skipped, since the gradient is not finite (norm nan)"
+        "actor.optimizer.nonfinite_limit=2: 2 consecutive updates were skipped, because their gradients "
+        "were not finite (last norm: nan)"
     )
     assert [outcome.metrics["policy/loss_scale"].value for outcome in outcomes[:3]] == [2, 1, 1]
     assert [outcome.metrics["policy/skipped_updates"].value for outcome in outcomes[:3]] == [1, 2, 3]

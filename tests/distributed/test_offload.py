@@ -97,7 +97,7 @@ def published(store, rank: int, config: Config, folder: Path) -> int:
     worker = ActorWorker(config, folder, rank, store, threads=1)
     worker.publish(for_refit=False)
     offload = Offload(worker.chunks, worker.optimizer)
-    with pytest.raises(ValueError, match="the parameters are published in shared memory"):
+    with pytest.raises(ValueError, match="publishes the parameters in shared memory"):
         offload.move_out("parameters")
     return offload.move_out("gradients")
 

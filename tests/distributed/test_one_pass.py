@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megarl.algorithms.specs import LabelObjective
 from megarl.cluster.groups.ranks import worker_class
 from megarl.config.model_schema import Role
 from megarl.config.schema import Config
@@ -69,7 +70,9 @@ def update_of_role(store, rank: int, config: Config, folder: Path, role: Role) -
 
 def watch_update(worker: TrainerWorker, config: Config) -> tuple[set[str], int, int, set[str]]:
     worker._config = config
-    groups = labelled(random_groups(0)) if config.algorithm.objective.spec.learns_labels else random_groups(0)
+    groups = (
+        labelled(random_groups(0)) if isinstance(config.algorithm.objective.spec, LabelObjective) else random_groups(0)
+    )
     batch = local_batch(rank_batches(config, worker.packing, groups, worker.role)[0])
     make_passes(worker, batch)
     batches = worker._training_batches(batch)

@@ -141,9 +141,12 @@ def test_all_ranks_skip_an_update_with_a_nonfinite_gradient(folder, layout):
             *(False, True, False, True)
         ]
     [message] = {outcomes[-1].message for outcomes in ranks}
-    assert message.startswith("2 updates in a row were skipped, since the gradient is not finite (norm nan); ")
+    assert message.startswith(
+        "actor.optimizer.nonfinite_limit=2: 2 consecutive updates were skipped, because their gradients "
+        "were not finite (last norm: nan). "
+    )
     assert "\n" not in message and "policy/loss nan; samples " in message
-    samples = message.partition("; samples ")[2].partition("; look")[0].split(", ")
+    samples = message.partition("; samples ")[2].partition(". Fix: ")[0].split(", ")
     assert SPOILED_SAMPLE in samples and len(samples) < 12, "the message must name only one microbatch's samples"
 
 

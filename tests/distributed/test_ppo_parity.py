@@ -21,7 +21,7 @@ from megarl.megatron.workers.actor import ActorWorker
 from megarl.megatron.workers.critic import CriticWorker
 from megarl.models.classifier import as_classifier
 from megarl.models.folder import read_config
-from megarl.models.value_head import with_value_head
+from megarl.models.value_head import add_value_head
 from megarl.rewards.process import on_turns, turn_ends
 from tests.closeness import LOSS_FLOOR, Expected, assert_close, close_to, expected
 from tests.forked import run_ranks
@@ -382,7 +382,7 @@ def check_value_head(actor: Path, layout: str, num_updates: int, *overrides: str
     reported = [rank.metrics for rank in ranks if rank.metrics]
     assert sum(m["policy/loss"].value for m in reported) == close_to(*policy_loss, LOSS_FLOOR)
     assert sum(m["value/loss"].value for m in reported) == close_to(*value_loss, LOSS_FLOOR)
-    head_weights = whole_tensors(with_value_head(read_config(actor)), ranks, "weights")
+    head_weights = whole_tensors(add_value_head(read_config(actor)), ranks, "weights")
     assert_close(head_weights, *weights, "weight")
 
 

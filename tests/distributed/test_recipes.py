@@ -14,6 +14,7 @@ import torch
 
 from megarl import finetune, train
 from megarl.algorithms.baselines import MovingAverage
+from megarl.algorithms.specs import LabelObjective
 from megarl.cluster.groups.ranks import worker_class
 from megarl.cluster.pending import Pending, ready
 from megarl.cluster.rank_batch import Scores, Updates
@@ -118,7 +119,7 @@ def train_two_steps(store, rank: int, config: Config, folder: Path) -> tuple[lis
     metrics = []
     for number in (first, first + 1):
         groups = random_groups(number)
-        groups = labelled(groups) if config.algorithm.objective.spec.learns_labels else groups
+        groups = labelled(groups) if isinstance(config.algorithm.objective.spec, LabelObjective) else groups
         metrics.append(train_step(config, workers, [scored(group) for group in groups], number))
     moved = any(not torch.equal(weight, before[name]) for name, weight in trained_weights(worker).items())
     return metrics, actor.calls, moved

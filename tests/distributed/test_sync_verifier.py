@@ -80,7 +80,9 @@ def test_engine_with_stale_weights_is_detected_at_once(folder):
 @pytest.mark.parametrize(("updates", "end"), [(range(1, 5), 1), (range(3, 5), 4)])
 def test_updates_without_effect_stop_the_run(folder, updates, end):
     [message] = run_ranks(1, steps, config_of(folder), folder, 4, Fault(updates=updates))
-    assert message.startswith(f"step {end}: RunFailure: refit: no byte of the actor's weights has changed")
+    assert message.startswith(
+        f"step {end}: RunFailure: refit: the optimizer's updates do not reach the actor's weights"
+    )
 
 
 def test_zero_gradient_does_not_stop_the_run(folder):

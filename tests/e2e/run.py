@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 
+from megarl.cluster.trace import FILE, Span
 from tests.paths import ROOT
 from tests.timing import POLL_S, START_S, WAIT_S
 from tests.tiny_model import write_tiny_llama
@@ -280,3 +281,8 @@ def _runs(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def read_trace(logs: Path) -> list[Span]:
+    """Return all spans in this log folder, in the order in which the driver received them."""
+    return [Span(**json.loads(line)) for line in (logs / FILE).read_text(encoding="utf-8").splitlines()]

@@ -42,7 +42,7 @@ def test_reward_function_that_raises_is_named(recipe: Path, tmp_path: Path) -> N
         assert run.end(START_S) == 2
         assert run.errors == [
             f"megarl: warning: rewards.functions: {function} raised KeyError: 'no such key' on sample "
-            "prompts.jsonl:1 (the trial used the row's answer as response)",
+            "prompts.jsonl:1 (megarl used the row's answer as the response in this trial)",
             f"megarl: error: rewards.functions: {function} raised KeyError: 'no such key' on sample 1.0.0 "
-            "(16 of 16 samples failed; rewards.failure_limit=0 allows 0)",
+            "(16 of 16 samples failed, but rewards.failure_limit=0 allows only 0)",
         ]

@@ -48,11 +48,11 @@ def test_latest_model_is_resolved_and_printed_command_resumes(tmp_path: Path) ->
     assert (run.folder / "report.html").exists()
 
     newest = Checkpoints(run.folder / "checkpoints").latest().name
-    [line] = [line for line in run.output.splitlines() if line.startswith("the run ended; ")]
-    assert line.startswith(f"the run ended; resume after {newest} with: megarl train ")
+    [line] = [line for line in run.output.splitlines() if line.startswith("The run ended. ")]
+    assert line.startswith(f"The run ended. Resume it from {newest} with: megarl train ")
     arguments = shlex.split(line.partition("megarl ")[2])
     step = int(newest.removeprefix("step_"))
     command = [sys.executable, "-m", "megarl.cli", *arguments, f"run.steps={step + 1}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=RUN_S)
     assert done.returncode == 0, done.stderr
-    assert f"resumes after step {step} from " in done.stdout
+    assert f"resuming after step {step} from " in done.stdout

@@ -64,4 +64,4 @@ def test_rollouts_of_a_slow_engine_are_reassigned(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv(SLOW_ENGINE, "engine-1")
     run = train(tmp_path, "rollout={max_staleness: 1, replicas: 2}", "cluster.placement=disaggregated")
     moves = [line for line in run.output.splitlines() if "idle engines restart" in line]
-    assert moves and all(line.startswith("rollout: engine-1 takes ") for line in moves)
+    assert moves and all(line.startswith("rollout: engine-1 needs ") for line in moves)

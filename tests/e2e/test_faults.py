@@ -23,7 +23,7 @@ from tests.e2e.run import Run, listening_sockets, mapped_shared_memory, write_re
 from tests.timing import LIMIT_S, START_S, WAIT_S
 
 pytestmark = pytest.mark.slow
-INTERRUPTED = "interrupted; the run ends"
+INTERRUPTED = "interrupted; stopping the run"
 ONE_RANK = "actor.layout.pp=1"
 """For tests that do not kill the trainer."""
 RAYS_DEFAULTS = {6379, 8076, 8265, 10001}
@@ -122,7 +122,7 @@ def test_lost_trainer_is_named(recipe: Path, tmp_path: Path) -> None:
             run,
             run.find("ray::TrainerActor").kill,
             1,
-            r"\S.*: trainer-[01] died; see .*/logs/attempt_1/trainer-[01].log",
+            r"\S.*: trainer-[01] died\. See .*/logs/attempt_1/trainer-[01].log",
         )
 
 
@@ -135,11 +135,11 @@ def test_lost_engine_is_named_while_waiting_for_rewards(recipe: Path, tmp_path: 
         engine = run.find("ray::EngineActor")
         assert mapped_shared_memory(engine)
         check_only_ray_listens_on_all_interfaces(run)
-        check_end(run, engine.kill, 1, r"rewards: engine-0 died; see .*/logs/attempt_1/engine-0.log")
+        check_end(run, engine.kill, 1, r"rewards: engine-0 died\. See .*/logs/attempt_1/engine-0.log")
 
 
 def lines_of_loss(run: Run) -> list[str]:
-    loss = " died, restarting it; continuing with 1 of 2 engines; see "
+    loss = " died and is being restarted. Continuing with 1 of 2 engines. See "
     return [line for line in run.output.splitlines() if loss in line]
 
 
@@ -166,7 +166,7 @@ def test_run_continues_after_losing_an_engine(recipe: Path, tmp_path: Path, hold
         assert line.startswith("refit: engine-0 died, ")
         check_samples(run, 3)
         assert [step["engines/alive"] for step in run.metrics[:3]] == [1, 1, 1]
-        check_end(run, left.kill, 1, r"\S.*: engine-1 died; see .*/logs/attempt_1/engine-1.log")
+        check_end(run, left.kill, 1, r"\S.*: engine-1 died\. See .*/logs/attempt_1/engine-1.log")
 
 
 @pytest.mark.exhaustive
@@ -187,7 +187,7 @@ def test_engine_lost_during_refit_is_restarted(recipe: Path, tmp_path: Path, hol
         run.wait_until(lambda: [step["engines/alive"] for step in run.metrics[-3:]] == [2, 2, 2])
         joined = [step["engines/alive"] for step in run.metrics].index(2)
         check_samples(run, joined + 3)
-        assert run.output.count("refit: engine-1 rejoined; continuing with 2 of 2 engines") == 1
+        assert run.output.count("refit: engine-1 rejoined. Continuing with 2 of 2 engines") == 1
 
 
 @pytest.mark.exhaustive
@@ -225,8 +225,8 @@ def test_timeout_shows_stacks_of_the_awaited_process(recipe: Path, tmp_path: Pat
         assert run.end(seconds=START_S + WAIT_S) == 1
     log = run.folder / "logs/attempt_1/rewards-0.log"
     [line] = run.errors
-    cause = f"rewards: no answer from rewards-0 in {LIMIT_S} s; their stacks are at the end of {log}"
-    cause += "; if they only need longer, raise cluster.timeouts.rewards"
+    cause = f"rewards: no response from rewards-0 within {LIMIT_S} s. Their stacks are at the end of {log}"
+    cause += ". Fix: if they only need more time, raise cluster.timeouts.rewards"
     assert line == f"megarl: error: {cause}"
     assert "in digit_share" in log.read_text()
 
@@ -239,7 +239,7 @@ def test_hanging_reward_is_named(recipe: Path, tmp_path: Path) -> None:
     [line] = run.errors
     cause = rf"rewards.functions: \S+/reward.py:\w+ did not return within rewards.timeout_s={LIMIT_S} on sample 1\.\S+"
     cause += r" \(\d+ of \d+"
-    assert re.match(f"megarl: error: {cause} samples failed; rewards.failure_limit=0 allows 0", line)
+    assert re.match(f"megarl: error: {cause} samples failed, but rewards.failure_limit=0 allows only 0", line)
     assert "in digit_share" in (run.folder / "logs/attempt_1/rewards-0.log").read_text()
 
 
@@ -247,13 +247,13 @@ def test_hanging_reward_is_named(recipe: Path, tmp_path: Path) -> None:
 def test_lost_raylet_is_named(recipe: Path, tmp_path: Path) -> None:
     with Run(recipe, tmp_path, ONE_RANK) as run:
         run.find("ray::TrainerActor")
-        check_end(run, run.find("raylet").kill, 1, r"\S.*: Ray's raylet died; the run ends")
+        check_end(run, run.find("raylet").kill, 1, r"\S.*: Ray's raylet died; stopping the run")
 
 
 def test_lost_driver_is_named(recipe: Path, tmp_path: Path) -> None:
     with Run(recipe, tmp_path, ONE_RANK) as run:
         run.find("ray::TrainerActor")
-        check_end(run, run.driver.kill, 1, r"the driver process \d+ was ended by SIGKILL; the run ends")
+        check_end(run, run.driver.kill, 1, r"the driver process \d+ was killed by SIGKILL; stopping the run")
 
 
 @pytest.mark.exhaustive

@@ -17,8 +17,8 @@ pytestmark = pytest.mark.slow
 
 FIRST = {
     "weights": "  1. weights: checksums of 1 of ",
-    "temperature": "  1. temperature or truncation: the engine's log-probs are the trainer's at temperature 0.7 (",
-    "kernels": "  1. kernels: the remaining cause, because greedy tokens differ by ",
+    "temperature": "  1. temperature or truncation: the engine's log-probs match the trainer's at temperature 0.7 (",
+    "kernels": "  1. kernels: the only remaining cause, because greedy tokens differ by ",
 }
 
 
@@ -40,6 +40,7 @@ def test_check_passes_without_a_fault(messages) -> None:
 def test_fault_is_ranked_first(messages, name: str) -> None:
     assert FIRST[name] in messages[name]
     assert (
-        "\n  excluded: " in messages[name] and "chat template or tokenization (engines take token ids" in messages[name]
+        "\n  excluded: " in messages[name]
+        and "chat template or tokenization (engines receive token ids" in messages[name]
     )
     assert ("weights (checksums of " in messages[name]) == (name != "weights")

@@ -9,8 +9,8 @@ from statistics import fmean
 import pytest
 from transformers import AutoModelForCausalLM
 
-from megarl.cluster.trace import read_trace
 from megarl.models.value_head import KEY
+from tests.e2e.run import read_trace
 from tests.e2e.test_train import REWARD, ROUNDS, TURNS, metrics_of, train_in
 
 pytestmark = pytest.mark.slow

@@ -34,8 +34,8 @@ from megarl.megatron.workers.actor import ActorWorker
 from megarl.models.folder import read_config
 from megarl.resharding.families import (
     huggingface_holder,
-    quantised_destinations,
-    quantised_sources,
+    quantized_destinations,
+    quantized_sources,
     vllm_holder,
     vllm_holders,
 )
@@ -491,7 +491,7 @@ class Trainers:
         """Return the checksums that engines should have.
 
         Args:
-            plan: the export plan of the sent tensors if they differ from the weights, as quantised ones do.
+            plan: the export plan of the sent tensors if they differ from the weights, as quantized ones do.
         """
         total = dict.fromkeys(regions(engine_holders), NOTHING)
         for part in self.call("checksums", list(total), plan or self.export_plan(hf_config)):
@@ -520,7 +520,7 @@ def test_engine_after_two_refits_equals_fresh_engine(tmp_path, remotes, name, tp
         target.shard.mismatched_params(params)
         for target, params in zip(targets, engine.call("parameters"), strict=True)
     )
-    with pytest.raises(RuntimeError, match="refit it before generating"):
+    with pytest.raises(RuntimeError, match="Refit it before it generates"):
         engine.call("sample", prompts())
 
     item_bytes = ITEM_BYTES[dtype]
@@ -665,12 +665,12 @@ def check_wrong_weights_are_rejected(
     trainers.begin("send")
     other.send("refit", 3, right)
     # With two workers both fail, and the next call must not receive the second one's answer.
-    wrong = rf"weights differ in 1 regions; the first: {spoiled}\[.* in megatron:[01] "
+    wrong = rf"weights differ in 1 regions. The first is {spoiled}\[.* in megatron:[01] "
     with pytest.raises(RuntimeError, match=wrong):
         engine.call("refit", 3, right | {region: right[region]._replace(value=0)})
     other.receive()
     trainers.end()
-    with pytest.raises(RuntimeError, match="refit it before generating"):
+    with pytest.raises(RuntimeError, match="Refit it before it generates"):
         engine.call("sample", prompts())
 
 
@@ -712,7 +712,7 @@ def check_refit_after_sleep(trainers: Trainers, engines: Sequence[Remote], answe
     engine.call("sleep", True)
     assert engine.call("greedy", prompts()) == answers
     engine.call("sleep", False)
-    with pytest.raises(RuntimeError, match="refit it before generating"):
+    with pytest.raises(RuntimeError, match="Refit it before it generates"):
         engine.call("greedy", prompts())
     engine.call("record")
     trainers.begin("send")
@@ -739,23 +739,26 @@ def difference(ours: Sequence[float], theirs: Sequence[float]) -> float:
     return max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
 
 
-QUANTISED = (
+QUANTIZED = (
     "model.dtype=bfloat16",
     "rollout.vllm_overrides={block_size: 32, max_num_seqs: 4, quantization: fp8_per_channel}",
 )
 
 
-def test_quantising_engine_loads_whole_tensors(tmp_path, remotes):
+def test_quantizing_engine_loads_whole_tensors(tmp_path, remotes):
     """Such an engine's weights differ from the family's in dtype and shape, and have scales."""
     folder = write_tiny_model(tmp_path / "model", "llama", **SIZES | dict(tie_word_embeddings=True))
-    config, hf_config = config_of(folder, STAGES, 1, QUANTISED), read_config(folder)
+    config, hf_config = config_of(folder, STAGES, 1, QUANTIZED), read_config(folder)
     trainers = Trainers(remotes, config, folder, tmp_path / "store")
     engine = remotes(engine_context(), EngineSide, config, folder, False)
     mismatched_params = vllm_holder(hf_config, 1, 0, replica=0, dtype="bfloat16").shard.mismatched_params(
         engine.call("parameters")[0]
     )
     weight = "model.layers.0.self_attn.qkv_proj.weight"
-    assert f"{weight} is [64, 128] (float8_e4m3fn), but the family declares [128, 64] (bfloat16)" in mismatched_params
+    assert (
+        f"{weight} has shape [64, 128] (float8_e4m3fn), but the family expects [128, 64] (bfloat16)"
+        in mismatched_params
+    )
     assert f"{weight}_scale [128, 1] (float32) does not belong to the family" in mismatched_params
 
     target = replace(huggingface_holder(hf_config, "bfloat16"), name="vllm:0.0")
@@ -775,7 +778,7 @@ def test_quantising_engine_loads_whole_tensors(tmp_path, remotes):
 
     right = trainers.expected(hf_config, [target])
     region = next(region for region in right if region.tensor == "model.layers.1.self_attn.k_proj.weight")
-    with pytest.raises(RuntimeError, match=rf"weights differ in 1 regions; the first: {region.tensor}\["):
+    with pytest.raises(RuntimeError, match=rf"weights differ in 1 regions. The first is {region.tensor}\["):
         engine.call("refit", 3, right | {region: right[region]._replace(value=0)})
     rendezvous = trainers.rendezvous()
     trainers.call("connect", plan, rendezvous)
@@ -794,19 +797,19 @@ BLOCKS |= dict(num_hidden_layers=2, intermediate_size=384, max_position_embeddin
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("model_type", ["llama", "qwen3"])
-def test_fp8_block_engine_equals_vllm_quantisation(model_type, tmp_path, remotes):
-    """After two in-place refits with weights quantised by the trainer, the engine equals a fresh one that quantises
+def test_fp8_block_engine_equals_vllm_quantization(model_type, tmp_path, remotes):
+    """After two in-place refits with weights quantized by the trainer, the engine equals a fresh one that quantizes
     the exported model itself."""
     folder = write_tiny_model(tmp_path / "model", model_type, **BLOCKS, tie_word_embeddings=False)
-    quantised = ("model.dtype=bfloat16", "rollout.quantization=fp8_block")
-    config, hf_config = config_of(folder, ROWS, 1, quantised), read_config(folder)
+    quantized = ("model.dtype=bfloat16", "rollout.quantization=fp8_block")
+    config, hf_config = config_of(folder, ROWS, 1, quantized), read_config(folder)
     trainers = Trainers(remotes, config, folder, tmp_path / "store")
     engine = remotes(engine_context(), EngineSide, config, folder, False)
-    sources = quantised_sources(hf_config, trainers.holders)
-    targets = quantised_destinations(hf_config, vllm_holders(hf_config, 1, 1, "bfloat16"))
+    sources = quantized_sources(hf_config, trainers.holders)
+    targets = quantized_destinations(hf_config, vllm_holders(hf_config, 1, 1, "bfloat16"))
     assert targets[0].shard.mismatched_params(engine.call("parameters")[0]) == []
     assert engine.call("repacking") == []
-    whole = quantised_destinations(hf_config, [huggingface_holder(hf_config, "bfloat16")])
+    whole = quantized_destinations(hf_config, [huggingface_holder(hf_config, "bfloat16")])
     trainers.call("prepare_refit")
     shared_memory, plan = trainers.shared_memory(), make_plan(sources, targets, BUCKET_BYTES)
     engine.call("connect", plan, shared_memory, targets)

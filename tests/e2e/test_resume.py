@@ -78,7 +78,7 @@ class Recipe:
     def interrupt_in_a_step(self, run: Run) -> None:
         """Signal the run's process group in the middle of its first step, as Slurm does, and then let the step end."""
         os.killpg(run.pid, signal.SIGTERM)
-        run.wait_until(lambda: "interrupted; saves after the current step" in run.output)
+        run.wait_until(lambda: "interrupted: the run saves after the current step" in run.output)
         time.sleep(QUIET_S)  # an unprotected Ray process would exit in this time
         assert not run.metrics
         self._open_gate(1)
@@ -125,7 +125,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
 def uninterrupted(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("uninterrupted")
     run = recipe.finish(folder)
-    assert "starts at the first step" in run.output
+    assert "starting at the first step" in run.output
     return folder / "tiny"
 
 
@@ -146,10 +146,10 @@ def resumed(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert 5 <= reached <= 7
     with recipe.run(folder, STEPS - reached, *EVALUATION, at_once) as run:
         run.wait_until(lambda: latest(folder) == STEPS)
-        assert f"resumes after step {reached} " in run.output
+        assert f"resuming after step {reached} " in run.output
         kill(run)  # after the last step, as this run has no step limit
     run = recipe.finish(folder, *EVALUATION)
-    assert f"resumes after step {STEPS} " in run.output
+    assert f"resuming after step {STEPS} " in run.output
     return folder / "tiny"
 
 
@@ -205,7 +205,7 @@ def test_run_folder_has_attempts_and_checkpoints(uninterrupted: Path, resumed: P
 def test_finished_run_starts_no_attempt(recipe: Recipe, resumed: Path) -> None:
     attempts = sorted((resumed / "logs").iterdir())
     run = recipe.finish(resumed.parent)
-    assert run.output == f"{resumed}: already at step {STEPS} of {STEPS}\n"
+    assert run.output == f"{resumed}: the run has already finished step {STEPS} of {STEPS}\n"
     assert sorted((resumed / "logs").iterdir()) == attempts
 
 

@@ -8,7 +8,7 @@ from statistics import fmean
 
 import pytest
 
-from megarl.cluster.trace import read_trace
+from tests.e2e.run import read_trace
 from tests.e2e.test_train import OFFLOAD, evaluation_rows, lines_of, metrics_of, train_in
 
 pytestmark = pytest.mark.slow

@@ -20,8 +20,8 @@ def check_saved(run: Run, step: int) -> None:
     checkpoint = Checkpoint.open(Checkpoints(run.folder / "checkpoints").latest())
     checkpoint.verify(checkpoint.files)
     assert (checkpoint.step, len(run.metrics)) == (step, step)
-    assert f"checkpoint: {checkpoint.path} is complete" in run.output
-    assert f"the run ended; resume after step_{step:06d} with: megarl train " in run.output
+    assert f"checkpoint: completed {checkpoint.path} " in run.output
+    assert f"The run ended. Resume it from step_{step:06d} with: megarl train " in run.output
 
 
 def hold_after_a_copy(run: Run, hold: Path) -> None:

@@ -15,11 +15,12 @@ import yaml
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megarl.cluster.trace import DRIVER, read_trace
+from megarl.cluster.trace import DRIVER
 from megarl.megatron.checkpoint.conversion import layout_of_files, megatron_to_huggingface, reshape
 from megarl.run.diagnosis.comparison import first_different, verdict
 from megarl.run.diagnosis.diagnose import diagnose, find_rollout, read_config
 from megarl.run.diagnosis.side import SIDES
+from tests.e2e.run import read_trace
 from tests.e2e.series import Series
 from tests.e2e.test_conversion import assert_log_probs_are_of, sampled
 from tests.paths import BASE
@@ -261,7 +262,7 @@ def test_evaluate_reproduces_the_final_evaluation(learned, tmp_path):
         assert [row["response"] for row in samples] == expected
     again = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True, timeout=RUN_S)
     assert again.returncode == 2
-    assert again.stderr == f"megarl: error: --out {out}: already exists. Fix: choose another folder.\n"
+    assert again.stderr == f"megarl: error: --out {out}: the folder already exists. Fix: pass a different folder\n"
 
 
 def test_last_checkpoint_converts_to_exported_model(learned, tmp_path):
@@ -344,7 +345,7 @@ def test_layouts_train(series, tmp_path, overrides, ranks):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("placement", ["colocated", "disaggregated"])
-def test_fp8_block_engines_receive_quantised_weights(series, tmp_path, placement):
+def test_fp8_block_engines_receive_quantized_weights(series, tmp_path, placement):
     """Engines read shared weights in place or receive sent ones: a byte per matrix element, four per block's scale."""
     model = write_tiny_llama(
         tmp_path / "model", hidden_size=256, num_heads=4, num_kv_heads=2, intermediate_size=384, tied=False

@@ -18,8 +18,8 @@ import torch
 
 from megarl.config.schema import Config
 from megarl.ops.linear_head import log_prob_and_entropy, plain_log_prob_and_entropy
-from megarl.ops.packed_attention import plain_attention
 from megarl.ops.shared_attention import pack_mask, shared_attention
+from tests.attention_reference import plain_attention
 from tests.closeness import Expected, relative_error
 from tests.gpu.gpus import needs_gpus, run_on_gpus
 from tests.gpu.models import MODELS, write_model

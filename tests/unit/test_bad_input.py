@@ -94,17 +94,17 @@ CASES = [
     ("actor.optimizer.lr=-1e-6", ["command line: actor.optimizer.lr=-1.0e-06: expected more than 0"]),
     ("model.dtype=float8", ["command line: model.dtype=float8: expected"]),
     ("algorithm.advantage.estimator=grop", ["command line: algorithm.advantage.estimator=grop: expected"]),
-    ("batch.prompts_per_update=3", ["batch.prompts_per_update=3: 4 prompts per step do not divide by 3"]),
+    ("batch.prompts_per_update=3", ["batch.prompts_per_update=3: 4 prompts per step are not divisible by 3"]),
     (
         "rollout.max_new_tokens=64",
         ["rollout.max_new_tokens=64: 64 - 64 = 0 of rollout.context_length=64 tokens are left for the"],
     ),
-    ("rewards.functions=[]", ["rewards.functions=[]: samples would have no reward. Fix: list a function such as"]),
+    ("rewards.functions=[]", ["rewards.functions=[]: samples would have no reward. Fix: add a function such as"]),
     (
         "rewards.functions=[{funktion: exact_match}]",
         [
             "command line: rewards.functions.0.funktion: unknown key; did you mean rewards.functions.function?",
-            "command line: missing key rewards.functions.0.function. Fix: set all keys of a list entry",
+            "command line: missing key rewards.functions.0.function. Fix: set every required key of the list entry",
         ],
     ),
     ("rewards.failure_limit=2", ["command line: rewards.failure_limit=2: expected at most 1"]),
@@ -124,20 +124,26 @@ CASES = [
     ("model.path=FOLDER/unknown", ["model.path=FOLDER/unknown: model_type mamba is not supported. Fix: use"]),
     (
         "model.path=package:no-such-package",
-        ["model.path=package:no-such-package: no Python distribution 'no-such-package' is installed"],
+        ["model.path=package:no-such-package: the Python distribution 'no-such-package' is not installed"],
     ),
     (
         "model.path=FOLDER/nine_heads  actor.layout.pp=1  actor.layout.tp=2",
         [
-            "actor.layout.tp=2: 9 attention heads do not divide by 2 (9 / 2 = 4.5); choose from 1",
-            "actor.layout.tp=2: 3 KV heads do not divide by 2 (3 / 2 = 1.5); choose from 1",
+            "actor.layout.tp=2: 9 attention heads are not divisible by 2 (9 / 2 = 4.5). Fix: set actor.layout.tp to 1",
+            "actor.layout.tp=2: 3 KV heads are not divisible by 2 (3 / 2 = 1.5). Fix: set actor.layout.tp to 1",
         ],
     ),
-    ("actor.layout.pp=3", ["actor.layout.pp=3: 2 layers do not tile the stages: 2 layers over 3 stages"]),
-    ("actor.layout.dp=32", ["actor.layout.dp=32: an update has 16 samples (4 prompts x 4 samples), fewer than"]),
+    (
+        "actor.layout.pp=3",
+        ["actor.layout.pp=3: 2 layers cannot be split evenly over the stages: 2 layers over 3 stages"],
+    ),
+    (
+        "actor.layout.dp=32",
+        ["actor.layout.dp=32: an update has only 16 samples (4 prompts x 4 samples), but each"],
+    ),
     (
         "actor.frozen=[no.such.tensor]",
-        ["actor.frozen: no.such.tensor matches no tensor of the model; similar names are"],
+        ["actor.frozen: no.such.tensor matches no tensor in the model. Fix: use a name such as"],
     ),
     (
         "rollout.context_length=512  actor.tokens_per_microbatch=512",
@@ -145,35 +151,38 @@ CASES = [
     ),
     (
         "rollout.context_length=512",
-        ["actor.tokens_per_microbatch=256: a sample may have rollout.context_length=512 tokens and is"],
+        ["actor.tokens_per_microbatch=256: a sample can have up to rollout.context_length=512 tokens and is"],
     ),
     (
         "reward_model.path=FOLDER/model",
-        ["reward_model.path=FOLDER/model: its architecture is LlamaForCausalLM, without"],
+        ["reward_model.path=FOLDER/model: its architecture is LlamaForCausalLM, which has no score head"],
     ),
     # data
     ("data.source=FOLDER/none.jsonl", ["data.source=FOLDER/none.jsonl: not a file (working directory"]),
     (
         "data.source=FOLDER/good.py",
-        ["data.source=FOLDER/good.py: not a known source. Fix: use arithmetic, reasoning_gym:TASK,"],
+        ["data.source=FOLDER/good.py: unknown data source. Fix: use arithmetic, reasoning_gym:TASK,"],
     ),
     ("data.source=FOLDER/no.parquet", ["data.source=FOLDER/no.parquet: not a Parquet file"]),
-    ("data.source=FOLDER/malformed.jsonl", ["FOLDER/malformed.jsonl:2: column 'prompt' holds int 5, expected"]),
-    ("data.source=FOLDER/incomplete.jsonl", ["FOLDER/incomplete.jsonl:2: no column 'answer'"]),
-    ("data.source=FOLDER/long.jsonl", ["FOLDER/long.jsonl:2: the prompt has 63 tokens, and 63 + "]),
+    (
+        "data.source=FOLDER/malformed.jsonl",
+        ["FOLDER/malformed.jsonl:2: column 'prompt': expected text or a list of {role, content} messages"],
+    ),
+    ("data.source=FOLDER/incomplete.jsonl", ["FOLDER/incomplete.jsonl:2: missing column 'answer'"]),
+    ("data.source=FOLDER/long.jsonl", ["FOLDER/long.jsonl:2: the prompt has 63 tokens (63 + "]),
     ("data.source=FOLDER/torn.jsonl", ["FOLDER/torn.jsonl:2: invalid JSON"]),
     ("data.source=FOLDER/latin.jsonl", ["FOLDER/latin.jsonl:1: invalid JSON"]),
-    ("data.source=FOLDER/list.jsonl", ["FOLDER/list.jsonl:1: a JSON list, expected one object per line"]),
+    ("data.source=FOLDER/list.jsonl", ["FOLDER/list.jsonl:1: expected one JSON object per line, found a list"]),
     (
         "data.source=FOLDER/blank.jsonl",
-        ["data.source=FOLDER/blank.jsonl: has no rows. Fix: use a file with at least one"],
+        ["data.source=FOLDER/blank.jsonl: the source has no rows. Fix: use a file with at least one"],
     ),
-    ("data.size=9", ["data.size=9: FOLDER/prompts.jsonl has only 8 rows. Fix: lower it"]),
-    ("data.prompt_column=question", ["FOLDER/prompts.jsonl:1: no column 'question'"]),
+    ("data.size=9", ["data.size=9: FOLDER/prompts.jsonl has only 8 rows. Fix: set data.size to at most 8"]),
+    ("data.prompt_column=question", ["FOLDER/prompts.jsonl:1: missing column 'question'"]),
     # rewards
-    (rewards("exact_mach"), ["rewards.functions: no function 'exact_mach'; did you mean exact_match?"]),
+    (rewards("exact_mach"), ["rewards.functions: unknown function 'exact_mach'. Fix: use exact_match"]),
     (rewards("FOLDER/none.py:f"), ["rewards.functions: FOLDER/none.py is not a Python file (working directory"]),
-    (rewards("FOLDER/good.py"), ["rewards.functions: FOLDER/good.py is a file without a function"]),
+    (rewards("FOLDER/good.py"), ["rewards.functions: FOLDER/good.py names a file but no function"]),
     (
         rewards("FOLDER/good.py:g"),
         ["rewards.functions: FOLDER/good.py has no function 'g'. Fix: define it as g(prompt, "],
@@ -188,14 +197,17 @@ CASES = [
         rewards("FOLDER/crashes.py:f"),
         ["rewards.functions: FOLDER/crashes.py:f: the import ended the process (exit st"],
     ),
-    (rewards("FOLDER/two.py:f"), ["rewards.functions: FOLDER/two.py:f takes (prompt, response): too many positional"]),
+    (
+        rewards("FOLDER/two.py:f"),
+        ["rewards.functions: FOLDER/two.py:f has the signature (prompt, response): too many positional"],
+    ),
     (
         rewards("FOLDER/four.py:f"),
-        ["FOLDER/prompts.jsonl:1: no column 'level' (expected: a JSON value (text, number, true/false, null,"],
+        ["FOLDER/prompts.jsonl:1: missing column 'level' (expected: a JSON value (text, number, true/false, null,"],
     ),
     (
         f"{rewards('FOLDER/four.py:f')}  data.source=arithmetic",
-        ["data.source=arithmetic: no column 'level', which FOLDER/four.py:f requires. Fix: use a file"],
+        ["data.source=arithmetic: missing column 'level', which FOLDER/four.py:f requires. Fix: use a file"],
     ),
     (
         "rewards.functions=[{function: exact_match}, {function: exact_match}]",
@@ -203,13 +215,19 @@ CASES = [
     ),
     (
         "rewards.judge=FOLDER/good.py:f",
-        ["rewards.judge: FOLDER/good.py:f takes (prompt, response, answer): too many p"],
+        ["rewards.judge: FOLDER/good.py:f has the signature (prompt, response, answer): too many p"],
     ),
     # folders and checkpoints
     ("run.folder=FOLDER/good.py/runs", ["run.folder=FOLDER/good.py/runs: not writable (Not a directory"]),
     ("run.folder=/proc/runs", ["run.folder=/proc/runs: not writable"]),
-    ("run.name=latest", ["run.name=latest: reserved for the link to the newest run. Fix: choose another run.name."]),
-    ("resume=FOLDER/none", ["resume=FOLDER/none: no such folder. Fix: set it to never, auto or a checkpoint folder"]),
+    (
+        "run.name=latest",
+        ["run.name=latest: the name latest is reserved for the link to the newest run. Fix: set a different run.name"],
+    ),
+    (
+        "resume=FOLDER/none",
+        ["resume=FOLDER/none: no such folder. Fix: set resume to never, auto or a checkpoint folder"],
+    ),
     ("resume=FOLDER/no_model", ["FOLDER/no_model: manifest.json is missing"]),
     ("checkpoint.every_steps=1  checkpoint.keep=100000000", ["checkpoint.keep=100000000: RUNS/tiny/checkpoints has "]),
     # several at once

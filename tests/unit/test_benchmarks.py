@@ -34,20 +34,21 @@ def test_script_prints_help(script):
 
 
 def test_flops_are_six_per_weight_and_token_plus_attention():
-    plan = json.loads(output_of("mfu.py", "--dry-run"))
-    assert plan["tokens_per_microbatch"] == 8192
-    layers, head, tokens = 1_310_195_712, 151936 * 1536, 4 * 8192  # matrix weights of Qwen2.5-1.5B
+    case = "Case('qwen2.5-1.5b', equal_lengths(32, 256, 768), 1, 1, 8192, {})"
+    flops = output_of("-c", f"from training_step import Case, equal_lengths, flops_of; print(flops_of({case}))")
+    layers, head, tokens = 1_310_195_712, 151936 * 1536, 32 * 1024  # matrix weights of Qwen2.5-1.5B
     pairs = 32 * 1024 * 1025 // 2
     attention = 12 * 28 * 1536 * pairs
-    assert plan["flops_per_update"] == 6 * (layers * tokens + head * tokens * 768 // 1024) + attention
+    assert float(flops) == 6 * (layers * tokens + head * tokens * 768 // 1024) + attention
 
 
 @pytest.mark.slow
-def test_gpu_training_step_is_measured():
-    [step] = json.loads(output_of("h100.py", "--only", "steps", "--sizes", "small").splitlines()[-1])
-    assert (step["device"], step["tokens_per_microbatch"]) == ("CPU", 1024)
-    flops = step["flops_per_update"]
-    assert step["mfu"] == pytest.approx(flops / step["median_seconds"] / 989.5e12)
+def test_flops_utilization_is_measured(tmp_path):
+    sizes = ["--shape", "tiny", "--samples", "4", "--prompt", "20", "--response", "12"]
+    output_of("training_step.py", "mfu", *sizes, "--out", str(tmp_path / "mfu.json"))
+    result = json.loads((tmp_path / "mfu.json").read_text())
+    assert result["megarl"]["tokens"] == 4 * 32
+    assert result["mfu"] == pytest.approx(result["flops"] / result["megarl"]["median_seconds"] / 989.5e12)
 
 
 def test_head_is_measured_against_full_logits(tmp_path):
@@ -85,8 +86,8 @@ def test_mixed_lengths_have_the_requested_median_and_maximum():
 @pytest.mark.slow
 def test_driver_figures_are_rendered_from_results(tmp_path, monkeypatch):
     sizes = ["--prompts", "16", "--samples-per-prompt", "4", "--tokens", "100", "--ranks", "8"]
-    output_of("driver.py", *sizes, "--out", str(tmp_path / "driver.json"))
-    output_of("start.py", "--case", "qwen2.5-0.5b", "--out", str(tmp_path / "start.json"))
+    output_of("driver.py", "step", *sizes, "--out", str(tmp_path / "driver.json"))
+    output_of("driver.py", "start", "--case", "qwen2.5-0.5b", "--out", str(tmp_path / "start.json"))
     monkeypatch.setattr(figures, "RESULTS", tmp_path)
     assert "64 samples of 100 tokens and 8 ranks" in figures.render("figures", "driver").replace("\n", " ")
     start = figures.render("figures", "start").replace("\n", " ")
@@ -141,7 +142,7 @@ def test_dithered_updates_learn_the_most(rate):
     assert learned["copies"] < 0.8 * learned["dithered"]
 
 
-def test_stochastic_rounding_is_unbiased_and_returns_neighbours():
+def test_stochastic_rounding_is_unbiased_and_returns_neighbors():
     torch.manual_seed(0)
     values = torch.tensor([0.1, -0.1, 3.01, 1.0, 2.0**-20 * 1.003])
     rounded = lost_updates.stochastically_rounded(values.expand(20000, -1))

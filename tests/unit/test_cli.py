@@ -78,13 +78,19 @@ def test_config_explain_checks_keys_against_the_model(
         return code, out.splitlines()[-1], err
 
     even = "actor.layout.last_stage_layers=null"
-    assert explained(even) == (0, f"model       model.path={model}: config.json fits the recipe", "")
+    assert explained(even) == (0, f"model       model.path={model}: config.json is compatible with the recipe", "")
     code, _, error = explained(even, "actor.layout.pp=40")
     assert code == 2
-    assert "actor.layout.pp=40: 2 layers do not tile the stages: 2 layers over 40 stages (2 / 40 = 0.05)" in error
+    assert (
+        "actor.layout.pp=40: 2 layers cannot be split evenly over the stages: 2 layers over 40 stages (2 / 40 = 0.05)"
+        in error
+    )
     code, _, error = explained(even, "actor.layout.pp=1", "actor.layout.tp=3")
     assert code == 2
-    assert "actor.layout.tp=3: 4 attention heads do not divide by 3 (4 / 3 = 1.333); choose from 1, 2, 4" in error
+    assert (
+        "actor.layout.tp=3: 4 attention heads are not divisible by 3 (4 / 3 = 1.333). Fix: set actor.layout.tp to "
+        "1, 2 or 4"
+    ) in error
     code, _, error = explained(even, "actor.frozen=[no.such.tensor]")
     assert code == 2 and "actor.frozen" in error
     assert explained(even, "algorithm.advantage.estimator=gae", "critic.path=/no/critic")[0] == 2
@@ -98,7 +104,9 @@ def test_config_explain_handles_missing_models(
     assert capsys.readouterr().err.startswith("megarl: error: model.path=/no/model: does not exist. Fix: use a Hugging")
     assert run(monkeypatch, "config", "explain", QUICKSTART, "model.path=nobody/no-model", "actor.layout.pp=40") == 0
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith("model       model.path=nobody/no-model: not checked, because it is not a folder on this")
+    assert last.startswith(
+        "model       model.path=nobody/no-model: not checked, because it is neither a folder on this"
+    )
 
 
 def test_algorithms_lists_all_names_and_options(
@@ -157,10 +165,10 @@ def test_unknown_algorithm_raises_with_suggestions(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(monkeypatch, "algorithms", "GRP0") == 2
-    line = "megarl: error: GRP0: not an estimator or objective; did you mean grpo?\n"
+    line = "megarl: error: GRP0: unknown estimator or objective. Fix: use grpo\n"
     assert capsys.readouterr().err == line
     assert run(monkeypatch, "algorithms", "quux") == 2
-    assert "; choose from policy_gradient, " in capsys.readouterr().err
+    assert "Fix: use one of policy_gradient, " in capsys.readouterr().err
 
 
 def test_version_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -200,7 +208,7 @@ def test_reshard_prints_plan_and_costs(
         "floor_seconds",
         "communicators",
         "communicator_bytes",
-        "neighbours",
+        "neighbors",
         "operations",
         "peak_staging_bytes",
         "ranks_source",
@@ -213,7 +221,7 @@ def test_reshard_prints_plan_and_costs(
     assert "4 -> 4" in capsys.readouterr().out
     assert run(monkeypatch, *arguments[:4], "tp=3", *arguments[5:]) == 2
     error = capsys.readouterr().err
-    reason = "4 num_attention_heads do not divide by 3 (4 / 3 = 1.333); choose from 1, 2, 4"
+    reason = "4 attention heads are not divisible by 3 (4 / 3 = 1.333). Fix: set tp to 1, 2 or 4"
     assert error == f"megarl: error: --from tp=3: tp=3: {reason}\n"
 
 
@@ -225,13 +233,15 @@ def test_reshard_previews_the_refit_of_a_recipe(
     assert run(monkeypatch, *arguments) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("refit    cluster.placement=colocated, ") and lines[1] == "ranks    2 -> 2"
-    assert lines[2].endswith(" on a device")
+    assert lines[2].endswith(" within devices")
     assert run(monkeypatch, *arguments, "cluster.placement=disaggregated", "--nodes-of", "2", "--json") == 0
     assert json.loads(capsys.readouterr().out)["bytes_by_link"]["inter"] > 0
     assert run(monkeypatch, *arguments, "--to", "hf") == 2
     assert "--to: " in capsys.readouterr().err
     assert run(monkeypatch, "reshard", "--from", "tp=2") == 2
-    expected = "megarl: error: --model: missing. Fix: pass --model, --from, --to, or a recipe.\n"
+    expected = (
+        "megarl: error: --model: required without a recipe. Fix: pass --model, --from, --to, or pass a recipe instead\n"
+    )
     assert capsys.readouterr().err == expected
 
 
@@ -241,12 +251,12 @@ SETS = "evaluation.sets=[{name: a}]"
 @pytest.mark.parametrize(
     ("keys", "line"),
     [
-        ([], "evaluation.sets=[]: there is nothing to evaluate. Fix: add evaluation sets to the recipe."),
+        ([], "evaluation.sets=[]: the recipe has no evaluation sets. Fix: add sets to evaluation.sets"),
         (
             [SETS, "cluster.nodes=2"],
             "cluster.nodes=2: megarl evaluate runs on a single machine. Fix: set cluster.nodes=1",
         ),
-        ([SETS, "--out", "FOLDER"], "--out FOLDER: already exists. Fix: choose another folder."),
+        ([SETS, "--out", "FOLDER"], "--out FOLDER: the folder already exists. Fix: pass a different folder"),
         ([SETS], "model.path=/no/model: does not exist. Fix: use a Hugging Face folder"),
     ],
 )
@@ -371,7 +381,7 @@ def test_plan_works_without_heavy_libraries(planned_model: str, tmp_path: Path) 
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert "\n1  " in done.stdout and "mostly" in done.stdout
-    assert "not actor.layout.tp=8: 28 attention heads do not divide by 8 (28 / 8 = 3.5)" in done.stdout
+    assert "rejected: actor.layout.tp=8: 28 attention heads are not divisible by 8 (28 / 8 = 3.5)" in done.stdout
     simulated = done.stdout.partition("simulated, by rollout.max_staleness:\n")[2].splitlines()
     assert [line.split()[0] for line in simulated[1:5]] == ["0", "1", "2", "4"]
 
@@ -386,13 +396,13 @@ def test_plan_emits_a_recipe_with_the_planned_layout(
     first = capsys.readouterr().out
     assert run(monkeypatch, "config", "explain", out) == 0
     assert "world size 16" in capsys.readouterr().out
-    assert run(monkeypatch, "plan", out, "--gpus", "16xH100", "--as-it-is") == 0
+    assert run(monkeypatch, "plan", out, "--gpus", "16xH100", "--as-is") == 0
     again = capsys.readouterr().out
     assert [line for line in again.splitlines() if line.startswith("time")] == [
         line for line in first.splitlines() if line.startswith("time")
     ]
     assert run(monkeypatch, *command) == 2
-    assert "already exists and is not overwritten" in capsys.readouterr().err
+    assert "already exists, and megarl does not overwrite it" in capsys.readouterr().err
     assert load(out).cluster.nodes == 2
 
 
@@ -414,10 +424,10 @@ def test_plan_prints_json(
     ("overrides", "problem"),
     [
         (("rollout.kv_cache_gib=70",), "while the engine samples, a GPU would hold"),
-        (("actor.layout.tp=8", "actor.layout.dp=1"), "actor.layout.tp=8: 28 attention heads do not divide by 8"),
+        (("actor.layout.tp=8", "actor.layout.dp=1"), "actor.layout.tp=8: 28 attention heads are not divisible by 8"),
         (
             ("rollout.replicas=2",),
-            "rollout.replicas=2: colocated, each GPU has one actor rank and one engine rank",
+            "rollout.replicas=2: with cluster.placement=colocated each GPU has one actor rank and one engine rank",
         ),
         (("actor.layout.dp=4", "rollout.replicas=16"), "the recipe needs 16 GPUs. Fix: use --gpus 16xH100-80GB"),
     ],
@@ -431,7 +441,7 @@ def test_plan_raises_for_a_layout_that_does_not_fit(
 ) -> None:
     keys = ("actor.layout.tp=4", "actor.layout.dp=2", "rollout.tp=1", "rollout.replicas=8", "rollout.sleep=true")
     keys += (planned_model, "data.source=arithmetic", *overrides)
-    code = run(monkeypatch, "plan", str(ROOT / "configs" / "base.yaml"), "--gpus", "8xH100", "--as-it-is", *keys)
+    code = run(monkeypatch, "plan", str(ROOT / "configs" / "base.yaml"), "--gpus", "8xH100", "--as-is", *keys)
     error = capsys.readouterr().err
     assert code == 2
     assert problem in error.splitlines()[0] and error.startswith("megarl: error: ")
@@ -444,4 +454,4 @@ def test_plan_suggests_a_sufficient_number_of_gpus(
     assert run(monkeypatch, "plan", recipe, "--gpus", "1xH100", planned_model, "data.source=arithmetic") == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
-    assert "GiB" in error and error.rstrip().endswith("--gpus 2xH100-80GB is enough")
+    assert "GiB" in error and error.rstrip().endswith("use --gpus 2xH100-80GB")

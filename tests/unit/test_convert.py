@@ -67,15 +67,15 @@ def test_inspect_names_the_initial_model_of_a_run(model, tmp_path):
     checkpoints.begin(1)
     folder = checkpoints.commit(1, {"config": {"model": {"path": "org/model"}, "actor": {}}}, []).path
     shutil.copytree(model / "checkpoint", folder / "actor")
-    assert ": actor of a run after step 1, started from org/model\n" in convert("inspect", folder)
+    assert ": actor of a run at step 1, initialized from org/model\n" in convert("inspect", folder)
 
 
 def test_errors_are_one_line_and_name_options(model, tmp_path):
     arguments = ["--hf", model / "hf", "--out", tmp_path / "out", "--tp", "2"]
     done = run_script(CLI, "convert", "hf-to-megatron", *arguments, cwd=ROOT)
-    expected = "megarl: error: --tp=2: 3 num_key_value_heads do not divide by 2 (3 / 2 = 1.5); choose from 1, 3\n"
+    expected = "megarl: error: --tp=2: 3 KV heads are not divisible by 2 (3 / 2 = 1.5). Fix: set --tp to 1 or 3\n"
     assert (done.returncode, done.stderr) == (2, expected)
-    with pytest.raises(ValueError, match=r"^--vpp=2: virtual stages .* and --pp=1 is a single one"):
+    with pytest.raises(ValueError, match=r"^--vpp=2: virtual stages .* but --pp=1 has a single stage"):
         convert("hf-to-megatron", *arguments[:4], "--vpp", 2)
     assert names_in(tmp_path) == set()
 

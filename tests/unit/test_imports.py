@@ -20,7 +20,7 @@ from tests.paths import ROOT
 FILES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "megarl").rglob("*.py"))
 
 TENSOR_RESHARDING = (
-    *("resharding/execute.py", "resharding/folder.py", "resharding/peft_folder.py", "resharding/quantised_copy.py"),
+    *("resharding/execute.py", "resharding/folder.py", "resharding/peft_folder.py", "resharding/quantized_copy.py"),
     "resharding/verification.py",
     "resharding/transports",
 )

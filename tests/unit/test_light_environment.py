@@ -144,7 +144,7 @@ def test_inspection_commands_succeed(site, folder, arguments):
 
 def test_plan_html_requires_matplotlib_before_writing(site, folder):
     done = megarl(site, *PLAN, "--html", "page.html", "--emit", "recipe.yaml", cwd=folder)
-    line = "megarl: error: --html page.html: requires matplotlib. Fix: pip install 'megarl[run]'\n"
+    line = "megarl: error: --html page.html: requires matplotlib. Fix: run pip install 'megarl[run]'\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", line)
     assert [file.name for file in folder.iterdir()] == ["config.json"]
 

@@ -1,18 +1,22 @@
-"""The command line of a benchmark: options, the state of the machine, and the JSON result."""
+"""The command line of a benchmark: its options, processes and JSON result, and the state of the machine."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import platform
-import resource
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import psutil
@@ -20,10 +24,16 @@ import psutil
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT))  # for tests.*, whose models and shapes benchmarks share
 
+from megarl.config.load import load
+from megarl.config.schema import Config
+
 BASE, QUICKSTART = ROOT / "configs" / "base.yaml", ROOT / "configs" / "quickstart.yaml"
 
 QUIET_PERCENT = 5.0
 """Percentage of the machine's CPU time used by other processes above which figures are unreliable."""
+
+TIMEOUT_S = 7200
+MEGARL = (sys.executable, "-m", "megarl.cli")
 
 Result = TypeVar("Result")
 
@@ -35,39 +45,134 @@ def option(name: str, **settings: Any) -> Option:
     return name, settings
 
 
-def parse(description: str, *options: Option) -> argparse.Namespace:
+def run_benchmark(
+    description: str, measure: Callable[[argparse.Namespace], Mapping[str, Any]], *options: Option
+) -> None:
+    """Parse the options, call measure(options), and write its figures with the date, the machine, and the percentage of
+    CPU time that other processes used, unless the figures contain them."""
     parser = argparse.ArgumentParser(description=description.partition("\n\n")[0])
     parser.add_argument("--out", type=Path, default=Path("result.json"), help="JSON file to write (%(default)s)")
     for name, settings in options:
         parser.add_argument(name, **settings)
-    return parser.parse_args()
-
-
-def run_benchmark(
-    description: str, measure: Callable[[argparse.Namespace], Mapping[str, Any]], *options: Option
-) -> None:
-    """Parse the options, call measure(options), and write the result with the state of the machine."""
-    arguments = parse(description, *options)
-    write(measured(lambda: measure(arguments)), arguments.out)
-
-
-def measured(measure: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the figures of `measure`, with the date, the machine, and the percentage of CPU time that other processes
-    used, unless the figures contain them."""
+    arguments = parser.parse_args()
     start, machine_before, process_before = time.perf_counter(), machine_cpu_seconds(), own_cpu_seconds()
-    figures = measure()
+    figures = measure(arguments)
     others = machine_cpu_seconds() - machine_before - (own_cpu_seconds() - process_before)
     percent = 100 * max(0.0, others) / ((time.perf_counter() - start) * os.cpu_count())
     date = datetime.now().astimezone().isoformat(timespec="seconds")
-    return {"date": date, "machine": machine(), "cpu_percent_elsewhere": percent, **figures}
-
-
-def write(result: Mapping[str, Any], out: Path) -> None:
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    print(f"result: {out}; figures.py shows the tables")
+    result = {"date": date, "machine": machine(), "cpu_percent_elsewhere": percent, **figures}
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    print(f"result: {arguments.out}; figures.py shows the tables")
     if (percent := result["cpu_percent_elsewhere"]) > QUIET_PERCENT:
         print(f"warning: other processes used {percent:.0f} % of the CPU time; measure on a quiet machine")
+
+
+def load_config(model: str | Path, settings: Mapping[str, Any]) -> Config:
+    """Return the base recipe with a model, and with settings by dotted key."""
+    settings = {"model.path": model, "data.source": "arithmetic", **settings}
+    return load(BASE, [f"{key}={value}" for key, value in settings.items()])
+
+
+def in_new_process(function: Callable[..., Result], *arguments: Any) -> Result:
+    """Call a function in a new process, which has its own peak memory and all of the GPU's memory."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+def run_megarl(*arguments: Any, environment: Mapping[str, str] = MappingProxyType({})) -> tuple[dict[str, float], str]:
+    """Run a megarl command in one process.
+
+    Returns:
+        Its wall-clock and CPU seconds, including start-up, and its peak resident memory in GB, with and without file
+        pages, because the kernel can evict clean file pages at any time; and its standard output.
+    """
+    command, anonymous = [*MEGARL, *map(str, arguments)], 0
+    with tempfile.TemporaryFile() as output:
+        start = time.perf_counter()
+        process = subprocess.Popen(command, cwd=ROOT, env=os.environ | environment, stdout=output)
+        pid = 0
+        while not pid:
+            anonymous = max(anonymous, _anonymous_bytes(process.pid))
+            time.sleep(0.02)
+            pid, status, usage = os.wait4(process.pid, os.WNOHANG)
+        seconds, process.returncode = time.perf_counter() - start, os.waitstatus_to_exitcode(status)
+        if process.returncode:
+            raise RuntimeError(f"{command} exited with status {process.returncode}")
+        output.seek(0)
+        costs = {
+            "seconds": seconds,
+            "cpu_seconds": usage.ru_utime + usage.ru_stime,
+            "peak_gb": usage.ru_maxrss * 1024 / 1e9,
+            "anonymous_peak_gb": anonymous / 1e9,
+        }
+        return costs, output.read().decode()
+
+
+def _anonymous_bytes(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon", "RssShmem")))
+
+
+def train(folder: Path, recipe: Path, *keys: str) -> tuple[list[dict], dict[str, float]]:
+    """Run `megarl train` with FOLDER/run as its folder. Return the metrics of every step, and run_logged's figures."""
+    keys = (*keys, f"run.folder={folder}", "run.name=run", "run.export=false")
+    figures = run_logged([*MEGARL, "train", str(recipe), *keys], log=folder / "megarl.log")
+    return read_metrics(folder / "run"), figures
+
+
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def run_logged(
+    *commands: Sequence[str], log: Path, environment: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, float]:
+    """Run commands at the same time, and exit with the end of their log if one fails. Return their seconds, and the
+    percentage of the machine's CPU time that they did not use (that of other processes and, on a virtual machine, of
+    its neighbours)."""
+    variables = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    variables |= {"PYTHONPATH": str(ROOT), **environment}
+    start, machine_before, own = time.perf_counter(), machine_cpu_seconds(), {}
+    children = []
+    try:
+        with log.open("w", encoding="utf-8") as file:
+            for command in commands:
+                print(f"running: {' '.join(command)}", flush=True)
+                options = dict(cwd=ROOT, env=variables, stdout=file, stderr=subprocess.STDOUT, process_group=0)
+                children.append(subprocess.Popen(command, **options))
+        while None in (statuses := [child.poll() for child in children]) and not any(statuses):
+            if time.perf_counter() - start > TIMEOUT_S:
+                raise TimeoutError(f"{commands} did not finish within {TIMEOUT_S} s")
+            for child in children:
+                own |= _cpu_seconds(child.pid)
+            time.sleep(0.5)
+    finally:  # also after Ctrl-C, which does not reach the process groups, SIGTERM and the deadline
+        for child in children:
+            child.terminate()
+            child.wait()
+    if any(statuses):
+        tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-30:])
+        sys.exit(f"{tail}\nbenchmark: error: exit status {statuses} of {commands}")
+    seconds = time.perf_counter() - start
+    elsewhere = machine_cpu_seconds() - machine_before - sum(own.values())
+    return {
+        "seconds_with_start_and_end": seconds,
+        "cpu_percent_elsewhere": 100 * elsewhere / (seconds * os.cpu_count()),
+    }
+
+
+def _cpu_seconds(pid: int) -> dict[psutil.Process, float]:
+    """Return the CPU seconds of a process and its descendants. The accounting of ended children misses processes whose
+    parent does not wait for them."""
+    found = {}
+    with suppress(psutil.NoSuchProcess):
+        root = psutil.Process(pid)
+        for process in (root, *root.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):
+                times = process.cpu_times()
+                found[process] = times.user + times.system
+    return found
 
 
 def machine() -> dict[str, Any]:
@@ -88,24 +193,6 @@ def machine_cpu_seconds() -> float:
     return sum(times) - times.idle - times.iowait - times.guest - times.guest_nice  # user and nice contain guests
 
 
-def children_cpu_seconds() -> float:
-    """Return the CPU time of this process's exited children and of the descendants that they waited for."""
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
-
-
 def own_cpu_seconds() -> float:
-    return time.process_time() + children_cpu_seconds()
-
-
-@dataclass
-class Laps:
-    """Records the CPU seconds of this process by task."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    def __call__(self, name: str, function: Callable[..., Result], *args: Any) -> Result:
-        start = time.process_time()
-        result = function(*args)
-        self.seconds[name] = time.process_time() - start
-        return result
+    """Return the CPU time of this process, its exited children and the descendants that they waited for."""
+    return sum(os.times()[:4])

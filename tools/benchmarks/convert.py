@@ -9,8 +9,6 @@ import argparse
 import json
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
 import zlib
@@ -20,31 +18,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmark import ROOT, children_cpu_seconds, option, run_benchmark
+from benchmark import option, run_benchmark, run_megarl
 
 from megarl.models.folder import read_config
 from megarl.resharding.families import huggingface_holder
 from megarl.resharding.piece import whole
 from megarl.resharding.transports.safetensors import SafetensorsFolder, write_file
+from tests.published_models import CONFIGS
 
-# The shape of Llama-3.2-3B.
-MODEL = dict(
-    model_type="llama",
-    architectures=["LlamaForCausalLM"],
-    hidden_size=3072,
-    intermediate_size=8192,
-    num_attention_heads=24,
-    num_key_value_heads=8,
-    head_dim=128,
-    vocab_size=128256,
-    tie_word_embeddings=True,
-    dtype="bfloat16",
-)
+MODEL = CONFIGS["Llama-3.2-1B"] | dict(hidden_size=3072, num_attention_heads=24, head_dim=128, dtype="bfloat16")
+"""The shape of Llama-3.2-3B, apart from its layers."""
+
 SIZES = {"3B": 28, "tiny": 2}
 """Name -> layers."""
-
-TOY = dict(num_hidden_layers=2, hidden_size=24, intermediate_size=32, head_dim=8, vocab_size=128)
-"""A tiny model, to measure the start-up time of the command."""
 
 BLOCK_BYTES = 64 * 2**20
 
@@ -58,8 +44,6 @@ def measure_in(work: Path, num_layers: int) -> dict[str, Any]:
     """Measure each conversion with and without verification, and directly before it a plain read and write."""
     folder, checkpoint = work / "hf", work / "checkpoint"
     num_parameters = write_model(folder, {**MODEL, "num_hidden_layers": num_layers})
-    write_model(work / "toy", {**MODEL, **TOY})
-    start, start_cpu, _ = run(["hf-to-megatron", "--hf", work / "toy", "--out", work / "toy checkpoint"], work / "toy")
     to_megatron = ["hf-to-megatron", "--hf", folder, "--tp", "2", "--pp", "2"]
     to_hf = ["megatron-to-hf", "--checkpoint", checkpoint]
     runs = {}
@@ -70,17 +54,15 @@ def measure_in(work: Path, num_layers: int) -> dict[str, Any]:
         ("megatron-to-hf --no-verify", [*to_hf, "--no-verify"], checkpoint, work / "new"),
     ):
         plain = plain_copy(source, work / "copy")
-        seconds, cpu_seconds, peak = run([*command, "--out", out], source)
+        costs = run([*command, "--out", out], source)
         floor = plain["read_seconds"] + plain["write_seconds"]
-        print(f"{name}: {seconds:.1f} s ({cpu_seconds:.1f} of CPU), {floor:.1f} s plain, {peak:.2f} GB", flush=True)
-        costs = {"seconds": seconds, "cpu_seconds": cpu_seconds, "peak_gb": peak}
-        runs[name] = {**costs, **plain, "ratio": seconds / floor}
+        print(f"{name}: {costs}, {floor:.1f} s plain", flush=True)
+        runs[name] = {**costs, **plain, "ratio": costs["seconds"] / floor}
         if name == "megatron-to-hf" and not same_weights(folder, out):
             raise RuntimeError("the round trip changed the weights")
         shutil.rmtree(work / "new", ignore_errors=True)
     num_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    starts = {"start_seconds": start, "start_cpu_seconds": start_cpu}
-    return {"num_parameters": num_parameters, "gb": num_bytes / 1e9, **starts, "runs": runs}
+    return {"num_parameters": num_parameters, "gb": num_bytes / 1e9, "runs": runs}
 
 
 def write_model(folder: Path, config: Mapping[str, Any]) -> int:
@@ -118,28 +100,11 @@ def plain_copy(source: Path, copy: Path) -> dict[str, float]:
     return {"read_seconds": read, "write_seconds": written, "plain_cpu_seconds": time.process_time() - start_cpu}
 
 
-def run(command: list[Any], source: Path) -> tuple[float, float, float]:
-    """Run the command. Return its wall-clock and CPU seconds, including start-up, and its peak memory in GB without
-    file pages."""
+def run(command: list[Any], source: Path) -> dict[str, float]:
+    """Run the command on files that are not in the page cache."""
     drop_from_page_cache(source)
-    start, start_cpu, peak = time.perf_counter(), children_cpu_seconds(), 0
-    tool = [sys.executable, "-m", "megarl.cli", "convert", *command]
-    with subprocess.Popen([str(part) for part in tool], cwd=ROOT, stdout=subprocess.DEVNULL) as process:
-        while process.poll() is None:
-            peak = max(peak, anonymous_bytes(process.pid))
-            time.sleep(0.02)
-    if process.returncode:
-        raise RuntimeError(f"{tool} exited with status {process.returncode}")
-    return time.perf_counter() - start, children_cpu_seconds() - start_cpu, peak / 1e9
-
-
-def anonymous_bytes(pid: int) -> int:
-    """Return the resident memory without file pages, because the kernel can evict clean file pages at any time."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
-    except (FileNotFoundError, ProcessLookupError):  # it has just exited
-        return 0
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon", "RssShmem")))
+    costs, _ = run_megarl("convert", *command)
+    return {name: costs[name] for name in ("seconds", "cpu_seconds")} | {"peak_gb": costs["anonymous_peak_gb"]}
 
 
 def files(folder: Path) -> list[Path]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ from megarl.cluster.placement import place
 from megarl.cluster.session import Session
 from megarl.cluster.supervision.supervisor import supervised
 from megarl.config.load import load
-from megarl.core.types import Prompt, RolloutInfo, SampleRef
+from megarl.core.types import Prompt, SampleRef
 from megarl.data.turns import ChatTokens
 from megarl.environments.tools import describe
 from megarl.models.tokenizer import load_tokenizer
@@ -70,31 +70,27 @@ class Slow(Environment):
 
 @dataclass
 class Steps:
-    """An engine's steps: when each begins and ends in vLLM, and whether requests remain after it."""
+    """The seconds in which an engine had no requests after a step, because all rollouts waited for their environments,
+    and the CPU seconds of its steps."""
 
-    begins: list[float] = field(default_factory=list)
-    ends: list[float] = field(default_factory=list)
-    has_work: list[bool] = field(default_factory=list)
+    idle_s: float = 0.0
     cpu_s: float = 0.0
-
-    def gaps(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the seconds between steps, separately for steps after which requests remained and steps after which
-        all rollouts waited for their environments."""
-        gaps, has_work = np.array(self.begins[1:]) - np.array(self.ends[:-1]), np.array(self.has_work[:-1])
-        return gaps[has_work], gaps[~has_work]
 
 
 def watch(engine: VllmEngine) -> None:
     """Make the engine record its steps."""
     step, steps = engine._step, Steps()
+    idle_since = None
 
     def timed() -> None:
-        steps.begins.append(time.perf_counter())
+        nonlocal idle_since
+        if idle_since is not None:
+            steps.idle_s += time.perf_counter() - idle_since
         before = time.thread_time()
         step()
         steps.cpu_s += time.thread_time() - before
-        steps.ends.append(time.perf_counter())
-        steps.has_work.append(any(not item.completion.done() for item in engine._pending.values()))
+        has_work = any(not item.completion.done() for item in engine._pending.values())
+        idle_since = None if has_work else time.perf_counter()
 
     engine._step, engine.steps = timed, steps
 
@@ -151,7 +147,7 @@ def groups(folder: Path) -> list[list[SamplingRequest]]:
 
 def _wait(self: Any) -> str:
     """Takes a while."""
-    raise NotImplementedError("described only")
+    raise NotImplementedError("only the tool's description is used")
 
 
 def drive(
@@ -166,58 +162,36 @@ def drive(
     beside = psutil.Process(pid)
     hosts = [child for child in beside.children(recursive=True) if "megarl.environments.host" in child.cmdline()]
     assert len(hosts) == PROCESSES
-    before = [_cpu_seconds([beside]), _cpu_seconds(hosts), ray.get(engine.call.remote(_process_time)).value]
-    begin = time.perf_counter()
+
+    def cpu_seconds() -> np.ndarray:
+        of_engine = ray.get(engine.call.remote(lambda _: time.process_time())).value
+        return np.array([_cpu_seconds([beside]), _cpu_seconds(hosts), of_engine])
+
+    before, begin = cpu_seconds(), time.perf_counter()
     rollouts: list[list[SampleRef]] = environments.generate(groups[1:], listener).result()
     seconds = time.perf_counter() - begin
-    after = [_cpu_seconds([beside]), _cpu_seconds(hosts), ray.get(engine.call.remote(_process_time)).value]
+    rollouts_s, hosts_s, engine_s = map(float, cpu_seconds() - before)
     steps = ray.get(engine.call.remote(lambda worker: worker.steps)).value
-    samples = [sample for group in rollouts for sample in group]
-    infos = [sample.rollout for sample in samples]
-    cpu_s = [end - start for start, end in zip(before, after, strict=True)]
-    return summary(infos, steps, seconds, cpu_s[0], cpu_s[1], cpu_s[2] - steps.cpu_s)
-
-
-def _process_time(_: object) -> float:
-    return time.process_time()
-
-
-def _cpu_seconds(processes: Sequence[psutil.Process]) -> float:
-    return sum(sum(process.cpu_times()[:2]) for process in processes)
-
-
-def summary(
-    infos: Sequence[RolloutInfo], steps: Steps, seconds: float, rollouts_s: float, hosts_s: float, engine_s: float
-) -> dict[str, Any]:
-    """Return the figures.
-
-    Args:
-        rollouts_s: CPU seconds of the process that runs the rollouts.
-        hosts_s: CPU seconds of the environments' processes.
-        engine_s: CPU seconds of the engine outside its steps.
-    """
+    infos = [sample.rollout for group in rollouts for sample in group]
+    engine_s -= steps.cpu_s
     num_turns = sum(info.num_turns for info in infos)
-    between, idle = steps.gaps()
     later = sum(info.num_context_tokens for info in infos)
     return {
-        "seconds": round(seconds, 2),
         "rollouts": len(infos),
         "failed": sum(info.stop_reason == "failed" for info in infos),
-        "turns": num_turns,
-        "engine_steps": len(steps.begins),
-        "engine_idle_share": round(float(idle.sum()) / seconds, 4),
-        "engine_between_steps_share": round(float(between.sum()) / seconds, 4),
-        "median_ms_between_steps": round(1000 * float(np.median(between)), 2),
+        "engine_idle_share": round(steps.idle_s / seconds, 4),
         "cpu_ms_per_turn": {
             "rollouts": round(1000 * rollouts_s / num_turns, 3),
             "environments": round(1000 * hosts_s / num_turns, 3),
             "engine, beside its steps": round(1000 * engine_s / num_turns, 3),
-            "all": round(1000 * (rollouts_s + hosts_s + engine_s) / num_turns, 3),
         },
-        "turns_per_second": round(num_turns / seconds, 1),
         "cached_share_of_later_prompts": round(sum(info.num_cached_tokens for info in infos) / later, 4),
         "mean_later_prompt_tokens": round(later / (num_turns - len(infos))),
     }
+
+
+def _cpu_seconds(processes: Sequence[psutil.Process]) -> float:
+    return sum(sum(process.cpu_times()[:2]) for process in processes)
 
 
 if __name__ == "__main__":

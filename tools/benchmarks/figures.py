@@ -15,15 +15,17 @@ from statistics import mean, median
 from textwrap import fill
 from typing import Any
 
+import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-ROOT = Path(__file__).resolve().parents[2]
+FOLDER = Path(__file__).resolve().parent
+ROOT = FOLDER.parents[1]
 sys.path.append(str(ROOT))  # this file is run as a script and imported by tests
 
 from tools.benchmarks.benchmark import QUIET_PERCENT
-from tools.benchmarks.published_steps import FACTOR
+from tools.benchmarks.predictions import FACTOR
 
-RESULTS = Path(__file__).with_name("results")
+RESULTS = FOLDER / "results"
 WIDTH = 120
 PAGES: dict[str, tuple[str, ...]] = {
     "README.md": ("headlines",),
@@ -32,16 +34,7 @@ PAGES: dict[str, tuple[str, ...]] = {
 }
 """Page -> its blocks, each with a template."""
 
-PLANNED = {
-    "deepseek-v3": "DeepSeek-V3 (671B)",
-    "deepseek-v3-whole-experts": "DeepSeek-V3, whole experts per worker",
-    "llama-3.1-405b": "Llama-3.1-405B",
-    "qwen3-235b-nemo-rl-16-nodes": "Qwen3-235B-A22B, NeMo-RL's layout",
-    "qwen3-235b-nemo-rl-32-nodes": "Qwen3-235B-A22B, NeMo-RL's layout on more nodes",
-    "qwen3-235b-slime": "Qwen3-235B-A22B, slime's layout",
-    "qwen3-235b-verl": "Qwen3-235B-A22B, verl's layout",
-    "qwen3-235b-verl-colocated": "Qwen3-235B-A22B, verl's layout, colocated",
-}
+PLANNED = {name: case["title"] for name, case in yaml.safe_load((FOLDER / "cases/reshard.yaml").read_text()).items()}
 """Titles of the cases of reshard.py, in the order of its results."""
 
 
@@ -68,7 +61,7 @@ def rendered(page: str, content: str) -> str:
         before, _, rest = content.partition(begin)
         _, found, after = rest.partition(end)
         if not found:
-            raise ValueError(f"{page} has no {begin} with {end} after it. Fix: put the markers back")
+            raise ValueError(f"{page}: the page must contain {begin} followed by {end}. Fix: add both markers")
         content = f"{before}{begin}\n{render(name)}\n{end}{after}"
     return content
 
@@ -132,14 +125,6 @@ def learned_ratios(found: Mapping[str, Any], option: str, rate: float) -> list[f
     return [own / exact for own, exact in pairs]
 
 
-def changed_share(found: Mapping[str, Any], option: str, rate: float) -> float:
-    return learned(found, option, rate, "changed_share")
-
-
-def by_tokens(peaks: Mapping[str, int]) -> list[tuple[int, int]]:
-    return sorted(((int(tokens), size) for tokens, size in peaks.items()), reverse=True)
-
-
 def power(value: float) -> str:
     return f"{value:g}".replace("e-0", "e-")
 
@@ -154,7 +139,7 @@ def text(paragraph: str) -> str:
 
 
 ENVIRONMENT = Environment(
-    loader=FileSystemLoader(Path(__file__).with_name("pages")),
+    loader=FileSystemLoader(FOLDER / "pages"),
     trim_blocks=True,
     undefined=StrictUndefined,
     autoescape=False,
@@ -163,8 +148,8 @@ ENVIRONMENT.filters |= {"text": text, "f": format}
 ENVIRONMENT.tests["miss"] = is_miss
 ENVIRONMENT.globals |= dict(
     **dict(result=lambda name: result(name), machine_of=machine_of, moved=moved, proven=proven, meanwhile=meanwhile),
-    **dict(by_size=by_size, actor_seconds=actor_seconds, by_tokens=by_tokens, power=power),
-    **dict(learned=learned, learned_ratios=learned_ratios, changed_share=changed_share, sizes=sizes, mean=mean),
+    **dict(by_size=by_size, actor_seconds=actor_seconds, power=power),
+    **dict(learned=learned, learned_ratios=learned_ratios, sizes=sizes, mean=mean),
     **dict(median=median, FACTOR=FACTOR, QUIET_PERCENT=QUIET_PERCENT, PLANNED=PLANNED),
 )
 

@@ -19,23 +19,20 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT))  # this file is run as a script and imported by tests
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # this file is run as a script and imported by tests
 
 
-from megarl.config.load import load
 from megarl.config.schema import Config
 from megarl.core.metrics import Metric
-from megarl.core.types import NO_BASELINE, Prompt, Sample, VersionRun
+from megarl.core.types import Prompt
 from megarl.data.local_batch import LocalBatch
-from megarl.data.packing import Lengths, schedule
 from megarl.megatron import parallel
 from megarl.megatron.model.build import named_parameters
 from megarl.megatron.optimizer import parts_of
 from megarl.megatron.workers.actor import ActorWorker
-from tests.samples import training_ref
 from tests.tiny_model import tiny_tokenizer
-from tools.benchmarks.benchmark import BASE, option, run_benchmark
+from tools.benchmarks.benchmark import load_config, option, run_benchmark
+from tools.benchmarks.samples import local_batches, sample_of
 
 RATES = (1e-5, 1e-6)
 TOKENS, FIRST = 64, 8
@@ -75,32 +72,25 @@ class Language:
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return for each learning rate and option: the final improvement of each seed over the initial model, in nats per
-    token on the same samples; the improvement by update, averaged over seeds; and the mean share of elements that an
-    update changes."""
+    token on the same samples; and the mean share of elements that an update changes."""
     torch.set_num_threads(1)
-    runs = [
-        {"lr": rate, "option": option, "learned": [], "changed_shares": [], "curves": []}
-        for rate in RATES
-        for option in OPTIONS
-    ]
-    sizes = []
+    runs = [{"lr": rate, "option": option, "learned": [], "changed_shares": []} for rate in RATES for option in OPTIONS]
+    sizes, medians = (arguments.first_updates, arguments.hidden, arguments.layers), []
     for seed in range(arguments.seeds):
         language = Language(seed)
         with tempfile.TemporaryDirectory() as folder:
-            sizes.append(write_model(Path(folder), language, arguments, seed))
+            medians.append(write_model(Path(folder), language, *sizes, seed))
             batches = [language.batch(NEW) for _ in range(arguments.updates)]
             before = losses_of(Path(folder), batches)
             for run in runs:
                 losses, changed = train(run["option"], Path(folder), batches, run["lr"], seed)
                 curve = [old - new for old, new in zip(before, losses, strict=True)]
-                run["curves"].append(curve)
                 run["learned"].append(mean(curve[-TAIL:]))
                 run["changed_shares"].append(changed)
                 print(f"seed {seed}, {run['lr']:g}, {run['option']}: {run['learned'][-1]:.5f}", flush=True)
     for run in runs:
         run["changed_share"] = mean(run.pop("changed_shares"))
-        run["curve"] = [round(mean(gains), 6) for gains in zip(*run.pop("curves"), strict=True)]
-    size = {"hidden": arguments.hidden, "layers": arguments.layers, "median_weight": mean(sizes)}
+    size = {"hidden": arguments.hidden, "layers": arguments.layers, "median_weight": mean(medians)}
     return {"model": size, "updates": arguments.updates, "seeds": arguments.seeds, "tail": TAIL, "runs": runs}
 
 
@@ -171,8 +161,7 @@ def train(
 
 
 def config_of(folder: Path, dtype: str, rate: float) -> Config:
-    keys = {
-        "model.path": folder,
+    settings = {
         "model.dtype": dtype,
         "data.source": folder / "none.jsonl",
         "data.format": "messages",
@@ -182,28 +171,13 @@ def config_of(folder: Path, dtype: str, rate: float) -> Config:
         "rollout.context_length": LENGTH,
         "rollout.max_new_tokens": LENGTH - 1,
     }
-    return load(BASE, [f"{key}={value}" for key, value in keys.items()])
+    return load_config(folder, settings)
 
 
 def local_batch(worker: ActorWorker, batch: list[list[int]]) -> LocalBatch:
-    weight = 1 / sum(len(ids) - 1 for ids in batch)
-    samples = []
-    for i, (first, *others) in enumerate(batch):
-        n = len(others)
-        sample = Sample(
-            f"{i}",
-            Prompt(f"{i}", "", (first,)),
-            tuple(others),
-            (-1.0,) * n,
-            (True,) * n,
-            (VersionRun(0, n),),
-            "stop",
-            "",
-        )
-        samples.append(training_ref(sample, 1.0, NO_BASELINE, weight))
-    lengths = [Lengths(s.sample.id, 1, len(s.sample.response_ids)) for s in samples]
-    [share] = schedule(lengths, worker.packing)
-    return LocalBatch(samples, share)
+    samples = [sample_of(f"{i}", Prompt(f"{i}", "", ids[:1]), ids[1:]) for i, ids in enumerate(batch)]
+    [local] = local_batches(samples, [1.0] * len(samples), worker.packing)
+    return local
 
 
 class Copied(ActorWorker):
@@ -216,21 +190,21 @@ class Copied(ActorWorker):
 class Stochastic(Copied):
     """Rounds main weights to parameters stochastically, which is unbiased."""
 
+    has_main_weights = True
+
     def update(self, batch: LocalBatch) -> dict[str, Metric]:
         metrics = super().update(batch)
         for parameter in named_parameters(self.chunks).values():
             parameter.detach().copy_(stochastically_rounded(parameter.main_param.view_as(parameter)))
+            if not self.has_main_weights:
+                parameter.main_param.copy_(parameter.detach().flatten())
         return metrics
 
 
 class StochasticAlone(Stochastic):
     """The same without main weights: the next update starts from the rounded parameters."""
 
-    def update(self, batch: LocalBatch) -> dict[str, Metric]:
-        metrics = super().update(batch)
-        for parameter in named_parameters(self.chunks).values():
-            parameter.main_param.copy_(parameter.detach().flatten())
-        return metrics
+    has_main_weights = False
 
 
 class Float16(ActorWorker):
@@ -262,8 +236,7 @@ OPTIONS: dict[str, tuple[type[ActorWorker], str]] = {
 
 
 def copy_all(sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
-    for source, target in zip(sources, targets, strict=True):
-        target.copy_(source)
+    torch._foreach_copy_(targets, sources)
 
 
 def stochastically_rounded(values: torch.Tensor) -> torch.Tensor:

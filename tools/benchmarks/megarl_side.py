@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import os
-import resource
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 import torch.distributed as dist
-from benchmark import BASE
-from training_case import Case
+from benchmark import load_config
+from samples import local_batches, sample_of
+from training_case import Case, peak_rss_bytes, timed, write_result
 
 from megarl.cluster.memory.rank import rank_memory
-from megarl.config.load import load
 from megarl.config.schema import Config
-from megarl.core.types import NO_BASELINE, Prompt, Sample, SampleRef, VersionRun
+from megarl.core import device
+from megarl.core.types import Prompt
 from megarl.data.local_batch import LocalBatch
-from megarl.data.packing import Lengths, Microbatch, schedule
 from megarl.megatron.main_weights import begin_main_weights
 from megarl.megatron.model.build import named_parameters
 from megarl.megatron.workers.actor import ActorWorker
-from tests.samples import training_ref
 
 
 class RandomActor(ActorWorker):
@@ -51,27 +47,25 @@ def main() -> None:
     worker = RandomActor(config, folder, rank, store, case.threads)
     if case.padded:
         worker.packing = replace(worker.packing, document_multiple=case.longest)
-    samples = samples_of(case)
-    rank_batches = schedule(lengths_of(samples), worker.packing)
-    share = rank_batches[worker.data_parallel_rank]
-    worker.update(LocalBatch(samples, share[:1]))  # fills caches and memory pools
-    seconds = []
-    for _ in range(case.updates):
-        start = time.perf_counter()
-        worker.update(LocalBatch(samples, share))
+    batches = batches_of(case, worker)
+    batch = batches[worker.data_parallel_rank]
+    worker.update(LocalBatch(batch.samples, batch.microbatches[:1]))  # fills caches and memory pools
+
+    def update() -> None:
+        worker.update(LocalBatch(batch.samples, batch.microbatches))  # not collated yet
         worker.end_step()
-        seconds.append(time.perf_counter() - start)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        device.synchronize()
+
+    seconds, peak = timed(update, case.updates), peak_rss_bytes()
     result = {
         "saves": [saving(worker, folder / f"checkpoint-{i}", rank) for i in range(case.saves)],
         "seconds": seconds,
         "measured_bytes": peak - baseline,
-        "baseline_bytes": baseline,
-        "closed_form_bytes": closed_form(case, config, rank, rank_batches, samples),
+        "gpu_bytes": torch.cuda.max_memory_allocated() if device.on_cuda() else None,
+        "closed_form_bytes": closed_form(case, config, rank, batches),
         "settings": {"layout": config.actor.layout.model_dump(), "kernels": worker.kernels, "threads": case.threads},
-        "versions": {name: version(name) for name in ("torch", "megatron-core")},
     }
-    (folder / f"megarl-{rank}.json").write_text(json.dumps(result), encoding="utf-8")
+    write_result(folder / f"megarl-{rank}.json", result, "torch", "megatron-core")
     worker.close()
     os._exit(0)  # Gloo's threads may wait for ranks that have exited
 
@@ -103,43 +97,37 @@ def saving(worker: ActorWorker, folder: Path, rank: int) -> dict[str, float]:
 
 def config_of(case: Case, folder: Path) -> Config:
     settings = {
-        "model.path": folder,
         "model.dtype": case.dtype,
-        "data.source": "arithmetic",
         "actor.recompute": case.recompute,
         "actor.tokens_per_microbatch": max(case.microbatch, case.longest),
         "rollout.context_length": case.longest,
         "rollout.max_new_tokens": case.longest - 1,
+        **{f"actor.layout.{key}": value for key, value in case.layout.items()},
     }
-    overrides = [f"{key}={value}" for key, value in settings.items()]
-    return load(BASE, overrides + [f"actor.layout.{override}" for override in case.layout])
+    return load_config(folder, settings)
 
 
-def samples_of(case: Case) -> list[SampleRef]:
-    """Return samples with distinct prompts, so that no prefix is shared."""
-    weight, group = 1 / sum(response for _, response in case.lengths), NO_BASELINE
-    samples = []
-    for i, (prompt, response) in enumerate(case.ids()):
-        n, whole = len(response), Prompt(f"{i}", "", tuple(prompt))
-        sample = Sample(f"{i}", whole, tuple(response), (-1.0,) * n, (True,) * n, (VersionRun(0, n),), "stop", "")
-        samples.append(training_ref(sample, (-1.0) ** i, group, weight))
-    return samples
+def batches_of(case: Case, worker: ActorWorker) -> list[LocalBatch]:
+    """Return the batch of each rank. Prompts are distinct, so that no prefix is shared."""
+    samples = [sample_of(f"{i}", Prompt(f"{i}", "", ids[0]), ids[1]) for i, ids in enumerate(case.ids())]
+    return local_batches(samples, [(-1.0) ** i for i in range(len(samples))], worker.packing)
 
 
-def lengths_of(samples: list[SampleRef]) -> list[Lengths]:
-    return [Lengths(s.sample.id, len(s.sample.prompt.token_ids), len(s.sample.response_ids)) for s in samples]
-
-
-def closed_form(
-    case: Case, config: Config, rank: int, rank_batches: list[list[Microbatch]], samples: list[SampleRef]
-) -> dict[str, Any]:
+def closed_form(case: Case, config: Config, rank: int, batches: Sequence[LocalBatch]) -> dict[str, Any]:
     """Return the closed-form bytes of a rank's memory by part, as if all microbatches were as large as the largest."""
-    of_microbatch = [[samples[i].sample for i in microbatch] for share in rank_batches for microbatch in share]
+    of_microbatch = [[item.sample for item in members] for batch in batches for members in batch.members]
     tokens = max(sum(s.num_tokens for s in members) for members in of_microbatch)
     rows = max(sum(len(s.response_ids) for s in members) for members in of_microbatch)
     num_bytes = 4 if case.dtype == "float32" else 2
     memory = rank_memory(
-        case.hf_config, config.actor.layout, rank, num_bytes, tokens, rows, len(rank_batches[0]), config.actor.recompute
+        case.hf_config,
+        config.actor.layout,
+        rank,
+        num_bytes,
+        tokens,
+        rows,
+        len(batches[0].microbatches),
+        config.actor.recompute,
     )
     parts = {name: getattr(memory, name) for name in memory.__slots__}
     return parts | {"total": memory.total}

@@ -10,20 +10,30 @@ import argparse
 import random
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from fractions import Fraction
 from typing import Any
 
 import psutil
 from benchmark import option, run_benchmark
+from samples import sample_of
 
-from megarl.core.types import Prompt, Sample, VersionRun
+from megarl.core.types import Prompt, Sample
 from megarl.environments.pool import FunctionPool
 
 PROMPTS, SAMPLES, RUNS = 256, 8, 3
 PROCESSES = 2
 THOUGHTS = "Let us see: the sum of the two parts is $a + b$, which we divide by what is left over. "
 """Text before the answer, repeated to about 1,700 characters."""
+
+CASES = {
+    "math_match, groups as in a run": ("math_match", False),
+    "math_match, distinct answers": ("math_match", True),
+    "exact_match": ("exact_match", False),
+}
+"""Name -> a reward function, and whether every response has a different answer."""
 
 Form = Callable[[Fraction, Fraction], tuple[str, str]]
 """A kind of answer: the texts of reference and response, given the correct number and the number in the response."""
@@ -55,7 +65,7 @@ def samples(seed: int, num_prompts: int, are_distinct: bool = False) -> Iterator
             said = right if generator.random() < 0.5 else right + generator.randint(1, 9)
             said = right + j if are_distinct else said
             text = f"{THOUGHTS * 20}So it is $\\boxed{{{form(right, said)[1]}}}$."
-            yield Sample(f"{i}.{j}", prompt, [7], [-1.0], [True], (VersionRun(0, 1),), "stop", text)
+            yield sample_of(f"{i}.{j}", prompt, [7], text=text)
 
 
 def through_pool(pool: FunctionPool, function: str, batch: list[Sample]) -> tuple[float, float, list[float | None]]:
@@ -72,36 +82,23 @@ def cpu_seconds(pool: FunctionPool) -> float:
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    cases = {
-        "math_match, groups as in a run": ("math_match", False),
-        "math_match, distinct answers": ("math_match", True),
-        "exact_match": ("exact_match", False),
-    }
-    pool = FunctionPool(["math_match", "exact_match"], None, PROCESSES, 60.0)
-    rates: dict[str, list[float]] = {}
-    cpu_ms: dict[str, list[float]] = {}
+    rates, cpu_ms = defaultdict(list), defaultdict(list)
     failed = 0  # on a busy machine, calls may exceed math_match's time limit
-    try:
-        for case, (function, are_distinct) in cases.items():
+    with closing(FunctionPool(["math_match", "exact_match"], None, PROCESSES, 60.0)) as pool:
+        for case, (function, are_distinct) in CASES.items():
             through_pool(pool, function, list(samples(RUNS, arguments.prompts, are_distinct)))  # warm-up
-            rates[case], cpu_ms[case] = [], []
             for seed in range(RUNS):
                 batch = list(samples(seed, arguments.prompts, are_distinct))
                 seconds, cpu, values = through_pool(pool, function, batch)
                 cpu_ms[case].append(1000 * cpu / len(batch))
                 failed += values.count(None)
                 rates[case].append(round(len(batch) / seconds, 1))
-    finally:
-        pool.close()
     return {
         "processes": PROCESSES,
         "samples": len(batch),
         "response_characters": round(statistics.fmean(len(sample.text) for sample in batch)),
         "answers_per_second": {case: statistics.median(values) for case, values in rates.items()},
         "cpu_ms_per_answer": {case: round(statistics.median(values), 3) for case, values in cpu_ms.items()},
-        "answers_per_second_if_nothing_else_ran": {
-            case: round(1000 * PROCESSES / statistics.median(values)) for case, values in cpu_ms.items() if any(values)
-        },
         "runs": rates,
         "failed": failed,
     }

@@ -33,23 +33,17 @@ def measure(folder: Path) -> dict[str, Any]:
     exact = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     rounded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     documents = [sample(exact, tokenizer, question) for question in QUESTIONS]
-    found = {
-        "float32": score(exact, documents, F.linear),
-        "bfloat16": score(rounded, documents, F.linear),
-        "sums of linear layers in float32": score(rounded, documents, summed_in(torch.float32)),
-        "sums of linear layers in float64": score(rounded, documents, summed_in(torch.float64)),
-        "one token at a time": score(rounded, documents, row_by_row),
-        "weights in fp8 blocks": score(rounded, documents, in_fp8(activations=False)),
-        "weights and activations in fp8": score(rounded, documents, in_fp8(activations=True)),
+    ways: dict[str, tuple[torch.nn.Module, Linear, str | None]] = {
+        "float32": (exact, F.linear, None),
+        "bfloat16": (rounded, F.linear, "float32"),
+        "sums of linear layers in float32": (rounded, summed_in(torch.float32), "bfloat16"),
+        "sums of linear layers in float64": (rounded, summed_in(torch.float64), "sums of linear layers in float32"),
+        "one token at a time": (rounded, row_by_row, "bfloat16"),
+        "weights in fp8 blocks": (rounded, in_fp8(activations=False), "bfloat16"),
+        "weights and activations in fp8": (rounded, in_fp8(activations=True), "bfloat16"),
     }
-    pairs = (
-        ("bfloat16", "float32"),
-        ("sums of linear layers in float32", "bfloat16"),
-        ("sums of linear layers in float64", "sums of linear layers in float32"),
-        ("one token at a time", "bfloat16"),
-        ("weights in fp8 blocks", "bfloat16"),
-        ("weights and activations in fp8", "bfloat16"),
-    )
+    found = {name: score(model, documents, linear) for name, (model, linear, _) in ways.items()}
+    pairs = [(name, other) for name, (_, _, other) in ways.items() if other]
     return {
         "tokens": sum(len(ids) - prompt for ids, prompt in documents),
         "mean_differences": {f"{a} - {b}": float((found[a] - found[b]).abs().mean()) for a, b in pairs},

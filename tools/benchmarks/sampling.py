@@ -12,46 +12,38 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from benchmark import run_benchmark
-
-if TYPE_CHECKING:
-    from vllm import SamplingParams
+from benchmark import load_config, run_benchmark
 
 SEQUENCES, TOKENS = 1024, 24
 TOP_K = {"sampled token only": None, "50 most likely tokens": 50}
 
 
-class Timed:
-    """A wrapper of vLLM's output processor that records the seconds of each call."""
+def record_seconds(processor: Any) -> list[float]:
+    """Make vLLM's output processor record the seconds of each call in the returned list."""
+    process_outputs, seconds = type(processor).process_outputs, []
 
-    def __init__(self, processor: Any):
-        self._processor = processor
-        self.seconds: list[float] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._processor, name)
-
-    def process_outputs(self, *arguments: Any, **options: Any) -> Any:
+    def timed(*arguments: Any, **options: Any) -> Any:
         begin = time.perf_counter()
-        result = self._processor.process_outputs(*arguments, **options)
-        self.seconds.append(time.perf_counter() - begin)
+        result = process_outputs(processor, *arguments, **options)
+        seconds.append(time.perf_counter() - begin)
         return result
+
+    processor.process_outputs = timed
+    return seconds
 
 
 def measure(folder: Path, top_k: int | None) -> dict[str, float]:
     """Return the median milliseconds to process a step's outputs in both ways, and the milliseconds to detokenize all
     complete responses."""
-    from megarl.config.load import load
     from megarl.core.types import Prompt
     from megarl.rollout.engine import SamplingRequest
     from megarl.rollout.vllm import engine as module
-    from tests.paths import BASE
 
-    keys = [f"model.path={folder}", "data.source=arithmetic", "rollout.kv_cache_gib=0.5", "rollout.context_length=64"]
-    keys += [f"rollout.max_new_tokens={TOKENS}", f"rollout.top_k={'null' if top_k is None else top_k}"]
-    rollout = load(BASE, keys).rollout.model_copy(update={"vllm_overrides": {"max_num_seqs": SEQUENCES}})
+    settings = {"kv_cache_gib": 0.5, "context_length": 64, "max_new_tokens": TOKENS, "top_k": top_k or "null"}
+    config = load_config(folder, {f"rollout.{name}": value for name, value in settings.items()})
+    rollout = config.rollout.model_copy(update={"vllm_overrides": {"max_num_seqs": SEQUENCES}})
     engine = module.VllmEngine(rollout, module.rollout_arguments(rollout, folder, "float32", seed=0))
     engine.hold(1)
     ours = engine._sampling
@@ -61,17 +53,14 @@ def measure(folder: Path, top_k: int | None) -> dict[str, float]:
         requests = [SamplingRequest(f"{i}", Prompt(f"{i}", "", (5, 6, 7)), seed=i) for i in range(SEQUENCES)]
         if name == "vllm":
             engine._sampling = lambda request: _decoding(ours(request))
-        engine._llm.llm_engine.output_processor = timed = Timed(engine._llm.llm_engine.output_processor)
-        begin = time.perf_counter()
+        seconds = record_seconds(engine._llm.llm_engine.output_processor)
         samples = asyncio.run(engine.generate(requests))
-        found[f"{name}_rollout_s"] = round(time.perf_counter() - begin, 2)
-        found[f"{name}_step_ms"] = round(1000 * statistics.median(timed.seconds), 2)
+        found[f"{name}_step_ms"] = round(1000 * statistics.median(seconds), 2)
         if name == "megarl":
             begin = time.perf_counter()
             for sample in samples:
                 module.response_text(engine._tokenizer, [5, 6, 7], sample.response_ids)
             found["megarl_decoding_ms"] = round(1000 * (time.perf_counter() - begin), 2)
-        engine._llm.llm_engine.output_processor = timed._processor
     return found
 
 
@@ -86,7 +75,7 @@ def measure_all(_: object) -> dict[str, Any]:
     return {"sequences": SEQUENCES, "tokens": TOKENS, "runs": runs}
 
 
-def _decoding(parameters: SamplingParams) -> SamplingParams:
+def _decoding(parameters: Any) -> Any:
     parameters.detokenize = True
     return parameters
 

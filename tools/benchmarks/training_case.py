@@ -4,44 +4,32 @@ from __future__ import annotations
 
 import json
 import random
+import resource
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
+from benchmark import ROOT  # noqa: F401  makes tests.* importable
+
+from tests.published_models import CONFIGS
+
+Ids = tuple[list[int], list[int]]
+"""A prompt and a response."""
+
 SHAPES: dict[str, dict[str, Any]] = {
-    "smollm2-135m": {
-        "model_type": "llama",
-        "hidden_size": 576,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "num_hidden_layers": 30,
-        "intermediate_size": 1536,
-        "vocab_size": 49152,
-    },
-    "qwen2.5-1.5b": {
-        "model_type": "qwen2",
-        "hidden_size": 1536,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 2,
-        "num_hidden_layers": 28,
-        "intermediate_size": 8960,
-        "vocab_size": 151936,
-    },
+    "smollm2-135m": CONFIGS["SmolLM2-135M"],
+    "qwen2.5-1.5b": CONFIGS["Qwen2.5-0.5B"]
+    | {"hidden_size": 1536, "num_attention_heads": 12, "num_hidden_layers": 28, "intermediate_size": 8960},
     # As many layers as fit on one GPU with their optimizer state.
-    "llama3.1-8b, 8 layers": {
-        "model_type": "llama",
-        "hidden_size": 4096,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "num_hidden_layers": 8,
-        "intermediate_size": 14336,
-        "vocab_size": 128256,
-    },
-    "tiny": {
-        "model_type": "llama",
+    "llama3.1-8b, 8 layers": CONFIGS["Llama-3.1-8B"] | {"num_hidden_layers": 8},
+    "tiny": CONFIGS["SmolLM2-135M"]
+    | {
         "hidden_size": 96,
         "num_attention_heads": 3,
-        "num_key_value_heads": 3,
         "num_hidden_layers": 4,
         "intermediate_size": 192,
         "vocab_size": 512,
@@ -56,7 +44,7 @@ class Case:
     Attributes:
         lengths: prompt and response tokens of each sample.
         microbatch: microbatch size, in tokens for megarl and in samples for transformers and TRL.
-        layout: overrides of actor.layout.
+        layout: keys of actor.layout.
         padded: whether every sample is padded to the longest.
         saves: number of checkpoints after the updates.
     """
@@ -66,7 +54,7 @@ class Case:
     updates: int
     threads: int
     microbatch: int
-    layout: list[str]
+    layout: Mapping[str, int]
     padded: bool = False
     dtype: str = "float32"
     recompute: str = "none"
@@ -90,7 +78,7 @@ class Case:
         """Number of tokens per update, without padding."""
         return sum(prompt + response for prompt, response in self.lengths)
 
-    def ids(self) -> list[tuple[list[int], list[int]]]:
+    def ids(self) -> list[Ids]:
         """Return the prompt and response ids of each sample, the same for every side."""
         source = random.Random(0)
         vocab = SHAPES[self.shape]["vocab_size"]
@@ -104,6 +92,43 @@ class Case:
     @classmethod
     def read(cls, folder: Path) -> Case:
         return cls(**json.loads((folder / "case.json").read_text(encoding="utf-8")))
+
+
+def timed(update: Callable[[], object], times: int) -> list[float]:
+    """Return the seconds of each call."""
+    seconds = []
+    for _ in range(times):
+        start = time.perf_counter()
+        update()
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def write_result(path: Path, result: Mapping[str, Any], *packages: str) -> None:
+    """Write a side's result with the versions of these packages."""
+    versions = {package: version(package) for package in packages}
+    path.write_text(json.dumps({**result, "versions": versions}, indent=2) + "\n", encoding="utf-8")
+
+
+def peak_rss_bytes() -> int:
+    """Return the peak resident memory of this process."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def padded(samples: Sequence[Ids]) -> dict[str, torch.Tensor]:
+    """Return GRPOTrainer's tensors: prompts [samples, longest prompt] padded on the left, responses [samples, longest
+    response] on the right, and the mask of each, 1 for a token."""
+    widths = [max(len(sample[part]) for sample in samples) for part in (0, 1)]
+    prompts = [torch.tensor([0] * (widths[0] - len(prompt)) + prompt) for prompt, _ in samples]
+    responses = [torch.tensor(response + [0] * (widths[1] - len(response))) for _, response in samples]
+    prompt_mask = [torch.arange(widths[0]) >= widths[0] - len(prompt) for prompt, _ in samples]
+    response_mask = [torch.arange(widths[1]) < len(response) for _, response in samples]
+    return {
+        "prompt_ids": torch.stack(prompts),
+        "prompt_mask": torch.stack(prompt_mask).long(),
+        "completion_ids": torch.stack(responses),
+        "completion_mask": torch.stack(response_mask).long(),
+    }
 
 
 def equal_lengths(num_samples: int, prompt: int, response: int) -> list[list[int]]:

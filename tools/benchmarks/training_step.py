@@ -1,5 +1,5 @@
 """Measure megarl's training step: against transformers and TRL, packed against padded samples, memory against its
-closed form, and the time that a checkpoint blocks training.
+closed form, the time that a checkpoint blocks training, and the model FLOPs utilization on a GPU.
 
 .venv/bin/python tools/benchmarks/training_step.py equal --out tools/benchmarks/results/step_equal.json
 """
@@ -9,134 +9,136 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from types import MappingProxyType
 from typing import Any
 
-from benchmark import ROOT, option, run_benchmark
+import torch
+from benchmark import in_new_process, option, run_benchmark, run_logged
 from step_vs_trl import build_environment
-from training_case import SHAPES, Case, equal_lengths, mixed_lengths
+from training_case import SHAPES, Case, Ids, equal_lengths, mixed_lengths, padded, timed
+from transformers import AutoConfig, AutoModelForCausalLM
 
-TIMEOUT_S = 900
+from megarl.models.flops import training_flops
+from megarl.models.shape import ModelShape
+
+PEAK_TFLOPS = 989.5
+"""Peak of an H100 SXM and of an H200 in bfloat16 without sparsity."""
+
 RETURN_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144"}
 """Makes glibc return freed memory, so that resident memory is close to the memory in use."""
 
-MICROBATCH = "microbatch sizes to try; the fastest one counts (default: 8)"
-
-LAYOUTS = {"1 process": [], "PP2": ["pp=2"], "DP2": ["dp=2"]}
+LAYOUTS = {"1 process": {}, "PP2": {"pp": 2}, "DP2": {"dp": 2}}
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    cores = len(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory(prefix="training-step-") as name:
-        figures = MEASUREMENTS[arguments.what](arguments, cores, Path(name))
+        figures = MEASUREMENTS[arguments.what](arguments, Path(name))
     return {"what": arguments.what, "shape": arguments.shape, **figures}
 
 
-def against_transformers(arguments: argparse.Namespace, cores: int, work: Path) -> dict[str, Any]:
+def against_transformers(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
     """Compare one process each, with all cores, on the same samples."""
-    lengths = _lengths(arguments, mixed=arguments.what == "mixed")
-    case = Case(arguments.shape, lengths, arguments.updates, cores, arguments.tokens_per_microbatch, [])
-    megarl = _speed(run("megarl", case, work / "megarl")[0], case)
-    sides = []
-    for size in arguments.transformers_microbatch:
-        other = replace(case, microbatch=size)
-        sides.append(_speed(run("transformers", other, work / f"transformers-{size}")[0], other))
-    fastest = max(sides, key=lambda side: side["tokens_per_second"])
+    case = case_of(arguments, mixed=arguments.what == "mixed")
+    megarl = speed("megarl", case, work / "megarl")
+    fastest, slower = fastest_of("transformers", case, arguments.transformers_microbatch, work)
     return {
-        "lengths": lengths,
+        "lengths": case.lengths,
         "ratio_of_tokens_per_second": megarl["tokens_per_second"] / fastest["tokens_per_second"],
         "megarl": megarl,
         "transformers": fastest,
-        "transformers_slower_settings": [side for side in sides if side is not fastest],
+        "transformers_slower_settings": slower,
     }
 
 
-def against_trl(arguments: argparse.Namespace, cores: int, work: Path) -> dict[str, Any]:
+def against_trl(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
     """Compare a GRPO update on the same samples, with mixed and with equal lengths: seconds and, in separate runs, the
     peak resident memory without the memory before the model, weights, gradients and Adam's state."""
-    trl = build_environment(work / "environment")
-    found = {}
+    python, found = build_environment(work / "environment"), {}
     for mix in ("mixed", "equal"):
-        lengths = _lengths(arguments, mixed=mix == "mixed")
-        case = Case(arguments.shape, lengths, arguments.updates, cores, arguments.tokens_per_microbatch, [])
-        theirs = [replace(case, microbatch=size) for size in arguments.trl_microbatch]
-        speeds = [_speed(run("trl", own, work / f"trl-{mix}-{own.microbatch}", python=trl)[0], own) for own in theirs]
-        fastest = max(speeds, key=lambda side: side["tokens_per_second"])
+        folder = work / mix
+        case = case_of(arguments, mixed=mix == "mixed")
+        fastest, slower = fastest_of("trl", case, arguments.trl_microbatch, folder, python)
         own = replace(case, microbatch=fastest["settings"]["samples_per_microbatch"], updates=1)
-        [memory] = run("trl", own, work / f"trl-{mix}-memory", environment=RETURN_FREED_MEMORY, python=trl)
-        megarl = _speed(run("megarl", case, work / f"megarl-{mix}")[0], case)
+        [memory] = run("trl", own, folder / "trl-memory", environment=RETURN_FREED_MEMORY, python=python)
+        megarl = speed("megarl", case, folder / "megarl")
         own = replace(case, updates=1)
-        [megarl_memory] = run("megarl", own, work / f"megarl-{mix}-memory", environment=RETURN_FREED_MEMORY)
+        [megarl_memory] = run("megarl", own, folder / "megarl-memory", environment=RETURN_FREED_MEMORY)
         for side, measured in ((megarl, megarl_memory), (fastest, memory)):
             side["bytes_above_state"] = measured["measured_bytes"] - memory["state_bytes"]
         found[mix] = {
-            "lengths": lengths,
+            "lengths": case.lengths,
             "ratio_of_seconds": megarl["median_seconds"] / fastest["median_seconds"],
             "ratio_of_bytes_above_state": megarl["bytes_above_state"] / fastest["bytes_above_state"],
             "state_bytes": memory["state_bytes"],
             "megarl": megarl,
             "trl": fastest,
-            "trl_slower_settings": [side for side in speeds if side is not fastest],
+            "trl_slower_settings": slower,
         }
     return {"environment_for_memory": RETURN_FREED_MEMORY, "mixes": found}
 
 
-def packed_against_padded(arguments: argparse.Namespace, cores: int, work: Path) -> dict[str, Any]:
+def packed_against_padded(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
     """Compare megarl with packed samples and with samples padded to the longest one."""
-    lengths = _lengths(arguments, mixed=True)
-    case = Case(arguments.shape, lengths, arguments.updates, cores, arguments.tokens_per_microbatch, [])
-    packed = _speed(run("megarl", case, work / "packed")[0], case)
-    padded = _speed(run("megarl", replace(case, padded=True), work / "padded")[0], case)
+    case = case_of(arguments, mixed=True)
+    packed = speed("megarl", case, work / "packed")
+    padded = speed("megarl", replace(case, padded=True), work / "padded")
     return {
-        "lengths": lengths,
+        "lengths": case.lengths,
         "ratio_of_tokens_per_second": packed["tokens_per_second"] / padded["tokens_per_second"],
-        "ratio_of_tokens_with_padding": len(lengths) * case.longest / case.num_tokens,
+        "ratio_of_tokens_with_padding": len(case.lengths) * case.longest / case.num_tokens,
         "packed": packed,
         "padded": padded,
     }
 
 
-def memory_against_closed_form(arguments: argparse.Namespace, cores: int, work: Path) -> dict[str, Any]:
+def memory_against_closed_form(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
     """Compare each rank's peak resident memory, without the memory before the model, with rank_memory."""
-    lengths, layouts = _lengths(arguments, mixed=False), {}
+    layouts = {}
     for name, layout in LAYOUTS.items():
-        threads = 1 if layout else cores
-        case = Case(arguments.shape, lengths, arguments.updates, threads, arguments.tokens_per_microbatch, layout)
-        folder = work / name.replace(" ", "-")
-        ranks = run("megarl", case, folder, num_ranks=2 if layout else 1, environment=RETURN_FREED_MEMORY)
-        for rank in ranks:
+        case = case_of(arguments, layout=layout)
+        layouts[name] = run("megarl", case, work / name.replace(" ", "-"), environment=RETURN_FREED_MEMORY)
+        for rank in layouts[name]:
             rank["measured_to_closed_form"] = rank["measured_bytes"] / rank["closed_form_bytes"]["total"]
-        layouts[name] = ranks
-    return {"lengths": lengths, "environment": RETURN_FREED_MEMORY, "layouts": layouts}
+    return {"lengths": case.lengths, "environment": RETURN_FREED_MEMORY, "layouts": layouts}
 
 
-def saving_against_copy(arguments: argparse.Namespace, cores: int, work: Path) -> dict[str, Any]:
+def saving_against_copy(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
     """Compare the time that a checkpoint blocks training with a plain copy of its bytes to new host memory."""
-    lengths, layouts = _lengths(arguments, mixed=False)[:4], {}
+    layouts = {}
     for name in ("1 process", "PP2"):
-        layout = LAYOUTS[name]
-        case = Case(
-            arguments.shape,
-            lengths,
-            updates=1,
-            threads=1 if layout else cores,
-            microbatch=arguments.tokens_per_microbatch,
-            layout=layout,
-            saves=arguments.saves,
-        )
-        ranks = run("megarl", case, work / name.replace(" ", "-"), num_ranks=2 if layout else 1)
+        case = case_of(arguments, layout=LAYOUTS[name])
+        case = replace(case, lengths=case.lengths[:4], updates=1, saves=arguments.saves)
         layouts[name] = [
             {key: median(save[key] for save in rank["saves"]) for key in rank["saves"][0]} | {"saves": rank["saves"]}
-            for rank in ranks
+            for rank in run("megarl", case, work / name.replace(" ", "-"))
         ]
     return {"layouts": layouts}
+
+
+def flops_utilization(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
+    """Measure the model FLOPs utilization of a step in bfloat16 on one GPU."""
+    case = replace(case_of(arguments), dtype="bfloat16", recompute="selective")
+    megarl = speed("megarl", case, work / "megarl")
+    tflops = flops_of(case) / megarl["median_seconds"] / 1e12
+    return {"megarl": megarl, "flops": flops_of(case), "tflops": tflops, "mfu": tflops / PEAK_TFLOPS}
+
+
+def flops_of(case: Case) -> float:
+    """Return the model's FLOPs per update, without recomputation."""
+    lengths = [prompt + response for prompt, response in case.lengths]
+    return training_flops(
+        ModelShape.of(case.hf_config),
+        num_tokens=case.num_tokens,
+        num_scored=sum(response for _, response in case.lengths),
+        num_attended=sum(n * (n + 1) // 2 for n in lengths),
+    )
 
 
 MEASUREMENTS = {
@@ -146,57 +148,97 @@ MEASUREMENTS = {
     "padded": packed_against_padded,
     "memory": memory_against_closed_form,
     "saving": saving_against_copy,
+    "mfu": flops_utilization,
 }
+
+
+def case_of(arguments: argparse.Namespace, mixed: bool = False, layout: Mapping[str, int] | None = None) -> Case:
+    """Return a case with the options' sizes. A rank has all cores, or one if the layout has several ranks."""
+    response = arguments.longest_response if mixed else arguments.response
+    lengths = (mixed_lengths if mixed else equal_lengths)(arguments.samples, arguments.prompt, response)
+    threads, layout = 1 if layout else len(os.sched_getaffinity(0)), layout or {}
+    return Case(arguments.shape, lengths, arguments.updates, threads, arguments.tokens_per_microbatch, layout)
 
 
 def run(
     side: str,
     case: Case,
     folder: Path,
-    num_ranks: int = 1,
     environment: Mapping[str, str] = MappingProxyType({}),
     python: Path = Path(sys.executable),
 ) -> list[dict[str, Any]]:
     """Run every rank in a separate process. Return the result of each."""
+    if side == "transformers":
+        return [in_new_process(transformers_side, case)]
     case.write(folder)
-    own_file = [f"{side}_side.py", str(folder)]
-    script, *options = ["step_vs_trl.py", "--side=update", f"--folder={folder}"] if side == "trl" else own_file
-    variables = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    variables |= {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", **environment}
-    print(f"running: {side}, {folder.name}", flush=True)
-    ranks = []
-    for rank in range(num_ranks):
-        with (folder / f"log-{rank}").open("w", encoding="utf-8") as log:
-            command = [str(python), str(Path(__file__).with_name(script)), *options]
-            command += [] if side == "trl" else [str(rank)]
-            ranks.append(subprocess.Popen(command, env=variables, stdout=log, stderr=subprocess.STDOUT))
-    try:
-        statuses = [rank.wait(TIMEOUT_S) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    for number, status in enumerate(statuses):
-        if status:
-            tail = "\n".join((folder / f"log-{number}").read_text(encoding="utf-8").splitlines()[-30:])
-            sys.exit(f"{tail}\ntraining_step: error: rank {number} of {side} exited with status {status}")
-    return [json.loads((folder / f"{side}-{r}.json").read_text(encoding="utf-8")) for r in range(num_ranks)]
+    script = [str(python), str(Path(__file__).with_name(f"{side}_side.py"))]
+    ranks = range(2 if case.layout else 1)
+    commands = [[*script, str(folder), str(rank)] for rank in ranks]
+    environment = {"PYTHONWARNINGS": "ignore", **environment}
+    run_logged(*commands, log=folder / "log", environment=environment)
+    return [json.loads((folder / f"{side}-{r}.json").read_text(encoding="utf-8")) for r in ranks]
 
 
-def _speed(side: dict[str, Any], case: Case) -> dict[str, Any]:
-    seconds = median(side["seconds"])
+def speed(side: str, case: Case, folder: Path, python: Path = Path(sys.executable)) -> dict[str, Any]:
+    """Run one rank. Return its result with its median seconds and its tokens per second."""
+    [result] = run(side, case, folder, python=python)
+    seconds, tokens = median(result["seconds"]), case.num_tokens
+    return {**result, "median_seconds": seconds, "tokens": tokens, "tokens_per_second": tokens / seconds}
+
+
+def fastest_of(
+    side: str, case: Case, microbatches: Sequence[int], work: Path, python: Path = Path(sys.executable)
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Run a side with each microbatch size. Return the fastest result, and the others."""
+    cases = [replace(case, microbatch=size) for size in microbatches]
+    sides = [speed(side, own, work / f"{side}-{own.microbatch}", python) for own in cases]
+    sides.sort(key=lambda side: side["median_seconds"])
+    return sides[0], sides[1:]
+
+
+def transformers_side(case: Case) -> dict[str, Any]:
+    """Make the same updates in plain transformers and torch.
+
+    Like TRL's trainer, it pads prompts on the left and responses on the right to the longest of each microbatch, and
+    computes logits for the response only (`logits_to_keep`). It uses torch's fused AdamW and SDPA attention.
+    """
+    torch.set_num_threads(case.threads)
+    config = AutoConfig.for_model(**case.hf_config)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.0, fused=True)
+    samples = case.ids()
+    microbatches = [samples[i : i + case.microbatch] for i in range(0, len(samples), case.microbatch)]
+    num_rows = sum(len(response) for _, response in samples)
+    update(model, optimizer, microbatches[:1], num_rows)  # fills caches and memory pools
     return {
-        **side,
-        "median_seconds": seconds,
-        "tokens": case.num_tokens,
-        "tokens_per_second": case.num_tokens / seconds,
+        "seconds": timed(lambda: update(model, optimizer, microbatches, num_rows), case.updates),
+        "settings": {"samples_per_microbatch": case.microbatch, "attention": "sdpa", "threads": case.threads},
+        "versions": {name: version(name) for name in ("torch", "transformers")},
     }
 
 
-def _lengths(arguments: argparse.Namespace, mixed: bool) -> list[list[int]]:
-    if mixed:
-        return mixed_lengths(arguments.samples, arguments.prompt, arguments.longest_response)
-    return equal_lengths(arguments.samples, arguments.prompt, arguments.response)
+def update(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, microbatches: Sequence[list[Ids]], num_rows: int
+) -> None:
+    for number, members in enumerate(microbatches):
+        loss(model, members, sign=(-1.0) ** number, num_rows=num_rows).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def loss(model: torch.nn.Module, members: Sequence[Ids], sign: float, num_rows: int) -> torch.Tensor:
+    """Return the clipped objective at the first update, where the old policy equals the current one."""
+    sides = padded(members)
+    tokens = torch.cat([sides["prompt_ids"], sides["completion_ids"]], 1)
+    mask = torch.cat([sides["prompt_mask"], sides["completion_mask"]], 1)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    width = sides["completion_ids"].shape[1]
+    logits = model(tokens, attention_mask=mask, position_ids=positions, logits_to_keep=width + 1).logits[:, :-1]
+    log_prob = torch.log_softmax(logits.float(), -1).gather(2, sides["completion_ids"][..., None])[..., 0]
+    ratio = (log_prob - log_prob.detach()).exp()
+    surrogate = torch.minimum(ratio * sign, ratio.clamp(0.8, 1.2) * sign)
+    return -(surrogate * sides["completion_mask"]).sum() / num_rows
 
 
 if __name__ == "__main__":
@@ -212,8 +254,6 @@ if __name__ == "__main__":
         option("--longest-response", type=int, default=384, help="tokens, at mixed lengths (%(default)s)"),
         option("--tokens-per-microbatch", type=int, default=1024, help="megarl's microbatch (%(default)s)"),
         option("--saves", type=int, default=3, help="checkpoints; the result is the median (%(default)s)"),
-        *(
-            option(f"--{other}-microbatch", type=int, nargs="+", default=[8], metavar="SAMPLES", help=MICROBATCH)
-            for other in ("transformers", "trl")
-        ),
+        option("--transformers-microbatch", type=int, nargs="+", default=[8], help="samples; the fastest size counts"),
+        option("--trl-microbatch", type=int, nargs="+", default=[8], help="samples; the fastest size counts"),
     )

@@ -23,7 +23,7 @@ rm -rf "$venv"
 # The rest of the lock file then finds it installed.
 torch=$(grep '^torch==' "$lock")
 if ! install "$torch" 2>/dev/null; then
-    echo "pip's indexes do not have $torch; trying $pytorch"
+    echo "pip's indexes do not have $torch. Trying $pytorch"
     if ! output=$(install --index-url "$pytorch" "$torch" 2>&1); then
         echo "error: neither pip's indexes nor $pytorch have $torch (${output##*$'\n'})." \
             "Fix: set PIP_EXTRA_INDEX_URL to an index that has it" >&2

@@ -82,9 +82,9 @@ def main() -> int:
         LOCK.write_text(head + "".join(f"{name}=={version}\n" for name, version in sorted(found.items())))
     lock = read_lock()
     for name in sorted(found.keys() - lock.keys()):
-        print(f"{LOCK}: {name}=={found[name]} is missing")
+        print(f"{LOCK}: {name}=={found[name]} is missing from the lock file")
     for name in sorted(lock.keys() - found.keys()):
-        print(f"{LOCK}: {name}=={lock[name]} is not required")
+        print(f"{LOCK}: {name}=={lock[name]} is not a requirement of any package")
     print(f"{LOCK.name}: {len(found)} packages resolved, {len(lock)} locked")
     return int(found != lock)
 

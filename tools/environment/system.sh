@@ -7,7 +7,7 @@ for pair in "$@"; do
 done
 if ((${#missing[@]} == 0)); then exit 0; fi
 if [[ $(id -u) != 0 ]] || ! command -v apt-get > /dev/null; then
-  echo "error: missing packages: ${missing[*]}. Fix: install them, or run this as root on Debian" >&2
+  echo "error: missing packages: ${missing[*]}. Fix: install them, or rerun this command as root on Debian" >&2
   exit 1
 fi
 apt-get update --quiet=2

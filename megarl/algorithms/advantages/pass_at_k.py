@@ -93,7 +93,7 @@ def _ranks(rewards: Sequence[float]) -> list[int]:
 
 def _check(rewards: Sequence[float], k: int) -> None:
     if not 1 <= k <= len(rewards):
-        raise ValueError(f"k={k}: must be between 1 and the number of samples, {len(rewards)}")
+        raise ValueError(f"k={k}: k must be between 1 and the number of samples, {len(rewards)}")
 
 
 def k_is_at_most_the_group_size(options: Options, samples_per_prompt: int) -> str | None:
@@ -104,13 +104,13 @@ def k_is_at_most_the_group_size(options: Options, samples_per_prompt: int) -> st
         return None
     if k > samples_per_prompt:
         return (
-            f"algorithm.advantage.k={k}: larger than batch.samples_per_prompt={samples_per_prompt}. "
-            f"Fix: set k to at most {samples_per_prompt - all_sets}"
+            f"algorithm.advantage.k={k}: it exceeds batch.samples_per_prompt={samples_per_prompt}. Fix: set "
+            f"algorithm.advantage.k to at most {samples_per_prompt - all_sets}"
         )
     if k == samples_per_prompt and all_sets:
         return (
-            f"algorithm.advantage.k={k}: equal to batch.samples_per_prompt={samples_per_prompt}, so there is only one "
-            f"subset of k samples and every advantage is 0. Fix: set k to at most {k - 1}, or "
+            f"algorithm.advantage.k={k}: it equals batch.samples_per_prompt={samples_per_prompt}, so there is only one "
+            f"subset of k samples and every advantage is 0. Fix: set algorithm.advantage.k to at most {k - 1}, or "
             "algorithm.advantage.pass_at_k_baseline=without"
         )
     return None
@@ -118,7 +118,7 @@ def k_is_at_most_the_group_size(options: Options, samples_per_prompt: int) -> st
 
 SPEC = GroupEstimator(
     name="pass_at_k",
-    formula="(E[max r of k samples, i among them] − E[max r of k samples]) / (std[max r of k samples] + std_epsilon)",
+    formula="(E[max r of k samples, including i] − E[max r of k samples]) / (std[max r of k samples] + std_epsilon)",
     paper="Pass@k training, arXiv 2508.10751",
     compare=pass_at_k,
     parameters={

@@ -38,7 +38,7 @@ def _against_others(rewards: Sequence[float], std: str, std_epsilon: float) -> l
 
 SPEC = GroupEstimator(
     name="rloo",
-    formula="r_i − mean of the others' r; with std, in units of their deviation",
+    formula="r_i − mean(r of the other samples), divided by their deviation unless std=none",
     paper="RLOO, arXiv 2402.14740",
     compare=rloo,
     compare_tokens=prime,

@@ -57,8 +57,8 @@ def covariance_bounds_are_ordered(options: Options) -> str | None:
     if low < high:
         return None
     return (
-        f"algorithm.objective.covariance_low={low:g}: not below covariance_high={high:g}, so no token can be selected. "
-        f"Fix: set covariance_low below {high:g}"
+        f"algorithm.objective.covariance_low={low:g}: it must be below algorithm.objective.covariance_high={high:g}, "
+        f"or no token can be selected. Fix: set algorithm.objective.covariance_low below {high:g}"
     )
 
 

@@ -30,5 +30,5 @@ SPEC = LabelObjective(
     formula="−y·log σ(s) − (1 − y)·log(1 − σ(s)), s the score of the token that ends a step, y the step's label",
     paper="Let's Verify Step by Step, arXiv 2305.20050; Math-Shepherd, arXiv 2312.08935, eq. 2",
     loss=process_reward_model,
-    labelled="end",
+    labeled="end",
 )

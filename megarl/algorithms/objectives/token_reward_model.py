@@ -30,5 +30,5 @@ SPEC = LabelObjective(
     formula="−y·log σ(s) − (1 − y)·log(1 − σ(s)), s the score of a token, y the label of its step",
     paper="the loss of process reward models, arXiv 2305.20050, at every token",
     loss=token_reward_model,
-    labelled="all",
+    labeled="all",
 )

@@ -22,7 +22,7 @@ from megarl.config.schema import Config
 from megarl.core import device
 from megarl.core.types import SampleRef
 from megarl.models.folder import read_config
-from megarl.resharding.families import huggingface_holder, quantised_destinations, quantised_sources, vllm_holders
+from megarl.resharding.families import huggingface_holder, quantized_destinations, quantized_sources, vllm_holders
 from megarl.resharding.families.vllm import padded_experts
 from megarl.resharding.piece import Holder
 from megarl.resharding.planning.compact import CompactPlan
@@ -157,9 +157,9 @@ class EngineGroup(VllmGroup):
             for line in holder.shard.mismatched_params(parameters)
         ]
         if mismatched:
-            self._switch_to_loader(f"{len(mismatched)} parameters differ from the model's family", mismatched)
+            self._switch_to_loader(f"{len(mismatched)} of vLLM's parameters differ from the expected ones", mismatched)
         elif repacking:
-            self._switch_to_loader("kernels repack weights", repacking)
+            self._switch_to_loader("these kernels repack weights", repacking)
 
     def pause(self) -> Pending[None]:
         """Pause the engines if other processes need their devices while requests are in flight. See Engine.pause."""
@@ -215,10 +215,10 @@ class EngineGroup(VllmGroup):
 
     def sources(self, holders: list[Holder]) -> list[Holder]:
         """Return a trainer's holders with the weights in the format that these engines receive."""
-        return quantised_sources(self._hf_config, holders) if self._quantizes else holders
+        return quantized_sources(self._hf_config, holders) if self._quantizes else holders
 
     def _destinations(self, holders: list[Holder]) -> list[Holder]:
-        return quantised_destinations(self._hf_config, holders) if self._quantizes else holders
+        return quantized_destinations(self._hf_config, holders) if self._quantizes else holders
 
     @property
     def may_fail(self) -> list[str]:
@@ -340,14 +340,14 @@ class EngineGroup(VllmGroup):
             del self._actors[name]
             restarts = self.router.lose(name) and self._restarts
             print(
-                f"{phase}: {name} died{', restarting it' if restarts else ''}; {self._describe_remaining()}; see "
-                f"{self._session.logs / name}.log",
+                f"{phase}: {name} died{' and is being restarted' if restarts else ''}. {self._describe_remaining()}. "
+                f"See {self._session.logs / name}.log",
                 flush=True,
             )
             if restarts:
                 self._restart(name)
         if not self._actors:
-            raise RunFailure(f"{phase}: no engine is left; see {self._session.logs}")
+            raise RunFailure(f"{phase}: no engine is left. See {self._session.logs}")
         if lost:
             self._watch()
 
@@ -369,16 +369,16 @@ class EngineGroup(VllmGroup):
             if errors:
                 first, logs = {name: errors[0]}, self._session.logs
                 write_stacks(first, logs)
-                print(f"{cause(first, 'restart of a lost engine', logs)}; {self._describe_remaining()}", flush=True)
+                print(f"{cause(first, 'restart of a lost engine', logs)}. {self._describe_remaining()}", flush=True)
                 continue
             actors = self._actors | {name: actor}
             self._actors = {process: actors[process] for process in self._processes if process in actors}
             self.router.rejoin(name)
-            print(f"refit: {name} rejoined; {self._describe_remaining()}", flush=True)
+            print(f"refit: {name} rejoined. {self._describe_remaining()}", flush=True)
             self._watch()
 
     def _describe_remaining(self) -> str:
-        return f"continuing with {len(self._actors)} of {len(self._processes)} engines"
+        return f"Continuing with {len(self._actors)} of {len(self._processes)} engines"
 
     def _watch(self) -> None:
         """If only one engine is left, watch it so that its loss ends every wait. With several engines, a loss is

@@ -83,8 +83,8 @@ class RemoteCall(Generic[T, R, *Ts]):
     def on_each(self, arguments: Iterable[tuple[*Ts]]) -> Pending[R]:
         """Run the method in every process with that process's own arguments."""
         calls = {}
-        for (name, actor), own in zip(self.group.actors.items(), arguments, strict=True):
-            calls[name] = self._submitter(actor)(self.method.name, *own)
+        for (name, actor), values in zip(self.group.actors.items(), arguments, strict=True):
+            calls[name] = self._submitter(actor)(self.method.name, *values)
         return self.group.read(self.method, calls).then(self.join)
 
     def on_first(self, *arguments: *Ts) -> Pending[T]:

@@ -203,7 +203,7 @@ class RewardWorker:
         reading = self._readings.get(sample.id)
         if isinstance(reading, Unreadable):
             return ModelReward(None, failure=str(reading))
-        assert scores is not None, f"no score of the reward model for sample {sample.id}"
+        assert scores is not None, f"the reward model returned no score for sample {sample.id}"
         return self._model_score.reward(sample, scores.tolist(), reading)
 
 
@@ -241,7 +241,7 @@ def model_judge(config: Config, folder: Path, actor_folder: Path) -> ModelJudge:
 
 def _kind(folder: Path) -> Kind:
     head = score_head_of(read_config(folder))
-    assert head is not None, "checked before the run starts"
+    assert head is not None, "preflight rejects models without a score head"
     return head.kind
 
 

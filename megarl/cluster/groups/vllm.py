@@ -96,7 +96,7 @@ class VllmActor(ProcessActor):
         calls = {call: name for name, (_, call) in self._others.items()}
         [finished], _ = ray.wait(list(calls), num_returns=1)
         value, error = outcome(finished)
-        print(f"{calls[finished]}: {value if error is None else error}; stopping the engine", flush=True)
+        print(f"{calls[finished]}: {value if error is None else error}. Stopping the engine", flush=True)
         end_process()
 
     def _has_lost_a_part(self) -> bool:
@@ -126,7 +126,7 @@ class PartActor(ProcessActor):
         while not ranks.died.wait(CHECK_S):
             if not is_open(store):
                 end_process()
-        return f"a rank died; see {self._process.name}.log"
+        return f"a rank died. See {self._process.name}.log"
 
 
 def end_process() -> None:

@@ -11,7 +11,7 @@ from megarl.cluster.memory.rank import RankParameters
 from megarl.config.model_schema import Layout, Lora, Role
 from megarl.config.schema import Config
 from megarl.models.shape import ModelShape
-from megarl.resharding.families import huggingface_holder, quantised_destinations, vllm_holder
+from megarl.resharding.families import huggingface_holder, quantized_destinations, vllm_holder
 from megarl.resharding.families.megatron import chunk_layers
 from megarl.resharding.piece import Holder
 
@@ -61,7 +61,7 @@ def engine_holder(config: Config, hf_config: Mapping[str, Any], rank: int) -> Ho
     """Return the holder for an engine rank, in the engine's weight format."""
     rollout = config.rollout
     holder = vllm_holder(hf_config, rollout.tp, rank, 0, config.model.dtype, rollout.has_whole_experts)
-    return holder if rollout.quantization is None else quantised_destinations(hf_config, [holder])[0]
+    return holder if rollout.quantization is None else quantized_destinations(hf_config, [holder])[0]
 
 
 @dataclass(frozen=True, slots=True)

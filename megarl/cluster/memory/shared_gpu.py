@@ -131,8 +131,9 @@ def engine_loads(
                 resident[f"{role}: {names}"] = sum(states[part] for part in parts)
         return {**resident, "engine: weights": engine, **always}
 
-    remedy = "increase tp, pp or ep of the layouts, or offload gradients and optimizer"
-    phases: dict[Role, str] = {"actor": "while the engine takes weights"}
+    offload = " and ".join(f"{role}.offload" for role in models)
+    remedy = f"increase tp, pp or ep in the layouts, or add gradients and optimizer to {offload}"
+    phases: dict[Role, str] = {"actor": "while the engine receives weights"}
     if config.checkpoint.may_be_saved:
         phases |= {role: f"while the {role} is saved" for role in models if role != "actor"}
     stay = {
@@ -146,7 +147,7 @@ def engine_loads(
         Load(
             "while the engine samples",
             rollout | always | sampling,
-            "lower rollout.kv_cache_gib, or add parts to actor.offload",
+            "lower rollout.kv_cache_gib, or add parameters, gradients or optimizer to actor.offload",
         ),
     ]
 

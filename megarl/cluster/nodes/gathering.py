@@ -35,7 +35,7 @@ def gather(rendezvous: NodeRendezvous, count: int, timeout_s: float, run_folder:
             if report.name not in announced:
                 announced.add(report.name)
                 print(
-                    f"node {report.name}: joined, {report.address}, {report.cores} cores, {report.gpus} GPUs",
+                    f"node {report.name}: joined from {report.address} with {report.cores} cores, {report.gpus} GPUs",
                     flush=True,
                 )
         if len(joined) >= count:
@@ -48,10 +48,10 @@ def gather(rendezvous: NodeRendezvous, count: int, timeout_s: float, run_folder:
 def _missing(joined: Sequence[Report], reports: Sequence[Report], count: int, timeout_s: float, folder: str) -> str:
     names = ", ".join(report.name for report in joined) or "none"
     joining = [report.name for report in reports if report not in joined]
-    joining_text = f"; {', '.join(joining)} tried to join, see their ray-*.log in the logs" if joining else ""
+    joining_text = f". Nodes that failed to join: {', '.join(joining)} (see their ray-*.log files)" if joining else ""
     return (
-        f"nodes: {len(joined)} of {count} other nodes joined within cluster.timeouts.start={timeout_s:g} s ({names})"
-        f"{joining_text}. Fix: run megarl join {folder} on each of the others"
+        f"cluster.timeouts.start={timeout_s:g}: only {len(joined)} of {count} other nodes joined in time ({names})"
+        f"{joining_text}. Fix: run megarl join {folder} on each missing node"
     )
 
 

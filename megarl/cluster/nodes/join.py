@@ -59,7 +59,7 @@ def join(rendezvous: NodeRendezvous, scratch: Path, timeout_s: float) -> None:
         invitation = _await_invitation(rendezvous, timeout_s)
         with interrupts.grace(invitation.grace_s + MARGIN_S, is_awaited=True):
             _take_part(rendezvous, invitation, scratch)
-        if interrupts.is_told:
+        if interrupts.is_signaled:
             raise KeyboardInterrupt
         if rendezvous.invitation() is None:
             print("the run has ended", flush=True)
@@ -73,7 +73,7 @@ def _take_part(rendezvous: NodeRendezvous, invitation: Invitation, scratch: Path
     rendezvous.report(report)
     if report.problem is not None:
         raise UserError(report.problem)
-    print(f"joins the run at {invitation.host} from {report.address} ({interface_of(report.address)})", flush=True)
+    print(f"joining the run at {invitation.host} from {report.address} ({interface_of(report.address)})", flush=True)
     log = Path(invitation.logs, f"ray-{report.name}-{report.address}.log")
     with log.open("ab") as output, MemorySampler() as memory:
         ray = subprocess.Popen(
@@ -89,15 +89,15 @@ def _take_part(rendezvous: NodeRendezvous, invitation: Invitation, scratch: Path
             if memory.peak_gb() != report.peak_gb:
                 report = replace(report, peak_gb=memory.peak_gb())
                 rendezvous.report(report)
-            number, files = rendezvous.wanted_stacks()
+            number, files = rendezvous.requested_stacks()
             if number > answered:
                 answered = number
-                processes.ask_for_stacks(files)
+                processes.request_stacks(files)
     if not _is_on(rendezvous, invitation):
         return
     if not first_node.answers():
-        raise RunFailure(f"the first node, {invitation.host}, is lost")
-    problem = f"node {report.name}: Ray ended here with status {ray.poll()}; see {log}"
+        raise RunFailure(f"lost the connection to the first node, {invitation.host}")
+    problem = f"node {report.name}: Ray exited with status {ray.poll()}. See {log}"
     rendezvous.report(replace(report, problem=problem, is_failure=True))
     raise RunFailure(problem)
 
@@ -131,8 +131,8 @@ def _await_invitation(rendezvous: NodeRendezvous, timeout_s: float) -> Invitatio
     while (invitation := rendezvous.invitation()) is None or not _reaches(invitation):
         if time.monotonic() > deadline:
             raise UserError(
-                f"no run on several nodes started in this folder within {timeout_s:g} s. Fix: start megarl train with "
-                "cluster.nodes, and pass its run folder, on a file system that all nodes share"
+                f"no multi-node run started in this folder within {timeout_s:g} s. Fix: start megarl train with "
+                "cluster.nodes above 1, and pass its run folder on a file system that all nodes share"
             )
         time.sleep(POLL_S)
     return invitation
@@ -143,12 +143,19 @@ def _report(invitation: Invitation) -> Report:
     name, gpus, address = own_name(), device.num_gpus(), address_towards(invitation.host)
     problem = None
     if address == invitation.host:
-        problem = f"node {name}: megarl train runs on it, as the first node; run megarl join on the others only"
+        problem = (
+            f"node {name}: megarl train runs here, as the first node. Fix: run megarl join only on the other nodes"
+        )
     elif differing := invitation.differing():
-        versions = ", ".join(f"{package} {local}, not {first}" for package, (first, local) in differing.items())
-        problem = f"node {name}: versions differ from the first node: {versions}. Fix: install the same versions"
+        versions = ", ".join(f"{package} {local} instead of {first}" for package, (first, local) in differing.items())
+        problem = (
+            f"node {name}: packages differ from the first node's: {versions}. Fix: install the first node's versions"
+        )
     elif gpus < invitation.gpus:
-        problem = f"node {name}: {gpus} GPUs, but the run uses {invitation.gpus} per node. Fix: leave this node out"
+        problem = (
+            f"node {name}: this node has {gpus} GPUs, but the run uses {invitation.gpus} per node. Fix: run megarl "
+            f"join on a node with at least {invitation.gpus}"
+        )
     return Report(name, invitation.id, address, usable_cores(), gpus, problem=problem)
 
 

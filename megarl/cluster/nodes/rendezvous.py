@@ -133,12 +133,12 @@ class NodeRendezvous:
         """Return the names of the lost nodes that made the driver end the run."""
         return (_read(self._folder / LOST) or {"names": []})["names"]
 
-    def ask_for_stacks(self, files: Sequence[Path]) -> None:
+    def request_stacks(self, files: Sequence[Path]) -> None:
         """Request stack traces from the other nodes' processes that log to these files."""
         request = _read(self._folder / STACKS) or {"number": 0}
         _write(self._folder / STACKS, {"number": request["number"] + 1, "files": [str(file) for file in files]})
 
-    def wanted_stacks(self) -> tuple[int, list[Path]]:
+    def requested_stacks(self) -> tuple[int, list[Path]]:
         """Return the last request for stack traces: its number (0 without any request) and its log files."""
         request = _read(self._folder / STACKS) or {"number": 0, "files": []}
         return request["number"], [Path(file) for file in request["files"]]

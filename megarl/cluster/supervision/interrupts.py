@@ -25,7 +25,7 @@ class Interrupts:
         self._driver = self._parent = 0
         self._number_of_signal = count()
         """Counter that identifies the first signal, even if a second one interrupts its handler."""
-        self._told_at: float | None = None
+        self._signaled_at: float | None = None
         self._grace_s = 0.0
         self._is_awaited = False
         """Whether the body of `grace` continues after the first signal."""
@@ -33,21 +33,21 @@ class Interrupts:
         """Whether a later signal, or the end of the grace period, raises KeyboardInterrupt."""
 
     @property
-    def is_told(self) -> bool:
+    def is_signaled(self) -> bool:
         """Whether a signal to end the run has arrived."""
-        return self._told_at is not None
+        return self._signaled_at is not None
 
     @property
     def left_s(self) -> float:
         """Seconds left in the grace period; 0 after a second signal."""
-        return max(0.0, self._told_at + self._grace_s - time.monotonic()) if self._can_cut_short else 0.0
+        return max(0.0, self._signaled_at + self._grace_s - time.monotonic()) if self._can_cut_short else 0.0
 
     def listen(self, signals: Iterable[int]) -> None:
         """Install handlers for these signals. Processes forked later use the default action."""
         self._driver, self._parent = os.getpid(), os.getppid()
         for number in signals:
-            signal.signal(number, self._hear)
-        signal.signal(signal.SIGALRM, self._hear)
+            signal.signal(number, self._handle)
+        signal.signal(signal.SIGALRM, self._handle)
 
     @contextmanager
     def grace(self, seconds: float, is_awaited: bool) -> Iterator[None]:
@@ -57,7 +57,7 @@ class Interrupts:
 
         Args:
             seconds: length of the grace period.
-            is_awaited: whether the body continues after the first signal and checks `is_told` itself.
+            is_awaited: whether the body continues after the first signal and checks `is_signaled` itself.
         """
         self._grace_s, self._is_awaited, self._can_cut_short = seconds, is_awaited, True
         try:
@@ -70,27 +70,27 @@ class Interrupts:
         """End the grace period early. May be called from any thread."""
         os.kill(self._driver, signal.SIGALRM)
 
-    def _hear(self, number: int, _) -> None:
+    def _handle(self, number: int, _) -> None:
         if os.getpid() != self._driver:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         elif number != signal.SIGALRM and next(self._number_of_signal) == 0:
             self._begin()
-        elif self._told_at is None or not self._can_cut_short:
+        elif self._signaled_at is None or not self._can_cut_short:
             return
-        elif number == signal.SIGALRM or time.monotonic() - self._told_at >= REPEAT_S:
+        elif number == signal.SIGALRM or time.monotonic() - self._signaled_at >= REPEAT_S:
             self._can_cut_short = False
             raise KeyboardInterrupt
 
     def _begin(self) -> None:
-        self._told_at = time.monotonic()
+        self._signaled_at = time.monotonic()
         if self._can_cut_short and self._grace_s > 0:
             signal.setitimer(signal.ITIMER_REAL, self._grace_s)
             if self._is_awaited and os.getppid() == self._parent:  # otherwise the parent is lost
                 # Do not use print: the interrupted code may be writing to its buffer.
                 grace = f"checkpoint.grace_s={self._grace_s:g} s"
-                line = f"interrupted; saves after the current step, if within {grace}; a second signal ends the run"
-                os.write(1, f"{line} at once\n".encode())
+                line = f"interrupted: the run saves after the current step if the step ends within {grace}"
+                os.write(1, f"{line}. A second signal ends the run at once\n".encode())
                 return
         raise KeyboardInterrupt
 

@@ -61,13 +61,13 @@ def descendants() -> list[int]:
     for entry in PROC.iterdir():
         if entry.name.isdigit() and (parent := _parent(entry)) is not None:
             children[parent].append(int(entry.name))
-    found = dict.fromkeys([*children[os.getpid()], *_own_children()])
-    waiting = list(found)
+    pids = dict.fromkeys([*children[os.getpid()], *_own_children()])
+    waiting = list(pids)
     while waiting:
-        new = [pid for pid in children[waiting.pop()] if pid not in found]
-        found.update(dict.fromkeys(new))
+        new = [pid for pid in children[waiting.pop()] if pid not in pids]
+        pids.update(dict.fromkeys(new))
         waiting += new
-    return list(found)
+    return list(pids)
 
 
 def _parent(process: Path) -> int | None:
@@ -125,7 +125,7 @@ def _signal(pid: int, number: int) -> bool:
     return True
 
 
-def ask_for_stacks(files: Collection[Path], patience_s: float = 5.0, elsewhere: bool = False) -> list[Path]:
+def request_stacks(files: Collection[Path], patience_s: float = 5.0, elsewhere: bool = False) -> list[Path]:
     """Make each descendant whose standard error is one of these files write its stack traces to that file.
 
     Args:

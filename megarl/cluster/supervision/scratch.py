@@ -47,5 +47,5 @@ def sweep() -> None:
         # A different run may sweep at the same time, and other users' folders cannot be opened.
         with suppress(OSError), (folder / LOCK).open() as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            segments.remove(segments.made(folder))
+            segments.remove(segments.created(folder))
             shutil.rmtree(folder, ignore_errors=True)

@@ -55,7 +55,7 @@ def mapped() -> set[Segment]:
     return _existing(name for pid in family for name in _mapped_names(pid))
 
 
-def made(scratch: Path, mapped_at_end: Set[Segment] = frozenset()) -> set[Segment]:
+def created(scratch: Path, mapped_at_end: Set[Segment] = frozenset()) -> set[Segment]:
     """Return the segments that the run created; empty if the scratch folder is gone.
 
     These are the segments that its processes recorded, that are mapped at its end, or that are named after the scratch

@@ -22,7 +22,7 @@ DEADLINE_S = 15
 """Seconds from the end of the grace period after an interrupt until the child is killed, because one of its calls may
 hang."""
 
-INTERRUPTED = "interrupted; the run ends"
+INTERRUPTED = "interrupted; stopping the run"
 
 
 @contextmanager
@@ -45,19 +45,19 @@ def supervised(grace_s: float = 0.0) -> Iterator[Path]:
     segments.note_earlier(scratch)
     sys.stdout.flush()
     processes.adopt_orphans()
-    heard, parent = _heard(), os.getpid()
-    signal.pthread_sigmask(signal.SIG_BLOCK, heard)  # until both processes can handle them
+    signals, parent = _handled_signals(), os.getpid()
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # until both processes can handle them
     child = os.fork()
     if child:
-        sys.exit(_guard(child, scratch, heard, grace_s))
+        sys.exit(_guard(child, scratch, signals, grace_s))
     os.setpgid(0, 0)
     os.environ[VARIABLE] = str(scratch)
     for number in (signal.SIGTTIN, signal.SIGTTOU):
         signal.signal(number, signal.SIG_IGN)  # these signals stop background process groups that use the terminal
     processes.adopt_orphans()
     processes.interrupt_with_parent()
-    interrupts.listen({signal.SIGINT, *heard})
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, heard)
+    interrupts.listen({signal.SIGINT, *signals})
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
     try:
         yield scratch
     except KeyboardInterrupt:
@@ -78,16 +78,16 @@ def _guard(child: int, scratch: Path, signals: Collection[int], grace_s: float) 
         signals: the blocked signals that end a run.
     """
 
-    told_at: list[float] = []
+    signaled_at: list[float] = []
 
     def interrupt(*_) -> None:
         now = time.monotonic()
-        if told_at and now - told_at[0] < REPEAT_S:
+        if signaled_at and now - signaled_at[0] < REPEAT_S:
             return
-        told_at.append(now)
+        signaled_at.append(now)
         kill(signal.SIGINT)
-        if len(told_at) <= 2:  # further signals do not postpone the deadline
-            signal.setitimer(signal.ITIMER_REAL, DEADLINE_S + (grace_s if len(told_at) == 1 else 0.0))
+        if len(signaled_at) <= 2:  # further signals do not postpone the deadline
+            signal.setitimer(signal.ITIMER_REAL, DEADLINE_S + (grace_s if len(signaled_at) == 1 else 0.0))
 
     def stop(*_) -> None:
         """Stop the child's process group and this process until SIGCONT, because the terminal stops only one group."""
@@ -111,16 +111,16 @@ def _guard(child: int, scratch: Path, signals: Collection[int], grace_s: float) 
         signal.signal(number, signal.SIG_IGN)
     _end(scratch)
     code = os.waitstatus_to_exitcode(status)
-    if told_at and code in (-signal.SIGINT, -signal.SIGTERM, -signal.SIGHUP):
+    if signaled_at and code in (-signal.SIGINT, -signal.SIGTERM, -signal.SIGHUP):
         _print_error(INTERRUPTED)  # the child received the signal before it could handle it
         return 130
     if code >= 0:
         return code
-    _print_error(f"the driver process {child} was ended by {signal.Signals(-code).name}; the run ends")
+    _print_error(f"the driver process {child} was killed by {signal.Signals(-code).name}; stopping the run")
     return 1
 
 
-def _heard() -> list[int]:
+def _handled_signals() -> list[int]:
     """Return the signals that end a run, without ignored signals: nohup, for example, ignores SIGHUP."""
     return [s for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) != signal.SIG_IGN]
 
@@ -130,7 +130,7 @@ def _end(scratch: Path) -> None:
     folder."""
     mapped = segments.mapped()
     processes.end_descendants()
-    segments.remove(segments.made(scratch, mapped))
+    segments.remove(segments.created(scratch, mapped))
     shutil.rmtree(scratch, ignore_errors=True)
 
 

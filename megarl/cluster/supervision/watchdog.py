@@ -42,12 +42,12 @@ class Watchdog:
         lost = [name for name, process in self._watched.items() if not _runs(process)]
         if lost and not self._stopped:
             time.sleep(SIGNAL_S)
-            if interrupts.is_told:
+            if interrupts.is_signaled:
                 interrupts.expire()  # the signal has also ended Ray, so nothing can be saved
                 return
             with self._lock:
                 if not self._stopped:
-                    line = f"megarl: error: {self.phase}: Ray's {lost[0]} died; the run ends"
+                    line = f"megarl: error: {self.phase}: Ray's {lost[0]} died; stopping the run"
                     print(line, file=sys.stderr, flush=True)
                     os._exit(1)
 

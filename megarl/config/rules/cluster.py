@@ -8,31 +8,31 @@ from megarl.config.schema import Config
 from megarl.core.spans import overlap
 
 
-def all_roles_have_devices_or_none(config: Config) -> str | None:
-    given, roles = config.cluster.roles.given, config.num_ranks
-    if not given or given.keys() == roles.keys():
+def all_or_no_roles_have_devices(config: Config) -> str | None:
+    assigned, roles = config.cluster.roles.assigned, config.num_ranks
+    if not assigned or assigned.keys() == roles.keys():
         return None
-    missing, strange = [r for r in roles if r not in given], [r for r in given if r not in roles]
-    problem = f"{', '.join(missing)} missing" if missing else f"the run has no {', '.join(strange)}"
-    return f"cluster.roles: {problem}. Fix: set {', '.join(roles)} and no other role, or none"
+    missing, unused = [r for r in roles if r not in assigned], [r for r in assigned if r not in roles]
+    problem = f"no devices are set for {', '.join(missing)}" if missing else f"the run has no {', '.join(unused)}"
+    return f"cluster.roles: {problem}. Fix: set devices for all of {', '.join(roles)} and no other role, or for no role"
 
 
-def whole_nodes_have_as_many_devices_for_each_role(config: Config) -> str | None:
+def roles_on_nodes_have_equal_ranks_per_node(config: Config) -> str | None:
     roles, ranks, each = config.cluster.roles, config.num_ranks, {}
     for role in sorted(roles.on_nodes & ranks.keys()):
-        nodes = len(roles.given[role])
+        nodes = len(roles.assigned[role])
         if nodes == 0 or ranks[role] % nodes:
             return (
-                f"cluster.roles.{role}={getattr(roles, role)}: {nodes} nodes, and {_sizes(role)} makes {ranks[role]} "
-                "ranks, which do not divide by the nodes. Fix: set a number of nodes that divides the ranks"
+                f"cluster.roles.{role}={getattr(roles, role)}: the {ranks[role]} ranks of {_sizes(role)} cannot be "
+                f"spread evenly over {nodes} nodes. Fix: choose a number of nodes that divides {ranks[role]}"
             )
         each[role] = ranks[role] // nodes
     if len(set(each.values())) < 2:
         return None
-    found = ", ".join(f"{role} {count}" for role, count in each.items())
+    counts = ", ".join(f"{role} {count}" for role, count in each.items())
     return (
-        f"cluster.roles: roles placed by nodes need the same number of ranks per node, and have {found}. Fix: set "
-        "equal numbers, or place the roles by device numbers"
+        f"cluster.roles: roles placed by nodes need the same number of ranks per node, but the numbers are {counts}. "
+        "Fix: change the numbers of nodes, or place the roles by device numbers"
     )
 
 
@@ -44,16 +44,16 @@ def _wrong_sizes(config: Config) -> Iterator[str]:
     """Yield a line for each role that does not have one device per rank."""
     ranks = config.num_ranks
     roles = config.cluster.roles
-    for role, span in roles.given.items():
+    for role, span in roles.assigned.items():
         if role in ranks.keys() - roles.on_nodes and len(span) != ranks[role]:
-            fitting = _shown(role, range(span.start, span.start + ranks[role]))
+            fitting = _show_range(role, range(span.start, span.start + ranks[role]))
             yield (
-                f"{_shown(role, span)}: {len(span)} devices for the {ranks[role]} ranks of {_sizes(role)}. Fix: set "
-                f"{fitting}, or another layout"
+                f"{_show_range(role, span)}: the range has {len(span)} devices, but {_sizes(role)} has {ranks[role]} "
+                f"ranks. Fix: set {fitting}, or change {_sizes(role)}"
             )
 
 
-def engines_are_where_placement_says(config: Config) -> str | None:
+def engine_devices_match_placement(config: Config) -> str | None:
     """Colocated engines must read the actor's weights on their own devices; disaggregated engines must not share
     devices."""
     spans = config.role_devices
@@ -62,15 +62,16 @@ def engines_are_where_placement_says(config: Config) -> str | None:
     engines, actor = spans.pop("rollout"), spans["actor"]
     if config.is_colocated and engines.start != actor.start:
         return (
-            f"{_given(config, 'rollout')}: colocated engines start on the actor's first device, and "
-            f"{_given(config, 'actor')}. Fix: start both there, or set cluster.placement=disaggregated"
+            f"{_assignment(config, 'rollout')}: colocated engines must start on the actor's first device, but "
+            f"{_assignment(config, 'actor')}. Fix: start both ranges at the same device, or set "
+            "cluster.placement=disaggregated"
         )
     shared = [] if config.is_colocated else [role for role, span in spans.items() if overlap(engines, span)]
     if not shared:
         return None
     return (
-        f"{_given(config, 'rollout')}: disaggregated engines cannot share devices with models, and "
-        f"{_given(config, shared[0])}. Fix: choose other devices, or set cluster.placement=colocated"
+        f"{_assignment(config, 'rollout')}: disaggregated engines cannot share devices with models, but "
+        f"{_assignment(config, shared[0])}. Fix: choose ranges that do not overlap, or set cluster.placement=colocated"
     )
 
 
@@ -79,17 +80,17 @@ def _sizes(role: str) -> str:
     return "rollout.replicas x rollout.tp" if role == "rollout" else f"{role}.layout"
 
 
-def _given(config: Config, role: str) -> str:
+def _assignment(config: Config, role: str) -> str:
     return f"cluster.roles.{role}={getattr(config.cluster.roles, role)}"
 
 
-def _shown(role: str, span: range) -> str:
+def _show_range(role: str, span: range) -> str:
     return f"cluster.roles.{role}={span.start}-{span.stop - 1}"
 
 
 RULES: tuple[Callable[[Config], str | None], ...] = (
-    all_roles_have_devices_or_none,
-    whole_nodes_have_as_many_devices_for_each_role,
+    all_or_no_roles_have_devices,
+    roles_on_nodes_have_equal_ranks_per_node,
     each_rank_has_a_device,
-    engines_are_where_placement_says,
+    engine_devices_match_placement,
 )

@@ -9,24 +9,24 @@ from megarl.config.schema import Config
 from megarl.config.sources import OWN_TASKS, is_procedural
 
 
-def messages_have_a_chat_template(config: Config) -> str | None:
+def messages_require_chat_template(config: Config) -> str | None:
     if config.data.format != "messages" or config.data.chat_template:
         return None
     return (
-        "data.chat_template=false: with data.format=messages only the chat template can format turns. Fix: "
-        "set data.chat_template=true"
+        "data.chat_template=false: data.format=messages requires a chat template to format turns. Fix: set "
+        "data.chat_template=true"
     )
 
 
-def system_prompts_are_of_prompts_in_a_chat_template(config: Config) -> str | None:
+def system_prompt_requires_prompts_and_chat_template(config: Config) -> str | None:
     data = config.data
     if data.system_prompt is None:
         return None
     if data.format != "prompts" or data.source == OWN_TASKS:
         rows = f"format={data.format}" if data.format != "prompts" else f"source={data.source}"
         return (
-            f"data.system_prompt: it precedes the prompts of rows, and data.{rows} has none. Fix: remove it, and put "
-            "system messages into the conversations"
+            f"data.system_prompt: megarl adds it to prompts from rows, but data.{rows} provides no prompts. Fix: set "
+            "data.system_prompt=null and put system messages into the conversations"
         )
     if not data.chat_template:
         return (
@@ -36,14 +36,14 @@ def system_prompts_are_of_prompts_in_a_chat_template(config: Config) -> str | No
     return None
 
 
-def reasoning_tasks_are_prompts(config: Config) -> str | None:
+def reasoning_tasks_require_prompts(config: Config) -> str | None:
     data = config.data
     if data.reasoning_task is None or not config.is_offline:
         return None
-    return f"data.format={data.format}: the rows of data.source={data.source} are prompts. Fix: set data.format=prompts"
+    return f"data.format={data.format}: data.source={data.source} provides prompts. Fix: set data.format=prompts"
 
 
-def stages_come_in_their_order(config: Config) -> str | None:
+def stages_have_sizes_and_keep_their_order(config: Config) -> str | None:
     data = config.data
     if not data.stages:
         return None
@@ -51,12 +51,15 @@ def stages_come_in_their_order(config: Config) -> str | None:
         return f"data.size={data.size}: each of data.stages has its own size. Fix: set data.size=null"
     if data.shuffle:
         return (
-            "data.shuffle=true: it would mix the rows of data.stages. Fix: set data.shuffle=false (rows within a "
-            "stage are random anyway)"
+            "data.shuffle=true: shuffling would mix the rows of different data.stages. Fix: set data.shuffle=false "
+            "(rows within a stage are random in any case)"
         )
     wrong = next((stage for stage in data.stages if type(stage.get("size")) is not int or stage["size"] < 1), None)
     if wrong is not None:
-        return f"data.stages: {wrong} has no size. Fix: set its number of rows, such as {{size: 1000, n_people: 3}}"
+        return (
+            f"data.stages: {wrong} has no valid size. Fix: set size to the number of rows, for example {{size: 1000, "
+            "n_people: 3}"
+        )
     return None
 
 
@@ -66,44 +69,50 @@ def sorted_rows_keep_their_order(config: Config) -> str | None:
         return None
     if data.draws_by_weight:
         return (
-            f"data.sort_column={data.sort_column}: data.weight_column, solved_weight and source_weights draw rows in "
-            "random order. Fix: set data.sort_column=null"
+            f"data.sort_column={data.sort_column}: data.weight_column, data.solved_weight and data.source_weights draw "
+            "rows in random order. Fix: set data.sort_column=null"
         )
     if data.shuffle:
-        return f"data.sort_column={data.sort_column}: data.shuffle=true changes the order. Fix: set data.shuffle=false"
+        return (
+            f"data.sort_column={data.sort_column}: data.shuffle=true would change the order. Fix: set "
+            "data.shuffle=false"
+        )
     return None
 
 
-def several_sources_are_files(config: Config) -> str | None:
+def combined_sources_are_distinct_files(config: Config) -> str | None:
     data = config.data
     twice = next((source for source in data.sources if data.sources.count(source) > 1), None)
     if twice is not None:
         return f"data.more_sources: {twice} is listed twice. Fix: list it once"
-    made = next((source for source in data.sources if is_procedural(source)), None)
-    if not data.more_sources or made is None:
+    procedural = next((source for source in data.sources if is_procedural(source)), None)
+    if not data.more_sources or procedural is None:
         return None
-    key = "source" if made == data.source else "more_sources"
-    return f"data.{key}={made}: only files can be combined, and it is procedural. Fix: set data.more_sources=[]"
+    key = "source" if procedural == data.source else "more_sources"
+    return (
+        f"data.{key}={procedural}: only files can be combined, but {procedural} generates its rows. Fix: set "
+        "data.more_sources=[]"
+    )
 
 
-def weights_are_of_sources(config: Config) -> str | None:
+def source_weights_match_sources(config: Config) -> str | None:
     data = config.data
     if not data.source_weights or data.source_column is not None or config.is_offline:
         return None
     if set(data.source_weights) == set(data.sources):
         return None
     return (
-        f"data.source_weights={show(data.source_weights)}: with data.source_column=null its keys are the "
-        f"files {', '.join(data.sources)}. Fix: use these keys, or set data.source_column"
+        f"data.source_weights={show(data.source_weights)}: with data.source_column=null the keys must be "
+        f"{', '.join(data.sources)}. Fix: use these keys, or set data.source_column"
     )
 
 
 RULES: tuple[Callable[[Config], str | None], ...] = (
-    messages_have_a_chat_template,
-    system_prompts_are_of_prompts_in_a_chat_template,
-    reasoning_tasks_are_prompts,
-    stages_come_in_their_order,
+    messages_require_chat_template,
+    system_prompt_requires_prompts_and_chat_template,
+    reasoning_tasks_require_prompts,
+    stages_have_sizes_and_keep_their_order,
     sorted_rows_keep_their_order,
-    several_sources_are_files,
-    weights_are_of_sources,
+    combined_sources_are_distinct_files,
+    source_weights_match_sources,
 )

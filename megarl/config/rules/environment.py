@@ -8,16 +8,16 @@ from megarl.config.schema import Config
 from megarl.config.sources import OWN_TASKS
 
 
-def own_tasks_have_an_environment(config: Config) -> str | None:
+def generated_tasks_require_environment(config: Config) -> str | None:
     if config.data.source != OWN_TASKS or config.has_environment:
         return None
     return (
-        f"data.source={OWN_TASKS}: the environment generates the tasks, and environment.class=null. Fix: set "
-        "environment.class, or data.source to a file"
+        f"data.source={OWN_TASKS}: the environment would generate the tasks, but environment.class=null. Fix: set "
+        "environment.class, or set data.source to a file"
     )
 
 
-def whole_rollouts_are_rewarded(config: Config) -> str | None:
+def multi_turn_rollouts_have_rollout_rewards(config: Config) -> str | None:
     """Functions that score one prompt and one response cannot score rollouts with several turns or samples."""
     if not config.has_environment:
         return None
@@ -30,8 +30,8 @@ def whole_rollouts_are_rewarded(config: Config) -> str | None:
     }
     name = config.environment.name
     lines = [
-        f"{reader}: it scores one response, and with environment.class={name} a rollout has several turns. Fix: "
-        "return rewards from the environment's steps instead"
+        f"{reader}: it scores a single response, but with environment.class={name} a rollout has several turns. Fix: "
+        "remove it, and return rewards from the environment's steps"
         for reader, is_there in readers.items()
         if is_there
     ]
@@ -43,13 +43,13 @@ def turns_fit_a_response(config: Config) -> str | None:
     if turn is None or turn <= longest:
         return None
     return (
-        f"environment.turn_tokens={turn}: it exceeds rollout.max_new_tokens={longest}, the limit of all turns "
-        "together. Fix: lower it, or raise rollout.max_new_tokens"
+        f"environment.turn_tokens={turn}: it exceeds rollout.max_new_tokens={longest}, the limit for all turns "
+        f"together. Fix: set environment.turn_tokens to at most {longest}, or raise rollout.max_new_tokens"
     )
 
 
 RULES: tuple[Callable[[Config], str | None], ...] = (
-    own_tasks_have_an_environment,
-    whole_rollouts_are_rewarded,
+    generated_tasks_require_environment,
+    multi_turn_rollouts_have_rollout_rewards,
     turns_fit_a_response,
 )

@@ -19,27 +19,27 @@ OF_TURNS = ("turns_mean",)
 """Additional metrics of evaluation sets that use an environment."""
 
 
-def something_samples(config: Config) -> str | None:
+def evaluation_requires_engines(config: Config) -> str | None:
     if not config.evaluation.sets or not config.is_offline:
         return None
     return (
-        f"evaluation.sets: with data.format={config.data.format} no engine is started. Fix: remove the sets, and "
-        "evaluate the trained model with `megarl evaluate`"
+        f"evaluation.sets: with data.format={config.data.format} the run has no engines to sample from. Fix: set "
+        "evaluation.sets=[] and evaluate the trained model with `megarl evaluate`"
     )
 
 
-def own_tasks_of_sets_have_an_environment(config: Config) -> str | None:
+def generated_tasks_of_sets_require_environment(config: Config) -> str | None:
     for item in config.evaluation.sets:
         of_set = config_of_set(config, item)
         if of_set.data.source == OWN_TASKS and not of_set.has_environment:
             return (
-                f"evaluation.sets: {item.name} has source={OWN_TASKS} without an environment that generates the tasks. "
-                "Fix: set its environment, or its source to a file"
+                f"evaluation.sets: {item.name} has source={OWN_TASKS} but no environment to generate the tasks. Fix: "
+                f"set the environment of {item.name}, or set its source to a file"
             )
     return None
 
 
-def system_prompts_of_sets_are_of_prompts_in_a_chat_template(config: Config) -> str | None:
+def system_prompts_of_sets_require_chat_template(config: Config) -> str | None:
     """A set's own system prompt follows the rules for data.system_prompt. An inherited system prompt is dropped if it
     cannot be used."""
     for item in config.evaluation.sets:
@@ -48,78 +48,78 @@ def system_prompts_of_sets_are_of_prompts_in_a_chat_template(config: Config) -> 
             continue
         if data.source == OWN_TASKS:
             return (
-                f"evaluation.sets: {item.name} has a system_prompt, and with source={OWN_TASKS} the environment "
-                "writes the prompts. Fix: remove it, and write system messages in the environment"
+                f"evaluation.sets: {item.name} has a system_prompt, but with source={OWN_TASKS} the environment writes "
+                "the prompts. Fix: remove system_prompt, and write system messages in the environment"
             )
         if not data.chat_template:
             return (
-                f"evaluation.sets: {item.name} has a system_prompt, which chat_template=false cannot format. Fix: set "
+                f"evaluation.sets: {item.name} has a system_prompt, but chat_template=false cannot format it. Fix: set "
                 "chat_template: true, or put the text into the prompts"
             )
     return None
 
 
-def options_of_sets_are_of_a_class(config: Config) -> str | None:
+def environment_options_of_sets_require_class(config: Config) -> str | None:
     for item in config.evaluation.sets:
-        own = item.environment
-        if own is not None and own.name is None and own.options:
+        environment = item.environment
+        if environment is not None and environment.name is None and environment.options:
             return (
-                f"evaluation.sets: {item.name} has environment.options={own.options}, which have no effect unless "
-                "environment.class is set. Fix: set it, or remove them"
+                f"evaluation.sets: {item.name} has environment.options={environment.options}, but no environment.class "
+                "to pass them to. Fix: set environment.class, or remove environment.options"
             )
     return None
 
 
-def whole_rollouts_of_sets_are_scored(config: Config) -> str | None:
+def multi_turn_sets_have_rollout_rewards(config: Config) -> str | None:
     """Functions with per_turn score one response, not rollouts with several turns or samples."""
     for item in config.evaluation.sets:
         of_set = config_of_set(config, item)
         per_turn = [entry.function for entry in of_set.rewards.functions if entry.per_turn]
         if per_turn and of_set.has_environment:
             return (
-                f"evaluation.sets: {item.name} has {per_turn[0]} with per_turn=true, which scores one response, and "
-                f"with environment.class={of_set.environment.name} a rollout has several turns. Fix: return rewards "
-                "from the environment's steps instead"
+                f"evaluation.sets: {item.name} has {per_turn[0]} with per_turn=true, which scores a single response, "
+                f"but with environment.class={of_set.environment.name} a rollout has several turns. Fix: remove the "
+                "function, and return rewards from the environment's steps"
             )
     return None
 
 
-def sets_have_names_of_their_own(config: Config) -> str | None:
+def set_names_are_unique(config: Config) -> str | None:
     names = [item.name for item in config.evaluation.sets]
     twice = next((name for name in names if names.count(name) > 1), None)
-    return None if twice is None else f"evaluation.sets: {twice} is the name of two sets. Fix: rename one"
+    return None if twice is None else f"evaluation.sets: two sets have the name {twice}. Fix: rename one of them"
 
 
-def sets_are_evaluated(config: Config) -> str | None:
+def sets_have_evaluation_times(config: Config) -> str | None:
     """A set needs its own every_steps, evaluation.every_steps, at_start or at_end."""
     settings = config.evaluation
     never = [item.name for item in settings.sets if settings.interval(item) is None]
     if not never or settings.at_start or settings.at_end:
         return None
     return (
-        f"evaluation.sets: {', '.join(never)} would never be evaluated with at_start=false and at_end=false. Fix: set "
-        "evaluation.every_steps=10"
+        f"evaluation.sets: {', '.join(never)} would never be evaluated, because at_start=false, at_end=false and "
+        "every_steps=null. Fix: set evaluation.every_steps=10"
     )
 
 
-def samples_of_a_prompt_differ(config: Config) -> str | None:
+def several_samples_require_temperature(config: Config) -> str | None:
     for item in config.evaluation.sets:
         is_answered = config_of_set(config, item).has_environment  # the environment's replies may differ
         if item.samples_per_prompt > 1 and item.temperature == 0 and not is_answered:
             return (
-                f"evaluation.sets: {item.name} has samples_per_prompt={item.samples_per_prompt} with temperature=0, so "
-                "all samples of a prompt are equal. Fix: set temperature: 1.0, or samples_per_prompt: 1"
+                f"evaluation.sets: {item.name} has samples_per_prompt={item.samples_per_prompt} and temperature=0, so "
+                "all samples of a prompt would be equal. Fix: set temperature: 1.0, or samples_per_prompt: 1"
             )
     return None
 
 
-def sets_are_scored(config: Config) -> str | None:
+def sets_have_reward_functions(config: Config) -> str | None:
     for item in config.evaluation.sets:
         of_set = config_of_set(config, item)
         if not of_set.rewards.functions and not of_set.has_environment:
             return (
-                f"evaluation.sets: {item.name} has no functions, and rewards.functions is empty. Fix: list one, such "
-                "as functions: [{function: exact_match}]"
+                f"evaluation.sets: {item.name} has no reward functions, and rewards.functions=[]. Fix: list a function "
+                "for the set, for example functions: [{function: exact_match}]"
             )
     return None
 
@@ -131,8 +131,8 @@ def context_holds_a_prompt_and_its_response(config: Config) -> str | None:
         if item.max_new_tokens is not None and new >= context:
             return (
                 f"evaluation.sets: {item.name} has max_new_tokens={new}, which leaves {context} - {new} = "
-                f"{context - new} of rollout.context_length={context} tokens for the prompt. Fix: lower it or raise "
-                "context_length"
+                f"{context - new} of rollout.context_length={context} tokens for the prompt. Fix: lower max_new_tokens "
+                "of the set, or raise rollout.context_length"
             )
     return None
 
@@ -143,12 +143,18 @@ def best_is_a_metric(config: Config) -> str | None:
     if metric is None or metric in known:
         return None
     if not known:
-        return f"evaluation.best.metric={metric}: there are no evaluation.sets. Fix: list some, or set it to null"
+        return (
+            f"evaluation.best.metric={metric}: evaluation.sets=[] provides no metrics. Fix: add an evaluation set, or "
+            "set evaluation.best.metric=null"
+        )
     [near] = difflib.get_close_matches(metric, known, n=1, cutoff=0.0)
-    return f"evaluation.best.metric={metric}: no set has it; did you mean {near}? All: {', '.join(known)}"
+    return (
+        f"evaluation.best.metric={metric}: no evaluation set has this metric. Did you mean {near}? Fix: use one of "
+        f"{', '.join(known)}"
+    )
 
 
-def best_is_saved(config: Config) -> str | None:
+def best_evaluation_has_checkpoint(config: Config) -> str | None:
     """Every evaluation that may be the best must be at a step with a checkpoint. The last step always has one."""
     settings, every = config.evaluation, config.checkpoint.every_steps
     metric = settings.best.metric
@@ -158,15 +164,15 @@ def best_is_saved(config: Config) -> str | None:
     interval = settings.interval(judged)
     if every is None:
         return (
-            f"evaluation.best.metric={metric}: with checkpoint.every_steps=null no checkpoint is saved. Fix: set "
-            f"checkpoint.every_steps={interval or 50}"
+            f"evaluation.best.metric={metric}: checkpoint.every_steps=null saves no checkpoint to select from. Fix: "
+            f"set checkpoint.every_steps={interval or 50}"
         )
     if interval is None or interval % every == 0:
         return None
     return (
-        f"evaluation.best.metric={metric}: {judged.name} is evaluated every {interval} steps, and checkpoints are "
-        f"saved every {every}, so some evaluations have none. Fix: set checkpoint.every_steps="
-        f"{gcd(interval, every)}"
+        f"evaluation.best.metric={metric}: {judged.name} is evaluated every {interval} steps, but checkpoints are "
+        f"saved every {every} steps, so some evaluations would have no checkpoint. Fix: set "
+        f"checkpoint.every_steps={gcd(interval, every)}"
     )
 
 
@@ -177,16 +183,16 @@ def metrics_of(config: Config, item: EvaluationSet) -> list[str]:
 
 
 RULES: tuple[Callable[[Config], str | None], ...] = (
-    something_samples,
-    own_tasks_of_sets_have_an_environment,
-    system_prompts_of_sets_are_of_prompts_in_a_chat_template,
-    options_of_sets_are_of_a_class,
-    whole_rollouts_of_sets_are_scored,
-    sets_have_names_of_their_own,
-    sets_are_evaluated,
-    samples_of_a_prompt_differ,
-    sets_are_scored,
+    evaluation_requires_engines,
+    generated_tasks_of_sets_require_environment,
+    system_prompts_of_sets_require_chat_template,
+    environment_options_of_sets_require_class,
+    multi_turn_sets_have_rollout_rewards,
+    set_names_are_unique,
+    sets_have_evaluation_times,
+    several_samples_require_temperature,
+    sets_have_reward_functions,
     context_holds_a_prompt_and_its_response,
     best_is_a_metric,
-    best_is_saved,
+    best_evaluation_has_checkpoint,
 )

@@ -14,8 +14,8 @@ def adaptive_coefficient_changes_slowly(config: Config) -> str | None:
         return None
     return (
         f"algorithm.kl.adaptive_horizon={kl.adaptive_horizon}: a step has {batch.prompts_per_step} x "
-        f"{batch.samples_per_prompt} = {samples} samples and would change the coefficient by more than 20 %. Fix: set "
-        f"adaptive_horizon to at least {samples}"
+        f"{batch.samples_per_prompt} = {samples} samples, so one step could change the coefficient by more than 20%. "
+        f"Fix: set algorithm.kl.adaptive_horizon to at least {samples}"
     )
 
 

@@ -19,8 +19,8 @@ def sequence_parallel_needs_tensor_parallel(keys: str, layout: Layout) -> str | 
     if not layout.sequence_parallel or layout.tp > 1:
         return None
     return (
-        f"{keys}sequence_parallel=true: it shards over tensor-parallel ranks, and {keys}tp=1. Fix: set "
-        f"{keys}sequence_parallel=false or a larger tp"
+        f"{keys}sequence_parallel=true: sequence parallelism shards over tensor-parallel ranks, but {keys}tp=1. Fix: "
+        f"set {keys}sequence_parallel=false, or raise {keys}tp"
     )
 
 
@@ -28,15 +28,18 @@ def uneven_stages_need_pipeline(keys: str, layout: Layout) -> str | None:
     uneven = [name for name, layers in layout.uneven_stages.items() if layers is not None]
     if not uneven or layout.pp > 1:
         return None
-    return f"{keys}{' and '.join(uneven)} is set, but {keys}pp=1 is a single stage. Fix: set it to null or raise pp"
+    return (
+        f"{', '.join(f'{keys}{name}={layout.uneven_stages[name]}' for name in uneven)}: {keys}pp=1 has a single "
+        f"pipeline stage. Fix: {' and '.join(f'set {keys}{name}=null' for name in uneven)}, or raise {keys}pp"
+    )
 
 
 def virtual_stages_need_pipeline(keys: str, layout: Layout) -> str | None:
     if layout.vpp == 1 or layout.pp > 1:
         return None
     return (
-        f"{keys}vpp={layout.vpp}: virtual stages interleave the layers of several pipeline stages, and {keys}pp=1 is a "
-        f"single one. Fix: set {keys}vpp=1 or raise pp"
+        f"{keys}vpp={layout.vpp}: virtual stages interleave the layers of several pipeline stages, but {keys}pp=1 has "
+        f"a single stage. Fix: set {keys}vpp=1, or raise {keys}pp"
     )
 
 
@@ -45,8 +48,8 @@ def expert_tensor_parallel_needs_expert_parallel(keys: str, layout: Layout) -> s
     if layout.ep > 1 or layout.expert_tp == layout.tp:
         return None
     return (
-        f"{keys}etp={layout.etp}: without expert parallelism ({keys}ep=1) experts are sharded like the other layers "
-        f"(tp={layout.tp}). Fix: set {keys}etp=null or raise ep"
+        f"{keys}etp={layout.etp}: without expert parallelism ({keys}ep=1), experts are sharded like the other layers "
+        f"({keys}tp={layout.tp}). Fix: set {keys}etp=null, or raise {keys}ep"
     )
 
 
@@ -57,8 +60,8 @@ def experts_tile_a_stage(keys: str, layout: Layout) -> str | None:
         return None
     return (
         f"{keys}ep={layout.ep}: a pipeline stage has tp x cp x dp = {layout.tp} x {layout.cp} x {layout.dp} = {ranks} "
-        f"ranks, which do not divide by etp x ep = {layout.expert_tp} x {layout.ep} = {needed} "
-        f"({quotient(ranks, needed)}). Fix: choose ep from {listed(divisors(ranks // gcd(ranks, layout.expert_tp)))}"
+        f"ranks, which are not divisible by etp x ep = {layout.expert_tp} x {layout.ep} = {needed} "
+        f"({quotient(ranks, needed)}). Fix: set {keys}ep to {listed(divisors(ranks // gcd(ranks, layout.expert_tp)))}"
     )
 
 

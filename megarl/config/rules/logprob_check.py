@@ -7,36 +7,37 @@ from collections.abc import Callable
 from megarl.config.schema import Config
 
 
-def masked_tokens_are_compared(config: Config) -> str | None:
+def masking_requires_trainer_logprobs(config: Config) -> str | None:
     if config.logprob_check.action != "mask" or config.algorithm.correction.old != "rollout":
         return None
     return (
-        "logprob_check.action=mask: with algorithm.correction.old=rollout the trainer computes no log-probs to "
+        "logprob_check.action=mask: with algorithm.correction.old=rollout, the trainer computes no log-probs to "
         "compare with the engine's. Fix: set algorithm.correction.old=trainer, or logprob_check.action=warn"
     )
 
 
-def masked_tokens_have_losses_of_their_own(config: Config) -> str | None:
+def masking_requires_token_losses(config: Config) -> str | None:
     objective = config.algorithm.objective
     if config.logprob_check.action != "mask" or objective.spec.is_policy_objective or config.is_offline:
         return None
     return (
-        f"logprob_check.action=mask: algorithm.objective.name={objective.name} has a loss per pair, so single "
+        f"logprob_check.action=mask: algorithm.objective.name={objective.name} computes one loss per pair, so single "
         "tokens cannot be masked. Fix: set logprob_check.action=warn"
     )
 
 
-def something_can_stop_the_run(config: Config) -> str | None:
+def stopping_requires_limit(config: Config) -> str | None:
     if config.logprob_check.action != "stop" or config.agreement_limit is not None:
         return None
     return (
-        f"logprob_check.action=stop: with rollout.max_staleness={config.rollout.max_staleness} stale samples differ by "
-        "more than rounding, and logprob_check.limit=null sets no limit. Fix: set a limit, or logprob_check.action=warn"
+        "logprob_check.action=stop: the run would never stop, because with "
+        f"rollout.max_staleness={config.rollout.max_staleness} logprob_check.limit=null means no limit. Fix: set "
+        "logprob_check.limit, or logprob_check.action=warn"
     )
 
 
 RULES: tuple[Callable[[Config], str | None], ...] = (
-    masked_tokens_are_compared,
-    masked_tokens_have_losses_of_their_own,
-    something_can_stop_the_run,
+    masking_requires_trainer_logprobs,
+    masking_requires_token_losses,
+    stopping_requires_limit,
 )

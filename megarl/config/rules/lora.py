@@ -7,26 +7,26 @@ from collections.abc import Callable
 from megarl.config.schema import Config
 
 
-def adapters_are_beside_frozen_weights(config: Config) -> str | None:
+def adapters_exclude_frozen_patterns(config: Config) -> str | None:
     if config.actor.adapters is None or not config.actor.frozen:
         return None
     return (
-        f"actor.frozen={config.actor.frozen}: with actor.lora.rank={config.actor.lora.rank} the whole model is frozen "
-        "and only its adapters are trained. Fix: set actor.frozen=[] or actor.lora.rank=null"
+        f"actor.frozen={config.actor.frozen}: actor.lora.rank={config.actor.lora.rank} already freezes the whole model "
+        "and trains only its adapters. Fix: set actor.frozen=[] or actor.lora.rank=null"
     )
 
 
-def patterns_name_no_adapters(config: Config) -> str | None:
+def adapters_exclude_weight_decay_patterns(config: Config) -> str | None:
     patterns = config.actor.optimizer.no_weight_decay
     if config.actor.adapters is None or not patterns:
         return None
     return (
-        f"actor.optimizer.no_weight_decay={patterns}: it names tensors of the model, which are frozen with "
-        f"actor.lora.rank={config.actor.lora.rank}. Fix: set it to []"
+        f"actor.optimizer.no_weight_decay={patterns}: the patterns select tensors of the model, but "
+        f"actor.lora.rank={config.actor.lora.rank} freezes all of them. Fix: set actor.optimizer.no_weight_decay=[]"
     )
 
 
-def heads_are_trained_with_the_model(config: Config) -> str | None:
+def adapters_exclude_new_heads(config: Config) -> str | None:
     """A new score or value head has no adapter, so it would not be trained."""
     if config.actor.adapters is None:
         return None
@@ -44,63 +44,65 @@ def heads_are_trained_with_the_model(config: Config) -> str | None:
     return None
 
 
-def products_are_not_in_fp8(config: Config) -> str | None:
+def adapters_exclude_fp8(config: Config) -> str | None:
     if config.actor.adapters is None or config.actor.fp8 is None:
         return None
     return (
         f"actor.fp8={config.actor.fp8}: with actor.lora.rank={config.actor.lora.rank} engines compute with merged "
-        "weights, which separate fp8 products do not match. Fix: set actor.fp8=null or actor.lora.rank=null"
+        "weights, but the trainer would quantize the model and the adapters separately. Fix: set actor.fp8=null or "
+        "actor.lora.rank=null"
     )
 
 
-def reference_is_the_model(config: Config) -> str | None:
+def adapters_exclude_reference_renewal(config: Config) -> str | None:
     renew = config.algorithm.kl.renew_steps
     if config.actor.adapters is None or renew is None:
         return None
     return (
         f"algorithm.kl.renew_steps={renew}: with actor.lora.rank={config.actor.lora.rank} the reference is the model "
-        "without adapters, which never changes. Fix: set renew_steps=null or actor.lora.rank=null"
+        "without adapters, which never changes. Fix: set algorithm.kl.renew_steps=null or actor.lora.rank=null"
     )
 
 
-def merged_weights_stay(config: Config) -> str | None:
+def adapters_exclude_parameter_offload(config: Config) -> str | None:
     if config.actor.adapters is None or "parameters" not in config.actor.offload:
         return None
     return (
-        f"actor.offload={config.actor.offload}: with actor.lora.rank={config.actor.lora.rank} the merged weights for "
-        "the engines are a copy that is not offloaded. Fix: remove parameters from the list"
+        f"actor.offload={config.actor.offload}: with actor.lora.rank={config.actor.lora.rank} megarl keeps a copy of "
+        "the merged weights for the engines, which it cannot offload. Fix: remove parameters from actor.offload"
     )
 
 
-def nothing_else_of_the_model_moves(config: Config) -> str | None:
+def adapters_exclude_router_bias_updates(config: Config) -> str | None:
     """Checkpoints contain only the adapters, so no other weights may change."""
     rate = config.actor.megatron_overrides.model.get("moe_router_bias_update_rate", 0)
     if config.actor.adapters is None or not rate:
         return None
     return (
-        f"actor.megatron_overrides.model.moe_router_bias_update_rate={rate}: with actor.lora.rank="
-        f"{config.actor.lora.rank} checkpoints contain only adapters, not router biases. Fix: set it to 0"
+        f"actor.megatron_overrides.model.moe_router_bias_update_rate={rate}: with "
+        f"actor.lora.rank={config.actor.lora.rank} checkpoints contain only adapters, not router biases. Fix: remove "
+        "the override"
     )
 
 
-def shared_experts_exchange_inside_their_layers(config: Config) -> str | None:
+def adapters_exclude_shared_expert_overlap(config: Config) -> str | None:
     overlaps = config.actor.megatron_overrides.model.get("moe_shared_expert_overlap", False)
     if config.actor.adapters is None or not overlaps:
         return None
     return (
-        "actor.megatron_overrides.model.moe_shared_expert_overlap=true: with actor.lora.rank="
-        f"{config.actor.lora.rank} adapters communicate inside their layers, and the overlap outside of them. Fix: "
-        "set it to false"
+        f"actor.megatron_overrides.model.moe_shared_expert_overlap=true: with actor.lora.rank={config.actor.lora.rank} "
+        "adapters communicate inside their layers, but the overlap communicates outside of them. Fix: remove the "
+        "override"
     )
 
 
 RULES: tuple[Callable[[Config], str | None], ...] = (
-    adapters_are_beside_frozen_weights,
-    patterns_name_no_adapters,
-    heads_are_trained_with_the_model,
-    products_are_not_in_fp8,
-    reference_is_the_model,
-    merged_weights_stay,
-    nothing_else_of_the_model_moves,
-    shared_experts_exchange_inside_their_layers,
+    adapters_exclude_frozen_patterns,
+    adapters_exclude_weight_decay_patterns,
+    adapters_exclude_new_heads,
+    adapters_exclude_fp8,
+    adapters_exclude_reference_renewal,
+    adapters_exclude_parameter_offload,
+    adapters_exclude_router_bias_updates,
+    adapters_exclude_shared_expert_overlap,
 )

@@ -248,7 +248,7 @@ def keys_without_effect(config: Config, base: Mapping[str, Any]) -> list[str]:
                 lines.setdefault(
                     key,
                     f"{key}={show(value)}: has no effect unless {requirement.unless}. Fix: set {requirement.unless}, "
-                    f"or remove the key, which is {show(unset)} by default",
+                    f"or remove the key (its default is {show(unset)})",
                 )
     return list(lines.values())
 

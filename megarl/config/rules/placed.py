@@ -20,7 +20,7 @@ def microbatch_holds_the_longest_sample(config: Config, placed: Placed) -> str |
     ranks = f" on {role}.layout.cp={cp} ranks" if cp > 1 else ""
     unit, tokens = ("a sample", f"{key}={context}") if together == 1 else ("a pair", f"2 x {key}={context}")
     return (
-        f"{role}.tokens_per_microbatch={budget}: {unit} may have {tokens} tokens{ranks} and is never split over "
+        f"{role}.tokens_per_microbatch={budget}: {unit} can have up to {tokens} tokens{ranks} and is never split over "
         f"microbatches ({budget} < {needed}). Fix: set {role}.tokens_per_microbatch to at least {needed}"
     )
 
@@ -36,8 +36,8 @@ def every_data_parallel_rank_has_a_sample(config: Config, placed: Placed) -> str
     if dp <= units:
         return None
     return (
-        f"{role}.layout.dp={dp}: an update has {units} {what}, fewer than data-parallel ranks. Fix: set dp to at most "
-        f"{units} or raise batch.prompts_per_update"
+        f"{role}.layout.dp={dp}: an update has only {units} {what}, but each data-parallel rank needs at least one. "
+        f"Fix: set {role}.layout.dp to at most {units}, or raise batch.prompts_per_update"
     )
 
 

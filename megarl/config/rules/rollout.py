@@ -12,9 +12,9 @@ def candidate_tokens_are_bounded(config: Config) -> str | None:
     if top_p == 1 or config.rollout.top_k is not None:
         return None
     return (
-        f"rollout.top_p={top_p:g}: the trainer needs the candidate tokens of the truncated distribution, which with "
-        "rollout.top_k=null may be the whole vocabulary at every position. Fix: set rollout.top_k, such as 100, or "
-        "rollout.top_p=1"
+        f"rollout.top_p={top_p:g}: the trainer needs the candidate tokens of the truncated distribution, but with "
+        "rollout.top_k=null each position may have the whole vocabulary as candidates. Fix: set rollout.top_k=100, or "
+        "set rollout.top_p=1"
     )
 
 
@@ -23,7 +23,7 @@ def nodes_do_not_share_memory(config: Config) -> str | None:
     if nodes == 1 or config.is_offline or config.rollout.transport != "shared_memory":
         return None
     return (
-        f"rollout.transport=shared_memory: with cluster.nodes={nodes} trainer and engines are on different "
+        f"rollout.transport=shared_memory: with cluster.nodes={nodes} the trainer and the engines are on different "
         "nodes, which share no memory. Fix: set rollout.transport=auto"
     )
 
@@ -34,39 +34,40 @@ def context_holds_a_prompt_and_a_response(config: Config) -> str | None:
         return None
     return (
         f"rollout.max_new_tokens={new}: {context} - {new} = {context - new} of rollout.context_length={context} tokens "
-        "are left for the prompt. Fix: lower max_new_tokens or raise context_length"
+        "are left for the prompt. Fix: lower rollout.max_new_tokens, or raise rollout.context_length"
     )
 
 
-def quantised_weights_are_bfloat16(config: Config) -> str | None:
+def quantization_requires_bfloat16(config: Config) -> str | None:
     if config.rollout.quantization is None or config.model.dtype == "bfloat16":
         return None
     return (
-        f"rollout.quantization={config.rollout.quantization}: fp8 engines compute in bfloat16, and "
+        f"rollout.quantization={config.rollout.quantization}: fp8 engines compute in bfloat16, but "
         f"model.dtype={config.model.dtype}. Fix: set model.dtype=bfloat16 or rollout.quantization=null"
     )
 
 
-def weights_are_quantised_once(config: Config) -> str | None:
+def weights_are_quantized_once(config: Config) -> str | None:
     rollout = config.rollout
     if rollout.quantization is None or "quantization" not in rollout.vllm_overrides:
         return None
     return (
-        f"rollout.vllm_overrides.quantization={rollout.vllm_overrides['quantization']}: with rollout.quantization="
-        f"{rollout.quantization} weights arrive quantised. Fix: set only one of them"
+        f"rollout.vllm_overrides.quantization={rollout.vllm_overrides['quantization']}: with "
+        f"rollout.quantization={rollout.quantization} engines already receive quantized weights. Fix: remove the "
+        "override, or set rollout.quantization=null"
     )
 
 
-def engines_stay_awake_for_rollouts_ahead(config: Config) -> str | None:
+def sleep_requires_idle_engines(config: Config) -> str | None:
     if not _begins_ahead(config) or not config.rollout.sleep or config.pauses_rollouts:
         return None
     return (
-        f"rollout.sleep=true: with {_staleness(config)} and cluster.placement={config.cluster.placement} engines "
-        "are never idle. Fix: set rollout.sleep=false"
+        f"rollout.sleep=true: with {_staleness(config)} and cluster.placement={config.cluster.placement} engines are "
+        "never idle, so they cannot sleep. Fix: set rollout.sleep=false"
     )
 
 
-def running_requests_survive_sleep(config: Config) -> str | None:
+def sleeping_engines_recompute_kv_cache(config: Config) -> str | None:
     rollout = config.rollout
     if not config.pauses_rollouts or not rollout.sleep or rollout.kv_cache_on_update == "recompute":
         return None
@@ -81,8 +82,9 @@ def greedy_baselines_are_not_stale(config: Config) -> str | None:
     if not _begins_ahead(config) or not config.samples_greedily:
         return None
     return (
-        f"{_staleness(config)}: algorithm.advantage.estimator={config.algorithm.advantage.estimator} compares samples "
-        "with a greedy response of the same weights, which may change in between. Fix: set rollout.max_staleness=0"
+        f"{_staleness(config)}: algorithm.advantage.estimator={config.algorithm.advantage.estimator} compares each "
+        "sample with a greedy response from the same weights, but the weights may change between the two. Fix: set "
+        "rollout.max_staleness=0"
     )
 
 
@@ -98,9 +100,9 @@ RULES: tuple[Callable[[Config], str | None], ...] = (
     candidate_tokens_are_bounded,
     nodes_do_not_share_memory,
     context_holds_a_prompt_and_a_response,
-    quantised_weights_are_bfloat16,
-    weights_are_quantised_once,
-    engines_stay_awake_for_rollouts_ahead,
-    running_requests_survive_sleep,
+    quantization_requires_bfloat16,
+    weights_are_quantized_once,
+    sleep_requires_idle_engines,
+    sleeping_engines_recompute_kv_cache,
     greedy_baselines_are_not_stale,
 )

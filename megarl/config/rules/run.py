@@ -20,8 +20,8 @@ def profiled_steps_are_steps_of_the_run(config: Config) -> str | None:
     if not late:
         return None
     return (
-        f"run.profile.steps: step {late[0]} is after the last step, run.steps={config.run.steps}. "
-        "Fix: list earlier steps"
+        f"run.profile.steps: step {late[0]} is after the last step of the run (run.steps={config.run.steps}). Fix: "
+        f"list only steps up to {config.run.steps}"
     )
 
 
@@ -34,8 +34,8 @@ def profiled_ranks_are_ranks_of_a_model(config: Config) -> str | None:
     if not beyond:
         return None
     return (
-        f"run.profile.ranks: no trained model has rank {beyond[0]}; the largest has {largest} ranks. "
-        "Fix: list lower ranks"
+        f"run.profile.ranks: no trained model has a rank {beyond[0]}, because the largest has {largest} ranks. Fix: "
+        f"list only ranks below {largest}"
     )
 
 

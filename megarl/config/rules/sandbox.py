@@ -12,8 +12,8 @@ def apptainer_has_an_image(config: Config) -> str | None:
     if sandbox.provider != "apptainer" or sandbox.image is not None:
         return None
     return (
-        "sandbox.image=null: sandbox.provider=apptainer needs an image with a python3. Fix: set it, such as to "
-        "the python.sif of `apptainer pull python.sif docker://python:3.11-slim`"
+        "sandbox.image=null: sandbox.provider=apptainer needs an image that contains python3. Fix: run `apptainer "
+        "pull python.sif docker://python:3.11-slim` and set sandbox.image=python.sif"
     )
 
 

@@ -18,9 +18,9 @@ def engines_fill_the_shared_gpus(config: Config) -> str | None:
     replicas, rest = divmod(ranks, rollout.tp)
     remedy = f"rollout.tp to one of {', '.join(map(str, divisors(ranks)))}" if rest else f"rollout.replicas={replicas}"
     return (
-        f"rollout.replicas={rollout.replicas}: colocated, each GPU has one actor rank and one engine rank, but "
-        f"actor.layout has {ranks} ranks and {rollout.replicas} x rollout.tp={rollout.tp} = {workers}. Fix: set "
-        f"{remedy}, or cluster.placement=disaggregated"
+        f"rollout.replicas={rollout.replicas}: with cluster.placement=colocated each GPU has one actor rank and one "
+        f"engine rank, but actor.layout has {ranks} ranks and the engines have {rollout.replicas} x "
+        f"rollout.tp={rollout.tp} = {workers}. Fix: set {remedy}, or cluster.placement=disaggregated"
     )
 
 
@@ -28,18 +28,18 @@ def sharing_engines_sleep(config: Config) -> str | None:
     if not _shares_gpus(config) or config.rollout.sleep:
         return None
     return (
-        "rollout.sleep=false: colocated, engines would hold their weights and "
-        f"rollout.kv_cache_gib={config.rollout.kv_cache_gib:g} while models train on the same GPUs. Fix: set "
-        "rollout.sleep=true or cluster.placement=disaggregated"
+        f"rollout.sleep=false: colocated engines would keep their weights and {config.rollout.kv_cache_gib:g} GiB of "
+        "KV cache in memory while models train on the same GPUs. Fix: set rollout.sleep=true or "
+        "cluster.placement=disaggregated"
     )
 
 
-def sharing_ranks_do_not_send(config: Config) -> str | None:
+def sharing_engines_do_not_receive_over_nccl(config: Config) -> str | None:
     if not _shares_gpus(config) or not config.sends_weights:
         return None
     return (
-        f"rollout.transport={config.rollout.transport}: NCCL cannot send from a GPU to itself, and with "
-        "cluster.placement=colocated trainer and engine share GPUs. Fix: set rollout.transport=auto"
+        f"rollout.transport={config.rollout.transport}: NCCL cannot send from a GPU to itself, but with "
+        "cluster.placement=colocated the trainer and the engines share GPUs. Fix: set rollout.transport=auto"
     )
 
 
@@ -69,5 +69,5 @@ def _shares_gpus(config: Config) -> bool:
 RULES: tuple[Callable[[Config], str | None], ...] = (
     engines_fill_the_shared_gpus,
     sharing_engines_sleep,
-    sharing_ranks_do_not_send,
+    sharing_engines_do_not_receive_over_nccl,
 )

@@ -8,31 +8,35 @@ from megarl.config.document import show
 from megarl.config.schema import Config
 
 
-def trust_region_goes_with_the_rest(config: Config) -> str | None:
+def trust_region_requirements_are_met(config: Config) -> str | None:
     limit = config.algorithm.trust_region.kl_limit
     if limit is None:
         return None
     batch, objective = config.batch, config.algorithm.objective
     needed = {
-        "algorithm.objective.name": (objective.name, "unclipped", "it bounds the unclipped surrogate"),
+        "algorithm.objective.name": (objective.name, "unclipped", "TRPO maximizes the unclipped surrogate"),
         "batch.prompts_per_update": (
             *(batch.prompts_per_update, batch.prompts_per_step),
-            "it bounds a step's only update, which starts at the old policy",
+            "TRPO makes a single update per step, starting at the old policy",
         ),
-        "batch.epochs": (batch.epochs, 1, "it bounds a step's only update"),
+        "batch.epochs": (batch.epochs, 1, "TRPO makes a single update per step"),
         "model.dtype": (
             *(config.model.dtype, "float32"),
-            "its finite differences are too small for bfloat16",
+            "TRPO's finite differences are too small for other dtypes",
         ),
-        "actor.lora.rank": (config.actor.lora.rank, None, "its vectors have the shape of the weights"),
-        "critic.shared_backbone": (config.critic.shared_backbone, False, "its divergence ignores values"),
+        "actor.lora.rank": (config.actor.lora.rank, None, "TRPO's vectors have the shapes of the full weights"),
+        "critic.shared_backbone": (
+            config.critic.shared_backbone,
+            False,
+            "TRPO's divergence does not include a value head",
+        ),
         "algorithm.correction.old": (
             *(config.algorithm.correction.old, "trainer"),
-            "the divergence from the old policy must start at 0",
+            "TRPO's divergence from the old policy must start at 0",
         ),
     }
     lines = [
-        f"{key}={show(value)}: algorithm.trust_region.kl_limit={limit:g} is TRPO, and {reason}. Fix: set "
+        f"{key}={show(value)}: with algorithm.trust_region.kl_limit={limit:g}, {reason}. Fix: set "
         f"{key}={show(wanted)}, or algorithm.trust_region.kl_limit=null"
         for key, (value, wanted, reason) in needed.items()
         if value != wanted
@@ -40,4 +44,4 @@ def trust_region_goes_with_the_rest(config: Config) -> str | None:
     return "\n".join(lines) or None
 
 
-RULES: tuple[Callable[[Config], str | None], ...] = (trust_region_goes_with_the_rest,)
+RULES: tuple[Callable[[Config], str | None], ...] = (trust_region_requirements_are_met,)

@@ -27,7 +27,7 @@ def write(folder: Path) -> list[Path]:
         for file, text in zip(files, _texts(folder), strict=True):
             file.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UserError(f"{folder}: it cannot be written ({error.strerror}). Fix: name a folder of yours") from None
+        raise UserError(f"{folder}: cannot be written ({error.strerror}). Fix: choose a writable folder") from None
     return files
 
 

@@ -116,7 +116,7 @@ class _Program:
         status = await self._process.wait()
         for future in self._waiting.values():
             if not future.done():
-                future.set_result({"failure": f"the verifiers process ended with exit status {status}"})
+                future.set_result({"failure": f"the verifiers process exited with status {status}"})
 
 
 _programs: dict[tuple[Any, ...], asyncio.Task[_Program]] = {}

@@ -116,8 +116,8 @@ class Rollouts:
         for trace in episode.traces:
             if not trace.agent.trainable and getattr(self._config, trace.agent.name).client is None:
                 raise RuntimeError(
-                    f"the agent {trace.agent.name} is not trainable, but samples from the policy. Fix: give it another "
-                    f"model with environment.options.env.{trace.agent.name}.client and .model"
+                    f"the agent {trace.agent.name} is not trainable, but samples from the policy. Fix: set another "
+                    f"model for it with environment.options.env.{trace.agent.name}.client and .model"
                 )
         trained = [trace for trace in episode.traces if trace.agent.trainable]
         rewards: dict[str, list[float]] = {}

@@ -72,15 +72,15 @@ def _loaded(path: str) -> Corpus:
 
 def _read(path: Path) -> list[str]:
     if not path.is_file():
-        raise UserError(f"{CORPUS}={path}: not a file. Fix: set it to a JSON-lines file of passages")
+        raise UserError(f"{CORPUS}={path}: not a file. Fix: set {CORPUS} to a JSON-lines file of passages")
     passages = []
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
             row = json.loads(line)
             if "contents" not in row and not {"title", "text"} <= row.keys():
                 raise UserError(
-                    f"{CORPUS}={path}: line {number} has the keys {', '.join(row)}. Fix: use `contents`, or `title` "
-                    "and `text`"
+                    f"{CORPUS}={path}: line {number} has only the keys {', '.join(row)}. Fix: add `contents`, or "
+                    "`title` and `text`"
                 )
             passages.append(row["contents"] if "contents" in row else f"{row['title']}\n{row['text']}")
     if not passages:

@@ -147,9 +147,9 @@ def exact_match(response: str, answer: Any) -> float:
     if answer is None:
         raise ValueError("answer=null: the row has no answer to compare with. Fix: add one to the data")
     answers = [str(item) for item in answer] if isinstance(answer, list | tuple) else [str(answer)]
-    return float(normalise(response) in map(normalise, answers))
+    return float(normalize(response) in map(normalize, answers))
 
 
-def normalise(text: str) -> str:
+def normalize(text: str) -> str:
     text = "".join(character for character in text.lower() if character not in string.punctuation)
     return " ".join(_ARTICLE.sub(" ", text).split())

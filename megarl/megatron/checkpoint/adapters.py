@@ -122,8 +122,8 @@ def adapters_to_huggingface(
     with _open(path, huggingface) as adapters, SafetensorsFolder(adapters.base) as base:
         if adapters.base_hash != weights_hash(adapters.base):
             raise UserError(
-                f"{adapters.base}: these are not the base weights that the adapters in {path} were trained on. "
-                "Fix: pass --hf with a folder of the original base model"
+                f"{adapters.base}: the adapters in {path} were trained on different base weights. Fix: pass --hf with "
+                "the folder of the original base model"
             )
         hf_config, dtype = read_config(adapters.base), adapters.config.model.dtype
         weights = huggingface_holder(hf_config, dtype)
@@ -150,12 +150,12 @@ def _open(path: Path, huggingface: Path | None) -> Iterator[StoredAdapters]:
     """
     path = model_path(path)
     if not is_of_a_run(path):
-        raise UserError(f"{path}: not a checkpoint of a run. Fix: pass a folder checkpoints/step_… of a run")
+        raise UserError(f"{path}: not a checkpoint of a run. Fix: pass a run's checkpoints/step_… folder")
     sealed = Checkpoint.open(path.parent)
     sealed.verify(record for record in sealed.files if Path(record.path).parts[0] == path.name)
     config = validated(sealed.state["config"], sealed.format)
     if config.actor.adapters is None or path.name != "actor":
-        raise UserError(f"{path}: contains no adapters. Fix: convert it with megatron-to-hf")
+        raise UserError(f"{path}: contains no adapters. Fix: use megarl convert megatron-to-hf")
     revision = config.model.revision if huggingface is None else None
     base = resolve(str(huggingface or config.model.path), key="--hf", revision=revision)
     with TorchDistFolder(path) as folder:

@@ -71,8 +71,8 @@ def _chunks(hf_config: Mapping[str, Any], layout: Layout) -> list[GPTModel]:
         ("bias_activation_fusion", "bias_dropout_fusion", "masked_softmax_fusion", "gradient_accumulation_fusion"),
         False,
     )
-    initialisation = dict.fromkeys(("init_method", "output_layer_init_method"), torch.nn.init.zeros_)
-    fields = architecture(hf_config) | parallelism(layout) | DISPATCHER | unfused | initialisation
+    initialization = dict.fromkeys(("init_method", "output_layer_init_method"), torch.nn.init.zeros_)
+    fields = architecture(hf_config) | parallelism(layout) | DISPATCHER | unfused | initialization
     config = build("layout", config_class, {**fields, "use_cpu_initialization": True, "pipeline_dtype": torch.float32})
     with torch.device("meta"):
         chunks = [build_chunk(config, hf_config, stage, 1, fused=False) for stage in range(layout.vpp)]

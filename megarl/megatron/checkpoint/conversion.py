@@ -280,7 +280,7 @@ def _kept(holder: Holder, dtypes: Mapping[str, str]) -> dict[str, str]:
             dtype = dtypes[piece.canonical]
             if by_parameter.setdefault(piece.local, dtype) != dtype:
                 raise UserError(
-                    f"{piece.canonical}: {dtype}, but other tensors of the same Megatron parameter are "
-                    f"{by_parameter[piece.local]}. Fix: pass --dtype"
+                    f"{piece.canonical}: the tensor is {dtype}, but other tensors of the same Megatron parameter are "
+                    f"{by_parameter[piece.local]}. Fix: pass --dtype to convert all tensors to one dtype"
                 )
     return by_parameter

@@ -37,9 +37,9 @@ class Description:
         dtypes = Counter(dtype for _, dtype, _ in self.tensors.values())
         lines = [
             f"{self.checkpoint}: {self.model or 'unknown model'}",
-            f"  {self.num_parameters:,} parameters; {self.num_bytes / 1e9:.3f} GB in {len(self.files)} files",
+            f"  {self.num_parameters:,} parameters, {self.num_bytes / 1e9:.3f} GB in {len(self.files)} files",
             f"  {len(self.tensors)} tensors: {', '.join(f'{count} {dtype}' for dtype, count in dtypes.items())}",
-            *(f"  {prefix}* for the parameters" for prefix in self.companions),
+            *(f"  {prefix}*: one tensor per parameter" for prefix in self.companions),
         ]
         rows = [f"  {key}  {list(shape)}  {dtype}  in {n}" for key, (shape, dtype, n) in self.tensors.items()]
         return "\n".join([*lines, *rows])
@@ -72,6 +72,6 @@ def _model(path: Path) -> str | None:
         checkpoint = Checkpoint.open(path.parent)
         config = checkpoint.state["config"]
         start = config[path.name].get("path") or config["model"]["path"]
-        return f"{path.name} of a run after step {checkpoint.step}, started from {start}"
+        return f"{path.name} of a run at step {checkpoint.step}, initialized from {start}"
     description = path / DESCRIPTION / "config.json"
     return json.loads(description.read_text(encoding="utf-8"))["model_type"] if description.is_file() else None

@@ -192,7 +192,10 @@ def _reject_other_keys(folder: Path, rank_keys: set[str], stored: set[str]) -> N
     keys_by_rank: list[set[str]] = [set()] * dist.get_world_size()
     dist.all_gather_object(keys_by_rank, rank_keys, group=parallel.host_group())
     if differing := set().union(*keys_by_rank) ^ stored:
-        raise UserError(f"{folder}: checkpoint of a different model: {min(differing)} exists in only one of them")
+        raise UserError(
+            f"{folder}: checkpoint of a different model: only one of the two models has {min(differing)}. Fix: resume "
+            "from a checkpoint of this model"
+        )
 
 
 def _reject_other_shape(folder: Path, shard: Shard, stored: TorchDistFolder) -> None:
@@ -202,7 +205,8 @@ def _reject_other_shape(folder: Path, shard: Shard, stored: TorchDistFolder) -> 
         shape, expected = stored.tensors[extent.key].shape, extent.global_shape
         if shape != expected and not extent.resizable:
             raise UserError(
-                f"{folder}: checkpoint of a different model: {extent.key} has shape {shape}, not {expected}"
+                f"{folder}: checkpoint of a different model: {extent.key} has shape {shape} instead of {expected}. Fix"
+                ": resume from a checkpoint of this model"
             )
 
 

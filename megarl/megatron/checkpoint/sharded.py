@@ -85,7 +85,9 @@ class Saving:
             reason, _ = next(iter(error.failures.values()))
             # torch's message for a full disk does not mention disk space.
             free = shutil.disk_usage(self._folder).free / 1e9
-            raise RuntimeError(f"{self._folder}, on a disk with {free:.2f} GB free: {reason}") from error
+            raise RuntimeError(
+                f"{self._folder}: writing failed with {free:.2f} GB of free disk space: {reason}"
+            ) from error
         self._thread.shutdown()
         # Otherwise glibc retains the memory of the copies, and more of it with every save.
         ctypes.CDLL(None).malloc_trim(0)
@@ -168,7 +170,8 @@ def load(
     loaded, missing, unexpected = dist_checkpointing.load(state, str(folder), strict=StrictHandling.RETURN_ALL)
     if unexpected:
         raise UserError(
-            f"{folder}: checkpoint of a different model: {sorted(unexpected)[0]} exists in only one of them"
+            f"{folder}: checkpoint of a different model: only one of the two models has {sorted(unexpected)[0]}. Fix: "
+            "resume from a checkpoint of this model"
         )
     for index, chunk in enumerate(chunks):
         # Not strict: trained parameters are loaded below. The keys were checked above.

@@ -23,7 +23,7 @@ from megarl.megatron.checkpoint.sharded import FORMAT
 from megarl.models.folder import read_config, resolve
 from megarl.models.shape import ModelShape
 from megarl.models.trained_model import trained_hf_config
-from megarl.models.value_head import with_value_head
+from megarl.models.value_head import add_value_head
 from megarl.resharding.checkpoint import Extent, as_stored, checkpoint_holder
 from megarl.resharding.families.adapters import PREFIX
 from megarl.resharding.piece import Holder
@@ -115,7 +115,7 @@ def open_checkpoint(path: Path, huggingface: Path | None = None) -> Iterator[Che
                 "adapters-to-hf, or export them with adapters-to-peft"
             )
         files, hf_config = _described(path, huggingface, sealed)
-        hf_config = with_value_head(hf_config) if any("value_head." in key for key in folder.tensors) else hf_config
+        hf_config = add_value_head(hf_config) if any("value_head." in key for key in folder.tensors) else hf_config
         plan = blueprint(hf_config, Layout(**ONE_PROCESS, sequence_parallel=False), 0, _format(folder))
         companions = _companions(path, folder, {extent.key for extent in plan.extents})
         _check(path, hf_config, plan.extents, folder)
@@ -150,12 +150,14 @@ def _described(path: Path, huggingface: Path | None, sealed: Checkpoint | None) 
         return files, read_config(files)
     if sealed is None:
         raise UserError(
-            f"{path}: does not describe its model. Fix: pass --hf with a folder that has its config.json and tokenizer"
+            f"{path}: has no model description. Fix: pass --hf with a folder that contains config.json and a tokenizer"
         )
     try:
         config = validated(sealed.state["config"], sealed.format)
     except ValidationError:
-        raise UserError(f"{path}: the run's config is from another version of megarl. Fix: pass --hf") from None
+        raise UserError(
+            f"{path}: a different version of megarl wrote the run's config. Fix: pass --hf with the base model's folder"
+        ) from None
     role = path.name
     model_source = config.model.path if role == "actor" else getattr(config, role).path or config.model.path
     revision = config.model.revision if model_source == config.model.path else None
@@ -172,7 +174,10 @@ def _format(folder: TorchDistFolder) -> dict[str, Any]:
 def _check(path: Path, hf_config: Mapping[str, Any], extents: Sequence[Extent], folder: TorchDistFolder) -> None:
     for extent in extents:
         if extent.key not in folder.tensors:
-            raise UserError(f"{path}: {extent.key} is missing, but config.json requires it")
+            raise UserError(
+                f"{path}: config.json requires {extent.key}, but the checkpoint does not contain it. Fix: pass --hf "
+                "with the folder of the checkpoint's model"
+            )
         _check_shape(path, extent, folder.tensors[extent.key], ModelShape.of(hf_config).vocab)
 
 
@@ -193,11 +198,14 @@ def companion_prefix(key: str, parameters: Collection[str]) -> str | None:
 def refuse_unexpected(path: Path, names: Sequence[str]) -> None:
     if names:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        raise UserError(f"{path}: {names[0]}{more}: unexpected tensor for this config.json")
+        raise UserError(f"{path}: config.json does not define the stored tensor {names[0]}{more}")
 
 
 def _check_shape(path: Path, extent: Extent, stored: StoredTensor, vocab: int) -> None:
     shape, expected = stored.shape, extent.global_shape
     repadded = extent.resizable and min(shape[0], expected[0]) >= vocab and shape[1:] == expected[1:]
     if shape != expected and not repadded:
-        raise UserError(f"{path}: {extent.key} has shape {shape}, but config.json requires {expected}")
+        raise UserError(
+            f"{path}: {extent.key} has shape {shape}, but config.json requires {expected}. Fix: pass --hf with the "
+            "folder of the checkpoint's model"
+        )

@@ -50,7 +50,7 @@ class Adapters:
         self._by_weight = attach_adapters(models, self._weights, self._lora)
 
     @torch.no_grad()
-    def initialise(self, factors: Mapping[str, torch.Tensor], seed: int) -> None:
+    def initialize(self, factors: Mapping[str, torch.Tensor], seed: int) -> None:
         """Initialize the factors as PEFT does: A uniformly in ±1/√columns, B with zeros, so that the adapters have no
         effect at first. Values depend only on the seed and the tensor's name, so they are the same under every
         layout."""

@@ -29,10 +29,10 @@ def check_dispatcher(key: str, fields: dict[str, Any], layout: Layout) -> None:
         return
     wrong = None
     if not device.on_cuda():
-        wrong = "requires GPUs, and this trainer has none"
+        wrong = "requires a GPU, but this trainer has none"
     elif importlib.util.find_spec("deep_ep") is None:
         wrong = "requires the package deep_ep, which is not installed"
     elif layout.ep * layout.expert_tp == 1:
-        wrong = "every rank of the layout has all experts (ep=1, etp=1), so no tokens are dispatched"
+        wrong = "each rank in the layout has all experts (ep=1, etp=1), so there are no tokens to dispatch"
     if wrong is not None:
         raise UserError(f"{key}.moe_token_dispatcher_type=flex: {wrong}. Fix: remove the key to use alltoall")

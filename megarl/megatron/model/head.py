@@ -125,7 +125,7 @@ class ValueHead(torch.nn.Module):
         self.sequence_parallel, self.tp_group = config.sequence_parallel, tp_group
 
     @torch.no_grad()
-    def initialise(self, seed: int) -> None:
+    def initialize(self, seed: int) -> None:
         """Initialize the weights identically on every rank. Values start at 0. fc1 is random because its gradient would
         stay zero if fc1 were zero as well."""
         generator = torch.Generator().manual_seed(seed)

@@ -48,5 +48,5 @@ class TorchWeightGradient:
 def describe() -> str:
     """Return a one-line description of the kernels, for the log and the run summary."""
     maker = "Transformer Engine" if uses_transformer_engine() else "torch"
-    gradients = "fused into the products" if fuses_weight_gradients() else "added by torch"
-    return f"layers of {maker}, {adam()}, weight gradients {gradients}"
+    gradients = "accumulated in the matrix product" if fuses_weight_gradients() else "accumulated separately"
+    return f"{maker} layers, {adam()}, weight gradients {gradients}"

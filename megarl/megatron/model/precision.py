@@ -42,14 +42,15 @@ def check_fp8(key: str, recipe: str) -> None:
     if not uses_transformer_engine():
         raise UserError(
             f"{key}={recipe}: fp8 requires a CUDA device and the package transformer-engine. "
-            f"Fix: install it or set {key}=null"
+            f"Fix: install the package, or set {key}=null"
         )
     needed, capability = CAPABILITIES[recipe], device.capability()
     if capability < needed:
-        choices = [name for name, least in CAPABILITIES.items() if capability >= least] or ["null"]
+        choices = ", ".join(name for name, least in CAPABILITIES.items() if capability >= least)
+        remedy = f"one of {choices}" if choices else "null"
         raise UserError(
             f"{key}={recipe}: requires compute capability {needed[0]}.{needed[1]}, but this device has "
-            f"{capability[0]}.{capability[1]}. Fix: choose from {', '.join(choices)}"
+            f"{capability[0]}.{capability[1]}. Fix: set {key} to {remedy}"
         )
 
 

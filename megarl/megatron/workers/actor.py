@@ -43,7 +43,7 @@ from megarl.megatron.token_selection import with_selection
 from megarl.megatron.trust_region import take_step
 from megarl.megatron.workers.trainer import TrainerWorker
 from megarl.models.folder import read_config
-from megarl.models.value_head import with_value_head
+from megarl.models.value_head import add_value_head
 
 Policy = Literal["old", "reference"]
 """The policy whose log-probs a pass computes: the policy at the start of the step, or the reference."""
@@ -57,7 +57,7 @@ class ActorWorker(TrainerWorker):
     def __init__(self, config: Config, model_folder: Path, rank: int, store: Store, threads: int):
         hf_config = read_config(model_folder)
         if config.actor_has_values:
-            hf_config = with_value_head(hf_config)
+            hf_config = add_value_head(hf_config)
         super().__init__(config, hf_config, model_folder, rank, store, threads)
         self._changed_share = ChangedShare(self.optimizer, device.device())
         kl = config.algorithm.kl
@@ -123,7 +123,7 @@ class ActorWorker(TrainerWorker):
         with self._reference() if policy == "reference" else nullcontext():
             scored = self._forward(batch, replays=policy == "old")
         columns = {policy: 0} | ({"values": 2} if policy == "old" and self._config.actor_has_values else {})
-        kept = {name: {sample: own[:, i] for sample, own in scored.items()} for name, i in columns.items()}
+        kept = {name: {sample: values[:, i] for sample, values in scored.items()} for name, i in columns.items()}
         for name, scores in kept.items():
             self._keep(name, scores)
         if not self._config.moves_samples(self._settings) or not parallel.returns_results():
@@ -236,9 +236,9 @@ class ActorWorker(TrainerWorker):
         super()._load_weights()
         if self.adapters is not None:
             factors, path = adapter_parameters(self.chunks), self._config.actor.lora.path
-            self.adapters.initialise(factors, self._config.run.seed)
+            self.adapters.initialize(factors, self._config.run.seed)
             if path is not None:
                 self.adapters.load(factors, Path(path))
         for chunk in self.chunks:
             if self._config.actor_has_values and chunk.module.post_process:
-                chunk.module.output_layer.value_head.initialise(self._config.run.seed)
+                chunk.module.output_layer.value_head.initialize(self._config.run.seed)

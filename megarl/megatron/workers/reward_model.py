@@ -29,7 +29,7 @@ class RewardModelWorker(ModelWorker):
         self._kind = score_head_of(self._hf_config).kind
         self._offload = Offload(self.chunks)
         if freed := self._move_out():
-            print(f"reward_model: {freed / 1e9:.3f} GB freed on the device while it does not score", flush=True)
+            print(f"reward_model: offloaded {freed / 1e9:.3f} GB to host memory while it is idle", flush=True)
 
     def score_tokens(self, batch: LocalBatch) -> dict[str, torch.Tensor]:
         """Run a forward-only pass and return sample id -> score for each response token, float32 [R] on the host. A

@@ -21,7 +21,7 @@ from megarl.core import device
 from megarl.core.checkpoint import Checkpoint, FileRecord
 from megarl.core.metrics import Metric, merge
 from megarl.core.token_batch import TokenBatch
-from megarl.data.collate import TokenScores, with_scores
+from megarl.data.collate import TokenScores, add_scores
 from megarl.data.local_batch import LocalBatch
 from megarl.megatron import parallel, random_state, step
 from megarl.megatron.advantages import estimate_advantages
@@ -41,13 +41,13 @@ from megarl.megatron.workers.model import ModelWorker
 from megarl.models.shape import ModelShape
 from megarl.models.value_head import without_value_head
 from megarl.resharding.execute import execute
-from megarl.resharding.families import huggingface_holder, quantised_sources
+from megarl.resharding.families import huggingface_holder, quantized_sources
 from megarl.resharding.families.adapters import EXPERTS
 from megarl.resharding.folder import write_folder
 from megarl.resharding.piece import ITEM_BYTES
 from megarl.resharding.planning.plan import Plan
 from megarl.resharding.planning.planner import make_plan
-from megarl.resharding.quantised_copy import QuantisedCopy
+from megarl.resharding.quantized_copy import QuantizedCopy
 from megarl.resharding.selection import select_tensors, whole_parameters
 from megarl.resharding.transports import cuda_memory, shared_memory
 from megarl.resharding.transports.p2p import Rendezvous
@@ -107,23 +107,23 @@ class TrainerWorker(ModelWorker, ABC):
         """Prepare the weights for a refit: merge adapters and quantize. Collective over all ranks."""
         if self.adapters is not None:
             self.adapters.merge(self.parameters())
-        if self._quantises:
-            self._quantised_copy.fill(self._whole_weights, parallel.reduce_max)
+        if self._quantizes:
+            self._quantized_copy.fill(self._whole_weights, parallel.reduce_max)
         device.synchronize()  # before other processes read them
 
     @property
-    def _quantises(self) -> bool:
+    def _quantizes(self) -> bool:
         return self._config.rollout.quantization is not None and not self._config.is_offline
 
     @cached_property
-    def _quantised_copy(self) -> QuantisedCopy:
-        [quantised] = quantised_sources(self._hf_config, [self.holder])
+    def _quantized_copy(self) -> QuantizedCopy:
+        [quantized] = quantized_sources(self._hf_config, [self.holder])
 
         def group_of(parameter: str) -> ProcessGroup:
             return parallel.tensor_group(is_expert=EXPERTS in parameter)
 
         shapes = huggingface_holder(self._hf_config).shapes
-        return QuantisedCopy(self.holder.shard, quantised.shard, shapes, group_of, device.device())
+        return QuantizedCopy(self.holder.shard, quantized.shard, shapes, group_of, device.device())
 
     @property
     def _whole_weights(self) -> Mapping[str, torch.Tensor]:
@@ -133,8 +133,8 @@ class TrainerWorker(ModelWorker, ABC):
     @property
     def _refit_weights(self) -> Mapping[str, torch.Tensor]:
         """Name -> tensor for the tensors that engines receive."""
-        quantised = {} if self._config.rollout.quantization is None else self._quantised_copy.tensors
-        return self._whole_weights | quantised
+        quantized = {} if self._config.rollout.quantization is None else self._quantized_copy.tensors
+        return self._whole_weights | quantized
 
     def publish(self, for_refit: bool) -> Published:
         """Publish weights in shared memory for readers on this machine: the weights that a refit sends if `for_refit`,
@@ -181,11 +181,11 @@ class TrainerWorker(ModelWorker, ABC):
         sums = step.accumulate_gradients(self.chunks, self.loss, batches)
         routes = route_metrics(self.chunks, ModelShape.of(self._hf_config), self.metrics)
         self._loss_scale.take_out()
-        grad_norm, found = self._apply_gradients(batches, sums)
+        grad_norm, additional = self._apply_gradients(batches, sums)
         is_skipped = not math.isfinite(grad_norm)
         self._skipped.add(is_skipped, self._loss_scale.is_least)
         self._loss_scale.update(is_skipped)
-        found |= self._take_rounding_metrics()
+        additional |= self._take_rounding_metrics()
         if is_skipped:
             biases.restore()
             self._check_limit(batch, sums, grad_norm)
@@ -200,7 +200,7 @@ class TrainerWorker(ModelWorker, ABC):
         if is_skipped:
             return metrics
         metrics |= {f"{self.metrics}/grad_norm": Metric(grad_norm), f"{self.metrics}/lr": Metric(rate)}
-        return merge(map(read, sums)) | routes | metrics | found
+        return merge(map(read, sums)) | routes | metrics | additional
 
     def _apply_gradients(self, batches: Sequence[TokenBatch], sums: Sequence[Sums]) -> tuple[float, dict[str, Metric]]:
         """Take the optimizer step unless the gradient is non-finite. Return the gradient norm and additional metrics.
@@ -220,9 +220,9 @@ class TrainerWorker(ModelWorker, ABC):
         if self._skipped.in_a_row >= limit:
             worst = describe_worst(batch.members, sums, f"{self.metrics}/loss")
             raise RuntimeError(
-                f"{self._skipped.in_a_row} updates in a row were skipped, since the gradient is not finite (norm "
-                f"{grad_norm:g}); worst microbatch: {worst}; look at these samples, lower {key}.lr or raise "
-                f"{key}.nonfinite_limit={limit}, and resume with resume=auto"
+                f"{key}.nonfinite_limit={limit}: {self._skipped.in_a_row} consecutive updates were skipped, because "
+                f"their gradients were not finite (last norm: {grad_norm:g}). Worst microbatch: {worst}. Fix: inspect "
+                f"these samples, lower {key}.lr or raise {key}.nonfinite_limit, and resume with resume=auto"
             )
 
     def offload(self, parts: Collection[Part]) -> dict[str, Metric]:
@@ -372,7 +372,7 @@ class TrainerWorker(ModelWorker, ABC):
                 tensors[piece.local].add(piece.canonical)
         with self._opened_folder() as (transport, source):
             finer = {name for name, dtype in source.dtypes.items() if ITEM_BYTES[dtype] > self.dtype.itemsize}
-            exact = {name: rounded[name].main_grad for name, found in tensors.items() if found - {None} <= finer}
+            exact = {name: rounded[name].main_grad for name, dtypes in tensors.items() if dtypes - {None} <= finer}
             if exact:
                 holder = replace(self.holder, shard=self.holder.shard.only(exact, "float32"))
                 execute(make_plan([source], [holder]).into(holder.name), exact, transport)
@@ -405,7 +405,7 @@ class TrainerWorker(ModelWorker, ABC):
 
     def _scored(self, batch: LocalBatch, scores: TokenScores) -> list[TokenBatch]:
         pairs = zip(self._collate(batch), batch.members, strict=True)
-        return [with_scores(token_batch, members, scores) for token_batch, members in pairs]
+        return [add_scores(token_batch, members, scores) for token_batch, members in pairs]
 
     def _keep(self, name: str, scores: Mapping[str, torch.Tensor]) -> None:
         """Keep scores for the update on the same samples. Only the last stage keeps them, because only it computes and

@@ -37,7 +37,7 @@ def check_gpus(torch: str | None, runtime: str | None, run: RunCommand = run_com
     output = run(QUERY)
     gpus = [[part.strip() for part in line.split(",")] for line in (output or "").splitlines() if line.strip()]
     if not gpus:
-        return [Finding("GPUs", "note", "none: runs compute on the CPU")]
+        return [Finding("GPUs", "note", "none, so runs use the CPU")]
     names = sorted({f"{name}, {int(memory) / 1024:.0f} GiB" for name, memory, _ in gpus})
     findings = [Finding("GPUs", "ok", f"{len(gpus)} × {' and '.join(names)}"), driver(gpus[0][2], torch, runtime)]
     return [*findings, links(len(gpus), run(TOPOLOGY))] if len(gpus) > 1 else findings
@@ -71,7 +71,7 @@ def links(num_gpus: int, topology: str | None) -> Finding:
     rows = [line.split() for line in (topology or "").splitlines() if re.match(r"GPU\d+\s", line)]
     cells = [cell for row in rows for cell in row[1 : num_gpus + 1] if cell != "X"]
     if not cells:
-        return Finding("links", "note", "unknown: nvidia-smi topo -m does not list them")
+        return Finding("links", "note", "unknown, because nvidia-smi topo -m does not list links")
     linked, pairs = sum(cell.startswith("NV") for cell in cells) // 2, len(cells) // 2
     if linked == pairs:
         return Finding("links", "ok", f"NVLink between all {num_gpus} GPUs")

@@ -59,8 +59,14 @@ def processors(allowed: int, quota: float | None, installed: int) -> Finding:
         installed: number of cores in this machine.
     """
     if quota is not None and quota < allowed:
-        found = f"cgroup quota of {quota:g} cores, on {allowed} of {installed}"
-        return Finding("processors", "note", found, "", f"set the roles' threads for {max(1, int(quota))} cores")
+        found = f"cgroup quota of {quota:g} cores ({allowed} of {installed} cores allowed)"
+        return Finding(
+            "processors",
+            "note",
+            found,
+            "",
+            f"set threads of all roles (such as actor.threads) for {max(1, int(quota))} cores",
+        )
     return Finding("processors", "ok", f"{allowed} of {installed}" if allowed < installed else str(installed))
 
 
@@ -72,7 +78,9 @@ def cgroup_bytes(cgroup: Path) -> int | None:
 
 def memory(installed: int, limit: int | None) -> Finding:
     if limit is not None and limit < installed:
-        return Finding("memory", "note", f"cgroup limit of {limit / GIB:.0f} GiB, of {installed / GIB:.0f} GiB")
+        return Finding(
+            "memory", "note", f"cgroup limit of {limit / GIB:.0f} GiB on a machine with {installed / GIB:.0f} GiB"
+        )
     return Finding("memory", "ok", f"{installed / GIB:.0f} GiB")
 
 
@@ -96,7 +104,9 @@ def disk(name: str, folder: Path) -> Finding:
     if free >= LEAST_DISK_GIB * GIB:
         return Finding(name, "ok", f"{free / GIB:.0f} GiB free in {existing}", wanted)
     state = "note" if free >= FULL_GIB * GIB else "problem"
-    return Finding(name, state, f"{free / GIB:.1f} GiB free in {existing}", wanted, "free space, or use another folder")
+    return Finding(
+        name, state, f"{free / GIB:.1f} GiB free in {existing}", wanted, "free some space, or use another folder"
+    )
 
 
 def ports(local_range: str, listening: bool) -> Finding:
@@ -107,7 +117,7 @@ def ports(local_range: str, listening: bool) -> Finding:
         listening: whether this process is able to listen on a port.
     """
     if not listening:
-        fix = "allow programs to listen on ports: a sandbox or a firewall forbids it"
+        fix = "allow programs to listen on ports (a sandbox or firewall may forbid it)"
         return Finding("ports", "problem", "cannot listen on any port", "", fix)
     first, last = map(int, local_range.split()) if local_range.split() else (0, 65535)
     if last - first >= LEAST_PORTS:
@@ -137,5 +147,5 @@ def open_files(soft: int, hard: int) -> Finding:
 def locked_memory(soft: int) -> Finding:
     if soft == resource.RLIM_INFINITY:
         return Finding("locked memory", "ok", "any amount")
-    fix = "ulimit -l unlimited, if ranks communicate over InfiniBand or offload to host memory"
+    fix = "run ulimit -l unlimited if ranks communicate over InfiniBand or offload to host memory"
     return Finding("locked memory", "note", f"{soft / GIB:.2f} GiB", "any amount", fix)

@@ -63,7 +63,7 @@ def installed(distributions: tuple[str, ...]) -> str | None:
 def apex(has_gpu: bool) -> Finding:
     spec = find_spec("apex")
     if spec is None:
-        effect = "Transformer Engine's Adam is used" if has_gpu else "needed on GPUs"
+        effect = "runs use Transformer Engine's Adam" if has_gpu else "needed on GPUs"
         return Finding(APEX, "note", f"not installed; {effect}")
     folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
     if any((folder / NVIDIA_APEX_FOLDER).is_dir() for folder in folders):

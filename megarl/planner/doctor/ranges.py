@@ -56,8 +56,8 @@ PACKAGES = (
 )
 
 APEX_FIX = (
-    "pip uninstall apex; build NVIDIA's from source: https://github.com/NVIDIA/apex (without it, Transformer Engine's "
-    "Adam is used)"
+    "run pip uninstall apex, then build NVIDIA Apex from source: https://github.com/NVIDIA/apex (without Apex, runs "
+    "use Transformer Engine's Adam)"
 )
 """Fix if PyPI's `apex`, an unrelated web toolkit, is installed instead of NVIDIA Apex."""
 

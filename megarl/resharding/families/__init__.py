@@ -2,15 +2,15 @@
 
 from megarl.resharding.families.huggingface import huggingface_holder
 from megarl.resharding.families.megatron import megatron_holder, megatron_holders
-from megarl.resharding.families.quantised import quantised_destinations, quantised_sources
+from megarl.resharding.families.quantized import quantized_destinations, quantized_sources
 from megarl.resharding.families.vllm import vllm_holder, vllm_holders
 
 __all__ = [
     "huggingface_holder",
     "megatron_holder",
     "megatron_holders",
-    "quantised_destinations",
-    "quantised_sources",
+    "quantized_destinations",
+    "quantized_sources",
     "vllm_holder",
     "vllm_holders",
 ]

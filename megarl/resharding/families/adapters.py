@@ -140,7 +140,7 @@ def peft_holder(hf_config: Mapping[str, Any], rank: int, share_experts: bool) ->
     canonical = Canonical(hf_config)
     shapes: dict[str, tuple[int, ...]] = {}
     for layer in range(canonical.model.num_layers):
-        linear = canonical.quantised(layer)  # all matrices except routers
+        linear = canonical.quantized(layer)  # all matrices except routers
         for name, (rows, columns) in ((name, canonical.layer_shapes(layer)[name]) for name in sorted(linear)):
             projection = canonical.layer_prefix(layer) + name
             shared = _shared_factor(projection) if share_experts else None

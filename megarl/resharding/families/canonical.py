@@ -59,9 +59,9 @@ class Canonical:
         """Return the names of the layer's tensors that are float32 regardless of the model's dtype."""
         return self._layer(layer).float32
 
-    def quantised(self, layer: int) -> frozenset[str]:
+    def quantized(self, layer: int) -> frozenset[str]:
         """Return the names of the layer's tensors that are quantized for engines with quantized weights."""
-        return self._layer(layer).quantised
+        return self._layer(layer).quantized
 
     def _layer(self, layer: int) -> _Layer:
         has_experts = self.model.has_experts(layer)
@@ -76,18 +76,18 @@ class _Layer(NamedTuple):
     parts: list[Part]
     shapes: dict[str, Shape]
     float32: frozenset[str]
-    quantised: frozenset[str]
+    quantized: frozenset[str]
 
     @classmethod
     def of(cls, model: ModelShape, has_experts: bool) -> Self:
         parts = parts_of_layer(model, has_experts)
         shapes = {name: shape for part in parts for name, shape in part.shapes(model).items()}
-        quantised_shapes = (part.shapes(model) for part in parts if part.quantised)
+        quantized_shapes = (part.shapes(model) for part in parts if part.quantized)
         return cls(
             parts,
             shapes,
             frozenset(name for part in parts for name in part.float32),
-            frozenset(name for tensors in quantised_shapes for name, shape in tensors.items() if len(shape) == 2),
+            frozenset(name for tensors in quantized_shapes for name, shape in tensors.items() if len(shape) == 2),
         )
 
 

@@ -19,7 +19,7 @@ def routed(prefix: str, gate: str, up: str, down: str) -> tuple[Part, Part]:
         tensors={f"{prefix}.gate.weight": ("experts.count", "hidden")},
         megatron={"mlp.router.weight": Whole((f"{prefix}.gate.weight",))},
         vllm={f"{prefix}.gate.weight": Whole((f"{prefix}.gate.weight",))},
-        quantised=False,
+        quantized=False,
     )
     rows = tuple(f"{prefix}.experts.{{}}.{name}.weight" for name in (gate, up))
     columns = (f"{prefix}.experts.{{}}.{down}.weight",)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from megarl.config.divisors import divisors, does_not_divide
+from megarl.config.divisors import divisibility_error, divisors
 from megarl.core.errors import UserError
 from megarl.models.huggingface import weights_dtype
 from megarl.models.shape import ModelShape
@@ -148,8 +148,8 @@ def chunk_layers(num_layers: int, layout: Layout) -> list[list[range]]:
         for stage, count in enumerate(stage_sizes(num_layers, layout)):
             if count % layout.vpp:
                 raise UserError(
-                    f"vpp={layout.vpp}: the {count} layers of pipeline stage {stage} cannot be divided into "
-                    f"{layout.vpp} virtual stages. Fix: choose a divisor of {count}"
+                    f"vpp={layout.vpp}: the {count} layers of pipeline stage {stage} are not divisible by {layout.vpp}"
+                    f". Fix: set vpp to a divisor of {count}"
                 )
             chunks[virtual].append(range(start, start + count // layout.vpp))
             start += count // layout.vpp
@@ -166,20 +166,21 @@ def stage_sizes(num_layers: int, layout: Layout) -> list[int]:
     if not even:
         raise UserError(
             f"pp={layout.pp}, first_stage_layers={first}, last_stage_layers={last}: the remaining {layers_left} of "
-            f"{num_layers} layers do not divide evenly among the remaining {stages_left} stages"
+            f"{num_layers} layers cannot be distributed evenly over the remaining {stages_left} stages. Fix: change "
+            "pp, first_stage_layers or last_stage_layers"
         )
     return [layers_left // stages_left if count is None else count for count in counts]
 
 
 def _check_sizes(model: ModelShape, layout: Layout) -> None:
     tp, experts = layout.tp, model.experts
-    sizes = [("tp", tp, "num_attention_heads", model.heads), ("tp", tp, "num_key_value_heads", model.kv_heads)]
+    sizes = [("tp", tp, "attention heads", model.heads), ("tp", tp, "KV heads", model.kv_heads)]
     if experts is None or not all(experts.layers):
-        sizes.append(("tp", tp, "intermediate_size", model.intermediate))
+        sizes.append(("tp", tp, "MLP rows (intermediate_size)", model.intermediate))
     if experts is not None:
         sizes.append(("ep", layout.ep, "experts", experts.count))
-        sizes.append(("etp", layout.expert_tp, "of the experts' intermediate size", experts.intermediate))
-        sizes.append(("tp", tp, "of the shared experts' intermediate size", experts.shared_intermediate))
+        sizes.append(("etp", layout.expert_tp, "MLP rows of an expert", experts.intermediate))
+        sizes.append(("tp", tp, "MLP rows of the shared experts", experts.shared_intermediate))
     for key, ranks, name, size in sizes:
-        if message := does_not_divide(key, ranks, name, size, divisors(size)):
+        if message := divisibility_error(key, ranks, name, size, divisors(size)):
             raise UserError(message)

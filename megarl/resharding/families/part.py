@@ -18,7 +18,7 @@ class Part:
     megatron, vllm      local parameter -> its tiling
     transformer_engine  Megatron tilings for Transformer Engine layers (None: same as `megatron`)
     float32             canonical tensors that stay in float32 regardless of the model's dtype
-    quantised           whether its matrices are quantized for engines with quantized weights
+    quantized           whether its matrices are quantized for engines with quantized weights
     per_expert          whether it describes a single expert. {} is the expert's global index in canonical names and its
                         index on the rank in Megatron names. A vLLM parameter stacks all experts of the worker
     """
@@ -28,7 +28,7 @@ class Part:
     vllm: Mapping[str, Tiling]
     transformer_engine: Mapping[str, Tiling] | None = None
     float32: tuple[str, ...] = ()
-    quantised: bool = True
+    quantized: bool = True
     per_expert: bool = False
 
     def shapes(self, model: ModelShape) -> dict[str, tuple[int, ...]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.config.divisors import divisors, does_not_divide
+from megarl.config.divisors import divisibility_error, divisors
 from megarl.core.errors import UserError
 from megarl.models.huggingface import weights_dtype
 from megarl.models.shape import ModelShape
@@ -103,18 +103,18 @@ def _expert_range(count: int, parts: int, part: int) -> range:
 
 def _check_tp(model: ModelShape, padded_vocab: int, tp: int, expert_parallel: bool) -> None:
     experts = model.experts
-    dense = {} if experts and all(experts.layers) else {"intermediate_size": model.intermediate}
-    routed = {"of the experts' intermediate size": experts.intermediate} if experts and not expert_parallel else {}
-    shared = {"of the shared experts' intermediate size": experts.shared_intermediate} if experts else {}
+    dense = {} if experts and all(experts.layers) else {"MLP rows (intermediate_size)": model.intermediate}
+    routed = {"MLP rows of an expert": experts.intermediate} if experts and not expert_parallel else {}
+    shared = {"MLP rows of the shared experts": experts.shared_intermediate} if experts else {}
     sizes = {
-        "num_attention_heads": model.heads,
+        "attention heads": model.heads,
         **dense,
         **routed,
         **shared,
-        f"of vocab_size, padded to a multiple of {VOCABULARY_MULTIPLE},": padded_vocab,
+        f"vocabulary rows (vocab_size padded to a multiple of {VOCABULARY_MULTIPLE})": padded_vocab,
     }
     for name, size in sizes.items():
-        if message := does_not_divide("rollout.tp", tp, name, size, divisors(size)):
+        if message := divisibility_error("rollout.tp", tp, name, size, divisors(size)):
             raise UserError(message)
     if experts and expert_parallel and tp > experts.count:
         raise UserError(
@@ -122,4 +122,7 @@ def _check_tp(model: ModelShape, padded_vocab: int, tp: int, expert_parallel: bo
             f"{experts.count} experts. Fix: set rollout.tp to at most {experts.count}"
         )
     if model.kv_heads % tp and tp % model.kv_heads:
-        raise UserError(f"rollout.tp={tp}: must be a divisor or a multiple of num_key_value_heads={model.kv_heads}")
+        raise UserError(
+            f"rollout.tp={tp}: {tp} is neither a divisor nor a multiple of num_key_value_heads={model.kv_heads}. Fix: "
+            f"set rollout.tp to a divisor or a multiple of {model.kv_heads}"
+        )

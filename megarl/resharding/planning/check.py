@@ -50,7 +50,7 @@ class _Check:
         described = tuple((holder.name, holder.node, holder.device) for holder in holders), len(sources)
         devices = plan.devices or [None] * len(plan.holders)
         if described != (tuple(zip(plan.holders, plan.nodes, devices, strict=True)), plan.num_sources):
-            raise PlanError("the plan was made for different holders, nodes or devices")
+            raise PlanError("the plan belongs to different holders, nodes or devices")
         for names in (plan.holders[: plan.num_sources], plan.destinations):
             if len(set(names)) < len(names):
                 raise PlanError("two sources or two destinations have the same name")
@@ -95,11 +95,11 @@ class _Check:
             sent = {self._canonical(shard, move.source, move.source_dtype, move) for shard in senders}
             stored = {self._canonical(shard, move.destination, move.destination_dtype, move) for shard in receivers}
             if None in sent:
-                raise PlanError(f"the source does not hold the elements of {move}")
+                raise PlanError(f"the source does not have the elements of {move}")
             if None in stored:
                 raise PlanError(f"the destination does not store the elements of {move}")
             if len(sent | stored) != 1:
-                raise PlanError(f"{sorted(sent)} at the source, {sorted(stored)} at the destination: {move}")
+                raise PlanError(f"the source sends {sorted(sent)}, but the destination stores {sorted(stored)}: {move}")
         size = sum(
             num_elements(move.destination.rectangle) * ITEM_BYTES[move.destination_dtype] for move in bucket.moves
         )

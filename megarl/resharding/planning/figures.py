@@ -31,7 +31,7 @@ class Figures:
     floor_seconds         lower bound for the duration: bytes through the busiest port, divided by its bandwidth
     communicators         maximum number of NCCL communicators per rank
     communicator_bytes    estimated maximum memory for communicators per GPU, in bytes
-    neighbours            maximum number of ranks with which one rank exchanges messages
+    neighbors            maximum number of ranks with which one rank exchanges messages
     operations            maximum number of NCCL messages that one rank sends and receives
     peak_staging_bytes    maximum size of a rank's staging buffers in bytes, which hold the current bucket between nodes
                           and the next bucket
@@ -48,7 +48,7 @@ class Figures:
     floor_seconds: float
     communicators: int
     communicator_bytes: int
-    neighbours: int
+    neighbors: int
     operations: int
     peak_staging_bytes: int
     ranks_source: int
@@ -78,7 +78,7 @@ def figures(plan: Plan, sources: Sequence[Holder], destinations: Sequence[Holder
         floor_seconds=simulated.floor_seconds,
         communicators=max(memberships.values(), default=0),
         communicator_bytes=max(_communicator_bytes(plan, traffic), default=0),
-        neighbours=max(map(len, traffic.neighbours), default=0),
+        neighbors=max(map(len, traffic.neighbors), default=0),
         operations=max(traffic.operations, default=0),
         peak_staging_bytes=_peak_staging(plan, simulated),
         ranks_source=len(sources),
@@ -158,7 +158,7 @@ def _bytes_by_link(plan: Plan) -> dict[str, int]:
 class _Traffic(NamedTuple):
     """The neighbors and the number of messages of each rank."""
 
-    neighbours: list[set[int]]
+    neighbors: list[set[int]]
     operations: list[int]
 
 
@@ -170,8 +170,8 @@ def _traffic(plan: Plan, messages: Sequence[int]) -> _Traffic:
     traffic = _Traffic([set() for _ in plan.holders], [0] * len(plan.holders))
     for bucket, count in zip((plan.remote if plan.devices else plan).buckets, messages, strict=True):
         for source, destination in (*bucket.links, *bucket.forwards):
-            traffic.neighbours[source].add(destination)
-            traffic.neighbours[destination].add(source)
+            traffic.neighbors[source].add(destination)
+            traffic.neighbors[destination].add(source)
             traffic.operations[source] += count
             traffic.operations[destination] += count
     return traffic
@@ -181,9 +181,9 @@ def _communicator_bytes(plan: Plan, traffic: _Traffic) -> list[int]:
     """Return the bytes used by communicators on each GPU, summed over the ranks that share the GPU."""
     between = Counter(member for members, is_inside in plan.communicators if not is_inside for member in members)
     num_bytes: dict[tuple[int, int], int] = defaultdict(int)
-    for rank, neighbours in enumerate(traffic.neighbours):
+    for rank, neighbors in enumerate(traffic.neighbors):
         device = plan.devices[rank] if plan.devices else None
-        near = sum(plan.nodes[neighbour] == plan.nodes[rank] for neighbour in neighbours)
+        near = sum(plan.nodes[neighbor] == plan.nodes[rank] for neighbor in neighbors)
         num_bytes[plan.nodes[rank], rank if device is None else -1 - device] += buffer_bytes(between[rank], near)
     return [*num_bytes.values()]
 

@@ -189,7 +189,9 @@ class Plan:
     def into(self, name: str) -> Writes:
         """Return the writes into one destination. Raise a ValueError if `name` is not a destination."""
         if name not in self.holders[self.num_sources :]:
-            raise ValueError(f"{name} is not a destination of the plan; destinations: {', '.join(self.destinations)}")
+            raise ValueError(
+                f"{name} is not a destination in the plan. Its destinations are {', '.join(self.destinations)}"
+            )
         holder = self.holders.index(name, self.num_sources)
         copies = tuple(
             Copy(self.holders[source], name, move)

@@ -59,7 +59,7 @@ class _Planner:
             for wanted, destinations in rectangles.items():
                 division = divide(tuple(source_rectangles), wanted)
                 if division.missing:
-                    raise UserError(f"{tensor}: no source holds the elements {_range(division.missing)}")
+                    raise UserError(f"{tensor}: no source has the elements {_range(division.missing)}")
                 for part, numbers in division.parts:
                     sources = [place for number in numbers for place in source_places[number]]
                     self._plan_part(part, sources, destinations)

@@ -11,7 +11,7 @@ from typing import Any
 from megarl.core.collector import without_collector
 from megarl.core.errors import UserError
 from megarl.models.folder import ModelNotLocal, default_cache, read_local_config
-from megarl.resharding.families.quantised import FP8, quantised_sources
+from megarl.resharding.families.quantized import FP8, quantized_sources
 from megarl.resharding.piece import Holder
 from megarl.resharding.planning.figures import Figures, figures
 from megarl.resharding.planning.messages import LATENCY_S
@@ -41,7 +41,7 @@ def reshard(
         sources = on_nodes(side_holders("--from", source, hf_config, is_source=True), ranks_per_node)
         holders = side_holders("--to", destination, hf_config, is_source=False)
         if FP8 in holders[0].dtypes.values():
-            sources = quantised_sources(hf_config, sources)
+            sources = quantized_sources(hf_config, sources)
         destinations = on_nodes(holders, ranks_per_node, first=0 if colocated else sources[-1].node + 1)
         return colocate(source, sources, destination, destinations) if colocated else (sources, destinations)
 
@@ -51,7 +51,9 @@ def reshard(
 def read_speeds(ranks_per_node: int, bandwidth: str) -> Bandwidth:
     """Parse --bandwidth and check --nodes-of. Raise a UserError if either is invalid."""
     if ranks_per_node < 1:
-        raise UserError(f"--nodes-of {ranks_per_node}: expected at least one rank per node")
+        raise UserError(
+            f"--nodes-of {ranks_per_node}: a node must have at least one rank. Fix: pass a positive integer"
+        )
     return Bandwidth(**bytes_per_second("--bandwidth", bandwidth, ("inter", "intra")), latency=LATENCY_S)
 
 
@@ -82,17 +84,17 @@ def plan_figures(
 def table(result: Figures) -> str:
     """Format the figures as a table."""
     inter, intra, local = (show_bytes(result.bytes_by_link[link]) for link in ("inter", "intra", "local"))
-    local_bytes = f", {local} on a device" if result.bytes_by_link["local"] else ""
+    local_bytes = f", {local} within devices" if result.bytes_by_link["local"] else ""
     buffers = show_bytes(result.communicator_bytes)
     network = (
-        f"{result.neighbours:,} neighbours, {result.operations:,} messages and {result.communicators:,} communicators"
+        f"{result.neighbors:,} neighbors, {result.operations:,} messages and {result.communicators:,} communicators"
     )
     rows = {
         "ranks": f"{result.ranks_source:,} -> {result.ranks_destination:,}",
-        "bytes": f"{show_bytes(result.bytes_total)}: {inter} between nodes, {intra} inside them{local_bytes}",
+        "bytes": f"{show_bytes(result.bytes_total)}: {inter} between nodes, {intra} within nodes{local_bytes}",
         "wasted": show_bytes(result.bytes_wasted),
-        "proof": "every element is written exactly once" if result.written_once else "FAILED",
-        "balance": f"busiest source sends {result.source_balance:.3f} x the mean of its replicas",
+        "proof": "the plan writes every element exactly once" if result.written_once else "FAILED",
+        "balance": f"the busiest source sends {result.source_balance:.3f} x the mean over its replicas",
         "time": _time(result.predicted_seconds, result.floor_seconds),
         "network": f"at most {network} (about {buffers}) per rank",
         "staging": f"at most {show_bytes(result.peak_staging_bytes)} per process",
@@ -103,7 +105,7 @@ def table(result: Figures) -> str:
 
 def _time(predicted: float, floor: float) -> str:
     if not floor:
-        return "0 s: nothing is sent"
+        return "0 s: no data is sent"
     return f"{predicted:.3g} s predicted, lower bound {floor:.3g} s (ratio {predicted / floor:.3f})"
 
 
@@ -123,7 +125,7 @@ def _read(model: str) -> dict[str, Any]:
             json.loads(file.read_text(encoding="utf-8")) if file.is_file() else read_local_config(model, key="--model")
         )
     except json.JSONDecodeError as error:
-        raise UserError(f"--model {model}: invalid JSON: {error}") from None
+        raise UserError(f"--model {model}: invalid JSON: {error}. Fix: pass a valid config.json") from None
     except ModelNotLocal as reason:
-        raise UserError(f"--model {model}: {reason}. Fix: give a config.json, or the folder that contains it") from None
+        raise UserError(f"--model {model}: {reason}. Fix: pass a config.json, or the folder that contains it") from None
     return {**hf_config, "quantization_config": None}

@@ -40,7 +40,7 @@ def _read(file: Path) -> dict[str, Any] | None:
             return entry["content"]
     except (ValueError, KeyError, TypeError):
         pass
-    logging.getLogger(__name__).warning("%s is damaged; recomputing its content", file)
+    logging.getLogger(__name__).warning("%s is damaged and will be recomputed", file)
     return None
 
 
@@ -53,7 +53,7 @@ def _write(file: Path, entry: dict[str, Any]) -> None:
             temporary.write_text(json.dumps(entry), encoding="utf-8")
             temporary.replace(file)
     except OSError as error:
-        logging.getLogger(__name__).warning("%s: result not cached (%s)", file, error.strerror)
+        logging.getLogger(__name__).warning("%s: could not cache the result (%s)", file, error.strerror)
 
 
 @cache

@@ -79,7 +79,7 @@ def schedule(plan: Plan, bandwidth: Bandwidth, messages: Sequence[int] = ()) -> 
 
     messages   number of messages per bucket, which adds latency; empty to ignore latency
     """
-    assert plan.order or not plan.buckets, "the plan has no order; call ordered() first"
+    assert plan.order or not plan.buckets, "the plan has no order. Call ordered() first"
     speeds = bandwidth.inter, bandwidth.intra
     load, free, arrived = (defaultdict(float) for _ in range(3))
     transfers = []
@@ -216,9 +216,9 @@ class _Simulation:
         waiting = [(-side.pending_seconds[port], i, port) for i, (side, ports) in enumerate(sides) for port in ports]
         outs.clear(), ins.clear()
         for _, is_out, port in sorted(waiting):
-            own, opposite = (self._out, self._in) if is_out else (self._in, self._out)
-            if own.is_free(port):
-                partner = opposite.best(own.partners[port], port % 2)
+            same, opposite = (self._out, self._in) if is_out else (self._in, self._out)
+            if same.is_free(port):
+                partner = opposite.best(same.partners[port], port % 2)
                 if partner is not None:
                     self._run(now, *((port, partner) if is_out else (partner, port)))
 

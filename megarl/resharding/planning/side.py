@@ -13,13 +13,13 @@ from megarl.config.model_schema import Layout
 from megarl.config.rules.layout import check_layout
 from megarl.core.errors import UserError
 from megarl.models.huggingface import completed
-from megarl.resharding.families import huggingface_holder, megatron_holders, quantised_destinations, vllm_holders
+from megarl.resharding.families import huggingface_holder, megatron_holders, quantized_destinations, vllm_holders
 from megarl.resharding.piece import Holder
 from megarl.resharding.selection import ONE_PROCESS
 
 FORMS = (
-    "tp=…,pp=… (a trainer), vllm:tp=…,replicas=… (engines; ep=true for whole experts, fp8=true for fp8 blocks), or hf "
-    "(a folder)"
+    "tp=…,pp=… (a trainer), vllm:tp=…,replicas=… (engines; ep=true keeps experts whole, fp8=true uses fp8 blocks), or "
+    "hf (a folder)"
 )
 _BITS = {"b": 1, "B": 8}
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
@@ -39,7 +39,7 @@ def side_holders(option: str, text: str, hf_config: Mapping[str, Any], is_source
             return _engines(values, hf_config)
         if kind in ("", "megatron"):
             return megatron_holders(hf_config, _layout(values, hf_config))
-        raise UserError(f"{kind} is not a {'source' if is_source else 'destination'}. Fix: give {FORMS}")
+        raise UserError(f"{kind} is not a {'source' if is_source else 'destination'}. Fix: pass {FORMS}")
     except ValueError as error:
         raise UserError(f"{option} {text}: {error}") from None
 
@@ -59,11 +59,11 @@ def colocate(
     """
     for option, text in (("--from", source), ("--to", destination)):
         if text == "hf":
-            raise UserError(f"--colocated: {option} hf is a folder and has no device. Fix: omit --colocated")
+            raise UserError(f"--colocated: {option} hf is a folder, which has no devices. Fix: omit --colocated")
     if len(sources) != len(destinations):
         raise UserError(
-            f"--colocated: {source} has {len(sources):,} ranks, {destination} has {len(destinations):,}, but each "
-            f"device holds one rank of each side. Fix: {_remedy(len(sources), destinations)}"
+            f"--colocated: {source} has {len(sources):,} ranks, but {destination} has {len(destinations):,}. Each "
+            f"device must have one rank from each side. Fix: {_remedy(len(sources), destinations)}"
         )
     on_devices = [[replace(holder, device=i) for i, holder in enumerate(side)] for side in (sources, destinations)]
     return on_devices[0], on_devices[1]
@@ -74,10 +74,12 @@ def _remedy(num_sources: int, destinations: Sequence[Holder]) -> str:
     workers = sum(holder.name.startswith("vllm:0.") for holder in destinations)
     if workers and num_sources % workers == 0:
         replicas = num_sources // workers
-        return f"give --to replicas={replicas}, which makes {workers} x {replicas} = {num_sources:,}"
+        return f"set replicas={replicas} in --to, so that {workers} x {replicas} = {num_sources:,}"
     if workers:
-        return f"give --to a tp that divides {num_sources:,} ({num_sources:,} = {workers} x {num_sources / workers:g})"
-    return "change dp of one of them"
+        return (
+            f"set tp in --to to a divisor of {num_sources:,} ({num_sources:,} / {workers} = {num_sources / workers:g})"
+        )
+    return "change dp in --from or --to"
 
 
 def bytes_per_second(option: str, text: str, names: Sequence[str]) -> dict[str, float]:
@@ -88,7 +90,9 @@ def bytes_per_second(option: str, text: str, names: Sequence[str]) -> dict[str, 
     """
     values = dict(item.partition("=")[::2] for item in text.split(","))
     if values.keys() != set(names):
-        raise UserError(f"{option} {text}: give {' and '.join(names)}, such as inter=50GB/s,intra=400GB/s")
+        raise UserError(
+            f"{option} {text}: expected {' and '.join(names)}. Fix: pass both, for example inter=50GB/s,intra=400GB/s"
+        )
     return {name: _bandwidth(f"{option} {name}={values[name]}", values[name]) for name in names}
 
 
@@ -101,10 +105,10 @@ def _bandwidth(key: str, text: str) -> float:
 
 def _engines(text: str, hf_config: Mapping[str, Any]) -> list[Holder]:
     fields = _fields(text, ("tp", "replicas", "ep", "fp8"))
-    whole_experts, quantised = (_switch(name, fields.pop(name, "false")) for name in ("ep", "fp8"))
+    whole_experts, quantized = (_switch(name, fields.pop(name, "false")) for name in ("ep", "fp8"))
     sizes = {"tp": 1, "replicas": 1} | {name: _positive(name, value) for name, value in fields.items()}
     holders = vllm_holders(hf_config, **sizes, expert_parallel=whole_experts)
-    return quantised_destinations(hf_config, holders) if quantised else holders
+    return quantized_destinations(hf_config, holders) if quantized else holders
 
 
 def _switch(name: str, value: str) -> bool:
@@ -127,7 +131,7 @@ def _check_stages(layout: Layout, num_layers: int) -> None:
         return
     each = -(-num_layers // layout.pp)
     last = num_layers - each * (layout.pp - 1)
-    remedy = f"add last_stage_layers={last}, which leaves {each} layers in each other stage" if last > 0 else "lower pp"
+    remedy = f"add last_stage_layers={last}, so that each other stage has {each} layers" if last > 0 else "lower pp"
     raise UserError(
         f"pp={layout.pp}: num_hidden_layers={num_layers} is not divisible by pp={layout.pp} "
         f"({quotient(num_layers, layout.pp)}). Fix: {remedy}"
@@ -141,10 +145,9 @@ def _fields(text: str, known: Collection[str]) -> dict[str, str]:
         name, _, value = item.partition("=")
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]}?" if near else f"known names: {', '.join(known)}"
-            raise UserError(f"{name} is unknown; {hint}")
+            raise UserError(f"unknown name {name}. Fix: use {near[0] if near else 'one of ' + ', '.join(known)}")
         if name in fields:
-            raise UserError(f"{name} is given twice")
+            raise UserError(f"{name} appears twice. Fix: remove one")
         fields[name] = value
     return fields
 

@@ -38,7 +38,7 @@ def verify(
         tensor = read(name)
         if checksum(tensor) != expected:
             raise UserError(
-                f"{folder}: {name} differs from the data that was written; the disk is faulty. "
-                "Fix: write to another disk"
+                f"{folder}: {name} differs from the data that megarl wrote, so the disk is faulty. "
+                "Fix: write to a different disk"
             )
         progress("verified", tensor.nbytes, total)

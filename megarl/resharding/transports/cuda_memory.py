@@ -111,7 +111,7 @@ def _open_segment(source: str, segment: Segment) -> torch.UntypedStorage:
     indexes = {device.uuid(index): index for index in range(device.num_gpus())}
     if segment.gpu not in indexes:
         raise ValueError(
-            f"{source} has its weights on GPU {segment.gpu}, but this process only sees {', '.join(indexes)}"
+            f"{source}: its weights are on GPU {segment.gpu}, but this process can only access {', '.join(indexes)}"
         )
     arguments = list(segment.arguments)
     arguments[DEVICE_INDEX] = indexes[segment.gpu]

@@ -61,9 +61,9 @@ class NcclGroup:
         for backend in self._backends.values():
             backend.abort()
 
-    def _batch(self, operation: str, tensors: Sequence[torch.Tensor], link: Link, neighbour: int) -> dist.Work:
+    def _batch(self, operation: str, tensors: Sequence[torch.Tensor], link: Link, neighbor: int) -> dist.Work:
         number = self._plan.communicator_of(link)
-        group, peer = self._groups[number], self._plan.communicators[number].members.index(neighbour)
+        group, peer = self._groups[number], self._plan.communicators[number].members.index(neighbor)
         # Equivalent to batch_isend_irecv, which accepts only groups registered with the default group.
         group._start_coalescing(self._device)
         try:

@@ -68,7 +68,7 @@ class Rendezvous:
 class PendingOp(NamedTuple):
     """A pending send to a neighbor, or a pending receive from a neighbor."""
 
-    neighbour: int
+    neighbor: int
     work: dist.Work
 
 
@@ -103,11 +103,11 @@ class PointToPoint:
         self._parameters, self._in_place = parameters if in_place else {}, in_place
         self._rank = plan.holders.index(member)
         has_hops = any(bucket.links or bucket.forwards for bucket in plan.buckets)
-        assert plan.order or not has_hops, "the plan has no order; call schedule.ordered() first"
+        assert plan.order or not has_hops, "the plan has no order. Call schedule.ordered() first"
         self._hops = [hop for hop in plan.order if self._rank in hop.link]
         self._tags: Counter[Link] = Counter()
         """Number of messages per link so far. Both ends have the same count."""
-        self._neighbours: set[int] = set()
+        self._neighbors: set[int] = set()
         """Ranks with which this member has exchanged messages."""
         self._connected_links: set[Link] = set()
         is_destination = self._rank >= plan.num_sources
@@ -169,7 +169,7 @@ class PointToPoint:
         """Close the connections, which also interrupts members that wait for this one."""
         group, self._group = self._group, None
         if group is not None:
-            _close_connections(group, self._neighbours)
+            _close_connections(group, self._neighbors)
         self._in_flight.clear()
 
     @cached_property
@@ -212,7 +212,7 @@ class PointToPoint:
 
     def _check_open(self) -> None:
         if self._group is None:
-            raise RuntimeError(f"{self._member}: connections were closed after a failed exchange")
+            raise RuntimeError(f"{self._member}: the connections are closed because an earlier exchange failed")
 
     def _create_communicators(self) -> None:
         for number in self._group.numbers:
@@ -237,20 +237,20 @@ class PointToPoint:
         return self._begin("recv", link, link.source, *tensors)
 
     def _begin(
-        self, operation: Literal["send", "recv"], link: Link, neighbour: int, *tensors: torch.Tensor
+        self, operation: Literal["send", "recv"], link: Link, neighbor: int, *tensors: torch.Tensor
     ) -> list[PendingOp]:
         """Start sending or receiving messages. Over NCCL, they form one batch."""
         if device.uses_nccl() and link not in self._connected_links:
-            self._barrier(f"from {link.source} to {link.destination}", [neighbour])
+            self._barrier(f"from {link.source} to {link.destination}", [neighbor])
         begin = getattr(self._group, operation)
-        with self._naming(neighbour):
+        with self._naming(neighbor):
             if device.uses_nccl():
-                works = [begin(tensors, link, neighbour)]
+                works = [begin(tensors, link, neighbor)]
             else:
-                works = [begin([tensor], neighbour, self._next_tag(link)) for tensor in tensors]
-        self._neighbours.add(neighbour)
+                works = [begin([tensor], neighbor, self._next_tag(link)) for tensor in tensors]
+        self._neighbors.add(neighbor)
         self._connected_links.add(link)
-        return [PendingOp(neighbour, work) for work in works]
+        return [PendingOp(neighbor, work) for work in works]
 
     def _next_tag(self, link: Link) -> int:
         """Return the tag of the link's next message."""
@@ -283,23 +283,23 @@ class PointToPoint:
         elif pending:
             self._waiter.begin(partial(self._complete, tuple(pending)))
             while self._waiter.is_pending(CHECK_S):
-                for neighbour in {neighbour for neighbour, _ in pending}:
-                    with self._naming(neighbour):
-                        _probe(self._group, neighbour)
+                for neighbor in {neighbor for neighbor, _ in pending}:
+                    with self._naming(neighbor):
+                        _probe(self._group, neighbor)
         pending.clear()
 
     def _complete(self, pending: Iterable[PendingOp]) -> None:
-        for neighbour, work in pending:
-            with self._naming(neighbour):
+        for neighbor, work in pending:
+            with self._naming(neighbor):
                 work.wait()
 
     @contextmanager
-    def _naming(self, neighbour: int) -> Iterator[None]:
+    def _naming(self, neighbor: int) -> Iterator[None]:
         """Add the names of both members to the message of a RuntimeError."""
         try:
             yield
         except RuntimeError as error:
-            raise RuntimeError(f"{self._member}: exchange with {self._plan.holders[neighbour]}: {error}") from error
+            raise RuntimeError(f"{self._member}: exchange with {self._plan.holders[neighbor]}: {error}") from error
 
     def _fill_message(self, hop: Hop, free: list[torch.Tensor]) -> _Deliveries[Message]:
         """Return the message of a hop with its bucket packed."""
@@ -378,18 +378,18 @@ def _network_device() -> dist.ProcessGroupGloo.Device:
     return dist.ProcessGroupGloo.create_default_device(lazy_init=True)
 
 
-def _close_connections(group: dist.ProcessGroupGloo | NcclGroup, neighbours: Iterable[int]) -> None:
+def _close_connections(group: dist.ProcessGroupGloo | NcclGroup, neighbors: Iterable[int]) -> None:
     """Close a group's connections to its neighbors."""
     if device.uses_nccl():
         group.abort()
         return
     # A timed-out operation is the only way to make gloo close all of a member's connections: destroying the group while
     # data is arriving can hang. Operations on broken connections fail immediately.
-    for neighbour in neighbours:
+    for neighbor in neighbors:
         with suppress(RuntimeError):
-            _probe(group, neighbour).wait(timedelta(milliseconds=1))
+            _probe(group, neighbor).wait(timedelta(milliseconds=1))
 
 
-def _probe(group: dist.ProcessGroupGloo, neighbour: int) -> dist.Work:
+def _probe(group: dist.ProcessGroupGloo, neighbor: int) -> dist.Work:
     """Start receiving a message that is never sent. Raise a RuntimeError if the connection is closed."""
-    return group.recv([DUMMY], neighbour, UNUSED_TAG)
+    return group.recv([DUMMY], neighbor, UNUSED_TAG)

@@ -57,9 +57,9 @@ class SafetensorsFolder(Readable):
             UserError: a tensor is missing or has the wrong shape.
         """
         for name, shape in holder.shapes.items():
-            found = tuple(self._slice(name).get_shape())
-            if found != shape:
-                raise UserError(f"{self._folder}: {name} has shape {found}, but config.json implies {shape}")
+            stored = tuple(self._slice(name).get_shape())
+            if stored != shape:
+                raise UserError(f"{self._folder}: {name} has shape {stored}, but config.json requires {shape}")
         dtypes = {name: dtype_name(self.dtype(holder.name, name)) for name in holder.shapes}
         return replace(holder, shard=replace(holder.shard, dtypes=dtypes))
 
@@ -70,7 +70,9 @@ class SafetensorsFolder(Readable):
     def dtype(self, source: str, parameter: str) -> torch.dtype:
         name = self._slice(parameter).get_dtype()
         if name not in DTYPES:
-            raise UserError(f"{self._folder}: {parameter} is {name}; supported: {', '.join(DTYPES)}")
+            raise UserError(
+                f"{self._folder}: {parameter} has the unsupported dtype {name}. Supported dtypes: {', '.join(DTYPES)}"
+            )
         return DTYPES[name]
 
     def read(self, source: str, parameter: str, rectangle: Rectangle) -> torch.Tensor:
@@ -94,10 +96,12 @@ def _files_by_tensor(folder: Path) -> dict[str, Path]:
         with safe_open(single, framework="pt") as opened:
             files = dict.fromkeys(opened.keys(), single)
     else:
-        raise UserError(f"{folder}: has neither model.safetensors nor {INDEX}. Fix: save the weights as safetensors")
+        raise UserError(
+            f"{folder}: contains neither model.safetensors nor {INDEX}. Fix: save the weights as safetensors"
+        )
     for path in set(files.values()):
         if not path.is_file():
-            raise UserError(f"{folder}: {path.name} is listed in {INDEX} but missing. Fix: download the file")
+            raise UserError(f"{folder}: {INDEX} lists {path.name}, but the file does not exist. Fix: download the file")
     return files
 
 

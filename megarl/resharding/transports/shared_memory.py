@@ -59,7 +59,7 @@ def _shared(storage: torch.UntypedStorage) -> Segment:
     if not storage.is_shared() and storage.nbytes() > free:
         raise UserError(
             f"/dev/shm has {free / 2**20:.0f} MiB free, but the weights need {storage.nbytes() / 2**20:.0f} MiB. Fix: "
-            "enlarge it (mount -o remount,size=…, docker run --shm-size=…)"
+            "enlarge /dev/shm (mount -o remount,size=… or docker run --shm-size=…)"
         )
     # torch.multiprocessing makes the same call. The segment is unlinked as soon as it is mapped.
     descriptor, num_bytes = storage._share_fd_cpu_()

@@ -72,7 +72,9 @@ class TorchDistFolder:
         stored = self.tensors[key]
         parts = [(r, common) for r in stored.rectangles if (common := intersect(r, place)) is not None]
         if sum(num_elements(common) for _, common in parts) != num_elements(place):
-            raise UserError(f"{self._folder}: the checkpoint is incomplete: it has only part of {key} at {place}")
+            raise UserError(
+                f"{self._folder}: the checkpoint contains only a part of {key} at {place}. Fix: copy it again"
+            )
         if len(parts) == 1:
             return self._part(key, *parts[0])
         values = torch.empty(shape_of(place), dtype=getattr(torch, stored.dtype))
@@ -93,9 +95,13 @@ class TorchDistFolder:
         for name, end in ends.items():
             file = self._folder / name
             if not file.is_file():
-                raise UserError(f"{self._folder}: {name} is listed in {METADATA} but missing")
+                raise UserError(
+                    f"{self._folder}: {METADATA} lists {name}, but the file does not exist. Fix: copy it again"
+                )
             if (size := file.stat().st_size) < end:
-                raise UserError(f"{self._folder}: {name} is truncated: it has {size:,} of {end:,} bytes")
+                raise UserError(
+                    f"{self._folder}: {name} is truncated: it has {size:,} of {end:,} bytes. Fix: copy it again"
+                )
 
     def _part(self, key: str, rectangle: Rectangle, place: Rectangle) -> torch.Tensor:
         """Return the elements at `place` from the chunk that stores `rectangle`."""
@@ -113,10 +119,10 @@ class TorchDistFolder:
         if index not in self._chunks:
             info = self._items[index]
             chunk = _mapped(self._map(info.relative_path), info.offset, info.length)
-            found = tuple(chunk.elements.shape), dtype_name(chunk.elements.dtype)
-            if found != (shape_of(rectangle), self.tensors[key].dtype):
+            stored = tuple(chunk.elements.shape), dtype_name(chunk.elements.dtype)
+            if stored != (shape_of(rectangle), self.tensors[key].dtype):
                 raise UserError(
-                    f"{self._folder}: {info.relative_path} is damaged: {key} has {found}, but {METADATA} says "
+                    f"{self._folder}: {info.relative_path} is damaged: {key} is {stored}, but {METADATA} lists "
                     f"{(shape_of(rectangle), self.tensors[key].dtype)}"
                 )
             self._chunks[index] = chunk
@@ -200,7 +206,7 @@ def _stored(entry: TensorStorageMetadata) -> StoredTensor:
 def _metadata(folder: Path) -> Metadata:
     if not (folder / METADATA).is_file():
         raise UserError(
-            f"{folder}: has no {METADATA}. Fix: give the folder of a checkpoint in Megatron's torch_dist format"
+            f"{folder}: contains no {METADATA}. Fix: pass the folder of a checkpoint in Megatron's torch_dist format"
         )
     try:
         with (folder / METADATA).open("rb") as file:

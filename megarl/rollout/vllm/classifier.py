@@ -24,7 +24,7 @@ def classifier_arguments(config: Config, folder: Path) -> dict[str, Any]:
         UserError: under the same conditions as `engine_arguments`.
     """
     settings, head = config.reward_model, score_head_of(read_config(folder))
-    assert head is not None, "checked before the run starts"
+    assert head is not None, "preflight rejects models without a score head"
     task = {"sequence": "classify", "token": "token_classify"}[head.kind]
     return engine_arguments(
         "reward_model",

@@ -19,10 +19,10 @@ def install() -> None:
     """Patch vLLM in this worker process, before it loads a model."""
     linear_layers.dispatch_cpu_unquantized_gemm = _keep_weight
     RotaryEmbedding.forward_cpu = _rotate_heads
-    linear_kernels._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU] = [DequantisingKernel]
+    linear_kernels._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU] = [DequantizingKernel]
 
 
-class DequantisingKernel(Fp8BlockScaledMMLinearKernel):
+class DequantizingKernel(Fp8BlockScaledMMLinearKernel):
     """A linear kernel for fp8 blocks that dequantizes the weight for each matrix multiplication.
 
     vLLM's own CPU kernels need AMX and pack the weight, which prevents in-place writes. Like these, this kernel does

@@ -26,7 +26,7 @@ from megarl.core.types import CandidateIds, Completion, Sample, VersionRun
 from megarl.models.folder import read_config
 from megarl.models.huggingface import completed, experts
 from megarl.models.tokenizer import response_text
-from megarl.resharding.families.quantised import quantization_config
+from megarl.resharding.families.quantized import quantization_config
 from megarl.resharding.piece import Holder
 from megarl.resharding.planning.compact import CompactPlan
 from megarl.resharding.transports.transport import Channel, dtype_name
@@ -95,7 +95,7 @@ def rollout_arguments(
 def _require_invariant_kernels() -> None:
     if device.capability() < INVARIANT_KERNELS:
         raise UserError(
-            "rollout.batch_invariant=true: vLLM's batch-invariant kernels need a GPU with compute capability 9.0 or "
+            "rollout.batch_invariant=true: vLLM's batch-invariant kernels require a GPU with compute capability 9.0 or "
             "higher, such as an H100. Fix: set rollout.batch_invariant=false"
         )
 
@@ -110,7 +110,7 @@ def _quantization(name: str, model_folder: Path) -> dict[str, Any]:
     hf_config = read_config(model_folder)
     if not device.on_cuda() and experts(completed(hf_config)) is not None:
         raise UserError(
-            f"rollout.quantization={name}: {model_folder} has experts, and vLLM's CPU kernels for quantised experts do "
+            f"rollout.quantization={name}: {model_folder} has experts, but vLLM's CPU kernels for quantized experts do "
             "not support refits. Fix: set rollout.quantization=null, or run this model on GPUs"
         )
     return {"quantization_config": quantization_config(hf_config)}
@@ -194,7 +194,7 @@ class VllmEngine:
 
     def _require_weights(self) -> None:
         if self.version is None and not self._is_paused:
-            raise RuntimeError("the engine has no weights yet: refit it before generating")
+            raise RuntimeError("the engine has no weights yet. Refit it before it generates")
 
     def _begin(self, token_ids: list[int], request: SamplingRequest | TurnRequest) -> asyncio.Future[Completion]:
         """Submit a request and return the future for its completion."""
@@ -266,7 +266,7 @@ class VllmEngine:
             self._wake("weights", "kv_cache")
 
     def sleep(self, keeps_weights: bool) -> None:
-        assert self._is_paused or not self._pending, "cannot sleep while sampling; pause the engine first"
+        assert self._is_paused or not self._pending, "cannot sleep while sampling. Pause the engine first"
         if not keeps_weights:
             self.version = None
         self._llm.sleep(level=1 if keeps_weights else 2, mode="keep")

@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm import EngineArgs
 
-from megarl.config.vllm_arguments import ADJUSTABLE, GIVEN, EngineSection
+from megarl.config.vllm_arguments import ADJUSTABLE, MANAGED, EngineSection
 from megarl.core import device
 from megarl.core.errors import UserError
 from megarl.models.folder import read_config
@@ -61,8 +61,10 @@ def engine_arguments(
         **specific,
     )
     latent = _latent_attention_arguments(folder)
-    assert (arguments | latent).keys() <= GIVEN[section].keys() | ADJUSTABLE, "config/vllm_arguments.py must list them"
-    assert not GIVEN[section].keys() & extra.keys(), "a config rule should have refused this"
+    assert (arguments | latent).keys() <= MANAGED[section].keys() | ADJUSTABLE, (
+        "config/vllm_arguments.py must list them"
+    )
+    assert not MANAGED[section].keys() & extra.keys(), "a config rule should have refused this"
     _check_extra(section, extra, latent)
     return arguments | latent | extra
 
@@ -70,11 +72,11 @@ def engine_arguments(
 def _check_extra(section: EngineSection, extra: Mapping[str, Any], latent: Mapping[str, Any]) -> None:
     for name in latent.keys() & extra.keys():
         required = f"on this device, the model's attention requires {latent[name]}"
-        raise UserError(f"{section}.vllm_overrides.{name}={extra[name]}: {required}. Fix: remove the override")
+        raise UserError(f"{section}.vllm_overrides.{name}={extra[name]}: {required}. Fix: remove {name}")
     known = [field.name for field in dataclasses.fields(EngineArgs)]
     for name in extra.keys() - known:
         near = difflib.get_close_matches(name, known)
-        remedy = f"use {' or '.join(near)}" if near else "remove it"
+        remedy = f"use {' or '.join(near)}" if near else f"remove {name}"
         raise UserError(f"{section}.vllm_overrides.{name}={extra[name]}: not a vLLM engine argument. Fix: {remedy}")
 
 
@@ -90,7 +92,7 @@ def _latent_attention_arguments(folder: Path) -> dict[str, Any]:
     size = latent.kv_rank + latent.position_dim
     if size != CPU_LATENT_SIZE:
         raise UserError(
-            f"{folder}: kv_lora_rank {latent.kv_rank} + qk_rope_head_dim {latent.position_dim} = {size}, but vLLM's "
-            f"CPU build only supports latent attention with {CPU_LATENT_SIZE}. Fix: run this model on GPUs"
+            f"{folder}: kv_lora_rank={latent.kv_rank} + qk_rope_head_dim={latent.position_dim} = {size}, but vLLM's "
+            f"CPU build only supports a sum of {CPU_LATENT_SIZE}. Fix: run this model on GPUs"
         )
     return dict(attention_backend="CPU_MLA")

@@ -56,7 +56,7 @@ DERIVED = ("W_UV", "W_UK_T")
 CHECKPOINT_LAYOUT_KERNELS = (
     CutlassFp8BlockScaledMMKernel,
     TritonFp8BlockScaledMMKernel,
-    cpu_support.DequantisingKernel,
+    cpu_support.DequantizingKernel,
 )
 """fp8 kernels that read weights and scales in the checkpoint's layout. DeepGEMM's kernel also reads this layout unless
 it rounds the scales to powers of two (is_deep_gemm_e8m0_used)."""
@@ -161,7 +161,7 @@ class RefitExtension:
             finalize_layerwise_reload(model, config)  # otherwise the next refit would continue an incomplete reload
         # Parameters added by quantization are computed, not loaded.
         if config.quantization is None and (missing := sorted(names.difference(loaded))):
-            raise RuntimeError(f"vLLM's loader has not loaded {', '.join(missing)}")
+            raise RuntimeError(f"vLLM's loader did not load {', '.join(missing)}")
         return SyncStats(self._holder.shard.num_bytes, self._transport.staging_bytes + assembly.staging_bytes)
 
     def differing(self, expected: Mapping[Region, Checksum]) -> list[str] | Failed | None:

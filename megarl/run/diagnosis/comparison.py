@@ -86,13 +86,13 @@ def verdict(stages: list[Stage]) -> str:
     if first is None:
         worst = max(stages, key=lambda stage: stage.differences["trainer", "engine"] / stage.limit)
         return (
-            f"trainer and engine agree; the largest difference relative to its limit is after {worst.name}: "
-            f"{worst.differences['trainer', 'engine']:.1e}, limit {worst.limit:g}"
+            "The trainer and the engine agree. The largest difference relative to its limit is "
+            f"{worst.differences['trainer', 'engine']:.1e} after {worst.name} (limit {worst.limit:g})"
         )
     by_side = {side: first.differences[side, "plain"] for side in ("trainer", "engine")}
     return (
-        f"{first.name} is the first stage that differs: trainer and engine differ by "
-        f"{first.differences['trainer', 'engine']:.1e} after it (limit for rounding: {first.limit:g}). The trainer "
-        f"differs from plain transformers by {by_side['trainer']:.1e}, the engine by {by_side['engine']:.1e}: inspect "
-        f"this stage in the {first.odd}"
+        f"{first.name} is the first stage that differs. After it, the trainer and the engine differ by "
+        f"{first.differences['trainer', 'engine']:.1e} (limit for rounding: {first.limit:g}). The trainer differs from "
+        f"plain transformers by {by_side['trainer']:.1e}, and the engine by {by_side['engine']:.1e}. Fix: inspect this "
+        f"stage in the {first.odd}"
     )

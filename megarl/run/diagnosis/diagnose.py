@@ -22,7 +22,7 @@ from megarl.models.folder import resolve
 from megarl.rewards.rollout_file import PROMPT_IDS, RESPONSE_IDS
 from megarl.run.diagnosis.comparison import Stage, compare, first_different, table, verdict
 from megarl.run.diagnosis.side import OUTPUTS, REQUEST, SIDES, Request
-from megarl.run.evaluate import with_engines_alone
+from megarl.run.evaluate import with_engines_only
 from megarl.run.folder import ROLLOUTS
 
 MAX_TOKENS = 512
@@ -89,7 +89,7 @@ def on_one_rank(config: Config, num_tokens: int) -> Config:
 
     Adapters are disabled because they are already merged in exported models. The engine loads its weights unchanged.
     """
-    single_rank = with_engines_alone(config)
+    single_rank = with_engines_only(config)
     budget = max(single_rank.actor.tokens_per_microbatch, num_tokens)
     changes: dict[str, dict[str, Any]] = {
         "actor": {"tokens_per_microbatch": budget, "threads": None},
@@ -103,11 +103,11 @@ def read_config(folder: Path) -> Config:
     path = folder / "config.resolved.yaml"
     if not path.is_file():
         raise UserError(
-            f"{folder}: not a run folder (no config.resolved.yaml). Fix: pass a run folder such as runs/latest."
+            f"{folder}: not a run folder (no config.resolved.yaml). Fix: pass a run folder such as runs/latest"
         )
     config = load(path)
     if config.is_offline:
-        raise UserError(f"{folder}: a run on offline data has no rollouts. Fix: pass the folder of an RL run.")
+        raise UserError(f"{folder}: a run on offline data has no rollouts. Fix: pass the folder of an RL run")
     return config
 
 
@@ -126,22 +126,25 @@ def find_rollout(folder: Path, step: int | None, sample: str | None) -> Rollout:
     """
     files = numbered(folder / "rollouts", ROLLOUTS)
     if not files:
-        raise UserError(f"{folder}: the run has no rollouts yet. Fix: wait for its first step.")
+        raise UserError(f"{folder}: the run has no rollouts yet. Fix: wait until it has completed a step")
     number = max(files) if step is None else step
     if number not in files:
-        raise UserError(f"--step {number}: {folder} has rollouts of steps {min(files)} to {max(files)}")
+        raise UserError(
+            f"--step {number}: the run has no rollouts of this step. Fix: pass a step from {min(files)} to {max(files)}"
+        )
     rows, _ = read_objects(files[number])
     if sample is not None:
         rows = [row for row in rows if row.get("sample_id") == sample]
         if not rows:
-            raise UserError(f"--sample {sample}: not in step {number}. Fix: choose a sample_id from {files[number]}.")
+            raise UserError(
+                f"--sample {sample}: step {number} has no such sample. Fix: pass a sample_id from {files[number]}"
+            )
     chosen = next((row for row in rows if len(row.get(PROMPT_IDS, ())) + len(row.get(RESPONSE_IDS, ())) >= 3), None)
     if chosen is None:
-        subject = f"sample {sample}" if sample else "no sample"
+        missing = f"sample {sample} has no token ids" if sample else "no sample has token ids"
         raise UserError(
-            f"{files[number]}: {subject} {'lacks' if sample else 'has'} token ids, which are saved for "
-            "run.token_samples samples per step. Fix: choose another sample or step, or set run.token_samples above 0 "
-            "in the next run."
+            f"{files[number]}: {missing}. megarl saves them for run.token_samples samples per step. Fix: pass a "
+            "different --sample or --step, or set run.token_samples above 0 in the next run"
         )
     return Rollout(number, chosen["sample_id"], chosen[PROMPT_IDS], chosen[RESPONSE_IDS])
 
@@ -151,7 +154,9 @@ def find_weights(folder: Path, config: Config, model: Path | None) -> Path:
     model."""
     if model is not None:
         if not (model / "config.json").is_file():
-            raise UserError(f"--model {model}: not a Hugging Face model folder (no config.json)")
+            raise UserError(
+                f"--model {model}: not a Hugging Face model folder (no config.json). Fix: pass one with config.json"
+            )
         return model
     exported = folder / "model"
     is_whole = (exported / "config.json").is_file()  # not a PEFT folder

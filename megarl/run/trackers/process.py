@@ -25,7 +25,7 @@ class Server:
         if "open" in request:
             self._settings = Settings(**request["open"])
         if self._backend is None:
-            assert self._settings is not None, "`open` must be the first request"
+            assert self._settings is not None, "the first request must be `open`"
             self._backend = BACKENDS[self._settings.tracker](self._settings)
         if "write" in request:
             self._backend.write(*request["write"])

@@ -90,7 +90,7 @@ class Tracker:
         self._end_process()
         if num_lost := self._num_rows - self._num_written:
             print(
-                f"tracker {self._settings.tracker}: lost {num_lost} of {self._num_rows} steps; metrics.jsonl has all",
+                f"tracker {self._settings.tracker}: lost {num_lost} of {self._num_rows} steps (metrics.jsonl has all)",
                 flush=True,
             )
 
@@ -112,7 +112,7 @@ class Tracker:
                     request = {"open": asdict(self._settings), **request}
             reason = self._send(request)
         except TimeoutError:
-            reason = f"no reply within {self._timeout_s:g} s (trackers.timeout_s)"
+            reason = f"no response within trackers.timeout_s={self._timeout_s:g}"
             self._end_process()
         except (OSError, EOFError) as error:
             reason = f"its process exited ({error})" if str(error) else "its process exited"
@@ -182,8 +182,8 @@ def check_trackers(config: Config) -> None:
         listed = ", ".join(config.run.trackers)
         raise UserError(
             "\n".join(
-                f"run.trackers=[{listed}]: {name} is not installed. Fix: pip install {PACKAGES[name]}, or remove it "
-                "from the list."
+                f"run.trackers=[{listed}]: {name} is not installed. Fix: run pip install {PACKAGES[name]}, or "
+                f"remove {name} from run.trackers"
                 for name in missing
             )
         )

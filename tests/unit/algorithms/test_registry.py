@@ -54,7 +54,7 @@ def test_entries_are_sorted_by_kind_and_name(monkeypatch, tmp_path):
 
 def test_file_without_matching_spec_is_rejected(monkeypatch, tmp_path):
     other = write(tmp_path / "other", "a", "b")
-    with pytest.raises(ImportError, match=r"\.a: SPEC.name=b: differs from the file's name"):
+    with pytest.raises(ImportError, match=r"\.a: SPEC.name=b differs from the file name"):
         found_names(monkeypatch, other)
     (tmp_path / "none").mkdir()
     (tmp_path / "none" / "e.py").write_text("")

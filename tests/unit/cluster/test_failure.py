@@ -10,7 +10,7 @@ from megarl.cluster.failure import RunFailure, cause, write_stacks
 from megarl.core.errors import UserError
 
 LOGS = Path("/run/logs")
-USER = RayTaskError("score", "", UserError("rewards.functions: no function 'f'"))
+USER = RayTaskError("score", "", UserError("rewards.functions: unknown function 'f'"))
 STRANGER = RayTaskError("update", "", ValueError("operands could not be broadcast together"))
 LOST = ActorDiedError()
 UNBORN = ActorDiedError(RayTaskError("__init__", "Traceback\n  File\nTypeError: takes 2 arguments", TypeError()))
@@ -21,29 +21,33 @@ PEER = RayTaskError("update", "", RuntimeError("Connection closed by peer\nmore\
 @pytest.mark.parametrize(
     ("errors", "kind", "message"),
     [
-        ({"trainer-0": PEER, "trainer-1": LOST, "rewards-0": USER}, UserError, "rewards.functions: no function 'f'"),
-        ({"trainer-0": PEER, "trainer-1": LOST}, RunFailure, "update: trainer-1 died; see /run/logs/trainer-1.log"),
+        (
+            {"trainer-0": PEER, "trainer-1": LOST, "rewards-0": USER},
+            UserError,
+            "rewards.functions: unknown function 'f'",
+        ),
+        ({"trainer-0": PEER, "trainer-1": LOST}, RunFailure, "update: trainer-1 died. See /run/logs/trainer-1.log"),
         (
             {"trainer-0": PEER, "rewards-0": UNBORN},
             RunFailure,
-            "update: rewards-0 did not start: TypeError: takes 2 arguments; see /run/logs/rewards-0.log",
+            "update: rewards-0 did not start: TypeError: takes 2 arguments. See /run/logs/rewards-0.log",
         ),
         (
             {"trainer-0": PEER, "engine-1": ENDED},
             RunFailure,
             "update: engine-1 was killed by Ray before the machine ran out of memory: 1 worker(s) were killed. Memory "
-            "was 23.1GB used / 23.5GB limit; see /run/logs/engine-1.log",
+            "was 23.1GB used / 23.5GB limit. See /run/logs/engine-1.log",
         ),
         (
             {"trainer-0": RayTaskError("update", "", ValueError("zip() argument 2 is shorter than argument 1"))},
             RunFailure,
-            "update: trainer-0: ValueError: zip() argument 2 is shorter than argument 1; see /run/logs/trainer-0.log",
+            "update: trainer-0: ValueError: zip() argument 2 is shorter than argument 1. See /run/logs/trainer-0.log",
         ),
-        ({"trainer-0": STRANGER, "trainer-1": LOST}, RunFailure, "update: trainer-1 died; see /run/logs/trainer-1.log"),
+        ({"trainer-0": STRANGER, "trainer-1": LOST}, RunFailure, "update: trainer-1 died. See /run/logs/trainer-1.log"),
         (
             {"trainer-0": PEER},
             RunFailure,
-            "update: trainer-0: RuntimeError: Connection closed by peer; see /run/logs/trainer-0.log",
+            "update: trainer-0: RuntimeError: Connection closed by peer. See /run/logs/trainer-0.log",
         ),
     ],
 )

@@ -57,7 +57,9 @@ def test_supported_config_runs_on_a_cpu(overrides: list[str]) -> None:
 
 @pytest.mark.usefixtures("no_cuda")
 def test_cpu_actor_parameters_cannot_be_offloaded() -> None:
-    message = r"^actor.offload=.*: without a GPU the actor's parameters are already in host memory, .*parameters$"
+    message = (
+        r"^actor.offload=.*: without a GPU, the actor's parameters are already in host memory, .* from actor.offload$"
+    )
     with pytest.raises(ValueError, match=message):
         check_machine(config("actor.offload=[gradients, parameters]"))
 
@@ -67,24 +69,30 @@ REWARD_ENGINE = ("reward_model.path=r", "reward_model.engine=vllm", "reward_mode
 
 @pytest.mark.usefixtures("no_cuda")
 @pytest.mark.parametrize(
-    ("overrides", "refused"),
+    ("overrides", "refused", "keys"),
     [
-        (("rollout.tp=3",), None),
-        (("rollout={replicas: 8, tp: 2}",), None),
-        (("rollout.tp=4",), "rollout.tp=4: "),
-        (REWARD_ENGINE, "reward_model.layout.tp=4: "),
-        ((*REWARD_ENGINE, "rollout.tp=8"), "rollout.tp=8, reward_model.layout.tp=4: "),
+        (("rollout.tp=3",), None, None),
+        (("rollout={replicas: 8, tp: 2}",), None, None),
+        (("rollout.tp=4",), "rollout.tp=4", "rollout.tp"),
+        (REWARD_ENGINE, "reward_model.layout.tp=4", "reward_model.layout.tp"),
+        (
+            (*REWARD_ENGINE, "rollout.tp=8"),
+            "rollout.tp=8, reward_model.layout.tp=4",
+            "rollout.tp and reward_model.layout.tp",
+        ),
     ],
 )
-def test_engine_ranks_require_cores(monkeypatch: pytest.MonkeyPatch, overrides: tuple, refused: str | None) -> None:
+def test_engine_ranks_require_cores(
+    monkeypatch: pytest.MonkeyPatch, overrides: tuple, refused: str | None, keys: str | None
+) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 2, 5})
     if refused is None:
         return check_machine(config(*overrides))
     with pytest.raises(ValueError) as error:
         check_machine(config(*overrides))
     assert str(error.value) == (
-        f"{refused}without a GPU each rank of a vLLM engine needs a core of its own, but this machine has 3 for the "
-        "run. Fix: set at most 3"
+        f"{refused}: without a GPU, each rank of a vLLM engine needs its own core, but this machine has 3 for the run. "
+        f"Fix: set {keys} to at most 3"
     )
 
 
@@ -99,7 +107,7 @@ def test_cpu_engine_over_nodes_has_a_rank_on_each() -> None:
 
 @pytest.mark.usefixtures("cuda")
 def test_gpu_rules_are_checked_before_the_model_is_resolved(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"^rollout.sleep=false: colocated, engines would hold their weights"):
+    with pytest.raises(ValueError, match=r"^rollout.sleep=false: colocated engines would keep their weights"):
         run(config(f"run.folder={tmp_path}"), tmp_path)
     assert not list(tmp_path.iterdir())
 
@@ -130,36 +138,37 @@ def test_supported_config_runs_on_eight_gpus(overrides: tuple[str, ...]) -> None
     [
         (
             ("rollout.kv_cache_gib=12.5",),
-            "rollout.sleep=false: colocated, engines would hold their weights and rollout.kv_cache_gib=12.5 while "
+            "rollout.sleep=false: colocated engines would keep their weights and 12.5 GiB of KV cache in memory while "
             "models train on the same GPUs. Fix: set rollout.sleep=true or cluster.placement=disaggregated",
         ),
         (
             ("rollout.sleep=true", "rollout.transport=p2p"),
-            "rollout.transport=p2p: NCCL cannot send from a GPU to itself, and with cluster.placement=colocated "
-            "trainer and engine share GPUs. Fix: set rollout.transport=auto",
+            "rollout.transport=p2p: NCCL cannot send from a GPU to itself, but with cluster.placement=colocated the "
+            "trainer and the engines share GPUs. Fix: set rollout.transport=auto",
         ),
         (
             ("rollout.sleep=true", "actor.layout={tp: 2, dp: 4}", "rollout={replicas: 3, tp: 2}"),
-            "rollout.replicas=3: colocated, each GPU has one actor rank and one engine rank, but actor.layout has 8 "
-            "ranks and 3 x rollout.tp=2 = 6. Fix: set rollout.replicas=4, or cluster.placement=disaggregated",
+            "rollout.replicas=3: with cluster.placement=colocated each GPU has one actor rank and one engine rank, "
+            "but actor.layout has 8 ranks and the engines have 3 x rollout.tp=2 = 6. Fix: set rollout.replicas=4, or "
+            "cluster.placement=disaggregated",
         ),
         (
             ("rollout.sleep=true", "actor.layout.dp=6", "rollout={replicas: 2, tp: 4}"),
-            "actor.layout has 6 ranks and 2 x rollout.tp=4 = 8. Fix: set rollout.tp to one of 1, 2, 3, 6, or",
+            "actor.layout has 6 ranks and the engines have 2 x rollout.tp=4 = 8. Fix: set rollout.tp to one of 1, 2, 3, 6, or",
         ),
         (
             (*SHARING, "algorithm.advantage.estimator=gae", "critic.layout.dp=9"),
-            "cluster.placement=colocated: each role has a rank on each GPU, so max(4 trainer, 9 critic, 4 engine) = 9 "
-            "are needed, but this machine has 8. Fix: lower dp of the layouts",
+            "cluster.placement=colocated: the roles share GPUs and need max(4 trainer, 9 critic, 4 engine) = 9, but "
+            "this machine has 8. Fix: lower dp in the layouts",
         ),
         (
             ("cluster.placement=disaggregated", "actor.layout.dp=4", "rollout={replicas: 3, tp: 2}"),
             "cluster.placement=disaggregated: 4 trainer + 6 engine = 10 ranks need a GPU each, but this machine has 8. "
-            "Fix: set cluster.placement=colocated, or lower dp of the layouts",
+            "Fix: set cluster.placement=colocated, or lower dp in the layouts",
         ),
         (
             ("data.format=messages", "algorithm.objective.name=sft", "actor.layout.dp=16"),
-            "max(16 trainer) = 16 are needed, but this machine has 8",
+            "max(16 trainer) = 16, but this machine has 8",
         ),
     ],
 )
@@ -177,7 +186,7 @@ def test_overfull_gpu_error_shows_the_sum() -> None:
     assert fits(3, 32 * 2**30, load) is None
     assert fits(3, 31 * 2**30, load) == (
         "cluster.placement=colocated: while the engine samples, GPU 3 would hold 30.0 (actor: parameters) + 1.5 "
-        "(engine: weights) = 31.5 GiB, but has 31.0. Fix: do this"
+        "(engine: weights) = 31.5 GiB, but it has 31.0 GiB of memory. Fix: do this"
     )
 
 
@@ -222,7 +231,7 @@ def test_expert_sizes_that_vllm_cannot_compute_are_refused(tmp_path: Path, sizes
     """The intermediate size does not matter, because vLLM pads it."""
     (tmp_path / "config.json").write_text(json.dumps(config_of(**dict(hidden_size=48) | sizes)))
     models = ModelFolders(tmp_path, None, None, None)
-    with pytest.raises(ValueError, match=r"hidden_size=48, .* multiples of 32 only") if refused else nullcontext():
+    with pytest.raises(ValueError, match=r"hidden_size=48 is not a multiple of 32") if refused else nullcontext():
         check_engine_kernels(config(), models)
 
 
@@ -237,4 +246,4 @@ def test_too_little_host_memory_is_refused_with_the_sum():
     assert host_suffices(4 * 2**30, parts) is None
     line = host_suffices(4 * 2**30 - 1, parts)
     assert "3.0 (actor: weights, gradients, optimizer) + 1.0 (engines: weights) = 4.0 GiB" in line
-    assert "there are 4.0. Fix: use a smaller model" in line
+    assert "only 4.0 GiB is installed. Fix: use a smaller model" in line

@@ -45,13 +45,13 @@ def test_all_rejected_settings_are_reported_before_the_start(folder: Path, tmp_p
         run(config, tmp_path)
     fp8, optimizer, ddp, critic = str(error.value).splitlines()
     assert fp8.startswith("actor.fp8=blockwise: fp8 requires a CUDA device and the package transformer-engine")
-    assert fp8.endswith("install it or set actor.fp8=null")
+    assert fp8.endswith("install the package, or set actor.fp8=null")
     assert optimizer == (
-        "actor.megatron_overrides.optimizer.adam_bata1=0.8: Megatron's OptimizerConfig has no such field. Fix: did you "
-        "mean adam_beta1?"
+        "actor.megatron_overrides.optimizer.adam_bata1=0.8: Megatron's OptimizerConfig has no such field. Fix: use "
+        "adam_beta1"
     )
-    assert ddp.startswith("actor.megatron_overrides.ddp.overlap_grad_reduce=False: derived from")
-    assert critic == "critic.megatron_overrides.model.moe_z_loss_coeff='high': expected Optional[float], found str"
+    assert ddp.startswith("actor.megatron_overrides.ddp.overlap_grad_reduce=False: megarl derives this field from")
+    assert critic == "critic.megatron_overrides.model.moe_z_loss_coeff='high': expected Optional[float], but found str"
     assert not started
     assert not list(tmp_path.iterdir())
 

@@ -186,15 +186,18 @@ def test_cpu_nodes_get_equal_shares_of_the_ranks() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ((layout(pp=1, dp=4), "cluster.nodes=3"), "leaving 1 of 3 nodes empty. Fix: set cluster.nodes=2"),
-        ((layout(pp=1, dp=12), "cluster.nodes=3"), "4 per node. Fix: set cluster.nodes=4, or lower dp"),
+        ((layout(pp=1, dp=4), "cluster.nodes=3"), "so 1 of 3 nodes would be empty. Fix: set cluster.nodes=2"),
+        (
+            (layout(pp=1, dp=12), "cluster.nodes=3"),
+            "3 nodes with 4 devices each have 12. Fix: set cluster.nodes=4, or lower dp",
+        ),
         (
             (layout(pp=1, dp=3), "rollout.tp=2", "cluster.nodes=2"),
             "rollout.tp=2: the tensor-parallel group on devices 3-4 crosses a node boundary",
         ),
         (
             (layout(pp=1, dp=2), "rollout.tp=8", "cluster.nodes=3"),
-            "rollout.tp=8: a tensor-parallel group larger than a node .* starting at device 2 do not fill nodes of 4",
+            "rollout.tp=8: a tensor-parallel group larger than a node .* starting at device 2 do not fill nodes with 4",
         ),
         (
             ("reward_model={path: rm, engine: vllm, layout: {tp: 8}}", layout(pp=1, dp=3), "cluster.nodes=3"),

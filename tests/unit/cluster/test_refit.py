@@ -184,7 +184,7 @@ def test_engines_read_local_weights_and_receive_the_rest(prepare, on_gpus: bool)
         workers.refit.run(version)
     refit = ["send", "wake weights, refit"]
     assert log == ["trainers connect", *again, *refit, *(again if on_gpus else []), *refit]
-    assert workers.refit.transport == f"{'cuda_ipc' if on_gpus else 'shared_memory'} in a node, p2p between them"
+    assert workers.refit.transport == f"{'cuda_ipc' if on_gpus else 'shared_memory'} within nodes, p2p between nodes"
     engines.dying = {"engine-1"}
     workers.refit.run(3)
     assert engines.planned[-1] == ("vllm:0.0",) and log[-1] == "wake weights, refit"
@@ -278,9 +278,9 @@ def test_engine_and_trainer_take_turns(prepare, keys: list[str], rounds: int, sa
         workers.switch_to_rollout()
         for number in range(rounds):
             if number:
-                workers.return_to_engines()
+                workers.resume_sampling()
             engines.generate()
-            workers.leave_to_rewards(is_last=number + 1 == rounds)
+            workers.switch_to_scoring(is_last=number + 1 == rounds)
             log.append("score")
         workers.switch_to_training()
         workers.trained.run({"actor": lambda: trainers.do("train")})

@@ -97,7 +97,7 @@ def session(ray: FakeRay) -> Session:
     session._timeouts = TIMEOUTS
     session._watched = {name: FakeActor(ray) for name in ("trainer-0", "trainer-1", "engine-0")}
     session._watchdog = FakeWatchdog()
-    session._pending, session._others, session._meeting = [], (), None
+    session._pending, session._others, session._rendezvous = [], (), None
     return session
 
 
@@ -116,7 +116,10 @@ def test_results_are_in_the_order_of_the_calls(session: Session) -> None:
 @pytest.mark.parametrize(("limit", "seconds"), SECONDS.items())
 def test_timeout_names_missing_processes_and_its_key(session: Session, ray: FakeRay, limit: str, seconds: int) -> None:
     calls = {"trainer-0": Call(1), "trainer-1": Call(NEVER), "engine-0": Call(NEVER)}
-    message = f"a phase: no answer from trainer-1, engine-0 in {seconds} s; see /logs; if they only need longer, raise "
+    message = (
+        f"a phase: no response from trainer-1, engine-0 within {seconds} s. See /logs. Fix: if they only need more "
+        "time, raise "
+    )
     with pytest.raises(RunFailure, match=f"^{message}cluster.timeouts.{limit}$"):
         session.submit(calls, "a phase", limit).result()
     assert ray.now == seconds
@@ -138,7 +141,7 @@ def test_callback_runs_during_a_long_wait(session: Session, ray: FakeRay) -> Non
 
 def test_lost_process_is_the_cause_of_earlier_peer_errors(session: Session) -> None:
     calls = {"trainer-0": Call(3, RayTaskError("f", "", RuntimeError("reset"))), "trainer-1": Call(5, ActorDiedError())}
-    with pytest.raises(RunFailure, match=r"^update: trainer-1 died; see /logs/trainer-1.log$"):
+    with pytest.raises(RunFailure, match=r"^update: trainer-1 died. See /logs/trainer-1.log$"):
         results(session, calls, "update")
     assert session._watchdog.checks == 1, "the loss of Ray itself would be the cause"
 
@@ -151,14 +154,14 @@ def test_user_error_is_raised_at_once(session: Session, ray: FakeRay) -> None:
 
 def test_loss_of_an_unrelated_process_ends_the_wait(session: Session, ray: FakeRay) -> None:
     session._watched["engine-0"].until = 20
-    with pytest.raises(RunFailure, match=r"^update: engine-0 died; see /logs/engine-0.log$"):
+    with pytest.raises(RunFailure, match=r"^update: engine-0 died. See /logs/engine-0.log$"):
         results(session, {"trainer-0": Call(NEVER), "trainer-1": Call(4)}, "update")
     assert 20 <= ray.now < 35
 
 
 def test_loss_of_an_unrelated_process_is_the_cause(session: Session) -> None:
     session._watched["engine-0"].until = 1
-    with pytest.raises(RunFailure, match=r"^update: engine-0 died; see /logs/engine-0.log$"):
+    with pytest.raises(RunFailure, match=r"^update: engine-0 died. See /logs/engine-0.log$"):
         results(session, {"trainer-0": Call(2, RayTaskError("f", "", KeyError("its sample is gone")))}, "update")
 
 
@@ -195,14 +198,14 @@ def test_loss_on_another_node_may_be_noticed_late(
 
 def test_error_of_a_process_that_may_fail_is_raised(session: Session) -> None:
     calls = {"engine-0": Call(1, RayTaskError("f", "", KeyError("w"))), "engine-1": Call(NEVER)}
-    with pytest.raises(RunFailure, match=r"^refit: engine-0: KeyError: 'w'; see /logs/engine-0.log$"):
+    with pytest.raises(RunFailure, match=r"^refit: engine-0: KeyError: 'w'. See /logs/engine-0.log$"):
         session.submit(calls, "refit", "refit", may_fail=MAY_FAIL).result()
 
 
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (ActorDiedError(), "refit: trainer-0 died; see /logs/trainer-0.log"),
+        (ActorDiedError(), "refit: trainer-0 died. See /logs/trainer-0.log"),
         (RayTaskError("f", "", UserError("no such tensor")), "no such tensor"),
     ],
 )
@@ -215,7 +218,8 @@ def test_tolerated_loss_does_not_hide_another_failure(session: Session, error: E
 def test_timeout_still_applies_after_a_tolerated_loss(session: Session) -> None:
     calls = {"engine-0": Call(1, ActorDiedError()), "engine-1": Call(NEVER)}
     with pytest.raises(
-        RunFailure, match=r"^rollout: no answer from engine-1 in 100 s; see /logs; .* raise cluster.timeouts.rollout$"
+        RunFailure,
+        match=r"^rollout: no response from engine-1 within 100 s\. See /logs\. Fix: .* raise cluster.timeouts.rollout$",
     ):
         session.submit(calls, "rollout", "rollout", may_fail=MAY_FAIL).result()
 
@@ -252,7 +256,7 @@ def test_empty_pending_result_may_have_follow_up_calls(session: Session, ray: Fa
 
 def test_failure_of_another_pending_result_ends_the_wait(session: Session, ray: FakeRay) -> None:
     session.submit({"trainer-1": Call(3, RayTaskError("f", "", KeyError("w")))}, "critic update", "update")
-    with pytest.raises(RunFailure, match=r"^critic update: trainer-1: KeyError: 'w'; see /logs/trainer-1.log$"):
+    with pytest.raises(RunFailure, match=r"^critic update: trainer-1: KeyError: 'w'. See /logs/trainer-1.log$"):
         session.submit({"trainer-0": Call(50)}, "actor update", "update").result()
     assert ray.now < 10
 
@@ -260,14 +264,15 @@ def test_failure_of_another_pending_result_ends_the_wait(session: Session, ray: 
 def test_most_specific_error_of_all_pending_is_raised(session: Session) -> None:
     reset = RayTaskError("f", "", RuntimeError("Connection closed by peer"))
     session.submit({"trainer-1": Call(4, ActorDiedError())}, "critic update", "update")
-    with pytest.raises(RunFailure, match=r"^critic update: trainer-1 died; see /logs/trainer-1.log$"):
+    with pytest.raises(RunFailure, match=r"^critic update: trainer-1 died. See /logs/trainer-1.log$"):
         session.submit({"trainer-0": Call(3, reset)}, "actor update", "update").result()
 
 
 def test_timeout_of_another_pending_result_ends_the_wait(session: Session, ray: FakeRay) -> None:
     session.submit({"engine-0": Call(NEVER)}, "rollout", "refit")
     with pytest.raises(
-        RunFailure, match=r"^rollout: no answer from engine-0 in 20 s; see /logs; .* raise cluster.timeouts.refit$"
+        RunFailure,
+        match=r"^rollout: no response from engine-0 within 20 s\. See /logs\. Fix: .* raise cluster.timeouts.refit$",
     ):
         session.submit({"trainer-0": Call(50)}, "update", "update").result()
     assert ray.now == 20

@@ -33,5 +33,5 @@ def test_ports_are_below_the_ephemeral_range(monkeypatch: pytest.MonkeyPatch, tm
     network.EPHEMERAL.write_text(f"{port + 2}\t60999\n")
     with socket.create_server(("127.0.0.1", port)), network.listen("127.0.0.1") as second:
         assert second.getsockname()[1] == port + 1
-        with pytest.raises(UserError, match=f"all ports from {port} to {port + 1}, .* are in use"):
+        with pytest.raises(UserError, match=rf"all ports .* \({port} to {port + 1}\) are in use"):
             network.listen("127.0.0.1")

@@ -54,7 +54,7 @@ def test_idle_models_are_offloaded() -> None:
     always = names("implicit_reward", ALL) | names("actor", "parameters")
     trained.stage_actor_for_sync()
     assert on_devices == always, "refit must find only the permanent parts"
-    trained.leave_all().result()
+    trained.offload_all().result()
     assert on_devices == always, "rollout must find only the permanent parts"
     trained.run({role: lambda role=role: look(f"{role} passes") for role in ("critic", "actor")}, ("parameters",))
     trained.run({role: lambda role=role: look(f"{role} update") for role in ("critic", "actor")})

@@ -66,12 +66,15 @@ def test_placement_of_other_models_may_change() -> None:
         (
             "actor.megatron_overrides.model.attention_dropout=0.1",
             "actor.megatron_overrides.model.attention_dropout=0.1",
-            "no such key",
+            "(not set)",
         ),
     ],
 )
 def test_keys_that_affect_results_may_not_change(override: str, now: str, then: str) -> None:
-    line = f"{now}: ck was saved with {then}. Fix: restore it, or start a new run with resume=never and a new run.name"
+    line = (
+        f"{now}: ck was saved with {then}. Fix: restore this value, or start a new run with resume=never and a new "
+        "run.name"
+    )
     assert line in violations(override)
 
 
@@ -79,7 +82,7 @@ def test_long_values_that_differ_at_the_end_are_shown() -> None:
     paths = [f"/models/{'x' * 60}/{name}" for name in ("one", "two")]
     given, override = (f"model.path={path}" for path in paths)
     [line] = violations(override, given=[given])
-    assert line.startswith(f"model.path={paths[1]}: ck was saved with {paths[0]}. Fix: restore it")
+    assert line.startswith(f"model.path={paths[1]}: ck was saved with {paths[0]}. Fix: restore this value")
 
 
 def test_error_has_a_line_for_every_changed_key() -> None:
@@ -88,7 +91,7 @@ def test_error_has_a_line_for_every_changed_key() -> None:
 
 def test_fewer_steps_than_completed_are_rejected() -> None:
     assert violations("run.steps=10") == []
-    assert violations("run.steps=9") == ["run.steps=9: ck has completed 10 steps. Fix: set run.steps to at least 10"]
+    assert violations("run.steps=9") == ["run.steps=9: ck was saved after step 10. Fix: set run.steps to at least 10"]
 
 
 COSINE = "actor.optimizer.schedule.name=cosine"
@@ -116,8 +119,8 @@ def test_steps_may_change_unless_past_rates_depend_on_them(schedule, step, steps
     sizes = ["batch.prompts_per_step=8", "batch.prompts_per_update=8"]
     saved = config(*schedule, *sizes).model_dump()
     line = (
-        f"run.steps={steps}: ck was saved with 100, and the learning rates of its {step} updates depend on it "
-        "(actor.optimizer.schedule.name="
+        f"run.steps={steps}: ck was saved with run.steps=100, and the learning rates of its {step} updates depend on "
+        "run.steps (actor.optimizer.schedule.name="
     )
     found = violations(*schedule, *sizes, f"run.steps={steps}", step=step, saved=saved)
     assert [line in problem for problem in found] == ([] if resumes else [True])
@@ -127,7 +130,10 @@ def test_learning_rates_of_the_critic_are_checked() -> None:
     """The critic's schedule counts its own updates, including those of its warm-up steps."""
     settings = ["algorithm.advantage.estimator=gae", "critic.warmup_steps=10", "critic.optimizer.schedule.name=linear"]
     [line] = violations(*settings, "run.steps=200", step=10, saved=config(*settings).model_dump())
-    assert line.startswith("run.steps=200: ck was saved with 100, and the") and "critic.optimizer.schedule" in line
+    assert (
+        line.startswith("run.steps=200: ck was saved with run.steps=100, and the")
+        and "critic.optimizer.schedule" in line
+    )
     settings[-1] = COSINE
     assert violations(*settings, "run.steps=200", step=10, saved=config(*settings).model_dump()) == []
 
@@ -138,5 +144,5 @@ def test_keys_of_another_version_are_named() -> None:
     del saved["batch"]["prompts_per_step"]
     assert [line.partition(":")[0] for line in violations(saved=saved)] == [
         "batch.prompts_per_step=64",
-        "algorithm.spare=no such key",
+        "algorithm.spare=(not set)",
     ]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megarl.config.load import dump, load
 from megarl.config.schema import Config
-from megarl.config.vllm_arguments import GIVEN, REFITTABLE
+from megarl.config.vllm_arguments import MANAGED, REFITTABLE
 from tests.paths import CONFIGS
 
 QUICKSTART = CONFIGS / "quickstart.yaml"
@@ -91,7 +91,7 @@ def test_yaml_values(override: str, read: Callable[[Config], object], value: obj
             "run.steps=",
             "run.steps= has no value. Fix: write run.steps=null for none, or \"run.steps=''\" for empty text",
         ),
-        ("run.steps=[1", "run.steps=[1: not a YAML value: "),
+        ("run.steps=[1", "run.steps=[1: invalid YAML value: "),
         (
             "rewards.functions.0.weight=2",
             "rewards.functions.0.weight: list indexes are not supported. Fix: set the whole list: rewards.functions=",
@@ -101,12 +101,12 @@ def test_yaml_values(override: str, read: Callable[[Config], object], value: obj
             "rewards.functions[0].weight: list indexes are not supported. Fix: set the whole list: rewards.functions=",
         ),
         ("run.step=3", "run.step: unknown key; did you mean run.steps?"),
-        ("rollout.n=8", "rollout.n: unknown key; verl's rollout.n is batch.samples_per_prompt here"),
+        ("rollout.n=8", "rollout.n: unknown key; verl's rollout.n corresponds to batch.samples_per_prompt"),
         ("actor.layout={tp: 1, zp: 2}", "actor.layout.zp: unknown key; did you mean "),
         ("rewards.functions=[{function: f, wait: 1}]", "rewards.functions.0.wait: unknown key; did you mean "),
         (
             "rewards.functions=[{weight: 1}]",
-            "missing key rewards.functions.0.function. Fix: set all keys of a list entry",
+            "missing key rewards.functions.0.function. Fix: set every required key of the list entry",
         ),
         ("rewards.functions=f", "rewards.functions=f: expected a list, found text"),
         ("run=3", "run=3: expected a mapping, found an integer"),
@@ -123,9 +123,9 @@ def test_yaml_values(override: str, read: Callable[[Config], object], value: obj
         ("actor.optimizer.lr=1e400", "actor.optimizer.lr=.inf: expected a finite number"),
         ("rollout.temperature=.nan", "rollout.temperature=.nan: expected "),
         ("run.export=1", "run.export=1: expected true or false, found an integer"),
-        ("run.name=7", "run.name=7: expected text, found an integer; write \"run.name='7'\""),
+        ("run.name=7", "run.name=7: expected text, found an integer. Fix: write \"run.name='7'\""),
         ("run.name=a/b", "run.name=a/b: expected text that matches ^[A-Za-z0-9]"),
-        ("run.folder=''", "run.folder='': expected text that is not empty"),
+        ("run.folder=''", "run.folder='': expected non-empty text"),
         ("actor.optimizer.lr='1e-6'", "actor.optimizer.lr='1e-6': expected a number, found text"),
         ("actor.optimizer.lr=0", "actor.optimizer.lr=0: expected more than 0"),
         ("actor.optimizer.lr=.inf", "actor.optimizer.lr=.inf: expected a finite number"),
@@ -142,7 +142,7 @@ def test_bad_override(override: str, message: str) -> None:
 def test_errors_of_a_file_have_one_line_with_its_position(write: Write) -> None:
     path = write("run:\n  steps: ten\n  name: 7\nlr: 1e-6\nrollout:\n  functoin: x\n")
     assert errors(path) == [
-        f"{path}:4: run.name=7: expected text, found an integer; write '7'",
+        f"{path}:4: run.name=7: expected text, found an integer. Fix: write '7'",
         f"{path}:3: run.steps=ten: expected an integer, found text",
         f"{path}:7: rollout.functoin: unknown key; did you mean rewards.functions.function?",
         f"{path}:5: lr: unknown key; did you mean actor.optimizer.lr or critic.optimizer.lr or "
@@ -160,7 +160,9 @@ def test_error_names_the_file_that_contains_it(write: Write, tmp_path: Path) -> 
 def test_every_key_below_an_unknown_section_is_explained() -> None:
     lines = errors(QUICKSTART, "actor_rollout_ref={rollout: {n: 8}, actor: {ppo_mini_batch_size: 4, zzz: {}}}")
     assert len(lines) == 3
-    assert "actor_rollout_ref.rollout.n: unknown key; verl's rollout.n is batch.samples_per_prompt" in lines[0]
+    assert (
+        "actor_rollout_ref.rollout.n: unknown key; verl's rollout.n corresponds to batch.samples_per_prompt" in lines[0]
+    )
     assert "batch.prompts_per_update" in lines[1]
     assert "actor_rollout_ref.actor.zzz: unknown key; " in lines[2]
 
@@ -168,10 +170,10 @@ def test_every_key_below_an_unknown_section_is_explained() -> None:
 def test_required_keys_are_named() -> None:
     path = CONFIGS / "base.yaml"
     assert errors(path) == [
-        f"{path}: model.path is required: a Hugging Face folder, a hub id, or package:NAME. Fix: set it there, or "
+        f"{path}: model.path is required. Fix: set it to a Hugging Face folder, a Hub id, or package:NAME, or pass "
         "model.path=VALUE on the command line",
-        f"{path}: data.source is required: arithmetic, reasoning_gym:TASK, or a .jsonl or .parquet file. Fix: set it "
-        "there, or data.source=VALUE on the command line",
+        f"{path}: data.source is required. Fix: set it to arithmetic, reasoning_gym:TASK, or a .jsonl or .parquet "
+        "file, or pass data.source=VALUE on the command line",
     ]
 
 
@@ -198,7 +200,7 @@ def test_base_files(tmp_path: Path) -> None:
     (line,) = errors(a)
     assert line.startswith(f"{tmp_path}/sub/../c.yaml: the base files form a cycle: {a} -> ")
     c.unlink()
-    assert errors(b) == [f"{c} (the base of {b}): cannot be read: No such file or directory"]
+    assert errors(b) == [f"{c} (the base of {b}): cannot be read (No such file or directory). Fix: correct the path"]
     b.write_text("\nbase: [c.yaml]\n")
     assert errors(b) == [f"{b}:2: base=[c.yaml]: expected a file name, found a list"]
 
@@ -211,9 +213,11 @@ def test_base_can_name_files_shipped_with_megarl(tmp_path: Path) -> None:
     assert load(path) == load(QUICKSTART, ["run.steps=3"])
     (tmp_path / "base.yaml").write_text("run: {steps: -1}\n")
     path.write_text("base: base.yaml\n")
-    assert errors(path)[0].startswith(f"{tmp_path}/base.yaml:1: run.steps=-1: "), "a neighbouring file takes precedence"
+    assert errors(path)[0].startswith(f"{tmp_path}/base.yaml:1: run.steps=-1: "), "a neighboring file takes precedence"
     path.write_text("base: none.yaml\n")
-    assert errors(path) == [f"{tmp_path}/none.yaml (the base of {path}): cannot be read: No such file or directory"]
+    assert errors(path) == [
+        f"{tmp_path}/none.yaml (the base of {path}): cannot be read (No such file or directory). Fix: correct the path"
+    ]
 
 
 @pytest.mark.parametrize(("short", "long"), [("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32")])
@@ -228,8 +232,10 @@ def test_invalid_dtype_is_reported_as_written(value: str) -> None:
 
 
 def test_unreadable_files(tmp_path: Path) -> None:
-    assert errors(tmp_path / "none.yaml") == [f"{tmp_path}/none.yaml: cannot be read: No such file or directory"]
-    assert errors(tmp_path) == [f"{tmp_path}: cannot be read: Is a directory"]
+    assert errors(tmp_path / "none.yaml") == [
+        f"{tmp_path}/none.yaml: cannot be read (No such file or directory). Fix: correct the path"
+    ]
+    assert errors(tmp_path) == [f"{tmp_path}: cannot be read (Is a directory). Fix: correct the path"]
     path = tmp_path / "latin.yaml"
     path.write_bytes(b"run: {name: \xe9}")
     assert errors(path) == [f"{path}: byte 12 is not UTF-8. Fix: save the file as UTF-8 text"]
@@ -241,7 +247,7 @@ def test_rules_are_checked() -> None:
 
 
 positive = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
-RULED = {*GIVEN["rollout"], *REFITTABLE}
+RULED = {*MANAGED["rollout"], *REFITTABLE}
 """vLLM arguments that rules check. Hypothesis finds names in the package's source and tries them."""
 extras = st.dictionaries(
     st.text().filter(lambda name: name not in RULED),

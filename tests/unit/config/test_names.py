@@ -27,23 +27,29 @@ from tools import verl_page
             "implicit_reward.layout.tp or rollout.tp?",
         ),
         ("rewards.functions.func", "did you mean rewards.functions.function?"),
-        ("rollout.n", "verl's rollout.n is batch.samples_per_prompt here"),
-        ("actor_rollout_ref.rollout.n", "verl's rollout.n is batch.samples_per_prompt here"),
-        ("batch.n", "verl's n is batch.samples_per_prompt here"),
-        ("actor.ulysses_sequence_parallel_size", "verl's ulysses_sequence_parallel_size is actor.layout.cp here"),
-        ("algorithm.entropy_coeff", "verl's entropy_coeff is algorithm.objective.entropy_coefficient here"),
+        ("rollout.n", "verl's rollout.n corresponds to batch.samples_per_prompt"),
+        ("actor_rollout_ref.rollout.n", "verl's rollout.n corresponds to batch.samples_per_prompt"),
+        ("batch.n", "verl's n corresponds to batch.samples_per_prompt"),
+        (
+            "actor.ulysses_sequence_parallel_size",
+            "verl's ulysses_sequence_parallel_size corresponds to actor.layout.cp",
+        ),
+        ("algorithm.entropy_coeff", "verl's entropy_coeff corresponds to algorithm.objective.entropy_coefficient"),
         (
             "actor.optimizer.lr_warmup_steps_ratio",
-            "verl's lr_warmup_steps_ratio is actor.optimizer.schedule.warmup (below 1: a fraction of the run) here",
+            (
+                "verl's lr_warmup_steps_ratio corresponds to actor.optimizer.schedule.warmup (below 1: a fraction of "
+                "the run)"
+            ),
         ),
-        ("data.train_batch_size", "verl's train_batch_size is batch.prompts_per_step here"),
+        ("data.train_batch_size", "verl's train_batch_size corresponds to batch.prompts_per_step"),
         (
             "actor_rollout_ref.rollout.tensor_model_parallel_size",
-            "verl's rollout.tensor_model_parallel_size is rollout.tp here",
+            "verl's rollout.tensor_model_parallel_size corresponds to rollout.tp",
         ),
         (
             "actor_rollout_ref.actor.megatron.tensor_model_parallel_size",
-            "verl's tensor_model_parallel_size is actor.layout.tp here",
+            "verl's tensor_model_parallel_size corresponds to actor.layout.tp",
         ),
         (
             "actor.quux",
@@ -59,7 +65,7 @@ from tools import verl_page
         ("rollout.too_old", "rollout.too_old was renamed to rollout.on_stale"),
         (
             "rollout.refit_delta",
-            "rollout.refit_delta was removed: a refit sends all weights. Fix: leave it out",
+            "rollout.refit_delta was removed: a refit sends all weights. Fix: remove the key",
         ),
         ("agreement.limit", "agreement was renamed to logprob_check"),
         ("environment.failures_in_a_row", "failures_in_a_row was renamed to max_consecutive_failures"),
@@ -71,22 +77,22 @@ from tools import verl_page
         (
             "actor_rollout_ref.actor.use_dynamic_bsz",
             "verl's use_dynamic_bsz has no equivalent: microbatches are always filled up to "
-            "actor.tokens_per_microbatch. Fix: leave it out",
+            "actor.tokens_per_microbatch. Fix: remove the key",
         ),
-        ("actor_rollout_ref.rollout.n_agent", "verl's n_agent is batch.samples_per_prompt here"),
-        ("actor_rollout_ref.actor.fsdp_config.param_offload", "verl's param_offload is actor.offload here"),
+        ("actor_rollout_ref.rollout.n_agent", "verl's n_agent corresponds to batch.samples_per_prompt"),
+        ("actor_rollout_ref.actor.fsdp_config.param_offload", "verl's param_offload corresponds to actor.offload"),
         (
             "algorithm.no_think_rl",
-            "verl's no_think_rl has no equivalent: all sampled tokens are trained on. Fix: leave it out",
+            "verl's no_think_rl has no equivalent: all sampled tokens are trained on. Fix: remove the key",
         ),
         (
             "trainer.logger",
-            "verl's logger is run.trackers (tensorboard, wandb, mlflow, trackio; console and metrics.jsonl are always "
-            "on) here",
+            "verl's logger corresponds to run.trackers (tensorboard, wandb, mlflow, trackio; console and "
+            "metrics.jsonl are always on)",
         ),
         (
             "ref.log_prob_micro_batch_size",
-            "verl's log_prob_micro_batch_size is actor.tokens_per_microbatch (tokens, not samples) here",
+            "verl's log_prob_micro_batch_size corresponds to actor.tokens_per_microbatch (tokens, not samples)",
         ),
         ("critic.tp", "did you mean critic.layout.tp?"),
         (

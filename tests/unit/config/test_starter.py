@@ -35,5 +35,7 @@ def test_existing_files_are_not_overwritten(tmp_path: Path) -> None:
 
 def test_error_names_an_unwritable_folder(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("a file")
-    with pytest.raises(ValueError, match=r"/taken/a: it cannot be written \(Not a directory\). Fix: name a folder"):
+    with pytest.raises(
+        ValueError, match=r"/taken/a: cannot be written \(Not a directory\). Fix: choose a writable folder"
+    ):
         starter.write(tmp_path / "taken" / "a")

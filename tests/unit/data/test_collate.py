@@ -96,7 +96,7 @@ def test_scores_are_ordered_like_their_samples():
 
 def test_row_without_a_sample_fails_validation():
     batch = collate(samples_of_one_prompt(), packing(1, True))
-    with pytest.raises(AssertionError, match="a row belongs to no sample"):
+    with pytest.raises(AssertionError, match="a row has no sample"):
         replace(batch, row_sample=batch.row_sample + 1).validate()
 
 

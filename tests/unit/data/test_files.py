@@ -54,9 +54,8 @@ def test_rows_include_the_requested_columns(tmp_path, suffix):
     assert columns() == [{}, {}]
     assert columns(level="f", other=None) == [{"level": 1}, {"level": 2}]
     assert columns(row="f") == RECORDS
-    missing = (
-        r"rows\.\w+:1: no column 'other' .*; the columns are question, answer, level\. Fix: set the parameter of f"
-    )
+    remedy = "Fix: set the parameter of f to one of the columns question, answer, level"
+    missing = rf"rows\.\w+:1: missing column 'other' .*\. {remedy}"
     with pytest.raises(ValueError, match=missing):
         columns(other="f")
 
@@ -64,7 +63,9 @@ def test_rows_include_the_requested_columns(tmp_path, suffix):
 def test_non_json_column_is_refused_only_if_requested(tmp_path):
     path = write(tmp_path, ".parquet", [RECORDS[0] | {"day": datetime.date(2026, 1, 1)}])
     assert len(list(file_rows(path, "question", "answer", {"level": None}))) == 1
-    with pytest.raises(ValueError, match=r":1: column 'day' holds date datetime.date\(2026, 1, 1\), expected a JSON"):
+    with pytest.raises(
+        ValueError, match=r":1: column 'day': expected a JSON .*, found date datetime.date\(2026, 1, 1\)"
+    ):
         list(file_rows(path, "question", "answer", {"row": None}))
 
 
@@ -101,10 +102,14 @@ def test_rows_are_read_lazily(tmp_path):
         (
             "prompt",
             "answer",
-            r"no column 'prompt' \(expected: text or a list of \{role, content\} messages whose values are text\); "
-            r"the columns are question, answer, level\. Fix: set data\.prompt_column",
+            r"missing column 'prompt' \(expected: text or a list of \{role, content\} messages with text values\)\. "
+            r"Fix: set data\.prompt_column to one of the columns question, answer, level",
         ),
-        ("question", "solution", r"no column 'solution' \(expected: a JSON value .*\. Fix: set data\.answer_column"),
+        (
+            "question",
+            "solution",
+            r"missing column 'solution' \(expected: a JSON value .*\. Fix: set data\.answer_column",
+        ),
     ],
 )
 def test_missing_column_error_lists_the_columns(tmp_path, suffix, prompt, answer, message):
@@ -124,13 +129,13 @@ def test_missing_column_error_lists_the_columns(tmp_path, suffix, prompt, answer
 )
 def test_error_of_a_later_row_names_it(tmp_path, suffix, bad, shown):
     records = [{"question": MESSAGES, "answer": 1}, {"question": bad, "answer": 1}]
-    with pytest.raises(ValueError, match=rf"rows{suffix}:2: column 'question' holds {shown}.*, expected text or"):
+    with pytest.raises(ValueError, match=rf"rows{suffix}:2: column 'question': expected text or.*, found {shown}.*"):
         read(write(tmp_path, suffix, records))
 
 
 @pytest.mark.parametrize("bad", [3, True, {"role": "user"}, ["text"], [{**MESSAGES[0], "tool_calls": [1]}], 1.5])
 def test_prompt_of_a_wrong_type_is_refused(tmp_path, bad):
-    with pytest.raises(ValueError, match=r"rows\.jsonl:1: column 'question' holds .*, expected text or"):
+    with pytest.raises(ValueError, match=r"rows\.jsonl:1: column 'question': expected text or.*, found .*"):
         read(write(tmp_path, ".jsonl", [{"question": bad, "answer": 1}]))
 
 
@@ -142,7 +147,7 @@ def test_long_value_is_shortened_in_the_message(tmp_path):
 
 def test_non_json_answer_is_refused(tmp_path):
     records = [{"question": "a", "answer": datetime.date(2024, 1, 2)}]
-    with pytest.raises(ValueError, match=r"rows\.parquet:1: column 'answer' holds date .*, expected a JSON value"):
+    with pytest.raises(ValueError, match=r"rows\.parquet:1: column 'answer': expected a JSON value.*, found date .*"):
         read(write(tmp_path, ".parquet", records))
 
 
@@ -151,8 +156,8 @@ def test_non_json_answer_is_refused(tmp_path):
     [
         (b'{"question": "a", "answer": 1', "invalid JSON"),
         (b'{"question": "\xff", "answer": 1}', "invalid JSON"),
-        (b"[1, 2]", "a JSON list, expected one object per line"),
-        (b'{"answer": 1}', "no column 'question'"),
+        (b"[1, 2]", "expected one JSON object per line, found a list"),
+        (b'{"answer": 1}', "missing column 'question'"),
     ],
 )
 def test_malformed_line_is_named(tmp_path, line, message):
@@ -169,7 +174,7 @@ def test_source_that_is_not_a_data_file_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"data\.source=.*absent\.jsonl: not a file"):
         read(tmp_path / "absent.jsonl")
     with pytest.raises(
-        ValueError, match=r"data\.source=arithmetics: not a known source\. Fix: use arithmetic, reasoning_gym:TASK, or"
+        ValueError, match=r"data\.source=arithmetics: unknown data source\. Fix: use arithmetic, reasoning_gym:TASK, or"
     ):
         read(Path("arithmetics"))
 
@@ -193,7 +198,9 @@ def test_dotted_name_reaches_into_a_column(tmp_path, suffix):
     rows = list(file_rows(path, "prompt", "reward_model.ground_truth", {"extra_info": "f"}, "extra_info.split"))
     assert [(row.prompt, row.answer) for row in rows] == [("a", "1"), ("b", "2")]
     assert rows[1].columns == {"extra_info": {"split": "y", "index": 1}, "extra_info.split": "y"}
-    with pytest.raises(ValueError, match=r":1: no column 'reward_model.truth' .* set data.answer_column to the right"):
+    with pytest.raises(
+        ValueError, match=r":1: missing column 'reward_model.truth' .* set data.answer_column to one of the columns"
+    ):
         next(file_rows(path, "prompt", "reward_model.truth"))
     renamed = [{**record, "reward_model.ground_truth": "own"} for record in records]
     assert next(file_rows(write(tmp_path, suffix, renamed), "prompt", "reward_model.ground_truth")).answer == "own"

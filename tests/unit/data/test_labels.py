@@ -81,14 +81,14 @@ def test_data_hash_depends_on_labels(model_folder, tmp_path):
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"labels": [1]}, r"rows.jsonl:1: column 'steps' has 2 steps, and column 'labels' 1 labels. Fix: give one"),
+        ({"labels": [1]}, r"rows.jsonl:1: column 'steps' has 2 steps, but column 'labels' has 1 labels. Fix: add one"),
         (
             {"labels": [1, 2]},
-            r"rows.jsonl:1: column 'labels' holds list \[1, 2\], expected a list with a number from 0",
+            r"rows.jsonl:1: column 'labels': expected a list with a number from 0.*, found list \[1, 2\]",
         ),
-        ({"labels": [None, None]}, r"rows.jsonl:1: column 'labels' holds list \[None, None\], expected a list"),
-        ({"steps": ["a", ""]}, r"rows.jsonl:1: column 'steps' holds list \['a', ''\], expected a non-empty list of"),
-        ({"steps": [1, "a"]}, r"rows.jsonl:1: column 'steps' holds list \[1, 'a'\], expected a non-empty list of"),
+        ({"labels": [None, None]}, r"rows.jsonl:1: column 'labels': expected a list.*, found list \[None, None\]"),
+        ({"steps": ["a", ""]}, r"rows.jsonl:1: column 'steps': expected a non-empty list of.*, found list \['a', ''\]"),
+        ({"steps": [1, "a"]}, r"rows.jsonl:1: column 'steps': expected a non-empty list of.*, found list \[1, 'a'\]"),
         (
             {"steps": [1, 12345]},
             r"rows.jsonl:1: token id 12345 is outside the tokenizer's vocabulary of \d+\. Fix: use",

@@ -54,7 +54,9 @@ def test_template_that_rewrites_earlier_turns_is_refused(tmp_path):
     tokenizer.save_pretrained(tmp_path / "model")
     first = [message("user", "a"), message("assistant", "think/b")]
     rows = [{"messages": first}, {"messages": [*first, message("user", "c"), message("assistant", "d")]}]
-    with pytest.raises(ValueError, match=r"rows.jsonl:2: the tokens up to message 4 do not start with those of the"):
+    with pytest.raises(
+        ValueError, match=r"rows.jsonl:2: the tokens up to message 4 do not start with the tokens of the"
+    ):
         read(tmp_path / "model", tmp_path, "messages", rows)
 
 
@@ -97,7 +99,7 @@ def test_rows_that_are_too_long_are_refused_or_dropped(model_folder, tmp_path):
     rows = [PREFERENCE, PREFERENCE | {"rejected": "x" * 40}, PREFERENCE]
     limit = "rollout.context_length=32"  # the prompt has 7 tokens, and each response ends with an EOS token
     with pytest.raises(
-        ValueError, match=r"rows.jsonl:2: the row has 48 tokens > rollout.context_length 32. Fix: raise .* 48"
+        ValueError, match=r"rows.jsonl:2: the row has 48 tokens, but rollout.context_length=32. Fix: raise .* 48"
     ):
         read(model_folder, tmp_path, "preferences", rows, limit)
     kept = read(model_folder, tmp_path, "preferences", rows, limit, "data.overlong=drop")
@@ -119,15 +121,34 @@ def test_data_hash_covers_ids_and_loss_masks(model_folder, tmp_path):
 @pytest.mark.parametrize(
     ("rows", "record", "message_of"),
     [
-        ("messages", {"text": "a"}, r"rows.jsonl:1: no column 'messages' \(expected: a list of .*data.messages_column"),
-        ("messages", {"messages": "a"}, r"rows.jsonl:1: column 'messages' holds str 'a', expected a list of \{role"),
-        ("messages", {"messages": [message("user", "a")]}, "rows.jsonl:1: no tokens of the assistant to train on"),
-        ("preferences", PREFERENCE | {"chosen": 2}, r"rows.jsonl:1: column 'chosen' holds int 2, expected text or a"),
-        ("preferences", {"prompt": "a", "chosen": "b"}, r"rows.jsonl:1: no column 'rejected' .* data.rejected_column"),
+        (
+            "messages",
+            {"text": "a"},
+            r"rows.jsonl:1: missing column 'messages' \(expected: a list of .*data.messages_column",
+        ),
+        ("messages", {"messages": "a"}, r"rows.jsonl:1: column 'messages': expected a list of \{role.*, found str 'a'"),
+        (
+            "messages",
+            {"messages": [message("user", "a")]},
+            "rows.jsonl:1: the conversation has no assistant tokens to train on",
+        ),
+        (
+            "preferences",
+            PREFERENCE | {"chosen": 2},
+            r"rows.jsonl:1: column 'chosen': expected text or a.*, found int 2",
+        ),
+        (
+            "preferences",
+            {"prompt": "a", "chosen": "b"},
+            r"rows.jsonl:1: missing column 'rejected' .* data.rejected_column",
+        ),
         (
             "preferences",
             PREFERENCE | {"rejected": [message("user", "a")]},
-            "rows.jsonl:1: rejected: the response begins with role 'user'. Fix: begin it with the assistant",
+            (
+                "rows.jsonl:1: rejected: the response begins with a message of role 'user'. Fix: begin it with an "
+                "assistant message"
+            ),
         ),
     ],
 )
@@ -138,7 +159,7 @@ def test_invalid_row_is_named(model_folder, tmp_path, rows, record, message_of):
 
 def test_messages_without_a_chat_template_are_refused(model_folder, tmp_path):
     row = PREFERENCE | {"chosen": [message("assistant", "a")]}
-    with pytest.raises(ValueError, match=r"rows.jsonl:1: chosen: a list of messages needs data.chat_template=true"):
+    with pytest.raises(ValueError, match=r"rows.jsonl:1: chosen: a list of messages requires a chat template"):
         read(model_folder, tmp_path, "preferences", [row], "data.chat_template=false")
 
 
@@ -150,5 +171,7 @@ def test_tokens_merged_across_turns_are_refused(tmp_path):
         "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
     )
     tokenizer.save_pretrained(tmp_path / "model")
-    with pytest.raises(ValueError, match=r"rows.jsonl:1: chosen: the tokens up to message 2 do not start with those"):
+    with pytest.raises(
+        ValueError, match=r"rows.jsonl:1: chosen: the tokens up to message 2 do not start with the tokens"
+    ):
         read(tmp_path / "model", tmp_path, "preferences", [PREFERENCE | {"chosen": "a"}])

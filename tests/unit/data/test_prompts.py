@@ -100,8 +100,8 @@ def test_prompt_may_fill_but_not_exceed_the_context(model_folder, tmp_path):
     assert len(load_prompts(config_of(source, max_new_tokens=16, context_length=24), model_folder)) == 2
     with pytest.raises(
         ValueError,
-        match=r"train\.jsonl:2: the prompt has 8 tokens, and 8 \+ rollout\.max_new_tokens 16 = 24 > "
-        r"rollout\.context_length 23\. Fix: raise rollout\.context_length to at least 24",
+        match=r"train\.jsonl:2: the prompt has 8 tokens \(8 \+ rollout\.max_new_tokens=16 = 24\), but "
+        r"rollout\.context_length=23\. Fix: raise rollout\.context_length to at least 24",
     ):
         load_prompts(config_of(source, max_new_tokens=16, context_length=23), model_folder)
 
@@ -110,7 +110,7 @@ def test_row_that_cannot_be_tokenized_is_named(model_folder, tmp_path):
     with pytest.raises(ValueError, match=r"train\.jsonl:2: the prompt has no tokens"):
         load_prompts(config_of(jsonl(tmp_path, "a", ""), chat_template=False), model_folder)
     messages = [{"role": "user", "content": "a"}]
-    with pytest.raises(ValueError, match=r"train\.jsonl:1: a list of messages needs data\.chat_template=true"):
+    with pytest.raises(ValueError, match=r"train\.jsonl:1: a list of messages requires a chat template"):
         load_prompts(config_of(jsonl(tmp_path, messages), chat_template=False), model_folder)
 
 
@@ -134,9 +134,11 @@ def test_model_without_a_chat_template_is_named(tmp_path):
 def test_too_few_rows_are_refused(model_folder, tmp_path):
     empty = tmp_path / "empty.jsonl"
     empty.touch()
-    with pytest.raises(ValueError, match=r"data\.source=.*empty\.jsonl: has no rows"):
+    with pytest.raises(ValueError, match=r"data\.source=.*empty\.jsonl: the source has no rows"):
         load_prompts(config_of(empty), model_folder)
-    with pytest.raises(ValueError, match=r"data\.size=3: .*train\.jsonl has only 1 rows\. Fix: lower it"):
+    with pytest.raises(
+        ValueError, match=r"data\.size=3: .*train\.jsonl has only 1 rows\. Fix: set data\.size to at most 1"
+    ):
         load_prompts(config_of(jsonl(tmp_path, "a"), size=3), model_folder)
 
 
@@ -183,7 +185,9 @@ def test_evaluation_set_may_override_the_system_prompt(model_folder, tmp_path):
 
 def test_system_message_in_a_row_conflicts_with_system_prompt(model_folder, tmp_path):
     path = jsonl(tmp_path, "Hi", [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}])
-    with pytest.raises(UserError, match=r"train.jsonl:2: the prompt has a system message, and data.system_prompt is"):
+    with pytest.raises(
+        UserError, match=r"train.jsonl:2: the prompt already has a system message, but data.system_prompt is"
+    ):
         load_prompts(config_of(path, system_prompt="Be brief."), model_folder)
 
 
@@ -211,12 +215,20 @@ def test_weights_are_read_from_a_column(model_folder, tmp_path):
 @pytest.mark.parametrize(
     ("key", "values", "message"),
     [
-        ("sort_column", (1, "x"), r"levels.jsonl:2: column 'level' holds 'x', expected a number \(data.sort_column\)"),
-        ("weight_column", (1, -1), r"levels.jsonl:2: column 'level' holds -1, expected a number of at least 0"),
+        (
+            "sort_column",
+            (1, "x"),
+            r"levels.jsonl:2: column 'level' \(data\.sort_column\): expected a number, found 'x'",
+        ),
+        (
+            "weight_column",
+            (1, -1),
+            r"levels.jsonl:2: column 'level' \(data.weight_column\): expected a number of at least 0, found -1",
+        ),
         (
             "weight_column",
             (0, 0),
-            r"data.weight_column=level: all weights are 0. Fix: give at least one row a positive",
+            r"data.weight_column=level: all weights are 0. Fix: set a positive weight for at least one row",
         ),
     ],
 )
@@ -226,7 +238,7 @@ def test_invalid_sort_value_or_weight_is_refused(model_folder, tmp_path, key, va
 
 
 def test_missing_sort_column_is_named_with_its_key(model_folder, tmp_path):
-    with pytest.raises(ValueError, match=r"no column 'rank' .* Fix: set data.sort_column to the right one"):
+    with pytest.raises(ValueError, match=r"missing column 'rank' .* Fix: set data.sort_column to one of the columns"):
         load_prompts(config_of(levels(tmp_path, 1), sort_column="rank", shuffle=False), model_folder)
 
 
@@ -243,7 +255,7 @@ def test_rows_of_several_files_are_read_in_order(model_folder, tmp_path):
     assert [prompt.id for prompt in prompts.prompts] == names
     assert len(load_prompts(config_of(files[0], more_sources=[str(files[1])], size=3), model_folder)) == 3
     files[2].write_text('{"prompt": 1, "answer": 2}\n')
-    with pytest.raises(ValueError, match=f"{files[2]}:1: column 'prompt' holds"):
+    with pytest.raises(ValueError, match=f"{files[2]}:1: column 'prompt': expected text"):
         load_prompts(config, model_folder)
 
 
@@ -263,7 +275,7 @@ def test_source_weights_may_refer_to_a_column(model_folder, tmp_path):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = config_of(path, source_column="info.of", source_weights={"gsm8k": 1.0, "math": 4.0})
     assert load_prompts(config, model_folder).weights == (0.5, 4.0, 0.5)
-    with pytest.raises(ValueError, match=r"data.source_weights: no weight for source 'math', which some rows have"):
+    with pytest.raises(ValueError, match=r"data.source_weights: the source 'math' of some rows has no weight"):
         load_prompts(config_of(path, source_column="info.of", source_weights={"gsm8k": 1.0}), model_folder)
 
 

@@ -119,15 +119,19 @@ def test_composite_rows_have_their_task_as_source(model_folder):
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("knight_knaves", {}, "reasoning-gym has no task 'knight_knaves'; did you mean knights_knaves"),
-        ("gcd", {"people": 3}, "data.options.people: gcd has no such option. Known: min_numbers, max_numbers"),
-        ("gcd", {"seed": 3}, "data.options.seed: gcd has no such option"),
+        ("knight_knaves", {}, "unknown reasoning-gym task 'knight_knaves'. Did you mean knights_knaves"),
+        (
+            "gcd",
+            {"people": 3},
+            "data.options.people: unknown option of gcd. Fix: remove it, or use one of min_numbers, max_numbers",
+        ),
+        ("gcd", {"seed": 3}, "data.options.seed: unknown option of gcd"),
         (
             "knights_knaves",
             {"n_people": 0},
-            'data.options={"n_people": 0}: knights_knaves rejects them: Number of people',
+            'data.options={"n_people": 0}: knights_knaves rejects these options: Number of people',
         ),
-        ("composite", {}, "composite rejects them: Must specify at least one dataset"),
+        ("composite", {}, "composite rejects these options: Must specify at least one dataset"),
     ],
 )
 def test_unknown_task_or_invalid_option_is_refused(name, options, message):
@@ -136,7 +140,7 @@ def test_unknown_task_or_invalid_option_is_refused(name, options, message):
 
 
 def test_error_in_the_row_process_is_raised_here():
-    with pytest.raises(UserError, match=r"data\.options\.people: gcd has no such option"):
+    with pytest.raises(UserError, match=r"data\.options\.people: unknown option of gcd"):
         next(reasoning_rows([(Task("gcd", {"people": 3}), 2)], seed=0))
 
 
@@ -154,7 +158,7 @@ def test_error_in_the_row_process_is_raised_here():
         ),
         (
             "data.stages=[{a: 1}] data.source=reasoning_gym:gcd data.shuffle=false data.size=null",
-            "has no size. Fix: set",
+            "has no valid size. Fix: set",
         ),
         ("data.source_column=task", "data.source_column=task: has no effect unless data.source="),
     ],

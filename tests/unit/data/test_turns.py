@@ -215,7 +215,7 @@ def test_tools_are_appended_to_the_system_message(name):
 
 
 def test_conversation_that_cannot_be_rendered_is_refused():
-    with pytest.raises(UserError, match="environment: a conversation has no messages"):
+    with pytest.raises(UserError, match="environment: the conversation has no messages"):
         PLAIN["qwen3"].begin([])
     with pytest.raises(UserError, match=r"environment: .*rejects the messages: roles have to alternate"):
         PLAIN["mixtral"].begin([USER, USER])
@@ -225,7 +225,7 @@ def test_unknown_tool_format_is_refused():
     with pytest.raises(UserError, match=r"environment\.tool_format=pascal: .*hermes, llama3"):
         ChatTokens(tiny_tokenizer(), tool_format="pascal")
     template = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}" + tiny_tokenizer().chat_template
-    with pytest.raises(UserError, match=r"environment\.tool_format=null: .*set it to tagged"):
+    with pytest.raises(UserError, match=r"environment\.tool_format=null: .*set environment\.tool_format=tagged"):
         ChatTokens(bytes_tokenizer(template, ("<end>",), eos="<end>"), [ADD])
 
 

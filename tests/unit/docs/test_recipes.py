@@ -13,7 +13,7 @@ from megarl.algorithms.registry import ESTIMATORS, OBJECTIVES
 from tests.e2e.learning_cases import CASES
 from tests.paths import BASE, CONFIGS
 from tests.readme import section, text_of
-from tools.benchmarks import figures, published_steps
+from tools.benchmarks import figures, predictions
 
 
 def test_table_of_papers_has_every_recipe_and_existing_keys():
@@ -37,14 +37,12 @@ def test_scaling_has_every_published_run_and_h100_recipe():
     recipes = [row for row in rows if "(h100/" in row[2]]
     assert len(published) + len(recipes) == len(rows) - 2  # without the headers
     shown = Counter((row[2].partition(",")[0], row[0], row[1].replace(" × ", "x"), row[5]) for row in published)
-    assert shown == Counter(
-        (case.who, case.model, case.gpus, f"{case.seconds:.0f} s") for case in published_steps.CASES
-    )
+    assert shown == Counter((case.who, case.model, case.gpus, f"{case.seconds:.0f} s") for case in predictions.CASES)
     for row in published:
         seconds, predicted = (float(cell.removesuffix(" s")) for cell in row[5:7])
         assert float(row[8].split()[0]) == pytest.approx(predicted / seconds, abs=0.015)
     missed = [row for row in published if row[8].endswith("(missed)")]
-    assert {(row[2], row[0], row[1].replace(" × ", "x")) for row in missed} == set(published_steps.MISSES)
+    assert {(row[2], row[0], row[1].replace(" × ", "x")) for row in missed} == set(predictions.MISSES)
     files = {path.name for path in (CONFIGS / "h100").glob("*-*xh100-*.yaml")}
     assert {row[2].rpartition("/")[2].rstrip(")") for row in recipes} == files
     for table in (published, recipes):

@@ -91,7 +91,7 @@ def test_blocking_or_exiting_agent_fails_its_rollout():
     [[sample]] = play("Blocked", ("fine", says("a")))
     assert sample.episode.failure == "run did not return within 10 s"
     [[sample]] = play("Delegator", ("exit", says("a")))
-    assert sample.episode.failure == "the environment ended its process (exit status 3)"
+    assert sample.episode.failure == "the environment's process exited (exit status 3)"
 
 
 def test_agent_of_the_sessions_page_runs(tmp_path):

@@ -140,4 +140,4 @@ def test_non_finite_reward_is_a_failure(pool, value):
     sample = Sample("s", Prompt("p", "", [1]), [7], [-1.0], [True], (VersionRun(0, 1),), "stop", value)
     score, _ = Scorer([RewardFunction(function="f")]).score(sample, {"f": result})
     assert not math.isfinite(result.value) and score.value is None
-    assert score.failure == f"rewards.functions: f returned {value}, not a finite number or a bool, on sample s"
+    assert score.failure == f"rewards.functions: f returned {value} instead of a finite number or a bool on sample s"

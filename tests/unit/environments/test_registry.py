@@ -106,8 +106,8 @@ def test_derived_class_is_returned_unchanged(file):
     ("name", "options", "message"),
     [
         ("OnlyTools", {}, "environment.options.start: .*requires this option"),
-        ("OnlyTools", {"start": 1, "scala": 3}, "options.scala: .*did you mean scale. known: start, scale"),
-        ("OnlyStep", {"depth": 3}, "options.depth: .*it takes no options"),
+        ("OnlyTools", {"start": 1, "scala": 3}, "options.scala: .*Did you mean scale. Fix: use one of start, scale"),
+        ("OnlyStep", {"depth": 3}, "options.depth: .*the environment takes no options"),
         ("OnlyStap", {}, r"has no class 'OnlyStap'. Fix: define it as class OnlyStap\(Environment\)"),
         ("value", {}, "has no class 'value'"),
         ("Neither", {}, "no method `step`"),
@@ -130,8 +130,8 @@ def test_invalid_class_or_options_are_rejected(file, name, options, message):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("calculater", "environment.class=calculater: unknown environment; did you mean calculator"),
-        ("games.py", "names a file but no class. Fix: write games.py:CLASS"),
+        ("calculater", "environment.class=calculater: unknown environment. Did you mean calculator"),
+        ("games.py", "the value names a file but no class. Fix: set environment.class=games.py:CLASS"),
         ("nowhere.py:Game", "nowhere.py is not a Python file"),
     ],
 )

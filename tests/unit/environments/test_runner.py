@@ -164,7 +164,7 @@ def test_rollout_stops_at_its_limits(overrides, reason, num_turns):
 FAULTS = {
     "raise": "step raised KeyError: 'broken world'",
     "hang": "step did not return within 4 s",
-    "exit": "the environment ended its process (exit status 3)",
+    "exit": "the environment's process exited (exit status 3)",
 }
 
 

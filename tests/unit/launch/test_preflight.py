@@ -45,7 +45,7 @@ def test_nodes_with_problems_are_bad() -> None:
 
 
 def test_problem_on_all_nodes_is_a_user_error() -> None:
-    everywhere = "model.path=/m: no such folder"
+    everywhere = "model.path=/m: the folder does not exist"
     found = find_objection(reports(n0=[everywhere], n1=[everywhere, "disk"], n2=[everywhere]), NODES, RUN, 60)
     assert found == Objection("user_error", f"on all nodes: {everywhere}")
     one = [NodeReport("n0", [], [everywhere], SAME)]
@@ -62,13 +62,13 @@ def test_problem_on_one_or_two_nodes_is_not_a_user_error() -> None:
 def test_node_with_other_package_versions_is_bad() -> None:
     older = NodeReport("n0", [], [], SAME | {"torch": "2.12.0"})
     found = find_objection([older, *reports()[1:]], NODES, RUN, 60)
-    assert found == Objection("failed", "node n0: torch is 2.12.0, but 2.13.0 on other nodes", ["n0"])
+    assert found == Objection("failed", "node n0: torch is 2.12.0, but other nodes have 2.13.0", ["n0"])
 
 
 def test_silent_node_is_bad_unless_only_the_first_reports() -> None:
     one_silent = find_objection(reports()[:2], NODES, RUN, 60)
     assert one_silent == Objection(
-        "failed", f"node n2: no report within 60 s. It is down, or cannot see the files in {RUN}", ["n2"]
+        "failed", f"node n2: no report within 60 s (the node is down or cannot read the files in {RUN})", ["n2"]
     )
     all_silent = find_objection(reports()[:1], NODES, RUN, 60)
     assert (all_silent.verdict, all_silent.bad_nodes) == ("user_error", ["n1", "n2"])
@@ -115,7 +115,7 @@ def test_missing_interface_is_a_problem_of_the_first_node() -> None:
     config = load(ROOT / "configs/quickstart.yaml", ["cluster.nodes=2", "cluster.interface=ib7"])
     with listen_for_nodes(reports()[0], config) as first:
         assert first.address is None
-    assert first.problems[0].startswith("cluster.interface=ib7: this node has no such interface")
+    assert first.problems[0].startswith("cluster.interface=ib7: this node has no interface with this name")
     assert check_connection(reports()[1], first) == reports()[1]
 
 
@@ -136,7 +136,7 @@ def test_report_lists_missing_paths_and_resources(tmp_path: Path, monkeypatch: p
         "rewards.judge=/no/judge.py",
         f"run.folder={config.run.folder}",
     ]
-    assert "2 GPUs, but the run needs 8 per node" in report.problems
+    assert "found 2 GPUs, but the run needs 8 per node" in report.problems
     assert any(line.startswith("temporary files: ") and "GiB free" in line for line in report.problems)
     assert {"python", "megarl", "torch", "nvidia-nccl-cu13"} <= report.versions.keys()
 

@@ -162,7 +162,7 @@ def test_custom_template_is_rendered_and_checked(tmp_path: Path) -> None:
         launch(quickstart, replace(ON_CPU, template=template), keys)
     template.write_text("#SBATCH --nodes=@nodes@\n")
     two = replace(ON_CPU, template=template, nodes=2, fewest=1)
-    with pytest.raises(UserError, match=r"mine\.sbatch: --fewest-nodes=1 needs the placeholder @sizes@"):
+    with pytest.raises(UserError, match=r"mine\.sbatch: --fewest-nodes=1 requires the placeholder @sizes@"):
         launch(quickstart, two, keys, *EIGHT)
 
 
@@ -178,11 +178,11 @@ def test_gpu_without_a_role_is_rejected(on_h100s: Path) -> None:
         ({"nodes": 0}, "cluster.nodes=0: expected at least 1"),
         ({"time": "2"}, "--time=2: 120 s is too short, because the run starts to save --grace=120 s before the end"),
         ({"container": "docker", "image": "x"}, "--container=docker: expected one of none, pyxis, enroot, apptainer"),
-        ({"container": "pyxis"}, "--container=pyxis: does not match --image=. Fix: set both or neither"),
-        ({"container": "pyxis", "image": "/no/such.sqsh"}, "--image=/no/such.sqsh: no such file"),
+        ({"container": "pyxis"}, "--container=pyxis: does not match --image=. Fix: pass both options or neither"),
+        ({"container": "pyxis", "image": "/no/such.sqsh"}, "--image=/no/such.sqsh: the file does not exist"),
         ({"mounts": ["/no/such:/data"]}, "--mount=/no/such:/data: /no/such does not exist"),
-        ({"template": Path("/no/such")}, "--template=/no/such: no such file"),
-        ({"nodes": 4}, "cluster.nodes=4: the ranks need 2 devices at 1 per node, leaving 2 of 4 nodes empty"),
+        ({"template": Path("/no/such")}, "--template=/no/such: the file does not exist"),
+        ({"nodes": 4}, "cluster.nodes=4: the ranks need 2 devices and each node has 1, so 2 of 4 nodes would be empty"),
     ],
     ids=lambda value: "" if isinstance(value, str) else "-".join(value),
 )
@@ -202,7 +202,7 @@ def test_paths_local_to_this_machine_are_rejected(monkeypatch: pytest.MonkeyPatc
         f"run.folder={tmp_path}/runs: {tmp_path} exists only on this machine",
         "model.path=/dev/shm: /dev/shm exists only on this machine",
         f"data.source={tmp_path}/no.jsonl: {tmp_path} exists only on this machine",
-        f"data.source={tmp_path}/no.jsonl: no such file",
+        f"data.source={tmp_path}/no.jsonl: the file does not exist",
     ]
 
 
@@ -212,10 +212,10 @@ def test_missing_files_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(UserError) as refused:
         launch(ROOT / "configs/quickstart.yaml", ON_CPU, f"run.folder={tmp_path}", "rewards.judge=/no/j.py:f", *keys)
     assert [line.split(". Fix: ")[0] for line in str(refused.value).splitlines()] == [
-        "model.path=/no/model: no such folder",
-        "data.source=prompts.txt: no such file",
-        "rewards.functions=/no/such.py: no such file",
-        "rewards.judge=/no/j.py: no such file",
+        "model.path=/no/model: the folder does not exist",
+        "data.source=prompts.txt: the file does not exist",
+        "rewards.functions=/no/such.py: the file does not exist",
+        "rewards.judge=/no/j.py: the file does not exist",
     ]
 
 
@@ -225,7 +225,7 @@ def test_container_paths_are_checked_at_their_mount_source(tmp_path: Path) -> No
     keys = [f"run.folder={tmp_path}/runs", "data.source=/data/a.jsonl"]
     lines = launch(ROOT / "configs/quickstart.yaml", request, *keys)
     assert any("--image=registry/name:1: the nodes pull it from a registry" in line for line in lines)
-    with pytest.raises(UserError, match=rf"data\.source={tmp_path}/b\.jsonl: no such file"):
+    with pytest.raises(UserError, match=rf"data\.source={tmp_path}/b\.jsonl: the file does not exist"):
         launch(ROOT / "configs/quickstart.yaml", request, keys[0], "data.source=/data/b.jsonl")
     launch(
         ROOT / "configs/quickstart.yaml", request, *keys, "model.path=/of/the/image"
@@ -246,7 +246,8 @@ def test_local_disk_is_a_warning_for_multi_node_jobs(tmp_path: Path, monkeypatch
 def test_nodes_must_match_the_layout(on_h100s: Path) -> None:
     on_gpus = replace(ON_CPU, gpus=8)
     with pytest.raises(
-        UserError, match=r"16 ranks with one GPU each, but 1 x --gpus-per-node=8 = 8 GPUs\. Fix: set --nodes=2"
+        UserError,
+        match=r"16 ranks with one GPU each, but the job has 1 x --gpus-per-node=8 = 8 GPUs\. Fix: set --nodes=2",
     ):
         launch(on_h100s, on_gpus)
     with pytest.raises(
@@ -261,7 +262,7 @@ def test_too_little_memory_or_time_is_rejected(on_h100s: Path) -> None:
     seconds = int(re.search(r"about (\d+) s", step)[1])
     assert 0 < seconds < 3000
     shorter = replace(on_gpus, time="6", grace=200)  # 360 s, but start and saving alone need 200 + 60 + 120 s
-    with pytest.raises(UserError, match=f"--time=6: 360 s, but a step takes about {seconds} s"):
+    with pytest.raises(UserError, match=f"--time=6: 360 s is too short, because a step takes about {seconds} s"):
         launch(on_h100s, shorter)
     with pytest.raises(UserError, match="GiB"):
         launch(on_h100s, on_gpus, "rollout.kv_cache_gib=90")
@@ -270,8 +271,10 @@ def test_too_little_memory_or_time_is_rejected(on_h100s: Path) -> None:
 def test_finished_runs_are_not_launched_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     quickstart, keys = ROOT / "configs/quickstart.yaml", (f"run.folder={tmp_path}", "run.name=s")
     finished = {"s", "s-1"}
-    monkeypatch.setattr(submit, "check_beginning", lambda c: "already at step 3" if c.run.name in finished else None)
-    assert launch(quickstart, ON_CPU, *keys)[-1] == "already at step 3"
+    monkeypatch.setattr(
+        submit, "check_beginning", lambda c: "already finished step 3" if c.run.name in finished else None
+    )
+    assert launch(quickstart, ON_CPU, *keys)[-1] == "already finished step 3"
     assert not (tmp_path / "s").exists()
     launch(quickstart, ON_CPU, *keys, sweeps=["run.seed=0,1,2"])
     assert "#SBATCH --array=0,2\n" in script_of(tmp_path / "s")
@@ -280,7 +283,7 @@ def test_finished_runs_are_not_launched_again(tmp_path: Path, monkeypatch: pytes
 def test_grace_shorter_than_a_step_is_reported(on_h100s: Path) -> None:
     request = replace(ON_CPU, gpus=8, nodes=2, time="4:00:00")
     [seconds] = [int(found[1]) for line in launch(on_h100s, request) if (found := re.search(r"about (\d+) s", line))]
-    message = "at the end of an allocation the run loses its steps since the last checkpoint"
+    message = "at the end of an allocation the run loses the steps since its last checkpoint"
     assert any(message in line for line in launch(on_h100s, replace(request, grace=seconds + 40)))
     assert not any(message in line for line in launch(on_h100s, replace(request, grace=seconds + 50)))
 
@@ -317,18 +320,18 @@ def test_node_counts_without_enough_memory_are_left_out(on_h100s: Path, tmp_path
     launch(on_h100s, request)
     assert array(script_of(tmp_path / "runs/big"), "sizes") == ["2", "1"]
     full = ("actor.layout={tp: 1, dp: 8}", "actor.recompute=full", "actor.tokens_per_microbatch=32768")
-    with pytest.raises(UserError, match="needs at least 2 nodes; on 1: --gpus 8xH100-80GB: while the actor trains"):
+    with pytest.raises(UserError, match=r"needs at least 2 nodes \(on 1: --gpus 8xH100-80GB: while the actor trains"):
         launch(on_h100s, request, *full)
 
 
 @pytest.mark.parametrize(
     ("fewest", "keys", "message"),
     [
-        (2, (), "--fewest-nodes=2: expected 1 to 1, fewer than --nodes"),
+        (2, (), "--fewest-nodes=2: expected a number from 1 to 1, below --nodes"),
         (
             1,
             ("actor.layout={pp: 1, dp: 3, last_stage_layers: null}", "rollout.replicas=2"),
-            "the run needs at least 2 nodes; on 1: actor.layout.dp=3: 3 x 1 / 2 nodes is not an integer",
+            "the run needs at least 2 nodes (on 1: actor.layout.dp=3: 3 x 1 / 2 nodes is not an integer",
         ),
         (
             1,
@@ -337,7 +340,7 @@ def test_node_counts_without_enough_memory_are_left_out(on_h100s: Path, tmp_path
                 "actor.layout={pp: 1, dp: 2, last_stage_layers: null}",
                 "rollout.replicas=2",
             ),
-            "on 1: cluster.roles: explicit roles cannot run on fewer nodes",
+            "on 1: cluster.roles: explicit device ranges do not fit on fewer nodes",
         ),
     ],
 )

@@ -11,7 +11,7 @@ from megarl.data.collate import collate
 from megarl.megatron.advantages import with_advantages
 from megarl.megatron.configured_losses import configured_policy_loss, configured_value_loss
 from megarl.megatron.metric_sums import read
-from megarl.step.metrics import with_explained_variance
+from megarl.step.metrics import add_explained_variance
 from tests.packing import packing
 from tests.paths import BASE
 from tests.samples import training_ref
@@ -24,7 +24,7 @@ def test_policy_loss_requires_selected_tokens(name):
     algorithm = config.algorithm
     sample = Sample("a", Prompt("p", "", (7, 8)), (9,) * 3, (-1.0,) * 3, (True,) * 3, (VersionRun(0, 3),), "stop", "")
     [batch] = with_advantages(algorithm, [collate([training_ref(sample, 1.0, NO_BASELINE, 1.0)], packing())])
-    with pytest.raises(AssertionError, match=f"{name}: the tokens that it treats apart are not selected"):
+    with pytest.raises(AssertionError, match=f"{name}: the batch has no token selection"):
         configured_policy_loss(algorithm, config.tolerance, 0.0).terms(batch, torch.zeros(3, 2))
 
 
@@ -47,8 +47,8 @@ def test_explained_variance_matches_torch():
         parts.append(read(loss.metrics(batch, loss.terms(batch, torch.zeros(len(batch.mask), 1)))))
         returns.append(batch.returns[batch.mask])
         residuals.append((batch.returns - batch.values)[batch.mask])
-    metrics = with_explained_variance(merge(parts))
+    metrics = add_explained_variance(merge(parts))
     expected = 1 - torch.cat(residuals).var() / torch.cat(returns).var()
     assert metrics["value/explained_variance"].value == pytest.approx(float(expected), rel=1e-5)
     assert not [name for name in metrics if "residual" in name or "square" in name]
-    assert with_explained_variance({}) == {}
+    assert add_explained_variance({}) == {}

@@ -65,7 +65,7 @@ def test_path_that_is_not_a_hub_id_has_no_revision(tmp_path, look):
     (tmp_path / "config.json").write_text("{}")
     for path in (str(tmp_path), "package:name"):
         with pytest.raises(
-            ValueError, match=rf"^model\.revision=v1: model\.path={path} is not a hub id .*revision=null$"
+            ValueError, match=rf"^model\.revision=v1: model\.path={path} is not a Hub id .*revision=null$"
         ):
             look(path, revision="v1")
 
@@ -114,22 +114,24 @@ def test_hub_ids_are_read_from_the_cache_when_offline(tmp_path):
     snapshots = repository / "snapshots"
     assert main == f"{snapshots / 'abc'} {{}}"
     assert revised == f"{snapshots / 'def'} {{'revision': 1}}"
-    assert unavailable == "it is not a folder on this machine, and as a hub id it has not been downloaded"
+    assert unavailable == "it is neither a folder on this machine nor a downloaded Hub id"
     assert absent.startswith(
-        "model.path=some/absent: not a folder on this machine, and it could not be downloaded as a"
+        "model.path=some/absent: neither a folder on this machine nor a Hub id that could be downloaded"
     )
     assert "HF_HUB_OFFLINE" in absent
-    assert malformed.startswith("model.path=not a hub id: not a folder on this machine")
+    assert malformed.startswith("model.path=not a hub id: neither a folder on this machine")
 
 
 def test_package_without_exactly_one_model_is_refused(distribution, tmp_path):
     distribution("none", "none/__init__.py")
     distribution("two", "two/a.gguf", "two/b.gguf")
-    with pytest.raises(ValueError, match=r"no Python distribution 'absent' is installed\. Fix: pip install .* absent$"):
+    with pytest.raises(
+        ValueError, match=r"the Python distribution 'absent' is not installed\. Fix: run pip install .* absent$"
+    ):
         resolve("package:absent", tmp_path)
-    with pytest.raises(ValueError, match=r"package:none: .* must contain exactly one \.gguf file, found: none"):
+    with pytest.raises(ValueError, match=r"package:none: .* must contain exactly one \.gguf file, but contains none"):
         resolve("package:none", tmp_path)
-    with pytest.raises(ValueError, match=r"package:two: .*, found: two/a\.gguf, two/b\.gguf"):
+    with pytest.raises(ValueError, match=r"package:two: .*, but contains two/a\.gguf, two/b\.gguf"):
         resolve("package:two", tmp_path)
 
 
@@ -189,7 +191,9 @@ def test_failed_conversion_leaves_no_files(distribution, tmp_path):
 def test_missing_conversion_package_is_named(distribution, tmp_path, monkeypatch):
     distribution("one", "one/a.gguf")
     monkeypatch.setattr(model_folder.importlib.util, "find_spec", lambda name: None if name == "gguf" else name)
-    with pytest.raises(ValueError, match=r"package:one: gguf not installed\. Fix: pip install 'megarl\[gguf\]'"):
+    with pytest.raises(
+        ValueError, match=r"package:one: conversion from GGUF requires gguf\. Fix: run pip install 'megarl\[gguf\]'"
+    ):
         resolve("package:one", tmp_path / "cache")
 
 

@@ -32,7 +32,9 @@ def find(actor: Path, folder: Path, tokenizer: PreTrainedTokenizerFast, reads: s
 
 def test_input_format_ids_requires_the_actors_tokenizer(actor, tmp_path):
     assert find(actor, tmp_path, tiny_tokenizer(300), "ids") == tmp_path
-    with pytest.raises(ValueError, match=r"tokenizer differs from that of .* set reward_model.input_format=text"):
+    with pytest.raises(
+        ValueError, match=r"tokenizer differs from the tokenizer of .* set reward_model.input_format=text"
+    ):
         find(actor, tmp_path, merging_tokenizer(), "ids")
 
 

@@ -11,7 +11,7 @@ from megarl.models.rules import (
     check_reward_model,
     engine_shards_keep_blocks_whole,
 )
-from megarl.resharding.families import quantised_destinations, vllm_holders
+from megarl.resharding.families import quantized_destinations, vllm_holders
 from tests.published_models import CONFIGS
 from tests.unit.config.rules.recipes import GAE, errors, recipe
 
@@ -61,49 +61,61 @@ def test_model_fits(overrides: list[str]) -> None:
         (
             ["actor.layout.tp=2"],
             [
-                "actor.layout.tp=2: 9 attention heads do not divide by 2 (9 / 2 = 4.5); choose from 1, 3",
-                "actor.layout.tp=2: 3 KV heads do not divide by 2 (3 / 2 = 1.5); choose from 1, 3",
+                (
+                    "actor.layout.tp=2: 9 attention heads are not divisible by 2 (9 / 2 = 4.5). Fix: set "
+                    "actor.layout.tp to 1 or 3"
+                ),
+                (
+                    "actor.layout.tp=2: 3 KV heads are not divisible by 2 (3 / 2 = 1.5). Fix: set actor.layout.tp to "
+                    "1 or 3"
+                ),
             ],
         ),
         (
             ["actor.layout.tp=9"],
             [
-                "actor.layout.tp=9: 3 KV heads do not divide by 9 (3 / 9 = 0.3333); choose from 1, 3",
-                "actor.layout.tp=9: 1536 MLP rows (intermediate_size) do not divide by 9 (1536 / 9 = 170.7); choose",
+                (
+                    "actor.layout.tp=9: 3 KV heads are not divisible by 9 (3 / 9 = 0.3333). Fix: set actor.layout.tp "
+                    "to 1 or 3"
+                ),
+                (
+                    "actor.layout.tp=9: 1536 MLP rows (intermediate_size) are not divisible by 9 (1536 / 9 = 170.7). "
+                    "Fix: set"
+                ),
             ],
         ),
         (
             ["rollout.tp=2"],
             [
-                "rollout.tp=2: 9 attention heads do not divide by 2 (9 / 2 = 4.5); choose from 1, 3",
-                "rollout.tp=2: 3 KV heads do not divide by 2 (3 / 2 = 1.5); choose from 1, 3",
+                "rollout.tp=2: 9 attention heads are not divisible by 2 (9 / 2 = 4.5). Fix: set rollout.tp to 1 or 3",
+                "rollout.tp=2: 3 KV heads are not divisible by 2 (3 / 2 = 1.5). Fix: set rollout.tp to 1 or 3",
             ],
         ),
-        (["rollout.tp=9"], ["rollout.tp=9: 1536 MLP rows (intermediate_size) do not divide by 9"]),
+        (["rollout.tp=9"], ["rollout.tp=9: 1536 MLP rows (intermediate_size) are not divisible by 9"]),
         (
             ["actor.layout.pp=4", "actor.layout.last_stage_layers=null"],
             [
-                "actor.layout.pp=4: 30 layers do not tile the stages: 30 layers over 4 stages (30 / 4 = 7.5). Fix: "
-                "choose pp from 1, 2, 3, 5, 6, 10, 15, 30 with first_stage_layers and last_stage_layers null, or "
-                "last_stage_layers=6 alone (3 x 8 + 6 = 30)"
+                "actor.layout.pp=4: 30 layers cannot be split evenly over the stages: 30 layers over 4 stages (30 / 4 "
+                "= 7.5). Fix: set pp to 1, 2, 3, 5, 6, 10, 15 or 30 with first_stage_layers=null and "
+                "last_stage_layers=null, or last_stage_layers=6 alone (3 x 8 + 6 = 30)"
             ],
         ),
         (
             ["actor.layout.pp=3", "actor.layout.last_stage_layers=13"],
             [
-                "actor.layout.pp=3, last_stage_layers=13: 30 layers do not tile the stages: 30 - 13 = 17 layers over 2 "
-                "other stages (17 / 2 = 8.5). Fix: choose pp"
+                "actor.layout.pp=3, last_stage_layers=13: 30 layers cannot be split evenly over the stages: 30 - 13 = "
+                "17 layers over 2 other stages (17 / 2 = 8.5). Fix: set pp"
             ],
         ),
         (
             ["actor.layout.vpp=2"],
             [
-                "actor.layout.vpp=2: 13 layers of a pipeline stage (last_stage_layers) do not divide by 2 (13 / 2 = "
-                "6.5); choose from 1"
+                "actor.layout.vpp=2: 13 layers of a pipeline stage (last_stage_layers) are not divisible by 2 (13 / 2 "
+                "= 6.5). Fix: set actor.layout.vpp to 1"
             ],
         ),
-        (["actor.layout.last_stage_layers=30"], ["30 - 30 = 0 layers over 1 other stage (0 / 1 = 0). Fix: choose pp"]),
-        (["actor.layout.first_stage_layers=13"], ["30 - 13 - 13 = 4 layers over 0 other stages. Fix: choose pp"]),
+        (["actor.layout.last_stage_layers=30"], ["30 - 30 = 0 layers over 1 other stage (0 / 1 = 0). Fix: set pp"]),
+        (["actor.layout.first_stage_layers=13"], ["30 - 13 - 13 = 4 layers over 0 other stages. Fix: set pp"]),
         (
             ["actor.layout.pp=31", "actor.layout.last_stage_layers=null"],
             ["30 layers over 31 stages (30 / 31 = 0.9677)"],
@@ -129,24 +141,30 @@ def test_layout_that_does_not_fit_the_model_is_refused(overrides: list[str], mes
     ("changed", "message"),
     [
         ({"model_type": "gpt2"}, f"model_type gpt2 is not supported. Fix: use a model of type {', '.join(FAMILIES)}"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2}}, "rope_scaling with rope_type dynamic is not supported"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling with rope_type yarn is not supported"),
+        (
+            {"rope_scaling": {"type": "dynamic", "factor": 2}},
+            "megarl does not support rope_scaling with rope_type dynamic",
+        ),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "megarl does not support rope_scaling with rope_type yarn"),
         (
             {"rope_parameters": {"rope_type": "llama3", "factor": 2}},
-            "rope_parameters with rope_type llama3 without low_freq_factor, high_freq_factor is not supported",
+            "megarl does not support rope_parameters with rope_type llama3 without low_freq_factor, high_freq_factor",
         ),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
-        ({"rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor 0.25 is not supported"),
-        ({"hidden_act": "gelu"}, "hidden_act gelu is not supported"),
-        ({"model_type": "qwen2", "mlp_bias": True}, "mlp_bias true is not supported"),
+        ({"partial_rotary_factor": 0.5}, "megarl does not support partial_rotary_factor 0.5"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.25}}, "megarl does not support partial_rotary_factor 0.25"),
+        ({"hidden_act": "gelu"}, "megarl does not support hidden_act gelu"),
+        ({"model_type": "qwen2", "mlp_bias": True}, "megarl does not support mlp_bias true"),
         (
             {"model_type": "mistral", "mlp_bias": True, "attention_bias": True},
-            "attention_bias true and mlp_bias true is not supported",
+            "megarl does not support attention_bias true and mlp_bias true",
         ),
-        ({"model_type": "qwen3", "attention_bias": True}, "attention_bias true is not supported"),
-        ({"model_type": "phi3", "resid_pdrop": 0.1}, "resid_pdrop 0.1 is not supported"),
-        ({"attention_dropout": 0.1}, "attention_dropout 0.1 is not supported"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config with quant_method fp8 is not supp"),
+        ({"model_type": "qwen3", "attention_bias": True}, "megarl does not support attention_bias true"),
+        ({"model_type": "phi3", "resid_pdrop": 0.1}, "megarl does not support resid_pdrop 0.1"),
+        ({"attention_dropout": 0.1}, "megarl does not support attention_dropout 0.1"),
+        (
+            {"quantization_config": {"quant_method": "fp8"}},
+            "megarl does not support quantization_config with quant_method fp8",
+        ),
     ],
 )
 def test_unsupported_feature_is_named(changed: dict[str, Any], message: str) -> None:
@@ -166,7 +184,7 @@ def test_samples_longer_than_the_attention_window_are_refused(changed: dict[str,
     context = window + 1
     overrides = (f"rollout.context_length={context}", f"actor.tokens_per_microbatch={context}")
     (line,) = model_errors(SMOLLM2 | changed, *overrides, "rollout.max_new_tokens=1")
-    assert line.startswith(f"rollout.context_length={context}: longer than the model's sliding_window={window}, while")
+    assert line.startswith(f"rollout.context_length={context}: it exceeds the model's sliding_window={window}, but")
     overrides = (f"rollout.context_length={window}", f"actor.tokens_per_microbatch={context}")
     check_model(recipe(*overrides, "rollout.max_new_tokens=1"), SMOLLM2 | changed)
 
@@ -208,30 +226,36 @@ QWEN3_MOE = MIXTRAL | {"model_type": "qwen3_moe", "num_experts": 12, "moe_interm
         (
             QWEN3_MOE,
             ["algorithm.trust_region.kl_limit=0.01", "algorithm.objective.name=unclipped", "model.dtype=float32"],
-            "model.path=smollm2 may route a token to other experts in each pass. Fix: set algorithm.trust_region",
+            "model.path=smollm2 may route a token to different experts in each pass. Fix: set algorithm.trust_region",
         ),
         (
             MIXTRAL,
             ["actor.layout.ep=3", "actor.layout.dp=3"],
-            "actor.layout.ep=3: 8 experts do not divide by 3 (8 / 3 = 2.667); choose from 1, 2, 4, 8",
+            (
+                "actor.layout.ep=3: 8 experts are not divisible by 3 (8 / 3 = 2.667). Fix: set actor.layout.ep to 1, "
+                "2, 4 or 8"
+            ),
         ),
         (
             QWEN3_MOE,
             ["actor.layout.ep=3", "actor.layout.dp=12", "actor.layout.etp=4"],
-            "actor.layout.etp=4: 10 MLP rows of an expert do not divide by 4 (10 / 4 = 2.5); choose from 1, 2, 5, 10",
+            (
+                "actor.layout.etp=4: 10 MLP rows of an expert are not divisible by 4 (10 / 4 = 2.5). Fix: set "
+                "actor.layout.etp to 1, 2, 5 or 10"
+            ),
         ),
         (
             QWEN3_MOE,
             ["actor.layout.tp=6", "actor.layout.sequence_parallel=true"],
-            "actor.layout.tp=6: 10 MLP rows of an expert do not divide by 6",
+            "actor.layout.tp=6: 10 MLP rows of an expert are not divisible by 6",
         ),
         (
             QWEN3_MOE,
             ["actor.layout.tp=2"],
             "actor.layout.tp=2, sequence_parallel=false: every rank would dispatch all tokens",
         ),
-        (QWEN3_MOE, ["rollout.tp=6"], "rollout.tp=6: 10 MLP rows of an expert do not divide by 6"),
-        (MIXTRAL | {"router_jitter_noise": 0.1}, [], "router_jitter_noise 0.1 is not supported"),
+        (QWEN3_MOE, ["rollout.tp=6"], "rollout.tp=6: 10 MLP rows of an expert are not divisible by 6"),
+        (MIXTRAL | {"router_jitter_noise": 0.1}, [], "megarl does not support router_jitter_noise 0.1"),
     ],
 )
 def test_experts_that_do_not_fit_are_refused(model: dict[str, Any], overrides: list[str], message: str) -> None:
@@ -251,23 +275,26 @@ DEEPSEEK = SMOLLM2 | {
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"scoring_func": "softmax"}, "scoring_func softmax is not supported"),
-        ({"topk_method": "greedy"}, "topk_method greedy is not supported"),
-        ({"norm_topk_prob": False}, "norm_topk_prob False is not supported"),
-        ({"topk_group": 2}, "num_experts_per_tok 8 with topk_group 2 is not supported"),
-        ({"rope_interleave": False}, "rope_interleave false is not supported"),
-        ({"rms_norm_eps": 1e-5}, "rms_norm_eps 1e-05 is not supported"),
-        ({"rope_parameters": {"rope_type": "llama3"}}, "rope_parameters with rope_type llama3 is not supported"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters with rope_type yarn without factor is not"),
+        ({"scoring_func": "softmax"}, "megarl does not support scoring_func softmax"),
+        ({"topk_method": "greedy"}, "megarl does not support topk_method greedy"),
+        ({"norm_topk_prob": False}, "megarl does not support norm_topk_prob False"),
+        ({"topk_group": 2}, "megarl does not support num_experts_per_tok 8 with topk_group 2"),
+        ({"rope_interleave": False}, "megarl does not support rope_interleave false"),
+        ({"rms_norm_eps": 1e-5}, "megarl does not support rms_norm_eps 1e-05"),
+        ({"rope_parameters": {"rope_type": "llama3"}}, "megarl does not support rope_parameters with rope_type llama3"),
+        (
+            {"rope_parameters": {"rope_type": "yarn"}},
+            "megarl does not support rope_parameters with rope_type yarn without factor",
+        ),
         (
             {"rope_parameters": {"rope_type": "yarn", "factor": 2, "truncate": False}},
-            "rope_parameters with truncate false is not supported",
+            "megarl does not support rope_parameters with truncate false",
         ),
         (
             {"rope_parameters": {"rope_type": "yarn", "factor": 2, "attention_factor": 0.5}},
-            "rope_parameters with attention_factor 0.5 is not supported",
+            "megarl does not support rope_parameters with attention_factor 0.5",
         ),
-        ({"attention_bias": True}, "attention_bias true is not supported"),
+        ({"attention_bias": True}, "megarl does not support attention_bias true"),
     ],
 )
 def test_unsupported_features_of_deepseek_are_named(changed: dict[str, Any], message: str) -> None:
@@ -278,7 +305,7 @@ def test_unsupported_features_of_deepseek_are_named(changed: dict[str, Any], mes
 
 def test_missing_router_keys_for_the_engine_are_refused() -> None:
     (line,) = model_errors({key: value for key, value in DEEPSEEK.items() if key != "topk_method"})
-    assert "lacks topk_method, so the engine would route by softmax and without the bias. Fix: add" in line
+    assert "lacks topk_method, so the engine would route with softmax and without the bias. Fix: add" in line
 
 
 def test_dense_mlp_rows_are_ignored_without_dense_layers() -> None:
@@ -287,7 +314,7 @@ def test_dense_mlp_rows_are_ignored_without_dense_layers() -> None:
     lines = model_errors(
         odd | {"mlp_only_layers": [3]}, "rollout.tp=2", "actor.layout.tp=2", "actor.layout.sequence_parallel=true"
     )
-    assert ["7 MLP rows (intermediate_size) do not divide by 2" in line for line in lines] == [True, True]
+    assert ["7 MLP rows (intermediate_size) are not divisible by 2" in line for line in lines] == [True, True]
 
 
 def test_missing_kv_heads_default_to_attention_heads() -> None:
@@ -300,7 +327,7 @@ def test_engine_may_replicate_kv_heads() -> None:
     wide = SMOLLM2 | {"num_attention_heads": 12}
     check_model(recipe("rollout.tp=6"), wide)
     assert model_errors(wide, "rollout.tp=4") == [
-        "rollout.tp=4: 3 KV heads do not divide by 4 (3 / 4 = 0.75); choose from 1, 3, 6, 12"
+        "rollout.tp=4: 3 KV heads are not divisible by 4 (3 / 4 = 0.75). Fix: set rollout.tp to 1, 3, 6 or 12"
     ]
 
 
@@ -310,12 +337,24 @@ CLASSIFIER = SMOLLM2 | {"architectures": ["LlamaForSequenceClassification"], "id
 @pytest.mark.parametrize(
     ("changed", "overrides", "message"),
     [
-        ({}, ["critic.layout.tp=2"], "critic.layout.tp=2: 9 attention heads do not divide by 2 (9 / 2 = 4.5); choose"),
-        ({}, ["critic.layout.pp=7"], "critic.layout.pp=7: 30 layers do not tile the stages"),
+        (
+            {},
+            ["critic.layout.tp=2"],
+            "critic.layout.tp=2: 9 attention heads are not divisible by 2 (9 / 2 = 4.5). Fix: set",
+        ),
+        ({}, ["critic.layout.pp=7"], "critic.layout.pp=7: 30 layers cannot be split evenly over the stages"),
         ({"model_type": "gpt2"}, [], "critic.path=rm: model_type gpt2 is not supported"),
-        ({"hidden_act": "gelu"}, [], "critic.path=rm: hidden_act gelu is not supported"),
-        ({"id2label": {"0": "bad", "1": "good"}}, [], "critic.path=rm: has 2 labels (id2label), but a score is one"),
-        ({"vocab_size": 49151}, [], "critic.path=rm: its vocab_size 49151 is below the actor's 49152, whose token ids"),
+        ({"hidden_act": "gelu"}, [], "critic.path=rm: megarl does not support hidden_act gelu"),
+        (
+            {"id2label": {"0": "bad", "1": "good"}},
+            [],
+            "critic.path=rm: the model has 2 labels (id2label), but a score is a single",
+        ),
+        (
+            {"vocab_size": 49151},
+            [],
+            "critic.path=rm: its vocab_size=49151 is smaller than the actor's vocab_size=49152, but it reads",
+        ),
     ],
 )
 def test_critic_that_does_not_fit_is_refused(changed: dict[str, Any], overrides: list[str], message: str) -> None:
@@ -333,11 +372,19 @@ def test_critic_from_the_actors_model_fits() -> None:
 @pytest.mark.parametrize(
     ("changed", "overrides", "message"),
     [
-        ({}, ["reward_model.layout.tp=2"], "reward_model.layout.tp=2: 9 attention heads do not divide by 2"),
-        ({"architectures": ["LlamaForCausalLM"]}, [], "reward_model.path=rm: its architecture is LlamaForCausalLM, wi"),
-        ({"id2label": {"0": "bad", "1": "good"}}, [], "reward_model.path=rm: has 2 labels (id2label), but a score"),
+        ({}, ["reward_model.layout.tp=2"], "reward_model.layout.tp=2: 9 attention heads are not divisible by 2"),
+        (
+            {"architectures": ["LlamaForCausalLM"]},
+            [],
+            "reward_model.path=rm: its architecture is LlamaForCausalLM, which",
+        ),
+        (
+            {"id2label": {"0": "bad", "1": "good"}},
+            [],
+            "reward_model.path=rm: the model has 2 labels (id2label), but a score",
+        ),
         ({}, ["reward_model.step_end='. '"], "reward_model.step_end='. ': reward_model.path=rm scores whole samples"),
-        ({"vocab_size": 9}, [], "reward_model.path=rm: its vocab_size 9 is below the actor's 49152"),
+        ({"vocab_size": 9}, [], "reward_model.path=rm: its vocab_size=9 is smaller than the actor's vocab_size=49152"),
     ],
 )
 def test_reward_model_that_does_not_fit_is_refused(changed: dict[str, Any], overrides: list[str], message: str) -> None:
@@ -351,13 +398,13 @@ def test_judge_is_a_language_model_of_any_vocabulary() -> None:
     judge = ["reward_model.path=rm", VLLM, "reward_model={input_format: question, judge: {max_new_tokens: 64}}"]
     actor, model = SMOLLM2 | {"vocab_size": 49152}, SMOLLM2 | {"architectures": ["LlamaForCausalLM"], "vocab_size": 9}
     check_reward_model(recipe(*judge), actor, model)
-    with pytest.raises(ValueError, match="its architecture is LlamaForCausalLM, without a score head"):
+    with pytest.raises(ValueError, match="its architecture is LlamaForCausalLM, which has no score head"):
         check_reward_model(recipe("reward_model.path=rm", VLLM), actor, model)
     with pytest.raises(
         ValueError, match=r"SequenceClassification, but reward_model.input_format=question requires a language"
     ):
         check_reward_model(recipe(*judge), actor, CLASSIFIER | {"vocab_size": 49152})
-    with pytest.raises(ValueError, match=r"reward_model.layout.tp=2: 9 attention heads do not divide by 2"):
+    with pytest.raises(ValueError, match=r"reward_model.layout.tp=2: 9 attention heads are not divisible by 2"):
         check_reward_model(recipe(*judge, "reward_model.layout.tp=2"), actor, model)
 
 
@@ -369,11 +416,11 @@ def test_trained_classifier_kind_must_fit_the_objective() -> None:
     for keys in (whole, steps):
         check_model(recipe(*keys), SMOLLM2)
     with pytest.raises(
-        ValueError, match=r"it is a \.\.\.ForSequenceClassification, but .*=process_reward_model trains"
+        ValueError, match=r"its architecture is \.\.\.ForSequenceClassification, but .*=process_reward_model trains"
     ):
         check_model(recipe(*steps), CLASSIFIER)
     with pytest.raises(
-        ValueError, match=r"it is a \.\.\.ForTokenClassification, but .*=reward_model trains a \.\.\.ForSeq"
+        ValueError, match=r"its architecture is \.\.\.ForTokenClassification, but .*=reward_model trains \.\.\.ForSeq"
     ):
         check_model(recipe(*whole), TOKEN_CLASSIFIER)
 
@@ -384,10 +431,14 @@ VLLM = "reward_model.engine=vllm"
 @pytest.mark.parametrize(
     ("changed", "overrides", "message"),
     [
-        ({}, ["reward_model.layout.tp=2"], "reward_model.layout.tp=2: 9 attention heads do not divide by 2"),
+        ({}, ["reward_model.layout.tp=2"], "reward_model.layout.tp=2: 9 attention heads are not divisible by 2"),
         ({"max_position_embeddings": 128}, [], "rollout.context_length=256: the model has 128 positions"),
-        ({"hidden_act": "gelu"}, [], "reward_model.path=rm: hidden_act gelu is not supported"),
-        ({"id2label": {"0": "bad", "1": "good"}}, [], "reward_model.path=rm: has 2 labels (id2label), but a score"),
+        ({"hidden_act": "gelu"}, [], "reward_model.path=rm: megarl does not support hidden_act gelu"),
+        (
+            {"id2label": {"0": "bad", "1": "good"}},
+            [],
+            "reward_model.path=rm: the model has 2 labels (id2label), but a score",
+        ),
     ],
 )
 def test_reward_model_that_vllm_cannot_serve_is_refused(
@@ -402,7 +453,7 @@ def test_reward_model_that_vllm_cannot_serve_is_refused(
 def test_vllm_supports_attention_windows_unlike_megatron() -> None:
     model = CLASSIFIER | {"vocab_size": 49152, "model_type": "mistral", "sliding_window": 64}
     check_reward_model(recipe("reward_model.path=rm", VLLM), SMOLLM2 | {"vocab_size": 49152}, model)
-    with pytest.raises(ValueError, match="longer than the model's sliding_window=64"):
+    with pytest.raises(ValueError, match="exceeds the model's sliding_window=64"):
         check_reward_model(recipe("reward_model.path=rm"), SMOLLM2 | {"vocab_size": 49152}, model)
 
 
@@ -421,7 +472,9 @@ TOKEN_CLASSIFIER = CLASSIFIER | {"architectures": ["LlamaForTokenClassification"
 def test_token_scores_must_refer_to_sampled_tokens(overrides: list[str]) -> None:
     actor = SMOLLM2 | {"vocab_size": 300}
     check_reward_model(recipe("reward_model.path=rm", GAE, *overrides), actor, TOKEN_CLASSIFIER)
-    with pytest.raises(ValueError, match=r"reward_model.input_format=text: reward_model.path=rm scores its own tokens"):
+    with pytest.raises(
+        ValueError, match=r"reward_model.input_format=text: reward_model.path=rm scores the tokens of its own tokenizer"
+    ):
         check_reward_model(
             recipe("reward_model.path=rm", GAE, "reward_model.input_format=text"), actor, TOKEN_CLASSIFIER
         )
@@ -435,12 +488,12 @@ def test_text_reward_model_has_its_own_vocabulary_and_length() -> None:
         check_reward_model(long, SMOLLM2 | {"vocab_size": 49152}, TOKEN_CLASSIFIER)
     (line,) = errors(*read, "reward_model.context_length=20000")
     assert line.startswith(
-        "reward_model.tokens_per_microbatch=16384: a sample may have reward_model.context_length=20000"
+        "reward_model.tokens_per_microbatch=16384: a sample can have up to reward_model.context_length=20000"
     )
     (line,) = errors("reward_model.path=rm", "reward_model.context_length=512")
     assert line == (
         "reward_model.context_length=512: has no effect unless reward_model.input_format=text. Fix: set "
-        "reward_model.input_format=text, or remove the key, which is null by default"
+        "reward_model.input_format=text, or remove the key (its default is null)"
     )
 
 
@@ -458,7 +511,7 @@ def test_engine_tp_that_splits_fp8_blocks_is_refused(name: str, whole_experts: b
             continue
         message = engine_shards_keep_blocks_whole(recipe(*keys, experts), model)
         try:
-            quantised_destinations(model, holders)
+            quantized_destinations(model, holders)
         except ValueError:
             assert message is not None and message.startswith(f"rollout.quantization=fp8_block: with rollout.tp={tp} ")
         else:
@@ -469,12 +522,12 @@ def test_split_fp8_block_error_names_the_fixes() -> None:
     keys = ("rollout.quantization=fp8_block", "rollout.tp=4")
     message = engine_shards_keep_blocks_whole(recipe(*keys), completed(CONFIGS["Qwen3-30B-A3B"]))
     assert message == (
-        "rollout.quantization=fp8_block: with rollout.tp=4 an engine rank has 192 MLP rows of an expert, not a "
-        "multiple of 128, and blocks cannot be split. Fix: choose rollout.tp from 1, 2, or set "
-        "rollout.vllm_overrides={enable_expert_parallel: true} to give ranks whole experts"
+        "rollout.quantization=fp8_block: with rollout.tp=4 an engine rank has 192 MLP rows of an expert, which is not "
+        "a multiple of the block size 128. Fix: set rollout.tp to 1 or 2, or set "
+        "rollout.vllm_overrides={enable_expert_parallel: true} so that each expert stays on one rank"
     )
     smollm2 = completed(SMOLLM2 | {"hidden_size": 576})
     message = engine_shards_keep_blocks_whole(recipe("rollout.quantization=fp8_block"), smollm2)
     assert message is not None and message.endswith(
-        "has 576 query rows, not a multiple of 128, and blocks cannot be split. Fix: set rollout.quantization=null"
+        "has 576 query rows, which is not a multiple of the block size 128. Fix: set rollout.quantization=null"
     )

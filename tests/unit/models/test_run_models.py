@@ -9,7 +9,7 @@ import pytest
 
 from megarl.config.load import load
 from megarl.models import run_models
-from megarl.models.folder import with_real_paths
+from megarl.models.folder import resolve_links
 from megarl.models.run_models import ModelFolders, find_models
 from tests.paths import BASE
 
@@ -40,7 +40,7 @@ def test_model_paths_are_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(tmp_path)
     paths = ["model.path=latest", "critic.path=./first", "implicit_reward.path=some/model"]
     overrides = ["data.source=arithmetic", "algorithm.advantage.estimator=gae", "implicit_reward.coefficient=1"]
-    config = with_real_paths(load(BASE, [*paths, *overrides]))
+    config = resolve_links(load(BASE, [*paths, *overrides]))
     assert (config.model.path, config.critic.path) == (str(real), str(real))
     assert (config.implicit_reward.path, config.reward_model.path) == ("some/model", None)
     assert find_models(load(BASE, ["model.path=latest", "data.source=arithmetic"])).actor == real

@@ -5,7 +5,8 @@ from itertools import chain
 import pytest
 import torch
 
-from megarl.ops.packed_attention import documents_of, packed_attention, plain_attention, take
+from megarl.ops.packed_attention import documents_of, packed_attention, take
+from tests.attention_reference import plain_attention
 
 
 def separate(lengths: list[int]) -> list[list[int]]:

@@ -11,8 +11,8 @@ from torch.nn.attention import flex_attention
 from torch.nn.attention.flex_attention import create_block_mask
 
 from megarl.ops import shared_attention
-from megarl.ops.packed_attention import plain_attention
 from megarl.ops.shared_attention import pack_mask
+from tests.attention_reference import plain_attention
 from tests.closeness import TOLERANCE, relative_error
 from tests.packing import Trees, documents
 

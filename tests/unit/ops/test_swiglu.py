@@ -2,8 +2,14 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from megarl.ops.swiglu import plain_swiglu, swiglu
+from megarl.ops.swiglu import swiglu
+
+
+def plain_swiglu(gate_and_up):
+    gate, up = gate_and_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

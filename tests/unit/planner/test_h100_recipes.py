@@ -18,7 +18,7 @@ from megarl.planner.plan import plan_recipe
 from megarl.planner.refit_preview import preview_refit
 from tests.h100_recipes import RECIPES, H100Recipe
 from tools.benchmarks.figures import RESULTS
-from tools.benchmarks.recipes import predict
+from tools.benchmarks.predictions import predict_recipe
 
 LEAST_FREE = 0.05
 """Minimum share of a GPU's memory that a recipe must leave free in the plan."""
@@ -29,7 +29,7 @@ each = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name
 @each
 def test_recipe_step_fits_with_free_memory(recipe: H100Recipe, tmp_path: Path) -> None:
     config = load(recipe.file, recipe.overrides(tmp_path))
-    plan = plan_recipe(config, read_cluster(f"{recipe.gpus}xH100"), as_it_is=True).best
+    plan = plan_recipe(config, read_cluster(f"{recipe.gpus}xH100"), as_is=True).best
     assert plan.problem is None
     assert plan.fullest.total <= (1 - LEAST_FREE) * plan.cluster.memory_bytes, plan.fullest.arithmetic
 
@@ -71,6 +71,6 @@ def test_recipe_refit_writes_every_element_once(
 
 @pytest.mark.exhaustive
 def test_recorded_predictions_are_current() -> None:
-    """`python tools/benchmarks/recipes.py --out …` updates the record."""
+    """`python tools/benchmarks/predictions.py recipes --out …` updates the record."""
     recorded = json.loads((RESULTS / "recipes.json").read_text(encoding="utf-8"))["runs"]
-    assert json.loads(json.dumps([predict(recipe) for recipe in RECIPES])) == recorded
+    assert json.loads(json.dumps([predict_recipe(recipe) for recipe in RECIPES])) == recorded

@@ -17,8 +17,8 @@ def test_cluster_is_parsed_from_number_and_gpu(text):
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("H100", "expected a number and a GPU. Fix: use a form such as 64xH100-80GB"),
-        ("0xH100", "expected a number and a GPU"),
+        ("H100", "expected a GPU count and type. Fix: use a form such as 64xH100-80GB"),
+        ("0xH100", "expected a GPU count and type"),
         ("8xH10", r"unknown GPU H10 \(did you mean H"),
         ("8xTPU", "unknown GPU TPU. Fix: use one of A100-80GB, H100-80GB"),
     ],

@@ -18,7 +18,7 @@ KEYS = (*layout_keys(tp=2, pp=2, dp=2), "rollout.tp=2", "rollout.replicas=4", "r
 TRAINS, PASSES, REFIT, SAMPLES = (
     "while the actor trains",
     "while the actor computes log-probs",
-    "while the engine takes weights",
+    "while the engine receives weights",
     "while the engine samples",
 )
 
@@ -58,7 +58,7 @@ def ppo_plan(tmp_path, *overrides, gpus=2):
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS["Qwen3-0.6B"]))
     keys = (*layout_keys(dp=2), "critic.layout.dp=2", "rollout.replicas=2", "algorithm.advantage.estimator=gae")
     return plan_recipe(
-        recipe(f"model.path={tmp_path}", *keys, *overrides), read_cluster(f"{gpus}xH100"), as_it_is=True
+        recipe(f"model.path={tmp_path}", *keys, *overrides), read_cluster(f"{gpus}xH100"), as_is=True
     ).best
 
 

@@ -19,7 +19,7 @@ from tests.unit.planner.plan_cases import layout_keys, recipe
 def planned(folder: Path, gpus: str, *overrides: str, model: str = "Qwen2.5-7B") -> Planned:
     (folder / "config.json").write_text(json.dumps(CONFIGS[model]))
     config = recipe(f"model.path={folder}", "actor.recompute=full", *overrides)
-    return plan_recipe(config, read_cluster(gpus), as_it_is=True)
+    return plan_recipe(config, read_cluster(gpus), as_is=True)
 
 
 def test_page_shows_the_ranks_of_each_gpu(tmp_path):
@@ -55,5 +55,5 @@ def test_page_shows_every_phase_and_loads_nothing(tmp_path):
 def test_existing_page_is_not_overwritten(tmp_path):
     found = planned(tmp_path, "8xH100", *layout_keys(tp=2, dp=4), "rollout.replicas=8")
     write(found, tmp_path / "plan.html")
-    with pytest.raises(UserError, match=r"plan.html: already exists and is not overwritten"):
+    with pytest.raises(UserError, match=r"plan.html: already exists, and megarl does not overwrite it"):
         write(found, tmp_path / "plan.html")

@@ -50,7 +50,7 @@ def test_verls_tp8_engines_require_offloaded_gradients():
     assert plan_of(QWEN, gpus, *overrides, *eight).problem is None
     plan = plan_of(QWEN, gpus, *overrides, *eight, "actor.offload=[optimizer]")
     loads = {load.phase.partition(",")[0]: load for load in plan.loads}
-    refit = loads["while the engine takes weights"]
+    refit = loads["while the engine receives weights"]
     assert plan.cluster.memory_bytes < refit.total < 1.2 * plan.cluster.memory_bytes
     assert refit.arithmetic.startswith("41.7 (actor: weights, gradients) + 5")
 
@@ -65,7 +65,9 @@ def test_bad_split_of_235b_on_128_h20_is_refused():
         "--gpus 128xH20-96GB: while the actor computes log-probs, on pipeline stage 1, a GPU"
     )
     assert "28.3 (actor: parameters) + 56.7 (actor: gradients) + 2" in plan.problem
-    assert plan.problem.endswith("increase tp, pp or ep of actor.layout, or dp to shard the optimizer further")
+    assert plan.problem.endswith(
+        "raise tp, pp or ep of actor.layout, or raise dp to shard the optimizer over more ranks"
+    )
     good = layout_keys(tp=2, pp=8, ep=8, etp=1, dp=8, first_stage_layers=11, last_stage_layers=11)
     engines = ("rollout.tp=16", "rollout.replicas=8", "rollout.kv_cache_gib=8", "actor.offload=[gradients]")
     assert plan_of(QWEN, "128xH20", *CONTEXT, "actor.recompute=full", *good, *engines).problem is None
@@ -80,7 +82,9 @@ def test_30b_on_32_h200_fits_only_with_offloading():
     resident = plan_of("Qwen3-30B-A3B", "32xH200", *keys)
     assert resident.problem.startswith("--gpus 32xH200-141GB: while the engine samples, a GPU would hold")
     assert "(actor: optimizer) + " in resident.problem
-    assert resident.problem.endswith("lower rollout.kv_cache_gib, or add parts to actor.offload")
+    assert resident.problem.endswith(
+        "lower rollout.kv_cache_gib, or add parameters, gradients or optimizer to actor.offload"
+    )
     offloaded = plan_of(
         "Qwen3-30B-A3B",
         "32xH200",

@@ -76,7 +76,7 @@ def test_transport_description_follows_the_placement(model: Path) -> None:
         "cluster.placement=colocated, rollout.transport=auto: read in place, by CUDA IPC or in shared memory"
     )
     assert transport_of(colocated, preview_refit(colocated, 2, SPEEDS)).endswith(
-        "in shared memory; sent between nodes over NCCL or gloo if an engine's node lacks them"
+        "in shared memory; sent between nodes over NCCL or gloo if an engine's node does not have them"
     )
     assert transport_of(apart, preview_refit(apart, 8, SPEEDS)).endswith("auto: sent over NCCL or gloo")
 
@@ -84,10 +84,10 @@ def test_transport_description_follows_the_placement(model: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["rollout.tp=4"], r"^rollout.tp=4: 6 attention heads do not divide by 4"),
+        (["rollout.tp=4"], r"^rollout.tp=4: 6 attention heads are not divisible by 4"),
         (
             ["model.path=nobody/nothing"],
-            r"^model.path=nobody/nothing: .* not been downloaded. Fix: use a folder that contains",
+            r"^model.path=nobody/nothing: .* nor a downloaded Hub id. Fix: use a folder that contains",
         ),
         (["data.format=messages", "algorithm.objective.name=sft"], r"^data.format=messages: the recipe has no engines"),
     ],

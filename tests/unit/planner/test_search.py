@@ -13,7 +13,7 @@ from megarl.planner.hardware import read_cluster
 from megarl.planner.layouts import broken_rules
 from megarl.planner.plan import describe_layout, plan_recipe
 from megarl.planner.plan_text import table
-from megarl.planner.search import Found, search
+from megarl.planner.search import SearchResult, search
 from megarl.planner.workload import Workload
 from tests.paths import CONFIGS as CONFIGS_FOLDER
 from tests.published_models import CONFIGS
@@ -22,7 +22,7 @@ from tests.unit.planner.plan_cases import layout_keys, recipe
 GAE = "algorithm.advantage.estimator=gae"
 
 
-def found(model: str, gpus: str, *overrides: str) -> Found:
+def found(model: str, gpus: str, *overrides: str) -> SearchResult:
     config = recipe(*overrides)
     return search(config, CONFIGS[model], Models.of({"actor": CONFIGS[model]}), Workload.of(config), read_cluster(gpus))
 
@@ -62,8 +62,9 @@ def test_search_offloads_models_that_fit_only_in_turns():
 def test_indivisible_sizes_are_named_with_the_arithmetic():
     result = found("Qwen2.5-7B", "8xH100")
     assert (
-        "actor.layout.tp=8: 28 attention heads do not divide by 8 (28 / 8 = 3.5); choose from 1, 2, 4" in result.refused
-    )
+        "actor.layout.tp=8: 28 attention heads are not divisible by 8 (28 / 8 = 3.5). Fix: set actor.layout.tp to "
+        "1, 2 or 4"
+    ) in result.refused
     assert any(line.startswith("rollout.tp=8: 28 attention heads") for line in result.refused)
 
 

@@ -21,7 +21,7 @@ from megarl.resharding.selection import ONE_PROCESS
 from tests.paths import ROOT
 from tests.published_models import CONFIGS
 from tests.unit.planner.plan_cases import layout_keys, plan_of, recipe
-from tools.benchmarks import published_steps
+from tools.benchmarks import predictions
 
 RESULTS = ROOT / "tools" / "benchmarks" / "results"
 DENSE = "Qwen2.5-7B"
@@ -166,7 +166,7 @@ def test_models_on_separate_devices_train_concurrently(tmp_path, placement):
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS["Qwen3-0.6B"]))
     keys = (*layout_keys(dp=2), "critic.layout.dp=2", "rollout.replicas=2", "algorithm.advantage.estimator=gae")
     config = recipe(f"model.path={tmp_path}", *keys, f"cluster.placement={placement}", "batch.prompts_per_update=32")
-    times = plan_recipe(config, read_cluster("6xH100"), as_it_is=True).best.times
+    times = plan_recipe(config, read_cluster("6xH100"), as_is=True).best.times
     phases, spans = times.phases, times.spans
     assert {name: end - start for name, (start, end) in spans.items()} == pytest.approx(phases)
     updates = [phases["actor: update"], phases["critic: update"]]
@@ -227,14 +227,14 @@ PUBLISHED = json.loads((RESULTS / "published_steps.json").read_text())["runs"]
 
 @pytest.mark.exhaustive
 def test_recorded_published_steps_are_current():
-    """`python tools/benchmarks/published_steps.py --out …` updates the record."""
-    assert json.loads(json.dumps([published_steps.predict(case) for case in published_steps.CASES])) == PUBLISHED
+    """`python tools/benchmarks/predictions.py published --out …` updates the record."""
+    assert json.loads(json.dumps([predictions.predict_published(case) for case in predictions.CASES])) == PUBLISHED
 
 
 def test_published_steps_are_within_the_stated_factor():
-    within = [run for run in PUBLISHED if 1 / published_steps.FACTOR <= run["ratio"] <= published_steps.FACTOR]
+    within = [run for run in PUBLISHED if 1 / predictions.FACTOR <= run["ratio"] <= predictions.FACTOR]
     missed = [(run["who"], run["model"], run["gpus"]) for run in PUBLISHED if run not in within]
-    assert missed == published_steps.MISSES
+    assert missed == predictions.MISSES
 
 
 def test_refit_inside_a_node_uses_nvlink():
@@ -248,10 +248,10 @@ def test_refit_inside_a_node_uses_nvlink():
 def test_fp8_engines_read_one_byte_per_matrix_element():
     """Each block has a scale of four bytes. All other parameters are in bfloat16."""
     keys = (*layout_keys(dp=4), *ENGINE[:1], "rollout.replicas=4", "cluster.placement=disaggregated")
-    whole, quantised = (
+    whole, quantized = (
         plan_of(DENSE, "8xH100", *keys, *BATCH, *more).times for more in ((), ("rollout.quantization=fp8_block",))
     )
     matrices = 28 * 3584 * (2 * 3584 + 2 * 512 + 3 * 18944)
-    saved = whole.refit.entering - quantised.refit.entering
+    saved = whole.refit.entering - quantized.refit.entering
     assert saved == pytest.approx(matrices * (1 - 4 / 128**2), rel=1e-6)
-    assert quantised.rollout.seconds < whole.rollout.seconds
+    assert quantized.rollout.seconds < whole.rollout.seconds

@@ -55,5 +55,5 @@ def test_spans_of_a_lane_are_nested_or_disjoint(times: list[tuple[int, int]]) ->
 
 
 def test_trace_requires_a_run_folder(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"no tasks in logs/attempt_1/trace.jsonl. Fix: pass the folder of a run."):
+    with pytest.raises(ValueError, match=r"logs/attempt_1/trace.jsonl contains no tasks. Fix: pass a run folder"):
         chrome_trace.write(tmp_path)

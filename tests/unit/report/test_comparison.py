@@ -31,9 +31,9 @@ def test_runs_with_equal_names_are_labelled_by_folder(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / number, "<a>") for number in ("1", "2")]
     text = comparison.write(runs).read_text()
     assert "<th>1</th><th>2</th>" in text
-    assert "No key differs." in text and "<a>" not in text
+    assert "No keys differ." in text and "<a>" not in text
 
 
-def test_more_runs_than_colours_raise(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="6 runs: a chart has colours for at most 5"):
+def test_more_runs_than_colors_raise(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"6 runs: a chart can show at most 5\. Fix: pass at most 5 runs"):
         comparison.write([tmp_path] * 6)

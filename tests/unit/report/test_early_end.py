@@ -30,7 +30,7 @@ def test_printed_command_resumes_after_the_checkpoint(tmp_path: Path, capsys, er
         save(run, settings, 2)  # also writes the metrics of step 3, which is not saved
         raise error
     assert run.folder.report.exists()
-    recipe, *keys = command(capsys.readouterr().out, "the run ended; resume after step_000002 with: ")
+    recipe, *keys = command(capsys.readouterr().out, "The run ended. Resume it from step_000002 with: ")
     again = start(load(recipe, keys), PROMPTS)
     assert (again.state.step, again.folder.path) == (2, run.folder.path)
 
@@ -42,7 +42,7 @@ def test_printed_command_starts_over_without_a_checkpoint(tmp_path: Path, capsys
         raise KeyboardInterrupt
     assert run.folder.report.exists()
     recipe, *keys = command(
-        capsys.readouterr().out, "the run ended after 2 steps without a checkpoint; start over with: "
+        capsys.readouterr().out, "The run ended after 2 steps without a checkpoint. Start over with: "
     )
     again = start(load(recipe, keys), PROMPTS)
     assert (again.state.step, again.folder.moved) == (0, tmp_path / "a.1")
@@ -53,7 +53,7 @@ def test_printed_command_restarts_a_run_without_steps(tmp_path: Path, capsys) ->
     with pytest.raises(KeyboardInterrupt), early_end(run.folder):
         raise KeyboardInterrupt
     assert not run.folder.report.exists()
-    recipe, *keys = command(capsys.readouterr().out, "the run ended before completing a step; start it again with: ")
+    recipe, *keys = command(capsys.readouterr().out, "The run ended before it completed a step. Restart it with: ")
     assert keys == [] and start(load(recipe), PROMPTS).folder.attempt == 2
 
 
@@ -63,7 +63,7 @@ def test_failing_report_does_not_hide_the_error(tmp_path: Path, capsys) -> None:
         run.folder.metrics.write_text('{"step": 1}\n')
         run.folder.report.mkdir()
         raise RuntimeError("lost")
-    assert "report: not written (" in capsys.readouterr().out
+    assert "report: could not be written (" in capsys.readouterr().out
 
 
 def test_successful_run_prints_nothing(tmp_path: Path, capsys) -> None:

@@ -73,5 +73,5 @@ def test_other_http_methods_are_not_implemented(address: str, method: str) -> No
 
 
 def test_live_report_requires_a_run_folder(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="pass the folder of a run"), serve(tmp_path / "none"):
+    with pytest.raises(ValueError, match="pass a run folder"), serve(tmp_path / "none"):
         pass

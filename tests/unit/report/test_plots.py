@@ -72,14 +72,14 @@ def test_draw_returns_none_without_values():
 
 
 def heights(svg):
-    """Return the height of each stacked part in SVG units, by colour name."""
-    heights_by_colour = {}
+    """Return the height of each stacked part in SVG units, by color name."""
+    heights_by_color = {}
     for path in ElementTree.fromstring(svg).iter(f"{SVG}path"):
-        colour = re.search(r"fill: var\((--series-\d)\)", path.get("style", ""))
+        color = re.search(r"fill: var\((--series-\d)\)", path.get("style", ""))
         ys = [float(y) for y in re.findall(r"[ML] \S+ (\S+)", path.get("d"))]
-        if colour and path.get("clip-path"):
-            heights_by_colour[colour[1]] = max(ys) - min(ys)
-    return heights_by_colour
+        if color and path.get("clip-path"):
+            heights_by_color[color[1]] = max(ys) - min(ys)
+    return heights_by_color
 
 
 def test_phases_are_stacked_up_to_the_step_time():
@@ -89,8 +89,8 @@ def test_phases_are_stacked_up_to_the_step_time():
     assert drawn.keys() == {"--series-1", "--series-2", "--series-3", "--series-4", "--series-5"}
     unit = drawn["--series-1"] / 4
     reference = {"--series-2": 0.0, "--series-3": 3.0, "--series-4": 2.0, "--series-5": 1.0}
-    for colour, seconds in reference.items():
-        assert drawn[colour] / unit == pytest.approx(seconds, abs=1e-3)
+    for color, seconds in reference.items():
+        assert drawn[color] / unit == pytest.approx(seconds, abs=1e-3)
 
 
 def test_staleness_is_stacked_with_one_part_for_the_oldest():
@@ -101,7 +101,7 @@ def test_staleness_is_stacked_with_one_part_for_the_oldest():
     drawn = heights(svg)
     unit = drawn["--series-1"] / 0.5
     reference = {"--series-1": 0.5, "--series-2": 0.25, "--series-3": 0.0, "--series-4": 0.0, "--series-5": 0.25}
-    assert {colour: height / unit for colour, height in drawn.items()} == pytest.approx(reference, abs=1e-3)
+    assert {color: height / unit for color, height in drawn.items()} == pytest.approx(reference, abs=1e-3)
     assert "4 or more" in svg
     assert plots.draw_ages(history(1, weights__staleness_max=[1.0])) is None
 

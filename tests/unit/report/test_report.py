@@ -97,7 +97,7 @@ def test_report_supports_any_number_of_steps(tmp_path, num_steps):
     assert len(text) < 2_000_000
     assert (len(page.all("svg")) > 0) == (num_steps > 0)
     assert ("No step has finished" in text) == (num_steps == 0)
-    assert ("10000 steps are drawn as 400 points" in text) == (num_steps == 10_000)
+    assert ("The charts show 10000 steps as 400 points" in text) == (num_steps == 10_000)
 
 
 def test_notes_list_missing_and_nonfinite_data(tmp_path):
@@ -105,7 +105,7 @@ def test_notes_list_missing_and_nonfinite_data(tmp_path):
     tail = f'{{"step": 4, {nonfinite}, "policy/skipped_updates": 2.0}}\n{{"step": 5, "rew'
     notes = Page(write(make_run(tmp_path, 3, tail=tail))).texts["notes"]
     assert "The run has reached step 4 of 14." in notes
-    assert "metrics.jsonl: skipped line 5, which could not be parsed" in notes
+    assert "metrics.jsonl: line 5 could not be parsed and was skipped" in notes
     assert "policy/loss was NaN or infinite at step 4." in notes
     assert "policy/skipped_updates: 2 updates were skipped because their gradient was NaN or infinite." in notes
 
@@ -124,14 +124,14 @@ def test_rollouts_are_embedded(tmp_path):
     del kept["rollout_logprobs"]
     absent = dict.fromkeys(("failure", "finish_reason", "prompt_id", "rollout_id", "stop_reason"))
     assert step["samples"][0] == {**kept, **absent, "mean_logprob": -0.5}
-    assert "All 2 samples of the run" in text
+    assert "This section shows all 2 samples of the run" in text
 
 
 def test_rollout_note_describes_the_selection(tmp_path):
     many = [sample(reward=float(index)) for index in range(200)]
     rollouts = [(step, many if step == 1 else [sample()]) for step in range(1, 31)]
     text = write(make_run(tmp_path, 1, rollouts=rollouts))
-    assert "Shows 20 of 30 steps, evenly spaced, and 147 of the 219 samples of these steps" in text
+    assert "This section shows 20 of 30 steps, evenly spaced, and 147 of the 219 samples in these steps" in text
 
 
 def test_markup_in_run_data_is_escaped(tmp_path):
@@ -187,7 +187,7 @@ def test_run_without_metrics_has_a_report(tmp_path):
 
 def test_report_requires_a_run_folder(tmp_path):
     with pytest.raises(
-        ValueError, match=r"not a run folder \(no metrics.jsonl or manifest.json\). Fix: pass the folder of a run."
+        ValueError, match=r"not a run folder \(no metrics.jsonl or manifest.json\). Fix: pass a run folder"
     ):
         report.write(tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -46,7 +46,9 @@ def test_padding_is_zeroed(parameters, checkpoint):
 
 def test_undeclared_cast_is_rejected(parameters, checkpoint):
     halved = {name: tensor.bfloat16() for name, tensor in checkpoint.items()}
-    with pytest.raises(ValueError, match=r"is float32, but .* is bfloat16; the plan casts from float32 to float32"):
+    with pytest.raises(
+        ValueError, match=r"is float32, but .* is bfloat16\. The plan only casts from float32 to float32"
+    ):
         run(parameters, halved)
     assert all(tensor.isnan().all() for tensor in parameters.values())
     run(parameters, halved, make_plan([huggingface_holder(CONFIG, "bfloat16")], [RANK]))
@@ -56,9 +58,12 @@ def test_undeclared_cast_is_rejected(parameters, checkpoint):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda p: p.pop(NORM), f"{NORM}: the plan writes it, but the model has no such parameter"),
+        (lambda p: p.pop(NORM), f"{NORM}: the plan writes this parameter, but the model does not have it"),
         (lambda p: p.update(extra=torch.empty(1)), "extra: the model has this parameter, but the plan does not"),
-        (lambda p: p.update({NORM: torch.full((13,), torch.nan)}), rf"{NORM}: .* shape \(13,\), the plan's \(12,\)"),
+        (
+            lambda p: p.update({NORM: torch.full((13,), torch.nan)}),
+            rf"{NORM}: .* shape \(13,\) in the model, but \(12,\) in the plan",
+        ),
     ],
 )
 def test_mismatched_model_is_not_modified(parameters, checkpoint, change, message):
@@ -84,7 +89,9 @@ def test_assembly_combines_the_parts_of_ranks(checkpoint):
         execute(into_ranks.into(name), shard, LocalMemory({FOLDER.name: checkpoint}))
     back = make_plan(ranks, [huggingface_holder(CONFIG, "bfloat16")], bucket_bytes=100).into("huggingface")
     cpu, doubles = torch.device("cpu"), {n: {k: t.double() for k, t in s.items()} for n, s in shards.items()}
-    with pytest.raises(ValueError, match=r"is bfloat16, but .* of megatron:0 is float64; the plan casts from float32"):
+    with pytest.raises(
+        ValueError, match=r"is bfloat16, but .* of megatron:0 is float64\. The plan only casts from float32"
+    ):
         next(Assembly(back, LocalMemory(doubles), cpu).parameters())
     assembly = Assembly(back, LocalMemory(shards), cpu)
     whole = list(assembly.parameters())

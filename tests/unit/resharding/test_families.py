@@ -55,8 +55,11 @@ def test_checkpoint_size_matches_transformers(model_type):
     [
         ({"model_type": "gpt2"}, f"model_type gpt2 is not supported. Fix: use a model of type {', '.join(FAMILIES)}"),
         ({"vocab_size": None}, "vocab_size must be an integer, found None"),
-        ({"model_type": "qwen3", "attention_bias": True}, "attention_bias true: not supported for qwen3"),
-        ({"mlp_bias": True, "model_type": "mistral", "hidden_act": "gelu"}, "mlp_bias true, hidden_act gelu: not sup"),
+        (
+            {"model_type": "qwen3", "attention_bias": True},
+            "attention_bias true: megarl does not support this for qwen3",
+        ),
+        ({"mlp_bias": True, "model_type": "mistral", "hidden_act": "gelu"}, "hidden_act gelu: megarl does not support"),
     ],
 )
 def test_unsupported_configs_are_rejected(changes, message):
@@ -87,7 +90,7 @@ def test_virtual_stages_are_interleaved():
 
 
 def test_indivisible_virtual_stages_are_rejected():
-    with pytest.raises(ValueError, match="the 3 layers of pipeline stage 0 cannot be divided into 2 virtual stages"):
+    with pytest.raises(ValueError, match="the 3 layers of pipeline stage 0 are not divisible by 2"):
         chunk_layers(6, layout_of(pp=2, vpp=2))
 
 
@@ -102,7 +105,9 @@ def test_indivisible_virtual_stages_are_rejected():
     ],
 )
 def test_indivisible_stages_are_rejected(num_layers, layout, layers_left, stages_left):
-    message = f"remaining {layers_left} of {num_layers} layers do not divide evenly among the remaining {stages_left} "
+    message = (
+        f"remaining {layers_left} of {num_layers} layers cannot be distributed evenly over the remaining {stages_left} "
+    )
     with pytest.raises(ValueError, match=message):
         stage_sizes(num_layers, layout)
 
@@ -126,25 +131,25 @@ def test_transformer_engine_fuses_norms_into_linear_layers():
     [
         (
             lambda: megatron_holder(CONFIGS["SmolLM2-135M"], layout_of(tp=2), 0),
-            "^tp=2: 9 num_attention_heads do not divide by 2",
+            "^tp=2: 9 attention heads are not divisible by 2",
         ),
         (
             lambda: megatron_holder(config_of(), layout_of(tp=6), 0),
-            "^tp=6: 3 num_key_value_heads do not divide by 6",
+            "^tp=6: 3 KV heads are not divisible by 6",
         ),
         (
             lambda: megatron_holder(config_of(**MIXTRAL), layout_of(ep=3), 0),
-            "^ep=3: 4 experts do not divide by 3",
+            "^ep=3: 4 experts are not divisible by 3",
         ),
         (
             lambda: megatron_holder(config_of(**MIXTRAL), layout_of(ep=4, etp=4), 0),
-            "^etp=4: 18 of the experts' intermediate size do not divide by 4",
+            "^etp=4: 18 MLP rows of an expert are not divisible by 4",
         ),
         (
             lambda: vllm_holder(config_of(**MIXTRAL, num_attention_heads=12), 12, 0, 0),
-            "18 of the experts' intermediate size do not divide by 12",
+            "18 MLP rows of an expert are not divisible by 12",
         ),
-        (lambda: vllm_holder(config_of(), 4, 0, 0), "rollout.tp=4: 6 num_attention_heads do not divide by 4"),
+        (lambda: vllm_holder(config_of(), 4, 0, 0), "rollout.tp=4: 6 attention heads are not divisible by 4"),
         (
             lambda: vllm_holder(
                 config_of(**MIXTRAL, num_attention_heads=16, num_key_value_heads=8), 8, 0, 0, expert_parallel=True
@@ -153,11 +158,11 @@ def test_transformer_engine_fuses_norms_into_linear_layers():
         ),
         (
             lambda: vllm_holder(config_of(), 2, 0, 0),
-            "rollout.tp=2: must be a divisor or a multiple of num_key_value_heads=3",
+            "rollout.tp=2: 2 is neither a divisor nor a multiple of num_key_value_heads=3",
         ),
         (
             lambda: vllm_holder(config_of(), 3, 0, 0),
-            "rollout.tp=3: 64 of vocab_size, padded to a multiple of 64, do not divide by 3",
+            r"rollout.tp=3: 64 vocabulary rows \(vocab_size padded to a multiple of 64\) are not divisible by 3",
         ),
     ],
 )

@@ -51,8 +51,8 @@ def test_mismatched_params_names_each_difference():
     shard = Shard({"a": (2, 3), "b": (4,), "c": (1,)}, (), {"a": "float32", "b": "float32", "c": "bfloat16"})
     assert shard.mismatched_params({"c": ((1,), "bfloat16"), "b": ((4,), "float32"), "a": ((2, 3), "float32")}) == []
     assert shard.mismatched_params({"a": ((3, 2), "float32"), "b": ((4,), "float8_e4m3fn"), "d": ((), "float32")}) == [
-        "a is [3, 2] (float32), but the family declares [2, 3] (float32)",
-        "b is [4] (float8_e4m3fn), but the family declares [4] (float32)",
+        "a has shape [3, 2] (float32), but the family expects [2, 3] (float32)",
+        "b has shape [4] (float8_e4m3fn), but the family expects [4] (float32)",
         "d [] (float32) does not belong to the family",
         "c is missing",
     ]

@@ -53,9 +53,9 @@ def test_parameters_of_another_stage_are_not_selected():
 
 def test_part_of_a_fused_parameter_is_rejected():
     message = (
-        "actor.frozen: matches model.layers.2.self_attn.k_proj.weight but not "
-        "model.layers.2.self_attn.q_proj.weight, model.layers.2.self_attn.v_proj.weight, "
-        "and the trainer fuses these into one parameter. Fix: match all 3 or none"
+        "actor.frozen: the patterns match model.layers.2.self_attn.k_proj.weight but not "
+        "model.layers.2.self_attn.q_proj.weight, model.layers.2.self_attn.v_proj.weight. "
+        "The trainer fuses these tensors into one parameter. Fix: match all 3 or none"
     )
     with pytest.raises(ValueError) as error:
         selected("*.k_proj.weight")
@@ -64,7 +64,8 @@ def test_part_of_a_fused_parameter_is_rejected():
 
 def test_unmatched_pattern_is_rejected_with_suggestions():
     with pytest.raises(
-        ValueError, match=r"actor.frozen: model.layer.0.\* matches no tensor .* similar names are .* model.layers.0."
+        ValueError,
+        match=r"actor.frozen: model.layer.0.\* matches no tensor .* Fix: use a name such as .* model.layers.0.",
     ):
         selected("model.layers.0.*", "model.layer.0.*")
 
@@ -76,9 +77,15 @@ def recipe(*overrides: str) -> Config:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["actor.frozen=['*']"], r"actor.frozen=\['\*'\]: all parameters are frozen. Fix: match fewer tensors"),
-        (["actor.frozen=[lm_head.weight]"], "actor.frozen: lm_head.weight matches no tensor of the model"),
-        (["actor.optimizer.no_weight_decay=['*.v_proj.*']"], "actor.optimizer.no_weight_decay: matches .*v_proj"),
+        (
+            ["actor.frozen=['*']"],
+            r"actor.frozen=\['\*'\]: the patterns freeze all parameters. Fix: match fewer tensors",
+        ),
+        (["actor.frozen=[lm_head.weight]"], "actor.frozen: lm_head.weight matches no tensor in the model"),
+        (
+            ["actor.optimizer.no_weight_decay=['*.v_proj.*']"],
+            "actor.optimizer.no_weight_decay: the patterns match .*v_proj",
+        ),
     ],
 )
 def test_invalid_selections_are_rejected(overrides, message):
@@ -98,8 +105,8 @@ def test_single_experts_can_skip_decay_but_not_be_frozen():
     decayed = "actor.optimizer.no_weight_decay=['*.experts.1.*']"
     check_selections(recipe(decayed, "actor.frozen=['*.1.mlp.experts.*']").actor, hf_config)
     message = (
-        r"^actor.frozen: matches (\S+)\.experts\.1\.(\w+)\.weight, but not 3 of the layer's 4 experts; .* Fix: "
-        r"match \1\.experts\.\*\.\2\.weight, or none"
+        r"^actor.frozen: the patterns match (\S+)\.experts\.1\.(\w+)\.weight, but not 3 of the layer's 4 experts\. .* "
+        r"Fix: add \1\.experts\.\*\.\2\.weight, or match none"
     )
     with pytest.raises(UserError, match=message):
         check_selections(recipe("actor.frozen=['*.experts.1.*']").actor, hf_config)

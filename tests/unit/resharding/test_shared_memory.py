@@ -132,6 +132,8 @@ def test_error_names_an_unknown_parameter():
 def test_full_dev_shm_is_detected_before_moving_weights(monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**20))
     tensor = torch.zeros(2**20)
-    with pytest.raises(ValueError, match=r"/dev/shm has 1 MiB free, but the weights need 4 MiB\. Fix: enlarge it"):
+    with pytest.raises(
+        ValueError, match=r"/dev/shm has 1 MiB free, but the weights need 4 MiB\. Fix: enlarge /dev/shm"
+    ):
         publish({"w": tensor})
     assert not tensor.is_shared()

@@ -142,7 +142,7 @@ def test_mismatch_names_the_tensor_and_both_sides(parameter, damage, region, cou
     with pytest.raises(RuntimeError) as error:
         check_weights(engines[3], params, expected)
     match = re.fullmatch(
-        r"engine and trainer weights differ in (\d+) regions; the first: (.*) \(float32\): checksum (\w{16}) in "
+        r"engine and trainer weights differ in (\d+) regions. The first is (.*) \(float32\): checksum (\w{16}) in "
         r"vllm:1.1 (\S+), expected (\w{16}) in megatron:\d chunk0\S+(, megatron:\d chunk0\S+)*",
         str(error.value),
     )
@@ -161,7 +161,7 @@ def test_stale_engine_weights_differ_in_a_sample():
     params = vllm_shard(CONFIG, random_checkpoint(CONFIG), 1, rank=0)
     check_weights(engine, params, expected_of(CONFIG, ranks, weights, [engine], wanted))
     updated = {rank: {name: weight + 1e-6 for name, weight in part.items()} for rank, part in weights.items()}
-    with pytest.raises(RuntimeError, match=r"engine and trainer weights differ in 4 regions; the first: "):
+    with pytest.raises(RuntimeError, match=r"engine and trainer weights differ in 4 regions. The first is "):
         check_weights(engine, params, expected_of(CONFIG, ranks, updated, [engine], wanted))
 
 

@@ -59,7 +59,7 @@ def test_word_i_is_not_an_option():
 
 @pytest.mark.parametrize("answer", [None, "", "AB", "12", "A or B", "é"])
 def test_answer_that_is_not_a_letter_raises(answer):
-    with pytest.raises(ValueError, match=r"choice_match: the answer .* is not the letter of an option"):
+    with pytest.raises(ValueError, match=r"choice_match: the answer .* is not an option's letter"):
         choice_match("", "B", answer)
 
 

@@ -64,9 +64,9 @@ def test_random_orders_depend_on_the_seed_and_are_balanced():
     ("judge", "reason"),
     [
         (lambda prompt, first, second, answer: {"b": 1}[first], "raised KeyError: 'a' on samples 0.a and 0.b"),
-        (lambda *words: 2, "returned 2.0, not a bool or a probability, on samples 0."),
-        (lambda *words: "first", "returned str, not a bool"),
-        (lambda *words: float("nan"), "returned nan, not a bool"),
+        (lambda *words: 2, "returned 2.0 instead of a bool or a probability on samples 0."),
+        (lambda *words: "first", "returned str instead of a bool"),
+        (lambda *words: float("nan"), "returned nan instead of a bool"),
     ],
 )
 def test_failed_comparison_fails_both_samples(judge, reason):
@@ -75,7 +75,7 @@ def test_failed_comparison_fails_both_samples(judge, reason):
 
 
 def test_single_response_has_no_verdict():
-    assert judged(longer, [sample(0, "a")]) == {"0.a": "has no other response to compare with"}
+    assert judged(longer, [sample(0, "a")]) == {"0.a": "has no second response to compare with"}
 
 
 def test_verdict_is_a_part_of_the_reward():
@@ -84,4 +84,4 @@ def test_verdict_is_a_part_of_the_reward():
     scores = [Scorer([]).score(item, {}, verdict=by_sample[item.id])[0] for item in samples]
     assert [(score.value, score.parts) for score in scores] == [(1.0, {"judge": 1.0}), (0.0, {"judge": 0.0})]
     failed, _ = Scorer([]).score(samples[0], {}, verdict="raised KeyError: 1")
-    assert failed.value is None and failed.failure == "rewards.functions: judge raised KeyError: 1, on sample 0.aa"
+    assert failed.value is None and failed.failure == "rewards.functions: judge raised KeyError: 1 (sample 0.aa)"

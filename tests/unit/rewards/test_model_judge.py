@@ -46,14 +46,16 @@ def test_question_must_leave_room_for_the_answer():
     override = template("Rate {response}")
     length = len(judge(override).read(SAMPLE).sample.token_ids)
     assert judge(override, longest=length + 10).read(SAMPLE)
-    with pytest.raises(Unreadable, match=rf"needs {length} tokens .*=10 .* raise reward_model.context_length"):
+    with pytest.raises(
+        Unreadable, match=rf"the question \({length} tokens\) .*=10\) .* raise reward_model.context_length"
+    ):
         judge(override, longest=length + 9).read(SAMPLE)
 
 
 def test_question_that_the_template_rejects_is_unreadable():
     tokenizer = merging_tokenizer()
     tokenizer.chat_template = "{{ raise_exception('no users') }}"
-    with pytest.raises(Unreadable, match="has a chat template that rejects the question: no users"):
+    with pytest.raises(Unreadable, match="the chat template rejects the question: no users"):
         judge(tokenizer=tokenizer).read(SAMPLE)
 
 
@@ -68,8 +70,8 @@ def test_last_rating_is_the_reward(answer, value):
 def test_answer_without_a_rating_is_a_failure(answer):
     reward = judge().reward(SAMPLE, JUDGE.encode(answer))
     score, _ = Scorer([]).score(SAMPLE, {}, reward)
-    reason = f"gave no rating [[1 to 10]] in the judge's answer: …{answer!r}"
-    assert (score.value, score.failure) == (None, f"rewards.functions: reward_model {reason}, on sample s")
+    reason = f"the judge's answer has no rating [[1 to 10]]: …{answer!r}"
+    assert (score.value, score.failure) == (None, f"rewards.functions: reward_model on sample s: {reason}")
 
 
 def test_scale_is_configurable():

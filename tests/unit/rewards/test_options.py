@@ -51,7 +51,7 @@ def test_options_are_arguments_and_not_columns(file):
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("exact_match", {"case": 1}, "exact_match has no option 'case'. Fix: use one of its options: none"),
+        ("exact_match", {"case": 1}, "exact_match has no option 'case'. Fix: remove its options"),
         (
             "think_answer_format",
             {"rihgt": 1},
@@ -59,7 +59,7 @@ def test_options_are_arguments_and_not_columns(file):
         ),
         ("think_answer_format", {"response": 1}, "has no option 'response'. Fix: use one of its options: right, wrong"),
         ("FILE:near", {"scale": 1}, "FILE:near has no option 'scale'. Fix: use one of its options: level, tolerance"),
-        ("regex_match", {}, "regex_match requires an option. Fix: add options: {pattern: …}"),
+        ("regex_match", {}, "regex_match requires the option pattern. Fix: add options: {pattern: …}"),
         (
             "regex_match",
             {"pattern": "("},
@@ -74,14 +74,14 @@ def test_options_are_arguments_and_not_columns(file):
         (
             "soft_overlong",
             {"max_tokens": 8, "buffer": 9},
-            "options.buffer=9: must be a positive integer, and at most max_tokens=8",
+            "options.buffer=9: must be a positive integer up to max_tokens=8",
         ),
         ("cosine_length", {"max_tokens": 0}, "cosine_length: options.max_tokens=0: must be a positive integer"),
-        ("cosine_length", {"max_tokens": 8, "verifier": "exact"}, "no function 'exact'; did you mean exact_match?"),
+        ("cosine_length", {"max_tokens": 8, "verifier": "exact"}, "unknown function 'exact'. Fix: use exact_match"),
         (
             "cosine_length",
             {"max_tokens": 8, "verifier": {"name": "f"}},
-            "must be a function's name or {function, options}",
+            "expected a function's name or {function, options}",
         ),
         (
             "generative_judge",
@@ -91,7 +91,7 @@ def test_options_are_arguments_and_not_columns(file):
         (
             "generative_judge",
             {"base_url": "http://localhost/v1", "model": "m", "api_key_env": "NO_SUCH_KEY"},
-            "options.api_key_env=NO_SUCH_KEY: the environment variable is not set. Fix: export it",
+            "options.api_key_env=NO_SUCH_KEY: this environment variable is not set. Fix: export it",
         ),
         ("reasoning_gym", {"reads": "box"}, "reasoning_gym: options.reads='box': must be one of tags, response"),
     ],
@@ -132,10 +132,10 @@ def test_functions_apply_to_rows_of_their_sources(tmp_path):
         UserError, match=r"rows.jsonl:2: no function in rewards.functions lists 'text' \(the row's 'from'\) in its"
     ):
         load_prompts(load(QUICKSTART, [only_math, *overrides[1:]]), tmp_path / "model")
-    with pytest.raises(UserError, match=r"sources=.*, and data\.source_column=null"):
+    with pytest.raises(UserError, match=r"sources=.*, because data\.source_column=null"):
         load(QUICKSTART, [only_math])
     with pytest.raises(
-        UserError, match=r"rows.jsonl:1: no column 'origin' .* Fix: set data.source_column to the right one"
+        UserError, match=r"rows.jsonl:1: missing column 'origin' .* Fix: set data.source_column to one of the columns"
     ):
         load_prompts(load(QUICKSTART, [*overrides, "data.source_column=origin"]), tmp_path / "model")
 
@@ -168,8 +168,8 @@ def test_batch_contains_only_samples_of_its_sources(file):
     ("second", "remedy"),
     [
         ({"function": "exact_match", "weight": 2.0}, "list it once, with the sum of the weights"),
-        ({"function": "exact_match", "sources": ["a"]}, "give each entry its own `name` for its metrics"),
-        ({"function": "numeric_match", "name": "exact_match"}, "give each entry its own `name` for its metrics"),
+        ({"function": "exact_match", "sources": ["a"]}, "set a different `name` in each entry"),
+        ({"function": "numeric_match", "name": "exact_match"}, "set a different `name` in each entry"),
     ],
 )
 def test_functions_with_the_same_name_are_refused(second, remedy):
@@ -178,5 +178,7 @@ def test_functions_with_the_same_name_are_refused(second, remedy):
 
 
 def test_name_of_another_metric_is_refused():
-    with pytest.raises(ValueError, match=r"rewards\.functions: name=mean: the name is reserved for other metrics"):
+    with pytest.raises(
+        ValueError, match=r"rewards\.functions: name=mean: this name is reserved for a metric of megarl"
+    ):
         load(QUICKSTART, ["rewards.functions=[{function: exact_match, name: mean}]"])

@@ -87,10 +87,10 @@ def test_empty_response_is_scored_at_its_position(input_format, last):
 
 
 def test_unreadable_sample_has_a_reason():
-    with pytest.raises(Unreadable, match="would read 14 tokens, more than 13; raise reward_model"):
+    with pytest.raises(Unreadable, match="the input has 14 tokens, but the limit is 13\. Fix: raise reward_model"):
         reader("text", longest=13).read(sample("ab.", ACTOR))
     reader("text", longest=14).read(sample("ab.", ACTOR))
-    with pytest.raises(Unreadable, match="has a chat template that rejects the messages: no tools"):
+    with pytest.raises(Unreadable, match="the chat template rejects the messages: no tools"):
         reader("chat").read(sample("ab.", ACTOR, messages=({"role": "tool", "content": "3"},)))
 
 
@@ -132,6 +132,6 @@ def test_step_that_ends_inside_a_sampled_token_fails():
     scores = [1.0, 2.0, 4.0, 8.0]
     refused = reward("ab.c", scores, CHARACTERS, PAIRS)
     assert refused.value is None and refused.by_token is None
-    assert refused.failure.startswith("scores a step that ends after 3 characters of the response, inside a sampled")
+    assert refused.failure.startswith("a step ends after 3 characters of the response, inside a sampled")
     # An outcome reward needs no position.
     assert reward("ab.c", scores, CHARACTERS, PAIRS, "reward_model.aggregation=mean") == ModelReward(6.0)

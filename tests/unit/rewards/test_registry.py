@@ -74,15 +74,16 @@ def test_any_callable_with_three_arguments_is_accepted(tmp_path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("exact_mach", r"'exact_mach'; did you mean exact_match\? Known: exact_match, numeric_match"),
-        ("zzz", r"'zzz'; Known: exact_match, numeric_match"),
+        ("exact_mach", r"'exact_mach'\. Fix: use exact_match$"),
+        ("zzz", r"'zzz'\. Fix: use one of exact_match, numeric_match"),
         ("{folder}/missing.py:f", r"missing\.py is not a Python file"),
-        ("{folder}/good.py", r"is a file without a function\. Fix: write .*good\.py:FUNCTION"),
+        ("{folder}/good.py", r"names a file but no function\. Fix: use .*good\.py:FUNCTION"),
         ("{folder}/good.py:g", r"good\.py has no function 'g'\. Fix: define it as g\(prompt, response, answer\)"),
         ("{folder}/good.py:constant", r"good\.py has no function 'constant'"),
         (
             "{folder}/good.py:two",
-            r"good\.py:two takes \(prompt, response\): too many positional arguments\. Fix: define it as two\(prompt",
+            r"good\.py:two has the signature \(prompt, response\): too many positional arguments\. "
+            r"Fix: define it as two\(prompt",
         ),
         ("{folder}/broken.py:f", r"importing .*broken\.py raised SyntaxError"),
         ("{folder}/failing.py:f", r"importing .*failing\.py raised ZeroDivisionError: division by zero"),
@@ -110,8 +111,9 @@ def test_batch_function_is_recognized_by_parameter_names(tmp_path):
     assert [takes_batches(resolve(f"{file}:{name}")) for name in ("f", "object", "g")] == [True, True, False]
     assert not takes_batches(max) and asked_columns(resolve(f"{file}:f"), 3) == {"level": True}
     message = (
-        r"^rewards.functions: .*batches.py:trl takes \(prompts, completions, answers\)\. Fix: name its first "
-        r"parameters \(prompts, responses, answers\) for whole batches, or \(prompt, response, answer\) for single"
+        r"^rewards.functions: .*batches.py:trl has the signature \(prompts, completions, answers\)\. Fix: name its "
+        r"first parameters \(prompts, responses, answers\) to score whole batches, or "
+        r"\(prompt, response, answer\) to score single"
     )
     with pytest.raises(ValueError, match=message):
         resolve(f"{file}:trl")

@@ -112,13 +112,13 @@ def test_ratings_are_rewards_and_missing_ones_failures(server):
         "say Good. [[10]]": 1.0,
         "say First [[1]], but [[ 5.5 ]]": 0.5,
         "say [[1]]": 0.0,
-        "say [[0]]": "no rating [[1 to 10]] in the judge's answer: …'[[0]]'",
-        "say ten": "no rating [[1 to 10]] in the judge's answer: …'ten'",
+        "say [[0]]": "the judge's answer has no rating [[1 to 10]]: …'[[0]]'",
+        "say ten": "the judge's answer has no rating [[1 to 10]]: …'ten'",
         "say": "no rating [[1 to 10]]",
-        "status 500": "answered 500 ",
-        "status 404": "answered 404 ",
-        "plain": "answered without a message: 'no JSON'",
-        "shape": "answered without a message: ",
+        "status 500": "returned status 500: ",
+        "status 404": "returned status 404: ",
+        "plain": "returned no message: 'no JSON'",
+        "shape": "returned no message: ",
         "drop": "could not be reached (RemoteProtocolError: ",
         "slow [[10]]": f"did not answer within {LIMIT_S} s",
     }
@@ -143,7 +143,11 @@ def test_requests_are_concurrent_up_to_the_limit(server, monkeypatch):
 
 def test_only_transient_errors_are_retried(server):
     results = judged(server, "flaky [[10]]", "status 429", "status 400", retries=1)
-    assert results[0].value == 1.0 and "answered 429" in results[1].failure and "answered 400" in results[2].failure
+    assert (
+        results[0].value == 1.0
+        and "returned status 429" in results[1].failure
+        and "returned status 400" in results[2].failure
+    )
     contents = [request["messages"][0]["content"].split("|")[1] for request in server.requests]
     assert sorted(contents) == ["flaky [[10]]"] * 2 + ["status 400"] + ["status 429"] * 2
 

@@ -58,7 +58,7 @@ def test_result_that_is_not_a_finite_number_is_a_failure(result):
     score, _ = Scorer([EXACT]).score(sample_of("12"), {"exact_match": result})
     assert score.value is None
     assert score.failure == (
-        f"rewards.functions: exact_match returned {result.returned}, not a finite number or a bool, on sample s7"
+        f"rewards.functions: exact_match returned {result.returned} instead of a finite number or a bool on sample s7"
     )
 
 
@@ -82,14 +82,16 @@ def test_reward_model_score_is_a_part_like_others():
     assert scorer.score(sample_of("12"), results) == (Score(value=1.0, parts={"exact_match": 1.0}), None)
     failed, _ = scorer.score(sample_of("12"), results, ModelReward(float("nan")))
     assert failed.value is None and failed.parts == {"exact_match": 1.0}
-    assert "reward_model returned nan, not a finite number" in failed.failure
+    assert "reward_model returned nan instead of a finite number" in failed.failure
 
 
 def test_unreadable_sample_is_a_failure_and_not_zero():
     scorer = Scorer([RewardFunction(function="exact_match")])
-    score, _ = scorer.score(sample_of("12"), {"exact_match": RIGHT}, ModelReward(None, failure="would read 14 tokens"))
+    score, _ = scorer.score(
+        sample_of("12"), {"exact_match": RIGHT}, ModelReward(None, failure="the input has 14 tokens")
+    )
     assert score.value is None and score.parts == {"exact_match": 1.0}
-    assert score.failure == "rewards.functions: reward_model would read 14 tokens, on sample s7"
+    assert score.failure == "rewards.functions: reward_model on sample s7: the input has 14 tokens"
 
 
 TURNS = (False, True, True, False, True, False, False, True)
@@ -154,5 +156,5 @@ def test_response_without_trained_tokens_has_no_turns():
 def test_every_turn_requires_a_finite_reward(rewards, returned):
     score, token_rewards = scored(rewards, returned=returned)
     expected = "a list of 3 finite numbers, one per turn"
-    assert score.failure == f"rewards.functions: f returned {returned}, not {expected}, on sample s7"
+    assert score.failure == f"rewards.functions: f returned {returned} instead of {expected} on sample s7"
     assert score.value is None and token_rewards is None

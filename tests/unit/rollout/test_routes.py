@@ -32,7 +32,7 @@ def test_routes_after_the_last_token_are_dropped():
 def test_routes_of_zeros_are_rejected():
     zeros = reported(6)
     zeros[:, 1] = 0
-    with pytest.raises(RuntimeError, match="not 2 distinct experts of 8 per token and layer"):
+    with pytest.raises(RuntimeError, match=r"do not have 2 distinct experts \(of 8\) per token and layer"):
         whole_routes(mixture(), zeros, 7)
 
 
@@ -40,7 +40,7 @@ def test_physical_expert_indices_are_rejected():
     """With load balancing, popular experts are replicated, so physical indices exceed the number of experts."""
     physical = reported(6)
     physical[3, 0, 1] = 8
-    with pytest.raises(RuntimeError, match="not 2 distinct experts of 8"):
+    with pytest.raises(RuntimeError, match=r"do not have 2 distinct experts \(of 8\)"):
         whole_routes(mixture(), physical, 7)
 
 

@@ -27,15 +27,18 @@ def finished(tmp_path: Path) -> Path:
 
 
 def test_finished_run_is_reported(finished: Path) -> None:
-    assert check_beginning(config(finished, "run.steps=3", "resume=auto")) == f"{finished}/a: already at step 3 of 3"
+    assert (
+        check_beginning(config(finished, "run.steps=3", "resume=auto"))
+        == f"{finished}/a: the run has already finished step 3 of 3"
+    )
     assert check_beginning(config(finished, "run.steps=4", "resume=auto")) is None
 
 
 @pytest.mark.parametrize(
     ("override", "problem"),
     [
-        ("run.seed=1", r"^run.seed=1: .*/a was saved with 0. Fix: restore it"),
-        ("run.steps=2", r"^run.steps=2: .*/a has completed 3 steps. Fix: set run.steps to at least 3"),
+        ("run.seed=1", r"^run.seed=1: .*/a was saved with 0. Fix: restore this value"),
+        ("run.steps=2", r"^run.steps=2: .*/a was saved after step 3. Fix: set run.steps to at least 3"),
     ],
 )
 def test_finished_run_of_another_recipe_raises(finished: Path, override: str, problem: str) -> None:
@@ -54,7 +57,7 @@ def test_finished_run_with_a_moved_model_is_finished(tmp_path: Path) -> None:
     identity = {"folder": str(models["there"]), "hash": weights_hash(models["there"])}
     run = start(settings, PROMPTS, {"model.path": identity})
     run.folder.finish(settings.run.steps)
-    assert "already at step" in check_beginning(config(runs, "resume=auto", paths["here"]))
+    assert "already finished step" in check_beginning(config(runs, "resume=auto", paths["here"]))
     with pytest.raises(UserError, match=r"^model.path=.*/other: .* was saved with .*/there. Fix: restore it"):
         check_beginning(config(runs, "resume=auto", paths["other"]))
 
@@ -68,7 +71,7 @@ def test_taken_name_raises_unless_the_run_is_resumed(tmp_path: Path) -> None:
     assert check_beginning(config(tmp_path, f"resume={newest}")) is None
     for resume in ("never", tmp_path / "b" / "checkpoints" / "step_000002"):
         with pytest.raises(
-            UserError, match=r"^run.name=a: .* resume=auto .* another run.name, or set run.replace=true"
+            UserError, match=r"^run.name=a: .* resume=auto .* a different run.name, or set run.replace=true"
         ):
             check_beginning(config(tmp_path, f"resume={resume}"))
 
@@ -84,7 +87,10 @@ def test_command_reports_it_without_heavy_imports(finished: Path) -> None:
     """
     keys = [f"run.folder={finished}", "run.name=a", "model.path=m", "data.source=arithmetic", "run.steps=3"]
     before = {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
-    for resume, expected in (("auto", (0, f"{finished}/a: already at step 3 of 3\n[]\n")), ("never", (2, "[]\n"))):
+    for resume, expected in (
+        ("auto", (0, f"{finished}/a: the run has already finished step 3 of 3\n[]\n")),
+        ("never", (2, "[]\n")),
+    ):
         command = [sys.executable, "-c", code, "train", str(BASE), *keys, f"resume={resume}"]
         done = subprocess.run(
             command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True

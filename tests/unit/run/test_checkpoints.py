@@ -108,7 +108,7 @@ def test_changed_state_is_detected(checkpoints: Checkpoints) -> None:
     content = json.loads(manifest.read_text())
     content["content"]["state"]["run"]["step"] = 2
     manifest.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=r"manifest.json is damaged\. There is no earlier checkpoint\. Fix: start"):
+    with pytest.raises(ValueError, match=r"manifest.json is damaged\. No earlier checkpoint exists\. Fix: start"):
         Checkpoint.open(manifest.parent)
 
 
@@ -131,7 +131,7 @@ def test_keep_retains_the_latest_pointer(checkpoints: Checkpoints) -> None:
 
 def test_go_back_to_removes_later_checkpoints(checkpoints: Checkpoints) -> None:
     save(checkpoints, 5, 10, 15)
-    checkpoints.go_back_to(10)
+    checkpoints.roll_back_to(10)
     assert names(checkpoints) == ["latest", "step_000005", "step_000010"]
     assert checkpoints.latest() == checkpoints.path / "step_000010"
 
@@ -144,12 +144,12 @@ def test_folders_with_other_names_are_ignored(checkpoints: Checkpoints) -> None:
     checkpoints.keep(1)
     assert names(checkpoints) == ["latest", "step_000020.keep", "step_000040", "step_25"]
     remove(latest.path / "manifest.json")
-    with pytest.raises(ValueError, match="There is no earlier checkpoint"):
+    with pytest.raises(ValueError, match="No earlier checkpoint exists"):
         Checkpoint.open(latest.path)
     kept = earlier.with_name("step_000020.keep")
     assert Checkpoint.open(kept).step == 20
     flip(kept / "actor" / ".metadata")
-    with pytest.raises(ValueError, match=r"step_000020.keep: actor/.metadata is damaged: .*[.] There is no earlier"):
+    with pytest.raises(ValueError, match=r"step_000020.keep: actor/.metadata is damaged: .*[.] No earlier"):
         Checkpoint.open(kept).verify(Checkpoint.open(kept).files)
 
 
@@ -195,7 +195,7 @@ def test_latest_is_complete_after_a_kill_at_any_operation(tmp_path: Path) -> Non
         opened.verify(opened.files)
         assert opened.step == 30 if finished else opened.step in (20, 30)
         checkpoints.sweep()
-        checkpoints.go_back_to(opened.step)
+        checkpoints.roll_back_to(opened.step)
         assert not [name for name in names(checkpoints) if name.startswith(".")]
         # The next attempt can save the same step again.
         if opened.step == 20:
@@ -269,7 +269,7 @@ def test_full_disk_raises_with_the_arithmetic(checkpoints: Checkpoints, monkeypa
     with pytest.raises(ValueError) as error:
         checkpoints.require_space(2 * 10**9, keep=2, number=3)
     assert str(error.value) == (
-        f"checkpoint.keep=2: {checkpoints.path} has 5.00 GB free, and 3 more checkpoints need 3 x 2.00 = 6.00 GB (a "
-        "new one is written before the oldest is removed). Fix: free disk space, lower checkpoint.keep, or set "
-        "checkpoint.every_steps=null and checkpoint.on_signal=false."
+        f"checkpoint.keep=2: {checkpoints.path} has 5.00 GB free, but 3 more checkpoints need 3 x 2.00 = 6.00 GB "
+        "(megarl writes a new one before it removes the oldest). Fix: free disk space, lower checkpoint.keep, or set "
+        "checkpoint.every_steps=null and checkpoint.on_signal=false"
     )

@@ -67,9 +67,9 @@ def test_excess_checkpoints_are_removed_after_loading(tmp_path: Path) -> None:
 
 
 class FakeInterrupts:
-    """Replaces the driver's interrupts. A step sets is_told to simulate a signal."""
+    """Replaces the driver's interrupts. A step sets is_signaled to simulate a signal."""
 
-    is_told, left_s = False, 1.0
+    is_signaled, left_s = False, 1.0
 
     def __init__(self) -> None:
         self.graces: list[tuple[float, bool]] = []
@@ -125,7 +125,7 @@ def test_signal_saves_after_the_current_step(
     tmp_path: Path, fake_interrupts: FakeInterrupts, every: str, number: int
 ) -> None:
     def act() -> dict:
-        fake_interrupts.is_told = True
+        fake_interrupts.is_signaled = True
         return {}
 
     with pytest.raises(KeyboardInterrupt), prepare(tmp_path, *NONE_DUE, every) as context:
@@ -133,7 +133,7 @@ def test_signal_saves_after_the_current_step(
         assert Checkpoints(context.folder.checkpoints).steps()[-1] == number
         assert fake_interrupts.graces == [(7, True)]
         raise KeyboardInterrupt
-    fake_interrupts.is_told = False
+    fake_interrupts.is_signaled = False
     with prepare(tmp_path, *NONE_DUE, every, "resume=auto") as again:
         assert again.state.step == number
 
@@ -144,7 +144,7 @@ def test_signal_after_the_last_step_ends_the_run_saved(
     """Exporting the model could take minutes."""
     with prepare(tmp_path, *NONE_DUE) as context:
         monkeypatch.setattr(
-            type(context.saver), "commit", lambda _: setattr(fake_interrupts, "is_told", context.state.step == 3)
+            type(context.saver), "commit", lambda _: setattr(fake_interrupts, "is_signaled", context.state.step == 3)
         )
         assert run_until(context, 0, dict) == [1, 2, 3]
         assert Checkpoints(context.folder.checkpoints).steps() == [3]
@@ -152,12 +152,12 @@ def test_signal_after_the_last_step_ends_the_run_saved(
 
 def test_failure_caused_by_a_signal_is_an_interrupt(tmp_path: Path, fake_interrupts: FakeInterrupts, capsys) -> None:
     def act() -> dict:
-        fake_interrupts.is_told = True
+        fake_interrupts.is_signaled = True
         raise RunFailure("update: trainer-0 died")
 
     with prepare(tmp_path, *NONE_DUE) as context:
         assert run_until(context, 2, act) == [1]
-    assert "the current step was interrupted: update: trainer-0 died" in capsys.readouterr().out
+    assert "the signal interrupted the current step: update: trainer-0 died" in capsys.readouterr().out
 
 
 def test_failure_without_a_signal_is_raised(tmp_path: Path, fake_interrupts: FakeInterrupts) -> None:

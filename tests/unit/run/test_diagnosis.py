@@ -45,7 +45,7 @@ def test_first_differing_stage_is_reported_with_its_side(odd: str, expected: str
     first = first_different(stages)
     assert (first.name, first.odd) == ("layer 1", odd)
     assert verdict(stages).startswith(
-        f"layer 1 is the first stage that differs: trainer and engine differ by {expected}"
+        f"layer 1 is the first stage that differs. After it, the trainer and the engine differ by {expected}"
     )
     assert verdict(stages).endswith(f"inspect this stage in the {odd}")
     assert [row.endswith("<") for row in table(stages).splitlines()] == [False, False, False, True, True, True]
@@ -53,7 +53,7 @@ def test_first_differing_stage_is_reported_with_its_side(odd: str, expected: str
 
 def test_equal_sides_agree() -> None:
     stages = compare(dict.fromkeys(("trainer", "engine", "plain"), outputs()), "float32")
-    assert first_different(stages) is None and verdict(stages).startswith("trainer and engine agree")
+    assert first_different(stages) is None and verdict(stages).startswith("The trainer and the engine agree")
 
 
 def test_nan_outputs_differ() -> None:
@@ -84,9 +84,9 @@ def test_find_rollout_takes_the_first_sample_with_token_ids(run: Path) -> None:
 @pytest.mark.parametrize(
     ("step", "sample", "message"),
     [
-        (2, None, "--step 2: .* has rollouts of steps 1 to 3"),
-        (3, "3.9.9", "--sample 3.9.9: not in step 3. Fix: choose a sample_id from"),
-        (3, "3.0.0", "sample 3.0.0 lacks token ids, which are saved for run.token_samples samples per step"),
+        (2, None, r"--step 2: the run has no rollouts of this step\. Fix: pass a step from 1 to 3"),
+        (3, "3.9.9", "--sample 3.9.9: step 3 has no such sample. Fix: pass a sample_id from"),
+        (3, "3.0.0", "sample 3.0.0 has no token ids. megarl saves them for run.token_samples samples per step"),
         (1, None, "no sample has token ids"),
     ],
 )

@@ -32,7 +32,7 @@ def test_allocated_time_covers_all_allocations(run: Path) -> None:
 def test_goodput_counts_completed_steps(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megarl.run.effective_time.time.time", lambda: 1150.0)
     assert effective_time(run).share == pytest.approx(50 / 150)
-    assert str(effective_time(run)) == "33.3 % of 150 s of allocated time was spent on completed steps"
+    assert str(effective_time(run)) == "completed steps took 33.3 % of the allocated time (150 s)"
     monkeypatch.setenv(ALLOCATED, "1100")
     share = EffectiveShare(run)
     monkeypatch.setattr("megarl.run.effective_time.time.time", lambda: 1170.0)

@@ -178,7 +178,7 @@ def test_latest_points_to_the_newest_run(config):
 
 def test_name_latest_is_reserved(config):
     other = config.model_copy(update={"run": config.run.model_copy(update={"name": "latest"})})
-    with pytest.raises(ValueError, match=r"run.name=latest: reserved for .* choose another"):
+    with pytest.raises(ValueError, match=r"run.name=latest: the name latest is reserved for .* set a different"):
         RunFolder.create(other)
     assert not Path(config.run.folder).exists()
 

@@ -56,7 +56,7 @@ def test_file_system_without_locks_causes_a_warning(tmp_path: Path, monkeypatch,
 
     fail(errno.ENOSYS)
     with run_lock(tmp_path / "a"):
-        expected = f"{tmp_path}/.a.lock: file locks are not supported here (Function not impl"
+        expected = f"{tmp_path}/.a.lock: this file system has no file locks (Function not impl"
         assert capsys.readouterr().out.startswith(expected)
     fail(errno.EIO)
     with pytest.raises(OSError, match="Input/output error"), run_lock(tmp_path / "a"):
@@ -67,6 +67,6 @@ def test_file_system_without_locks_causes_a_warning(tmp_path: Path, monkeypatch,
 def test_folder_that_is_not_writable_raises(tmp_path: Path, folder: str, why: str) -> None:
     (tmp_path / "taken").write_text("a file")
     place = tmp_path / folder
-    line = f"run.folder={place}: not writable ({why}: {place}). Fix: set run.folder to a writable folder."
+    line = f"run.folder={place}: not writable ({why}: {place}). Fix: set run.folder to a writable folder"
     with pytest.raises(ValueError, match=f"^{re.escape(line)}$"), run_lock(place / "a"):
         pass

@@ -48,7 +48,7 @@ def begin(given: Config) -> tuple[str, Mapping[str, str]]:
 
 
 def test_same_command_resumes_after_the_link_has_moved(before: Path, capsys) -> None:
-    message = f"model.path={LATEST}: uses {before}, to which it resolved when the run started\n"
+    message = f"model.path={LATEST}: using {before}, the folder from the start of the run\n"
     assert begin(recipe("resume=auto"))[0] == str(before)
     assert Path("runs/latest").resolve().name == "a"
     assert message not in capsys.readouterr().out

@@ -63,7 +63,7 @@ def check(recipe: Path, root: Path, capfd: pytest.CaptureFixture, *overrides: st
     out, err = capfd.readouterr()
     assert exit.value.code == 0, err
     *rows, last = out.splitlines()
-    assert last == "all checks passed; nothing was started"
+    assert last == "All checks passed. No processes were started."
     assert not list(root.iterdir()) and set(psutil.Process().children()) == before
     return dict(row.split(maxsplit=1) for row in rows), err
 
@@ -87,7 +87,7 @@ def test_check_prints_a_summary(recipe: Path, tmp_path: Path, capfd: pytest.Capt
     assert rows["data"] == "8 prompts; first: '0 + 0 =', answer '0'"
     file = f"{recipe.parent}/rewards.py"
     assert rows["rewards"] == f"judge = 0.5, {file}:length = 1, {file}:turns = 0.5 for the first row's answer"
-    assert rows["disk"].startswith("2 + 1 checkpoints x 0.00 GB in ")
+    assert rows["disk"].startswith("(2 + 1) checkpoints x 0.00 GB in ")
     assert rows["step"] == "4 prompts x 4 samples = 16 samples"
 
 
@@ -105,8 +105,8 @@ def test_reward_functions_receive_the_columns_of_the_row(
 @pytest.mark.parametrize(
     ("name", "failure"),
     [
-        ("nothing", "returned NoneType, not a finite number or a bool, on sample prompts.jsonl:1"),
-        ("turns", "returned a list of 1, not a finite number or a bool, on sample prompts.jsonl:1"),
+        ("nothing", "returned NoneType instead of a finite number or a bool on sample prompts.jsonl:1"),
+        ("turns", "returned a list of 1 instead of a finite number or a bool on sample prompts.jsonl:1"),
         ("tags", "raised IndexError: list index out of range on sample prompts.jsonl:1"),
         ("hangs", f"did not return within rewards.timeout_s={LIMIT_S} on sample prompts.jsonl:1"),
     ],
@@ -115,7 +115,7 @@ def test_reward_that_fails_on_the_first_answer_is_a_warning(
     recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture, name: str, failure: str
 ) -> None:
     rows, errors = check(recipe, tmp_path, capfd, functions(recipe, f"{name}'"), f"rewards.timeout_s={LIMIT_S}")
-    warning = f"megarl: warning: rewards.functions: {recipe.parent}/rewards.py:{name} {failure} (the trial used"
+    warning = f"megarl: warning: rewards.functions: {recipe.parent}/rewards.py:{name} {failure} (megarl used"
     assert errors.splitlines()[-1].startswith(warning)
     assert rows["rewards"] == "none for the first row's answer"
 
@@ -150,7 +150,7 @@ def test_environments_of_evaluation_sets_are_checked_by_name(
         cli.main()
     first, second = capfd.readouterr().err.splitlines()
     assert first.startswith(
-        "megarl: error: evaluation.sets: s0: environment.class=text_gam: unknown environment; did you"
+        "megarl: error: evaluation.sets: s0: environment.class=text_gam: unknown environment. Did you"
     )
     assert second.startswith("megarl: error: evaluation.sets: s1: environment.options.hihg: calculator has no such opt")
 
@@ -171,4 +171,4 @@ def test_evaluation_sets_are_checked_by_name(recipe: Path, tmp_path: Path, capfd
     assert exit.value.code == 2
     a, b = capfd.readouterr().err.splitlines()
     assert a.startswith("megarl: error: evaluation.sets: a: data.source=no.jsonl: not a file (working directory")
-    assert b.startswith("megarl: error: evaluation.sets: b: rewards.functions: no function 'exact_mach'; did you mean")
+    assert b.startswith("megarl: error: evaluation.sets: b: rewards.functions: unknown function 'exact_mach'. Fix: use")

@@ -66,8 +66,8 @@ def test_never_starts_over_and_keeps_the_earlier_folder(root: Path) -> None:
     with pytest.raises(UserError) as refused:
         start(config(root), PROMPTS)
     assert str(refused.value) == (
-        f"run.name=a: {root}/a already contains 2 steps of an earlier run. Fix: set resume=auto to continue it, choose "
-        "another run.name, or set run.replace=true to move it aside."
+        f"run.name=a: {root}/a already contains 2 steps of an earlier run. Fix: set resume=auto to continue that "
+        "run, set a different run.name, or set run.replace=true to move the folder aside"
     )
     assert sorted(root.rglob("*")) == before
     second = start(config(root, "run.replace=true"), PROMPTS)
@@ -94,7 +94,8 @@ def test_model_inside_the_folder_is_not_moved_aside(root: Path) -> None:
     save(start(config(root), PROMPTS), config(root), 1)
     (root / "a" / "model").mkdir()
     with pytest.raises(
-        UserError, match=r"^model.path=.*/a/model: inside .*/a, .* move aside. Fix: choose another run.name"
+        UserError,
+        match=r"^model.path=.*/a/model: the model is inside .*/a, .* move aside. Fix: set a different run.name",
     ):
         start(config(root, "run.replace=true", f"model.path={root}/a/model"), PROMPTS)
     assert names(root) == ["a", "latest"]
@@ -102,14 +103,14 @@ def test_model_inside_the_folder_is_not_moved_aside(root: Path) -> None:
 
 def test_auto_resumes_from_the_newest_checkpoint(root: Path) -> None:
     first = start(config(root, "resume=auto"), PROMPTS)
-    assert first.describe() == "starts at the first step"
+    assert first.describe() == "starting at the first step"
     save(first, config(root), 2)
     newest = save(first, config(root), 3)
     expected = first.state.cursor.take(6)
 
     again = start(config(root, "resume=auto", "run.steps=300"), PROMPTS)
     assert (again.state.step, again.checkpoint.path) == (3, newest)
-    assert again.describe() == f"resumes after step 3 from {newest}"
+    assert again.describe() == f"resuming after step 3 from {newest}"
     assert (again.folder.path, again.folder.attempt) == (root / "a", 2)
     assert [json.loads(line)["step"] for line in again.folder.metrics.read_text().splitlines()] == [1, 2, 3]
     assert again.state.cursor.take(6) == expected
@@ -187,7 +188,7 @@ def test_full_disk_leaves_the_folder_unchanged(root: Path, monkeypatch, resume: 
 def test_renamed_checkpoint_inside_the_folder_raises(root: Path, copy: str) -> None:
     path = save(start(config(root), PROMPTS), config(root), 2)
     shutil.copytree(path, root / "a" / copy)
-    with pytest.raises(ValueError, match=rf"^resume=.*{copy}: .* not named checkpoints/step_000002. Fix: rename it"):
+    with pytest.raises(ValueError, match=rf"^resume=.*{copy}: .* name is not checkpoints/step_000002. Fix: rename it"):
         start(config(root, f"resume={root}/a/{copy}"), PROMPTS)
     assert path.exists()
 
@@ -214,15 +215,16 @@ def test_checkpoint_of_another_run_is_not_modified(root: Path) -> None:
 @pytest.mark.parametrize(
     ("prepare", "prompts", "problem"),
     [
-        (lambda path: "resume=nowhere", PROMPTS, r"^resume=nowhere: no such folder. Fix: set it to never, auto or"),
+        (lambda path: "resume=nowhere", PROMPTS, r"^resume=nowhere: no such folder. Fix: set resume to never, auto or"),
         (lambda path: f"resume={path.parent}", PROMPTS, r"checkpoints: manifest.json is missing"),
         (lambda path: (path / "manifest.json").unlink() or "resume=auto", PROMPTS, r"manifest.json is missing"),
         (lambda path: "run.seed=1", PROMPTS, r"^run.seed=1: .*step_000002 was saved with 0. Fix"),
-        (lambda path: "run.steps=1", PROMPTS, r"^run.steps=1: .*step_000002 has completed 2 steps"),
+        (lambda path: "run.steps=1", PROMPTS, r"^run.steps=1: .*step_000002 was saved after step 2"),
         (
             lambda path: "resume=auto",
             PromptSet(PROMPTS.prompts, "another"),
-            r"^data.source=arithmetic: the prompts have changed since .*step_000002 was saved \(hash another…, was ",
+            r"^data.source=arithmetic: the prompts have changed since .*step_000002 was saved \(hash another… "
+            "instead of ",
         ),
     ],
     ids=["no folder", "not a checkpoint", "damaged", "another run", "fewer steps", "other prompts"],
@@ -247,9 +249,9 @@ def test_changed_model_under_the_same_path_raises(root: Path, path: str) -> None
         start(config(root, f"model.path={path}", "resume=auto"), PROMPTS, changed)
     remedy = " (model.revision selects a commit)" if path == "some/model" else ""
     assert str(refused.value) == (
-        f"model.path=/models/other: its weights (hash abcdefgh…) differ from those that the run of {saved} started "
-        f"from, in /models/m (hash 12345678…). Fix: restore them{remedy}, or start another run with resume=never and "
-        "a new run.name."
+        f"model.path=/models/other: these weights (hash abcdefgh…) differ from the weights that the run of {saved} "
+        f"started from: /models/m (hash 12345678…). Fix: restore the weights{remedy}, or start a new run with "
+        "resume=never and a different run.name"
     )
     assert sorted(root.rglob("*")) == before
     again = start(config(root, f"model.path={path}", "model.revision=v1", "resume=auto"), PROMPTS)
@@ -260,13 +262,13 @@ def test_moved_model_is_recognized_by_its_hash(root: Path, capsys: pytest.Captur
     save(start(config(root), PROMPTS), config(root), 2)
     elsewhere = config(root, "resume=auto", "model.path=/new/m")
     before = sorted(root.rglob("*"))
-    with pytest.raises(UserError, match=r"^model.path=/new/m: .* was saved with m. Fix: restore it"):
+    with pytest.raises(UserError, match=r"^model.path=/new/m: .* was saved with m. Fix: restore this value"):
         start(elsewhere, PROMPTS, {"model.path": {"folder": "/new/m", "hash": "of others"}})
     assert sorted(root.rglob("*")) == before
     assert capsys.readouterr().out == ""
     again = start(elsewhere, PROMPTS, {"model.path": {"folder": "/new/m", "hash": MODELS["model.path"]["hash"]}})
     assert again.state.step == 2
-    assert capsys.readouterr().out == "model.path=/new/m: has the same weights as m, which the run started from\n"
+    assert capsys.readouterr().out == "model.path=/new/m: same weights as m, from which the run started\n"
     assert "/new/m" in again.folder.config.read_text()
 
 

@@ -84,12 +84,12 @@ def test_checkpoint_is_complete_when_its_files_are_written(tmp_path: Path, capsy
     assert metrics.keys() == {"time/checkpoint"} and metrics["time/checkpoint"] > 0
     saver.commit()
     assert latest(tmp_path) is None
-    assert capsys.readouterr().out == f"checkpoint: step 3 copied to host memory, writing to {tmp_path}\n"
+    assert capsys.readouterr().out == f"checkpoint: copied step 3 to host memory, writing it to {tmp_path}\n"
     assert saver.save(trained_models(group), 4, {}) == {}
     group.written = True
     saver.commit()
     assert latest(tmp_path) == 3
-    assert capsys.readouterr().out.startswith(f"checkpoint: {tmp_path}/step_000003 is complete, 0.00 GB in ")
+    assert capsys.readouterr().out.startswith(f"checkpoint: completed {tmp_path}/step_000003 (0.00 GB in ")
     metrics = saver.save(trained_models(group), 5, {})
     assert metrics.keys() == {"time/checkpoint", "checkpoint/seconds", "checkpoint/bytes"}
     assert metrics["checkpoint/bytes"] == len("content")
@@ -134,7 +134,7 @@ def test_interrupt_finishes_the_checkpoint_in_progress(tmp_path: Path, capsys) -
     saver.save(trained_models(group), 3, {"step": 3})
     saver.finish_after_interrupt(3, Clock(group, polls=3, grace=5).left_s)
     assert latest(tmp_path) == 3
-    assert "step_000003 is complete" in capsys.readouterr().out
+    assert "completed " in capsys.readouterr().out
     saver.finish_after_interrupt(3, Clock(group, polls=3, grace=5).left_s)
 
 
@@ -143,7 +143,7 @@ def test_checkpoint_is_abandoned_after_the_grace_period(tmp_path: Path, capsys) 
     saver.save(trained_models(group), 3, {})
     saver.finish_after_interrupt(3, Clock(group, polls=9, grace=5).left_s)
     assert latest(tmp_path) is None
-    expected = "checkpoint: step 3 was not written within checkpoint.grace_s=20\n"
+    expected = "checkpoint: writing step 3 did not finish within checkpoint.grace_s=20 s\n"
     assert capsys.readouterr().out.endswith(expected)
 
 

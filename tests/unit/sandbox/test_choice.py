@@ -67,7 +67,7 @@ def test_refusal_reports_why_bubblewrap_does_not_work(path, script, reason):
 def test_programs_are_not_isolated_only_if_allowed(capfd):
     provider = choose(unsafe="allow")
     assert isinstance(provider, Unsafe)
-    assert "sandbox.unsafe=allow: they run as ordinary processes of this user" in capfd.readouterr().err
+    assert "With sandbox.unsafe=allow, they run as ordinary processes of this user" in capfd.readouterr().err
     assert printed(provider, "print('ran')") == "ran\n"
 
 

@@ -54,5 +54,5 @@ def test_alternative_sampling_settings_are_tried(folder: Path) -> None:
         "at temperature 1": (1.0, True),
         "at temperature 0.25": (0.25, True),
         "at temperature 2": (2.0, True),
-        "over the whole vocabulary": (0.5, False),
+        "over the full vocabulary": (0.5, False),
     }

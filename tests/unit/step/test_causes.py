@@ -49,7 +49,9 @@ def test_unchecked_causes_follow_the_found_ones(has_experts: bool) -> None:
 
 def test_explaining_temperature_is_named() -> None:
     evidence = replace(HELD, sampled=APART, rescored={"at temperature 1": 0.02, "at temperature 0.49": 0.9})
-    assert "are the trainer's at temperature 1 (2.0e-02 instead of 5.0e-01)" in ranked(evidence)[0].evidence
+    assert (
+        "match the trainer's at temperature 1 (difference 2.0e-02 instead of 5.0e-01)" in ranked(evidence)[0].evidence
+    )
 
 
 def test_greedy_differences_exclude_sampling_settings() -> None:

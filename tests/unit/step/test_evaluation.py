@@ -63,7 +63,7 @@ def test_result_reports_failures_separately() -> None:
     assert metrics["evaluation/b/length_mean"] == 4
     assert metrics["evaluation/b/avg@3_low"] < 0.75 < metrics["evaluation/b/avg@3_high"]
     assert found.describe().startswith("b (2 prompts × 3): avg@3 0.750 [")
-    assert found.describe().endswith(", 16.7% failed, such as by f hung")
+    assert found.describe().endswith(", 16.7% failed (first failure: f hung)")
 
 
 def test_set_without_scores_has_no_value() -> None:
@@ -74,7 +74,7 @@ def test_set_without_scores_has_no_value() -> None:
         "evaluation/a/truncated_frac": 0.0,
         "evaluation/a/length_mean": 2.0,
     }
-    assert found.describe() == "a (1 prompts × 1): 100.0% failed, such as by f hung"
+    assert found.describe() == "a (1 prompts × 1): 100.0% failed (first failure: f hung)"
 
 
 def played(name: str, trained: int, stop: str = "done", turns: int = 2, samples: int = 1) -> list[SampleRef]:
@@ -108,7 +108,7 @@ def test_set_with_only_failures_reports_only_these() -> None:
     [given, _] = recipe(SETS).evaluation.sets
     found = result(given, [played("0.0", 0, stop="failed")], [Score(None, {}, "environment: no server")])
     assert found.metrics() == {"evaluation/a/failed_frac": 1.0}
-    assert found.describe() == "a (1 prompts × 1): 100.0% failed, such as by environment: no server"
+    assert found.describe() == "a (1 prompts × 1): 100.0% failed (first failure: environment: no server"
 
 
 def test_rollout_without_tokens_has_no_version() -> None:

@@ -8,7 +8,7 @@ from megarl.config.load import load
 from megarl.config.logprob_check_schema import ROUNDING
 from megarl.core.metrics import Metric
 from megarl.step.causes import Evidence
-from megarl.step.logprob_check import announce, excess, tell
+from megarl.step.logprob_check import announce, describe_differences, excess
 from tests.paths import BASE
 
 KEYS = {
@@ -34,12 +34,12 @@ def test_difference_above_rounding_is_reported(precision: str, share: float) -> 
     difference = share * ROUNDING[precision]
     found = told(config_of(*KEYS[precision]), difference)
     assert (found is not None) == (share > 1)
-    assert found is None or (f"{difference:.1e} per token" in found and f"rounding of {precision}" in found)
+    assert found is None or (f"{difference:.1e} per token" in found and f"rounding limit for {precision}" in found)
 
 
 def test_configured_limit_replaces_the_rounding_limit() -> None:
     config = config_of("logprob_check.limit=0.4")
-    assert told(config, 0.3) is None and "above logprob_check.limit=0.4" in told(config, 0.5)
+    assert told(config, 0.3) is None and "exceeds logprob_check.limit=0.4" in told(config, 0.5)
     assert config.canary_limit == 0.4
 
 
@@ -57,11 +57,12 @@ def test_step_without_policy_training_has_no_limit() -> None:
 def test_startup_log_names_samples_excluded_from_the_loss() -> None:
     assert announce(config_of()) == announce(config_of("logprob_check.action=stop")) == []
     [line] = announce(config_of("logprob_check.action=mask", "logprob_check.mask=sample"))
-    assert line.startswith("logprob_check: samples with a token whose log-prob differs ") and "by more than 1.5" in line
+    assert line.startswith("logprob_check: the loss excludes samples with a token whose log-prob differs ")
+    assert "by more than 1.5" in line
 
 
 def test_engine_with_the_largest_difference_is_explained() -> None:
     found = {name: Evidence(0.1, apart, apart, differing=()) for name, apart in {"a": 0.01, "b": 0.5, "c": 0.2}.items()}
-    assert "b, c of 3 engines differ" in tell(found)
-    assert "that of b: 5.0e-01 per token in greedy responses" in tell(found)
-    assert "  1. kernels: " in tell(found)
+    assert "2 of 3 engines (b, c) exceed the limit" in describe_differences(found)
+    assert "b differs most from the trainer: by 5.0e-01 per token in greedy responses" in describe_differences(found)
+    assert "  1. kernels: " in describe_differences(found)

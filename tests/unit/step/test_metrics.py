@@ -8,7 +8,7 @@ from megarl.config.load import load
 from megarl.core.metrics import Metric, merge, values
 from megarl.core.timing import Stopwatch
 from megarl.core.types import Prompt, Sample, SampleRef, VersionRun
-from megarl.step.metrics import step_metrics, update_rate, with_effective_share
+from megarl.step.metrics import add_effective_sample_size, step_metrics, update_rate
 from tests.paths import QUICKSTART
 
 
@@ -54,7 +54,7 @@ def test_effective_sample_size_is_kongs_over_all_tokens() -> None:
         }
         for part in (weights[:5], weights[5:])
     ]
-    found = with_effective_share(merge(parts))
+    found = add_effective_sample_size(merge(parts))
     expected = sum(weights) ** 2 / (len(weights) * sum(w * w for w in weights))
     assert values(found) == {"mismatch/effective_frac": pytest.approx(expected)}
-    assert with_effective_share({"policy/loss": Metric(1.0)}) == {"policy/loss": Metric(1.0)}
+    assert add_effective_sample_size({"policy/loss": Metric(1.0)}) == {"policy/loss": Metric(1.0)}

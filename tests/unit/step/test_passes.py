@@ -24,20 +24,25 @@ def config(*overrides: str):
             ["batch.prompts_per_update=4", "algorithm.correction.old=rollout"],
             "old log-probs",
             False,
-            "the engine's log-probs replace them, which is an approximation",
+            "the engine's log-probs approximate them",
         ),
         (
             ["algorithm.trust_region.kl_limit=0.01", "algorithm.objective.name=unclipped", "model.dtype=float32"],
             "old log-probs",
             True,
-            "trial steps are compared with the old policy",
+            "the update compares trial steps with the old policy",
         ),
-        (["batch.prompts_per_update=8", "algorithm.objective.name=kl_cov"], "old log-probs", True, "kl_cov chooses"),
+        (
+            ["batch.prompts_per_update=8", "algorithm.objective.name=kl_cov"],
+            "old log-probs",
+            True,
+            "kl_cov: the objective selects",
+        ),
         (
             ["batch.prompts_per_update=4", "algorithm.objective.name=dpo"],
             "old log-probs",
             False,
-            "name=dpo: it has no ratio to an old policy",
+            "name=dpo: the objective has no ratio to an old policy",
         ),
         (
             ["algorithm.objective.name=dpo"],
@@ -49,30 +54,30 @@ def config(*overrides: str):
             ["algorithm.objective.name=sft", "data={source: rows.jsonl, format: messages}"],
             "reference log-probs",
             False,
-            "name=sft: no term reads them",
+            "name=sft: no term uses them",
         ),
-        (["algorithm.objective.name=dpo"], "critic values", False, "name=dpo: it has no advantages"),
-        (["batch.prompts_per_update=8"], "reference log-probs", False, "coefficient = 0"),
+        (["algorithm.objective.name=dpo"], "critic values", False, "name=dpo: the objective has no advantages"),
+        (["batch.prompts_per_update=8"], "reference log-probs", False, "coefficient=0"),
         (["batch.prompts_per_update=8", "algorithm.kl.coefficient=0.01"], "reference log-probs", True, "0.01"),
         (
             ["batch.prompts_per_update=8", "algorithm.kl={coefficient: 0.01, renew_steps: 5, renew_share: 0.3}"],
             "reference log-probs",
             True,
-            "the reference takes up 0.3 of the policy every 5 steps",
+            "the reference moves 0.3 of the way to the policy every 5 steps",
         ),
-        (["batch.prompts_per_update=8"], "critic values", False, "grpo takes the group's rewards"),
-        (["batch.prompts_per_update=8", GAE], "critic values", True, "gae takes a critic's values"),
+        (["batch.prompts_per_update=8"], "critic values", False, "grpo uses the group's rewards"),
+        (["batch.prompts_per_update=8", GAE], "critic values", True, "gae uses a critic's values"),
         (
             ["batch.prompts_per_update=8", GAE, "critic.shared_backbone=true"],
             "critic values",
             False,
-            "with the old log-probs",
+            "the pass for old log-probs computes them",
         ),
         (
             ["batch.prompts_per_update=8", GAE, "critic.shared_backbone=true"],
             "old log-probs",
             True,
-            "critic's values come with",
+            "same pass computes the critic's values",
         ),
         (
             ["batch.prompts_per_update=8", "algorithm.kl={placement: reward, coefficient: 0.1}"],
@@ -80,8 +85,13 @@ def config(*overrides: str):
             True,
             "the rewards include a KL term",
         ),
-        (["batch.prompts_per_update=8"], "implicit rewards", False, "coefficient = 0"),
-        (["batch.prompts_per_update=8", GAE, "implicit_reward.coefficient=2"], "implicit rewards", True, "= 2"),
+        (["batch.prompts_per_update=8"], "implicit rewards", False, "coefficient=0"),
+        (
+            ["batch.prompts_per_update=8", GAE, "implicit_reward.coefficient=2"],
+            "implicit rewards",
+            True,
+            "coefficient=2",
+        ),
     ],
 )
 def test_passes(overrides, name, needed, reason):
@@ -95,7 +105,7 @@ def test_passes(overrides, name, needed, reason):
 def test_description_has_a_line_for_made_and_omitted_passes():
     one, two = passes.describe(config("algorithm.kl.coefficient=0.01"))
     assert one == (
-        "passes: reference log-probs (algorithm.kl.coefficient = 0.01; the reference is the model that the run starts "
+        "passes: reference log-probs (algorithm.kl.coefficient=0.01; the reference is the model that the run starts "
         "from)"
     )
     assert two.count(");") == 2

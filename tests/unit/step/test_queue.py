@@ -373,5 +373,5 @@ def test_longest_rows_are_submitted_first(max_staleness):
 def test_run_without_correction_warns():
     assert describe(config_of(0)) == []
     assert len(describe(config_of(2))) == 1
-    assert "nothing corrects" in describe(config_of(2, "algorithm.correction.weight=null"))[1]
-    assert "nothing corrects" in describe(config_of(2, "algorithm.correction.old=rollout"))[1]
+    assert "without a correction" in describe(config_of(2, "algorithm.correction.weight=null"))[1]
+    assert "without a correction" in describe(config_of(2, "algorithm.correction.old=rollout"))[1]

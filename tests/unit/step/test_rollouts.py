@@ -55,7 +55,7 @@ def run(outcomes: str, rounds: int, wanted: int = 3):
         ]
         return ready((scores, {sample.id: f"of {sample.id}" for sample in samples}))
 
-    def leave_to_rewards(is_last: bool):
+    def switch_to_scoring(is_last: bool):
         assert is_last == (len(engines.asked) == rounds), "a refit is certain only after the last possible round"
         engines.turns.append("score")
 
@@ -63,10 +63,10 @@ def run(outcomes: str, rounds: int, wanted: int = 3):
         engines=engines,
         rewards=SimpleNamespace(score=score, listener="the rewards"),
         switch_to_rollout=lambda: engines.turns.append("to engines") or {"memory/free_gb": Metric(3.0)},
-        leave_to_rewards=leave_to_rewards,
-        return_to_engines=lambda: engines.turns.append("back"),
+        switch_to_scoring=switch_to_scoring,
+        resume_sampling=lambda: engines.turns.append("back"),
         switch_to_training=lambda: engines.turns.append("to trainers"),
-        rewards_need_room=False,
+        rewards_share_devices=False,
         environments=None,
     )
     config = load(BASE, [*overrides, *batch])
@@ -144,10 +144,7 @@ def test_consecutive_failed_samples_stop_the_run(failed, limit, stops):
         [scored], _ = select(config, [group], scores)
         assert len(scored) == failed.count("0")
         return
-    message = (
-        r"^f raised ValueError: no \(3 samples of the step in a row failed, "
-        r"which are rewards.max_consecutive_failures=3; "
-    )
+    message = r"^f raised ValueError: no \(rewards.max_consecutive_failures=3: 3 consecutive samples failed\)\. Fix: "
     with pytest.raises(ValueError, match=message):
         select(config, [group], scores)
 

@@ -54,7 +54,7 @@ def test_expectations_match_enumeration(rewards, data):
 
 
 def test_k_out_of_range_is_rejected():
-    with pytest.raises(ValueError, match="k=3: must be between 1 and the number of samples, 2"):
+    with pytest.raises(ValueError, match="k=3: k must be between 1 and the number of samples, 2"):
         against_all([1.0, 0.0], 3)
-    with pytest.raises(ValueError, match="k=0: must be between 1 and the number of samples, 2"):
+    with pytest.raises(ValueError, match="k=0: k must be between 1 and the number of samples, 2"):
         against_without([1.0, 0.0], 0)

@@ -292,7 +292,7 @@ def test_work_of_a_lost_engine_is_reassigned_once(start, capsys) -> None:
     assert [holder.name for holder in engines.holders] == ["vllm:0.0", "vllm:2.0"]
     delivered = [request for name in engines.names for request in FakeActor.seen[name]]
     assert sorted(delivered) == sorted(request for group in groups for request in group)
-    line = "rollout: engine-1 died, restarting it; continuing with 2 of 3 engines; see logs/engine-1.log"
+    line = "rollout: engine-1 died and is being restarted. Continuing with 2 of 3 engines. See logs/engine-1.log"
     assert capsys.readouterr().out.strip() == line
 
 
@@ -342,7 +342,7 @@ def test_restarted_engine_rejoins_at_its_old_index(start, capsys) -> None:
     assert engines.names == [name for name, _ in before] == ["engine-0", "engine-1", "engine-2"]
     assert engines.generations != before, "the generation must show that the engine has no weights"
     assert FakeActor.asleep == ["engine-1"]
-    assert capsys.readouterr().out.strip() == "refit: engine-1 rejoined; continuing with 3 of 3 engines"
+    assert capsys.readouterr().out.strip() == "refit: engine-1 rejoined. Continuing with 3 of 3 engines"
     engines.rejoin_restarted()
     assert not capsys.readouterr().out, "the engine must rejoin only once"
 
@@ -363,7 +363,7 @@ def test_engine_that_fails_to_restart_is_excluded(start, capsys) -> None:
     capsys.readouterr()
     engines.rejoin_restarted()
     assert engines.names == ["engine-1"]
-    line = "restart of a lost engine: engine-0: OSError: full; see logs/engine-0.log; continuing with 1 of 2 engines"
+    line = "restart of a lost engine: engine-0: OSError: full. See logs/engine-0.log. Continuing with 1 of 2 engines"
     assert capsys.readouterr().out.strip() == line
     engines.rejoin_restarted()
     assert not capsys.readouterr().out
@@ -378,18 +378,18 @@ def test_engine_that_dies_repeatedly_is_excluded(start, capsys) -> None:
         engines.rejoin_restarted()
         losses += 1
     assert losses == RESTARTS + 1
-    assert "restarting it" not in capsys.readouterr().out.splitlines()[-1]
+    assert "is being restarted" not in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_engine_on_trainer_gpus_is_not_restarted(start, monkeypatch, capsys) -> None:
     monkeypatch.setattr(engines.device, "on_cuda", lambda: True)
     for placement, starts_again in (("colocated", False), ("disaggregated", True)):
         start(2, f"cluster.placement={placement}").drop({"engine-0"}, "rollout")
-        assert ("restarting it" in capsys.readouterr().out) == starts_again
+        assert ("is being restarted" in capsys.readouterr().out) == starts_again
 
 
 def test_run_ends_without_engines(start) -> None:
-    with pytest.raises(RunFailure, match=r"^refit: no engine is left; see logs$"):
+    with pytest.raises(RunFailure, match=r"^refit: no engine is left\. See logs$"):
         start(2).drop({"engine-0", "engine-1"}, "refit")
 
 
@@ -422,8 +422,8 @@ def test_engines_with_other_parameters_get_whole_tensors(start, capsys, misfit: 
     assert FakeActor.put[:2] == [plan, "channel"] and len(FakeActor.put) == 3, "both engines must share each object"
     lines = [
         "refit: loading whole tensors through vLLM's own loader, which is slower than writing in place, because 2 "
-        "parameters differ from the model's family: vllm:0.0: model.other.weight [12] (float32) does not belong "
-        "to the family; vllm:0.0: model.norm.weight is missing"
+        "of vLLM's parameters differ from the expected ones: vllm:0.0: model.other.weight [12] (float32) does not "
+        "belong to the family; vllm:0.0: model.norm.weight is missing"
     ]
     assert capsys.readouterr().out.splitlines() == (lines if misfit else [])
 
@@ -434,7 +434,9 @@ def test_engines_with_packing_kernels_get_whole_tensors(start, capsys) -> None:
     FakeActor.repacking = ("MARLIN of model.layers.0.mlp.experts",)
     engines.start().result()
     assert engines.by_loader
-    assert capsys.readouterr().out.endswith("because kernels repack weights: MARLIN of model.layers.0.mlp.experts\n")
+    assert capsys.readouterr().out.endswith(
+        "because these kernels repack weights: MARLIN of model.layers.0.mlp.experts\n"
+    )
 
 
 @pytest.mark.parametrize("lost", [False, True])

@@ -204,5 +204,5 @@ def test_batch_functions_run_once_after_the_last_sample(tmp_path):
         worker.close()
     assert [score.value for score in scores] == [200.3, 202.6, None, 200.1]
     assert [list(scores[i].parts) for i in (0, 2)] == [[f"{file}:best", f"{file}:short"], [f"{file}:short"]]
-    reason = f"{file}:best returned NoneType, not a finite number or a bool, on sample 1.0"
+    reason = f"{file}:best returned NoneType instead of a finite number or a bool on sample 1.0"
     assert scores[2].failure == f"rewards.functions: {reason}"

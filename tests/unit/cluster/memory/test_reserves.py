@@ -60,7 +60,7 @@ def test_communicator_memory_depends_on_ranks_and_nodes():
     assert nccl(tp=8, dp=2) == RING + 8 * 32 + 3 * RING_OVER_NODES
     assert nccl(dp=16) == 3 * RING_OVER_NODES + 8 * 32
     stages = nccl(pp=2, dp=4)
-    assert stages == 3 * RING + 4 * 32 + 2 * 32 * 12, "32 channels to each of two neighbours"
+    assert stages == 3 * RING + 4 * 32 + 2 * 32 * 12, "32 channels to each of two neighbors"
     assert nccl(pp=2, dp=8) == 2 * RING_OVER_NODES + RING + 8 * 32 + NETWORK
 
 
@@ -173,7 +173,7 @@ def test_experts_have_a_workspace_from_the_refit(whole: str, rows: float):
     keys = (*layout_keys(tp=4, dp=2, ep=2), "rollout.tp=4", "rollout.replicas=2", "rollout.context_length=4096")
     plan = plan_of(EXPERTS, "8xH100", *keys, f"rollout.vllm_overrides={{enable_expert_parallel: {whole}}}")
     has = [load.phase for load in plan.loads if WORKSPACE in load.parts]
-    assert has == ["while the engine takes weights", ENGINE_SAMPLES]
+    assert has == ["while the engine receives weights", ENGINE_SAMPLES]
     assert {load.parts.get(WORKSPACE, 0) for load in plan.loads} == {0, 4096 * 2 * 8 * (2048 + max(2048, rows))}
 
 
@@ -251,9 +251,7 @@ def test_kv_cache_without_room_for_reserves_is_rejected(tmp_path: Path):
     )
     cache = 1 + (cluster.memory_bytes - without) / GIB - 0.1
     with pytest.raises(UserError) as error:
-        plan_recipe(
-            recipe(f"model.path={tmp_path}", *KEYS, f"rollout.kv_cache_gib={cache:.2f}"), cluster, as_it_is=True
-        )
+        plan_recipe(recipe(f"model.path={tmp_path}", *KEYS, f"rollout.kv_cache_gib={cache:.2f}"), cluster, as_is=True)
     line = str(error.value)
     assert line.startswith("--gpus 8xH100-80GB: while the engine samples, a GPU would hold") and "\n" not in line
     for item in (CONTEXTS, NCCL, GRAPHS, ACTIVATIONS, LOGITS):

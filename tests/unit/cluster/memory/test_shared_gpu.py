@@ -34,14 +34,14 @@ def test_trainer_state_and_engine_weights_share_the_gpu():
     assert load.phase == "while the engine samples"
     assert sum(load.parts.values()) == 20 * PARAMETERS + GIB
     load = fullest("rollout.kv_cache_gib=1", "actor.offload=[parameters]")
-    assert load.phase == "while the engine takes weights"
+    assert load.phase == "while the engine receives weights"
     assert load.parts == {"actor: weights, gradients, optimizer": 18 * PARAMETERS, "engine: weights": 2 * PARAMETERS}
 
 
 @pytest.mark.parametrize(("away", "name", "size"), [("gradients", "optimizer", 14), ("optimizer", "gradients", 6)])
 def test_offloaded_state_is_absent_during_the_refit(away: str, name: str, size: int):
     load = fullest("rollout.kv_cache_gib=1", f"actor.offload=[parameters, {away}]")
-    assert load.phase == "while the engine takes weights"
+    assert load.phase == "while the engine receives weights"
     assert load.parts == {f"actor: weights, {name}": size * PARAMETERS, "engine: weights": 2 * PARAMETERS}
     load = fullest("rollout.kv_cache_gib=1", "actor.offload=[parameters, gradients, optimizer]")
     assert load.parts == {"actor: weights": 2 * PARAMETERS, "engine: weights": 2 * PARAMETERS}
@@ -103,7 +103,7 @@ def test_reward_model_remains_unless_offloaded(settings: str, parts: dict[str, f
         )
         for size in (1, 60)
     )
-    assert (few.phase, many.phase) == ("while the engine takes weights", "while the engine samples")
+    assert (few.phase, many.phase) == ("while the engine receives weights", "while the engine samples")
     for found in (few, many):
         assert {part: size for part, size in found.parts.items() if "reward" in part} == parts
 

@@ -49,9 +49,9 @@ def test_invitation_is_readable_by_its_user_only(rendezvous: NodeRendezvous, tmp
 
 def test_new_invitation_removes_earlier_files(rendezvous: NodeRendezvous) -> None:
     rendezvous.report(report(2))
-    rendezvous.ask_for_stacks([Path("a.log")])
+    rendezvous.request_stacks([Path("a.log")])
     rendezvous.invite(replace(INVITED, id="b2"))
-    assert rendezvous.reports() == [] and rendezvous.wanted_stacks() == (0, [])
+    assert rendezvous.reports() == [] and rendezvous.requested_stacks() == (0, [])
 
 
 def test_differing_versions_are_returned(rendezvous: NodeRendezvous) -> None:
@@ -70,10 +70,10 @@ def test_reports_are_in_natural_order_of_names(rendezvous: NodeRendezvous) -> No
 
 
 def test_stack_requests_are_numbered(rendezvous: NodeRendezvous) -> None:
-    assert rendezvous.wanted_stacks() == (0, [])
-    rendezvous.ask_for_stacks([Path("/logs/a.log")])
-    rendezvous.ask_for_stacks([Path("/logs/b.log")])
-    assert rendezvous.wanted_stacks() == (2, [Path("/logs/b.log")])
+    assert rendezvous.requested_stacks() == (0, [])
+    rendezvous.request_stacks([Path("/logs/a.log")])
+    rendezvous.request_stacks([Path("/logs/b.log")])
+    assert rendezvous.requested_stacks() == (2, [Path("/logs/b.log")])
 
 
 def test_gather_returns_the_first_alive_nodes(rendezvous: NodeRendezvous, alive: list[int], capsys) -> None:
@@ -83,8 +83,8 @@ def test_gather_returns_the_first_alive_nodes(rendezvous: NodeRendezvous, alive:
     alive += [1, 3, 4, 5]
     assert gather(rendezvous, 2, 0.0, "runs/r") == [report(3), report(4)]
     assert capsys.readouterr().out.splitlines() == [
-        "node n3: joined, 10.0.0.3, 64 cores, 8 GPUs",
-        "node n4: joined, 10.0.0.4, 64 cores, 8 GPUs",
+        "node n3: joined from 10.0.0.3 with 64 cores, 8 GPUs",
+        "node n4: joined from 10.0.0.4 with 64 cores, 8 GPUs",
     ]
 
 
@@ -93,8 +93,8 @@ def test_missing_and_joining_nodes_are_named(rendezvous: NodeRendezvous, alive: 
     rendezvous.report(report(3))
     alive += [1, 2]
     message = (
-        r"nodes: 1 of 3 other nodes joined within cluster.timeouts.start=0 s \(n2\); n3 tried to join, see their "
-        r"ray-\*.log in the logs. Fix: run megarl join runs/r on each of the others"
+        r"cluster.timeouts.start=0: only 1 of 3 other nodes joined in time \(n2\)\. Nodes that failed to join: n3 "
+        r"\(see their ray-\*.log files\)\. Fix: run megarl join runs/r on each missing node"
     )
     with pytest.raises(RunFailure, match=message):
         gather(rendezvous, 3, 0.0, "runs/r")

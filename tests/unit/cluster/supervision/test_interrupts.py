@@ -14,16 +14,16 @@ from tests.unit.cluster.supervision.test_supervisor import Program, program, sig
 
 __all__ = ["signals_are_heard"]
 
-INTERRUPTED = "megarl: error: interrupted; the run ends\n"
+INTERRUPTED = "megarl: error: interrupted; stopping the run\n"
 TENTHS = 10 * GRACE_S
-SAVES = "interrupted; saves after the current step"
+SAVES = "interrupted: the run saves after the current step"
 
 AWAITED = """from megarl.cluster.supervision.interrupts import interrupts
     with interrupts.grace({seconds}, is_awaited=True):
         print("working", flush=True)
         for _ in range({tenths}):
             time.sleep(0.1)
-        print("told" if interrupts.is_told else "not told", flush=True)
+        print("told" if interrupts.is_signaled else "not told", flush=True)
         raise KeyboardInterrupt"""
 
 NOT_AWAITED = """from megarl.cluster.supervision.interrupts import interrupts
@@ -61,7 +61,7 @@ def test_awaited_body_finishes(number: int, whom: str) -> None:
         ):
             os.kill(pid, number)
         said = check_end(run)
-    assert said[0].startswith(f"{SAVES}, if within checkpoint.grace_s={GRACE_S} s; ")
+    assert said[0].startswith(f"{SAVES} if the step ends within checkpoint.grace_s={GRACE_S} s. ")
     assert said[1:] == ["told"]
 
 
@@ -98,13 +98,13 @@ def test_signal_inside_the_handler_counts_once(monkeypatch, capfd) -> None:
 
     def interrupted() -> float:
         monkeypatch.setattr(time, "monotonic", clock)
-        told._hear(signal.SIGINT, None)
+        told._handle(signal.SIGINT, None)
         return clock()
 
     monkeypatch.setattr(time, "monotonic", interrupted)
     with told.grace(GRACE_S, is_awaited=True):
-        told._hear(signal.SIGTERM, None)
-        assert told.is_told
+        told._handle(signal.SIGTERM, None)
+        assert told.is_signaled
     assert capfd.readouterr().out.count(SAVES) == 1
 
 

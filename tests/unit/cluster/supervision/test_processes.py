@@ -94,7 +94,7 @@ with supervisor.supervised() as scratch:
             assert time.monotonic() < deadline
             time.sleep(POLL_S)
         segments.note(scratch)
-    assert processes.ask_for_stacks([]) == []
+    assert processes.request_stacks([]) == []
     print(scratch, *started, flush=True)
 """
 
@@ -161,7 +161,7 @@ for pid in (foreign.pid, hidden, below_plain):
         pass
 Path(f"/proc/{plain}/stat").read_text()
 segments.mapped()
-print(processes.memory_gb()[0] > 0, processes.ask_for_stacks([]), hidden in processes.descendants())
+print(processes.memory_gb()[0] > 0, processes.request_stacks([]), hidden in processes.descendants())
 processes.end_descendants(grace_s=SHORT_S, tracker_s=2 * SHORT_S)
 
 def exists(pid):
@@ -273,9 +273,9 @@ def test_stuck_process_writes_stacks_of_all_threads(tmp_path: Path) -> None:
     with log.open("a") as errors:
         bystander = subprocess.Popen(["sleep", str(HANG_S)], stderr=errors)
     try:
-        assert processes.ask_for_stacks([tmp_path / "other.log"]) == []
+        assert processes.request_stacks([tmp_path / "other.log"]) == []
         assert log.read_text() == ""
-        assert processes.ask_for_stacks([log, tmp_path / "other.log"], patience_s=WAIT_S) == [log]
+        assert processes.request_stacks([log, tmp_path / "other.log"], patience_s=WAIT_S) == [log]
         assert bystander.poll() is None, "the signal must not reach a process that does not handle it"
     finally:
         for process in (stuck, bystander):
@@ -294,7 +294,7 @@ def test_stacks_of_processes_with_a_shared_log_are_awaited(tmp_path: Path) -> No
     pair[1].send_signal(signal.SIGSTOP)
     late.start()
     try:
-        assert processes.ask_for_stacks([log], patience_s=WAIT_S) == [log]
+        assert processes.request_stacks([log], patience_s=WAIT_S) == [log]
         assert log.read_text().count("in waits_for_a_peer") == 2
     finally:
         late.join()

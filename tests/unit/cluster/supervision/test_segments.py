@@ -50,7 +50,7 @@ def test_segments_of_a_killed_process_are_removed(tmp_path: Path, paths: list[Pa
             segments.note(tmp_path)
             child.kill()
         assert noted.exists() and late.exists()
-        segments.remove(segments.made(tmp_path))
+        segments.remove(segments.created(tmp_path))
         server.kill()
     assert [path for path in paths if path.exists()] == [earlier, served, unmapped]
 
@@ -64,7 +64,7 @@ def test_reused_segment_name_is_a_different_segment(tmp_path: Path, paths: list[
     renewed.rename(renewed.with_name(f"{renewed.name}-first"))
     renewed.touch()
     renewed.with_name(f"{renewed.name}-first").unlink()
-    segments.remove(segments.made(tmp_path, mapped))
+    segments.remove(segments.created(tmp_path, mapped))
     assert (made.exists(), renewed.exists()) == (False, True)
 
 
@@ -89,13 +89,13 @@ def test_semaphore_of_a_killed_process_is_removed(tmp_path: Path) -> None:
     scratch.mkdir()
     segments.note_earlier(scratch)
     subprocess.run([sys.executable, "-c", WITH_SEMAPHORE, str(scratch)])
-    [semaphore] = segments.made(scratch)
+    [semaphore] = segments.created(scratch)
     assert semaphore.name.startswith(f"sem.{scratch.name}-")
     segments.remove({semaphore})
-    assert segments.made(scratch) == set()
+    assert segments.created(scratch) == set()
 
 
 def test_missing_scratch_folder_has_no_segments(tmp_path: Path, paths: list[Path]) -> None:
     paths[0].touch()
-    assert segments.made(tmp_path / "gone", segments._existing([paths[0].name])) == set()
+    assert segments.created(tmp_path / "gone", segments._existing([paths[0].name])) == set()
     segments.remove({segments.Segment(1, "megarl-no-such-segment")})

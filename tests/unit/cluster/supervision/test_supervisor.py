@@ -111,7 +111,7 @@ def test_parent_exits_with_the_childs_status(body: str, code: int, last_line: st
 def test_signal_to_the_parent_interrupts(number: int) -> None:
     with program("wait()") as run:
         os.kill(run.process.pid, number)
-        assert run.end() == (130, "megarl: error: interrupted; the run ends\n")
+        assert run.end() == (130, "megarl: error: interrupted; stopping the run\n")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -124,7 +124,7 @@ def test_signal_to_all_processes_interrupts_once(number: int) -> None:
         for _ in range(3):
             os.killpg(run.process.pid, number)
             time.sleep(0.05)
-        assert run.end() == (130, "megarl: error: interrupted; the run ends\n")
+        assert run.end() == (130, "megarl: error: interrupted; stopping the run\n")
         assert run.process.stdout.read() == "clean\n"
 
 
@@ -132,7 +132,7 @@ def test_signal_during_start_interrupts() -> None:
     with program("signal.signal(signal.SIGTERM, signal.SIG_DFL); print(flush=True); wait()") as run:
         run.process.stdout.readline()
         os.killpg(run.process.pid, signal.SIGTERM)
-        assert run.end() == (130, "megarl: error: interrupted; the run ends\n")
+        assert run.end() == (130, "megarl: error: interrupted; stopping the run\n")
 
 
 def test_repeated_ctrl_c_interrupts_once() -> None:
@@ -143,7 +143,7 @@ def test_repeated_ctrl_c_interrupts_once() -> None:
         for _ in range(5):
             os.killpg(run.process.pid, signal.SIGINT)
             time.sleep(0.05)
-        assert run.end() == (130, "megarl: error: interrupted; the run ends\n")
+        assert run.end() == (130, "megarl: error: interrupted; stopping the run\n")
         assert run.process.stdout.read() == "clean\n"
 
 
@@ -154,7 +154,7 @@ def test_hanging_child_is_killed() -> None:
         os.kill(run.process.pid, signal.SIGTERM)
         code, errors = run.end()
     assert code == 1
-    assert errors == f"megarl: error: the driver process {run.child} was ended by SIGKILL; the run ends\n"
+    assert errors == f"megarl: error: the driver process {run.child} was killed by SIGKILL; stopping the run\n"
 
 
 def test_child_has_the_grace_period_before_the_deadline() -> None:
@@ -174,7 +174,7 @@ def test_second_signal_cancels_the_grace_period() -> None:
         assert run.process.stdout.readline() == "told\n"
         os.kill(run.process.pid, signal.SIGTERM)
         code, errors = run.end()
-    assert (code, "was ended by SIGKILL" in errors) == (1, True)
+    assert (code, "was killed by SIGKILL" in errors) == (1, True)
 
 
 def test_signal_to_the_process_group_spares_descendants() -> None:
@@ -196,7 +196,7 @@ def test_job_control_stops_and_resumes_both_processes() -> None:
         os.kill(run.process.pid, signal.SIGCONT)
         _wait_for(run, psutil.STATUS_SLEEPING)
         os.kill(run.process.pid, signal.SIGTERM)
-        assert run.end() == (130, "megarl: error: interrupted; the run ends\n")
+        assert run.end() == (130, "megarl: error: interrupted; stopping the run\n")
 
 
 def _wait_for(run: Program, status: str) -> None:
@@ -223,7 +223,7 @@ def test_ctrl_c_works_with_tostop_terminals() -> None:
         while part := os.read(terminal, 1000):
             output += part
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
-    assert output.endswith(b"megarl: error: interrupted; the run ends\r\n")
+    assert output.endswith(b"megarl: error: interrupted; stopping the run\r\n")
 
 
 def test_loss_of_the_child_ends_the_run() -> None:
@@ -231,7 +231,7 @@ def test_loss_of_the_child_ends_the_run() -> None:
         os.kill(run.child, signal.SIGSEGV)
         code, errors = run.end()
     assert code == 1
-    assert errors == f"megarl: error: the driver process {run.child} was ended by SIGSEGV; the run ends\n"
+    assert errors == f"megarl: error: the driver process {run.child} was killed by SIGSEGV; stopping the run\n"
 
 
 @pytest.mark.parametrize("last", ["pass", "os.kill(os.getpid(), signal.SIGKILL)"])
@@ -253,7 +253,7 @@ def test_foreign_shared_memory_is_kept(last: str) -> None:
 def test_loss_of_the_parent_ends_the_run() -> None:
     with program("wait()") as run:
         run.process.kill()
-        assert run.end() == (-signal.SIGKILL, "megarl: error: interrupted; the run ends\n")
+        assert run.end() == (-signal.SIGKILL, "megarl: error: interrupted; stopping the run\n")
 
 
 def test_ignored_sighup_stays_ignored() -> None:

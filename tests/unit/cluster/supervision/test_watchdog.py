@@ -43,7 +43,7 @@ def run(body: str, folder: Path) -> tuple[int, str, str]:
 @pytest.mark.parametrize("then", ["time.sleep(HANG_S)", "ray[NAME].wait(); watchdog.check()"])
 def test_loss_of_a_ray_process_is_reported_with_the_phase(name: str, then: str, tmp_path: Path) -> None:
     body = f"ray['{name}'].kill(); {then.replace('NAME', repr(name))}; print('goes on')"
-    assert run(body, tmp_path) == (1, "", f"megarl: error: update: Ray's {name} died; the run ends\n")
+    assert run(body, tmp_path) == (1, "", f"megarl: error: update: Ray's {name} died; stopping the run\n")
 
 
 def test_signal_to_driver_and_ray_is_not_a_loss(tmp_path: Path) -> None:

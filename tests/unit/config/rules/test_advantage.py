@@ -8,7 +8,10 @@ from tests.unit.config.rules.recipes import errors, recipe
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["batch.samples_per_prompt=1"], "batch.samples_per_prompt=1: grpo compares the samples of a prompt"),
+        (
+            ["batch.samples_per_prompt=1"],
+            "batch.samples_per_prompt=1: algorithm.advantage.estimator=grpo compares the samples of a prompt",
+        ),
         (
             ["algorithm.advantage.gae_lambda=0.9"],
             "algorithm.advantage.gae_lambda: unknown key; algorithm.advantage.estimator=grpo has std, std_epsilon, "
@@ -17,19 +20,28 @@ from tests.unit.config.rules.recipes import errors, recipe
         ),
         (
             ["algorithm.advantage.estimator=rloo", "batch.samples_per_prompt=1"],
-            "batch.samples_per_prompt=1: rloo compares the samples of a prompt and needs at least 2. Fix: set",
+            (
+                "batch.samples_per_prompt=1: algorithm.advantage.estimator=rloo compares the samples of a prompt and "
+                "needs at least 2. Fix: set"
+            ),
         ),
         (
             ["algorithm.advantage.estimator=pass_at_k", "algorithm.advantage.k=9"],
-            "algorithm.advantage.k=9: larger than batch.samples_per_prompt=8. Fix: set k to at most 7",
+            (
+                "algorithm.advantage.k=9: it exceeds batch.samples_per_prompt=8. Fix: set algorithm.advantage.k to at "
+                "most 7"
+            ),
         ),
         (
             ["algorithm.advantage={estimator: pass_at_k, k: 8}"],
-            "algorithm.advantage.k=8: equal to batch.samples_per_prompt=8, so there is only one subset of k samples",
+            "algorithm.advantage.k=8: it equals batch.samples_per_prompt=8, so there is only one subset of k samples",
         ),
         (
             ["algorithm.advantage={estimator: pass_at_k, k: 9, pass_at_k_baseline: without}"],
-            "algorithm.advantage.k=9: larger than batch.samples_per_prompt=8. Fix: set k to at most 8",
+            (
+                "algorithm.advantage.k=9: it exceeds batch.samples_per_prompt=8. Fix: set algorithm.advantage.k to at "
+                "most 8"
+            ),
         ),
         (
             ["algorithm.advantage={estimator: pass_at_k, std: sample}"],

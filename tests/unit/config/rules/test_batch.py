@@ -10,14 +10,14 @@ from tests.unit.config.rules.recipes import errors, recipe
     [
         (
             ["batch.prompts_per_update=5"],
-            "batch.prompts_per_update=5: 16 prompts per step do not divide by 5 (16 / 5 = 3.2); "
-            "choose from 1, 2, 4, 8, 16",
+            "batch.prompts_per_update=5: 16 prompts per step are not divisible by 5 (16 / 5 = 3.2). "
+            "Fix: set batch.prompts_per_update to 1, 2, 4, 8 or 16",
         ),
-        (["batch.prompts_per_update=32"], "16 prompts per step do not divide by 32 (16 / 32 = 0.5)"),
+        (["batch.prompts_per_update=32"], "16 prompts per step are not divisible by 32 (16 / 32 = 0.5)"),
         (
             ["algorithm.advantage.estimator=reinforce", "batch.samples_per_prompt=1", "batch.sampling_rounds=3"],
-            "batch.sampling_rounds=3: dynamic sampling replaces prompts whose samples all have the same reward, which "
-            "is every prompt with batch.samples_per_prompt=1. Fix: set",
+            "batch.sampling_rounds=3: dynamic sampling replaces prompts whose samples all have the same reward. With "
+            "batch.samples_per_prompt=1 it would replace every prompt. Fix: set",
         ),
         (
             ["batch.epochs=3", "data={format: messages, source: rows.jsonl}", "algorithm.objective.name=sft"],
@@ -31,16 +31,16 @@ from tests.unit.config.rules.recipes import errors, recipe
         (
             ["batch.epochs_kl_limit=0.1"],
             "batch.epochs_kl_limit=0.1: has no effect unless batch.epochs=2. Fix: set batch.epochs=2, or remove the "
-            "key, which is null by default",
+            "key (its default is null)",
         ),
         (
             ["batch.oversampling=1.5"],
-            "batch.oversampling=1.5: with rollout.max_staleness=0 a sample is used within 1 step, which takes at most "
-            "1 x batch.prompts_per_step prompts. Fix: set rollout.on_stale=drop, which drops the rest, or",
+            "batch.oversampling=1.5: with rollout.max_staleness=0 a sample must be used within 1 step, so at most 1 x "
+            "batch.prompts_per_step prompts can be in flight. Fix: set batch.oversampling to at most 1, or set",
         ),
         (
             ["batch.oversampling=3.1", "rollout.max_staleness=2", "cluster.placement=disaggregated"],
-            "which take at most 3 x batch.prompts_per_step prompts. Fix",
+            "so at most 3 x batch.prompts_per_step prompts can be in flight. Fix",
         ),
         (
             ["batch.oversampling=1", "rollout.max_staleness=2", "cluster.placement=disaggregated"],

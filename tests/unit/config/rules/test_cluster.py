@@ -10,41 +10,47 @@ APART = "cluster.placement=disaggregated"
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["cluster.roles.actor=0-1"], "cluster.roles: rollout missing. Fix: set actor, rollout and no other role, or"),
+        (
+            ["cluster.roles.actor=0-1"],
+            "cluster.roles: no devices are set for rollout. Fix: set devices for all of actor, rollout",
+        ),
         (
             [APART, "cluster.roles={actor: 0-1, critic: 0-1, rollout: 2}"],
-            "cluster.roles: the run has no critic. Fix: set actor, rollout and no other role, or none",
+            (
+                "cluster.roles: the run has no critic. Fix: set devices for all of actor, rollout and no other role, "
+                "or for no role"
+            ),
         ),
         (
             [APART, "cluster.roles={actor: 0-3, rollout: 4}"],
-            "cluster.roles.actor=0-3: 4 devices for the 2 ranks of actor.layout. Fix: set cluster.roles.actor=0-1, or "
-            "another layout",
+            "cluster.roles.actor=0-3: the range has 4 devices, but actor.layout has 2 ranks. Fix: set "
+            "cluster.roles.actor=0-1, or change actor.layout",
         ),
         (
             [APART, "cluster.roles={actor: 1-0, rollout: 4}"],
-            "cluster.roles.actor=1-0: 0 devices for the 2 ranks of actor.layout. Fix: set",
+            "cluster.roles.actor=1-0: the range has 0 devices, but actor.layout has 2 ranks. Fix: set",
         ),
         (
             [APART, "cluster.roles={actor: 0-1, rollout: 2-3}"],
-            "cluster.roles.rollout=2-3: 2 devices for the 1 ranks of rollout.replicas x",
+            "cluster.roles.rollout=2-3: the range has 2 devices, but rollout.replicas x",
         ),
         (
             [APART, "cluster.roles={actor: 0-1, rollout: 1}"],
-            "cluster.roles.rollout=1: disaggregated engines cannot share devices with models, and",
+            "cluster.roles.rollout=1: disaggregated engines cannot share devices with models, but",
         ),
         (
             ["cluster.roles={actor: 0-1, rollout: 1}"],
-            "cluster.roles.rollout=1: colocated engines start on the actor's first device, and",
+            "cluster.roles.rollout=1: colocated engines must start on the actor's first device, but",
         ),
         (["cluster.roles={actor: first, rollout: 1}"], "cluster.roles.actor=first"),
         (
             [APART, "cluster.roles={actor: nodes 0-2, rollout: 9}"],
-            "cluster.roles.actor=nodes 0-2: 3 nodes, and actor.layout makes 2 ranks, which do not divide by the",
+            "cluster.roles.actor=nodes 0-2: the 2 ranks of actor.layout cannot be spread evenly over 3 nodes",
         ),
         (
             [APART, "cluster.roles={actor: node 0, rollout: node 2}"],
-            "cluster.roles: roles placed by nodes need the same number of ranks per node, and have actor 2, rollout "
-            "1. Fix: set equal",
+            "cluster.roles: roles placed by nodes need the same number of ranks per node, but the numbers are actor "
+            "2, rollout 1. Fix: change",
         ),
     ],
 )

@@ -17,11 +17,14 @@ from tests.unit.config.rules.recipes import errors, recipe
         ),
         (
             ["algorithm.correction={weight: token, weight_floor: 2}"],
-            "algorithm.correction.weight_floor=2: the range of weights up to weight_limit=2 is empty. Fix: set",
+            "algorithm.correction.weight_floor=2: it must be below algorithm.correction.weight_limit=2. Fix: set",
         ),
         (
             ["algorithm.correction={mask: token, mask_low: 5}"],
-            "algorithm.correction.mask_low=5: no ratio lies between it and mask_high=5. Fix: set mask_low",
+            (
+                "algorithm.correction.mask_low=5: it must be below algorithm.correction.mask_high=5, or no token is "
+                "kept. Fix: set algorithm.correction.mask_low"
+            ),
         ),
     ],
 )
@@ -41,7 +44,7 @@ def test_broken_rule_is_reported_alone(overrides: list[str], message: str) -> No
         (["algorithm.correction.weight=token"], "token"),
     ],
 )
-def test_quantised_engines_have_a_correction_by_default(
+def test_quantized_engines_have_a_correction_by_default(
     overrides: list[str], weight: str | None, tmp_path: Path
 ) -> None:
     config = recipe(*overrides)

@@ -10,7 +10,10 @@ from tests.unit.config.rules.recipes import GAE, errors, recipe
     [
         (
             [GAE, "run.steps=3", "critic.warmup_steps=3"],
-            "critic.warmup_steps=3: the actor would never be trained in run.steps=3. Fix: set critic.warmup_steps",
+            (
+                "critic.warmup_steps=3: the actor would never be trained, because run.steps=3. Fix: set "
+                "critic.warmup_steps"
+            ),
         ),
         (
             [GAE, "critic.shared_backbone=true", "critic.warmup_steps=1"],

@@ -18,14 +18,20 @@ FILE = "data.source=rows.jsonl"
             ["data.weight_column=level"],
             "data.weight_column=level: has no effect unless data.source=FILE",
         ),
-        ([FILE, "data.sort_column=level"], "data.sort_column=level: data.shuffle=true changes the order. Fix: set"),
+        (
+            [FILE, "data.sort_column=level"],
+            "data.sort_column=level: data.shuffle=true would change the order. Fix: set",
+        ),
         (
             [FILE, "data.sort_column=level", "data.solved_weight=0.1"],
-            "data.sort_column=level: data.weight_column, solved_weight and source_weights draw rows in random",
+            (
+                "data.sort_column=level: data.weight_column, data.solved_weight and data.source_weights draw rows in "
+                "random"
+            ),
         ),
         (
             ["data.more_sources=[b.jsonl]"],
-            "data.source=arithmetic: only files can be combined, and it is procedural. Fix:",
+            "data.source=arithmetic: only files can be combined, but arithmetic generates its rows. Fix:",
         ),
         (
             [FILE, "data.more_sources=[rows.jsonl]"],
@@ -33,11 +39,11 @@ FILE = "data.source=rows.jsonl"
         ),
         (
             [FILE, "data.more_sources=[arithmetic]"],
-            "data.more_sources=arithmetic: only files can be combined, and it is procedural.",
+            "data.more_sources=arithmetic: only files can be combined, but arithmetic generates its rows.",
         ),
         (
             [FILE, "data.more_sources=[b.jsonl]", "data.source_weights={rows.jsonl: 1}"],
-            "with data.source_column=null its keys are the files rows.jsonl, b.jsonl. Fix: use these keys",
+            "with data.source_column=null the keys must be rows.jsonl, b.jsonl. Fix: use these keys",
         ),
         (["data.solved_above=1"], "data.solved_above=1.0: has no effect unless data.solved_weight=0.05. Fix"),
     ],
@@ -67,11 +73,11 @@ def test_system_prompt_is_accepted_for_prompt_rows() -> None:
         (["data.chat_template=false"], "data.chat_template=false cannot format a system message. Fix"),
         (
             ["data.source=environment", "environment.class=calculator"],
-            "data.source=environment has none. Fix: remove it",
+            "data.source=environment provides no prompts. Fix: set",
         ),
         (
             ["algorithm.objective.name=sft", "data.format=messages"],
-            "data.format=messages has none. Fix: remove it",
+            "data.format=messages provides no prompts. Fix: set",
         ),
     ],
 )

@@ -7,7 +7,7 @@ ECHO = "environment.class=echo.py:Echo"
 
 def test_environment_tasks_require_an_environment() -> None:
     [line] = errors("data.source=environment")
-    assert line.startswith("data.source=environment: the environment generates the tasks, ")
+    assert line.startswith("data.source=environment: the environment would generate the tasks, ")
     recipe("data.source=environment", ECHO)
 
 
@@ -24,7 +24,7 @@ def test_environment_can_be_the_only_source_of_rewards() -> None:
 def test_single_response_features_are_rejected() -> None:
     per_turn = "rewards.functions=[{function: 'a.py:f', per_turn: true}]"
     lines = errors(ECHO, per_turn, "rewards.judge=a.py:judge", "algorithm.objective.name=dpo")
-    starts = [line.split(": it scores one response")[0] for line in lines]
+    starts = [line.split(": it scores a single response")[0] for line in lines]
     assert "rewards.judge=a.py:judge" in starts
     assert "rewards.functions: ['a.py:f'] with per_turn=true" in starts
     assert "algorithm.objective.name=dpo" in starts

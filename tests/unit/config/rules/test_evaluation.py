@@ -22,52 +22,55 @@ def sets(*items: str) -> str:
     [
         (
             [sets("name: a", "name: b", "name: a")],
-            "evaluation.sets: a is the name of two sets. Fix: rename one",
+            "evaluation.sets: two sets have the name a. Fix: rename one of them",
         ),
         (
             [SET, "evaluation.at_start=false", "evaluation.at_end=false"],
-            "evaluation.sets: a would never be evaluated with at_start=false and at_end=false. Fix: set",
+            (
+                "evaluation.sets: a would never be evaluated, because at_start=false, at_end=false and "
+                "every_steps=null. Fix: set"
+            ),
         ),
         (
             [sets("name: a, samples_per_prompt: 2")],
-            "evaluation.sets: a has samples_per_prompt=2 with temperature=0, so all samples of a prompt are equal.",
+            "evaluation.sets: a has samples_per_prompt=2 and temperature=0, so all samples of a prompt would be equal.",
         ),
         (
             [sets("name: a, functions: []")],
-            "evaluation.sets: a has no functions, and rewards.functions is empty. Fix: list",
+            "evaluation.sets: a has no reward functions, and rewards.functions=[]. Fix: list",
         ),
         (
             ["rewards.functions=[]", "reward_model.path=m", sets("name: a")],
-            "evaluation.sets: a has no functions, and rewards.functions is empty. Fix: list",
+            "evaluation.sets: a has no reward functions, and rewards.functions=[]. Fix: list",
         ),
         (
             ["data.chat_template=false", sets("name: a, system_prompt: Be brief.")],
-            "evaluation.sets: a has a system_prompt, which chat_template=false cannot format. Fix: set",
+            "evaluation.sets: a has a system_prompt, but chat_template=false cannot format it. Fix: set",
         ),
         (
             [sets("name: a, system_prompt: Be brief., source: environment, environment: {class: text_game}")],
-            "evaluation.sets: a has a system_prompt, and with source=environment the environment writes the prompts.",
+            "evaluation.sets: a has a system_prompt, but with source=environment the environment writes the prompts.",
         ),
         (
             [sets("name: a, environment: {class: null, options: {size: 3}}")],
-            "evaluation.sets: a has environment.options={'size': 3}, which have no effect unless environment.class",
+            "evaluation.sets: a has environment.options={'size': 3}, but no environment.class",
         ),
         (
             [sets("name: a, source: environment")],
-            "evaluation.sets: a has source=environment without an environment that generates the tasks. Fix: set its",
+            "evaluation.sets: a has source=environment but no environment to generate the tasks. Fix: set the",
         ),
         (
             ["environment.class=text_game", "data.source=environment", sets("name: a, environment: {class: null}")],
-            "evaluation.sets: a has source=environment without an environment that generates the tasks. Fix: set its",
+            "evaluation.sets: a has source=environment but no environment to generate the tasks. Fix: set the",
         ),
         (
             [sets("name: a, functions: [{function: 'f.py:f', per_turn: true}], environment: {class: text_game}")],
-            "evaluation.sets: a has f.py:f with per_turn=true, which scores one response, and with "
+            "evaluation.sets: a has f.py:f with per_turn=true, which scores a single response, but with "
             "environment.class=text_game a rollout has several turns. Fix:",
         ),
         (
             ["environment.class=text_game", "rewards.functions=[]", sets("name: a, environment: {class: null}")],
-            "evaluation.sets: a has no functions, and rewards.functions is empty. Fix: list",
+            "evaluation.sets: a has no reward functions, and rewards.functions=[]. Fix: list",
         ),
         (
             ["environment.options={width: 4}", sets("name: a, environment: {class: text_game}")],
@@ -75,7 +78,7 @@ def sets(*items: str) -> str:
         ),
         (
             [SET, "evaluation.best.metric=evaluation/a/turns_mean"],
-            "evaluation.best.metric=evaluation/a/turns_mean: no set has it; did you mean",
+            "evaluation.best.metric=evaluation/a/turns_mean: no evaluation set has this metric. Did you mean",
         ),
         (["environment.max_turns=3"], "environment.max_turns=3: has no effect unless environment.class=NAME"),
         (
@@ -83,16 +86,20 @@ def sets(*items: str) -> str:
             "evaluation.sets: a has max_new_tokens=256, which leaves 256 - 256 = 0 of rollout.context_length=256 "
             "tokens for the",
         ),
-        (["evaluation.best.metric=x"], "evaluation.best.metric=x: there are no evaluation.sets. Fix: list some"),
+        (
+            ["evaluation.best.metric=x"],
+            "evaluation.best.metric=x: evaluation.sets=[] provides no metrics. Fix: add an evaluation set",
+        ),
         (
             [SET, "evaluation.best.metric=evaluation/a/pass@8"],
-            "evaluation.best.metric=evaluation/a/pass@8: no set has it; did you mean evaluation/a/pass@4? All: "
-            "evaluation/a/avg@4, evaluation/a/pass@1, evaluation/a/pass@2, evaluation/a/pass@4, evaluation/a/pass^2, ",
+            "evaluation.best.metric=evaluation/a/pass@8: no evaluation set has this metric. Did you mean "
+            "evaluation/a/pass@4? Fix: use one of evaluation/a/avg@4, evaluation/a/pass@1, evaluation/a/pass@2, "
+            "evaluation/a/pass@4, evaluation/a/pass^2, ",
         ),
         (
             [SET, "evaluation.best.metric=evaluation/a/avg@4", "checkpoint.every_steps=null"],
-            "evaluation.best.metric=evaluation/a/avg@4: with checkpoint.every_steps=null no checkpoint is saved. Fix: "
-            "set",
+            "evaluation.best.metric=evaluation/a/avg@4: checkpoint.every_steps=null saves no checkpoint to select "
+            "from. Fix: set",
         ),
         (
             [
@@ -101,8 +108,8 @@ def sets(*items: str) -> str:
                 "evaluation.every_steps=15",
                 "checkpoint.every_steps=10",
             ],
-            "evaluation.best.metric=evaluation/a/avg@4: a is evaluated every 15 steps, and checkpoints are saved "
-            "every 10, so some evaluations have none. Fix: set checkpoint.every_steps=5",
+            "evaluation.best.metric=evaluation/a/avg@4: a is evaluated every 15 steps, but checkpoints are saved "
+            "every 10 steps, so some evaluations would have no checkpoint. Fix: set checkpoint.every_steps=5",
         ),
         (["evaluation.every_steps=5"], "evaluation.every_steps=5: has no effect unless evaluation.sets="),
         ([SET, "evaluation.best.mode=min"], "evaluation.best.mode=min: has no effect unless evaluation.best.metr"),
@@ -116,7 +123,7 @@ def test_invalid_sets_are_rejected(overrides: list[str], line: str) -> None:
 def test_sets_require_an_engine() -> None:
     offline = ("data.format=messages", "algorithm.objective.name=sft", "algorithm.objective.aggregation=token_mean")
     [found] = [line for line in errors(SET, *offline) if line.startswith("evaluation")]
-    assert found.startswith("evaluation.sets: with data.format=messages no engine is started")
+    assert found.startswith("evaluation.sets: with data.format=messages the run has no engines")
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,9 @@ def test_route_replay_requires_sampled_data():
 @pytest.mark.parametrize(
     ("override", "reason"),
     [
-        ("moe_router_fusion: true", "the fused router chooses and weighs experts in one kernel"),
-        ("moe_router_load_balancing_type: sinkhorn", "sinkhorn chooses experts by itself"),
-        ("cuda_graph_impl: local", "a graph replays the routes of the first microbatch"),
+        ("moe_router_fusion: true", "the fused router selects and weights experts in one kernel"),
+        ("moe_router_load_balancing_type: sinkhorn", "sinkhorn balancing selects its own experts"),
+        ("cuda_graph_impl: local", "a CUDA graph replays the routes of the first microbatch"),
     ],
 )
 def test_router_settings_that_ignore_routes_are_rejected(override, reason):
@@ -33,7 +33,7 @@ def test_router_settings_that_ignore_routes_are_rejected(override, reason):
 def test_route_replay_determines_the_engines_cache():
     key = "rollout.vllm_overrides={enable_prefix_caching: false}"
     [error] = errors(REPLAY, key)
-    assert error.startswith("rollout.vllm_overrides.enable_prefix_caching=false: actor.experts.replay_routes=true")
+    assert error.startswith("rollout.vllm_overrides.enable_prefix_caching=false: megarl sets this argument")
     recipe(key)
 
 

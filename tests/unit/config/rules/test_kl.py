@@ -14,7 +14,10 @@ from tests.unit.config.rules.recipes import errors
         ),
         (
             ["algorithm.kl={coefficient: 0.1, adaptive_target: 0.1, adaptive_horizon: 127}"],
-            "algorithm.kl.adaptive_horizon=127: a step has 16 x 8 = 128 samples and would change the coefficient by",
+            (
+                "algorithm.kl.adaptive_horizon=127: a step has 16 x 8 = 128 samples, so one step could change the "
+                "coefficient by"
+            ),
         ),
         (
             ["algorithm.kl.renew_steps=2"],

@@ -8,18 +8,27 @@ from tests.unit.config.rules.recipes import GAE, errors, recipe
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["actor.layout.sequence_parallel=true"], "actor.layout.sequence_parallel=true: it shards over"),
-        (["actor.layout.pp=1"], "actor.layout.last_stage_layers is set, but actor.layout.pp=1 is a single stage"),
+        (
+            ["actor.layout.sequence_parallel=true"],
+            "actor.layout.sequence_parallel=true: sequence parallelism shards over",
+        ),
+        (
+            ["actor.layout.pp=1"],
+            (
+                "actor.layout.last_stage_layers=13: actor.layout.pp=1 has a single pipeline stage. Fix: set "
+                "actor.layout.last_stage_layers=null"
+            ),
+        ),
         (["actor.layout={pp: 1, vpp: 2, last_stage_layers: null}"], "actor.layout.vpp=2: virtual stages interleave"),
         (
             ["actor.layout.ep=3", "actor.layout.dp=4"],
-            "actor.layout.ep=3: a pipeline stage has tp x cp x dp = 1 x 1 x 4 = 4 ranks, which do not divide by etp x "
-            "ep = 1 x 3 = 3 (4 / 3 = 1.333). Fix: choose ep from 1, 2, 4",
+            "actor.layout.ep=3: a pipeline stage has tp x cp x dp = 1 x 1 x 4 = 4 ranks, which are not divisible by "
+            "etp x ep = 1 x 3 = 3 (4 / 3 = 1.333). Fix: set actor.layout.ep to 1, 2 or 4",
         ),
         (
             ["actor.layout={tp: 2, etp: 1}"],
-            "actor.layout.etp=1: without expert parallelism (actor.layout.ep=1) experts are sharded like the other "
-            "layers (tp=2). Fix: set actor.layout.etp=null or raise ep",
+            "actor.layout.etp=1: without expert parallelism (actor.layout.ep=1), experts are sharded like the other "
+            "layers (actor.layout.tp=2). Fix: set actor.layout.etp=null, or raise actor.layout.ep",
         ),
         ([GAE, "critic.layout.vpp=2"], "critic.layout.vpp=2: virtual stages interleave the layers of several"),
     ],

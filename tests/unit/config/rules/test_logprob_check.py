@@ -10,16 +10,16 @@ from tests.unit.config.rules.recipes import errors, recipe
     [
         (
             ["logprob_check.action=mask", "algorithm.correction.old=rollout"],
-            "logprob_check.action=mask: with algorithm.correction.old=rollout the trainer computes no log-probs to "
+            "logprob_check.action=mask: with algorithm.correction.old=rollout, the trainer computes no log-probs to "
             "compare with the engine's. Fix: set",
         ),
         (
             ["logprob_check.action=mask", "algorithm.objective={name: dpo, aggregation: sequence_mean_of_token_means}"],
-            "logprob_check.action=mask: algorithm.objective.name=dpo has a loss per pair, so single",
+            "logprob_check.action=mask: algorithm.objective.name=dpo computes one loss per pair, so single",
         ),
         (
             ["logprob_check.action=stop", "rollout.max_staleness=1", "cluster.placement=disaggregated"],
-            "logprob_check.action=stop: with rollout.max_staleness=1 stale samples differ by more than rounding,",
+            "logprob_check.action=stop: the run would never stop, because with rollout.max_staleness=1",
         ),
         (
             ["logprob_check.mask=sample"],

@@ -10,10 +10,13 @@ LORA = "actor.lora.rank=8"
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (['actor.frozen=["model.norm.*"]'], "actor.frozen=['model.norm.*']: with actor.lora.rank=8 the whole model is"),
+        (
+            ['actor.frozen=["model.norm.*"]'],
+            "actor.frozen=['model.norm.*']: actor.lora.rank=8 already freezes the whole model",
+        ),
         (
             ['actor.optimizer.no_weight_decay=["model.norm.*"]'],
-            "actor.optimizer.no_weight_decay=['model.norm.*']: it names tensors of the model, which are frozen with",
+            "actor.optimizer.no_weight_decay=['model.norm.*']: the patterns select tensors of the model, but",
         ),
         (
             ["algorithm.objective.name=reward_model", "data.format=preferences"],
@@ -30,7 +33,7 @@ LORA = "actor.lora.rank=8"
         ),
         (
             ["model.dtype=bfloat16", "actor.fp8=blockwise"],
-            "actor.fp8=blockwise: with actor.lora.rank=8 engines compute with merged weights, which",
+            "actor.fp8=blockwise: with actor.lora.rank=8 engines compute with merged weights, but",
         ),
         (
             ["algorithm.kl={coefficient: 0.1, renew_steps: 2}"],
@@ -38,7 +41,7 @@ LORA = "actor.lora.rank=8"
         ),
         (
             ["actor.offload=[gradients, parameters]"],
-            "actor.offload=['gradients', 'parameters']: with actor.lora.rank=8 the merged weights for the engines",
+            "actor.offload=['gradients', 'parameters']: with actor.lora.rank=8 megarl keeps a copy of",
         ),
         (
             ["actor.megatron_overrides.model={moe_router_bias_update_rate: 0.001}"],

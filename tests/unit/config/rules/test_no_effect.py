@@ -22,7 +22,7 @@ def recipe(*overrides: str) -> Config:
             "algorithm.value.clip=0.2",
             [GAE],
             "algorithm.value.clip=0.2: has no effect unless algorithm.advantage.estimator=gae. Fix: set "
-            "algorithm.advantage.estimator=gae, or remove the key, which is null by default",
+            "algorithm.advantage.estimator=gae, or remove the key (its default is null)",
         ),
         (
             "algorithm.value.aggregation=sequence_mean_of_token_means",
@@ -33,7 +33,7 @@ def recipe(*overrides: str) -> Config:
             "critic.optimizer.lr=1.0",
             [GAE],
             "critic.optimizer.lr=1.0: has no effect unless algorithm.advantage.estimator=gae. Fix: set "
-            "algorithm.advantage.estimator=gae, or remove the key, which is 1.0e-06 by default",
+            "algorithm.advantage.estimator=gae, or remove the key (its default is 1.0e-06)",
         ),
         ("critic.layout.dp=2", [GAE], "critic.layout.dp=2: has no effect unless algorithm.advantage.estimator=gae"),
         (
@@ -50,9 +50,8 @@ def recipe(*overrides: str) -> Config:
         (
             "algorithm.correction.weight_limit=null",
             ["algorithm.correction.weight=token"],
-            "algorithm.correction.weight_limit=null: has no effect unless "
-            "algorithm.correction.weight=token. Fix: set algorithm.correction.weight=token, or remove the key, which "
-            "is 2.0",
+            "algorithm.correction.weight_limit=null: has no effect unless algorithm.correction.weight=token. Fix: set "
+            "algorithm.correction.weight=token, or remove the key (its default is 2.0",
         ),
         (
             "algorithm.correction.mask_low=0.9",

@@ -46,16 +46,14 @@ def test_rollout_keys_do_not_affect_offline_objectives():
         (
             "sft",
             ["data.format=prompts"],
-            "data.format=prompts: algorithm.objective.name=sft learns from messages. Fix: set data.format to that, "
-            "or take one "
-            "of cispo, clip,",
+            "data.format=prompts: algorithm.objective.name=sft learns from messages. Fix: set data.format=messages, "
+            "or set algorithm.objective.name to cispo or clip or",
         ),
         (
             "sft",
             ["algorithm.objective.name=clip"],
-            "data.format=messages: algorithm.objective.name=clip learns from prompts. Fix: set data.format to that, "
-            "or take one "
-            "of sft",
+            "data.format=messages: algorithm.objective.name=clip learns from prompts. Fix: set data.format=prompts, "
+            "or set algorithm.objective.name to sft",
         ),
         (
             "dpo",
@@ -78,9 +76,8 @@ def test_rollout_keys_do_not_affect_offline_objectives():
             "dpo",
             ["algorithm.kl.coefficient=0.1"],
             "algorithm.kl.coefficient=0.1: has no effect unless algorithm.objective.name=clip (or another objective "
-            "that "
-            "learns from advantages). Fix: set algorithm.objective.name=clip (or another objective that learns from "
-            "advantages), or remove the key, which is 0.0 by default",
+            "that learns from advantages). Fix: set algorithm.objective.name=clip (or another objective that learns "
+            "from advantages), or remove the key (its default is 0.0)",
         ),
         (
             "online",
@@ -91,16 +88,14 @@ def test_rollout_keys_do_not_affect_offline_objectives():
             "sft",
             ["rollout.temperature=0.5"],
             "rollout.temperature=0.5: has no effect unless data.format=prompts. Fix: set data.format=prompts, or "
-            "remove "
-            "the key, which is 1.0 by default",
+            "remove the key (its default is 1.0)",
         ),
         ("sft", ["reward_model.path=x"], "reward_model.path=x: has no effect unless data.format=prompts. Fix"),
         (
             "dpo",
             ["algorithm.objective.aggregation=token_mean"],
             "algorithm.objective.aggregation=token_mean: has no effect unless algorithm.objective.name=clip (or "
-            "another "
-            "objective with a loss for each token). Fix",
+            "another objective with a loss for each token). Fix",
         ),
         (
             "online",
@@ -110,26 +105,33 @@ def test_rollout_keys_do_not_affect_offline_objectives():
         (
             "sft",
             ["algorithm.objective.aggregation=sequence_mean_over_max_tokens"],
-            "algorithm.objective.aggregation=sequence_mean_over_max_tokens: it divides by rollout.max_new_tokens",
+            (
+                "algorithm.objective.aggregation=sequence_mean_over_max_tokens: the loss is divided by "
+                "rollout.max_new_tokens"
+            ),
         ),
         (
             "sft",
             ["data.chat_template=false"],
-            "data.chat_template=false: with data.format=messages only the chat template can",
+            "data.chat_template=false: data.format=messages requires a chat template",
         ),
         ("online", ["batch.samples_per_prompt=1"], "batch.samples_per_prompt=1: algorithm.objective.name=dpo compares"),
         (
             "dpo",
             ["rollout.context_length=512", "actor.tokens_per_microbatch=1000"],
-            "actor.tokens_per_microbatch=1000: a pair may have 2 x rollout.context_length=512 tokens and is never "
-            "split over microbatches (1000 < 1024). Fix: set actor.tokens_per_microbatch to at least 1024",
+            "actor.tokens_per_microbatch=1000: a pair can have up to 2 x rollout.context_length=512 tokens and is "
+            "never split over microbatches (1000 < 1024). Fix: set actor.tokens_per_microbatch to at least 1024",
         ),
         (
             "online",
             ["actor.layout.dp=128"],
-            "actor.layout.dp=128: an update has 64 pairs, which are never split, fewer than data-parallel ranks",
+            "actor.layout.dp=128: an update has only 64 pairs, which are never split, but each data-parallel rank",
         ),
-        ("sft", ["actor.layout.dp=65"], "actor.layout.dp=65: an update has 64 rows, fewer than data-parallel ranks"),
+        (
+            "sft",
+            ["actor.layout.dp=65"],
+            "actor.layout.dp=65: an update has only 64 rows, but each data-parallel rank needs at least one",
+        ),
     ],
 )
 def test_error_names_the_key_and_the_remedy(kind, overrides, line):
@@ -150,7 +152,10 @@ def test_every_key_without_effect_is_named():
         (["algorithm.objective.clip_low=1"], "algorithm.objective.clip_low=1: expected less than 1"),
         (
             ["algorithm.objective={name: clip_cov, covariance_low: 6}"],
-            "algorithm.objective.covariance_low=6: not below covariance_high=5, so no token can be selected",
+            (
+                "algorithm.objective.covariance_low=6: it must be below algorithm.objective.covariance_high=5, or no "
+                "token can be selected"
+            ),
         ),
         (
             ["algorithm.objective.name=gspo", "algorithm.objective.dual_clip=3"],
@@ -186,7 +191,7 @@ def test_adaptive_penalty_requires_several_updates() -> None:
     keys = ("algorithm.objective={name: kl_penalty, penalty_target: 0.01}",)
     [line] = rules.errors(*keys)
     assert line.startswith(
-        "algorithm.objective.penalty_target=0.01: with one update per step the policy is the old one"
+        "algorithm.objective.penalty_target=0.01: with one update per step, the policy equals the old policy"
     )
     assert rules.recipe(*keys, "batch.prompts_per_update=8").algorithm.objective.adapted_penalty_target == 0.01
     assert rules.recipe(*keys, "batch.epochs=2").algorithm.objective.adapted_penalty_target == 0.01

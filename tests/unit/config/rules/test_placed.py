@@ -11,13 +11,13 @@ from tests.unit.config.rules.recipes import GAE, errors, recipe
         (["actor.tokens_per_microbatch=255"], "(255 < 256). Fix: set actor.tokens_per_microbatch to at least 256"),
         (
             ["actor.layout.cp=6", "actor.tokens_per_microbatch=43"],
-            "may have rollout.context_length=256 tokens on actor.layout.cp=6 ranks and is never split over "
+            "can have up to rollout.context_length=256 tokens on actor.layout.cp=6 ranks and is never split over "
             "microbatches (43 < 44). Fix: set actor.tokens_per_microbatch to at least 44",
         ),
-        (["actor.layout.dp=129"], "actor.layout.dp=129: an update has 128 samples (16 prompts x 8 samples), fewer"),
+        (["actor.layout.dp=129"], "actor.layout.dp=129: an update has only 128 samples (16 prompts x 8 samples), but"),
         (
             [GAE, "critic.layout.cp=2", "critic.tokens_per_microbatch=127"],
-            "critic.tokens_per_microbatch=127: a sample may",
+            "critic.tokens_per_microbatch=127: a sample can",
         ),
     ],
 )

@@ -12,14 +12,14 @@ def test_reward_engines_cannot_offload_parameters() -> None:
     recipe(*keys)
     assert errors(*keys, VLLM) == [
         "reward_model.offload=[parameters]: has no effect unless reward_model.engine=megatron. Fix: set "
-        "reward_model.engine=megatron, or remove the key, which is [] by default"
+        "reward_model.engine=megatron, or remove the key (its default is [])"
     ]
 
 
 def test_reward_engines_support_only_tp_and_dp() -> None:
     assert errors("reward_model.path=rm", VLLM, "reward_model.layout={tp: 2, pp: 2, sequence_parallel: true}") == [
-        "reward_model.engine=vllm: its layout is dp engines of tp ranks, and reward_model.layout has pp=2, "
-        "sequence_parallel=true. Fix: take the default there, or set reward_model.engine=megatron"
+        "reward_model.engine=vllm: reward engines support only tp and dp, but reward_model.layout has pp=2, "
+        "sequence_parallel=true. Fix: remove these keys, or set reward_model.engine=megatron"
     ]
     recipe("reward_model.path=rm", VLLM, "reward_model.layout={tp: 3, dp: 2}")
 
@@ -38,25 +38,25 @@ def judge(*overrides: str) -> list[str]:
     [
         (
             ["engine=megatron"],
-            "reward_model.input_format=question: a judge generates text, which reward_model.engine=megatron cannot. "
-            "Fix: set reward_model.engine=vllm",
+            "reward_model.input_format=question: a judge generates text, but reward_model.engine=megatron only "
+            "computes scores. Fix: set reward_model.engine=vllm",
         ),
         (["step_end=x"], "reward_model.step_end=x: has no effect unless reward_model.input_format=ids. Fix"),
         (["aggregation=min"], "reward_model.aggregation=min: has no effect unless reward_model.input_format=ids. Fix"),
         (
             ["judge.template=Good?"],
-            "reward_model.judge.template=Good?: it has no {response}, so all responses would get the same rating. "
-            "Fix: add {response} where the",
+            "reward_model.judge.template=Good?: the template has no {response}, so all responses would get the same "
+            "rating. Fix: add {response} where the",
         ),
         (
             ["judge.scale=[10, 1]"],
-            "reward_model.judge.scale=[10.0, 1.0]: the lowest rating is not below the highest. Fix: set them in this "
-            "order, such as [1,",
+            "reward_model.judge.scale=[10.0, 1.0]: the lowest rating must be below the highest. Fix: list the lower "
+            "rating first, for example [1,",
         ),
         (
             ["judge.max_new_tokens=256"],
-            "reward_model.judge.max_new_tokens=256: rollout.context_length=256 is the limit of question and answer "
-            "together. Fix: lower it, or raise",
+            "reward_model.judge.max_new_tokens=256: no tokens are left for the question, because "
+            "rollout.context_length=256 limits the question and the answer together. Fix: set",
         ),
     ],
 )

@@ -11,11 +11,11 @@ from tests.unit.config.rules.recipes import errors, recipe
         (["rollout.top_p=0.9"], "rollout.top_p=0.9: the trainer needs the candidate tokens of the truncated"),
         (
             ["rollout.quantization=fp8_block", "model.dtype=float32"],
-            "rollout.quantization=fp8_block: fp8 engines compute in bfloat16, and model.dtype=float32. Fix: set",
+            "rollout.quantization=fp8_block: fp8 engines compute in bfloat16, but model.dtype=float32. Fix: set",
         ),
         (
             ["rollout.quantization=fp8_block", "rollout.vllm_overrides={quantization: fp8}"],
-            "rollout.vllm_overrides.quantization=fp8: with rollout.quantization=fp8_block weights arrive",
+            "rollout.vllm_overrides.quantization=fp8: with rollout.quantization=fp8_block engines already",
         ),
         (
             ["rollout.max_staleness=2", "cluster.placement=disaggregated", "rollout.sleep=true"],
@@ -31,7 +31,7 @@ from tests.unit.config.rules.recipes import errors, recipe
         ),
         (
             ["rollout.max_staleness=1", "cluster.placement=disaggregated", "algorithm.advantage.estimator=remax"],
-            "rollout.max_staleness=1: algorithm.advantage.estimator=remax compares samples with a greedy response",
+            "rollout.max_staleness=1: algorithm.advantage.estimator=remax compares each sample with a greedy response",
         ),
         (
             ["rollout.on_stale=drop"],

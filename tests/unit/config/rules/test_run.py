@@ -11,11 +11,11 @@ from tests.unit.config.rules.recipes import errors, recipe
         (["run.trackers=[wandb,wandb]"], "run.trackers=[wandb, wandb]: wandb is listed twice. Fix: list it once"),
         (
             ["run.steps=3", "run.profile={steps: [2, 4]}"],
-            "run.profile.steps: step 4 is after the last step, run.steps=3. Fix: list",
+            "run.profile.steps: step 4 is after the last step of the run (run.steps=3). Fix: list",
         ),
         (
             ["run.profile={steps: [1], ranks: [0, 2]}"],
-            "run.profile.ranks: no trained model has rank 2; the largest has 2 ranks. Fix:",
+            "run.profile.ranks: no trained model has a rank 2, because the largest has 2 ranks. Fix:",
         ),
         (["run.profile.ranks=[1]"], "run.profile.ranks=[1]: has no effect unless run.profile.steps"),
         (["trackers.project=a"], "trackers.project=a: has no effect unless run.trackers=[wandb]"),

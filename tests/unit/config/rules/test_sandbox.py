@@ -10,7 +10,7 @@ from tests.unit.config.rules.recipes import errors, recipe
     [
         (
             ["sandbox.provider=apptainer"],
-            "sandbox.image=null: sandbox.provider=apptainer needs an image with a python3. Fix: set it, such as to",
+            "sandbox.image=null: sandbox.provider=apptainer needs an image that contains python3. Fix: run `apptainer",
         ),
         (
             ["sandbox.provider=bubblewrap", "sandbox.image=python.sif"],

@@ -14,15 +14,21 @@ from tests.unit.config.rules.recipes import GAE, errors, recipe
         ),
         (
             ["actor.fp8=delayed", "model.dtype=float32"],
-            "actor.fp8=delayed: fp8 products need parameters and activations in bfloat16,",
+            "actor.fp8=delayed: fp8 matrix products need parameters and activations in bfloat16,",
         ),
         (
             ["actor.optimizer.schedule.warmup=2.5"],
-            "actor.optimizer.schedule.warmup=2.5: values from 1 count updates. Fix: set a whole number, or a share",
+            (
+                "actor.optimizer.schedule.warmup=2.5: a value of 1 or more is a number of updates and must be an "
+                "integer. Fix: set an integer, or a fraction"
+            ),
         ),
         (
             ["actor.optimizer.schedule.name=wsd"],
-            "actor.optimizer.schedule.name=wsd: its decay has no length. Fix: set actor.optimizer.schedule.decay=0.2",
+            (
+                "actor.optimizer.schedule.name=wsd: the length of the decay is not set "
+                "(actor.optimizer.schedule.decay=null). Fix: set actor.optimizer.schedule.decay=0.2"
+            ),
         ),
         (
             ["actor.optimizer.schedule={name: cosine, decay: 0.2}"],
@@ -34,12 +40,15 @@ from tests.unit.config.rules.recipes import GAE, errors, recipe
         ),
         (
             ["actor.optimizer.schedule={name: linear, min_lr: 1e-3}"],
-            "actor.optimizer.schedule.min_lr=0.001: it is above the peak actor.optimizer.lr=1e-06. Fix: set min_lr",
+            (
+                "actor.optimizer.schedule.min_lr=0.001: it exceeds the peak learning rate, actor.optimizer.lr=1e-06. "
+                "Fix: set actor.optimizer.schedule.min_lr"
+            ),
         ),
         (
             ["run.steps=10", "actor.optimizer.schedule={name: wsd, warmup: 6, decay: 0.5}"],
-            "actor.optimizer.schedule.warmup=6, decay=0.5: 6 + 5 = 11 updates, but the run has 10. Fix: set both to "
-            "shares of the run, such as",
+            "actor.optimizer.schedule.warmup=6, decay=0.5: warmup and decay have 6 + 5 = 11 updates, but the run has "
+            "only 10. Fix: set both to fractions of the run, for example",
         ),
     ],
 )

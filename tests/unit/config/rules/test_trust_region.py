@@ -22,38 +22,41 @@ def test_minimal_recipe_is_valid() -> None:
     [
         (
             "algorithm.objective.name=clip",
-            "it bounds the unclipped surrogate. Fix: set algorithm.objective.name=unc",
+            "TRPO maximizes the unclipped surrogate. Fix: set algorithm.objective.name=unc",
         ),
         (
             "batch.prompts_per_update=8",
-            "it bounds a step's only update, which starts at the old policy. Fix: ",
+            "TRPO makes a single update per step, starting at the old policy. Fix: ",
         ),
         (
             "batch.epochs=2",
-            "it bounds a step's only update. Fix: set batch.epochs=1, or algorithm.trust_region.kl_limit",
+            "TRPO makes a single update per step. Fix: set batch.epochs=1, or algorithm.trust_region.kl_limit",
         ),
-        ("model.dtype=bfloat16", "its finite differences are too small for bfloat16. Fix: "),
+        ("model.dtype=bfloat16", "TRPO's finite differences are too small for other dtypes. Fix: "),
         (
             "actor.lora.rank=8",
-            "its vectors have the shape of the weights. Fix: set actor.lora.rank=null, or algorithm.trust_region.kl",
+            (
+                "TRPO's vectors have the shapes of the full weights. Fix: set actor.lora.rank=null, or "
+                "algorithm.trust_region.kl"
+            ),
         ),
         (
             "algorithm.correction.old=rollout",
-            "the divergence from the old policy must start at 0. Fix: set algorithm.correction.",
+            "TRPO's divergence from the old policy must start at 0. Fix: set algorithm.correction.",
         ),
     ],
 )
 def test_incompatible_keys_are_rejected_by_name(override: str, reason: str) -> None:
     (line,) = errors(*TRPO, override)
-    assert f"{override}: algorithm.trust_region.kl_limit=0.01 is TRPO, and {reason}" in line
+    assert f"{override}: with algorithm.trust_region.kl_limit=0.01, {reason}" in line
 
 
 def test_value_head_on_the_actor_is_rejected() -> None:
     (line,) = errors(*TRPO, GAE, "critic.shared_backbone=true")
     assert (
-        "critic.shared_backbone=true: algorithm.trust_region.kl_limit=0.01 is TRPO, and its divergence ignores values"
-        in line
-    )
+        "critic.shared_backbone=true: with algorithm.trust_region.kl_limit=0.01, TRPO's divergence does not include a "
+        "value head"
+    ) in line
 
 
 def test_trust_region_keys_require_a_limit() -> None:

@@ -14,7 +14,7 @@ from aiohttp import ClientResponseError, web
 from megarl.core.errors import UserError
 from megarl.environments import Step, ToolCall
 from megarl.environments.registry import check_environment
-from megarl.environments.shipped.search import NO_ACTION, exact_match, normalise
+from megarl.environments.shipped.search import NO_ACTION, exact_match, normalize
 from tests.unit.environments.shipped.turns import question, task, turn
 
 PASSAGES = (
@@ -142,7 +142,7 @@ def test_server_error_is_raised():
     [("The  Beatles!", "beatles"), ("a U.S. theme", "us theme"), ("Thea", "thea"), ("an apple, A pear", "apple pear")],
 )
 def test_answers_are_normalized_as_in_the_paper(text, normal):
-    assert normalise(text) == normal
+    assert normalize(text) == normal
 
 
 def test_exact_match_accepts_alternatives():

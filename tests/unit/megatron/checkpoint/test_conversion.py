@@ -247,7 +247,7 @@ def test_mixed_dtypes_in_a_parameter_require_a_cast(tmp_path):
         members = load_file(path)
         save_file({n: t.half() if n == name else t for n, t in members.items()}, path)
     with pytest.raises(
-        ValueError, match=r"k_proj.weight: float16, but other tensors .* are float32. Fix: pass --dtype"
+        ValueError, match=r"k_proj.weight: the tensor is float16, but other tensors .* are float32. Fix: pass --dtype"
     ):
         huggingface_to_megatron(tmp_path / "hf", tmp_path / "out", layout_of())
     assert names_in(tmp_path) == {"hf"}
@@ -309,7 +309,7 @@ def change_tensors(folder: Path, change) -> None:
         (lambda t: t.update({"model.norm.weight": torch.zeros(3)}), r"model.norm.weight has shape \(3,\), but config"),
         (
             lambda t: t.update({"model.x": torch.zeros(3), "model.y": torch.zeros(3)}),
-            "model.x and 1 more: unexpected",
+            "does not define the stored tensor model.x and 1 more",
         ),
     ],
 )
@@ -331,8 +331,11 @@ def checkpoint(tmp_path) -> Path:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(num_hidden_layers=3), r"decoder.layers.2.\S+ is missing, but config.json requires it"),
-        (dict(num_hidden_layers=1), r"decoder.layers.1.\S+ and 5 more: unexpected"),
+        (
+            dict(num_hidden_layers=3),
+            r"config.json requires decoder.layers.2.\S+, but the checkpoint does not contain it",
+        ),
+        (dict(num_hidden_layers=1), r"does not define the stored tensor decoder.layers.1.\S+ and 5 more"),
         (dict(intermediate_size=24), r"linear_fc1.weight has shape \(36, 12\), but config.json requires \(48, 12\)"),
         (dict(vocab_size=129), r"word_embeddings.weight has shape \(128, 12\), but config.json requires \(256, 12\)"),
     ],
@@ -354,7 +357,7 @@ def test_existing_output_folder_is_not_overwritten(tmp_path, checkpoint):
         lambda out: megatron_to_huggingface(checkpoint, out),
         lambda out: reshape(checkpoint, out, layout_of()),
     ):
-        with pytest.raises(ValueError, match=r"hf already exists\. Fix: choose a new folder or remove this one"):
+        with pytest.raises(ValueError, match=r"hf already exists\. Fix: choose a new folder or remove this folder"):
             convert(tmp_path / "hf")
     assert names_in(tmp_path / "hf") >= {"config.json", "a.safetensors", "b.safetensors"}
 
@@ -397,12 +400,16 @@ def test_damaged_checkpoints_are_rejected(tmp_path, checkpoint):
         entry.chunks = []
         (copy / ".metadata").write_bytes(pickle.dumps(metadata))
 
-    assert "has no .metadata. Fix: give the folder of a checkpoint" in error(lambda copy: (copy / ".metadata").unlink())
+    assert "contains no .metadata. Fix: pass the folder of a checkpoint" in error(
+        lambda copy: (copy / ".metadata").unlink()
+    )
     assert ".metadata is damaged" in error(lambda copy: (copy / ".metadata").write_bytes(b""))
-    assert "__1_0.distcp is listed in .metadata but missing" in error(lambda copy: (copy / "__1_0.distcp").unlink())
+    assert ".metadata lists __1_0.distcp, but the file does not exist" in error(
+        lambda copy: (copy / "__1_0.distcp").unlink()
+    )
     assert "__0_0.distcp is truncated: it has 100 of " in error(lambda copy: os.truncate(copy / "__0_0.distcp", 100))
-    assert "does not describe its model. Fix: pass --hf" in error(lambda copy: shutil.rmtree(copy / "huggingface"))
-    assert "model.layers.0.mlp.down_proj.weight: no source holds" in error(remove_chunks)
+    assert "has no model description. Fix: pass --hf" in error(lambda copy: shutil.rmtree(copy / "huggingface"))
+    assert "model.layers.0.mlp.down_proj.weight: no source has" in error(remove_chunks)
 
 
 def test_corrupted_write_is_detected(tmp_path, monkeypatch):
@@ -414,7 +421,7 @@ def test_corrupted_write_is_detected(tmp_path, monkeypatch):
         save(tensor + 1 if isinstance(tensor, torch.Tensor) and tensor.shape == (12, 18) else tensor, stream)
 
     monkeypatch.setattr(torch, "save", faulty)
-    with pytest.raises(ValueError, match=r"mlp.linear_fc2.weight\[0, 0\] differs from the data that was written"):
+    with pytest.raises(ValueError, match=r"mlp.linear_fc2.weight\[0, 0\] differs from the data that megarl wrote"):
         huggingface_to_megatron(tmp_path / "hf", tmp_path / "out", layout_of())
     assert names_in(tmp_path) == {"hf"}
     huggingface_to_megatron(tmp_path / "hf", tmp_path / "out", layout_of(), Options(verify=False))
@@ -512,7 +519,7 @@ def test_progress_sums_to_the_total(tmp_path, verify):
 
 def test_indivisible_layout_is_rejected(tmp_path):
     write_model(tmp_path / "hf", config_of())
-    with pytest.raises(ValueError, match="tp=2: 3 num_key_value_heads do not divide by 2"):
+    with pytest.raises(ValueError, match="tp=2: 3 KV heads are not divisible by 2"):
         huggingface_to_megatron(tmp_path / "hf", tmp_path / "out", layout_of(tp=2))
     assert names_in(tmp_path) == {"hf"}
 
@@ -550,5 +557,5 @@ def test_run_checkpoint_can_contain_a_converted_one(tmp_path):
     megatron_to_huggingface(checkpoint_path / "megatron", tmp_path / "back")
     assert_same(weights_of(tmp_path / "back"), tensors)
     shutil.rmtree(checkpoint_path / "megatron" / "huggingface")
-    with pytest.raises(ValueError, match=r"does not describe its model. Fix: pass --hf"):
+    with pytest.raises(ValueError, match=r"has no model description. Fix: pass --hf"):
         megatron_to_huggingface(checkpoint_path / "megatron", tmp_path / "again")

@@ -58,7 +58,7 @@ def test_default_is_all_to_all(fields: Fields) -> None:
 def test_flex_is_passed_to_megatron(fields: Fields, machine_with_deepep: None) -> None:
     config = fields(FLEX)
     assert (config.moe_token_dispatcher_type, config.moe_flex_dispatcher_backend) == ("flex", "deepep")
-    with pytest.raises(ValueError, match="dispatcher_type=flex: every rank of the layout has all experts"):
+    with pytest.raises(ValueError, match="dispatcher_type=flex: each rank in the layout has all experts"):
         fields(FLEX, "actor.layout.ep=1")
 
 
@@ -73,7 +73,7 @@ def test_flex_is_rejected_without_deepep(
 
 def test_flex_is_rejected_without_gpus(fields: Fields) -> None:
     key = "actor.megatron_overrides.model.moe_token_dispatcher_type=flex"
-    with pytest.raises(ValueError, match=f"^{key}: requires GPUs, and this trainer has none. Fix: remove the key"):
+    with pytest.raises(ValueError, match=f"^{key}: requires a GPU, but this trainer has none. Fix: remove the key"):
         fields(FLEX)
 
 

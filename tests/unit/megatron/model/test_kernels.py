@@ -11,7 +11,7 @@ pytestmark = pytest.mark.newest
 
 
 def test_kernels_are_torch_without_transformer_engine():
-    assert kernels.describe() == "layers of torch, torch's fused AdamW, weight gradients fused into the products"
+    assert kernels.describe() == "torch layers, torch's fused AdamW, weight gradients accumulated in the matrix product"
 
 
 @pytest.mark.parametrize(

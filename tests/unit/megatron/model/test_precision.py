@@ -19,9 +19,9 @@ def test_fp8_is_rejected_without_transformer_engine():
 @pytest.mark.parametrize(
     ("capability", "recipe", "message"),
     [
-        ((8, 0), "delayed", "8.9, but this device has 8.0. Fix: choose from null"),
-        ((8, 9), "blockwise", "9.0, but this device has 8.9. Fix: choose from delayed, tensorwise"),
-        ((9, 0), "mxfp8", "10.0, but this device has 9.0. Fix: choose from delayed, tensorwise, blockwise"),
+        ((8, 0), "delayed", "8.9, but this device has 8.0. Fix: set actor.fp8 to null"),
+        ((8, 9), "blockwise", "9.0, but this device has 8.9. Fix: set actor.fp8 to one of delayed, tensorwise"),
+        ((9, 0), "mxfp8", "10.0, but this device has 9.0. Fix: set actor.fp8 to one of delayed, tensorwise, blockwise"),
         ((9, 0), "blockwise", None),
         ((10, 0), "mxfp8", None),
     ],

@@ -26,7 +26,7 @@ def outputs(query: str | None, topology: str | None = None):
 @pytest.mark.parametrize("output", [None, "", "\n"])
 def test_no_gpus_is_a_note(output):
     [finding] = check_gpus("2.13.0+cpu", None, outputs(output))
-    assert (finding.state, finding.found) == ("note", "none: runs compute on the CPU")
+    assert (finding.state, finding.found) == ("note", "none, so runs use the CPU")
 
 
 def test_eight_gpus_are_counted_with_their_driver():

@@ -133,8 +133,8 @@ def test_unknown_holders_are_detected():
             with_bucket(0, replace(bucket, links=(link,))), f"{link.destination} is not the index of a dest"
         )
     assert_rejected(with_bucket(0, replace(bucket, links=(Link(-1, 4),))), "-1 is not the index of a holder")
-    assert_rejected(replace(PLAN, nodes=(0,) * len(PLAN.nodes)), "made for different holders, nodes or devices")
-    with pytest.raises(PlanError, match="made for different holders, nodes or devices"):
+    assert_rejected(replace(PLAN, nodes=(0,) * len(PLAN.nodes)), "belongs to different holders, nodes or devices")
+    with pytest.raises(PlanError, match="belongs to different holders, nodes or devices"):
         check_plan(PLAN, SOURCES[::-1], DESTINATIONS)
 
 
@@ -149,7 +149,7 @@ def test_wrong_padding_is_detected():
 @pytest.mark.parametrize("axis", [0, 1])
 def test_source_place_outside_its_piece_is_detected(axis):
     at = position("model.layers.1.mlp.down_proj.weight")
-    assert_rejected(changed(at, source=shifted(move_at(at).source, axis, 1)), "source does not hold")
+    assert_rejected(changed(at, source=shifted(move_at(at).source, axis, 1)), "source does not have")
 
 
 def test_source_place_shifted_within_its_piece_is_detected():
@@ -165,7 +165,7 @@ def test_source_place_shifted_within_its_piece_is_detected():
     )
     assert_rejected(
         with_move(at, move._replace(source=high, destination=to_low), move._replace(source=low, destination=to_high)),
-        "at the source, .* at the destination",
+        "the source sends .*, but the destination stores",
     )
 
 
@@ -176,23 +176,23 @@ def test_swapped_key_and_value_are_detected():
     key = next(move for move in rows if move.source.rectangle[0] == (2, 4))
     at = next(at for at in MOVES if move_at(at) == key)
     value = Place(key.source.parameter, ((4, 6), key.source.rectangle[1]))
-    assert_rejected(changed(at, source=value), "v_proj.* at the source, .*k_proj.* at the destination")
+    assert_rejected(changed(at, source=value), "the source sends .*v_proj.*, but the destination stores .*k_proj")
 
 
 def test_shifted_destination_place_is_detected():
     at = position("model.embed_tokens.weight")
-    assert_rejected(changed(at, destination=shifted(move_at(at).destination, 0, 1)), "at the source|does not store")
+    assert_rejected(changed(at, destination=shifted(move_at(at).destination, 0, 1)), "the source sends|does not store")
 
 
 def test_another_tensor_of_the_same_shape_is_detected():
     at = position("model.layers.0.input_layernorm.weight")
     other = move_at(at).source._replace(parameter="chunk0.decoder.layers.1.input_layernorm.weight")
-    assert_rejected(changed(at, source=other), "at the source")
+    assert_rejected(changed(at, source=other), "the source sends")
 
 
 def test_unknown_parameters_are_detected():
     move = move_at(MOVES[0])
-    assert_rejected(changed(MOVES[0], source=move.source._replace(parameter="nothing")), "source does not hold")
+    assert_rejected(changed(MOVES[0], source=move.source._replace(parameter="nothing")), "source does not have")
     assert_rejected(changed(MOVES[0], destination=move.destination._replace(parameter="nothing")), "does not store")
 
 

@@ -30,7 +30,7 @@ def test_figures_of_a_small_plan():
     assert result.predicted_seconds == pytest.approx(6 + 2 * 60 / 100)  # the receiver then forwards them twice
     assert result.peak_staging_bytes == 60
     # d0 and d1 each receive one bucket from a source, forward it to two others, and receive the other bucket from them.
-    assert result.neighbours == 3
+    assert result.neighbors == 3
     assert (result.ranks_source, result.ranks_destination) == (2, 3)
     assert len(result.plan_hash) == 64
 
@@ -55,7 +55,7 @@ def test_operations_count_large_moves_separately():
     assert num_messages(whole, min_bytes=8) == 3
     result = figures(plan, sources, destinations, SPEEDS)
     # d0 receives one bucket from the source, forwards it, and receives the other from d1, over the same communicator.
-    assert (result.neighbours, result.operations) == (2, 3)
+    assert (result.neighbors, result.operations) == (2, 3)
     # d0 needs 128 MiB for other nodes, and 12 MiB per channel for d1.
     assert (result.communicators, result.communicator_bytes) == (2, (128 + 32 * 12) * 2**20)
     delayed = figures(plan, sources, destinations, replace(SPEEDS, latency=1000.0))

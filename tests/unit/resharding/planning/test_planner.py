@@ -87,7 +87,7 @@ def test_partly_overlapping_sources_are_combined():
 
 
 def test_missing_elements_are_named():
-    with pytest.raises(ValueError, match=r"t: no source holds the elements \[2:4\]"):
+    with pytest.raises(ValueError, match=r"t: no source has the elements \[2:4\]"):
         make_plan([holder("a", ((0, 2),)), holder("b", ((4, 6),))], [holder("d", ((0, 6),))])
 
 
@@ -155,7 +155,7 @@ def test_into_returns_the_writes_of_a_destination():
     assert written == set(vllm_holders(config_of(), 1, 1)[0].shapes)
     assert {fill.place.parameter for fill in parts[0].fills} == {"model.embed_tokens.weight", "lm_head.weight"}
     with pytest.raises(
-        ValueError, match=r"vllm:2.0 is not a destination of the plan; destinations: vllm:0.0, vllm:1.0"
+        ValueError, match=r"vllm:2.0 is not a destination in the plan. Its destinations are vllm:0.0, vllm:1.0"
     ):
         plan.into("vllm:2.0")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.resharding.families import huggingface_holder, megatron_holders, quantised_destinations, vllm_holders
+from megarl.resharding.families import huggingface_holder, megatron_holders, quantized_destinations, vllm_holders
 from megarl.resharding.piece import intersect, num_elements
 from megarl.resharding.planning.preview import reshard, table
 from megarl.resharding.planning.side import bytes_per_second, on_nodes, side_holders
@@ -40,39 +40,39 @@ def test_engine_and_folder_sides():
     assert same(read("vllm:tp=2,ep=true", config, is_source=False), expected)
     assert same(read("hf"), [huggingface_holder(MIXED)])
     blocks = dict(hidden_size=384, head_dim=128, intermediate_size=256, moe_intermediate_size=128)
-    expected = quantised_destinations(MIXED | blocks, vllm_holders(MIXED | blocks, 1, 2))
+    expected = quantized_destinations(MIXED | blocks, vllm_holders(MIXED | blocks, 1, 2))
     assert same(read("vllm:replicas=2,fp8=true", MIXED | blocks, is_source=False), expected)
 
 
 @pytest.mark.parametrize(
     ("text", "is_source", "message"),
     [
-        ("tp=2", True, r"--from tp=2: tp=2: 3 num_key_value_heads do not divide by 2 "),
-        ("tp=3,tq=2", True, "--from tp=3,tq=2: tq is unknown; did you mean tp?"),
-        ("x=1", True, "--from x=1: x is unknown; known names: tp, pp, vpp, cp, ep, etp, dp, first_stage_layers,"),
-        ("tp=1,tp=1", True, "tp is given twice"),
+        ("tp=2", True, r"--from tp=2: tp=2: 3 KV heads are not divisible by 2 "),
+        ("tp=3,tq=2", True, "--from tp=3,tq=2: unknown name tq. Fix: use tp"),
+        ("x=1", True, "--from x=1: unknown name x. Fix: use one of tp, pp, vpp, cp, ep, etp, dp, first_stage_layers,"),
+        ("tp=1,tp=1", True, "tp appears twice"),
         ("tp=0", True, "tp=0: expected a positive integer"),
         ("tp=1.5", True, "tp=1.5: expected a positive integer"),
         (
             "ep=4",
             True,
-            "ep=4: a pipeline stage has tp x cp x dp = 1 x 1 x 1 = 1 ranks, which do not divide by etp",
+            "ep=4: a pipeline stage has tp x cp x dp = 1 x 1 x 1 = 1 ranks, which are not divisible by etp",
         ),
         (
             "pp=2",
             True,
-            r"num_hidden_layers=5 is not divisible by pp=2 \(5 / 2 = 2.5\). Fix: add last_stage_layers=2, which ",
+            r"num_hidden_layers=5 is not divisible by pp=2 \(5 / 2 = 2.5\). Fix: add last_stage_layers=2, so that ",
         ),
         ("pp=4", True, r"pp=4: num_hidden_layers=5 is not divisible by pp=4 \(5 / 4 = 1.25\). Fix: lower pp"),
-        ("vllm:tp=1", True, "vllm is not a source. Fix: give"),
-        ("vlm:tp=1", False, "--to vlm:tp=1: vlm is not a destination. Fix: give"),
-        ("vllm:tp=4", False, "--to vllm:tp=4: rollout.tp=4: 6 num_attention_heads do not divide by 4"),
+        ("vllm:tp=1", True, "vllm is not a source. Fix: pass"),
+        ("vlm:tp=1", False, "--to vlm:tp=1: vlm is not a destination. Fix: pass"),
+        ("vllm:tp=4", False, "--to vllm:tp=4: rollout.tp=4: 6 attention heads are not divisible by 4"),
         ("vllm:ep=yes", False, "ep=yes: expected true or false"),
         ("vllm:fp8=1", False, "fp8=1: expected true or false"),
         (
             "vllm:fp8=true",
             False,
-            "--to vllm:fp8=true: .* holds 0:12 × 0:12 of .*, which splits fp8 blocks of 128 × 128",
+            "--to vllm:fp8=true: .*: its part 0:12 × 0:12 of .* splits fp8 blocks of 128 × 128",
         ),
     ],
 )
@@ -95,7 +95,9 @@ def test_bandwidth_parsing():
         with pytest.raises(ValueError, match=r"--bandwidth inter=.*: expected a positive number and a unit"):
             bytes_per_second("--bandwidth", text, names)
     for text in ("inter=50GB/s", "inter=1GB/s,intra=1GB/s,other=1GB/s", ""):
-        with pytest.raises(ValueError, match="give inter and intra, such as inter=50GB/s,intra=400GB/s"):
+        with pytest.raises(
+            ValueError, match=r"expected inter and intra\. Fix: pass both, for example inter=50GB/s,intra=400GB/s"
+        ):
             bytes_per_second("--bandwidth", text, names)
 
 
@@ -109,7 +111,7 @@ def test_preview_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     stored = sum(holder.shard.num_bytes for holder in vllm_holders(model, 2, 3))
     padding = 3 * 2 * 27 * model["hidden_size"] * 4  # 27 of 64 rows, in embedding and output layer of three engines
     assert result.bytes_total == stored - padding
-    assert "6 -> 6" in table(result) and "every element is written exactly once" in table(result)
+    assert "6 -> 6" in table(result) and "the plan writes every element exactly once" in table(result)
 
 
 def test_fp8_halves_the_bytes_of_linear_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -118,19 +120,19 @@ def test_fp8_halves_the_bytes_of_linear_layers(tmp_path: Path, monkeypatch: pyte
     sizes = dict(hidden_size=512, intermediate_size=1024, num_attention_heads=8, num_key_value_heads=4, head_dim=64)
     model = config_of(**sizes, vocab_size=128) | {"torch_dtype": "bfloat16"}
     (tmp_path / "config.json").write_text(json.dumps(model))
-    whole, quantised = (reshard(str(tmp_path), "tp=4", f"vllm:tp=2{more}", 8, SPEEDS) for more in ("", ",fp8=true"))
+    whole, quantized = (reshard(str(tmp_path), "tp=4", f"vllm:tp=2{more}", 8, SPEEDS) for more in ("", ",fp8=true"))
     elements = model["num_hidden_layers"] * 512 * (512 + 2 * 256 + 512 + 3 * 1024)
-    assert whole.bytes_total - quantised.bytes_total == elements - 4 * elements // 128**2
+    assert whole.bytes_total - quantized.bytes_total == elements - 4 * elements // 128**2
 
 
 def test_unreadable_models_are_rejected(tmp_path: Path):
     layouts = "tp=1", "hf", 8, "inter=50GB/s,intra=400GB/s"
     with pytest.raises(ValueError, match=r"^--model=.*: has no config.json. Fix: use the folder that contains"):
         reshard(str(tmp_path), *layouts)
-    with pytest.raises(ValueError, match=r"^--model=.*none: does not exist. Fix: use a Hugging Face folder, a hub"):
+    with pytest.raises(ValueError, match=r"^--model=.*none: does not exist. Fix: use a Hugging Face folder, a Hub"):
         reshard(str(tmp_path / "none"), *layouts)
     with pytest.raises(
-        ValueError, match=r"^--model nobody/nothing: .*not been downloaded. Fix: give a config.json, or"
+        ValueError, match=r"^--model nobody/nothing: .*nor a downloaded Hub id. Fix: pass a config.json, or"
     ):
         reshard("nobody/nothing", *layouts)
     (tmp_path / "config.json").write_text("{")
@@ -157,7 +159,7 @@ def test_colocated_preview(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     same = reshard(str(tmp_path), "tp=2,dp=2", "tp=2,dp=2", 2, SPEEDS, colocated=True)
     assert same.bytes_by_link == {"inter": 0, "intra": 0, "local": same.bytes_total}
     assert (same.predicted_seconds, same.floor_seconds, same.bytes_wasted) == (0, 0, 0)
-    assert "nothing is sent" in table(same) and "on a device" in table(same)
+    assert "no data is sent" in table(same) and "within devices" in table(same)
 
     stages = reshard(str(tmp_path), "tp=2,pp=2,dp=2", "vllm:tp=2,replicas=4", 8, SPEEDS, colocated=True)
     apart = reshard(str(tmp_path), "tp=2,pp=2,dp=2", "vllm:tp=2,replicas=4", 8, SPEEDS)
@@ -182,12 +184,12 @@ def test_colocated_preview(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         (
             "tp=3,dp=4",
             "vllm:tp=2,replicas=5",
-            "--colocated: tp=3,dp=4 has 12 ranks, vllm:tp=2,replicas=5 has 10, but each device holds one rank of each "
-            "side. Fix: give --to replicas=6, which makes 2 x 6 = 12",
+            "--colocated: tp=3,dp=4 has 12 ranks, but vllm:tp=2,replicas=5 has 10. Each device must have one rank from "
+            "each side. Fix: set replicas=6 in --to, so that 2 x 6 = 12",
         ),
-        ("tp=3", "vllm:tp=2", "has 3 ranks, .* has 2, .* give --to a tp that divides 3 \\(3 = 2 x 1.5\\)"),
-        ("tp=3", "tp=1", "tp=3 has 3 ranks, tp=1 has 1, but .* Fix: change dp of one of them"),
-        ("tp=3", "hf", "--colocated: --to hf is a folder and has no device. Fix: omit --colocated"),
+        ("tp=3", "vllm:tp=2", r"has 3 ranks, .* has 2\. .* set tp in --to to a divisor of 3 \(3 / 2 = 1.5\)"),
+        ("tp=3", "tp=1", r"tp=3 has 3 ranks, but tp=1 has 1\. .* Fix: change dp in --from or --to"),
+        ("tp=3", "hf", "--colocated: --to hf is a folder, which has no devices. Fix: omit --colocated"),
         ("hf", "tp=3", "--colocated: --from hf is a folder"),
     ],
 )
@@ -219,5 +221,5 @@ def test_another_process_uses_the_cached_figures(tmp_path: Path, monkeypatch: py
     entry.write_text(entry.read_text().replace("true", "false"))
     recomputed = run("")
     assert recomputed.stdout == first.stdout
-    assert recomputed.stderr == f"{entry} is damaged; recomputing its content\n"
+    assert recomputed.stderr == f"{entry} is damaged and will be recomputed\n"
     assert run(without).stdout == first.stdout

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config.vllm_arguments import ADJUSTABLE, GIVEN, REFITTABLE
+from megarl.config.vllm_arguments import ADJUSTABLE, MANAGED, REFITTABLE
 
 
 def collect_arguments(folder: Path) -> dict[str, object]:
@@ -38,7 +38,7 @@ def test_overrides_are_passed_on_or_rejected_by_name(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
         collected = process.submit(collect_arguments, tmp_path).result()
-    assert {name for given in GIVEN.values() for name in given} | ADJUSTABLE <= collected["known"]
+    assert {name for given in MANAGED.values() for name in given} | ADJUSTABLE <= collected["known"]
     assert collected["defaults"] == {name: value for name, (value, _) in REFITTABLE.items()}
     changed = collected["changed"]
     assert (changed["enforce_eager"], changed["block_size"], changed["load_format"]) == (False, 32, "dummy")

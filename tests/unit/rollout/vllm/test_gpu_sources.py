@@ -166,7 +166,7 @@ def test_experts_in_fp8_blocks_need_a_gpu(tmp_path: Path) -> None:
     folder = write_tiny_experts(tmp_path)
     keys = [f"model.path={folder}", "data.source=arithmetic", "rollout.quantization=fp8_block"]
     with pytest.raises(
-        UserError, match="has experts, and vLLM's CPU kernels for quantised experts do not support refits"
+        UserError, match="has experts, but vLLM's CPU kernels for quantized experts do not support refits"
     ):
         rollout_arguments(load(BASE, keys).rollout, folder, "bfloat16", seed=0)
 
@@ -179,7 +179,7 @@ def test_batch_invariant_engines_need_a_supported_gpu(monkeypatch, tmp_path: Pat
     rollout = load(BASE, [*keys, "rollout.batch_invariant=true"]).rollout
     monkeypatch.setattr("megarl.rollout.vllm.engine.device.capability", lambda: capability)
     refusal = pytest.raises(
-        UserError, match=r"rollout.batch_invariant=true: vLLM's batch-invariant kernels need .* 9\.0 or higher"
+        UserError, match=r"rollout.batch_invariant=true: vLLM's batch-invariant kernels require .* 9\.0 or higher"
     )
     with nullcontext() if capability >= tuple(map(int, needed)) else refusal:
         assert rollout_arguments(rollout, folder, "bfloat16", seed=0)["model"] == str(folder)

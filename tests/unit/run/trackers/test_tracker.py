@@ -101,7 +101,7 @@ def test_hanging_process_is_restarted(tmp_path: Path, fake_wandb, capfd) -> None
     end_all([tracker], WAIT_S)
     assert logged.read_text().splitlines() == ["2 2.0", "finished"]
     out, err = capfd.readouterr()
-    assert f"no reply within {LIMIT_S} s (trackers.timeout_s)" in err and "lost 1 of 2 steps" in out
+    assert f"no response within trackers.timeout_s={LIMIT_S}" in err and "lost 1 of 2 steps" in out
 
 
 def test_raising_tracker_loses_its_rows_and_warns_once(tmp_path: Path, fake_wandb, capfd) -> None:
@@ -150,7 +150,7 @@ def test_interrupted_run_does_not_wait_for_a_tracker(tmp_path: Path, fake_wandb)
 def test_missing_tracker_package_raises_with_the_command(monkeypatch) -> None:
     monkeypatch.setattr("megarl.run.trackers.tracker.find_spec", lambda name: None if name == "mlflow" else name)
     config = load(BASE, ["model.path=m", "data.source=arithmetic", "run.trackers=[wandb,mlflow]"])
-    fix = r"Fix: pip install mlflow-skinny, or remove it from the list."
+    fix = r"Fix: run pip install mlflow-skinny, or remove mlflow from run.trackers"
     expected = rf"^run.trackers=\[wandb, mlflow\]: mlflow is not installed. {fix}$"
     with pytest.raises(ValueError, match=expected):
         check_trackers(config)

@@ -1,4 +1,4 @@
-"""Weights quantised jointly by trainer ranks match vLLM's quantiser of whole tensors."""
+"""Weights quantized jointly by trainer ranks match vLLM's quantizer of whole tensors."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from megarl.config.schema import Config
 from megarl.megatron.workers.actor import ActorWorker
 from megarl.models.folder import read_config
 from megarl.resharding.execute import execute
-from megarl.resharding.families import huggingface_holder, quantised_destinations, quantised_sources
-from megarl.resharding.families.quantised import SCALES
+from megarl.resharding.families import huggingface_holder, quantized_destinations, quantized_sources
+from megarl.resharding.families.quantized import SCALES
 from megarl.resharding.piece import Holder
 from megarl.resharding.planning.planner import make_plan
 from megarl.resharding.transports.local import LocalMemory
@@ -71,10 +71,10 @@ def test_ranks_agree_on_scales_of_shared_blocks(folder, layout):
         f"{rank}": {n: t.view(torch.float8_e4m3fn) if t.dtype == torch.uint8 else t for n, t in weights.items()}
         for rank, (_, weights) in enumerate(results)
     }
-    sources = quantised_sources(
+    sources = quantized_sources(
         hf_config, [replace(holder, name=f"{rank}") for rank, (holder, _) in enumerate(results)]
     )
-    [whole] = quantised_destinations(hf_config, [huggingface_holder(hf_config, "bfloat16")])
+    [whole] = quantized_destinations(hf_config, [huggingface_holder(hf_config, "bfloat16")])
     gathered = {n: torch.empty(shape, dtype=getattr(torch, whole.dtypes[n])) for n, shape in whole.shapes.items()}
     execute(make_plan(sources, [whole]).into(whole.name), gathered, LocalMemory(tensors))
 

@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 import torch
 
 from megarl.models.huggingface import FP8_BLOCK as BLOCK
-from megarl.resharding.families.quantised import FP8, SCALES, blocks_of
+from megarl.resharding.families.quantized import FP8, SCALES, blocks_of
 from megarl.resharding.piece import Piece, Rectangle, Shard, shape_of
 from megarl.resharding.transports.transport import view
 
@@ -27,7 +27,7 @@ G = TypeVar("G", bound=Hashable)
 """A process group."""
 
 
-class QuantisedCopy(Generic[G]):
+class QuantizedCopy(Generic[G]):
     """The quantized weights and scales that a source sends instead of its own parameters.
 
     tensors   parameter name in the quantized shard -> tensor; valid after `fill` until the weights change
@@ -36,7 +36,7 @@ class QuantisedCopy(Generic[G]):
     def __init__(
         self,
         source: Shard,
-        quantised: Shard,
+        quantized: Shard,
         shapes: Mapping[str, tuple[int, ...]],
         group_of: Callable[[str], G],
         device: torch.device | None = None,
@@ -44,22 +44,22 @@ class QuantisedCopy(Generic[G]):
         """
         Args:
             source: shard of the holder.
-            quantised: shard of its quantized copy.
+            quantized: shard of its quantized copy.
             shapes: canonical tensor -> full shape.
             group_of: returns the process group over which a parameter is sharded; its ranks hold parts of the same
                 tensors, in the same order.
         """
-        self._pieces = [piece for piece in source.pieces if quantised.dtypes[piece.local] == FP8]
-        self._scales = [piece for piece in quantised.pieces if piece.local not in source.shapes]
+        self._pieces = [piece for piece in source.pieces if quantized.dtypes[piece.local] == FP8]
+        self._scales = [piece for piece in quantized.pieces if piece.local not in source.shapes]
         names = {piece.local for piece in (*self._pieces, *self._scales)}
         self.tensors = {
-            name: torch.empty(quantised.shapes[name], dtype=getattr(torch, quantised.dtypes[name]), device=device)
-            for name in quantised.shapes
+            name: torch.empty(quantized.shapes[name], dtype=getattr(torch, quantized.dtypes[name]), device=device)
+            for name in quantized.shapes
             if name in names
         }
         groups: dict[G, dict[str, tuple[int, ...]]] = {}
         for piece in self._pieces:
-            assert piece.canonical is not None, f"quantised parameter {piece.local} has padding"
+            assert piece.canonical is not None, f"quantized parameter {piece.local} has padding"
             grid = tuple(-(-size // BLOCK) for size in shapes[piece.canonical])
             groups.setdefault(group_of(piece.local), {})[piece.canonical] = grid
         self._largest = {
@@ -85,12 +85,12 @@ class QuantisedCopy(Generic[G]):
             reduce_max(largest, group)
             largest.clamp_(min=SMALLEST).div_(LARGEST)
         for piece in self._pieces:
-            self._quantise(piece, view(parameters[piece.local], piece.local_rectangle))
+            self._quantize(piece, view(parameters[piece.local], piece.local_rectangle))
         for piece in self._scales:
             grid = self._grids[piece.canonical.removesuffix(SCALES)]
             self.tensors[piece.local].copy_(view(grid, piece.canonical_rectangle))
 
-    def _quantise(self, piece: Piece, values: torch.Tensor) -> None:
+    def _quantize(self, piece: Piece, values: torch.Tensor) -> None:
         target = view(self.tensors[piece.local], piece.local_rectangle)
         (first, _), (left, right) = piece.canonical_rectangle
         # Multiply by the reciprocal, as vLLM does: dividing by the scale rounds differently.

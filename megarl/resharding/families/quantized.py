@@ -21,13 +21,13 @@ SCALES = "_scale_inv"
 """Name suffix of a tensor's scales. Dequantization multiplies the elements in a block by the block's scale."""
 
 
-def quantised_tensors(hf_config: Mapping[str, Any]) -> frozenset[str]:
+def quantized_tensors(hf_config: Mapping[str, Any]) -> frozenset[str]:
     """Return the names of the quantized tensors: all matrices in the decoder layers except routers."""
     canonical = Canonical(hf_config)
     return frozenset(
         canonical.layer_prefix(layer) + name
         for layer in range(canonical.model.num_layers)
-        for name in canonical.quantised(layer)
+        for name in canonical.quantized(layer)
     )
 
 
@@ -38,7 +38,7 @@ def quantization_config(hf_config: Mapping[str, Any]) -> dict[str, Any]:
         canonical.layer_prefix(layer) + name.removesuffix(".weight")
         for layer in range(canonical.model.num_layers)
         for part in canonical.layer_parts(layer)
-        if not part.quantised
+        if not part.quantized
         for name in part.tensors
     ]
     return {
@@ -49,19 +49,19 @@ def quantization_config(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def quantised_sources(hf_config: Mapping[str, Any], holders: Sequence[Holder]) -> list[Holder]:
+def quantized_sources(hf_config: Mapping[str, Any], holders: Sequence[Holder]) -> list[Holder]:
     """Return the source holders with their weights replaced with fp8 copies."""
-    tensors = quantised_tensors(hf_config)
+    tensors = quantized_tensors(hf_config)
     return _with_shards(holders, lambda shard: _source(shard, tensors))
 
 
-def quantised_destinations(hf_config: Mapping[str, Any], holders: Sequence[Holder]) -> list[Holder]:
+def quantized_destinations(hf_config: Mapping[str, Any], holders: Sequence[Holder]) -> list[Holder]:
     """Return the destination holders (engine workers or a folder) with their weights replaced with fp8 weights.
 
     Raises:
         UserError: a shard boundary splits a block.
     """
-    tensors = quantised_tensors(hf_config)
+    tensors = quantized_tensors(hf_config)
     return _with_shards(holders, lambda shard: _destination(shard, tensors))
 
 
@@ -82,7 +82,7 @@ def _source(shard: Shard, tensors: Collection[str]) -> Shard:
     """Add one scale parameter per tensor. It covers all blocks that overlap the shard."""
     shapes, dtypes, pieces = dict(shard.shapes), dict(shard.dtypes), list(shard.pieces)
     blocks: dict[str, list[Rectangle]] = {}
-    for piece in _quantised(shard, tensors):
+    for piece in _quantized(shard, tensors):
         dtypes[piece.local] = FP8
         blocks.setdefault(piece.canonical, []).append(blocks_of(piece.canonical_rectangle))
     for tensor, parts in blocks.items():
@@ -97,7 +97,7 @@ def _source(shard: Shard, tensors: Collection[str]) -> Shard:
 
 def _destination(shard: Shard, tensors: Collection[str]) -> Shard:
     shapes, dtypes, pieces = dict(shard.shapes), dict(shard.dtypes), list(shard.pieces)
-    for piece in _quantised(shard, tensors):
+    for piece in _quantized(shard, tensors):
         _check_blocks(piece, shard.shapes[piece.local])
         name = piece.local + SCALES
         dtypes[piece.local] = FP8
@@ -107,7 +107,7 @@ def _destination(shard: Shard, tensors: Collection[str]) -> Shard:
     return Shard(shapes, tuple(pieces), dtypes)
 
 
-def _quantised(shard: Shard, tensors: Collection[str]) -> list[Piece]:
+def _quantized(shard: Shard, tensors: Collection[str]) -> list[Piece]:
     return [piece for piece in shard.pieces if piece.canonical in tensors]
 
 
@@ -120,7 +120,7 @@ def _check_blocks(piece: Piece, shape: tuple[int, ...]) -> None:
     ):
         rectangle = " × ".join(f"{start}:{stop}" for start, stop in piece.canonical_rectangle)
         raise UserError(
-            f"{piece.local} holds {rectangle} of {piece.canonical}, which splits fp8 blocks of {BLOCK} × {BLOCK}. Fix: "
-            "use a smaller tp, do not quantise (no fp8), or keep whole experts on each worker (ep=true; in a recipe "
+            f"{piece.local}: its part {rectangle} of {piece.canonical} splits fp8 blocks of {BLOCK} × {BLOCK}. Fix: "
+            "use a smaller tp, disable fp8, or keep whole experts on each worker (ep=true, or in a recipe "
             "rollout.vllm_overrides={enable_expert_parallel: true})"
         )

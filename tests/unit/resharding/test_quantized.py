@@ -1,4 +1,4 @@
-"""Weights in fp8 blocks are bit-exact with vLLM's own quantiser of whole tensors."""
+"""Weights in fp8 blocks are bit-exact with vLLM's own quantizer of whole tensors."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import pytest
 import torch
 from vllm.utils.deep_gemm import per_block_cast_to_fp8
 
-from megarl.resharding import quantised_copy
+from megarl.resharding import quantized_copy
 from megarl.resharding.execute import execute
 from megarl.resharding.families import (
     huggingface_holder,
     megatron_holders,
-    quantised_destinations,
-    quantised_sources,
+    quantized_destinations,
+    quantized_sources,
     vllm_holders,
 )
 from megarl.resharding.families.megatron import Coordinates
-from megarl.resharding.families.quantised import SCALES, quantization_config
+from megarl.resharding.families.quantized import SCALES, quantization_config
 from megarl.resharding.piece import Holder
 from megarl.resharding.planning.check import check_plan
 from megarl.resharding.planning.planner import make_plan
-from megarl.resharding.quantised_copy import QuantisedCopy
+from megarl.resharding.quantized_copy import QuantizedCopy
 from megarl.resharding.transports.local import LocalMemory
 from megarl.resharding.transports.transport import view
 from tests.published_models import CONFIGS
@@ -34,7 +34,7 @@ from tests.unit.resharding.cases import layout_of
 from tests.unit.resharding.vllm_world import weights, worker
 
 # vLLM compiles this function, which takes half a minute; the uncompiled one computes the same bits.
-quantise = per_block_cast_to_fp8._torchdynamo_orig_callable
+quantize = per_block_cast_to_fp8._torchdynamo_orig_callable
 
 SIZES = dict(
     hidden_size=512,
@@ -113,7 +113,7 @@ class Group:
         tensor.copy_(largest)
 
 
-def copies_of(sources, quantised, layout, tensors) -> dict[str, dict[str, torch.Tensor]]:
+def copies_of(sources, quantized, layout, tensors) -> dict[str, dict[str, torch.Tensor]]:
     """Return the tensors that each rank sends.
 
     The process group of dense layers is the pipeline stage; that of experts contains the ranks with parts of the same
@@ -124,17 +124,17 @@ def copies_of(sources, quantised, layout, tensors) -> dict[str, dict[str, torch.
     dense, experts = [(rank.stage,) for rank in ranks], [(rank.stage, rank.ep_rank) for rank in ranks]
     groups = {key: Group(size) for key, size in Counter(dense + experts).items()}
 
-    def quantise_rank(rank: int) -> dict[str, torch.Tensor]:
+    def quantize_rank(rank: int) -> dict[str, torch.Tensor]:
         def group_of(parameter: str):
             return experts[rank] if ".mlp.experts." in parameter else dense[rank]
 
         parameters = held(sources[rank], tensors)
-        copy = QuantisedCopy(sources[rank].shard, quantised[rank].shard, shapes, group_of)
+        copy = QuantizedCopy(sources[rank].shard, quantized[rank].shard, shapes, group_of)
         copy.fill(parameters, lambda tensor, group: groups[group].reduce_max(tensor))
         return parameters | copy.tensors
 
     with ThreadPoolExecutor(layout.world_size) as threads:
-        sent = threads.map(quantise_rank, range(layout.world_size))
+        sent = threads.map(quantize_rank, range(layout.world_size))
         return {source.name: tensors for source, tensors in zip(sources, sent, strict=True)}
 
 
@@ -142,21 +142,21 @@ def copies_of(sources, quantised, layout, tensors) -> dict[str, dict[str, torch.
     ("name", "layout"),
     [(name, layout) for name in MODELS for layout in LAYOUTS if name != "Llama" or "ep" not in layout],
 )
-def test_engines_and_folder_match_vllms_quantiser(name, layout):
+def test_engines_and_folder_match_vllms_quantizer(name, layout):
     """Weights and scales match, even where shard boundaries of the trainer split blocks."""
     config, layout = MODELS[name], layout_of(**LAYOUTS[layout])
     tensors = checkpoint(config)
     sources = megatron_holders(config, layout, "bfloat16")
-    quantised = [replace(holder, node=0) for holder in quantised_sources(config, sources)]
-    copies = copies_of(sources, quantised, layout, tensors)
-    expected = quantised_by_vllm(config, tensors)
+    quantized = [replace(holder, node=0) for holder in quantized_sources(config, sources)]
+    copies = copies_of(sources, quantized, layout, tensors)
+    expected = quantized_by_vllm(config, tensors)
     folder = replace(huggingface_holder(config, "bfloat16"), name="folder")
     for holders in (vllm_holders(config, 1, 1, "bfloat16"), vllm_holders(config, 2, 1, "bfloat16"), [folder]):
         targets = [  # each on its own node, so that nothing is forwarded
-            replace(holder, node=1 + i) for i, holder in enumerate(quantised_destinations(config, holders))
+            replace(holder, node=1 + i) for i, holder in enumerate(quantized_destinations(config, holders))
         ]
-        plan = make_plan(quantised, targets)
-        check_plan(plan, quantised, targets)
+        plan = make_plan(quantized, targets)
+        check_plan(plan, quantized, targets)
         for target in targets:
             actual = empty(target)
             execute(plan.into(target.name), actual, LocalMemory(copies))
@@ -169,9 +169,9 @@ def test_blocks_are_forwarded_inside_a_node():
     """Executes the plan bucket by bucket, so that forwarded elements have arrived before."""
     config, layout = MODELS["DeepSeek-V3"], layout_of(**LAYOUTS["tp=8 ep=2 etp=4"])
     tensors = checkpoint(config)
-    sources = quantised_sources(config, megatron_holders(config, layout, "bfloat16"))
+    sources = quantized_sources(config, megatron_holders(config, layout, "bfloat16"))
     copies = copies_of(megatron_holders(config, layout, "bfloat16"), sources, layout, tensors)
-    targets = [replace(h, node=1) for h in quantised_destinations(config, vllm_holders(config, 2, 2, "bfloat16"))]
+    targets = [replace(h, node=1) for h in quantized_destinations(config, vllm_holders(config, 2, 2, "bfloat16"))]
     plan = make_plan(sources, targets, bucket_bytes=2**18)
     received = [empty(target) for target in targets]
     all_parameters = [copies[source.name] for source in sources] + received
@@ -186,21 +186,21 @@ def test_blocks_are_forwarded_inside_a_node():
                 )
                 forwarded |= set() if is_first else {values.dtype, move.destination.parameter.endswith(SCALES)}
     assert forwarded >= {torch.float8_e4m3fn, True}
-    expected = quantised_by_vllm(config, tensors)
+    expected = quantized_by_vllm(config, tensors)
     for target, actual in zip(targets, received, strict=True):
         reference = held(target, expected)
         assert not [name for name in reference if not torch.equal(bits(actual[name]), bits(reference[name]))]
 
 
 @pytest.mark.parametrize("chunk", [1000, 2**24])
-def test_quantised_copy_matches_vllms_quantiser(monkeypatch, chunk):
+def test_quantized_copy_matches_vllms_quantizer(monkeypatch, chunk):
     """Covers incomplete blocks, outliers, zeros, chunks that end inside a block, and a refill with smaller weights."""
-    monkeypatch.setattr(quantised_copy, "CHUNK", chunk)
+    monkeypatch.setattr(quantized_copy, "CHUNK", chunk)
     config = MODELS["Llama"] | dict(hidden_size=200, intermediate_size=300, num_attention_heads=5, head_dim=40)
     config |= dict(num_key_value_heads=5)
     holder = replace(huggingface_holder(config, "bfloat16"), name="folder")
-    [sent] = quantised_sources(config, [holder])
-    copy = QuantisedCopy(holder.shard, sent.shard, dict(holder.shapes), lambda _: "alone")
+    [sent] = quantized_sources(config, [holder])
+    copy = QuantizedCopy(holder.shard, sent.shard, dict(holder.shapes), lambda _: "alone")
     first = checkpoint(config)
     for name in first:
         if "q_proj" in name:
@@ -212,17 +212,17 @@ def test_quantised_copy_matches_vllms_quantiser(monkeypatch, chunk):
             first[name][::50, ::50] = 1.078125
     for tensors in (first, {name: tensor * 1e-4 for name, tensor in first.items()}):
         copy.fill(tensors, lambda tensor, group: None)
-        expected = quantised_by_vllm(config, tensors)
+        expected = quantized_by_vllm(config, tensors)
         assert copy.tensors.keys() == expected.keys() - {n for n in tensors if expected[n] is tensors[n]}
         assert not [n for n, tensor in copy.tensors.items() if not torch.equal(bits(tensor), bits(expected[n]))]
 
 
-def quantised_by_vllm(config, tensors) -> dict[str, torch.Tensor]:
-    """Quantise the linear layers and experts of a checkpoint with vLLM's quantiser."""
+def quantized_by_vllm(config, tensors) -> dict[str, torch.Tensor]:
+    """Quantize the linear layers and experts of a checkpoint with vLLM's quantizer."""
     result = {}
     for name, tensor in tensors.items():
         if name.endswith(("proj.weight", "proj_with_mqa.weight")):
-            result[name], result[name + SCALES] = quantise(tensor, [128, 128])
+            result[name], result[name + SCALES] = quantize(tensor, [128, 128])
         else:
             result[name] = tensor
     return result
@@ -234,12 +234,12 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("name", MODELS)
-def test_vllm_loads_quantised_checkpoints_where_declared(name, tp, tmp_path, monkeypatch):
+def test_vllm_loads_quantized_checkpoints_where_declared(name, tp, tmp_path, monkeypatch):
     """Compares names, shapes, dtypes and elements with the model that vLLM's own classes build and load."""
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)  # otherwise vLLM has no kernel for experts
     config = MODELS[name]
-    expected = quantised_by_vllm(config, checkpoint(config))
-    [*holders] = quantised_destinations(config, vllm_holders(config, tp, 1, "bfloat16"))
+    expected = quantized_by_vllm(config, checkpoint(config))
+    [*holders] = quantized_destinations(config, vllm_holders(config, tp, 1, "bfloat16"))
     for rank, holder in enumerate(holders):
         with worker(
             tmp_path, config | dict(quantization_config=quantization_config(config)), tp, rank, device="cpu"
