@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megarl import report
-from megarl.cluster.groups.engines import RemoteSample
 from megarl.cluster.groups.trainers import TrainerGroup
+from megarl.cluster.rank_batch import put_sample
 from megarl.cluster.session import Session
 from megarl.cluster.trained_models import TrainedModels
 from megarl.config.schema import Config
 from megarl.core.metrics import values
 from megarl.core.timing import ElapsedTime
-from megarl.core.types import Sample
+from megarl.core.types import Sample, SampleRef
 from megarl.models.folder import model_paths
 from megarl.models.run_models import ModelFolders
 from megarl.models.trained_model import trained_hf_config
@@ -26,7 +26,7 @@ from megarl.run.preflight import preflight
 from megarl.step.dispatch import dispatch, samples_of, updates_of
 from megarl.step.passes import make_policy_passes
 from megarl.step.profile import profiled
-from megarl.step.scoring import Metrics, ScoredSample
+from megarl.step.scoring import Metrics
 from megarl.train import follow_policy
 
 
@@ -70,22 +70,22 @@ def step(config: Config, trained: TrainedModels, context: RunContext) -> dict[st
     """Train on the next prompts_per_step rows and return the step's metrics."""
     watch = context.stopwatch()
     rows: list[Sequence[Sample]] = context.take(config.batch.prompts_per_step)
-    groups = [[ScoredSample(RemoteSample.put(sample), outcome=0.0) for sample in row] for row in rows]
+    groups = [list(map(put_sample, row)) for row in rows]
     number = context.state.step
     with watch.phase("train"), profiled(config, trained, number, context.folder.profile(number)):
         metrics = train(config, trained.groups["actor"], groups, number)
-    times, infos = watch.metrics(), [item.sample.info for group in groups for item in group]
-    num_tokens = sum(info.num_tokens for info in infos)
+    times, samples = watch.metrics(), [sample for group in groups for sample in group]
+    num_tokens = sum(sample.num_tokens for sample in samples)
     return {
         **values(metrics),
         **times,
         "data/tokens": num_tokens,
-        "data/trained_tokens": sum(info.num_trained_tokens for info in infos),
+        "data/trained_tokens": sum(sample.num_trained_tokens for sample in samples),
         "throughput/tokens_per_second": num_tokens / times["time/step"],
     }
 
 
-def train(config: Config, actor: TrainerGroup, groups: Sequence[Sequence[ScoredSample]], number: int) -> Metrics:
+def train(config: Config, actor: TrainerGroup, groups: Sequence[Sequence[SampleRef]], number: int) -> Metrics:
     """Run the forward passes that the objective needs, then one optimizer step per prompts_per_update rows."""
     updates = [samples_of(update) for update in updates_of(config, groups)]
     batches = [dispatch(config, samples, actor.packing) for samples in updates]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,12 @@ import torch.distributed as dist
 from transformers.core_model_loading import revert_weight_conversion
 
 from megarl.algorithms.baselines import MovingAverage
-from megarl.cluster.groups.engines import RemoteSample
 from megarl.cluster.rank_batch import RankBatch
 from megarl.config.load import load
 from megarl.config.model_schema import Role
 from megarl.config.schema import Config
 from megarl.core.metrics import Metric
-from megarl.core.types import Prompt, Sample, SampleInfo, TokenTotals, VersionRun
+from megarl.core.types import Prompt, Sample, SampleRef, TokenTotals, VersionRun
 from megarl.data.local_batch import LocalBatch
 from megarl.data.packing import Packing
 from megarl.megatron import parallel
@@ -33,7 +33,6 @@ from megarl.resharding.planning.planner import make_plan
 from megarl.resharding.transports.local import LocalMemory
 from megarl.step.baselines import attach_baselines
 from megarl.step.dispatch import dispatch
-from megarl.step.scoring import ScoredSample
 from tests.closeness import LOSS_FLOOR, Expected, assert_close, close_to, expected
 from tests.grpo_reference import GrpoReference
 from tests.paths import BASE
@@ -164,7 +163,7 @@ def rank_batches(
     token_reward_totals, kl_reward_totals = (totals.get(name, {}) for name in ("implicit_reward", "kl_reward"))
     scored = [
         [
-            ScoredSample(RemoteSample(SampleInfo.of(s), s), reward, greedy=(greedy or {}).get(s.prompt.id, 0.0))
+            replace(SampleRef.of(s, s), outcome=reward, greedy=(greedy or {}).get(s.prompt.id, 0.0))
             for s, reward in group
         ]
         for group in groups
@@ -234,8 +233,7 @@ def own_batch(config: Config, worker: ActorWorker, groups: list[Group], scores: 
 
 def local_batch(rank_batch: RankBatch) -> LocalBatch:
     """Return a rank's LocalBatch from a rank batch that contains the samples themselves."""
-    samples = [item.training_sample(item.sample, item.scores) for item in rank_batch.samples]
-    return LocalBatch(samples, rank_batch.microbatches)
+    return LocalBatch(rank_batch.samples, rank_batch.microbatches)
 
 
 def capture_gradients(worker: ActorWorker) -> dict[str, torch.Tensor]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import ray
 
-from megarl.core.types import NO_BASELINE, Baseline, Sample, TrainingSample
+from megarl.core.types import Sample, SampleRef
 from megarl.data.packing import Microbatch
 
 if TYPE_CHECKING:
@@ -61,26 +61,9 @@ def join_named_scores(parts: Sequence[Mapping[str, Scores]]) -> dict[str, Scores
     return {name: join_scores([part.get(name, {}) for part in parts]) for name in names}
 
 
-@dataclass(frozen=True, slots=True)
-class SampleRef:
-    """One sample in an update, as dispatched by the driver: references to its tokens and to other models' token scores
-    (by name in TokenBatch), and its scalars."""
-
-    sample_id: str
-    sample: ray.ObjectRef
-    reward: float
-    baseline: Baseline
-    weight: float
-    scores: Mapping[str, ScoreRef] = field(default_factory=dict)
-    imitation_weight: float = 0.0
-
-    @classmethod
-    def unscored(cls, sample_id: str, sample: ray.ObjectRef) -> SampleRef:
-        """Return a sample without a reward, for a forward-only pass."""
-        return cls(sample_id, sample, 0.0, NO_BASELINE, 0.0)
-
-    def training_sample(self, sample: Sample, scores: Mapping[str, torch.Tensor]) -> TrainingSample:
-        return TrainingSample(sample, self.reward, self.baseline, self.weight, scores, self.imitation_weight)
+def put_sample(sample: Sample) -> SampleRef:
+    """Put the sample into Ray's object store, which keeps it while a reference to it exists."""
+    return SampleRef.of(sample, ray.put(sample))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +85,7 @@ class RankBatch:
 
     def add_scores(self, name: str, scores: Scores) -> RankBatch:
         """Return the same batch with an additional model's token scores under this name."""
-        samples = [replace(item, scores={**item.scores, name: scores[item.sample_id]}) for item in self.samples]
+        samples = [replace(item, scores={**item.scores, name: scores[item.id]}) for item in self.samples]
         return replace(self, samples=tuple(samples))
 
     @property
@@ -110,8 +93,9 @@ class RankBatch:
         """A key that is equal for batches with the same samples and microbatches, even if rewards or scores differ."""
         return tuple(item.sample for item in self.samples), self.microbatches
 
-    def training_samples(self, samples: Sequence[Sample] | None = None) -> list[TrainingSample]:
-        """Fetch all objects referenced by the batch in one call, and return its samples.
+    def fetch_samples(self, samples: Sequence[Sample] | None = None) -> list[SampleRef]:
+        """Fetch all objects referenced by the batch in one call. Return its samples with the objects in place of the
+        references.
 
         Args:
             samples: the batch's samples if already fetched; None: fetch them.
@@ -119,17 +103,17 @@ class RankBatch:
         wanted = [part.scores for item in self.samples for part in item.scores.values()]
         fetched = _get([*(item.sample for item in self.samples if samples is None), *wanted])
         samples = [fetched[item.sample] for item in self.samples] if samples is None else samples
-        return [
-            item.training_sample(
-                sample, {name: fetched[part.scores][part.begin : part.end] for name, part in item.scores.items()}
-            )
-            for item, sample in zip(self.samples, samples, strict=True)
+        scores = [
+            {name: fetched[part.scores][part.begin : part.end] for name, part in item.scores.items()}
+            for item in self.samples
         ]
+        rows = zip(self.samples, samples, scores, strict=True)
+        return [replace(item, sample=sample, scores=own) for item, sample, own in rows]
 
     def fetch(self) -> LocalBatch:
         from megarl.data.local_batch import LocalBatch
 
-        return LocalBatch(self.training_samples(), self.microbatches)
+        return LocalBatch(self.fetch_samples(), self.microbatches)
 
 
 Updates = Sequence[Sequence[RankBatch]]
@@ -153,7 +137,7 @@ class FetchedBatches:
         if batch is None:
             batch = rank_batch.fetch()
         elif earlier != rank_batch:  # rewards, baselines or scores were added since then
-            batch = batch.renewed(rank_batch.training_samples([item.sample for item in batch.samples]))
+            batch = batch.renewed(rank_batch.fetch_samples([item.sample for item in batch.samples]))
         self._fetched[rank_batch.key] = rank_batch, batch
         return batch
 

@@ -11,13 +11,10 @@ import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
-
-if TYPE_CHECKING:
-    import torch
 
 FinishReason = Literal["stop", "length"]
 
@@ -304,65 +301,6 @@ def _unpack_sample(
 
 
 @dataclass(frozen=True, slots=True)
-class SampleInfo:
-    """The driver's view of a sample: counts and names, never tokens.
-
-    Attributes:
-        prompt_id: id of the prompt, shared by the samples of a group.
-        rollout_id: as in Sample.
-        rollout: statistics of its rollout; None without an environment.
-        beginning: checksum of the prompt's tokens if an environment may vary them between samples of one prompt, and
-            of their routes if the engine reports routes. Samples with equal values can share their prompt.
-    """
-
-    id: str
-    prompt_id: str
-    num_prompt_tokens: int
-    num_response_tokens: int
-    num_trained_tokens: int
-    finish_reason: FinishReason
-    version_oldest: int
-    version_newest: int
-    rollout_id: str = ""
-    rollout: RolloutInfo | None = None
-    beginning: int = 0
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "rollout_id", self.rollout_id or self.id)
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether the environment failed. A failed reward function does not count."""
-        return self.rollout is not None and self.rollout.has_failed
-
-    @property
-    def num_tokens(self) -> int:
-        return self.num_prompt_tokens + self.num_response_tokens
-
-    @classmethod
-    def of(cls, sample: Sample) -> SampleInfo:
-        return cls(
-            id=sample.id,
-            prompt_id=sample.prompt.id,
-            num_prompt_tokens=len(sample.prompt.token_ids),
-            num_response_tokens=len(sample.response_ids),
-            num_trained_tokens=int(sample.response_mask.sum()),
-            finish_reason=sample.finish_reason,
-            version_oldest=min((run.version for run in sample.versions), default=0),
-            version_newest=max((run.version for run in sample.versions), default=0),
-            rollout_id=sample.rollout_id,
-            rollout=None if sample.episode is None else sample.episode.info,
-            beginning=_prefix_checksum(sample),
-        )
-
-
-def _prefix_checksum(sample: Sample) -> int:
-    tokens = b"" if sample.episode is None else sample.prompt.token_ids.tobytes()
-    routes = b"" if sample.routes is None else sample.routes[: len(sample.prompt.token_ids)].tobytes()
-    return zlib.crc32(routes, zlib.crc32(tokens))
-
-
-@dataclass(frozen=True, slots=True)
 class TokenTotals:
     """Count, sum and sum of squares of a sample's per-token rewards.
 
@@ -418,6 +356,94 @@ NO_BASELINE = Baseline()
 
 
 @dataclass(frozen=True, slots=True)
+class SampleRef:
+    """A reference to a sample, with its names, counts, rewards and weights. The driver never has its tokens.
+
+    Attributes:
+        prompt_id: id of the prompt, shared by the samples of a group.
+        rollout_id: as in Sample.
+        rollout: statistics of its rollout; None without an environment.
+        beginning: checksum of the prompt's tokens if an environment may vary them between samples of one prompt, and
+            of their routes if the engine reports routes. Samples with equal values can share their prompt.
+        sample: reference to the Sample in Ray's object store; in a rank, the Sample itself.
+
+    Rewards, once the sample is scored:
+        outcome: combined value of the reward functions.
+        length_reward: reward for the sample's length, which is added to the outcome.
+        token_reward_totals: totals over per-token rewards, which are part of the outcome.
+        greedy: reward of the greedy response to the same prompt, if the estimator needs it.
+        baseline: baseline for the reward.
+
+    Inputs of the loss, once the sample is dispatched to a rank:
+        scalar_reward: the reward without per-token rewards that are dispatched separately.
+        weight: share of each trained token in the update's loss.
+        imitation_weight: share of each trained token in the update's loss on positive examples.
+        scores: references to per-token scores from other models, by field name of TokenBatch; in a rank, float32 [R].
+    """
+
+    id: str
+    prompt_id: str
+    num_prompt_tokens: int
+    num_response_tokens: int
+    num_trained_tokens: int
+    finish_reason: FinishReason
+    version_oldest: int
+    version_newest: int
+    rollout_id: str = ""
+    rollout: RolloutInfo | None = None
+    beginning: int = 0
+    sample: Any = None
+    outcome: float = 0.0
+    length_reward: float = 0.0
+    token_reward_totals: TokenTotals = NO_TOTALS
+    greedy: float = 0.0
+    baseline: Baseline = NO_BASELINE
+    scalar_reward: float = 0.0
+    weight: float = 0.0
+    imitation_weight: float = 0.0
+    scores: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rollout_id", self.rollout_id or self.id)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the environment failed. A failed reward function does not count."""
+        return self.rollout is not None and self.rollout.has_failed
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_prompt_tokens + self.num_response_tokens
+
+    @property
+    def reward(self) -> float:
+        return self.outcome + self.length_reward
+
+    @classmethod
+    def of(cls, sample: Sample, reference: Any = None) -> SampleRef:
+        return cls(
+            id=sample.id,
+            prompt_id=sample.prompt.id,
+            num_prompt_tokens=len(sample.prompt.token_ids),
+            num_response_tokens=len(sample.response_ids),
+            num_trained_tokens=int(sample.response_mask.sum()),
+            finish_reason=sample.finish_reason,
+            version_oldest=min((run.version for run in sample.versions), default=0),
+            version_newest=max((run.version for run in sample.versions), default=0),
+            rollout_id=sample.rollout_id,
+            rollout=None if sample.episode is None else sample.episode.info,
+            beginning=_prefix_checksum(sample),
+            sample=reference,
+        )
+
+
+def _prefix_checksum(sample: Sample) -> int:
+    tokens = b"" if sample.episode is None else sample.prompt.token_ids.tobytes()
+    routes = b"" if sample.routes is None else sample.routes[: len(sample.prompt.token_ids)].tobytes()
+    return zlib.crc32(routes, zlib.crc32(tokens))
+
+
+@dataclass(frozen=True, slots=True)
 class Scoring:
     """How the trainer computes log-probs for sampled tokens.
 
@@ -430,21 +456,3 @@ class Scoring:
     temperature: float
     truncates: bool = True
     replays: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingSample:
-    """A sample with the scalars and scores that are dispatched with it.
-
-    Attributes:
-        weight: share of each trained token in the update's loss.
-        scores: per-token scores from other models, float32 [R], by field name of TokenBatch.
-        imitation_weight: share of each trained token in the update's loss on positive examples.
-    """
-
-    sample: Sample
-    reward: float
-    baseline: Baseline
-    weight: float
-    scores: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    imitation_weight: float = 0.0

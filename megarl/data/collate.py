@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from megarl.core.token_batch import TokenBatch
-from megarl.core.types import NO_ROUTE, CandidateIds, Sample, TrainingSample
+from megarl.core.types import NO_ROUTE, CandidateIds, Sample, SampleRef
 from megarl.data.packing import Packing, round_up
 from megarl.data.prefixes import place_runs
 
@@ -30,7 +30,7 @@ TokenScores = Mapping[str, Mapping[str, torch.Tensor]]
 
 
 def collate(
-    samples: Sequence[TrainingSample],
+    samples: Sequence[SampleRef],
     packing: Packing,
     reads: Reads = "states",
     truncates: bool = True,
@@ -70,12 +70,12 @@ def collate(
     return batch
 
 
-def add_scalars(batch: TokenBatch, samples: Sequence[TrainingSample]) -> TokenBatch:
+def add_scalars(batch: TokenBatch, samples: Sequence[SampleRef]) -> TokenBatch:
     """Return the batch with the current rewards, baselines and weights of its samples."""
     return replace(batch, **_scalars(samples, batch.row_sample, batch.mask))
 
 
-def add_scores(batch: TokenBatch, samples: Sequence[TrainingSample], scores: TokenScores) -> TokenBatch:
+def add_scores(batch: TokenBatch, samples: Sequence[SampleRef], scores: TokenScores) -> TokenBatch:
     """Return the batch with per-token scores of its samples added."""
     return replace(
         batch, **{name: _concatenate_scores(batch, samples, token_scores) for name, token_scores in scores.items()}
@@ -83,16 +83,14 @@ def add_scores(batch: TokenBatch, samples: Sequence[TrainingSample], scores: Tok
 
 
 def _concatenate_scores(
-    batch: TokenBatch, samples: Sequence[TrainingSample], token_scores: Mapping[str, torch.Tensor]
+    batch: TokenBatch, samples: Sequence[SampleRef], token_scores: Mapping[str, torch.Tensor]
 ) -> torch.Tensor:
     device = batch.tokens.device
     parts = [token_scores[item.sample.id].to(device) for item in samples]
     return torch.cat([torch.empty(0, device=device), *parts])
 
 
-def _scalars(
-    samples: Sequence[TrainingSample], row_sample: torch.Tensor, mask: torch.Tensor
-) -> dict[str, torch.Tensor]:
+def _scalars(samples: Sequence[SampleRef], row_sample: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the fields derived from the samples' scalars, on the device of the rows."""
     device = row_sample.device
 
@@ -106,7 +104,7 @@ def _scalars(
     return {
         "weight": spread_over_trained_rows(item.weight for item in samples),
         "imitation_weight": spread_over_trained_rows(item.imitation_weight for item in samples),
-        "reward": vector((item.reward for item in samples), torch.float64),
+        "reward": vector((item.scalar_reward for item in samples), torch.float64),
         "baseline": vector((baseline.center for baseline in baselines), torch.float64),
         "scale": vector((baseline.scale for baseline in baselines), torch.float64),
         "token_baseline": vector((baseline.token_center for baseline in baselines), torch.float32),

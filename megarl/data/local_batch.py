@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from megarl.core.token_batch import TokenBatch
-from megarl.core.types import TrainingSample
+from megarl.core.types import SampleRef
 from megarl.data.collate import Reads, add_scalars, collate
 from megarl.data.packing import Microbatch, Packing
 
@@ -18,13 +18,13 @@ class LocalBatch:
     Each microbatch is collated once and reused by all passes and updates that read it.
     """
 
-    def __init__(self, samples: Sequence[TrainingSample], microbatches: Sequence[Microbatch]):
+    def __init__(self, samples: Sequence[SampleRef], microbatches: Sequence[Microbatch]):
         self.samples = tuple(samples)
         self.microbatches = tuple(microbatches)
         self._collated: dict[tuple[Packing, Reads, bool, bool, torch.device], list[TokenBatch]] = {}
 
     @property
-    def members(self) -> list[list[TrainingSample]]:
+    def members(self) -> list[list[SampleRef]]:
         """The samples of each microbatch."""
         return [[self.samples[index] for index in microbatch] for microbatch in self.microbatches]
 
@@ -40,7 +40,7 @@ class LocalBatch:
             self._collated[key] = [batch.to(device) for batch in collated]
         return self._collated[key]
 
-    def renewed(self, samples: Sequence[TrainingSample]) -> LocalBatch:
+    def renewed(self, samples: Sequence[SampleRef]) -> LocalBatch:
         """Return the batch with the current rewards, baselines and weights of the same samples."""
         renewed = LocalBatch(samples, self.microbatches)
         renewed._collated = {

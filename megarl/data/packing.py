@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from megarl.core.errors import UserError
-from megarl.core.types import SampleInfo
+from megarl.core.types import SampleRef
 from megarl.models.token_cost import TokenCost
 
 Microbatch = tuple[int, ...]
@@ -49,8 +49,8 @@ class Lengths:
     response_tokens: int
 
     @classmethod
-    def of(cls, info: SampleInfo) -> Lengths:
-        return cls((info.prompt_id, info.beginning), info.num_prompt_tokens, info.num_response_tokens)
+    def of(cls, sample: SampleRef) -> Lengths:
+        return cls((sample.prompt_id, sample.beginning), sample.num_prompt_tokens, sample.num_response_tokens)
 
     @property
     def num_tokens(self) -> int:

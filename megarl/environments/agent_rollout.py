@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 from megarl.core.types import Sample
 from megarl.environments.hosts import HostFailure, HostProcess
-from megarl.environments.outcome import Outcome, Part
+from megarl.environments.outcome import Outcome
 from megarl.environments.protocol import Task
-from megarl.environments.sessions.recording import RecordedSample
 from megarl.environments.sessions.server import MODEL, SessionServer
 from megarl.environments.sessions.session import SessionLimits
+from megarl.environments.transcript import Part
 
 if TYPE_CHECKING:
     from megarl.config.schema import Config
@@ -23,7 +23,7 @@ class AgentRollout:
 
     def __init__(self, config: Config, server: SessionServer, request: RolloutRequest, sample: Sampler):
         self._config, self._server, self._request, self._sample = config, server, request, sample
-        self._recorded: list[RecordedSample] = []
+        self._parts: list[Part] = []
         self.outcome = Outcome()
 
     async def play(self, host: HostProcess) -> None:
@@ -34,20 +34,18 @@ class AgentRollout:
         access = {"base_url": self._server.base_url, "api_key": session.token, "model": MODEL}
         try:
             limit_s = self._config.environment.agent_timeout_s
-            self.outcome.rewards = await host.call("run", request.id, limit_s, task=asdict(task), **access) or {}
+            self.outcome.rewards = await host.call("run", request.key, limit_s, task=asdict(task), **access) or {}
             self.outcome.stop_reason = session.stop_reason
         except HostFailure:
             if session.error is None:  # otherwise an engine error made the agent fail
                 raise
         finally:
-            self._recorded = await self._server.close(session)
+            self._parts = await self._server.close(session)
         if session.error is not None:
             raise session.error
-        if not self._recorded:
+        if not self._parts:
             raise HostFailure("the agent sent no request to the endpoint")
 
     def samples(self) -> list[Sample]:
-        """Return one sample per recorded sequence. Reward functions read the one that contains the last turn."""
-        parts = [Part(item.transcript, item.text, item.messages, item.first_turn) for item in self._recorded]
-        last = max(range(len(parts)), key=lambda index: self._recorded[index].last_turn, default=-1)
-        return self.outcome.samples(self._request.id, self._request.prompt, parts, last)
+        """Return one sample per recorded sequence."""
+        return self.outcome.samples(self._request.id, self._request.prompt, self._parts)

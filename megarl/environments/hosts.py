@@ -124,15 +124,18 @@ class HostPool:
     async def take(self) -> HostProcess:
         """Assign a new rollout to the process with the fewest rollouts and return that process. Replace exited and
         retiring processes first."""
+        await asyncio.shield(self._replace_ended())  # an aborted rollout must not leave a process half started
+        host = min(self._hosts, key=lambda host: host.num_rollouts)
+        host.num_rollouts += 1
+        return host
+
+    async def _replace_ended(self) -> None:
         async with self._replacing:
             for index, host in enumerate(self._hosts):
                 if host.is_over or host.is_retiring:
                     self._hosts[index] = await HostProcess.start(self._arguments)
                     if not host.num_rollouts:
                         await host.end()
-        host = min(self._hosts, key=lambda host: host.num_rollouts)
-        host.num_rollouts += 1
-        return host
 
     async def give_back(self, host: HostProcess) -> None:
         """Release a process at the end of a rollout. If the process has been replaced, kill it after its last

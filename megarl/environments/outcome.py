@@ -5,28 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from megarl.core.types import Episode, Prompt, RolloutInfo, Sample
 from megarl.environments.protocol import StopReason
-from megarl.environments.transcript import Transcript
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One token sequence of a rollout.
-
-    Attributes:
-        transcript: tokens of the sequence.
-        text: text of the last turn.
-        messages: the conversation, for display.
-        first_turn: index of the first turn within the rollout.
-    """
-
-    transcript: Transcript
-    text: str
-    messages: Sequence[Mapping[str, Any]]
-    first_turn: int
+from megarl.environments.transcript import Part
 
 
 @dataclass(slots=True)
@@ -54,14 +36,14 @@ class Outcome:
         if self.failure is None:
             self.failure, self.stack, self.stop_reason = " ".join(reason.split()), stack, StopReason.FAILED
 
-    def samples(self, name: str, prompt: Prompt, parts: Sequence[Part], last: int = -1) -> list[Sample]:
-        """Return one sample per part that has a turn, or one empty sample if no part has one.
+    def samples(self, name: str, prompt: Prompt, parts: Sequence[Part]) -> list[Sample]:
+        """Return one sample per part that has a turn, or one empty sample if no part has one. Reward functions score
+        the sample with the last turn.
 
         Args:
             name: id of the rollout and of its first sample.
             prompt: the rollout's prompt.
             parts: the rollout's sequences.
-            last: index of the part that reward functions score, counting only parts with turns.
         """
         parts = [part for part in parts if part.transcript.num_turns]
         transcripts = [part.transcript for part in parts]
@@ -75,7 +57,7 @@ class Outcome:
         )
         if not parts:
             return [Sample(name, prompt, [], [], [], (), "stop", "", episode=self._episode(info, None, is_last=True))]
-        scored = parts[last]
+        scored = max(parts, key=lambda part: part.last_turn)
         return [
             part.transcript.sample(
                 name if number == 0 else f"{name}/{number}",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -14,10 +15,10 @@ from megarl.data.plain_turns import PlainTokens, text_ids
 from megarl.data.turns import ChatTokens
 from megarl.environments.agent_rollout import AgentRollout
 from megarl.environments.hosts import TOOLS_S, HostFailure, HostPool, HostProcess
-from megarl.environments.outcome import Outcome, Part
+from megarl.environments.outcome import Outcome
 from megarl.environments.protocol import StopReason, Task
 from megarl.environments.sessions.server import SessionServer
-from megarl.environments.transcript import Transcript
+from megarl.environments.transcript import Part, Transcript
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,6 +39,11 @@ class RolloutRequest:
     prompt: Prompt
     seed: int
     task_seed: int
+
+    @property
+    def key(self) -> str:
+        """Name in the environment's process, where an aborted rollout with the same id may still be closing."""
+        return f"{self.id}/{id(self)}"
 
 
 class Sampler(Protocol):
@@ -103,15 +109,15 @@ class RolloutRunner:
             rollout.outcome.fail(str(failure), failure.stack)
         except UserError as error:  # the chat template rejected the messages
             rollout.outcome.fail(str(error))
-        finally:  # the environment must also be closed if the engine was lost
-            await self._close(host, request.id, rollout.outcome)
+        finally:  # the environment must also be closed if the rollout was aborted or the engine was lost
+            await asyncio.shield(self._close(host, request.key, rollout.outcome))
         self._count(rollout.outcome)
         return rollout.samples()
 
-    async def _close(self, host: HostProcess, rollout: str, outcome: Outcome) -> None:
+    async def _close(self, host: HostProcess, key: str, outcome: Outcome) -> None:
         """Close the rollout's environment and release its process."""
         try:
-            outcome.tool_calls.update(await host.call("close", rollout, self.config.environment.timeout_s))
+            outcome.tool_calls.update(await host.call("close", key, self.config.environment.timeout_s))
         except HostFailure as failure:
             outcome.fail(str(failure), failure.stack)
         finally:
@@ -133,10 +139,7 @@ class _Rollout:
     def __init__(self, runner: RolloutRunner, request: RolloutRequest, sample: Sampler):
         self._runner, self._request, self._sample = runner, request, sample
         self._config, self._tokens = runner.config, runner.tokens
-        self._transcripts: list[Transcript] = []
-        self._texts: list[str] = []
-        """Text of the last turn in each transcript."""
-        self._first_turns: list[int] = []
+        self._parts: list[Part] = []
         self._messages: list[Mapping[str, Any]] = []
         """Messages in the whole rollout."""
         self._conversation: list[Mapping[str, Any]] = []
@@ -144,7 +147,8 @@ class _Rollout:
         self.outcome = Outcome()
 
     async def play(self, host: HostProcess) -> None:
-        """Run all turns. Raise HostFailure if the environment fails."""
+        """Run all turns. Raise HostFailure if the environment fails. If the rollout is aborted, a running call of the
+        environment finishes first, because environments need not be thread-safe."""
         await self._reset(host)
         while self._num_tokens_left > 0:
             turn = await self._sample_turn()
@@ -163,7 +167,8 @@ class _Rollout:
     async def _reset(self, host: HostProcess) -> None:
         prompt, request = self._request.prompt, self._request
         task = Task(prompt.id, prompt.messages, prompt.answer, prompt.columns, request.task_seed)
-        opening = await host.call("reset", request.id, self._config.environment.timeout_s, task=asdict(task))
+        reset = host.call("reset", request.key, self._config.environment.timeout_s, task=asdict(task))
+        opening = await _uninterrupted(reset)
         if opening["token_ids"] is not None:
             self._start_sample([], opening["token_ids"])
         elif opening["messages"] is not None:
@@ -174,16 +179,15 @@ class _Rollout:
             raise HostFailure("reset returned no messages, but data.source=environment provides none")
 
     def _start_sample(self, messages: Sequence[Mapping[str, Any]], token_ids: Sequence[int]) -> None:
-        self._transcripts.append(Transcript(token_ids))
-        self._texts.append("")
-        self._first_turns.append(len(self.outcome.turn_rewards))
+        number = len(self.outcome.turn_rewards)
+        self._parts.append(Part(Transcript(token_ids), "", self._messages, number, number))
         self._conversation = list(messages)
         self._messages += messages
 
     @property
     def _num_tokens_left(self) -> int:
         """Token limit for the next turn."""
-        rollout, transcript = self._config.rollout, self._transcripts[-1]
+        rollout, transcript = self._config.rollout, self._parts[-1].transcript
         left = min(
             rollout.max_new_tokens - transcript.num_response_tokens, rollout.context_length - len(transcript.ids)
         )
@@ -191,14 +195,15 @@ class _Rollout:
 
     async def _sample_turn(self) -> dict[str, Any]:
         """Sample a turn and return the fields of the Turn that the environment receives."""
-        transcript, number = self._transcripts[-1], len(self.outcome.turn_rewards)
+        part, number = self._parts[-1], len(self.outcome.turn_rewards)
+        transcript = part.transcript
         seed = self._request.seed if number == 0 else _turn_seed(self._request.seed, number)
         completion = await self._sample(transcript.ids, self._num_tokens_left, seed)
         context = transcript.ids[:]
         transcript.add_turn(completion)
         sampled_ids = completion.text_ids.tolist()
         text, calls = self._tokens.read(sampled_ids, context)
-        self._texts[-1] = text
+        part.text, part.last_turn = text, number
         self._add_messages([{"role": "assistant", "content": self._runner.tokenizer.decode(sampled_ids)}])
         return {
             "token_ids": completion.token_ids.tolist(),
@@ -213,7 +218,7 @@ class _Rollout:
         """Return the environment's Step in its serialized form."""
         settings = self._config.environment
         limit_s = settings.timeout_s + len(turn["tool_calls"]) * (settings.tool_timeout_s + TOOLS_S)
-        step = await host.call("step", self._request.id, limit_s, turn=turn)
+        step = await _uninterrupted(host.call("step", self._request.key, limit_s, turn=turn))
         host.is_retiring |= step["is_stuck"]
         return step
 
@@ -223,7 +228,7 @@ class _Rollout:
         if step["restart"]:
             self._start_sample(messages, self._tokens.begin(messages))
             return
-        turn_ids = self._transcripts[-1].last_turn.token_ids.tolist()
+        turn_ids = self._parts[-1].transcript.last_turn.token_ids.tolist()
         if step["as_is"]:
             context_ids = text_ids(self._runner.tokenizer, "".join(message["content"] for message in messages))
         else:
@@ -236,7 +241,7 @@ class _Rollout:
             self._start_sample([], self._tokens.begin(conversation))
             self._conversation = conversation
             return
-        self._transcripts[-1].add_context(context_ids)
+        self._parts[-1].transcript.add_context(context_ids)
         self._add_messages(messages)
 
     def _add_messages(self, messages: Sequence[Mapping[str, Any]]) -> None:
@@ -244,10 +249,18 @@ class _Rollout:
         self._messages += messages
 
     def samples(self) -> list[Sample]:
-        """Return one sample per sequence that has a turn. Reward functions score the last one."""
-        sequences = zip(self._transcripts, self._texts, self._first_turns, strict=True)
-        parts = [Part(transcript, text, self._messages, first_turn) for transcript, text, first_turn in sequences]
-        return self.outcome.samples(self._request.id, self._request.prompt, parts)
+        """Return one sample per sequence that has a turn."""
+        return self.outcome.samples(self._request.id, self._request.prompt, self._parts)
+
+
+async def _uninterrupted(call: Coroutine[Any, Any, Any]) -> Any:
+    """Return the call's result. If this task is canceled, wait for the call before ending the task."""
+    task = asyncio.create_task(call)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise
 
 
 def _turn_seed(*key: int) -> int:

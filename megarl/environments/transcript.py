@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -117,3 +119,22 @@ def _merge_runs(runs: Sequence[VersionRun]) -> tuple[VersionRun, ...]:
         else:
             merged.append(run)
     return tuple(merged)
+
+
+@dataclass(slots=True)
+class Part:
+    """One token sequence of a rollout, which becomes a sample.
+
+    Attributes:
+        transcript: tokens of the sequence.
+        text: text of the last turn, including tool calls.
+        messages: the conversation, for display.
+        first_turn: index of the first turn within the rollout.
+        last_turn: index of the last turn within the rollout.
+    """
+
+    transcript: Transcript
+    text: str
+    messages: Sequence[Mapping[str, Any]]
+    first_turn: int
+    last_turn: int

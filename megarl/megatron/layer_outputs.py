@@ -10,7 +10,7 @@ import torch
 from torch.distributed import FileStore
 
 from megarl.config.schema import Config
-from megarl.core.types import NO_BASELINE, Prompt, Sample, TrainingSample, VersionRun
+from megarl.core.types import Prompt, Sample, SampleRef, VersionRun
 from megarl.data.local_batch import LocalBatch
 from megarl.megatron.workers.model import ModelWorker
 from megarl.models.folder import read_config
@@ -53,7 +53,7 @@ def layer_outputs(config: Config, folder: Path, token_ids: Sequence[int], scratc
     response = token_ids[1:]
     prompt = Prompt("diagnose", "", token_ids[:1])
     sample = Sample("diagnose", prompt, response, [0.0] * count, [True] * count, run, "length", "")
-    batch = LocalBatch([TrainingSample(sample, 0.0, NO_BASELINE, 0.0)], [(0,)])
+    batch = LocalBatch([SampleRef.of(sample, sample)], [(0,)])
     scored = worker._forward(batch)["diagnose"]
     worker.close()
     return outputs | {"log-probs": scored[:, 0].float().cpu().numpy()}

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 
-from megarl.core.types import TrainingSample
+from megarl.core.types import SampleRef
 from megarl.megatron.metric_sums import Sums, read
 from megarl.megatron.model.build import named_parameters, named_weights
 
@@ -58,7 +58,7 @@ class RouterBiases:
             bias.copy_(copy)
 
 
-def describe_worst(members: Sequence[Sequence[TrainingSample]], sums: Sequence[Sums], loss: str) -> str:
+def describe_worst(members: Sequence[Sequence[SampleRef]], sums: Sequence[Sums], loss: str) -> str:
     """Return a description of the worst microbatch over all ranks, which is the same on every rank. Collective.
 
     The worst microbatch is the first one with a non-finite metric. If only the gradient overflowed, it is the one with
@@ -76,7 +76,7 @@ def describe_worst(members: Sequence[Sequence[TrainingSample]], sums: Sequence[S
     return description
 
 
-def _describe(members: Sequence[TrainingSample], sums: Sums, loss: str) -> tuple[float, str]:
+def _describe(members: Sequence[SampleRef], sums: Sums, loss: str) -> tuple[float, str]:
     """Return a microbatch's severity and description."""
     values = {name: metric.value for name, metric in read(sums).items()}
     nonfinite = {name: value for name, value in values.items() if not math.isfinite(value)}

@@ -14,11 +14,11 @@ from megatron.core import parallel_state
 from megarl.algorithms.covariance import covariance
 from megarl.config.algorithm_schema import Algorithm
 from megarl.core.token_batch import TokenBatch
-from megarl.core.types import TrainingSample
+from megarl.core.types import SampleRef
 
 
 def with_selection(
-    algorithm: Algorithm, batches: Sequence[TokenBatch], members: Sequence[Sequence[TrainingSample]]
+    algorithm: Algorithm, batches: Sequence[TokenBatch], members: Sequence[Sequence[SampleRef]]
 ) -> list[TokenBatch]:
     """Return this rank's microbatches with the `selected` mask set.
 
@@ -57,7 +57,7 @@ def _means(batches: Sequence[TokenBatch], olds: Sequence[torch.Tensor]) -> tuple
     return int(count), old / max(count, 1), advantage / max(count, 1)
 
 
-def _draw(item: TrainingSample) -> torch.Tensor:
+def _draw(item: SampleRef) -> torch.Tensor:
     """Return one random number per response token, float32 [R]. The numbers depend only on the sample's name, so they
     are the same under every layout."""
     generator = torch.Generator().manual_seed(zlib.crc32(item.sample.id.encode()))

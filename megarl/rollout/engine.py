@@ -62,7 +62,7 @@ class SamplingRequest(Sampling):
         """Return the request for the rollout's next turn after these tokens, with additional stop strings."""
         common = {item.name: getattr(self, item.name) for item in fields(Sampling)}
         overrides = {"max_new_tokens": max_new_tokens, "seed": seed, "stop": (*self.stop, *stop)}
-        return TurnRequest(np.asarray(token_ids, np.int32), **common | overrides)
+        return TurnRequest(np.asarray(token_ids, np.int32), sample_id=self.sample_id, **common | overrides)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +70,11 @@ class TurnRequest(Sampling):
     """A request for one turn of a rollout.
 
     token_ids   token ids of the context, int32 [C]
+    sample_id   the rollout's sample_id in SamplingRequest
     """
 
     token_ids: NDArray[np.int32]
+    sample_id: str = field(default="", kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +122,7 @@ class Engine(Protocol):
         """
 
     def num_unfinished_tokens(self, sample_ids: Collection[str]) -> int:
-        """Return the number of tokens sampled so far for the given samples, excluding finished samples."""
+        """Return the number of tokens sampled so far for the given samples, excluding finished samples and turns."""
 
     def begin(self, request: TurnRequest) -> asyncio.Future[Completion]:
         """Start sampling a turn, under the same rules as `generate`. Canceling the future aborts the request."""

@@ -40,6 +40,10 @@ class RolloutSchedule(Generic[G]):
 
     With drops=False, all groups are guaranteed and none are dropped; with max_staleness=0, a step then waits for all
     started groups. With drops=True, only restarted groups are guaranteed; the rest are dropped when they are too old.
+
+    Consumes: groups, when their rollouts start.
+    Waits for: nothing; `awaited` returns the groups for which its caller must wait.
+    Unblocked by: `finish`, after which `take` may return the group.
     """
 
     def __init__(self, per_step: int, max_staleness: int, num_ahead: int | None = None, drops: bool = False):
@@ -59,10 +63,6 @@ class RolloutSchedule(Generic[G]):
 
     def __len__(self) -> int:
         return len(self._started)
-
-    @property
-    def groups(self) -> list[G]:
-        return [started.group for started in self._started]
 
     @property
     def unfinished(self) -> list[G]:

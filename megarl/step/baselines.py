@@ -10,19 +10,19 @@ from megarl.algorithms.baselines import Member, MovingAverage
 from megarl.algorithms.specs import GroupEstimator
 from megarl.config.schema import Config
 from megarl.core.metrics import Metric
-from megarl.core.types import NO_TOTALS, Baseline, TokenTotals
-from megarl.step.scoring import ScoredSample, rollouts_of
+from megarl.core.types import NO_TOTALS, Baseline, SampleRef, TokenTotals
+from megarl.step.scoring import rollouts_of
 
 Totals = Mapping[str, TokenTotals]
 """Sums over the per-token rewards from one model: sample id -> TokenTotals."""
 
-Groups = Sequence[Sequence[ScoredSample]]
+Groups = Sequence[Sequence[SampleRef]]
 """The samples in one update, by prompt."""
 
 
 def attach_baselines(
     config: Config, groups: Groups, token_reward_totals: Totals, kl_reward_totals: Totals, average: MovingAverage
-) -> list[ScoredSample]:
+) -> list[SampleRef]:
     """Return all samples in an update with their baselines. The samples in a rollout share its baseline.
 
     Args:
@@ -73,15 +73,15 @@ def _amplified(baseline: Baseline, factor: float) -> Baseline:
 
 def _member(
     config: Config,
-    rollout: Sequence[ScoredSample],
+    rollout: Sequence[SampleRef],
     token_reward_totals: Totals,
     kl_reward_totals: Totals,
     earlier: float = 0.0,
 ) -> Member:
     """Return the Member for a rollout, given its samples. Its reward includes the KL reward and, unless the estimator
     compares per-token rewards separately, the per-token rewards."""
-    item, names = rollout[0], [item.sample.info.id for item in rollout]
-    num_tokens = sum(item.sample.info.num_trained_tokens for item in rollout)
+    item, names = rollout[0], [item.id for item in rollout]
+    num_tokens = sum(item.num_trained_tokens for item in rollout)
     learned = sum((token_reward_totals.get(name, NO_TOTALS) for name in names), NO_TOTALS)
     reward = item.reward + sum(kl_reward_totals.get(name, NO_TOTALS).total for name in names)
     if config.algorithm.advantage.credits_to_go:

@@ -8,12 +8,11 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from statistics import fmean
 
-from megarl.cluster.groups.engines import RemoteSample
 from megarl.cluster.pending import Pending, join
-from megarl.cluster.rank_batch import RankBatch, SampleRef
+from megarl.cluster.rank_batch import RankBatch
 from megarl.cluster.workers import Workers
 from megarl.config.schema import Config
-from megarl.core.types import Prompt, Scoring
+from megarl.core.types import Prompt, SampleRef, Scoring
 from megarl.data.packing import Lengths, schedule
 from megarl.data.prompts import PromptSet
 from megarl.models.folder import read_config
@@ -44,10 +43,10 @@ TEXTS = (
 class Answers:
     """One engine's responses by kind: greedy responses, and responses with the run's sampling settings."""
 
-    samples: Mapping[str, Sequence[RemoteSample]]
+    samples: Mapping[str, Sequence[SampleRef]]
 
     @classmethod
-    def of(cls, samples: Sequence[RemoteSample]) -> Answers:
+    def of(cls, samples: Sequence[SampleRef]) -> Answers:
         """Split the responses to `Canaries._requests` by kind."""
         each = len(samples) // len(KINDS)
         return cls({kind: samples[i * each : (i + 1) * each] for i, kind in enumerate(KINDS)})
@@ -173,7 +172,7 @@ class Canaries:
         differences = trained.run({"actor": score}, parts=("parameters",))["actor"] if scorings else []
         return [
             {
-                name: fmean(abs(value) for sample in of_engine.samples[kind] for value in values[sample.info.id])
+                name: fmean(abs(value) for sample in of_engine.samples[kind] for value in values[sample.id])
                 for name, of_engine in answers.items()
             }
             for (kind, _), values in zip(scorings, differences, strict=True)
@@ -181,6 +180,5 @@ class Canaries:
 
     def _batches(self, answers: Mapping[str, Answers], kind: str) -> list[RankBatch]:
         samples = list(chain.from_iterable(answers[name].samples[kind] for name in answers))
-        refs = [SampleRef.unscored(sample.info.id, sample.ref) for sample in samples]
-        microbatches = schedule([Lengths.of(sample.info) for sample in samples], self.workers.actor.packing)
-        return [RankBatch.of(refs, members) for members in microbatches]
+        microbatches = schedule(list(map(Lengths.of, samples)), self.workers.actor.packing)
+        return [RankBatch.of(samples, members) for members in microbatches]

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from megarl.algorithms.aggregation import imitation_weights, sample_weights
-from megarl.cluster.rank_batch import RankBatch, SampleRef, Scores
+from megarl.cluster.rank_batch import RankBatch, Scores
 from megarl.config.algorithm_schema import Aggregation
 from megarl.config.model_schema import Role
 from megarl.config.schema import Config
-from megarl.core.types import SampleInfo
+from megarl.core.types import SampleRef
 from megarl.data.packing import Lengths, Packing, schedule
-from megarl.step.scoring import ScoredSample
 
-Group = Sequence[ScoredSample]
+Group = Sequence[SampleRef]
 """The scored samples for one prompt."""
 
 
@@ -42,13 +42,13 @@ def _drawn(config: Config, num_groups: int, step: int, epoch: int) -> list[int]:
     return [i for begin in range(0, num_groups, size) for i in sorted(drawn[begin : begin + size])]
 
 
-def samples_of(update: Sequence[Group]) -> list[ScoredSample]:
+def samples_of(update: Sequence[Group]) -> list[SampleRef]:
     return [sample for group in update for sample in group]
 
 
 def dispatch(
     config: Config,
-    samples: Sequence[ScoredSample],
+    samples: Sequence[SampleRef],
     packing: Packing,
     role: Role = "actor",
     scores: Mapping[str, Scores] | None = None,
@@ -61,42 +61,39 @@ def dispatch(
         scores: token scores from other models, by name in TokenBatch. Per-token rewards among them are subtracted from
             the sample's scalar reward.
     """
-    infos = [item.sample.info for item in samples]
-    num_tokens = [_counted_tokens(config, role, info) for info in infos]
-    prompts = [info.prompt_id for info in infos]
+    num_tokens = [_counted_tokens(config, role, sample) for sample in samples]
+    prompts = [sample.prompt_id for sample in samples]
     empty_samples = config.algorithm.objective.empty_samples if role == "actor" else "include"
     longest = config.rollout.max_new_tokens
     weights = sample_weights(_aggregation(config, role), num_tokens, prompts, longest, empty_samples)
     outcomes = [item.outcome for item in samples]
     imitation = imitation_weights(num_tokens, outcomes, config.algorithm.objective.imitation_above)
     scores = scores or {}
-    sample_refs = [
-        SampleRef(
-            item.sample.info.id,
-            item.sample.ref,
-            _reward(item, role, process="process_reward" in scores),
-            item.baseline,
-            weight,
-            {name: by_sample[item.sample.info.id] for name, by_sample in scores.items()},
-            imitation_weight,
+    dispatched = [
+        replace(
+            item,
+            scalar_reward=_reward(item, role, process="process_reward" in scores),
+            weight=weight,
+            imitation_weight=imitation_weight,
+            scores={name: by_sample[item.id] for name, by_sample in scores.items()},
         )
         for item, weight, imitation_weight in zip(samples, weights, imitation, strict=True)
     ]
-    microbatches = schedule([Lengths.of(info) for info in infos], packing, _units(config, role, len(samples)))
-    return [RankBatch.of(sample_refs, members) for members in microbatches]
+    microbatches = schedule(list(map(Lengths.of, samples)), packing, _units(config, role, len(samples)))
+    return [RankBatch.of(dispatched, members) for members in microbatches]
 
 
-def _reward(item: ScoredSample, role: Role, process: bool) -> float:
+def _reward(item: SampleRef, role: Role, process: bool) -> float:
     """Return the sample's scalar reward. process: whether its per-token rewards are dispatched separately."""
     if role == "implicit_reward":
         return item.outcome
     return item.reward - item.token_reward_totals.total if process else item.reward
 
 
-def _counted_tokens(config: Config, role: Role, info: SampleInfo) -> int:
+def _counted_tokens(config: Config, role: Role, sample: SampleRef) -> int:
     """Return the number of tokens in the sample that count in the loss."""
-    skipped = role == "actor" and config.algorithm.objective.skip_truncated and info.finish_reason == "length"
-    return 0 if skipped else info.num_trained_tokens
+    skipped = role == "actor" and config.algorithm.objective.skip_truncated and sample.finish_reason == "length"
+    return 0 if skipped else sample.num_trained_tokens
 
 
 def _aggregation(config: Config, role: Role) -> Aggregation:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
@@ -17,7 +17,7 @@ from megarl.config.evaluation import config_of_set, longest_response, seed_of_se
 from megarl.config.evaluation_schema import EvaluationSet
 from megarl.config.schema import Config
 from megarl.core.timing import Stopwatch
-from megarl.core.types import SampleInfo, Score
+from megarl.core.types import SampleRef, Score
 from megarl.data.prompts import PromptSet
 from megarl.environments.protocol import StopReason
 from megarl.rollout.engine import SamplingRequest
@@ -119,13 +119,14 @@ def evaluate_sets(
             else engines.generate(sampling_requests)
         ).result()
         samples = [sample for group in groups for sample in group]
-        infos = [[sample.info for sample in group] for group in groups]
-        versions = versions_of(infos)
+        # Without references, so that the object store can free the samples.
+        groups = [[replace(sample, sample=None) for sample in group] for group in groups]
+        versions = versions_of(groups)
         assert versions <= {version}, f"{settings.name}: the samples have versions {versions} instead of {version}"
         scoring.append(
-            (settings, infos, rewards.evaluate(samples, settings.name, version, file(settings.name, version)))
+            (settings, groups, rewards.evaluate(samples, settings.name, version, file(settings.name, version)))
         )
-    return [result(settings, infos, scores.result()) for settings, infos, scores in scoring]
+    return [result(settings, groups, scores.result()) for settings, groups, scores in scoring]
 
 
 def requests(config: Config, settings: EvaluationSet, prompts: PromptSet) -> list[list[SamplingRequest]]:
@@ -150,37 +151,37 @@ def requests(config: Config, settings: EvaluationSet, prompts: PromptSet) -> lis
     ]
 
 
-def versions_of(groups: Sequence[Sequence[SampleInfo]]) -> set[int]:
+def versions_of(groups: Sequence[Sequence[SampleRef]]) -> set[int]:
     """Return the weight versions that generated tokens in these samples. A rollout that fails before its first turn has
     no tokens and so no version."""
-    infos = [info for group in groups for info in group if info.num_response_tokens]
-    return {version for info in infos for version in (info.version_oldest, info.version_newest)}
+    samples = [sample for group in groups for sample in group if sample.num_response_tokens]
+    return {version for sample in samples for version in (sample.version_oldest, sample.version_newest)}
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredRollout:
     """A rollout in an evaluation: its samples (only one without an environment) and its score."""
 
-    infos: Sequence[SampleInfo]
+    samples: Sequence[SampleRef]
     score: Score
 
     @property
     def is_truncated(self) -> bool:
         """Whether the rollout reached a limit on tokens or turns."""
-        reason = self.infos[0].rollout and self.infos[0].rollout.stop_reason
-        return reason in LIMITS or any(info.finish_reason == "length" for info in self.infos)
+        reason = self.samples[0].rollout and self.samples[0].rollout.stop_reason
+        return reason in LIMITS or any(sample.finish_reason == "length" for sample in self.samples)
 
     @property
     def num_tokens(self) -> int:
         """Number of tokens that the policy generated."""
-        return sum(info.num_trained_tokens for info in self.infos)
+        return sum(sample.num_trained_tokens for sample in self.samples)
 
 
-def result(settings: EvaluationSet, groups: Sequence[Sequence[SampleInfo]], scores: Sequence[Score]) -> SetResult:
+def result(settings: EvaluationSet, groups: Sequence[Sequence[SampleRef]], scores: Sequence[Score]) -> SetResult:
     """Return the result of an evaluation set. groups: the samples by prompt. scores: the scores of all samples, in
     order."""
     remaining = iter(scores)
-    by_prompt = [scored_rollouts([(info, next(remaining)) for info in group]) for group in groups]
+    by_prompt = [scored_rollouts([(sample, next(remaining)) for sample in group]) for group in groups]
     rollouts = [rollout for group in by_prompt for rollout in group]
     return SetResult(
         settings,
@@ -195,20 +196,20 @@ def result(settings: EvaluationSet, groups: Sequence[Sequence[SampleInfo]], scor
     )
 
 
-def scored_rollouts(samples: Sequence[tuple[SampleInfo, Score]]) -> list[ScoredRollout]:
+def scored_rollouts(samples: Sequence[tuple[SampleRef, Score]]) -> list[ScoredRollout]:
     """Group a prompt's samples into rollouts. Each rollout counts once, regardless of its number of samples."""
-    by_rollout: dict[str, list[tuple[SampleInfo, Score]]] = {}
-    for info, score in samples:
-        by_rollout.setdefault(info.rollout_id, []).append((info, score))
-    return [ScoredRollout([info for info, _ in members], members[0][1]) for members in by_rollout.values()]
+    by_rollout: dict[str, list[tuple[SampleRef, Score]]] = {}
+    for sample, score in samples:
+        by_rollout.setdefault(sample.rollout_id, []).append((sample, score))
+    return [ScoredRollout([sample for sample, _ in members], members[0][1]) for members in by_rollout.values()]
 
 
 def lengths(rollouts: Sequence[ScoredRollout]) -> dict[str, float]:
     """Return length metrics over the rollouts, excluding rollouts whose environment failed."""
-    whole = [rollout for rollout in rollouts if not rollout.infos[0].has_failed]
+    whole = [rollout for rollout in rollouts if not rollout.samples[0].has_failed]
     if not whole:
         return {}
-    turns = [rollout.infos[0].rollout.num_turns for rollout in whole if rollout.infos[0].rollout is not None]
+    turns = [rollout.samples[0].rollout.num_turns for rollout in whole if rollout.samples[0].rollout is not None]
     return {
         "truncated_frac": fmean(rollout.is_truncated for rollout in whole),
         "length_mean": fmean(rollout.num_tokens for rollout in whole),

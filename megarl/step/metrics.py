@@ -7,35 +7,33 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 from megarl.algorithms.value_loss import explained_variance
-from megarl.cluster.groups.engines import RemoteSample
 from megarl.config.schema import Config
 from megarl.core.metrics import Metric
 from megarl.core.timing import Stopwatch
-from megarl.core.types import SampleInfo
+from megarl.core.types import SampleRef
 from megarl.environments.protocol import StopReason
 
 
 def step_metrics(
-    config: Config, groups: Sequence[Sequence[RemoteSample]], watch: Stopwatch, version: int
+    config: Config, groups: Sequence[Sequence[SampleRef]], watch: Stopwatch, version: int
 ) -> dict[str, float]:
     """Return metrics on the step's samples, phase durations and weight versions.
 
     Args:
         groups: all samples, by prompt. Length metrics exclude greedy rollouts, which are not trained on.
     """
-    infos = [sample.info for group in groups for sample in group]
-    sampled = infos
+    samples = sampled = [sample for group in groups for sample in group]
     if config.samples_greedily:
-        greedy = {group[-1].info.rollout_id for group in groups}
-        sampled = [info for info in infos if info.rollout_id not in greedy]
+        greedy = {group[-1].rollout_id for group in groups}
+        sampled = [sample for sample in samples if sample.rollout_id not in greedy]
     times = watch.metrics()
     return {
         **_response_metrics(sampled),
         **_rollout_metrics(sampled),
         **times,
-        "throughput/tokens_per_second": sum(info.num_tokens for info in infos) / times["time/step"],
+        "throughput/tokens_per_second": sum(sample.num_tokens for sample in samples) / times["time/step"],
         "weights/version": version,
-        **_version_metrics(infos, version - 1, config.rollout.max_staleness),
+        **_version_metrics(samples, version - 1, config.rollout.max_staleness),
     }
 
 
@@ -70,35 +68,36 @@ def add_effective_sample_size(metrics: Mapping[str, Metric]) -> dict[str, Metric
     return rest | {"mismatch/effective_frac": Metric(share, metrics[names[0]].weight)}
 
 
-def _version_metrics(infos: Sequence[SampleInfo], trained: int, max_staleness: int) -> dict[str, float]:
+def _version_metrics(samples: Sequence[SampleRef], trained: int, max_staleness: int) -> dict[str, float]:
     """Return staleness metrics for the samples, relative to the version `trained` from which the step's updates start.
     The age of a sample is that of its oldest token. With max_staleness, include the fraction of samples with each
     age."""
-    infos = [info for info in infos if info.num_response_tokens]  # a rollout that failed immediately has no tokens
-    if not infos:
+    # A rollout that failed immediately has no tokens.
+    samples = [sample for sample in samples if sample.num_response_tokens]
+    if not samples:
         return {}
-    ages = [trained - info.version_oldest for info in infos]
+    ages = [trained - sample.version_oldest for sample in samples]
     shares = {f"weights/staleness_{age}_share": fmean(a == age for a in ages) for age in range(max_staleness + 1)}
     return {
         "weights/staleness_max": max(ages),
-        "weights/mixed_frac": fmean(info.version_oldest != info.version_newest for info in infos),
+        "weights/mixed_frac": fmean(sample.version_oldest != sample.version_newest for sample in samples),
         **(shares if max_staleness else {}),
     }
 
 
-def _response_metrics(infos: Sequence[SampleInfo]) -> dict[str, float]:
-    lengths = [info.num_response_tokens for info in infos]
+def _response_metrics(samples: Sequence[SampleRef]) -> dict[str, float]:
+    lengths = [sample.num_response_tokens for sample in samples]
     return {
         "response/length_mean": fmean(lengths),
         "response/length_min": min(lengths),
         "response/length_max": max(lengths),
-        "response/truncated_frac": fmean(info.finish_reason == "length" for info in infos),
+        "response/truncated_frac": fmean(sample.finish_reason == "length" for sample in samples),
     }
 
 
-def _rollout_metrics(infos: Sequence[SampleInfo]) -> dict[str, float]:
+def _rollout_metrics(samples: Sequence[SampleRef]) -> dict[str, float]:
     """Return metrics for rollouts in environments; empty without an environment."""
-    rollouts = [*{info.rollout_id: info.rollout for info in infos if info.rollout is not None}.values()]
+    rollouts = [*{sample.rollout_id: sample.rollout for sample in samples if sample.rollout is not None}.values()]
     if not rollouts:
         return {}
     calls: Counter[str] = Counter()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megarl.step.scoring import ScoredSample
+from megarl.core.types import SampleRef
 
 
-def best_and_worst(groups: Sequence[Sequence[ScoredSample]]) -> list[ScoredSample]:
+def best_and_worst(groups: Sequence[Sequence[SampleRef]]) -> list[SampleRef]:
     """Return the samples with the highest and the lowest reward in each group. Ties go to the first sample. A group
     whose rewards are all equal yields no pair."""
     pairs = []

@@ -7,15 +7,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 
-from megarl.cluster.groups.engine_actor import Aborted
-from megarl.cluster.groups.engines import RemoteSample, Sampled
+from megarl.cluster.groups.engines import Sampled
 from megarl.cluster.pending import Pending, first, ready
 from megarl.cluster.workers import Workers
 from megarl.config.schema import Config
 from megarl.core.checkpoint import FORMAT, Checkpoint, FileRecord
 from megarl.core.metrics import Metric
+from megarl.core.types import SampleRef
 from megarl.data.prompts import PromptSet
 from megarl.rollout.engine import SamplingRequest
+from megarl.rollout.router import Aborted
 from megarl.rollout.schedule import RolloutSchedule
 from megarl.step.requests import requests
 from megarl.step.state import PendingPrompt, RunState
@@ -64,7 +65,7 @@ class Dropped:
             self.aborted_tokens += sampled.num_tokens
         else:
             self.samples += len(sampled)
-            self.tokens += sum(sample.info.num_trained_tokens for sample in sampled)
+            self.tokens += sum(sample.num_trained_tokens for sample in sampled)
 
     def metrics(self) -> dict[str, Metric]:
         return {
@@ -78,6 +79,10 @@ class Dropped:
 @dataclass(slots=True)
 class RolloutQueue:
     """Holds groups from the start of their rollouts until the step that trains on them.
+
+    Consumes: rows of the data, in the order of the driver's state.
+    Waits for: finished groups in `take`, and aborted groups in `drop`.
+    Unblocked by: the router, whose submissions end with samples or Aborted.
 
     The driver's state lists the groups' rows. A resumed run samples these prompts again, except for finished groups,
     whose samples are in the checkpoint."""
@@ -117,7 +122,7 @@ class RolloutQueue:
         for i, item in enumerate(items):
             self._schedule.begin(groups[i], number - 1, turn=item.version, again=i < num_again)
 
-    def take(self, number: int, wanted: int, meanwhile: Callable[[], object]) -> list[list[RemoteSample]]:
+    def take(self, number: int, wanted: int, meanwhile: Callable[[], object]) -> list[list[SampleRef]]:
         """Wait for the groups that this step trains on, and return their samples in the order in which the groups
         started."""
         taken: list[Group] = []
@@ -126,7 +131,7 @@ class RolloutQueue:
             group = self._schedule.take(number - 1, wanted - len(taken))
             if group is None:
                 awaited = self._schedule.awaited(number - 1, wanted - len(taken))
-                self.workers.engines.reassign_stragglers([group.names for group in awaited])
+                self.workers.engines.router.reassign_stragglers([group.names for group in awaited])
                 first([group.pending for group in self._schedule.unfinished], meanwhile)
             else:
                 taken.append(group)
@@ -136,7 +141,7 @@ class RolloutQueue:
         sampled = [group.result() for group in taken]
         if self.config.rollout.longest_first:
             for group, samples in zip(taken, sampled, strict=True):
-                self.state.lengths[group.item.row] = fmean(sample.info.num_response_tokens for sample in samples)
+                self.state.lengths[group.item.row] = fmean(sample.num_response_tokens for sample in samples)
         return sampled
 
     def drop(self, number: int) -> None:
@@ -145,7 +150,7 @@ class RolloutQueue:
         expired = self._schedule.expire(number)
         if not expired:
             return
-        self.workers.engines.abort([group.names for group in expired if not group.pending.advance()])
+        self.workers.engines.router.abort([group.names for group in expired if not group.pending.advance()])
         for group in expired:
             self._dropped.add(group.result(), len(group.names))
         self.workers.rewards.forget([name for group in expired for name in group.names])
@@ -168,7 +173,7 @@ class RolloutQueue:
         checkpoint.verify(records)
         for row, version, samples in self.workers.rewards.load_groups(checkpoint.path / WAITING):
             if self._schedule.has_room(version, self.state.step):
-                names = list(dict.fromkeys(sample.info.rollout_id for sample in samples))
+                names = list(dict.fromkeys(sample.rollout_id for sample in samples))
                 group = Group(PendingPrompt(row, version), self._num_begun, names, ready([samples]))
                 self._num_begun += 1
                 self.state.take_up(group.item)

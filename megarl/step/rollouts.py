@@ -8,16 +8,15 @@ from math import ceil
 from pathlib import Path
 from statistics import fmean
 
-from megarl.cluster.groups.engines import RemoteSample
 from megarl.cluster.pending import Pending, join
 from megarl.cluster.rank_batch import Scores
 from megarl.cluster.workers import Workers
 from megarl.config.schema import Config
 from megarl.core.metrics import Metric
 from megarl.core.timing import Stopwatch
-from megarl.core.types import Score
+from megarl.core.types import SampleRef, Score
 from megarl.step.queue import RolloutQueue
-from megarl.step.scoring import Metrics, ScoredSample, is_informative, rollouts_of, select
+from megarl.step.scoring import Metrics, is_informative, rollouts_of, select
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +30,8 @@ class Rollouts:
         solve_rates: fraction of solved rollouts, by prompt id, for prompts with a scored sample.
     """
 
-    sampled: Sequence[Sequence[RemoteSample]]
-    chosen: Sequence[Sequence[ScoredSample]]
+    sampled: Sequence[Sequence[SampleRef]]
+    chosen: Sequence[Sequence[SampleRef]]
     process_rewards: Scores
     metrics: Metrics
     solve_rates: Mapping[str, float] = field(default_factory=dict)
@@ -55,7 +54,7 @@ def collect_rollouts(
     the step if devices are not shared. Stale rollouts are dropped. The devices switch only once for all rounds, because
     no trained model computes between rounds."""
     wanted = config.batch.prompts_per_step
-    sampled: list[list[RemoteSample]] = []
+    sampled: list[list[SampleRef]] = []
     scores: list[Score] = []
     process_rewards: Scores = {}
     rounds = num_informative = 0
@@ -87,12 +86,12 @@ def collect_rollouts(
     return Rollouts(sampled, choose(scored, wanted), process_rewards, metrics, solve_rates(config, scored))
 
 
-def solve_rates(config: Config, groups: Sequence[Sequence[ScoredSample]]) -> dict[str, float]:
+def solve_rates(config: Config, groups: Sequence[Sequence[SampleRef]]) -> dict[str, float]:
     """Return the fraction of each prompt's rollouts whose outcome is above data.solved_above, by prompt id. Prompts
     without a scored rollout are left out."""
     above = config.data.solved_above
     return {
-        group[0].sample.info.prompt_id: fmean(rollout[0].outcome > above for rollout in rollouts_of(group))
+        group[0].prompt_id: fmean(rollout[0].outcome > above for rollout in rollouts_of(group))
         for group in groups
         if group
     }
@@ -111,7 +110,7 @@ def further_prompts(missing: int, num_informative: int, seen: int, most: int) ->
     return min(most, ceil(missing * max(seen, 1) / max(num_informative, 1)))
 
 
-def choose(groups: Sequence[Sequence[ScoredSample]], wanted: int) -> list[Sequence[ScoredSample]]:
+def choose(groups: Sequence[Sequence[SampleRef]], wanted: int) -> list[Sequence[SampleRef]]:
     """Return the first `wanted` informative groups. If there are too few, add uninformative groups, and groups without
     a scored sample last. Groups keep their order."""
     by_worth = sorted(range(len(groups)), key=lambda i: (not is_informative(groups[i]), not groups[i]))

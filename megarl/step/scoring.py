@@ -3,67 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from statistics import fmean, pstdev
 
 from megarl.cluster.failure import RunFailure
-from megarl.cluster.groups.engines import RemoteSample
 from megarl.config.schema import Config
 from megarl.core.errors import UserError
 from megarl.core.metrics import Metric, merge
-from megarl.core.types import NO_BASELINE, NO_TOTALS, Baseline, Score, TokenTotals
+from megarl.core.types import SampleRef, Score
 from megarl.rewards.overlong import overlong_penalty
 
 Metrics = dict[str, Metric]
 
 
-@dataclass(frozen=True, slots=True)
-class ScoredSample:
-    """A sample with its rewards and, once it is computed, its baseline.
-
-    Attributes:
-        outcome: combined value of the reward functions.
-        length_reward: reward for the sample's length, which is added to the outcome.
-        token_reward_totals: totals over per-token rewards, which are part of the outcome.
-        greedy: reward of the greedy response to the same prompt, if the estimator needs it.
-    """
-
-    sample: RemoteSample
-    outcome: float
-    length_reward: float = 0.0
-    baseline: Baseline = NO_BASELINE
-    token_reward_totals: TokenTotals = NO_TOTALS
-    greedy: float = 0.0
-
-    @property
-    def reward(self) -> float:
-        return self.outcome + self.length_reward
-
-
-def rollouts_of(group: Sequence[ScoredSample]) -> list[list[ScoredSample]]:
+def rollouts_of(group: Sequence[SampleRef]) -> list[list[SampleRef]]:
     """Return the samples in each rollout of a group. Samples in the same rollout share its reward."""
-    rollouts: dict[str, list[ScoredSample]] = {}
+    rollouts: dict[str, list[SampleRef]] = {}
     for item in group:
-        rollouts.setdefault(item.sample.info.rollout_id, []).append(item)
+        rollouts.setdefault(item.rollout_id, []).append(item)
     return list(rollouts.values())
 
 
-def is_informative(group: Sequence[ScoredSample]) -> bool:
+def is_informative(group: Sequence[SampleRef]) -> bool:
     """Return whether the outcomes in the group differ. Otherwise its samples differ at most in their length rewards."""
     return len({item.outcome for item in group}) > 1
 
 
 def select(
-    config: Config, groups: Sequence[Sequence[RemoteSample]], scores: Sequence[Score]
-) -> tuple[list[list[ScoredSample]], Metrics]:
+    config: Config, groups: Sequence[Sequence[SampleRef]], scores: Sequence[Score]
+) -> tuple[list[list[SampleRef]], Metrics]:
     """Combine samples with their scores, by group. The last rollout in a group may be greedy, and is then not trained
     on.
 
     Samples are left out and counted if their reward or environment failed, or if the greedy response to their prompt
     has no reward. The run stops if the fraction of reward failures exceeds rewards.failure_limit, or after
     rewards.max_consecutive_failures reward failures in a row. Environment failures do not count."""
-    infos = [sample.info for group in groups for sample in group]
-    of_rewards = [score for info, score in zip(infos, scores, strict=True) if not info.has_failed]
+    samples = [sample for group in groups for sample in group]
+    of_rewards = [score for sample, score in zip(samples, scores, strict=True) if not sample.has_failed]
     failures = [score.failure for score in of_rewards if score.failure is not None]
     if len(failures) > config.rewards.failure_limit * len(scores):
         raise UserError(
@@ -87,12 +63,12 @@ def select(
     return scored, metrics | {"reward/greedy_mean": Metric(fmean(greedy))}
 
 
-Judged = tuple[RemoteSample, Score]
+Judged = tuple[SampleRef, Score]
 
 
 def _without_last_rollout(group: Sequence[Judged]) -> list[Judged]:
-    last = group[-1][0].info.rollout_id
-    return [(sample, score) for sample, score in group if sample.info.rollout_id != last]
+    last = group[-1][0].rollout_id
+    return [(sample, score) for sample, score in group if sample.rollout_id != last]
 
 
 def _check_consecutive_failures(config: Config, scores: Sequence[Score]) -> None:
@@ -106,16 +82,16 @@ def _check_consecutive_failures(config: Config, scores: Sequence[Score]) -> None
             )
 
 
-def _reward(config: Config, sample: RemoteSample, score: Score) -> float | None:
+def _reward(config: Config, sample: SampleRef, score: Score) -> float | None:
     return None if score.value is None else score.value + _length_reward(config, sample)
 
 
-def _scored(config: Config, members: Sequence[Judged], greedy: float = 0.0) -> list[ScoredSample]:
+def _scored(config: Config, members: Sequence[Judged], greedy: float = 0.0) -> list[SampleRef]:
     return [
-        ScoredSample(
+        replace(
             sample,
-            score.value,
-            _length_reward(config, sample),
+            outcome=score.value,
+            length_reward=_length_reward(config, sample),
             token_reward_totals=score.token_reward_totals,
             greedy=greedy,
         )
@@ -124,17 +100,17 @@ def _scored(config: Config, members: Sequence[Judged], greedy: float = 0.0) -> l
     ]
 
 
-def _length_reward(config: Config, sample: RemoteSample) -> float:
+def _length_reward(config: Config, sample: SampleRef) -> float:
     buffer = config.rewards.overlong_buffer
     if buffer is None:
         return 0.0
-    return overlong_penalty(sample.info.num_response_tokens, config.rollout.max_new_tokens, buffer)
+    return overlong_penalty(sample.num_response_tokens, config.rollout.max_new_tokens, buffer)
 
 
-def _reward_metrics(groups: Sequence[Sequence[ScoredSample]], judged: Sequence[Judged]) -> Metrics:
+def _reward_metrics(groups: Sequence[Sequence[SampleRef]], judged: Sequence[Judged]) -> Metrics:
     """Return reward metrics. A rollout with several samples counts once."""
     rewards = [rollout[0].reward for group in groups for rollout in rollouts_of(group)]
-    scores = {sample.info.rollout_id: score for sample, score in judged}.values()
+    scores = {sample.rollout_id: score for sample, score in judged}.values()
     if not rewards:
         raise RunFailure("rewards: megarl could not score any sample of this step. See the failure fields in rollouts/")
     parts = merge({f"reward/{name}": Metric(value) for name, value in score.parts.items()} for score in scores)

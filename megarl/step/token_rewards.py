@@ -10,10 +10,11 @@ from megarl.cluster.pending import Pending, join
 from megarl.cluster.rank_batch import Scores, Updates
 from megarl.cluster.workers import Workers
 from megarl.config.schema import Config
+from megarl.core.types import SampleRef
 from megarl.step.baselines import Totals
 from megarl.step.dispatch import dispatch, samples_of
 from megarl.step.passes import make_policy_passes
-from megarl.step.scoring import Metrics, ScoredSample
+from megarl.step.scoring import Metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class TokenRewards:
 
 
 def reward_tokens(
-    config: Config, workers: Workers, updates: Sequence[Sequence[Sequence[ScoredSample]]], process_rewards: Scores
+    config: Config, workers: Workers, updates: Sequence[Sequence[Sequence[SampleRef]]], process_rewards: Scores
 ) -> TokenRewards:
     """Combine the per-token rewards that are already known (from a reward model, or assigned to turns) with the
     implicit reward model's rewards and, if it is a reward, the KL to the reference. The implicit reward model trains on

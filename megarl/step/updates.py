@@ -12,12 +12,13 @@ from megarl.cluster.workers import Workers
 from megarl.config.model_schema import Role
 from megarl.config.schema import Config
 from megarl.core.metrics import Metric
+from megarl.core.types import SampleRef
 from megarl.step.baselines import attach_baselines, update_reward_average
 from megarl.step.dispatch import Group, dispatch, epochs_of
 from megarl.step.pairs import best_and_worst
 from megarl.step.passes import make_policy_passes, policies
 from megarl.step.rollouts import Rollouts
-from megarl.step.scoring import Metrics, ScoredSample
+from megarl.step.scoring import Metrics
 from megarl.step.token_rewards import TokenRewards, reward_tokens
 
 
@@ -73,7 +74,7 @@ def _prepare_pairs(
 def _dispatch_with_passes(
     config: Config,
     workers: Workers,
-    epochs: Sequence[Sequence[Sequence[ScoredSample]]],
+    epochs: Sequence[Sequence[Sequence[SampleRef]]],
     rewards: TokenRewards,
     number: int,
 ) -> dict[Role, list[Updates]]:

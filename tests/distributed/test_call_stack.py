@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,6 @@ from megarl import train
 from megarl.algorithms.baselines import MovingAverage
 from megarl.algorithms.objectives import clip
 from megarl.cluster import rank_batch
-from megarl.cluster.groups.engines import RemoteSample
 from megarl.cluster.groups.trainers import TrainerActor, TrainerGroup
 from megarl.cluster.pending import Answers, ready
 from megarl.cluster.placement import Process
@@ -22,10 +22,9 @@ from megarl.cluster.trained_models import TrainedModels
 from megarl.cluster.workers import Workers
 from megarl.config.schema import Config
 from megarl.core.timing import Stopwatch
-from megarl.core.types import SampleInfo
+from megarl.core.types import SampleRef
 from megarl.megatron.workers.actor import ActorWorker
 from megarl.step.rollouts import Rollouts
-from megarl.step.scoring import ScoredSample
 from tests.forked import run_ranks
 from tests.parity import config_of, random_groups
 from tests.paths import ROOT
@@ -82,7 +81,7 @@ def call_stack(store: Any, rank: int, config: Config, folder: Path) -> list[str]
     workers = Workers(trained, None, engines, None, None, None, False, folder)
     groups = random_groups(0)
     samples = {sample.id: sample for members in groups for sample, _ in members}
-    chosen = [[ScoredSample(RemoteSample(SampleInfo.of(s), s.id), reward) for s, reward in group] for group in groups]
+    chosen = [[replace(SampleRef.of(s, s.id), outcome=reward) for s, reward in group] for group in groups]
     context = SimpleNamespace(
         stopwatch=Stopwatch,
         state=SimpleNamespace(step=1, average=MovingAverage()),

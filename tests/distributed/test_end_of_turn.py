@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from megarl.cluster.rank_batch import RankBatch, SampleRef
+from megarl.cluster.rank_batch import RankBatch
 from megarl.config.schema import Config
 from megarl.core import device
-from megarl.core.types import SampleInfo
+from megarl.core.types import SampleRef
 from megarl.data.packing import Lengths, schedule
 from megarl.megatron import step
 from megarl.megatron.workers.actor import ActorWorker
@@ -62,8 +62,8 @@ def scored(store, rank: int, config: Config, folder: Path) -> list[str]:
     """Return the device operations of a scoring pass, in order."""
     worker, done = RewardModelWorker(config, folder, rank, store, threads=1), []
     samples = [sample for group in random_groups(0) for sample, _ in group]
-    [microbatches] = schedule([Lengths.of(SampleInfo.of(sample)) for sample in samples], worker.packing)
-    batch = local_batch(RankBatch.of([SampleRef.unscored(sample.id, sample) for sample in samples], microbatches))
+    [microbatches] = schedule([Lengths.of(SampleRef.of(sample)) for sample in samples], worker.packing)
+    batch = local_batch(RankBatch.of([SampleRef.of(sample, sample) for sample in samples], microbatches))
     compute = step.score
     step.score = lambda *args: done.append("scored") or compute(*args)
     device.release_cache = lambda: done.append("released")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from megarl.algorithms.baselines import MovingAverage
-from megarl.cluster.groups.engines import RemoteSample
 from megarl.cluster.groups.ranks import worker_class
 from megarl.cluster.pending import Pending, ready
 from megarl.cluster.rank_batch import Updates, join_named_scores, join_scores
@@ -20,14 +20,13 @@ from megarl.cluster.trained_models import TrainedModels
 from megarl.cluster.workers import Workers
 from megarl.config.schema import Config
 from megarl.core.metrics import Metric, merge, merge_updates
-from megarl.core.types import SampleInfo
+from megarl.core.types import SampleRef
 from megarl.data.local_batch import LocalBatch
 from megarl.megatron.workers.trainer import TrainerWorker
 from megarl.models.classifier import as_classifier
 from megarl.models.folder import read_config
 from megarl.step.dispatch import epochs_of
 from megarl.step.rollouts import Rollouts
-from megarl.step.scoring import ScoredSample
 from megarl.train import train
 from tests.closeness import Expected, assert_close, expected
 from tests.distributed.test_ppo_parity import EVERYTHING, ppo_config, renamed, write_critic
@@ -98,8 +97,8 @@ def gathered(value: Any) -> list[Any]:
     return every
 
 
-def scored(group: Group) -> list[ScoredSample]:
-    return [ScoredSample(RemoteSample(SampleInfo.of(sample), sample), reward) for sample, reward in group]
+def scored(group: Group) -> list[SampleRef]:
+    return [replace(SampleRef.of(sample, sample), outcome=reward) for sample, reward in group]
 
 
 def train_step(

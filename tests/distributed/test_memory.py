@@ -11,7 +11,7 @@ import torch
 
 from megarl.cluster.memory.rank import layer_bytes, rank_memory
 from megarl.config.schema import Config
-from megarl.core.types import Baseline, Prompt, Sample, TrainingSample, VersionRun
+from megarl.core.types import Baseline, Prompt, Sample, SampleRef, VersionRun
 from megarl.data.local_batch import LocalBatch
 from megarl.megatron import step
 from megarl.megatron.model.build import named_parameters
@@ -22,6 +22,7 @@ from megarl.models.shape import ModelShape
 from tests.forked import run_ranks
 from tests.marks import newest_of
 from tests.parity import config_of
+from tests.samples import training_ref
 from tests.tiny_model import write_tiny_model
 
 NUM_DOCUMENTS, PROMPT, RESPONSE, HIDDEN = 4, 20, 44, 128
@@ -94,13 +95,13 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     }
 
 
-def samples() -> list[TrainingSample]:
+def samples() -> list[SampleRef]:
     """Return documents that fill attention's buckets exactly, so that nothing is padded."""
     group, run = Baseline(0.5), (VersionRun(0, RESPONSE),)
     prompts = [Prompt(f"{i}", "", (7,) * PROMPT) for i in range(NUM_DOCUMENTS)]
     every = (True,) * RESPONSE
     drawn = [Sample(p.id, p, (5,) * RESPONSE, (-1.0,) * RESPONSE, every, run, "stop", "") for p in prompts]
-    return [TrainingSample(sample, 1.0, group, 0.1) for sample in drawn]
+    return [training_ref(sample, 1.0, group, 0.1) for sample in drawn]
 
 
 def measure(store, rank: int, config: Config, folder: Path) -> dict[str, int]:

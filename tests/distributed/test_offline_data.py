@@ -19,15 +19,13 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from megarl.algorithms.registry import OBJECTIVES
 from megarl.algorithms.specs import ObjectiveSpec
-from megarl.cluster.groups.engines import RemoteSample
 from megarl.cluster.groups.ranks import worker_class
 from megarl.config.schema import Config
 from megarl.core.metrics import merge
-from megarl.core.types import Sample, SampleInfo
+from megarl.core.types import Sample, SampleRef
 from megarl.data.offline import load_offline_data
 from megarl.megatron.workers.actor import ActorWorker
 from megarl.step.dispatch import dispatch
-from megarl.step.scoring import ScoredSample
 from tests.closeness import assert_close, close_to, expected, load
 from tests.forked import run_ranks
 from tests.parity import EPS, LR, RankResult, config_of, local_batch, whole_tensors
@@ -262,8 +260,8 @@ def train(store, rank: int, config: Config, folder: Path) -> RankResult:
     return RankResult(worker.holder, {}, {n: p.clone() for n, p in worker.parameters().items()}, metrics)
 
 
-def scored_sample(sample: Sample) -> ScoredSample:
-    return ScoredSample(RemoteSample(SampleInfo.of(sample), sample), outcome=0.0)
+def scored_sample(sample: Sample) -> SampleRef:
+    return SampleRef.of(sample, sample)
 
 
 def plain(case: Case, folder: Path, rows: list[dict]) -> tuple[dict[str, torch.Tensor], float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import compress
 from pathlib import Path
 
@@ -14,7 +15,6 @@ import torch
 from megarl import finetune, train
 from megarl.algorithms.baselines import MovingAverage
 from megarl.algorithms.specs import LabelObjective
-from megarl.cluster.groups.engines import RemoteSample
 from megarl.cluster.groups.ranks import worker_class
 from megarl.cluster.pending import Pending, ready
 from megarl.cluster.rank_batch import Scores, Updates
@@ -23,12 +23,11 @@ from megarl.cluster.workers import Workers
 from megarl.config.load import load
 from megarl.config.schema import Config
 from megarl.core.metrics import Metric, merge_updates
-from megarl.core.types import SampleInfo, TokenTotals
+from megarl.core.types import SampleRef, TokenTotals
 from megarl.megatron.model.build import adapter_parameters
 from megarl.megatron.workers.trainer import TrainerWorker
 from megarl.step import passes
 from megarl.step.rollouts import Rollouts
-from megarl.step.scoring import ScoredSample
 from tests.forked import run_ranks
 from tests.parity import labelled, local_batch, random_groups
 from tests.paths import CONFIGS
@@ -130,7 +129,7 @@ def trained_weights(worker: TrainerWorker) -> dict[str, torch.Tensor]:
     return worker.parameters() if worker.adapters is None else adapter_parameters(worker.chunks)
 
 
-def train_step(config: Config, workers: Workers, groups: list[list[ScoredSample]], number: int) -> dict[str, float]:
+def train_step(config: Config, workers: Workers, groups: list[list[SampleRef]], number: int) -> dict[str, float]:
     if config.is_offline:
         rows = [group[: config.trained_per_prompt] for group in groups]
         metrics = finetune.train(config, workers.actor, rows, number)
@@ -139,8 +138,8 @@ def train_step(config: Config, workers: Workers, groups: list[list[ScoredSample]
     return {name: metric.value for name, metric in metrics.items()}
 
 
-def scored(group) -> list[ScoredSample]:
-    return [ScoredSample(RemoteSample(SampleInfo.of(s), s), reward, greedy=0.5) for s, reward in group]
+def scored(group) -> list[SampleRef]:
+    return [replace(SampleRef.of(s, s), outcome=reward, greedy=0.5) for s, reward in group]
 
 
 @pytest.fixture(scope="module")

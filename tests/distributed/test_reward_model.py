@@ -10,9 +10,9 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from megarl.cluster.groups.rewards import classifier_reward
-from megarl.cluster.rank_batch import RankBatch, SampleRef
+from megarl.cluster.rank_batch import RankBatch
 from megarl.config.schema import Config
-from megarl.core.types import Sample, SampleInfo
+from megarl.core.types import Sample, SampleRef
 from megarl.data.packing import Lengths, schedule
 from megarl.megatron.workers.reward_model import RewardModelWorker
 from tests.closeness import TOLERANCE
@@ -56,10 +56,8 @@ def reward_model(request, tmp_path_factory) -> tuple[Path, torch.nn.Module]:
 
 def score(store, rank: int, config: Config, folder: Path) -> dict[str, torch.Tensor]:
     worker = RewardModelWorker(config, folder, rank, store, threads=1)
-    microbatches = schedule([Lengths.of(SampleInfo.of(sample)) for sample in SAMPLES], worker.packing)
-    rank_batches = [
-        RankBatch.of([SampleRef.unscored(sample.id, sample) for sample in SAMPLES], own) for own in microbatches
-    ]
+    microbatches = schedule([Lengths.of(SampleRef.of(sample)) for sample in SAMPLES], worker.packing)
+    rank_batches = [RankBatch.of([SampleRef.of(sample, sample) for sample in SAMPLES], own) for own in microbatches]
     scores = worker.score_tokens(local_batch(rank_batches[worker.data_parallel_rank]))
     away = [not parameter.untyped_storage().nbytes() for parameter in worker.parameters().values()]
     assert all(away) if config.reward_model.offload else not any(away)

@@ -9,7 +9,7 @@ import torch
 
 from megarl.config.load import load
 from megarl.config.schema import Config
-from megarl.core.types import Baseline, Prompt, Sample, TrainingSample, VersionRun
+from megarl.core.types import Baseline, Prompt, Sample, SampleRef, VersionRun
 from megarl.data.collate import collate
 from megarl.megatron import parallel
 from megarl.megatron.advantages import with_advantages
@@ -17,6 +17,7 @@ from megarl.megatron.token_selection import with_selection
 from tests.forked import run_ranks
 from tests.packing import packing
 from tests.paths import BASE
+from tests.samples import training_ref
 from tests.timing import WAIT_S
 
 OLD = {"a": [-1.0, -3.0], "b": [-2.0, -0.5], "c": [-0.25], "cut": [-9.0, -9.0, -0.001]}
@@ -25,12 +26,12 @@ REWARDS = {"a": 1.0, "b": 0.0, "c": 2.0, "cut": 50.0}
 RANKS = (("a", "cut"), ("b", "c"))
 
 
-def training_sample(name: str) -> TrainingSample:
+def training_sample(name: str) -> SampleRef:
     n = len(OLD[name])
     run = (VersionRun(0, n),)
     reason = "length" if name == "cut" else "stop"
     sample = Sample(name, Prompt(name, "", (7,)), (9,) * n, (*OLD[name],), (True,) * n, run, reason, "")
-    return TrainingSample(sample, REWARDS[name], Baseline(0.0), 0.0 if name == "cut" else 0.2)
+    return training_ref(sample, REWARDS[name], Baseline(0.0), 0.0 if name == "cut" else 0.2)
 
 
 def advantages_and_selection(store, rank: int, config: Config) -> tuple[dict[str, list[float]], dict[str, list[bool]]]:

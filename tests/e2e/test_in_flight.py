@@ -12,11 +12,11 @@ import ray
 import torch
 
 from megarl.cluster import session
-from megarl.cluster.groups.engines import EngineGroup, RemoteSample
+from megarl.cluster.groups.engines import EngineGroup
 from megarl.cluster.placement import place
 from megarl.cluster.supervision.supervisor import supervised
 from megarl.config.load import load
-from megarl.core.types import Prompt
+from megarl.core.types import Prompt, SampleRef
 from megarl.models.folder import read_config
 from megarl.resharding.families import huggingface_holder
 from megarl.resharding.planning.compact import CompactPlan
@@ -57,9 +57,8 @@ def drive(folder: Path, result: Path) -> None:
         refit()
         requests = [SamplingRequest(f"{i}", Prompt(f"{i}", "", (i + 5, 7)), seed=i) for i in range(8)]
         samples = engines.generate([requests]).result(meanwhile=refit)[0]
-        infos = [sample.info for sample in samples]
         (result / "versions.json").write_text(
-            json.dumps([(info.version_oldest, info.version_newest) for info in infos])
+            json.dumps([(sample.version_oldest, sample.version_newest) for sample in samples])
         )
         (result / "aborted.json").write_text(json.dumps(abort_one_of_two(engines, requests)))
 
@@ -68,12 +67,12 @@ def abort_one_of_two(engines: EngineGroup, requests: list[SamplingRequest]) -> d
     """Abort long requests as soon as short concurrent ones have finished. Return the results of both."""
     short = [replace(request, sample_id=f"short {i}", max_new_tokens=20) for i, request in enumerate(requests)]
 
-    def tokens(samples: list[RemoteSample]) -> list[list[int]]:
-        return [sample.response_ids.tolist() for sample in ray.get([item.ref for item in samples])]
+    def tokens(samples: list[SampleRef]) -> list[list[int]]:
+        return [sample.response_ids.tolist() for sample in ray.get([item.sample for item in samples])]
 
     long, concurrent = engines.generate([requests]), engines.generate([short])
     beside = tokens(concurrent.result()[0])
-    engines.abort([[request.sample_id for request in requests]])
+    engines.router.abort([[request.sample_id for request in requests]])
     num_tokens = long.result()[0].num_tokens
     actors = engines.actors.values()
     left = ray.get([engine.__ray_call__.remote(lambda actor: len(actor._worker._pending)) for engine in actors])

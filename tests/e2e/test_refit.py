@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM
 from megarl.config.load import load
 from megarl.config.logprob_check_schema import ROUNDING
 from megarl.config.schema import Config
-from megarl.core.types import NO_BASELINE, NO_ROUTE, Baseline, Prompt, Sample, TrainingSample, VersionRun
+from megarl.core.types import NO_BASELINE, NO_ROUTE, Baseline, Prompt, Sample, VersionRun
 from megarl.data.local_batch import LocalBatch
 from megarl.megatron.workers.actor import ActorWorker
 from megarl.models.folder import read_config
@@ -53,6 +53,7 @@ from megarl.rollout.vllm.environment import environment
 from tests.e2e.engine_processes import engine_context
 from tests.e2e.run import mapped_shared_memory
 from tests.paths import BASE
+from tests.samples import training_ref
 from tests.timing import QUIET_S, RUN_S, SHORT_S, WAIT_S
 from tests.tiny_model import write_tiny_model
 
@@ -282,12 +283,12 @@ class TrainerSide:
 
     def update(self, samples):
         """Make an update with advantages of alternating sign, which moves the weights."""
-        training = [TrainingSample(s, i % 2, Baseline(0.5, 0.5), 0.01) for i, s in enumerate(samples)]
+        training = [training_ref(s, i % 2, Baseline(0.5, 0.5), 0.01) for i, s in enumerate(samples)]
         self.worker.update(LocalBatch(training, [tuple(range(len(samples)))]))
         self.worker.end_step()
 
     def log_probs(self, samples):
-        training = [TrainingSample(s, 0.0, NO_BASELINE, 0.0) for s in samples]
+        training = [training_ref(s, 0.0, NO_BASELINE, 0.0) for s in samples]
         self.worker.keep_log_probs("old", LocalBatch(training, [tuple(range(len(samples)))]))
         kept = {name: values.tolist() for name, values in self.worker._kept.get("old", {}).items()}
         self.worker.end_step()

@@ -7,6 +7,7 @@ previous tokens.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -28,10 +29,13 @@ from megarl.resharding.piece import Holder
 from megarl.resharding.planning.compact import CompactPlan
 from megarl.resharding.transports.transport import Channel
 from megarl.resharding.verification import Checksum, Region, check_weights, differing_regions
-from megarl.rollout.engine import EngineInfo, Sampling, SamplingRequest, SyncStats, TurnRequest
+from megarl.rollout.engine import EngineInfo, SamplingRequest, SyncStats, TurnRequest
 
 TOKEN_S = 0.005
 """Seconds per token. As in a real engine, calls overlap and can be interrupted."""
+
+SLOW_ENGINE, SLOWDOWN = "MEGARL_SLOW_FAKE_ENGINE", 20
+"""Environment variable with the name of an engine that takes SLOWDOWN times as long."""
 
 STOP_PROBABILITY = 0.1
 
@@ -41,9 +45,9 @@ class FakeEngine:
 
     has_lost_a_rank = False
 
-    def __init__(self, config: Config, model_folder: Path):
+    def __init__(self, config: Config, model_folder: Path, token_s: float = TOKEN_S):
         self.version: int | None = None
-        self._config, hf_config = config.rollout, read_config(model_folder)
+        self._config, self._token_s, hf_config = config.rollout, token_s, read_config(model_folder)
         self._vocab_size, self._end = hf_config["vocab_size"], hf_config["eos_token_id"]
         self._tokenizer = Tokenizer.from_file(str(model_folder / "tokenizer.json"))
         self._workers = [
@@ -63,7 +67,7 @@ class FakeEngine:
             raise RuntimeError("the engine has no weights")
 
         async def sample(request: SamplingRequest) -> Sample:
-            completion = await self._complete(request.prompt.token_ids.tolist(), request, request.sample_id)
+            completion = await self._complete(request.prompt.token_ids.tolist(), request)
             sampled = Sample(
                 id=request.sample_id,
                 prompt=request.prompt,
@@ -80,26 +84,26 @@ class FakeEngine:
         return await asyncio.gather(*map(sample, requests))
 
     def begin(self, request: TurnRequest) -> asyncio.Future[Completion]:
-        return asyncio.ensure_future(self._complete(request.token_ids.tolist(), request, ""))
+        return asyncio.ensure_future(self._complete(request.token_ids.tolist(), request))
 
-    async def _complete(self, context: Sequence[int], request: Sampling, name: str) -> Completion:
+    async def _complete(self, context: Sequence[int], request: SamplingRequest | TurnRequest) -> Completion:
         limit = self._config.max_new_tokens if request.max_new_tokens is None else request.max_new_tokens
         tokens: list[int] = []
         versions: list[VersionRun] = []
         begin = time.monotonic()
         try:
             while len(tokens) < limit and self._end not in tokens:
-                await asyncio.sleep(TOKEN_S)
+                await asyncio.sleep(self._token_s)
                 if self.version is None or self._is_paused:
                     continue
                 tokens.append(self._next_token([*context, *tokens], 0 if request.is_greedy else request.seed))
                 same = bool(versions) and versions[-1].version == self.version
                 count = versions.pop().count if same else 0
                 versions.append(VersionRun(self.version, count + 1))
-                self._unfinished[name] = len(tokens)
+                self._unfinished[request.sample_id] = len(tokens)
                 self._num_steps += 1
         finally:
-            self._unfinished.pop(name, None)
+            self._unfinished.pop(request.sample_id, None)
             self._seconds += time.monotonic() - begin
         return Completion(
             token_ids=tokens,
@@ -181,4 +185,5 @@ class EngineActor(EngineProcess):
         return {}
 
     def _make_engine(self, arguments: Mapping[str, Any]) -> FakeEngine:
-        return FakeEngine(self._config, self._model_folder)
+        is_slow = os.environ.get(SLOW_ENGINE) == self._process.name
+        return FakeEngine(self._config, self._model_folder, TOKEN_S * (SLOWDOWN if is_slow else 1))

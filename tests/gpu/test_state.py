@@ -10,7 +10,7 @@ import torch
 from megarl.cluster.memory.rank import rank_memory
 from megarl.config.schema import Config
 from megarl.core.checkpoint import Checkpoint
-from megarl.core.types import Baseline, Prompt, Sample, TrainingSample, VersionRun
+from megarl.core.types import Baseline, Prompt, Sample, VersionRun
 from megarl.data.local_batch import LocalBatch
 from megarl.megatron.offload import Offload
 from megarl.megatron.workers.actor import ActorWorker
@@ -19,6 +19,7 @@ from megarl.run.checkpoints import Checkpoints
 from tests.distributed.test_offload import BYTES, PARTS
 from tests.gpu.gpus import needs_gpus, run_on_gpus
 from tests.parity import config_of, local_batch, random_groups, rank_batches
+from tests.samples import training_ref
 from tests.tiny_model import write_tiny_llama, write_tiny_model
 
 GRANULE = 2 * 2**20
@@ -126,7 +127,7 @@ def peak_memory_of_an_update(store, rank: int, config: Config, folder: Path) -> 
     prompts = [Prompt(f"{i}", "", (7 + i,) * PROMPT) for i in range(NUM_DOCUMENTS)]
     mask, run = (True,) * RESPONSE, (VersionRun(0, RESPONSE),)
     sampled = [Sample(p.id, p, (5,) * RESPONSE, (-1.0,) * RESPONSE, mask, run, "stop", "") for p in prompts]
-    samples = [TrainingSample(sample, 1.0, Baseline(0.5), 0.1) for sample in sampled]
+    samples = [training_ref(sample, 1.0, Baseline(0.5), 0.1) for sample in sampled]
     for _ in range(2):
         torch.cuda.reset_peak_memory_stats()
         worker.update(LocalBatch(samples, [tuple(range(NUM_DOCUMENTS))]))

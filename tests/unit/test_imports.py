@@ -72,6 +72,7 @@ LIGHT = (
     "rewards",
     "environments",
     "ops/tile.py",
+    "rollout/router.py",
     "rollout/schedule.py",
     "cluster/memory",
     "cluster/object_store.py",

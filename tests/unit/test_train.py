@@ -7,19 +7,18 @@ import pytest
 
 from megarl.algorithms.baselines import MovingAverage
 from megarl.cluster.failure import RunFailure
-from megarl.cluster.groups.engines import RemoteSample
 from megarl.cluster.pending import Pending, ready
-from megarl.cluster.rank_batch import RankBatch, SampleRef
+from megarl.cluster.rank_batch import RankBatch
 from megarl.cluster.trained_models import TrainedModels
 from megarl.cluster.workers import Workers
 from megarl.config.load import load
 from megarl.core.metrics import Metric, merge_updates, values
-from megarl.core.types import Baseline, Prompt, SampleInfo, Score, TokenTotals
+from megarl.core.types import Baseline, Prompt, SampleRef, Score, TokenTotals
 from megarl.step.baselines import attach_baselines
 from megarl.step.dispatch import dispatch, epochs_of
 from megarl.step.requests import requests
 from megarl.step.rollouts import Rollouts
-from megarl.step.scoring import ScoredSample, select
+from megarl.step.scoring import select
 from megarl.train import train
 from tests.packing import packing
 from tests.paths import BASE
@@ -30,9 +29,9 @@ def config(*overrides: str):
     return load(BASE, [*required, "rollout.max_new_tokens=16", *overrides])
 
 
-def sample(prompt: int, k: int, num_response_tokens: int = 4) -> RemoteSample:
+def sample(prompt: int, k: int, num_response_tokens: int = 4) -> SampleRef:
     n = num_response_tokens
-    return RemoteSample(SampleInfo(f"1.{prompt}.{k}", f"p{prompt}", 10, n, n, "stop", 0, 0), ref=f"{prompt}.{k}")
+    return SampleRef(f"1.{prompt}.{k}", f"p{prompt}", 10, n, n, "stop", 0, 0, sample=f"{prompt}.{k}")
 
 
 def score(value: float | None) -> Score:
@@ -67,12 +66,12 @@ def test_token_rewards_are_not_counted_twice():
     ]
     groups, _ = select(settings, GROUPS, scores)
     samples = [item for group in groups for item in group]
-    process = {"process_reward": {item.sample.info.id: f"of {item.sample.info.id}" for item in samples}}
+    process = {"process_reward": {item.id: f"of {item.id}" for item in samples}}
     [with_token_rewards] = dispatch(settings, samples, packing(), scores=process)
-    assert [item.reward for item in with_token_rewards.samples] == [0.5, 2.0, 0.0, 0.5]
+    assert [item.scalar_reward for item in with_token_rewards.samples] == [0.5, 2.0, 0.0, 0.5]
     assert [item.scores["process_reward"] for item in with_token_rewards.samples][:2] == ["of 1.0.0", "of 1.0.1"]
     [without_token_rewards] = dispatch(settings, samples, packing())
-    assert [item.reward for item in without_token_rewards.samples] == [3.0, 1.0, 0.0, 0.5]
+    assert [item.scalar_reward for item in without_token_rewards.samples] == [3.0, 1.0, 0.0, 0.5]
 
 
 def test_dispatch_covers_each_sample_once_with_weights_of_one():
@@ -117,8 +116,8 @@ def test_overlong_penalty_does_not_change_the_outcome():
 
 
 def test_skip_truncated_zeroes_the_policy_weight():
-    cut = replace(sample(0, 1).info, finish_reason="length")
-    scored, _ = select(config(), [[sample(0, 0), RemoteSample(cut, "0.1")]], [score(1.0), score(0.0)])
+    cut = replace(sample(0, 1), finish_reason="length")
+    scored, _ = select(config(), [[sample(0, 0), cut]], [score(1.0), score(0.0)])
     settings = config("algorithm.objective.skip_truncated=true")
     [actor_batch] = dispatch(settings, scored[0], packing())
     assert [item.weight for item in actor_batch.samples] == [1 / 8, 0.0]
@@ -183,8 +182,6 @@ def test_positive_examples_have_an_imitation_weight():
     settings = config("algorithm.objective={imitation_coefficient: 0.1, imitation_above: 0.4}")
     [batch] = dispatch(settings, [item for group in scored for item in group], packing())
     assert [item.imitation_weight for item in batch.samples] == [1 / 8, 0.0, 0.0, 1 / 8]
-    training = batch.samples[0].training_sample("the sample", {})
-    assert training.imitation_weight == 1 / 8
 
 
 class Group:
@@ -200,12 +197,12 @@ class Group:
 
     def keep_log_probs(self, policy: str, updates: list[list[RankBatch]]) -> Pending[dict]:
         self.calls.append(policy)
-        names = [item.sample_id for update in updates for batch in update for item in batch.samples]
+        names = [item.id for update in updates for batch in update for item in batch.samples]
         return ready({policy: {name: f"{policy} of {name}" for name in names}})
 
     def score_tokens(self, updates: list[list[RankBatch]]) -> Pending[tuple[dict, dict]]:
         self.calls.append("score_tokens")
-        names = [item.sample_id for update in updates for batch in update for item in batch.samples]
+        names = [item.id for update in updates for batch in update for item in batch.samples]
         return ready(
             ({name: f"score of {name}" for name in names}, {name: TokenTotals(1, -1.0, 1.0) for name in names})
         )
@@ -221,7 +218,7 @@ class Group:
 
     @property
     def trained_on(self) -> list[list[str]]:
-        return [sorted(item.sample_id for item in update) for update in self.updates]
+        return [sorted(item.id for item in update) for update in self.updates]
 
 
 def loss(name: str, value: float) -> dict[str, Metric]:
@@ -274,7 +271,7 @@ def test_epochs_shuffle_prompts_across_updates():
         batch = "batch={prompts_per_step: 8, prompts_per_update: 2, epochs: 4}"
         all_epochs = epochs_of(config(batch, *overrides), groups, step)
         assert all(len(group) == 2 for updates in all_epochs for update in updates for group in update)
-        return [[[group[0].sample.info.prompt_id for group in update] for update in updates] for updates in all_epochs]
+        return [[[group[0].prompt_id for group in update] for update in updates] for updates in all_epochs]
 
     first = epochs(1)
     assert first[0] == [["p0", "p1"], ["p2", "p3"], ["p4", "p5"], ["p6", "p7"]]
@@ -299,7 +296,7 @@ def test_actor_and_critic_train_on_the_same_epochs():
     assert actor.trained_on == critic.trained_on and len(actor.trained_on) == 6
     assert [item.scores.keys() for item in actor.updates[0]] == [{"values"}] * 4
     for item in actor.updates[-1]:
-        assert item.scores == {"values": f"score of {item.sample_id}", "old": f"old of {item.sample_id}"}
+        assert item.scores == {"values": f"score of {item.id}", "old": f"old of {item.id}"}
     assert metrics == {"policy/loss": 4.0, "update/epochs": 3}
 
 
@@ -429,9 +426,7 @@ def test_gpg_scale_ignores_the_kl_reward(credit):
         f"algorithm.advantage={{estimator: gpg, credit: {credit}}}",
     )
     groups, _ = select(settings, GROUPS, [*map(score, [1.0, 0.0, 1.0, 1.0])])
-    kl_reward_totals = {
-        item.sample.info.id: TokenTotals(4, -float(i), 9.0) for i, item in enumerate(groups[0] + groups[1])
-    }
+    kl_reward_totals = {item.id: TokenTotals(4, -float(i), 9.0) for i, item in enumerate(groups[0] + groups[1])}
     samples = attach_baselines(settings, groups, {}, kl_reward_totals, MovingAverage())
     assert [item.baseline.scale for item in samples] == [1 / 2] * 4
     assert [item.baseline.token_scale for item in samples] == [1 / 2] * 4
@@ -448,13 +443,13 @@ def test_online_dpo_trains_on_best_and_worst_of_each_group():
     actor = Group()
     metrics = train(settings, workers_of(actor), rollouts_of(groups), 1, MovingAverage())
     assert actor.calls == ["reference", "train"]
-    assert [[item.sample_id for item in update] for update in actor.updates] == [["1.0.2", "1.0.1"]]
+    assert [[item.id for item in update] for update in actor.updates] == [["1.0.2", "1.0.1"]]
     assert values(metrics)["preference/tied_frac"] == 0.75
 
 
 def test_preference_pairs_are_adjacent_with_equal_weights():
     settings = config(*ONLINE_DPO, "actor.layout.dp=2")
-    pairs = [ScoredSample(sample(prompt, k, 3 + 5 * k), 1.0 - k) for prompt in range(3) for k in range(2)]
+    pairs = [replace(sample(prompt, k, 3 + 5 * k), outcome=1.0 - k) for prompt in range(3) for k in range(2)]
     rank_batches = dispatch(settings, pairs, packing(num_ranks=2, shares_prompts=False))
     dispatched = [batch.samples[i] for batch in rank_batches for members in batch.microbatches for i in members]
     assert all(item.weight == pytest.approx(1 / 6) for item in dispatched)

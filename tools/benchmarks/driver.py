@@ -20,7 +20,7 @@ import tempfile
 import time
 import tracemalloc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -38,7 +38,7 @@ from ray import cloudpickle
 from samples import sample_of
 
 from megarl.algorithms.baselines import MovingAverage
-from megarl.cluster.groups.engines import EngineGroup, RemoteSample
+from megarl.cluster.groups.engines import EngineGroup
 from megarl.cluster.groups.group import ProcessActor, TimedResult, WorkerGroup
 from megarl.cluster.groups.ranks import Started
 from megarl.cluster.groups.remote import remote
@@ -53,7 +53,7 @@ from megarl.core.checkpoint import FileRecord
 from megarl.core.metrics import Metric, merge, merge_updates
 from megarl.core.timing import Stopwatch
 from megarl.core.token_batch import TokenBatch
-from megarl.core.types import Prompt, SampleInfo, Score
+from megarl.core.types import Prompt, SampleRef, Score
 from megarl.data.collate import add_scores
 from megarl.data.local_batch import LocalBatch
 from megarl.data.packing import Packing
@@ -67,7 +67,7 @@ from megarl.step.dispatch import dispatch, samples_of, updates_of
 from megarl.step.metrics import step_metrics
 from megarl.step.requests import requests
 from megarl.step.rollouts import choose
-from megarl.step.scoring import ScoredSample, select
+from megarl.step.scoring import select
 from tests.published_models import CONFIGS
 
 STEPS = 9
@@ -124,7 +124,7 @@ class Step(NamedTuple):
     config: Config
     packing: Packing
     prompts: list[Prompt]
-    samples: list[list[RemoteSample]]
+    samples: list[list[SampleRef]]
     scores: list[Score]
     metrics: list[dict[str, Metric]]
 
@@ -171,7 +171,7 @@ def driver(step: Step, lap: Laps) -> list[RankBatch]:
     groups, metrics = lap("join with scores", select, config, step.samples, step.scores)
     chosen = lap("choose groups", choose, groups, config.batch.prompts_per_step)
     [update] = lap("updates", updates_of, config, chosen)
-    samples: list[ScoredSample] = lap("baselines", attach_baselines, config, update, {}, {}, MovingAverage())
+    samples: list[SampleRef] = lap("baselines", attach_baselines, config, update, {}, {}, MovingAverage())
     rank_batches = lap("microbatches", dispatch, config, samples, step.packing)
     lap("pickle microbatches", lambda: [cloudpickle.dumps(rank_batch) for rank_batch in rank_batches])
     merged = lap("merge metrics", lambda: merge_updates([merge(step.metrics)]))
@@ -212,17 +212,16 @@ def peak_bytes(step: Step) -> int:
 def rank(rank_batch: RankBatch, step: Step) -> dict[str, Any]:
     """Measure one rank's part of a step, with samples as they are stored in Ray, of the given lengths."""
     torch.set_num_threads(1)
-    infos = {sample.ref: sample.info for group in step.samples for sample in group}
     prompts = {prompt.id: prompt for prompt in step.prompts}
     source = np.random.default_rng(0)
     sent = []
-    for info in (infos[item.sample] for item in rank_batch.samples):
-        ids = source.integers(150_000, size=info.num_response_tokens)
-        sent.append(pickle.dumps(sample_of(info.id, prompts[info.prompt_id], ids), 5))
+    for ref in rank_batch.samples:
+        ids = source.integers(150_000, size=ref.num_response_tokens)
+        sent.append(pickle.dumps(sample_of(ref.id, prompts[ref.prompt_id], ids), 5))
 
     def received() -> LocalBatch:
         samples = [pickle.loads(data) for data in sent]
-        training = [item.training_sample(own, {}) for item, own in zip(rank_batch.samples, samples, strict=True)]
+        training = [replace(item, sample=own) for item, own in zip(rank_batch.samples, samples, strict=True)]
         return LocalBatch(training, rank_batch.microbatches)
 
     def collated(batch: LocalBatch) -> list[TokenBatch]:
@@ -242,7 +241,7 @@ def rank(rank_batch: RankBatch, step: Step) -> dict[str, Any]:
         lap("add log-probs of two passes", with_log_probs, batch)
         steps.append(lap.seconds)
     seconds = {name: median(step[name] for step in steps) for name in steps[0]}
-    tokens = sum(infos[item.sample].num_tokens for item in rank_batch.samples)
+    tokens = sum(item.num_tokens for item in rank_batch.samples)
     return {"samples": len(sent), "tokens": tokens, "bytes": sum(map(len, sent)), "cpu_seconds": seconds}
 
 
@@ -255,18 +254,16 @@ def step_of(case: Case) -> Step:
     config = config_of(case)
     packing = Packing(config.actor.tokens_per_microbatch, case.ranks, True, 1, 1, 1, COST)
     asked = requests(config, 1, prompts)
-    samples = [
-        [RemoteSample(info_of(case, request, source), ray.ObjectRef(os.urandom(28))) for request in group]
-        for group in asked
-    ]
+    samples = [[ref_of(case, request, source) for request in group] for group in asked]
     scores = [Score(float(source.random() < 0.5), {"correct": 1.0}) for group in samples for _ in group]
     metrics = [{f"policy/{k}": Metric(source.random(), 1000.0) for k in range(NUM_METRICS)} for _ in range(case.ranks)]
     return Step(config, packing, prompts, samples, scores, metrics)
 
 
-def info_of(case: Case, request: SamplingRequest, source: random.Random) -> SampleInfo:
+def ref_of(case: Case, request: SamplingRequest, source: random.Random) -> SampleRef:
     n = source.randint(case.longest_response // 3, case.longest_response)
-    return SampleInfo(request.sample_id, request.prompt.id, len(request.prompt.token_ids), n, n, "stop", 0, 0)
+    num_prompt_tokens, sample = len(request.prompt.token_ids), ray.ObjectRef(os.urandom(28))
+    return SampleRef(request.sample_id, request.prompt.id, num_prompt_tokens, n, n, "stop", 0, 0, sample=sample)
 
 
 def config_of(case: Case) -> Config:

@@ -23,13 +23,13 @@ import psutil
 import ray
 from benchmark import machine_cpu_seconds, run_benchmark
 
-from megarl.cluster.groups.engines import EngineGroup, RemoteSample
+from megarl.cluster.groups.engines import EngineGroup
 from megarl.cluster.groups.environments import EnvironmentGroup
 from megarl.cluster.placement import place
 from megarl.cluster.session import Session
 from megarl.cluster.supervision.supervisor import supervised
 from megarl.config.load import load
-from megarl.core.types import Prompt
+from megarl.core.types import Prompt, SampleRef
 from megarl.data.turns import ChatTokens
 from megarl.environments.tools import describe
 from megarl.models.tokenizer import load_tokenizer
@@ -168,11 +168,11 @@ def drive(
         return np.array([_cpu_seconds([beside]), _cpu_seconds(hosts), of_engine])
 
     before, begin = cpu_seconds(), time.perf_counter()
-    rollouts: list[list[RemoteSample]] = environments.generate(groups[1:], listener).result()
+    rollouts: list[list[SampleRef]] = environments.generate(groups[1:], listener).result()
     seconds = time.perf_counter() - begin
     rollouts_s, hosts_s, engine_s = map(float, cpu_seconds() - before)
     steps = ray.get(engine.call.remote(lambda worker: worker.steps)).value
-    infos = [sample.info.rollout for group in rollouts for sample in group]
+    infos = [sample.rollout for group in rollouts for sample in group]
     engine_s -= steps.cpu_s
     num_turns = sum(info.num_turns for info in infos)
     later = sum(info.num_context_tokens for info in infos)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from megarl.core.types import NO_BASELINE, Prompt, Sample, SampleInfo, TrainingSample, VersionRun
+from megarl.core.types import Prompt, Sample, SampleRef, VersionRun
 from megarl.data.local_batch import LocalBatch
 from megarl.data.packing import Lengths, Packing, schedule
 
@@ -22,7 +23,8 @@ def sample_of(
 def local_batches(samples: Sequence[Sample], rewards: Sequence[float], packing: Packing) -> list[LocalBatch]:
     """Return the batch of each data-parallel rank. The loss is a mean over response tokens, without a baseline."""
     weight = 1 / sum(len(sample.response_ids) for sample in samples)
-    pairs = zip(samples, rewards, strict=True)
-    training = [TrainingSample(sample, reward, NO_BASELINE, weight) for sample, reward in pairs]
-    shares = schedule([Lengths.of(SampleInfo.of(sample)) for sample in samples], packing)
-    return [LocalBatch(training, share) for share in shares]
+    refs = [
+        replace(SampleRef.of(sample, sample), scalar_reward=reward, weight=weight)
+        for sample, reward in zip(samples, rewards, strict=True)
+    ]
+    return [LocalBatch(refs, share) for share in schedule(list(map(Lengths.of, refs)), packing)]

@@ -19,9 +19,10 @@ from megarl.cluster.groups.vllm import VllmActor, end_process
 from megarl.cluster.supervision import segments
 from megarl.cluster.supervision.scratch import own_scratch
 from megarl.config.schema import Config
-from megarl.core.types import Completion, Sample, SampleInfo
+from megarl.core.types import Sample, SampleRef
 from megarl.rollout.engine import Engine, SamplingRequest
-from megarl.rollout.turns import EngineTurns, Turns
+from megarl.rollout.router import Aborted
+from megarl.rollout.turns import EngineTurns, Exchanged, Turns
 
 if TYPE_CHECKING:
     from megarl.resharding.piece import Holder
@@ -30,13 +31,6 @@ if TYPE_CHECKING:
 
 Parameters = Mapping[str, tuple[tuple[int, ...], str]]
 """Shape and dtype of each parameter in a worker, by parameter name."""
-
-
-@dataclass(frozen=True, slots=True)
-class Aborted:
-    """The aborted rollouts in a group. num_tokens: number of tokens sampled before the abort."""
-
-    num_tokens: int
 
 
 @dataclass(slots=True)
@@ -104,7 +98,7 @@ class EngineProcess(VllmActor):
         finally:
             del self._generating[requests[0].sample_id]
         segments.note(own_scratch())  # vLLM creates some segments only when it generates
-        return [TimedResult([SampleInfo.of(sample) for sample in samples], begin, time.time()), *samples]
+        return [TimedResult([SampleRef.of(sample) for sample in samples], begin, time.time()), *samples]
 
     async def abort(self, names: Collection[str]) -> None:
         """Abort the running calls to `generate` whose first requests have these names."""
@@ -113,7 +107,7 @@ class EngineProcess(VllmActor):
             call.num_tokens += self._worker.num_unfinished_tokens({request.sample_id for request in call.requests})
             call.samples.cancel()
 
-    async def exchange(self, maker: str, turns: Turns, abandoned: Collection[int]) -> dict[int, Completion]:
+    async def exchange(self, maker: str, turns: Turns, abandoned: Collection[int]) -> Exchanged:
         """Start turns for a process that runs rollouts, and return the finished turns. See EngineTurns."""
         with self._end_if_rank_died():
             return await self._turns[maker].exchange(turns, abandoned)

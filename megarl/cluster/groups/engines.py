@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
 
 import ray
 from ray.actor import ActorHandle
 
 from megarl.cluster.failure import RunFailure, cause, write_stacks
-from megarl.cluster.groups.engine_actor import Aborted, EngineActor, Parameters
+from megarl.cluster.groups.engine_actor import EngineActor, Parameters
 from megarl.cluster.groups.remote import RemoteCall, RemoteMethod, remote, share
 from megarl.cluster.groups.vllm import VllmGroup
 from megarl.cluster.pending import Answers, Pending, outcome
@@ -21,13 +20,14 @@ from megarl.cluster.placement import Process
 from megarl.cluster.session import Session
 from megarl.config.schema import Config
 from megarl.core import device
-from megarl.core.types import Sample, SampleInfo
+from megarl.core.types import SampleRef
 from megarl.models.folder import read_config
 from megarl.resharding.families import huggingface_holder, quantized_destinations, quantized_sources, vllm_holders
 from megarl.resharding.families.vllm import padded_experts
 from megarl.resharding.piece import Holder
 from megarl.resharding.planning.compact import CompactPlan
 from megarl.rollout.engine import EngineInfo, SamplingRequest
+from megarl.rollout.router import Abort, Aborted, Router, Submission
 
 if TYPE_CHECKING:
     from megarl.resharding.transports.transport import Channel
@@ -40,16 +40,6 @@ Ts = TypeVarTuple("Ts")
 MAX_NAMED = 3
 """Maximum number of parameters or kernels named in the message about weights that cannot be written in place."""
 
-SLOW = 1.5
-"""Slowdown relative to the fastest engine above which an engine receives fewer requests. Smaller values are noise."""
-
-MUCH_SLOWER = 2.0
-"""Slowdown relative to the fastest engine above which idle engines restart a slow engine's prompts. At twice the time
-per token, an idle engine finishes the same work from scratch before the slow engine does."""
-
-RESTARTS = 3
-"""Maximum number of restarts per engine. If an engine fails more often, the cause is probably permanent."""
-
 GENERATE = RemoteMethod("generate", timeout="rollout", phase="rollout")
 """Remote method for EngineActor.generate. It is declared here because `generate` returns several Ray objects."""
 
@@ -57,43 +47,19 @@ Generation = tuple[str, int]
 """An engine's process name, and the number of lost processes that had this name before."""
 
 
-@dataclass(frozen=True, slots=True)
-class RemoteSample:
-    """The driver's handle to a sample: its metadata, and a reference to its tokens."""
+Group = list[SampleRef]
+"""The samples for one prompt."""
 
-    info: SampleInfo
-    ref: ray.ObjectRef
-
-    @classmethod
-    def put(cls, sample: Sample) -> RemoteSample:
-        """Put the sample into Ray's object store, which keeps it while a reference to it exists."""
-        return cls(SampleInfo.of(sample), ray.put(sample))
-
-
-Sampled = list[RemoteSample] | Aborted
+Sampled = Group | Aborted
 """The result of a group: its samples, or Aborted."""
 
+Requests = Sequence[Sequence[SamplingRequest]]
+"""The requests of each group."""
 
-@dataclass(frozen=True, slots=True)
-class Load:
-    """Requests assigned to engines.
+Answered = dict[str, list[list[SampleRef]] | Aborted]
+"""The samples of each rollout, or Aborted, by engine name."""
 
-    Attributes:
-        requests: number of requests per engine.
-        losses: number of processes that each engine had lost before the assignment.
-    """
-
-    requests: Mapping[str, int]
-    losses: Mapping[str, int]
-    group: EngineGroup
-
-    def end(self) -> None:
-        """Subtract the requests from the engines' load."""
-        self.group.load.subtract(self.requests)
-
-    def newly_lost(self, lost: Collection[str]) -> list[str]:
-        """Return the lost engines that no earlier call has reported."""
-        return [name for name in lost if self.group.losses[name] == self.losses[name]]
+Run = Callable[[Mapping[str, Sequence[SamplingRequest]]], Pending[Answered]]
 
 
 class EngineGroup(VllmGroup):
@@ -145,20 +111,7 @@ class EngineGroup(VllmGroup):
         self._pauses = config.pauses_rollouts
         self._quantizes, self._hf_config = config.rollout.quantization is not None, read_config(model_folder)
         self._restarts = not (config.is_colocated and device.on_cuda())
-        self.losses: Counter[str] = Counter()
-        self.load: Counter[str] = Counter()
-        """Number of pending requests of each engine."""
-        self._weighs_speed = config.rollout.max_staleness > 0
-        """Whether slower engines receive fewer requests. False if a step waits for all of its rollouts: otherwise the
-        assignment, and so the run, would not be reproducible."""
-        self._latencies: dict[str, float] = {}
-        """Seconds per token for each engine, averaged over the last steps."""
-        self._places: dict[str, str] = {}
-        """Engine for each individually submitted group, by the name of the group's first request."""
-        self._moving: set[str] = set()
-        """Names of the first requests in groups that move to a different engine, until their calls return."""
-        self._aborted: set[str] = set()
-        """Names of the first requests in aborted groups, until their calls return."""
+        self.router = Router([process.name for process in processes], config.rollout.max_staleness > 0)
         self._starting: dict[str, tuple[ActorHandle, list[ray.ObjectRef]]] = {}
         """Restarting engines, each with the calls that it must complete to be ready."""
 
@@ -253,7 +206,7 @@ class EngineGroup(VllmGroup):
     @property
     def generations(self) -> list[Generation]:
         """The generation of each live process. A restarted process has a different generation from its predecessor."""
-        return [(name, self.losses[name]) for name in self._actors]
+        return [(name, self.router.losses[name]) for name in self._actors]
 
     @property
     def holders(self) -> list[Holder]:
@@ -266,34 +219,6 @@ class EngineGroup(VllmGroup):
 
     def _destinations(self, holders: list[Holder]) -> list[Holder]:
         return quantized_destinations(self._hf_config, holders) if self._quantizes else holders
-
-    def assign(self, sizes: Mapping[int, int], excluded: Collection[str] = ()) -> dict[str, list[int]]:
-        """Assign each group to the engine that is expected to finish it first. Return group numbers by engine name.
-
-        Args:
-            sizes: number of requests in each group, by group number.
-            excluded: engines that receive groups only if no other engine is left.
-        """
-        load, slowness = Counter(self.load), self._slowness()
-        assigned = {name: [] for name in [name for name in self._actors if name not in excluded] or self._actors}
-        for number, size in sizes.items():
-            name = min(assigned, key=lambda name: (load[name] + size) * slowness[name])
-            load[name] += size
-            assigned[name].append(number)
-        return {name: numbers for name, numbers in assigned.items() if numbers}
-
-    def _slowness(self) -> dict[str, float]:
-        """Return each engine's slowdown relative to the fastest one. A slowdown of at most SLOW is returned as 1."""
-        if not self._weighs_speed:
-            return dict.fromkeys(self._actors, 1.0)
-        fastest = min((self._latencies[name] for name in self._actors if name in self._latencies), default=1.0)
-        times = {name: self._latencies.get(name, fastest) / fastest for name in self._actors}
-        return {name: factor if factor > SLOW else 1.0 for name, factor in times.items()}
-
-    def add_load(self, requests: Mapping[str, int]) -> Load:
-        """Add the number of new requests for each engine to the engines' load."""
-        self.load.update(requests)
-        return Load(requests, {name: self.losses[name] for name in requests}, self)
 
     @property
     def may_fail(self) -> list[str]:
@@ -309,105 +234,64 @@ class EngineGroup(VllmGroup):
         Args:
             listener: an actor whose method `begin` receives each sample as soon as it is complete.
         """
-        return self._generate(groups, listener, {})
+        return self.route(groups, partial(self._sample, listener), self._abort)
 
-    def abort(self, groups: Collection[Sequence[str]]) -> None:
-        """Abort individually submitted groups, given by the names of their requests. Their calls return soon: with
-        Aborted, or with samples if the group had already finished."""
-        names = {group[0] for group in groups}
-        self._aborted |= names
-        for actor in self._actors.values():
-            actor.abort.remote(names)
-
-    def reassign_stragglers(self, groups: Collection[Sequence[str]]) -> None:
-        """Restart groups from much slower engines on idle engines. groups: individually submitted groups that a step
-        waits for, given by the names of their requests."""
-        slowness = self._slowness()
-        if not any(self.load[name] == 0 and slowness[name] < MUCH_SLOWER for name in self._actors):
-            return
-        moving: dict[str, set[str]] = defaultdict(set)
-        for first in [group[0] for group in groups if group[0] not in self._moving]:
-            name = self._places.get(first)
-            if name in self._actors and slowness[name] >= MUCH_SLOWER:
-                moving[name].add(first)
-        for name, firsts in moving.items():
-            print(
-                f"rollout: {name} needs {slowness[name]:.1f} times as long per token as the fastest engine, so idle "
-                f"engines restart {len(firsts)} of its prompts",
-                flush=True,
-            )
-            self._moving |= firsts
-            self._actors[name].abort.remote(firsts)
-
-    def _generate(
-        self,
-        groups: Sequence[Sequence[SamplingRequest]],
-        listener: ActorHandle | None,
-        done: Mapping[int, Sampled],
-        excluded: Collection[str] = (),
-    ) -> Pending[list[Sampled]]:
-        """Sample the groups that have no result yet.
+    def route(self, groups: Requests, run: Run, abort: Abort) -> Pending[list[Sampled]]:
+        """Run the rollouts of each group on one of the engines. The result has their samples by group. The groups of a
+        lost engine run on the remaining ones.
 
         Args:
-            done: results of finished groups, by their index in `groups`.
-            excluded: slow engines whose groups move to faster ones.
+            run: function that starts the rollouts for each engine's requests, by engine name. Its result has the
+                samples of each rollout, or Aborted, without lost engines.
+            abort: function that aborts groups on an engine.
         """
-        remaining = [i for i in range(len(groups)) if i not in done]
-        assigned = self.assign({i: len(groups[i]) for i in remaining}, excluded)
-        sampling = {name: self._sample(name, [groups[i] for i in part], listener) for name, part in assigned.items()}
-        calls = {name: refs[0] for name, refs in sampling.items()}
-        load = self.add_load({name: sum(len(groups[i]) for i in part) for name, part in assigned.items()})
-        firsts = [group[0].sample_id for group in groups]
-        if len(groups) == 1:
-            self._places |= dict.fromkeys(firsts, *assigned)
+        submission = Submission(self.router, [[request.sample_id for request in group] for group in groups], abort)
 
-        def collect(answers: Answers) -> list[Sampled] | Pending[list[Sampled]]:
-            load.end()
-            samples, slow = dict(done), set[str]()
-            for name, infos in answers.values.items():
-                if isinstance(infos, Aborted):
-                    moving = {i for i in assigned[name] if firsts[i] in self._moving - self._aborted}
-                    samples |= {i: infos for i in assigned[name] if i not in moving}
-                    slow |= {name} if moving else set()
-                    continue
-                remote_samples = map(RemoteSample, infos, sampling[name][1:])
-                samples |= {i: [next(remote_samples) for _ in groups[i]] for i in assigned[name]}
-            self.drop(load.newly_lost(answers.lost), "rollout")
-            aborted = {i for i, first in enumerate(firsts) if first in self._aborted}
-            samples |= {i: Aborted(0) for i in aborted if i not in samples}  # their engine was lost
-            self._aborted.difference_update(firsts)
-            self._moving.difference_update(firsts)
-            for first in firsts:
-                self._places.pop(first, None)
-            if len(samples) < len(groups):
-                return self._generate(groups, listener, samples, slow)
-            return [samples[i] for i in range(len(groups))]
+        def attempt() -> Pending[list[Sampled]]:
+            assigned = submission.place()
+            requests = {name: [request for i in part for request in groups[i]] for name, part in assigned.items()}
+            return run(requests).then(collect)
 
-        return self._submit(GENERATE, calls).then(collect)
+        def collect(answers: Answered) -> list[Sampled] | Pending[list[Sampled]]:
+            self.drop(submission.collect(answers), "rollout")
+            return submission.results if submission.is_done else attempt()
+
+        return attempt()
+
+    def _abort(self, name: str, groups: Collection[str]) -> None:
+        self._actors[name].abort.remote(groups)
 
     def _sample(
-        self, name: str, groups: Sequence[Sequence[SamplingRequest]], listener: ActorHandle | None
-    ) -> list[ray.ObjectRef]:
-        """Start EngineActor.generate on this engine. Return Ray references to its return values."""
-        requests = [request for group in groups for request in group]
-        return self._actors[name].generate.options(num_returns=1 + len(requests)).remote(requests, listener)
+        self, listener: ActorHandle | None, requests: Mapping[str, Sequence[SamplingRequest]]
+    ) -> Pending[Answered]:
+        """Sample each engine's requests. The result has one rollout with one sample per request."""
+        refs = {
+            name: self._actors[name].generate.options(num_returns=1 + len(part)).remote(part, listener)
+            for name, part in requests.items()
+        }
 
-    def generate_on_each(
-        self, requests_of: Callable[[str], Sequence[SamplingRequest]]
-    ) -> Pending[dict[str, list[RemoteSample]]]:
+        def attach(name: str, samples: Sequence[SampleRef]) -> list[Group]:
+            return [[replace(ref, sample=sample)] for ref, sample in zip(samples, refs[name][1:], strict=True)]
+
+        def by_engine(answers: Answers) -> Answered:
+            values = answers.values.items()
+            return {name: value if isinstance(value, Aborted) else attach(name, value) for name, value in values}
+
+        return self._submit(GENERATE, {name: own[0] for name, own in refs.items()}).then(by_engine)
+
+    def generate_on_each(self, requests_of: Callable[[str], Sequence[SamplingRequest]]) -> Pending[dict[str, Group]]:
         """Sample requests on every engine. The result has the samples by engine name, without lost engines.
 
         Args:
             requests_of: function that maps an engine's name to its requests.
         """
-        sampling = {name: self._sample(name, [requests_of(name)], None) for name in self.names}
-        calls = {name: refs[0] for name, refs in sampling.items()}
+        requests = {name: requests_of(name) for name in self.names}
 
-        def collect(answers: Answers) -> dict[str, list[RemoteSample]]:
-            self.drop(answers.lost, "rollout")
-            return {name: list(map(RemoteSample, infos, sampling[name][1:])) for name, infos in answers.values.items()}
+        def collect(answers: Answered) -> dict[str, Group]:
+            self.drop(requests.keys() - answers.keys(), "rollout")
+            return {name: [sample for [sample] in rollouts] for name, rollouts in answers.items()}
 
-        return self._submit(GENERATE, calls).then(collect)
+        return self._sample(None, requests).then(collect)
 
     def facts(self, texts: Sequence[str]) -> Pending[dict[str, EngineInfo]]:
         """Return the EngineInfo for every engine, by engine name. See Engine.facts."""
@@ -433,9 +317,7 @@ class EngineGroup(VllmGroup):
 
         def take(answers: Answers) -> float:
             for name, (seconds, num_steps) in answers.values.items():
-                if num_steps:
-                    latency = seconds / num_steps
-                    self._latencies[name] = fmean((latency, self._latencies.get(name, latency)))
+                self.router.measure(name, seconds, num_steps)
             return self._idle_share([answers.values.get(name, (0.0, 0))[0] for name in calls])
 
         return self._submit(call.method, calls).then(take)
@@ -456,9 +338,7 @@ class EngineGroup(VllmGroup):
         lost = [name for name in lost if name in self._actors]
         for name in lost:
             del self._actors[name]
-            self._latencies.pop(name, None)
-            self.losses[name] += 1
-            restarts = self._restarts and self.losses[name] <= RESTARTS
+            restarts = self.router.lose(name) and self._restarts
             print(
                 f"{phase}: {name} died{' and is being restarted' if restarts else ''}. {self._describe_remaining()}. "
                 f"See {self._session.logs / name}.log",
@@ -493,6 +373,7 @@ class EngineGroup(VllmGroup):
                 continue
             actors = self._actors | {name: actor}
             self._actors = {process: actors[process] for process in self._processes if process in actors}
+            self.router.rejoin(name)
             print(f"refit: {name} rejoined. {self._describe_remaining()}", flush=True)
             self._watch()
 

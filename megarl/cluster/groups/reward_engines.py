@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import ray
 
-from megarl.cluster.groups.engines import RemoteSample
 from megarl.cluster.groups.remote import remote
 from megarl.cluster.groups.vllm import VllmActor, VllmGroup
 from megarl.cluster.pending import Pending
 from megarl.cluster.rank_batch import Scores, join_scores, put_scores
 from megarl.cluster.supervision import segments
 from megarl.cluster.supervision.scratch import own_scratch
+from megarl.core.types import SampleRef
+from megarl.rollout.router import Router
 
 if TYPE_CHECKING:
     from megarl.rollout.vllm.classifier import VllmClassifier
@@ -42,12 +44,10 @@ class RewardEngineActor(VllmActor):
 
         return VllmClassifier(arguments)
 
-    def score(self, samples: Sequence[RemoteSample]) -> Scores:
-        scores = self._worker.scores(ray.get([sample.ref for sample in samples])) if samples else []
+    def score(self, samples: Sequence[SampleRef]) -> Scores:
+        scores = self._worker.scores(ray.get([ref.sample for ref in samples])) if samples else []
         segments.note(own_scratch())
-        return put_scores(
-            {sample.info.id: sample_scores for sample, sample_scores in zip(samples, scores, strict=True)}
-        )
+        return put_scores({sample.id: sample_scores for sample, sample_scores in zip(samples, scores, strict=True)})
 
     @property
     def _judges(self) -> bool:
@@ -60,14 +60,13 @@ class RewardEngineGroup(VllmGroup):
     actor_class, title, role = RewardEngineActor, "RewardEngineActor", "reward model"
 
     @remote(timeout="rewards", join=join_scores)
-    def _score(self, samples: Sequence[RemoteSample]) -> Scores: ...
+    def _score(self, samples: Sequence[SampleRef]) -> Scores: ...
 
-    def scores(self, samples: Sequence[RemoteSample]) -> Pending[Scores]:
+    def scores(self, samples: Sequence[SampleRef]) -> Pending[Scores]:
         """Score each response token, float32 [R], or each sample, [1], with a sequence classifier. A judge returns the
         token ids in its answer about the sample, int64 [A]."""
-        prompts = {prompt: i for i, prompt in enumerate(dict.fromkeys(sample.info.prompt_id for sample in samples))}
-        shares = [
-            [sample for sample in samples if prompts[sample.info.prompt_id] % len(self._actors) == i]
-            for i in range(len(self._actors))
-        ]
+        router = Router(list(self._actors), weighs_speed=False)
+        prompts = router.assign(Counter(sample.prompt_id for sample in samples))
+        engine_of = {prompt: engine for engine, part in prompts.items() for prompt in part}
+        shares = [[sample for sample in samples if engine_of[sample.prompt_id] == engine] for engine in self._actors]
         return self._score.on_each((share,) for share in shares)

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import ray
 
-from megarl.cluster.groups.engines import RemoteSample
 from megarl.cluster.groups.ranks import RankActor, RankGroup
 from megarl.cluster.groups.remote import remote
 from megarl.cluster.pending import Pending
-from megarl.cluster.rank_batch import RankBatch, SampleRef, Scores, join_scores, put_scores
+from megarl.cluster.rank_batch import RankBatch, Scores, join_scores, put_scores
+from megarl.core.types import SampleRef
 from megarl.data.packing import Lengths, schedule
 
 if TYPE_CHECKING:
@@ -36,9 +36,8 @@ class RewardModelGroup(RankGroup):
     @remote(timeout="rewards", join=join_scores)
     def _score_tokens(self, batch: RankBatch) -> Scores: ...
 
-    def scores(self, samples: Sequence[RemoteSample]) -> Pending[Scores]:
+    def scores(self, samples: Sequence[SampleRef]) -> Pending[Scores]:
         """Score each response token, float32 [R], or, with a sequence classifier, each sample, float32 [1]."""
-        microbatches = schedule([Lengths.of(sample.info) for sample in samples], self.packing)
-        sample_refs = [SampleRef.unscored(sample.info.id, sample.ref) for sample in samples]
-        batches = [RankBatch.of(sample_refs, members) for members in microbatches]
+        microbatches = schedule(list(map(Lengths.of, samples)), self.packing)
+        batches = [RankBatch.of(samples, members) for members in microbatches]
         return self._score_tokens.on_each(self._by_rank(batches))

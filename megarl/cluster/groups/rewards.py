@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import ray
 from ray.actor import ActorHandle
 
-from megarl.cluster.groups.engines import RemoteSample
 from megarl.cluster.groups.evaluation import EvaluationScorer
 from megarl.cluster.groups.group import CALLS_AT_ONCE, AsyncProcessActor, WorkerGroup
 from megarl.cluster.groups.remote import remote
@@ -20,11 +19,11 @@ from megarl.cluster.groups.reward_engines import RewardEngineGroup
 from megarl.cluster.groups.reward_model import RewardModelGroup
 from megarl.cluster.pending import Pending
 from megarl.cluster.placement import Process
-from megarl.cluster.rank_batch import Scores, get_scores, put_scores
+from megarl.cluster.rank_batch import Scores, get_scores, put_sample, put_scores
 from megarl.cluster.session import Session
 from megarl.config.schema import Config
 from megarl.core.checkpoint import FileRecord, seal
-from megarl.core.types import Sample, Score
+from megarl.core.types import Sample, SampleRef, Score
 from megarl.environments.batch import is_judged, judge_batch, judge_single
 from megarl.models.classifier import Kind, score_head_of
 from megarl.models.folder import read_config
@@ -60,11 +59,8 @@ class RewardActor(AsyncProcessActor):
         self._worker.forget(rollout_ids)
 
 
-WaitingGroup = tuple[int, int, Sequence[RemoteSample]]
+WaitingGroup = tuple[int, int, Sequence[SampleRef]]
 """(prompt's row in the data, weight version with which its samples started, samples)."""
-
-WaitingRefs = tuple[int, int, Sequence[ray.ObjectRef]]
-"""A WaitingGroup with references to the samples' tokens in place of the samples."""
 
 
 class RewardWorker:
@@ -76,7 +72,7 @@ class RewardWorker:
         self._readings: dict[str, Reading | Unreadable] = {}
         """This step's samples, retokenized for the reward model. Empty if the model reads the sampled token ids."""
         self._begun: dict[str, tuple[Sample, asyncio.Task[dict[str, Result]]]] = {}
-        """Samples that the reward functions have started to score, by sample id."""
+        """Samples that the reward functions have started to score, by rollout id."""
         self._num_detailed_groups = config.num_detailed_groups
         rewards = self._rewards = config.rewards
         rewards_tokens = config.algorithm.advantage.credits_to_go
@@ -93,16 +89,16 @@ class RewardWorker:
             self._model_score = classifier_reward(config, folder, self._reader)
 
     def begin(self, sample: Sample) -> asyncio.Task[dict[str, Result]]:
-        """Start scoring a sample with the reward functions. An equal sample with the same id is scored only once."""
-        begun, task = self._begun.get(sample.id, (None, None))
+        """Start scoring a sample with the reward functions. An equal sample of the same rollout is scored only once."""
+        begun, task = self._begun.get(sample.rollout_id, (None, None))
         if task is None or begun != sample:
             task = asyncio.create_task(judge_single(self._pool, self._single_functions, sample))
-            self._begun[sample.id] = sample, task
+            self._begun[sample.rollout_id] = sample, task
         return task
 
     def forget(self, rollout_ids: Collection[str]) -> None:
         """Cancel the scoring of samples from dropped rollouts."""
-        for name in [name for name, (sample, _) in self._begun.items() if sample.rollout_id in rollout_ids]:
+        for name in self._begun.keys() & set(rollout_ids):
             _, task = self._begun.pop(name)
             task.cancel()
 
@@ -111,11 +107,11 @@ class RewardWorker:
         self._pool.close()
         self._evaluation.close()
 
-    def read(self, refs: Sequence[ray.ObjectRef]) -> list[RemoteSample]:
+    def read(self, refs: Sequence[ray.ObjectRef]) -> list[SampleRef]:
         """Return the samples retokenized for the reward model, without samples that it cannot read."""
         self._readings = {sample.id: self._read(sample) for sample in ray.get(list(refs))}
         read = [reading.sample for reading in self._readings.values() if isinstance(reading, Reading)]
-        return [RemoteSample.put(sample) for sample in read]
+        return [put_sample(sample) for sample in read]
 
     def _read(self, sample: Sample) -> Reading | Unreadable:
         try:
@@ -142,7 +138,7 @@ class RewardWorker:
         for sample, task, batch_rewards in zip(judged, tasks, batch_results, strict=True):
             results = {**(await task), **batch_rewards}
             by_rollout[sample.rollout_id] = {name: results[name] for name in self._functions if name in results}
-            del self._begun[sample.id]
+            del self._begun[sample.rollout_id]
         scores = [
             self._scorer.score(
                 sample, by_rollout.get(sample.rollout_id, {}), model_rewards.get(sample.id), verdicts.get(sample.id)
@@ -163,15 +159,15 @@ class RewardWorker:
         samples: list[Sample] = await asyncio.to_thread(ray.get, list(refs))
         return await self._evaluation[name].score(samples, version, file)
 
-    def save_groups(self, groups: Sequence[WaitingRefs], file: Path) -> FileRecord:
-        fetched = [(row, version, ray.get(list(refs))) for row, version, refs in groups]
+    def save_groups(self, groups: Sequence[WaitingGroup], file: Path) -> FileRecord:
+        fetched = [(row, version, ray.get([ref.sample for ref in refs])) for row, version, refs in groups]
         file.parent.mkdir()
         file.write_bytes(pickle.dumps(fetched, protocol=pickle.HIGHEST_PROTOCOL))
         return seal(file, file.parent.parent)
 
     def load_groups(self, file: Path) -> list[WaitingGroup]:
         groups = pickle.loads(file.read_bytes())
-        return [(row, version, [RemoteSample.put(sample) for sample in samples]) for row, version, samples in groups]
+        return [(row, version, [put_sample(sample) for sample in samples]) for row, version, samples in groups]
 
     write_advantages = staticmethod(write_advantages)
 
@@ -272,7 +268,7 @@ class RewardGroup(WorkerGroup):
     def _start(self, config: Config, models: ModelFolders) -> None: ...
 
     @remote(timeout="rewards")
-    def _read(self, refs: Sequence[ray.ObjectRef]) -> list[RemoteSample]: ...
+    def _read(self, refs: Sequence[ray.ObjectRef]) -> list[SampleRef]: ...
 
     @remote(timeout="rewards", phase="rewards")
     def _score(
@@ -283,7 +279,7 @@ class RewardGroup(WorkerGroup):
     def _evaluate(self, refs: Sequence[ray.ObjectRef], name: str, version: int, file: Path) -> list[Score]: ...
 
     @remote(timeout="checkpoint")
-    def _save_groups(self, groups: Sequence[WaitingRefs], file: Path) -> FileRecord: ...
+    def _save_groups(self, groups: Sequence[WaitingGroup], file: Path) -> FileRecord: ...
 
     @remote(timeout="checkpoint")
     def _load_groups(self, file: Path) -> list[WaitingGroup]: ...
@@ -306,25 +302,24 @@ class RewardGroup(WorkerGroup):
     def start(self) -> Pending[list[None]]:
         return self._start(self._config, self._models)
 
-    def score(self, samples: Sequence[RemoteSample], step: int, rollouts: Path) -> Pending[tuple[list[Score], Scores]]:
+    def score(self, samples: Sequence[SampleRef], step: int, rollouts: Path) -> Pending[tuple[list[Score], Scores]]:
         """Score the samples with the reward model, then with the reward functions. The result has their scores, and
         references to per-token rewards, float32 [R], if the model or a function returns any."""
-        refs, path = [sample.ref for sample in samples], rollouts.resolve()
+        refs, path = [ref.sample for ref in samples], rollouts.resolve()
         if self._model is None:
             return self._score.on_first(refs, {}, step, path)
         scored = self._model_scores(self._model, samples)
         return scored.then(lambda model_scores: self._score.on_first(refs, model_scores, step, path))
 
-    def evaluate(self, samples: Sequence[RemoteSample], name: str, version: int, file: Path) -> Pending[list[Score]]:
+    def evaluate(self, samples: Sequence[SampleRef], name: str, version: int, file: Path) -> Pending[list[Score]]:
         """Score samples from the evaluation set with this name, and write them to the file. version: the weight version
         that generated them."""
-        return self._evaluate.on_first([sample.ref for sample in samples], name, version, file.resolve())
+        return self._evaluate.on_first([ref.sample for ref in samples], name, version, file.resolve())
 
     def save_groups(self, groups: Sequence[WaitingGroup], file: Path) -> FileRecord:
         """Write groups that wait for a later step to a file in a new folder inside a checkpoint. Return the file's
         record."""
-        refs = [(row, version, [sample.ref for sample in samples]) for row, version, samples in groups]
-        return self._save_groups.on_first(refs, file.resolve()).result()
+        return self._save_groups.on_first(groups, file.resolve()).result()
 
     def load_groups(self, file: Path) -> list[WaitingGroup]:
         """Read groups written by `save_groups`."""
@@ -340,10 +335,10 @@ class RewardGroup(WorkerGroup):
         return self._write_advantages.on_first(rollouts.resolve(), advantages, details)
 
     def _model_scores(
-        self, model: RewardModelGroup | RewardEngineGroup, samples: Sequence[RemoteSample]
+        self, model: RewardModelGroup | RewardEngineGroup, samples: Sequence[SampleRef]
     ) -> Pending[Scores]:
         """Submit for scoring the samples that the reward model can read."""
         if self._reads_ids:
             return model.scores(samples)
-        readable = self._read.on_first([sample.ref for sample in samples])
+        readable = self._read.on_first([ref.sample for ref in samples])
         return readable.then(lambda samples: model.scores(samples) if samples else {})

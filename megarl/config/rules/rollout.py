@@ -88,15 +88,6 @@ def greedy_baselines_are_not_stale(config: Config) -> str | None:
     )
 
 
-def dropped_rollouts_can_be_aborted(config: Config) -> str | None:
-    if not config.drops_rollouts or not config.has_environment:
-        return None
-    return (
-        "rollout.on_stale=drop: stale rollouts are aborted, but rollouts of "
-        f"environment.class={config.environment.name} cannot be aborted. Fix: set rollout.on_stale=wait"
-    )
-
-
 def _begins_ahead(config: Config) -> bool:
     return config.rollout.max_staleness > 0 and not config.is_offline
 
@@ -114,5 +105,4 @@ RULES: tuple[Callable[[Config], str | None], ...] = (
     sleep_requires_idle_engines,
     sleeping_engines_recompute_kv_cache,
     greedy_baselines_are_not_stale,
-    dropped_rollouts_can_be_aborted,
 )

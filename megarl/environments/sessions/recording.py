@@ -19,7 +19,7 @@ from typing import Protocol
 
 from megarl.core.types import Completion
 from megarl.environments.sessions.messages import Message, canonical
-from megarl.environments.transcript import Transcript
+from megarl.environments.transcript import Part, Transcript
 
 
 class Tokens(Protocol):
@@ -28,25 +28,6 @@ class Tokens(Protocol):
     def begin(self, messages: Sequence[Message]) -> list[int]: ...
 
     def extend(self, turn_ids: Sequence[int], messages: Sequence[Message]) -> list[int] | None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class RecordedSample:
-    """A token sequence from a session, used for training.
-
-    Attributes:
-        transcript: tokens of the sequence.
-        text: text of the last turn, including tool calls.
-        messages: the conversation, for display.
-        first_turn: number of the first turn within the session.
-        last_turn: number of the last turn within the session.
-    """
-
-    transcript: Transcript
-    text: str
-    messages: tuple[Message, ...]
-    first_turn: int
-    last_turn: int
 
 
 @dataclass(slots=True, eq=False)
@@ -211,8 +192,8 @@ class Recording:
             self.num_cached_tokens += completion.num_cached_tokens
         return turn
 
-    def samples(self) -> list[RecordedSample]:
-        """Return the samples in the order of their first turns. Trailing turns that the client never received are
+    def parts(self) -> list[Part]:
+        """Return the sequences in the order of their first turns. Trailing turns that the client never received are
         dropped, because nothing depends on them."""
         recorded = []
         for sample in self._samples:
@@ -220,11 +201,11 @@ class Recording:
             while turns and not turns[-1].is_delivered:
                 turns.pop()
             if turns:
-                recorded.append(_recorded_sample(sample.inherited, turns))
-        return sorted(recorded, key=lambda sample: sample.first_turn)
+                recorded.append(_part(sample.inherited, turns))
+        return sorted(recorded, key=lambda part: part.first_turn)
 
 
-def _recorded_sample(inherited: Sequence[Message], turns: Sequence[Turn]) -> RecordedSample:
+def _part(inherited: Sequence[Message], turns: Sequence[Turn]) -> Part:
     transcript = Transcript(turns[0].context_ids)
     messages = [*inherited]
     for turn in turns:
@@ -233,7 +214,7 @@ def _recorded_sample(inherited: Sequence[Message], turns: Sequence[Turn]) -> Rec
         transcript.add_turn(turn.completion)
         messages += [*turn.context, turn.message]
     last = turns[-1]
-    return RecordedSample(transcript, last.text, tuple(messages), turns[0].number, last.number)
+    return Part(transcript, last.text, tuple(messages), turns[0].number, last.number)
 
 
 def _prefix_keys(tools_key: str, messages: Sequence[Message]) -> list[bytes]:

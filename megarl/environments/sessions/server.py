@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.environments.sessions.completion import chunks, completion_body
 from megarl.environments.sessions.errors import ApiError, invalid
-from megarl.environments.sessions.recording import RecordedSample
 from megarl.environments.sessions.request import read_request, tools_key
 from megarl.environments.sessions.session import CLOSED, Session, SessionLimits, TokensOf, TurnTokens
+from megarl.environments.transcript import Part
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -78,12 +78,12 @@ class SessionServer:
         self._sessions[_digest(session.token)] = session
         return session
 
-    async def close(self, session: Session) -> list[RecordedSample]:
-        """Close a session, revoke its token, and return its samples."""
+    async def close(self, session: Session) -> list[Part]:
+        """Close a session, revoke its token, and return its token sequences."""
         self._sessions.pop(_digest(session.token), None)
-        samples = await session.close()
+        parts = await session.close()
         self.counts += session.counts + session.recording.counts
-        return samples
+        return parts
 
     def _tokens_with(self, tools: Sequence[Mapping[str, Any]]) -> TurnTokens:
         key = tools_key(tools)

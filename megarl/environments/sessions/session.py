@@ -20,8 +20,9 @@ from megarl.data.tool_calls import MalformedCall, ToolCall
 from megarl.environments.protocol import StopReason
 from megarl.environments.sessions.errors import ApiError, invalid
 from megarl.environments.sessions.messages import Message
-from megarl.environments.sessions.recording import RecordedSample, Recording, Tokens, Turn, TurnSlot
+from megarl.environments.sessions.recording import Recording, Tokens, Turn, TurnSlot
 from megarl.environments.sessions.request import ChatRequest, tools_key
+from megarl.environments.transcript import Part
 
 if TYPE_CHECKING:
     from megarl.environments.runner import Sampler
@@ -128,13 +129,13 @@ class Session:
             raise self._engine_error() from error
         return task.result()
 
-    async def close(self) -> list[RecordedSample]:
-        """Cancel pending turns and return the session's samples."""
+    async def close(self) -> list[Part]:
+        """Cancel pending turns and return the session's token sequences."""
         pending = [task for task in self._completions.values() if not task.done()]
         for task in pending:
             task.cancel()
         await asyncio.gather(*pending, return_exceptions=True)
-        return self.recording.samples()
+        return self.recording.parts()
 
     async def _sample_turn(self, request: ChatRequest) -> ChatCompletion:
         for name in request.ignored:

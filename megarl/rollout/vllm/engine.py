@@ -121,7 +121,7 @@ class _PendingRequest:
     """A request that has been submitted to vLLM, with its vLLM request id and the future for its completion."""
 
     token_ids: list[int]
-    request: Sampling
+    request: SamplingRequest | TurnRequest
     vllm_id: str
     completion: asyncio.Future[Completion]
 
@@ -179,7 +179,7 @@ class VllmEngine:
 
     def num_unfinished_tokens(self, sample_ids: Collection[str]) -> int:
         states = self._llm.llm_engine.output_processor.request_states
-        requested = [item for item in self._pending.values() if getattr(item.request, "sample_id", None) in sample_ids]
+        requested = [item for item in self._pending.values() if item.request.sample_id in sample_ids]
         return sum(
             len(item.completion.result().token_ids)
             if item.completion.done()
@@ -196,7 +196,7 @@ class VllmEngine:
         if self.version is None and not self._is_paused:
             raise RuntimeError("the engine has no weights yet. Fix: refit it before it generates")
 
-    def _begin(self, token_ids: list[int], request: Sampling) -> asyncio.Future[Completion]:
+    def _begin(self, token_ids: list[int], request: SamplingRequest | TurnRequest) -> asyncio.Future[Completion]:
         """Submit a request and return the future for its completion."""
         if not self._is_paused:
             self._wake("weights", "kv_cache")

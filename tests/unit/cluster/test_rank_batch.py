@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megarl.cluster import rank_batch
-from megarl.cluster.rank_batch import FetchedBatches, RankBatch, SampleRef, ScoreRef, put_scores
-from megarl.core.types import Baseline, Prompt, Sample, VersionRun
+from megarl.cluster.rank_batch import FetchedBatches, RankBatch, ScoreRef, put_scores
+from megarl.core.types import Baseline, Prompt, Sample, SampleRef, VersionRun
 from megarl.data import local_batch
 from megarl.data.collate import collate
 from tests.packing import packing
@@ -29,13 +29,13 @@ PARTS = {
     "3": ScoreRef("values", 3, 6),
     "4": ScoreRef("values", 6, 10),
 }
-BATCH = RankBatch(tuple(SampleRef.unscored(ref, ref) for ref in SAMPLES), ((0, 3), (1, 2)))
+BATCH = RankBatch(tuple(SampleRef.of(sample, ref) for ref, sample in SAMPLES.items()), ((0, 3), (1, 2)))
 
 
 def scored(batch: RankBatch) -> RankBatch:
     """Return the same samples with additional scores."""
     samples = [
-        replace(item, reward=float(i), baseline=Baseline(0.5), weight=0.1 * i, scores={"values": PARTS[f"{i}"]})
+        replace(item, scalar_reward=float(i), baseline=Baseline(0.5), weight=0.1 * i, scores={"values": PARTS[f"{i}"]})
         for i, item in enumerate(batch.samples, start=1)
     ]
     return replace(batch, samples=tuple(samples))

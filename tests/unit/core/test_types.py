@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megarl.core.types import CandidateIds, Prompt, Sample, SampleInfo, VersionRun
+from megarl.core.types import CandidateIds, Prompt, Sample, SampleRef, VersionRun
 
 SOURCE = np.random.default_rng(0)
 
@@ -82,5 +82,5 @@ def test_sample_with_fields_of_different_lengths_fails():
 
 
 def test_sample_info_counts_trained_tokens():
-    info = SampleInfo.of(sample(3, response_mask=[True, False, True]))
+    info = SampleRef.of(sample(3, response_mask=[True, False, True]))
     assert info.num_trained_tokens == 2 and type(info.num_trained_tokens) is int

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.core.types import Baseline, CandidateIds, Prompt, Sample, SampleInfo, TrainingSample, VersionRun
+from megarl.core.types import Baseline, CandidateIds, Prompt, Sample, SampleRef, VersionRun
 from megarl.data.collate import collate
 from megarl.data.packing import Lengths, bundle
 from tests.packing import packing
+from tests.samples import training_ref
 
 
 def training_sample(name: str, prompt: str, prompt_ids: list[int], response: list[int], weight: float = 0.5):
@@ -25,7 +26,7 @@ def training_sample(name: str, prompt: str, prompt_ids: list[int], response: lis
         finish_reason="stop",
         text="",
     )
-    return TrainingSample(sample, reward=1.0, baseline=Baseline(0.25, 0.5), weight=weight)
+    return training_ref(sample, reward=1.0, baseline=Baseline(0.25, 0.5), weight=weight)
 
 
 def samples_of_one_prompt():
@@ -121,5 +122,5 @@ def test_prompt_is_shared_only_if_its_routes_agree(alike):
     samples = [routed(item, routes) for item, routes in zip(samples_of_one_prompt(), (one, other), strict=True)]
     batch = collate(samples, packing(1, True))
     assert len(batch.tokens) == (8 if alike else 11)
-    [first, *_] = bundle([Lengths.of(SampleInfo.of(item.sample)) for item in samples], packing(1, True))
+    [first, *_] = bundle([Lengths.of(SampleRef.of(item.sample)) for item in samples], packing(1, True))
     assert first.num_tokens == (8 if alike else 5)

@@ -9,23 +9,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.core.token_batch import TokenBatch
-from megarl.core.types import Baseline, CandidateIds, Prompt, Sample, TrainingSample, VersionRun
+from megarl.core.types import Baseline, CandidateIds, Prompt, Sample, SampleRef, VersionRun
 from megarl.data.collate import collate
 from megarl.data.packing import Packing
 from tests.packing import packing
+from tests.samples import training_ref
 
 NUMBERS = st.floats(-1e6, 1e6)
 LOGPROBS = st.floats(-50, 0, width=32)
 
 
 @st.composite
-def training_samples(draw) -> list[TrainingSample]:
+def training_samples(draw) -> list[SampleRef]:
     prompts = [Prompt(name, "", draw(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=5))) for name in "pqr"]
     return [draw(training_sample(f"{i}", prompts)) for i in range(draw(st.integers(0, 6)))]
 
 
 @st.composite
-def training_sample(draw, name: str, prompts: list[Prompt]) -> TrainingSample:
+def training_sample(draw, name: str, prompts: list[Prompt]) -> SampleRef:
     n = draw(st.integers(0, 7))
     candidates = [draw(st.lists(st.integers(0, 99), max_size=3)) for _ in range(n)] if draw(st.booleans()) else None
     labels = draw(st.none() | st.lists(st.floats(0, 1, width=32), min_size=n, max_size=n))
@@ -43,7 +44,7 @@ def training_sample(draw, name: str, prompts: list[Prompt]) -> TrainingSample:
     )
     reward, *baseline, weight, imitation = draw(st.lists(NUMBERS, min_size=7, max_size=7))
     scores = {"old": torch.randn(n, generator=torch.Generator().manual_seed(n))}
-    return TrainingSample(sample, reward, Baseline(*baseline), weight, scores, imitation)
+    return training_ref(sample, reward, Baseline(*baseline), weight, scores, imitation)
 
 
 PACKINGS = st.builds(
@@ -65,7 +66,7 @@ def test_collate_equals_a_loop_over_tokens(samples, layout, reads, truncates):
 
 
 def loop(
-    samples: list[TrainingSample], layout: Packing, reads: str, truncates: bool, old: dict[str, torch.Tensor]
+    samples: list[SampleRef], layout: Packing, reads: str, truncates: bool, old: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor | None]:
     """Return the batch's tensors by field; a field that the batch does not have is None or missing."""
     tokens, positions, prompt_places = [], [], {}
@@ -117,7 +118,7 @@ def loop(
         "mask": torch.tensor(flags, dtype=torch.bool),
         "weight": by_trained_row([item.weight for item in samples]),
         "imitation_weight": by_trained_row([item.imitation_weight for item in samples]),
-        "reward": torch.tensor([item.reward for item in samples], dtype=torch.float64),
+        "reward": torch.tensor([item.scalar_reward for item in samples], dtype=torch.float64),
         "baseline": torch.tensor([item.baseline.center for item in samples], dtype=torch.float64),
         "scale": torch.tensor([item.baseline.scale for item in samples], dtype=torch.float64),
         "token_baseline": torch.tensor([item.baseline.token_center for item in samples]),
@@ -128,13 +129,13 @@ def loop(
     }
 
 
-def label_rows(samples: list[TrainingSample]) -> torch.Tensor | None:
+def label_rows(samples: list[SampleRef]) -> torch.Tensor | None:
     if any(item.sample.labels is None for item in samples):
         return None
     return torch.tensor([label for item in samples for label in item.sample.labels.tolist()])
 
 
-def candidate_rows(samples: list[TrainingSample]) -> torch.Tensor | None:
+def candidate_rows(samples: list[SampleRef]) -> torch.Tensor | None:
     rows = []
     for item in samples:
         candidates = item.sample.candidate_ids

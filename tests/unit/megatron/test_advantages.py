@@ -10,12 +10,13 @@ from megarl.algorithms.registry import ESTIMATORS
 from megarl.algorithms.specs import SampleEstimator, TokenEstimator
 from megarl.config.algorithm_schema import Algorithm
 from megarl.config.load import load
-from megarl.core.types import NO_BASELINE, Baseline, Prompt, Sample, TokenTotals, TrainingSample, VersionRun
+from megarl.core.types import NO_BASELINE, Baseline, Prompt, Sample, SampleRef, TokenTotals, VersionRun
 from megarl.data.collate import collate
 from megarl.megatron.advantages import mean_advantages, with_advantages
 from megarl.rewards.process import on_turns
 from tests.packing import packing
 from tests.paths import BASE
+from tests.samples import training_ref
 
 GAMMA, LAMBDA = 0.9, 0.8
 MASKS = {"a": (True, False, True, True, False), "b": (True,), "c": (False, True, True), "d": (False, False)}
@@ -27,11 +28,11 @@ def algorithm(estimator: str, *overrides: str) -> Algorithm:
     return load(BASE, ["model.path=m", "data.source=arithmetic", *keys]).algorithm
 
 
-def training_sample(name: str) -> TrainingSample:
+def training_sample(name: str) -> SampleRef:
     n = len(MASKS[name])
     run = (VersionRun(0, n),)
     sample = Sample(name, Prompt(name, "", (7, 8)), (9,) * n, (-1.0,) * n, MASKS[name], run, "stop", "")
-    return TrainingSample(sample, REWARDS[name], NO_BASELINE, 1.0)
+    return training_ref(sample, REWARDS[name], NO_BASELINE, 1.0)
 
 
 def randn(seed: int) -> dict[str, torch.Tensor]:
@@ -115,7 +116,9 @@ def test_nearly_equal_rewards_keep_precision():
     """GRPO with rewards near 1000 and a deviation of 1e-3. float32 values near 1000 are 6e-5 apart."""
     rewards = [1000.0, 1000.001, 1000.002]
     baseline = Baseline(1000.001, 1e-3)
-    samples = [replace(training_sample(n), reward=r, baseline=baseline) for n, r in zip("abc", rewards, strict=True)]
+    samples = [
+        replace(training_sample(n), scalar_reward=r, baseline=baseline) for n, r in zip("abc", rewards, strict=True)
+    ]
     [batch] = with_advantages(algorithm("grpo"), [collate(samples, packing())])
     assert batch.advantage.dtype is torch.float32
     assert batch.advantage[[0, 5, 8]].tolist() == pytest.approx([-1.0, 0.0, 1.0], abs=1e-6)
@@ -210,7 +213,7 @@ def test_advantages_ignore_neighbors_in_the_pack(estimator):
     ]
     scores = {field: randn(i) for i, field in enumerate(("values", "implicit_reward", "process_reward", "kl_reward"))}
 
-    def pack_advantages(samples: list[TrainingSample]) -> dict[str, torch.Tensor]:
+    def pack_advantages(samples: list[SampleRef]) -> dict[str, torch.Tensor]:
         [batch] = with_advantages(settings, [collate(samples, packing(), **scores)])
         lengths = [len(item.sample.response_ids) for item in samples]
         parts = batch.advantage.split(lengths)

@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.core.token_batch import TokenBatch
-from megarl.core.types import NO_BASELINE, Prompt, Sample, TrainingSample, VersionRun
+from megarl.core.types import NO_BASELINE, Prompt, Sample, VersionRun
 from megarl.data.collate import collate
 from megarl.megatron.context_parallel import ContextShares, shares_of_documents, shares_of_pack
 from tests.packing import packing
+from tests.samples import training_ref
 
 LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=8)
 
@@ -25,7 +26,7 @@ def batch_of(lengths: list[int], document_multiple: int, pack_multiple: int) -> 
             f"{i}", Prompt(f"{i}", "", (5,)), response, (0.0,) * length, (True,) * length, (VersionRun(0, length),),
             "stop", "",
         )  # fmt: skip
-        samples.append(TrainingSample(sample, 0.0, NO_BASELINE, 1.0))
+        samples.append(training_ref(sample, 0.0, NO_BASELINE, 1.0))
     settings = packing(pack_multiple, False, document_multiple=document_multiple, token_budget=10_000)
     return collate(samples, settings)
 

@@ -6,7 +6,7 @@ import torch
 from megarl.algorithms.registry import OBJECTIVES
 from megarl.config.load import load
 from megarl.core.metrics import merge
-from megarl.core.types import NO_BASELINE, Prompt, Sample, TrainingSample, VersionRun
+from megarl.core.types import NO_BASELINE, Prompt, Sample, VersionRun
 from megarl.data.collate import collate
 from megarl.megatron.advantages import with_advantages
 from megarl.megatron.configured_losses import configured_policy_loss, configured_value_loss
@@ -14,6 +14,7 @@ from megarl.megatron.metric_sums import read
 from megarl.step.metrics import add_explained_variance
 from tests.packing import packing
 from tests.paths import BASE
+from tests.samples import training_ref
 
 
 @pytest.mark.parametrize("name", [name for name, spec in OBJECTIVES.items() if spec.selects_tokens])
@@ -22,7 +23,7 @@ def test_policy_loss_requires_selected_tokens(name):
     config = load(BASE, keys)
     algorithm = config.algorithm
     sample = Sample("a", Prompt("p", "", (7, 8)), (9,) * 3, (-1.0,) * 3, (True,) * 3, (VersionRun(0, 3),), "stop", "")
-    [batch] = with_advantages(algorithm, [collate([TrainingSample(sample, 1.0, NO_BASELINE, 1.0)], packing())])
+    [batch] = with_advantages(algorithm, [collate([training_ref(sample, 1.0, NO_BASELINE, 1.0)], packing())])
     with pytest.raises(AssertionError, match=f"{name}: the batch has no token selection"):
         configured_policy_loss(algorithm, config.tolerance, 0.0).terms(batch, torch.zeros(3, 2))
 
@@ -39,7 +40,7 @@ def test_explained_variance_matches_torch():
             n = len(masks[name])
             run = (VersionRun(0, n),)
             sample = Sample(name, Prompt(name, "", (7, 8)), (9,) * n, (-1.0,) * n, masks[name], run, "stop", "")
-            samples.append(TrainingSample(sample, float(i + 1), NO_BASELINE, 1.0))
+            samples.append(training_ref(sample, float(i + 1), NO_BASELINE, 1.0))
         values = {name: torch.randn(len(masks[name]), generator=generator) for name in names}
         [batch] = with_advantages(algorithm, [collate(samples, packing(), values=values)])
         loss = configured_value_loss(algorithm.value)

@@ -21,7 +21,7 @@ from megarl.config.load import load
 from megarl.config.logprob_check_schema import Tolerance
 from megarl.config.schema import Config
 from megarl.core.token_batch import TokenBatch
-from megarl.core.types import NO_BASELINE, TrainingSample
+from megarl.core.types import NO_BASELINE, SampleRef
 from megarl.data.collate import TokenScores, collate
 from megarl.data.local_batch import LocalBatch
 from megarl.megatron import parallel
@@ -41,6 +41,7 @@ from tests.forked import run_ranks
 from tests.packing import packing
 from tests.parity import Group, local_batch, random_groups, rank_batches
 from tests.paths import BASE
+from tests.samples import training_ref
 from tests.timing import WAIT_S
 
 COMMON = ("model.path=m", "data.source=arithmetic", "rollout.max_new_tokens=16", "rollout.context_length=64")
@@ -70,7 +71,7 @@ DISTURBANCES = ("other values", "non-finite values")
 Tokens = Mapping[str, torch.Tensor]
 """Sample id -> a number for each response token."""
 
-Estimated = tuple[Algorithm, Sequence[TrainingSample], TokenBatch]
+Estimated = tuple[Algorithm, Sequence[SampleRef], TokenBatch]
 
 Outcome = tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, str | float]]
 """Loss, gradient of the head's output rows, the rows' mask, and metrics as text."""
@@ -149,7 +150,7 @@ class World:
         extreme = torch.tensor([torch.nan, torch.inf, -torch.inf, 1e30, -1e30])
         return extreme[torch.randint(len(extreme), values.shape, generator=self._generator)]
 
-    def scored(self, members: Sequence[TrainingSample], columns: slice) -> torch.Tensor:
+    def scored(self, members: Sequence[SampleRef], columns: slice) -> torch.Tensor:
         """Return the head's output for the rows, float32 [N, columns], as a leaf."""
         parts = [self.head[item.sample.id][:, columns] for item in members]
         return torch.cat(parts).contiguous().requires_grad_()
@@ -209,7 +210,7 @@ def dispatched(world: World, config: Config) -> LocalBatch:
 def other_outcome(world: World, name: str) -> Outcome:
     """Return the outcome of a loss without advantages."""
     samples = [(sample, reward) for group in world.groups for sample, reward in group]
-    members = [TrainingSample(sample, reward, NO_BASELINE, 0.1) for sample, reward in samples]
+    members = [training_ref(sample, reward, NO_BASELINE, 0.1) for sample, reward in samples]
     batch = collate(members, packing(), **{n: world.scores[n] for n in ("reference", "values", "old", "labels")})
     if name == "value":
         algorithm = load(BASE, [*COMMON, "algorithm.advantage.estimator=gae", "algorithm.value.clip=0.2"]).algorithm
@@ -233,7 +234,7 @@ def outcome(
     loss: Loss,
     batch: TokenBatch,
     world: World,
-    members: Sequence[TrainingSample],
+    members: Sequence[SampleRef],
     columns: slice,
 ) -> Outcome:
     scored = world.scored(members, columns)

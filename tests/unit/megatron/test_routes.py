@@ -8,7 +8,7 @@ import torch
 from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 from megatron.core.transformer.moe.router_replay import RouterReplay
 
-from megarl.core.types import NO_BASELINE, NO_ROUTE, Prompt, Sample, TrainingSample, VersionRun
+from megarl.core.types import NO_BASELINE, NO_ROUTE, Prompt, Sample, VersionRun
 from megarl.data.collate import collate
 from megarl.megatron import parallel
 from megarl.megatron.model.build import build_chunk, transformer_config
@@ -18,6 +18,7 @@ from megarl.models.shape import ModelShape
 from tests.packing import packing
 from tests.parity import config_of
 from tests.routes import random_routes
+from tests.samples import training_ref
 from tests.tiny_model import write_tiny_experts, write_tiny_model
 
 pytestmark = pytest.mark.newest
@@ -137,7 +138,7 @@ def pack(experts: np.ndarray, multiple: int):
         "",
         routes=experts,
     )
-    return collate([TrainingSample(sample, 0.0, NO_BASELINE, 1.0)], packing(pack_multiple=multiple))
+    return collate([training_ref(sample, 0.0, NO_BASELINE, 1.0)], packing(pack_multiple=multiple))
 
 
 @pytest.mark.parametrize("tokens", [5, 7, 8])

@@ -29,7 +29,7 @@ def simulate(per_step: int, max_staleness: int, steps: int, rng: random.Random, 
                 schedule.begin([number, version], version)
                 number += 1
             while wanted:
-                present = [group[0] for group in schedule.groups]
+                present = sorted(group[0] for group in [*schedule.finished, *schedule.unfinished])
                 group = schedule.take(version, wanted)
                 if group is None:
                     schedule.finish(rng.choice(schedule.unfinished))
@@ -81,7 +81,7 @@ def test_restarted_groups_are_not_dropped_again(per_step, max_staleness, num_ahe
         assert not is_bounded or not set(expired) & set(dropped)
         dropped, again = dropped + expired, expired + again
     assert len(taken) == len(set(taken)) == steps * per_step
-    left = {group[0] for group in schedule.groups} | set(again)
+    left = {group[0] for group in [*schedule.finished, *schedule.unfinished]} | set(again)
     assert set(taken) | left == set(range(next(new))) and not set(taken) & left
 
 

@@ -1,6 +1,7 @@
 """Sampling of turns in the engine of another process: batching, cancellation and errors."""
 
 import asyncio
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,13 +22,16 @@ class Engine:
         self.pending[request.seed] = asyncio.get_running_loop().create_future()
         return self.pending[request.seed]
 
+    def num_unfinished_tokens(self, sample_ids: Collection[str]) -> int:
+        return sum(seed for seed in self.pending if f"sample {seed}" in sample_ids)
+
     def complete(self, *seeds: int) -> None:
         for seed in seeds:
             self.pending[seed].set_result(Completion([seed], [-1.0], (VersionRun(1, 1),), "stop"))
 
 
 def request(seed: int) -> TurnRequest:
-    return TurnRequest(np.array([1, 2], np.int32), max_new_tokens=4, seed=seed)
+    return TurnRequest(np.array([1, 2], np.int32), sample_id=f"sample {seed}", max_new_tokens=4, seed=seed)
 
 
 class Connection:
@@ -96,11 +100,12 @@ def test_cancelled_turns_are_aborted_in_the_engine():
         await connection.wait_until_started(2)
         abandoned[1].cancel()
         await asyncio.wait(abandoned)
-        await connection.turns.end_abandoned()
+        assert await connection.turns.finish(["sample 1", "sample 2"]) == 2, "one token per seed"
         assert connection.engine.pending[2].cancelled() and 1 not in connection.engine.pending
         connection.engine.complete(3)
         assert (await other).token_ids.tolist() == [3]
-        assert not connection.turns._waiting
+        assert await connection.turns.finish(["sample 3"]) == 1
+        assert not connection.turns._waiting and not connection.turns._sample_ids and not connection.turns._num_tokens
 
     run(test)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.core.types import Prompt, RolloutInfo, SampleInfo, Score
+from megarl.core.types import Prompt, RolloutInfo, SampleRef, Score
 from megarl.data.prompts import PromptSet
 from megarl.step import requests as training
 from megarl.step.evaluation import requests, result, versions_of
@@ -43,8 +43,8 @@ def test_requests_are_fixed_and_differ_from_training() -> None:
     assert {request.purpose for request in asked}.isdisjoint({request.purpose for request in trained})
 
 
-def info(name: str, length: int, reason: str) -> SampleInfo:
-    return SampleInfo(name, "p", 4, length, length, reason, 3, 3)
+def info(name: str, length: int, reason: str) -> SampleRef:
+    return SampleRef(name, "p", 4, length, length, reason, 3, 3)
 
 
 def test_result_reports_failures_separately() -> None:
@@ -77,11 +77,11 @@ def test_set_without_scores_has_no_value() -> None:
     assert found.describe() == "a (1 prompts × 1): 100.0% failed (first failure: f hung)"
 
 
-def played(name: str, trained: int, stop: str = "done", turns: int = 2, samples: int = 1) -> list[SampleInfo]:
+def played(name: str, trained: int, stop: str = "done", turns: int = 2, samples: int = 1) -> list[SampleRef]:
     """Return the infos of a rollout's samples, each with `trained` policy tokens out of 50."""
     numbers = RolloutInfo(stop, turns, samples, {}, 0, 0)
     names = [name, *(f"{name}/{k}" for k in range(1, samples))]
-    return [SampleInfo(n, "p", 4, 50, trained, "stop", 3, 3, rollout_id=name, rollout=numbers) for n in names]
+    return [SampleRef(n, "p", 4, 50, trained, "stop", 3, 3, rollout_id=name, rollout=numbers) for n in names]
 
 
 def test_multi_sample_rollouts_count_once() -> None:
@@ -112,5 +112,5 @@ def test_set_with_only_failures_reports_only_these() -> None:
 
 
 def test_rollout_without_tokens_has_no_version() -> None:
-    empty = SampleInfo("0.0", "p", 0, 0, 0, "stop", 0, 0)
+    empty = SampleRef("0.0", "p", 0, 0, 0, "stop", 0, 0)
     assert versions_of([[empty, *played("0.1", 3)]]) == {3} and versions_of([[empty]]) == set()

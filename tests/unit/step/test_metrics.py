@@ -4,21 +4,20 @@ from statistics import fmean
 
 import pytest
 
-from megarl.cluster.groups.engines import RemoteSample
 from megarl.config.load import load
 from megarl.core.metrics import Metric, merge, values
 from megarl.core.timing import Stopwatch
-from megarl.core.types import Prompt, Sample, SampleInfo, VersionRun
+from megarl.core.types import Prompt, Sample, SampleRef, VersionRun
 from megarl.step.metrics import add_effective_sample_size, step_metrics, update_rate
 from tests.paths import QUICKSTART
 
 
-def remote_sample(*runs: tuple[int, int]) -> RemoteSample:
+def remote_sample(*runs: tuple[int, int]) -> SampleRef:
     """Return a sample with the given (version, count) runs of tokens."""
     n = sum(count for _, count in runs)
     versions = tuple(VersionRun(*run) for run in runs)
     sample = Sample("s", Prompt("p", "", (1,)), (2,) * n, (-1.0,) * n, (True,) * n, versions, "stop", "")
-    return RemoteSample(SampleInfo.of(sample), ref="ref")
+    return SampleRef.of(sample, "ref")
 
 
 @pytest.mark.parametrize(

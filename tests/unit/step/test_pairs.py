@@ -1,11 +1,11 @@
 """Pairs of sampled responses for preference objectives."""
 
+from megarl.core.types import SampleRef
 from megarl.step.pairs import best_and_worst
-from megarl.step.scoring import ScoredSample
 
 
-def group(*rewards: float) -> list[ScoredSample]:
-    return [ScoredSample(f"{number}", reward) for number, reward in enumerate(rewards)]
+def group(*rewards: float) -> list[SampleRef]:
+    return [SampleRef(f"{number}", "p", 1, 1, 1, "stop", 0, 0, outcome=reward) for number, reward in enumerate(rewards)]
 
 
 def test_pairs_are_the_best_and_worst_of_each_group():

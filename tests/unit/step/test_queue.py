@@ -11,14 +11,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from megarl.cluster.groups.engine_actor import Aborted
-from megarl.cluster.groups.engines import RemoteSample
 from megarl.config.load import load
 from megarl.core.checkpoint import FORMAT, FileRecord
-from megarl.core.types import Prompt, SampleInfo
+from megarl.core.types import Prompt, SampleRef
 from megarl.data.cursor import PromptCursor
 from megarl.data.prompts import PromptSet
 from megarl.data.weighted_cursor import WeightedCursor
+from megarl.rollout.router import Aborted
 from megarl.run.context import RunContext
 from megarl.step.queue import RolloutQueue, describe
 from megarl.step.state import RunState
@@ -33,7 +32,7 @@ class Rollouts:
     end."""
 
     def __init__(self, rng: random.Random):
-        self.rng, self.version, self.under_way = rng, 0, []
+        self.rng, self.version, self.under_way, self.router = rng, 0, [], self
         self.begun: list[int] = []
         self.forgotten: list[str] = []
 
@@ -88,10 +87,12 @@ class Submitted:
         assert self.ended is not None
         if self.is_aborted:
             return [Aborted(5)]
-        return [[RemoteSample(self._info(r), ref=r.seed) for r in group] for group in self.groups]
+        return [[self._ref(r) for r in group] for group in self.groups]
 
-    def _info(self, request) -> SampleInfo:
-        return SampleInfo(request.sample_id, request.prompt.id, 1, 1, 1, "stop", self.begun, self.ended)
+    def _ref(self, request) -> SampleRef:
+        return SampleRef(
+            request.sample_id, request.prompt.id, 1, 1, 1, "stop", self.begun, self.ended, sample=request.seed
+        )
 
 
 def queue_of(config, rollouts: Rollouts, state: RunState, saves: Saves | None = None) -> RolloutQueue:
@@ -101,7 +102,7 @@ def queue_of(config, rollouts: Rollouts, state: RunState, saves: Saves | None = 
     return RolloutQueue(config, SimpleNamespace(engines=rollouts, environments=None, rewards=rewards), DATA, state)
 
 
-def attempt(config, rollouts: Rollouts, state: RunState, until: int) -> tuple[list[list[SampleInfo]], list[str]]:
+def attempt(config, rollouts: Rollouts, state: RunState, until: int) -> tuple[list[list[SampleRef]], list[str]]:
     """Run up to the step `until`. Return the samples that each step trained on, and the state after each step as a
     checkpoint stores it."""
     queue, trained, states = queue_of(config, rollouts, state), [], []
@@ -110,7 +111,7 @@ def attempt(config, rollouts: Rollouts, state: RunState, until: int) -> tuple[li
         rollouts.version = state.step - 1
         queue.begin(state.step, PER_STEP)
         groups = queue.take(state.step, PER_STEP, lambda: None)
-        trained.append([sample.info for group in groups for sample in group])
+        trained.append([sample for group in groups for sample in group])
         queue.drop(state.step)
         rollouts.finish_some()
         states.append(json.dumps(state.dump()))
@@ -128,7 +129,7 @@ def fresh() -> RunState:
     return RunState(0, PromptCursor(1000, seed=0, shuffle=False))
 
 
-def rows(trained: list[list[SampleInfo]]) -> list[int]:
+def rows(trained: list[list[SampleRef]]) -> list[int]:
     return sorted(int(info.prompt_id) for step in trained for info in step[::SAMPLES])
 
 
@@ -234,7 +235,7 @@ def test_killed_run_trains_on_each_row_once_and_in_time(seed):
                 queue.begin(state.step, PER_STEP)
                 groups = queue.take(state.step, PER_STEP, lambda: None)
                 queue.drop(state.step)
-                trained.append([group[0].info for group in groups])
+                trained.append([group[0] for group in groups])
                 rollouts.finish_some()
                 if state.step % save_every == 0 or state.step == STEPS:
                     files = queue.save(Path())
@@ -313,7 +314,7 @@ def test_stale_groups_are_aborted_counted_and_requeued(max_staleness):
     if not max_staleness:
         rollouts.first = lambda *_: end_one()
         taken = queue.take(state.step, PER_STEP, lambda: None)
-        assert waited == ["0", "1"] == [group[0].info.prompt_id for group in taken[:2]]
+        assert waited == ["0", "1"] == [group[0].prompt_id for group in taken[:2]]
 
 
 def test_late_group_is_dropped_with_its_samples():
@@ -324,7 +325,7 @@ def test_late_group_is_dropped_with_its_samples():
     for pending in [*rollouts.under_way]:
         rollouts.end(pending)
     taken = queue.take(1, PER_STEP, lambda: None)
-    assert [group[0].info.prompt_id for group in taken] == ["0", "1", "2"]
+    assert [group[0].prompt_id for group in taken] == ["0", "1", "2"]
     queue.drop(1)
     metrics = {name: metric.value for name, metric in queue.metrics().items()}
     assert (metrics["rollout/dropped_samples"], metrics["rollout/dropped_tokens"]) == (3 * SAMPLES, 3 * SAMPLES)
@@ -364,8 +365,8 @@ def test_longest_rows_are_submitted_first(max_staleness):
     for pending in [*rollouts.under_way]:
         rollouts.end(pending)
     taken = queue.take(3, PER_STEP, lambda: None)
-    assert [group[0].info.prompt_id for group in taken] == ["0", "1", "2"]
-    assert [group[0].info.id for group in taken] == ["3.0.0", "3.1.0", "3.2.0"]
+    assert [group[0].prompt_id for group in taken] == ["0", "1", "2"]
+    assert [group[0].id for group in taken] == ["3.0.0", "3.1.0", "3.2.0"]
     assert state.lengths == {0: 1.0, 1: 1.0, 2: 1.0}
 
 

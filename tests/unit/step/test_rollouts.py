@@ -7,12 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from megarl.cluster.groups.engines import RemoteSample
 from megarl.cluster.pending import ready
 from megarl.config.load import load
 from megarl.core.metrics import Metric, values
 from megarl.core.timing import Stopwatch
-from megarl.core.types import Prompt, SampleInfo, Score
+from megarl.core.types import Prompt, SampleRef, Score
 from megarl.data.cursor import PromptCursor
 from megarl.step.queue import RolloutQueue
 from megarl.step.rollouts import collect_rollouts
@@ -32,12 +31,12 @@ class Engines:
         assert listener == "the rewards"
         self.asked.append([group[0].prompt.id for group in groups])
         self.turns.append("generate")
-        return ready([[RemoteSample(self.info(r), ref=r.sample_id) for r in group] for group in groups])
+        return ready([[self.ref(r) for r in group] for group in groups])
 
     @staticmethod
-    def info(request) -> SampleInfo:
+    def ref(request) -> SampleRef:
         n = 4 if request.sample_id.endswith(".1") else 2
-        return SampleInfo(request.sample_id, request.prompt.id, 10, n, n, "stop", 0, 0)
+        return SampleRef(request.sample_id, request.prompt.id, 10, n, n, "stop", 0, 0, sample=request.sample_id)
 
 
 def run(outcomes: str, rounds: int, wanted: int = 3):
@@ -49,12 +48,12 @@ def run(outcomes: str, rounds: int, wanted: int = 3):
     engines = Engines()
 
     def score(samples, step, path):
-        ends = [(int(sample.info.prompt_id), sample.info.id.endswith(".1")) for sample in samples]
+        ends = [(int(sample.prompt_id), sample.id.endswith(".1")) for sample in samples]
         scores = [
             Score(None, {}, "none") if outcomes[i] == "0" else Score(float(outcomes[i] == "+" and second), {})
             for i, second in ends
         ]
-        return ready((scores, {sample.info.id: f"of {sample.info.id}" for sample in samples}))
+        return ready((scores, {sample.id: f"of {sample.id}" for sample in samples}))
 
     def switch_to_scoring(is_last: bool):
         assert is_last == (len(engines.asked) == rounds), "a refit is certain only after the last possible round"
@@ -83,7 +82,7 @@ def run(outcomes: str, rounds: int, wanted: int = 3):
         lambda: None,
     )
     assert state.dump()["under_way"] == []
-    chosen = [group[0].sample.info.prompt_id if group else "none" for group in rollouts.chosen]
+    chosen = [group[0].prompt_id if group else "none" for group in rollouts.chosen]
     rounds = ["generate", "score"] + ["back", "generate", "score"] * (len(engines.asked) - 1)
     assert engines.turns == ["to engines", *rounds, "to trainers"]
     assert rollouts.metrics["memory/free_gb"].value == 3.0
@@ -109,7 +108,7 @@ def test_uninformative_prompts_are_replaced():
 
 def test_samples_of_all_rounds_have_unique_names_and_seeds():
     _, _, rollouts = run("-" * 9, rounds=3)
-    names = [sample.info.id for group in rollouts.sampled for sample in group]
+    names = [sample.id for group in rollouts.sampled for sample in group]
     assert names == [f"7.{i}.{k}" for i in range(9) for k in range(2)]
     assert rollouts.process_rewards == {name: f"of {name}" for name in names}
 
@@ -140,7 +139,7 @@ def test_consecutive_failed_samples_stop_the_run(failed, limit, stops):
     keys = ["model.path=m", "data.source=arithmetic", "rewards.failure_limit=1"]
     config = load(BASE, [*keys, f"rewards.max_consecutive_failures={'null' if limit is None else limit}"])
     scores = [Score(None, {}, "f raised ValueError: no") if flag == "1" else Score(1.0, {}) for flag in failed]
-    group = [RemoteSample(SampleInfo(str(i), "p", 1, 1, 1, "stop", 0, 0), ref=None) for i in range(len(failed))]
+    group = [SampleRef(str(i), "p", 1, 1, 1, "stop", 0, 0) for i in range(len(failed))]
     if not stops:
         [scored], _ = select(config, [group], scores)
         assert len(scored) == failed.count("0")

@@ -7,9 +7,8 @@ import statistics
 import pytest
 
 from megarl.algorithms.baselines import MovingAverage
-from megarl.cluster.groups.engines import RemoteSample
 from megarl.config.load import load
-from megarl.core.types import RolloutInfo, SampleInfo, Score, TokenTotals
+from megarl.core.types import RolloutInfo, SampleRef, Score, TokenTotals
 from megarl.step.baselines import attach_baselines, update_reward_average
 from megarl.step.metrics import step_metrics
 from megarl.step.scoring import is_informative, select
@@ -19,20 +18,18 @@ REWARDS = {"1.0.0": 1.0, "1.0.1": 0.0, "1.0.2": 0.5}
 NUM_SAMPLES = {"1.0.0": 3, "1.0.1": 1, "1.0.2": 2}
 
 
-def info(rollout: str, number: int, stop: str = "done") -> SampleInfo:
+def sample_of(rollout: str, number: int, stop: str = "done") -> SampleRef:
     numbers = RolloutInfo(stop, 4, NUM_SAMPLES.get(rollout, 1), {"ok": 2, "raised": 1}, 100, 80)
     name = rollout if number == 0 else f"{rollout}/{number}"
-    return SampleInfo(name, "p", 10, 5, 3, "stop", 0, 0, rollout_id=rollout, rollout=numbers)
+    return SampleRef(name, "p", 10, 5, 3, "stop", 0, 0, rollout_id=rollout, rollout=numbers)
 
 
-def group() -> list[RemoteSample]:
-    return [RemoteSample(info(name, k), None) for name, count in NUM_SAMPLES.items() for k in range(count)]
+def group() -> list[SampleRef]:
+    return [sample_of(name, k) for name, count in NUM_SAMPLES.items() for k in range(count)]
 
 
-def scores(samples: list[RemoteSample]) -> list[Score]:
-    return [
-        Score(REWARDS[sample.info.rollout_id], {"environment": REWARDS[sample.info.rollout_id]}) for sample in samples
-    ]
+def scores(samples: list[SampleRef]) -> list[Score]:
+    return [Score(REWARDS[sample.rollout_id], {"environment": REWARDS[sample.rollout_id]}) for sample in samples]
 
 
 def config(*overrides: str):
@@ -48,10 +45,10 @@ def test_grpo_compares_rollouts_not_samples():
     assert metrics["reward/environment"].value == pytest.approx(0.5)
     assert metrics["reward/failed_frac"].value == 0
     based = attach_baselines(config(), [scored], {}, {}, MovingAverage())
-    assert [item.sample.info.id for item in based] == [sample.info.id for sample in samples]
+    assert [item.id for item in based] == [sample.id for sample in samples]
     for item in based:
         advantage = (item.reward - item.baseline.center) / item.baseline.scale
-        expected = (REWARDS[item.sample.info.rollout_id] - 0.5) / (statistics.stdev([1.0, 0.0, 0.5]) + 1e-6)
+        expected = (REWARDS[item.rollout_id] - 0.5) / (statistics.stdev([1.0, 0.0, 0.5]) + 1e-6)
         assert advantage == pytest.approx(expected)
 
 
@@ -61,25 +58,21 @@ def test_rollout_has_the_baseline_of_a_single_sample(estimator):
     settings = config(f"algorithm.advantage.estimator={estimator}")
     samples = group()
     [scored], _ = select(settings, [samples], scores(samples))
-    whole = [
-        RemoteSample(SampleInfo(name, "p", 10, 5, 3 * count, "stop", 0, 0), None) for name, count in NUM_SAMPLES.items()
-    ]
+    whole = [SampleRef(name, "p", 10, 5, 3 * count, "stop", 0, 0) for name, count in NUM_SAMPLES.items()]
     [of_whole], _ = select(settings, [whole], scores(whole))
-    expected = {
-        item.sample.info.id: item.baseline for item in attach_baselines(settings, [of_whole], {}, {}, MovingAverage())
-    }
+    expected = {item.id: item.baseline for item in attach_baselines(settings, [of_whole], {}, {}, MovingAverage())}
     for item in attach_baselines(settings, [scored], {}, {}, MovingAverage()):
-        assert item.baseline == expected[item.sample.info.rollout_id]
+        assert item.baseline == expected[item.rollout_id]
 
 
 def test_token_rewards_and_kl_are_summed_over_a_rollout():
     settings = config("algorithm.advantage.estimator=rloo")
     samples = group()
     [scored], _ = select(settings, [samples], scores(samples))
-    kl = {sample.info.id: TokenTotals(3, -0.1, 0.01) for sample in samples}
+    kl = {sample.id: TokenTotals(3, -0.1, 0.01) for sample in samples}
     based = attach_baselines(settings, [scored], {}, kl, MovingAverage())
     rewards = {name: REWARDS[name] - 0.1 * count for name, count in NUM_SAMPLES.items()}
-    first = next(item for item in based if item.sample.info.rollout_id == "1.0.0")
+    first = next(item for item in based if item.rollout_id == "1.0.0")
     assert first.baseline.center == pytest.approx((rewards["1.0.1"] + rewards["1.0.2"]) / 2)
 
 
@@ -95,17 +88,17 @@ def test_moving_average_is_over_rollouts():
 def test_greedy_rollout_is_excluded_with_all_its_samples():
     settings = config("algorithm.advantage.estimator=remax")
     samples = group()
-    greedy = [RemoteSample(info("1.0.greedy", k), None) for k in range(2)]
+    greedy = [sample_of("1.0.greedy", k) for k in range(2)]
     given = [*scores(samples), Score(0.25, {}), Score(0.25, {})]
     [scored], metrics = select(settings, [[*samples, *greedy]], given)
-    assert {item.sample.info.rollout_id for item in scored} == set(REWARDS)
+    assert {item.rollout_id for item in scored} == set(REWARDS)
     assert {item.greedy for item in scored} == {0.25}
     assert metrics["reward/greedy_mean"].value == 0.25
 
 
 def test_failed_environment_is_not_a_reward_failure():
     samples = group()
-    failed = RemoteSample(info("1.0.9", 0, "failed"), None)
+    failed = sample_of("1.0.9", 0, "failed")
     [scored], metrics = select(
         config(), [[*samples, failed]], [*scores(samples), Score(None, {}, "environment: step raised")]
     )

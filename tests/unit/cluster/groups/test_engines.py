@@ -10,14 +10,16 @@ import pytest
 
 from megarl.cluster.failure import RunFailure
 from megarl.cluster.groups import engines, remote, vllm
-from megarl.cluster.groups.engine_actor import Aborted, EngineActor
-from megarl.cluster.groups.engines import RESTARTS, EngineGroup, RemoteSample, Sampled
+from megarl.cluster.groups.engine_actor import EngineActor
+from megarl.cluster.groups.engines import EngineGroup, Sampled
 from megarl.cluster.pending import Answers, Pending, ready
 from megarl.cluster.placement import Process
 from megarl.config.load import load
+from megarl.core.types import SampleRef
 from megarl.resharding.families import huggingface_holder, megatron_holders, vllm_holders
 from megarl.resharding.planning.compact import CompactPlan
 from megarl.resharding.planning.planner import make_plan
+from megarl.rollout.router import RESTARTS, Aborted
 from tests.paths import QUICKSTART
 from tests.unit.resharding.cases import config_of, layout_of
 
@@ -76,7 +78,7 @@ class FakeActor:
             if requests[0] in FakeActor.aborted:
                 FakeActor.aborted.remove(requests[0])
                 return Aborted(7)
-            return [f"{item} by {self._name}" for item in requests]
+            return [SampleRef(f"{item} by {self._name}", "", 1, 1, 1, "stop", 0, 0) for item in requests]
 
         return [infos, *(f"ref to {request}" for request in requests)]
 
@@ -177,9 +179,9 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     )
 
 
-def check_answers(answers: list[list[RemoteSample]], groups: list[list[str]]) -> None:
-    assert [[sample.info.split()[0] for sample in group] for group in answers] == groups
-    assert [[sample.ref for sample in group] for group in answers] == [[f"ref to {r}" for r in g] for g in groups]
+def check_answers(answers: list[list[SampleRef]], groups: list[list[str]]) -> None:
+    assert [[sample.id.split()[0] for sample in group] for group in answers] == groups
+    assert [[ref.sample for ref in group] for group in answers] == [[f"ref to {r}" for r in g] for g in groups]
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
@@ -196,7 +198,7 @@ def test_a_group_stays_on_one_replica(start) -> None:
 
 def test_fewer_groups_than_replicas_are_spread(start) -> None:
     answers = ask(start(3), [["a"], ["b"]]).result()
-    assert [[sample.info for sample in group] for group in answers] == [["a by engine-0"], ["b by engine-1"]]
+    assert [[sample.id for sample in group] for group in answers] == [["a by engine-0"], ["b by engine-1"]]
 
 
 def test_single_groups_go_to_the_least_loaded_engine(start) -> None:
@@ -217,19 +219,19 @@ def test_slow_replica_gets_fewer_groups(start) -> None:
     all samples, each engine receives the same number of prompts in every run."""
     engines, waiting = start(3, "rollout.max_staleness=1"), start(3)
     sizes = dict.fromkeys(range(18), 8)
-    assert [len(part) for part in engines.assign(sizes).values()] == [6, 6, 6]
+    assert [len(part) for part in engines.router.assign(sizes).values()] == [6, 6, 6]
     for latencies, shares in (((0.01, 0.04, 0.01), [8, 2, 8]), ((0.01, 0.012, 0.01), [6, 6, 6])):
         answers = [(10.0, round(10 / latency)) for latency in latencies]
         FakeActor.sampled = dict(zip(engines.names, answers, strict=True))
         for _ in range(8):
             engines.take_idle_share().result()
             waiting.take_idle_share().result()
-        assert [len(part) for part in engines.assign(sizes).values()] == shares
-        assert [len(part) for part in waiting.assign(sizes).values()] == [6, 6, 6]
-    assert list(engines.assign(sizes, excluded=["engine-0"])) == ["engine-1", "engine-2"]
+        assert [len(part) for part in engines.router.assign(sizes).values()] == shares
+        assert [len(part) for part in waiting.router.assign(sizes).values()] == [6, 6, 6]
+    assert list(engines.router.assign(sizes, excluded=["engine-0"])) == ["engine-1", "engine-2"]
     engines.drop({"engine-1"}, "rollout")
-    assert list(engines.assign(sizes)) == ["engine-0", "engine-2"]
-    assert list(engines.assign(sizes, excluded=["engine-0", "engine-2"])) == ["engine-0", "engine-2"], (
+    assert list(engines.router.assign(sizes)) == ["engine-0", "engine-2"]
+    assert list(engines.router.assign(sizes, excluded=["engine-0", "engine-2"])) == ["engine-0", "engine-2"], (
         "only these engines exist"
     )
 
@@ -246,22 +248,22 @@ def test_idle_engine_takes_over_from_a_much_slower_one(
     under_way = {name: ask(engines, [[name, f"{name}2"]]) for name in "abcde"}
     slow = FakeActor.seen["engine-1"][0]
     others = [under_way.pop(name) for name in FakeActor.seen["engine-0"][::2]]
-    engines.reassign_stragglers([[slow]])
+    engines.router.reassign_stragglers([[slow]])
     assert FakeActor.aborted == [], "no engine is idle"
     for pending in others:
         pending.result()
     for _ in range(2):
-        engines.reassign_stragglers([[slow]])
+        engines.router.reassign_stragglers([[slow]])
     is_moved = slowness > 2
     assert FakeActor.aborted == [slow] * is_moved, "once"
     assert ("restart 1 of its prompts" in capsys.readouterr().out) == is_moved
     if unwanted:
-        engines.abort([[slow]])
+        engines.router.abort([[slow]])
         assert under_way.pop(slow).result() == [Aborted(7)]
     for name, pending in under_way.items():
         engine = "engine-0" if is_moved else "engine-1"
-        assert [sample.info for sample in pending.result()[0]] == [f"{name} by {engine}", f"{name}2 by {engine}"]
-    assert not engines._places and not engines._moving and not +engines.load
+        assert [sample.id for sample in pending.result()[0]] == [f"{name} by {engine}", f"{name}2 by {engine}"]
+    assert not engines.router.submissions and not +engines.router.load
 
 
 def test_loss_seen_by_several_calls_counts_once(start, capsys) -> None:
@@ -310,7 +312,7 @@ def test_abandoned_group_is_aborted_and_not_reassigned(monkeypatch, start, dying
     FakeActor.dying = dying
     monkeypatch.setattr(engines._session, "submit", lately(engines, calls))
     first, second = ask(engines, [["a", "a2"]]), ask(engines, [["b"]])
-    engines.abort([["a", "a2"]])
+    engines.router.abort([["a", "a2"]])
     [tokens] = [sampled.num_tokens for sampled in first.result()]
     assert tokens == (0 if dying == {"engine-0"} else 7)
     check_answers(second.result(), [["b"]])

@@ -6,11 +6,12 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 
-from megarl.cluster.groups.environments import EnvironmentWorker
 from megarl.config.evaluation import config_of_set
 from megarl.config.load import load
 from megarl.config.schema import Config
@@ -20,6 +21,7 @@ from megarl.rollout.engine import TurnRequest
 from megarl.step import requests as training
 from megarl.step.evaluation import requests
 from tests.paths import QUICKSTART
+from tests.unit.cluster.groups.environment_actor import environment_actor, handle_of
 from tests.unit.environments.test_runner import EOS_ID, TOKENIZER, prompt
 
 ENVIRONMENTS = Path(__file__).parents[2] / "environments"
@@ -32,9 +34,13 @@ class Engine:
 
     def __init__(self) -> None:
         self.asked: list[TurnRequest] = []
+        self.is_lost = False
         self.under_way = self.most_under_way = 0
 
-    async def complete(self, turn: TurnRequest) -> Completion:
+    def begin(self, turn: TurnRequest) -> asyncio.Future[Completion]:
+        return asyncio.ensure_future(self._complete(turn))
+
+    async def _complete(self, turn: TurnRequest) -> Completion:
         self.asked.append(turn)
         self.under_way += 1
         self.most_under_way = max(self.most_under_way, self.under_way)
@@ -60,37 +66,30 @@ def config(kind: str, given: dict, *overrides: str) -> Config:
     )
 
 
-def drive(settings: Config, phases: Callable[[EnvironmentWorker], Awaitable[list]]) -> list:
+def drive(settings: Config, phases: Callable[[Any], Awaitable[list]]) -> list:
     async def run() -> list:
-        worker = EnvironmentWorker(settings, TOKENIZER, 1, "127.0.0.1")
-        await worker.start()
-        try:
-            return await phases(worker)
-        finally:
-            await worker.close()
+        async with environment_actor(settings) as actor:
+            return await phases(actor)
 
     return asyncio.run(run())
 
 
-def evaluate(
-    settings: Config, worker: EnvironmentWorker, engine: Engine, *faults: str
-) -> Awaitable[list[list[Sample]]]:
+def evaluate(settings: Config, actor: Any, engine: Engine, *faults: str) -> Awaitable[list[list[Sample]]]:
     [given] = settings.evaluation.sets
     asked = requests(settings, given, PromptSet(tuple(map(prompt, faults)), "hash"))
-    return worker.evaluate(
-        config_of_set(settings, given), [request for group in asked for request in group], engine.complete, list
-    )
+    flat = [request for group in asked for request in group]
+    return actor.evaluate(flat, handle_of(engine), config_of_set(settings, given))
 
 
 @pytest.mark.parametrize(("kind", "turns"), [("Counter", 3), ("Delegator", 3)])
 def test_turns_use_the_sets_settings_and_fixed_seeds(kind: str, turns: int) -> None:
     settings = config(kind, SET)
 
-    async def evaluate_twice(worker: EnvironmentWorker) -> list:
+    async def evaluate_twice(actor: Any) -> list:
         found = []
         for _ in range(2):
             engine = Engine()
-            [samples] = await evaluate(settings, worker, engine, "fine")
+            [samples] = await evaluate(settings, actor, engine, "fine")
             found.append((engine.asked, [sample.response_ids.tolist() for sample in samples]))
         return found
 
@@ -105,22 +104,23 @@ def test_turns_use_the_sets_settings_and_fixed_seeds(kind: str, turns: int) -> N
 @pytest.mark.parametrize("kind", ["Counter", "Delegator"])
 def test_greedy_set_samples_every_turn_greedily(kind: str) -> None:
     settings, engine = config(kind, {"name": "a"}), Engine()
-    [samples] = drive(settings, lambda worker: evaluate(settings, worker, engine, "fine"))
+    [samples] = drive(settings, lambda actor: evaluate(settings, actor, engine, "fine"))
     assert samples[0].episode.failure is None
     assert len(engine.asked) == 3 and all(turn.is_greedy for turn in engine.asked)
 
 
 def test_evaluation_does_not_affect_stateful_environments() -> None:
     settings, engine = config("Numbered", {"name": "a"}), Engine()
+    listener = SimpleNamespace(begin=SimpleNamespace(remote=lambda samples: None))
 
-    async def train(worker: EnvironmentWorker, step: int) -> list[float]:
+    async def train(actor: Any, step: int) -> list[float]:
         [asked, _] = training.requests(settings, step, [prompt("fine"), prompt("fine")])
-        return numbers(await worker.train(asked, engine.complete, list))
+        return numbers(await actor.train(asked, handle_of(engine), listener))
 
-    async def run(worker: EnvironmentWorker) -> list:
-        before = await train(worker, 1)
-        evaluated = [numbers(await evaluate(settings, worker, engine, "fine", "fine")) for _ in range(2)]
-        return [before, *evaluated, await train(worker, 2)]
+    async def run(actor: Any) -> list:
+        before = await train(actor, 1)
+        evaluated = [numbers(await evaluate(settings, actor, engine, "fine", "fine")) for _ in range(2)]
+        return [before, *evaluated, await train(actor, 2)]
 
     assert drive(settings, run) == [[1, 2], [1, 2], [1, 2], [3, 4]]
 
@@ -131,16 +131,16 @@ def numbers(rollouts: list[list[Sample]]) -> list[float]:
 
 def test_evaluation_concurrency_is_limited_to_a_training_step() -> None:
     settings, engine = config("Counter", {"name": "a"}), Engine()
-    rollouts = drive(settings, lambda worker: evaluate(settings, worker, engine, *["fine"] * 9))
+    rollouts = drive(settings, lambda actor: evaluate(settings, actor, engine, *["fine"] * 9))
     assert len(rollouts) == 9 and engine.most_under_way == 4
 
 
 def test_failures_neither_end_the_run_nor_leak_processes() -> None:
     settings, engine, left = config("Counter", {"name": "a"}, "environment.class=null"), Engine(), []
 
-    async def run(worker: EnvironmentWorker) -> list[list[Sample]]:
+    async def run(actor: Any) -> list[list[Sample]]:
         assert not psutil.Process().children(), "training must have no environment process"
-        rollouts = await evaluate(settings, worker, engine, "raise", "raise", "raise", "fine")
+        rollouts = await evaluate(settings, actor, engine, "raise", "raise", "raise", "fine")
         left.extend(psutil.Process().children())
         return rollouts
 

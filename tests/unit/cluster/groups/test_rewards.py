@@ -17,7 +17,7 @@ import pytest
 from megarl.cluster.groups import rewards
 from megarl.cluster.groups.rewards import RewardWorker
 from megarl.config.load import load
-from megarl.core.types import CandidateIds, Prompt, Sample, VersionRun
+from megarl.core.types import CandidateIds, Prompt, Sample, SampleRef, VersionRun
 from megarl.models.run_models import ModelFolders
 from tests.paths import QUICKSTART
 from tests.timing import LIMIT_S, POLL_S, WAIT_S
@@ -132,9 +132,10 @@ def test_pending_samples_are_restored_from_a_checkpoint(worker, tmp_path, monkey
         routes=np.full((4, 2, 1), 3, np.int8),
     )
     groups = [(17, 2, [whole, sample("3.0.0", "one")]), (4, 3, [sample("3.1.0", "x")])]
-    record = worker.save_groups(groups, tmp_path / "rollouts" / "waiting")
+    refs = [(row, version, [SampleRef.of(sample, sample) for sample in samples]) for row, version, samples in groups]
+    record = worker.save_groups(refs, tmp_path / "rollouts" / "waiting")
     assert (tmp_path / record.path).stat().st_size == record.num_bytes
-    monkeypatch.setattr(rewards.RemoteSample, "put", lambda sample: sample)
+    monkeypatch.setattr(rewards, "put_sample", lambda sample: sample)
     found = worker.load_groups(tmp_path / "rollouts" / "waiting")
     assert [(row, version) for row, version, _ in found] == [(17, 2), (4, 3)]
     assert found[1][2] == groups[1][2] and found[0][2] == groups[0][2]

@@ -38,10 +38,6 @@ from tests.unit.config.rules.recipes import errors, recipe
             "rollout.on_stale=drop: has no effect unless rollout.max_staleness=1 or batch.oversampling=1.25. Fix",
         ),
         (
-            ["rollout.on_stale=drop", "batch.oversampling=2", "environment.class=calculator"],
-            "rollout.on_stale=drop: stale rollouts are aborted, but rollouts of environment.class=calculator cannot be",
-        ),
-        (
             ["rollout.max_new_tokens=256"],
             "rollout.max_new_tokens=256: 256 - 256 = 0 of rollout.context_length=256 tokens",
         ),
@@ -60,6 +56,7 @@ def test_broken_rule_is_reported_alone(overrides: list[str], message: str) -> No
         ["rollout.top_k=1"],
         ["rollout.max_staleness=1", "cluster.placement=disaggregated"],
         ["rollout.max_staleness=1", "cluster.placement=disaggregated", "rollout.on_stale=drop"],
+        ["rollout.on_stale=drop", "batch.oversampling=2", "environment.class=calculator"],
         ["rollout.max_staleness=1"],
         ["rollout.max_staleness=1", "rollout.sleep=true", "rollout.kv_cache_on_update=recompute"],
     ],

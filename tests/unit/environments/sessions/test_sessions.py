@@ -16,7 +16,8 @@ import pytest
 
 from megarl.core.types import Prompt, VersionRun
 from megarl.data.turns import ChatTokens
-from megarl.environments.sessions import RecordedSample, Session, SessionLimits, SessionServer
+from megarl.environments.sessions import Session, SessionLimits, SessionServer
+from megarl.environments.transcript import Part
 from tests.scripted_policy import ScriptedPolicy, call, hermes_tokenizer
 
 PROGRAM = Path(__file__).with_name("openai_program.py")
@@ -32,10 +33,10 @@ def in_session(
     policy: ScriptedPolicy,
     agent: Callable[[Ask, SessionServer, Session], Awaitable[None]],
     limits: SessionLimits = LIMITS,
-) -> tuple[Session, list[RecordedSample]]:
+) -> tuple[Session, list[Part]]:
     """Run an agent in a session. Return the session and its samples."""
 
-    async def main() -> tuple[Session, list[RecordedSample]]:
+    async def main() -> tuple[Session, list[Part]]:
         server = SessionServer(TOKENIZER, lambda tools: ChatTokens(TOKENIZER, tools), {"temperature": 1.0})
         await server.start("127.0.0.1")
         session = server.open(policy, limits, seed=5)
@@ -65,7 +66,7 @@ def message_of(answer: tuple[int, Any]) -> dict[str, Any]:
     return body["choices"][0]["message"]
 
 
-def sampled(sample: RecordedSample) -> str:
+def sampled(sample: Part) -> str:
     """Return the trained tokens of a sample as text."""
     made = sample.transcript.sample("a", Prompt("p", "", []), "", "a", None)
     return TOKENIZER.decode(made.response_ids[made.response_mask])

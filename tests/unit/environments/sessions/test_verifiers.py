@@ -18,7 +18,8 @@ from megarl.core.types import Prompt
 from megarl.data.turns import ChatTokens
 from megarl.environments import Task
 from megarl.environments.hosts import HostArguments, HostFailure, HostPool
-from megarl.environments.sessions import RecordedSample, SessionLimits, SessionServer
+from megarl.environments.sessions import SessionLimits, SessionServer
+from megarl.environments.transcript import Part
 from tests.paths import VERIFIERS
 from tests.scripted_policy import ScriptedPolicy, call, hermes_tokenizer
 from tests.timing import WAIT_S, wait_until
@@ -71,7 +72,7 @@ def test_verifiers_environment_plays_through_the_endpoint(surroundings: Path) ->
     }
     policies = {idx: ScriptedPolicy(TOKENIZER, script) for idx, script in scripts.items()}
 
-    async def play(server: SessionServer, pool: HostPool, idx: int) -> tuple[Any, list[RecordedSample]]:
+    async def play(server: SessionServer, pool: HostPool, idx: int) -> tuple[Any, list[Part]]:
         host = await pool.take()
         session = server.open(policies[idx], LIMITS, seed=idx)
         task = asdict(Task("a", [], None, {"idx": idx}, 3))
@@ -83,7 +84,7 @@ def test_verifiers_environment_plays_through_the_endpoint(surroundings: Path) ->
         await host.call("close", str(idx), 10)
         return rewards, await server.close(session)
 
-    async def main() -> list[tuple[Any, list[RecordedSample]]]:
+    async def main() -> list[tuple[Any, list[Part]]]:
         server = SessionServer(TOKENIZER, lambda tools: ChatTokens(TOKENIZER, tools))
         await server.start("127.0.0.1")
         pool = await HostPool.start(HostArguments("verifiers", options, WAIT_S, {}), 1)
