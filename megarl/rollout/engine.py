@@ -181,5 +181,5 @@ class Engine(Protocol):
         Return None if the weights cannot be compared because the engine transforms them after receiving them.
         """
 
-    def facts(self, texts: Sequence[str]) -> EngineInfo:
+    def info(self, texts: Sequence[str]) -> EngineInfo:
         """Return the engine's properties. `texts` are tokenized without adding special tokens."""

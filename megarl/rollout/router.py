@@ -25,7 +25,7 @@ RESTARTS = 3
 
 @dataclass(frozen=True, slots=True)
 class Aborted:
-    """The aborted rollouts in a group. num_tokens: number of tokens sampled before the abort."""
+    """Result of an aborted group. `num_tokens` is the number of tokens that it had sampled."""
 
     num_tokens: int
 
@@ -43,9 +43,11 @@ class Router:
     """
 
     def __init__(self, engines: Sequence[str], weighs_speed: bool):
-        """
-        weighs_speed   whether slower engines receive fewer requests. False if a step waits for all of its rollouts:
-                       otherwise the assignment, and so the run, would not be reproducible
+        """Create a router for engines with these names.
+
+        Args:
+            weighs_speed: whether slower engines receive fewer requests. False if a step waits for all of its rollouts:
+                otherwise the assignment, and so the run, would not be reproducible.
         """
         self.engines, self.live = tuple(engines), list(engines)
         self._weighs_speed = weighs_speed
@@ -61,8 +63,9 @@ class Router:
     def assign(self, sizes: Mapping[Any, int], excluded: Collection[str] = ()) -> dict[str, list[Any]]:
         """Assign each group to the engine that is expected to finish it first. Return groups by engine name.
 
-        sizes      number of requests in each group
-        excluded   engines that receive groups only if no other engine is left
+        Args:
+            sizes: number of requests in each group.
+            excluded: engines that receive groups only if no other engine is left.
         """
         load, slowness = Counter(self.load), self._slowness()
         assigned = {name: [] for name in [name for name in self.live if name not in excluded] or self.live}
@@ -87,16 +90,23 @@ class Router:
         return {name: factor if factor > SLOW else 1.0 for name, factor in times.items()}
 
     def abort(self, groups: Collection[Sequence[str]]) -> None:
-        """Abort groups that were submitted alone, given by the names of their rollouts. Their submissions finish soon:
-        with Aborted, or with samples if the group had already finished."""
+        """Abort groups that were submitted alone. Their submissions finish soon: with Aborted, or with samples if the
+        group had already finished.
+
+        Args:
+            groups: each group as the names of its rollouts.
+        """
         pending = [self.submissions[group[0]] for group in groups if group[0] in self.submissions]
         for submission in pending:
             submission.is_aborted = True
         self._send_aborts(pending)
 
     def reassign_stragglers(self, groups: Collection[Sequence[str]]) -> None:
-        """Restart groups from much slower engines on idle engines. groups: groups that a step waits for and that were
-        submitted alone, given by the names of their rollouts."""
+        """Restart groups from much slower engines on idle engines.
+
+        Args:
+            groups: groups that a step waits for and that were submitted alone, each as the names of its rollouts.
+        """
         slowness = self._slowness()
         if not any(self.load[name] == 0 and slowness[name] < MUCH_SLOWER for name in self.live):
             return
@@ -140,7 +150,7 @@ class Submission:
     """
 
     def __init__(self, router: Router, groups: Sequence[Sequence[str]], abort: Abort):
-        """groups: names of the rollouts in each group. abort: function that aborts these groups."""
+        """Submit groups, each as the names of its rollouts. `abort` is a function that aborts them."""
         self._router, self.groups, self.abort = router, groups, abort
         self.name, self.engine = groups[0][0], ""
         """Name and engine of a single group."""
@@ -179,7 +189,8 @@ class Submission:
     def collect(self, answers: Mapping[str, Sequence[Sequence[Any]] | Aborted]) -> list[str]:
         """Record the results of the placed groups. Return the lost engines whose loss the router has not seen yet.
 
-        answers   samples of each rollout, or Aborted, by engine name, without lost engines
+        Args:
+            answers: samples of each rollout, or Aborted, by engine name, without lost engines.
         """
         self._router.load.subtract(self._requests)
         lost = [name for name in self._assigned if name not in answers]

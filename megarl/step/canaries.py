@@ -100,7 +100,7 @@ class Canaries:
         differences = self._differences(answers, [(SAMPLED, scoring) for scoring in others.values()])
         rescored = dict(zip(others, differences, strict=True))
         texts = [prompt.text for prompt in self.prompts]
-        facts = workers.engines.facts(texts).result()
+        infos = workers.engines.info(texts).result()
         workers.trained.stage_actor_for_sync()
         differing = workers.refit.differing()
         workers.suspend_engines()
@@ -126,8 +126,8 @@ class Canaries:
                 kernels=(workers.actor.kernels, info.description),
             )
 
-        alive = facts.keys() & differing.keys()  # an engine may have been lost
-        return {name: explained(name, measured[name], facts[name]) for name in measured if name in alive}
+        alive = infos.keys() & differing.keys()  # an engine may have been lost
+        return {name: explained(name, measured[name], infos[name]) for name in measured if name in alive}
 
     def _requests(self, engine: str) -> list[SamplingRequest]:
         longest = min(NUM_TOKENS, self.config.rollout.max_new_tokens)

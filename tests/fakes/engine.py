@@ -172,7 +172,7 @@ class FakeEngine:
     def differing(self, expected: Mapping[Region, Checksum]) -> list[str] | None:
         return [line for holder, weights, _, _ in self._links for line in differing_regions(holder, weights, expected)]
 
-    def facts(self, texts: Sequence[str]) -> EngineInfo:
+    def info(self, texts: Sequence[str]) -> EngineInfo:
         ids = (tuple(self._tokenizer.encode(text, add_special_tokens=False).ids) for text in texts)
         return EngineInfo("float32", tuple(ids), "an engine without vLLM")
 

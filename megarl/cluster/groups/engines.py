@@ -88,7 +88,7 @@ class EngineGroup(VllmGroup):
     def _sleep(self, keeps_weights: bool) -> None: ...
 
     @remote(timeout="refit")
-    def _facts(self, texts: Sequence[str]) -> EngineInfo: ...
+    def _info(self, texts: Sequence[str]) -> EngineInfo: ...
 
     @remote(timeout="refit")
     def _differing(self, expected: Mapping[Region, Checksum]) -> list[str] | None: ...
@@ -293,9 +293,9 @@ class EngineGroup(VllmGroup):
 
         return self._sample(None, requests).then(collect)
 
-    def facts(self, texts: Sequence[str]) -> Pending[dict[str, EngineInfo]]:
-        """Return the EngineInfo for every engine, by engine name. See Engine.facts."""
-        return self._run_on_each(self._facts, texts)
+    def info(self, texts: Sequence[str]) -> Pending[dict[str, EngineInfo]]:
+        """Return the EngineInfo for every engine, by engine name. See Engine.info."""
+        return self._run_on_each(self._info, texts)
 
     def differing(self, expected: Mapping[Region, Checksum]) -> Pending[dict[str, list[str] | None]]:
         """Compare the weights in every engine with checksums. The result has the differing regions, by engine name. See

@@ -304,7 +304,7 @@ class VllmEngine:
         differences = self._call_workers(RefitExtension.differing, expected)
         return None if None in differences else [line for lines in differences for line in lines]
 
-    def facts(self, texts: Sequence[str]) -> EngineInfo:
+    def info(self, texts: Sequence[str]) -> EngineInfo:
         head_dtype = dtype_name(self._llm.llm_engine.vllm_config.model_config.head_dtype)
         ids = (tuple(self._tokenizer.encode(text, add_special_tokens=False)) for text in texts)
         return EngineInfo(head_dtype, tuple(ids), self._descriptions[0])

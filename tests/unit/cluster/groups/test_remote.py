@@ -68,7 +68,7 @@ def test_remote_declarations_match_their_definitions(group, actor, worker, name)
 
 
 def test_engine_methods_match_their_protocol() -> None:
-    for name in ("pause", "resume", "sleep", "facts", "differing", "refit"):
+    for name in ("pause", "resume", "sleep", "info", "differing", "refit"):
         assert parameters(getattr(Engine, name)) == parameters(getattr(VllmEngine, name))
 
 
