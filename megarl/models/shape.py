@@ -23,10 +23,11 @@ from megarl.models.huggingface import (
 class ModelShape:
     """The architecture parameters that determine the shapes of a model's weights.
 
-    heads      number of query heads
-    kv_heads   number of key heads, equal to the number of value heads
-    tied       whether the output layer shares the embedding's weight
-    fused      whether the checkpoint fuses the query, key and value projections, and the gate and up projections
+    Attributes:
+        heads: number of query heads.
+        kv_heads: number of key heads, equal to the number of value heads.
+        tied: whether the output layer shares the embedding's weight.
+        fused: whether the checkpoint fuses the query, key and value projections, and the gate and up projections.
     """
 
     model_type: str

@@ -13,10 +13,11 @@ from megarl.resharding.piece import Holder, Piece, Rectangle, Shard, intersect, 
 class Extent:
     """A rectangle in a rank's parameter and its position in a checkpoint tensor.
 
-    key, global_shape  name and shape of the checkpoint tensor
-    offset             start of the rectangle in that tensor. The tensor may have leading axes that the parameter lacks,
-                       such as the expert axis; an extent spans a single index on each of these axes
-    resizable          whether the stored tensor may be longer, because another layout pads the vocabulary differently
+    Attributes:
+        key, global_shape: name and shape of the checkpoint tensor.
+        offset: start of the rectangle in that tensor. The tensor may have leading axes that the parameter lacks, such
+            as the expert axis; an extent spans a single index on each of these axes.
+        resizable: whether the stored tensor may be longer, because another layout pads the vocabulary differently.
     """
 
     parameter: str
@@ -65,7 +66,8 @@ class Extent:
 def checkpoint_holder(name: str, ranks: Iterable[tuple[Holder, Sequence[Extent]]], dtypes: Mapping[str, str]) -> Holder:
     """Return the checkpoint as a holder whose parameters are the extents of all ranks.
 
-    dtypes   checkpoint key -> dtype
+    Args:
+        dtypes: checkpoint key -> dtype.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     pieces: list[Piece] = []

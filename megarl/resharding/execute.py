@@ -45,7 +45,8 @@ def execute(writes: Writes, parameters: Mapping[str, torch.Tensor], transport: T
 class Assembly:
     """Assembles whole parameters from a plan's copies, each in newly allocated memory on the holder's device.
 
-    staging_bytes   peak size of the incomplete parameters in bytes
+    Attributes:
+        staging_bytes: peak size of the incomplete parameters in bytes.
     """
 
     def __init__(self, writes: Writes, transport: Transport, device: torch.device):

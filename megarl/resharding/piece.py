@@ -133,9 +133,10 @@ class Piece:
 class Shard:
     """The layout of one holder's weights. Replicas share the object, so work per shard is done once.
 
-    shapes    local parameter name -> shape
-    pieces    pieces that tile every local parameter exactly, including its padding
-    dtypes    local parameter name -> dtype, such as "bfloat16"
+    Attributes:
+        shapes: local parameter name -> shape.
+        pieces: pieces that tile every local parameter exactly, including its padding.
+        dtypes: local parameter name -> dtype, such as "bfloat16".
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -178,10 +179,11 @@ class Shard:
 class Holder:
     """A process or folder that holds weights.
 
-    name      unique among a plan's sources or among its destinations, e.g. "megatron:3", "vllm:0.1", "huggingface"
-    node      index of its node; sources and destinations use the same numbering
-    device    index of its device if sources and destinations are colocated; a source and a destination on the same
-              device have the same index. None: the holder does not share its device
+    Attributes:
+        name: unique among a plan's sources or among its destinations, e.g. "megatron:3", "vllm:0.1", "huggingface".
+        node: index of its node; sources and destinations use the same numbering.
+        device: index of its device if sources and destinations are colocated; a source and a destination on the same
+            device have the same index. None: the holder does not share its device.
     """
 
     name: str

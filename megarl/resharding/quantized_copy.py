@@ -30,7 +30,8 @@ G = TypeVar("G", bound=Hashable)
 class QuantizedCopy(Generic[G]):
     """The quantized weights and scales that a source sends instead of its own parameters.
 
-    tensors   parameter name in the quantized shard -> tensor; valid after `fill` until the weights change
+    Attributes:
+        tensors: parameter name in the quantized shard -> tensor; valid after `fill` until the weights change.
     """
 
     def __init__(
@@ -75,7 +76,8 @@ class QuantizedCopy(Generic[G]):
     def fill(self, parameters: Mapping[str, torch.Tensor], reduce_max: Callable[[torch.Tensor, G], None]) -> None:
         """Quantize the source's parameters.
 
-        reduce_max   function that all-reduces a float32 tensor in place to its maximum over a process group
+        Args:
+            reduce_max: function that all-reduces a float32 tensor in place to its maximum over a process group.
         """
         for largest in self._largest.values():
             largest.zero_()

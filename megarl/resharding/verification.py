@@ -85,7 +85,8 @@ def source_checksums(
 ) -> dict[Region, Checksum]:
     """Return one source's contribution to the checksums of the regions.
 
-    plan   plan for an export to a Hugging Face folder, which assigns each element to exactly one source
+    Args:
+        plan: plan for an export to a Hugging Face folder, which assigns each element to exactly one source.
     """
     tensor_regions: dict[str, list[Region]] = defaultdict(list)
     for region in wanted:

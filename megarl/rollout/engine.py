@@ -23,12 +23,13 @@ if TYPE_CHECKING:
 class Sampling:
     """Sampling parameters. Equal seeds, weights and contexts give equal tokens, regardless of the batch.
 
-    greedy      whether to sample the most likely token, regardless of the temperature
-    purpose     label for prefix caching. Only requests with equal purposes share cache entries, so training samples do
-                not depend on unrelated requests
-    stop        stop strings in addition to rollout.stop; they remain part of the response
-    top_k       number of most likely tokens to sample from; 0 for all tokens. If it is set here, samples do not contain
-                candidate tokens
+    Attributes:
+        greedy: whether to sample the most likely token, regardless of the temperature.
+        purpose: label for prefix caching. Only requests with equal purposes share cache entries, so training samples do
+            not depend on unrelated requests.
+        stop: stop strings in addition to rollout.stop; they remain part of the response.
+        top_k: number of most likely tokens to sample from; 0 for all tokens. If it is set here, samples do not contain
+            candidate tokens.
 
     Fields that are None default to the values in the rollout section.
     """
@@ -51,7 +52,8 @@ class Sampling:
 class SamplingRequest(Sampling):
     """A request for one completion, or for one rollout whose turns all use these parameters.
 
-    group_seed  seed for the environment's random draws; equal for all rollouts of a prompt in a step
+    Attributes:
+        group_seed: seed for the environment's random draws; equal for all rollouts of a prompt in a step.
     """
 
     sample_id: str
@@ -69,8 +71,9 @@ class SamplingRequest(Sampling):
 class TurnRequest(Sampling):
     """A request for one turn of a rollout.
 
-    token_ids   token ids of the context, int32 [C]
-    sample_id   the rollout's sample_id in SamplingRequest
+    Attributes:
+        token_ids: token ids of the context, int32 [C].
+        sample_id: the rollout's sample_id in SamplingRequest.
     """
 
     token_ids: NDArray[np.int32]
@@ -81,8 +84,9 @@ class TurnRequest(Sampling):
 class SyncStats:
     """Statistics for a refit in one engine worker.
 
-    num_bytes      number of bytes written into the worker's parameters
-    staging_bytes  peak size of the transfer buffers in bytes
+    Attributes:
+        num_bytes: number of bytes written into the worker's parameters.
+        staging_bytes: peak size of the transfer buffers in bytes.
     """
 
     num_bytes: int
@@ -93,9 +97,10 @@ class SyncStats:
 class EngineInfo:
     """Properties of an engine that are compared with those of the trainer.
 
-    head_dtype   dtype in which logits are computed
-    token_ids    token ids of each requested text, from the engine's tokenizer
-    description  description of the engine's kernels and settings
+    Attributes:
+        head_dtype: dtype in which logits are computed.
+        token_ids: token ids of each requested text, from the engine's tokenizer.
+        description: description of the engine's kernels and settings.
     """
 
     head_dtype: str
@@ -146,7 +151,9 @@ class Engine(Protocol):
         An engine with unfinished samples must be paused first. `resume` wakes the engine and recomputes the KV cache of
         these samples.
 
-        keeps_weights   whether to move weights to host memory; otherwise, they are discarded and `version` becomes None
+        Args:
+            keeps_weights: whether to move weights to host memory; otherwise, they are discarded and `version` becomes
+                None.
         """
 
     def parameters(self) -> list[dict[str, tuple[tuple[int, ...], str]]]:

@@ -22,7 +22,8 @@ def whole_routes(routed: Experts, computed: NDArray[np.integer], num_tokens: int
 
     The last sampled token has no routes, because the engine has not processed it as an input.
 
-    computed   routes from the engine, int [processed tokens, layers with experts, experts per token]
+    Args:
+        computed: routes from the engine, int [processed tokens, layers with experts, experts per token].
 
     Raises:
         RuntimeError: an expert index is invalid. Training would otherwise use it without an error.

@@ -16,8 +16,9 @@ always taking the oldest groups would wait for the longest responses."""
 class _Started(Generic[G]):
     """A group whose rollouts have been started.
 
-    latest          latest version from which a step that trains on the group may start
-    is_guaranteed   whether the step from that version waits for the group if no earlier step has taken it
+    Attributes:
+        latest: latest version from which a step that trains on the group may start.
+        is_guaranteed: whether the step from that version waits for the group if no earlier step has taken it.
     """
 
     group: G
@@ -80,8 +81,9 @@ class RolloutSchedule(Generic[G]):
     def num_to_begin(self, wanted: int, steps_left: int) -> int:
         """Return the number of groups to start now.
 
-        wanted       number of groups that the current step still needs
-        steps_left   number of steps after the current step
+        Args:
+            wanted: number of groups that the current step still needs.
+            steps_left: number of steps after the current step.
         """
         ahead = min(self._num_ahead, steps_left * self._per_step + self._num_beyond_room)
         return max(0, wanted + ahead - len(self._started))
@@ -94,9 +96,10 @@ class RolloutSchedule(Generic[G]):
     def begin(self, group: G, version: int, turn: int | None = None, again: bool = False) -> None:
         """Add a group that is started now.
 
-        turn    version at which an earlier attempt of the run started the group; it keeps the deadline from that
-                version if there is room
-        again   whether the group is restarted because its rollouts were dropped
+        Args:
+            turn: version at which an earlier attempt of the run started the group; it keeps the deadline from that
+                version if there is room.
+            again: whether the group is restarted because its rollouts were dropped.
         """
         latest = version + self._max_staleness
         if turn is not None:

@@ -38,11 +38,12 @@ _GROUPED = re.compile(r"(.*)\.weight(\d+)")
 class AdaptedWeight:
     """A local weight with an adapter.
 
-    weight        name of the weight
-    projections   canonical tensors fused into the weight, in the order of their A factors
-    rows          the projection rows that form the weight's rows: (index of the projection, start, stop)
-    factors       "lora_A" and "lora_B" -> local parameter name
-    shared        the factor that all experts in a layer share; None if there is none
+    Attributes:
+        weight: name of the weight.
+        projections: canonical tensors fused into the weight, in the order of their A factors.
+        rows: the projection rows that form the weight's rows: (index of the projection, start, stop).
+        factors: "lora_A" and "lora_B" -> local parameter name.
+        shared: the factor that all experts in a layer share; None if there is none.
     """
 
     weight: str
@@ -60,8 +61,9 @@ def is_factor(name: str) -> bool:
 def adapted_weights(holder: Holder, share_experts: bool) -> list[AdaptedWeight]:
     """Return the holder's weights that have adapters: those of all linear layers in the decoder except routers.
 
-    share_experts   whether the experts in a layer share the factor next to the hidden states: A for gate and up
-                    projections, B for down projections
+    Args:
+        share_experts: whether the experts in a layer share the factor next to the hidden states: A for gate and up
+            projections, B for down projections.
     """
     pieces: dict[str, list[Piece]] = {}
     for piece in holder.pieces:

@@ -14,13 +14,14 @@ from megarl.resharding.families.tiling import Tiling
 class Part:
     """One part of a decoder layer. All names are relative to the layer's prefix.
 
-    tensors             canonical tensor -> shape, given as names of ModelShape attributes (a tuple of names is a sum)
-    megatron, vllm      local parameter -> its tiling
-    transformer_engine  Megatron tilings for Transformer Engine layers (None: same as `megatron`)
-    float32             canonical tensors that stay in float32 regardless of the model's dtype
-    quantized           whether its matrices are quantized for engines with quantized weights
-    per_expert          whether it describes a single expert. {} is the expert's global index in canonical names and its
-                        index on the rank in Megatron names. A vLLM parameter stacks all experts of the worker
+    Attributes:
+        tensors: canonical tensor -> shape, given as names of ModelShape attributes (a tuple of names is a sum).
+        megatron, vllm: local parameter -> its tiling.
+        transformer_engine: Megatron tilings for Transformer Engine layers (None: same as `megatron`).
+        float32: canonical tensors that stay in float32 regardless of the model's dtype.
+        quantized: whether its matrices are quantized for engines with quantized weights.
+        per_expert: whether it describes a single expert. {} is the expert's global index in canonical names and its
+            index on the rank in Megatron names. A vLLM parameter stacks all experts of the worker.
     """
 
     tensors: Mapping[str, tuple[str | tuple[str, ...], ...]]
@@ -49,7 +50,8 @@ class Part:
     def vllm_tilings(self, experts: Iterable[int], padded: int | None = None) -> dict[str, Tiling]:
         """Return local parameter -> tiling for a worker with these experts (global indices).
 
-        padded   size to which the worker pads its share of the experts' intermediate size
+        Args:
+            padded: size to which the worker pads its share of the experts' intermediate size.
         """
         if not self.per_expert:
             return dict(self.vllm)

@@ -20,7 +20,8 @@ class Share(NamedTuple):
 class ShardBuilder:
     """Builds the shard of one rank, parameter by parameter.
 
-    dtype     dtype of the model's tensors, except those that its family keeps in float32
+    Attributes:
+        dtype: dtype of the model's tensors, except those that its family keeps in float32.
     """
 
     def __init__(self, canonical: Canonical, dtype: str):

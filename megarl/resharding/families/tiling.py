@@ -27,9 +27,10 @@ class Block(NamedTuple):
 class Tiling:
     """Describes which canonical tensors form a local parameter.
 
-    tensors  canonical names; in a layer, relative to its prefix
-    axis     the axis that is split
-    along    the axis along which the blocks are concatenated (None: `axis`)
+    Attributes:
+        tensors: canonical names; in a layer, relative to its prefix.
+        axis: the axis that is split.
+        along: the axis along which the blocks are concatenated (None: `axis`).
     """
 
     tensors: tuple[str, ...]
@@ -56,7 +57,8 @@ class Whole(Tiling):
 class Split(Tiling):
     """The rank's share of each tensor, concatenated: [gate_r; up_r].
 
-    padded   size to which each share is padded with zeros (None: no padding)
+    Attributes:
+        padded: size to which each share is padded with zeros (None: no padding).
     """
 
     padded: int | None = None
@@ -113,7 +115,8 @@ class Padded(Tiling):
 class Fused(Tiling):
     """Applies `tiling` to the consecutive parts of one fused tensor, as if each part were a separate tensor.
 
-    parts     number of rows in each part, given as names of ModelShape attributes
+    Attributes:
+        parts: number of rows in each part, given as names of ModelShape attributes.
     """
 
     tiling: Tiling

@@ -14,8 +14,9 @@ from megarl.resharding.planning.plan import Link
 class Route(NamedTuple):
     """The links over which a rectangle is sent.
 
-    links      from sources to destinations
-    forwards   from destinations to different destinations on the same node
+    Attributes:
+        links: from sources to destinations.
+        forwards: from destinations to different destinations on the same node.
     """
 
     links: tuple[Link, ...]

@@ -34,9 +34,10 @@ NCCL_P2P_NET_CHUNKSIZE (net.cc: sharedBuffersInit)."""
 class _Key(NamedTuple):
     """Identifies a communicator: links with the same key share it.
 
-    node    the node, for links inside a node; None for links between nodes
-    bit     lowest bit in which the two node numbers differ, if GPUs are shared
-    value   value of that bit at the source node
+    Attributes:
+        node: the node, for links inside a node; None for links between nodes.
+        bit: lowest bit in which the two node numbers differ, if GPUs are shared.
+        value: value of that bit at the source node.
     """
 
     node: int | None
@@ -75,7 +76,8 @@ def _key(plan: Plan, link: Link) -> _Key:
 def buffer_bytes(between: int, near: int) -> int:
     """Estimate the GPU memory for a rank's communicator buffers in bytes (not measured).
 
-    between   number of the rank's communicators between nodes; each has one set of buffers
-    near      number of the rank's neighbors inside the node; each has separate buffers
+    Args:
+        between: number of the rank's communicators between nodes; each has one set of buffers.
+        near: number of the rank's neighbors inside the node; each has separate buffers.
     """
     return between * NETWORK_BUFFERS + near * EXCHANGE_CHANNELS * CONNECTION

@@ -24,13 +24,14 @@ from megarl.resharding.planning.plan import Bucket, Hop, Link, Move, Padding, Pl
 class CompactPlan:
     """A plan encoded as integer arrays with one row per item.
 
-    bare     the plan without its buckets and order
-    buckets  [B, 2]  size of the bucket in bytes, cumulative number of moves
-    links    [L, 4]  bucket, 1 if forwarding, source, destination; sorted by bucket
-    moves    [M, 6]  source parameter, source rectangle, destination parameter, destination rectangle, source dtype,
-                     destination dtype, as indices into `terms`; sorted by bucket
-    terms    distinct parameter names, rectangles and dtypes
-    order    [H, 3]  bucket, source, destination
+    Attributes:
+        bare: the plan without its buckets and order.
+        buckets: [B, 2]  size of the bucket in bytes, cumulative number of moves.
+        links: [L, 4]  bucket, 1 if forwarding, source, destination; sorted by bucket.
+        moves: [M, 6]  source parameter, source rectangle, destination parameter, destination rectangle, source dtype,
+            destination dtype, as indices into `terms`; sorted by bucket.
+        terms: distinct parameter names, rectangles and dtypes.
+        order: [H, 3]  bucket, source, destination.
     """
 
     bare: Plan

@@ -20,17 +20,17 @@ from megarl.resharding.planning.schedule import Bandwidth, Schedule, ordered, sc
 class Figures:
     """The cost figures of a plan.
 
-    bytes_total           bytes transferred over all links, including copies within one device
-    bytes_wasted          transferred bytes that a destination does not store, or that enter a node more than once
-    bytes_by_link         bytes per kind of link: "inter" between nodes, "intra" inside a node, "local" within a device
-    written_once          whether the plan is proven to write every destination element exactly once
-    source_balance        bytes sent by the busiest source, relative to the mean over its replicas. If sets of replicas
-                          overlap (expert and non-expert weights), their means add up. Copies within one device do
-                          not count
-    predicted_seconds     simulated duration of the refit on the network
-    floor_seconds         lower bound for the duration: bytes through the busiest port, divided by its bandwidth
-    communicators         maximum number of NCCL communicators per rank
-    communicator_bytes    estimated maximum memory for communicators per GPU, in bytes
+    Attributes:
+        bytes_total: bytes transferred over all links, including copies within one device.
+        bytes_wasted: transferred bytes that a destination does not store, or that enter a node more than once.
+        bytes_by_link: bytes per kind of link: "inter" between nodes, "intra" inside a node, "local" within a device.
+        written_once: whether the plan is proven to write every destination element exactly once.
+        source_balance: bytes sent by the busiest source, relative to the mean over its replicas. If sets of replicas
+            overlap (expert and non-expert weights), their means add up. Copies within one device do not count.
+        predicted_seconds: simulated duration of the refit on the network.
+        floor_seconds: lower bound for the duration: bytes through the busiest port, divided by its bandwidth.
+        communicators: maximum number of NCCL communicators per rank.
+        communicator_bytes: estimated maximum memory for communicators per GPU, in bytes.
     neighbors            maximum number of ranks with which one rank exchanges messages
     operations            maximum number of NCCL messages that one rank sends and receives
     peak_staging_bytes    maximum size of a rank's staging buffers in bytes, which hold the current bucket between nodes
@@ -90,9 +90,10 @@ def figures(plan: Plan, sources: Sequence[Holder], destinations: Sequence[Holder
 class Demand(NamedTuple):
     """The number of bytes that every plan for these holders must move.
 
-    stored    bytes that the destinations store, without padding
-    entering  bytes that must enter nodes without a source for them, counted once per node
-    fair      bytes that each source sends if all replicas send the same amount
+    Attributes:
+        stored: bytes that the destinations store, without padding.
+        entering: bytes that must enter nodes without a source for them, counted once per node.
+        fair: bytes that each source sends if all replicas send the same amount.
     """
 
     stored: int
@@ -130,7 +131,8 @@ def _shares(
 ) -> tuple[int, dict[int, float]]:
     """Return the number of nodes that a rectangle must enter, and how often each sender sends it on average.
 
-    places   (node, device) of each holder
+    Args:
+        places: (node, device) of each holder.
     """
     senders_by_node: dict[int, list[int]] = defaultdict(list)
     for holder in senders:

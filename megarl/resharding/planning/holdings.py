@@ -77,9 +77,10 @@ def holdings(holders: Sequence[Holder], first: int = 0) -> Holdings:
 class Division:
     """A division of a wanted rectangle among the sources.
 
-    parts     disjoint parts of the rectangle, each as large as a single source can send, with the indices of the held
-              rectangles that contain the part
-    missing   a part of the rectangle that no source holds; None if the sources cover it
+    Attributes:
+        parts: disjoint parts of the rectangle, each as large as a single source can send, with the indices of the held
+            rectangles that contain the part.
+        missing: a part of the rectangle that no source holds; None if the sources cover it.
     """
 
     parts: tuple[tuple[Rectangle, tuple[int, ...]], ...]

@@ -36,9 +36,10 @@ class Move(NamedTuple):
 class Bucket:
     """Moves that are sent together in one buffer.
 
-    links      links over which the buffer is sent; each source packs it once for all of its links
-    forwards   links inside a node over which a receiver forwards the buffer to destinations with the same places
-    num_bytes  size of the buffer in bytes
+    Attributes:
+        links: links over which the buffer is sent; each source packs it once for all of its links.
+        forwards: links inside a node over which a receiver forwards the buffer to destinations with the same places.
+        num_bytes: size of the buffer in bytes.
     """
 
     links: tuple[Link, ...]
@@ -69,8 +70,9 @@ class Hop(NamedTuple):
 class Communicator(NamedTuple):
     """An NCCL communicator.
 
-    members    indices of the participating holders, in rank order
-    is_inside  whether it is used for links inside a node; otherwise for links between nodes
+    Attributes:
+        members: indices of the participating holders, in rank order.
+        is_inside: whether it is used for links inside a node; otherwise for links between nodes.
     """
 
     members: tuple[int, ...]
@@ -113,14 +115,15 @@ class Writes:
 class Plan:
     """All copies from sources to destinations. One bucket covers all replicas that have the same moves.
 
-    holders        names of the holders, sources before destinations
-    nodes          node index of each holder
-    num_sources    number of sources among the holders
-    buckets        buckets in an executable order: a holder receives a bucket before it forwards it
-    padding        places that are filled with zeros
-    devices        device index of each holder; empty if no holders share a device
-    order          order of all hops, computed by schedule.ordered; empty if not computed
-    communicators  NCCL communicators for the hops, computed together with `order`
+    Attributes:
+        holders: names of the holders, sources before destinations.
+        nodes: node index of each holder.
+        num_sources: number of sources among the holders.
+        buckets: buckets in an executable order: a holder receives a bucket before it forwards it.
+        padding: places that are filled with zeros.
+        devices: device index of each holder; empty if no holders share a device.
+        order: order of all hops, computed by schedule.ordered; empty if not computed.
+        communicators: NCCL communicators for the hops, computed together with `order`.
 
     A process that reads its sources directly executes into(name). A process that sends or receives executes the hops
     that start or end at it, in `order`, and packs and unpacks each bucket in the order of its moves. All processes have

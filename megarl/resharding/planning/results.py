@@ -19,7 +19,8 @@ PACKAGES = ("config", "resharding")
 def cached(folder: Path, inputs: Any, compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Return the JSON-serializable result of compute(), from the cache folder where possible.
 
-    inputs   JSON-serializable values that determine the result
+    Args:
+        inputs: JSON-serializable values that determine the result.
 
     The result is recomputed if its file is corrupt, and not cached if the folder is not writable. Both are logged.
     """

@@ -18,9 +18,10 @@ from megarl.resharding.planning.plan import Hop, Link, Plan
 class Bandwidth:
     """Bandwidth of one process in bytes per second per direction (full duplex).
 
-    inter     bandwidth between nodes
-    intra     bandwidth inside a node
-    latency   fixed cost of a message in seconds
+    Attributes:
+        inter: bandwidth between nodes.
+        intra: bandwidth inside a node.
+        latency: fixed cost of a message in seconds.
     """
 
     inter: float
@@ -44,9 +45,11 @@ class Transfer(NamedTuple):
 class Schedule:
     """The simulated transfers of a plan.
 
-    transfers      transfers in plan order; each starts when its ports are free
-    seconds        end of the last transfer
-    floor_seconds  lower bound for all schedules of this plan: bytes through the busiest port, divided by its bandwidth
+    Attributes:
+        transfers: transfers in plan order; each starts when its ports are free.
+        seconds: end of the last transfer.
+        floor_seconds: lower bound for all schedules of this plan: bytes through the busiest port, divided by its
+            bandwidth.
     """
 
     transfers: tuple[Transfer, ...]
@@ -77,7 +80,8 @@ def schedule(plan: Plan, bandwidth: Bandwidth, messages: Sequence[int] = ()) -> 
     because a process executes the operations in a communicator one by one. Forwarding starts when the bucket has
     arrived. Casts, packing and copies within a device are assumed to take no time.
 
-    messages   number of messages per bucket, which adds latency; empty to ignore latency
+    Args:
+        messages: number of messages per bucket, which adds latency; empty to ignore latency.
     """
     assert plan.order or not plan.buckets, "the plan has no order. Call ordered() first"
     speeds = bandwidth.inter, bandwidth.intra

@@ -18,8 +18,9 @@ from megarl.resharding.transports.transport import view
 class Part:
     """One end of a move.
 
-    start   byte offset in the buffer; None if the elements are contiguous in the parameter, so they are sent from or
-            received into it directly
+    Attributes:
+        start: byte offset in the buffer; None if the elements are contiguous in the parameter, so they are sent from or
+            received into it directly.
     """
 
     move: Move
@@ -48,9 +49,10 @@ class Part:
 class BucketLayout:
     """The layout of a bucket at one holder.
 
-    unpacked   moves that are sent as individual messages
-    packed     moves that share the last message
-    num_bytes  size of the buffer in bytes
+    Attributes:
+        unpacked: moves that are sent as individual messages.
+        packed: moves that share the last message.
+        num_bytes: size of the buffer in bytes.
     """
 
     unpacked: tuple[Part, ...]

@@ -32,7 +32,8 @@ def verify(
 ) -> None:
     """Read the tensors back and raise a UserError if a checksum differs.
 
-    checksums   tensor name -> checksum computed when the tensor was written
+    Args:
+        checksums: tensor name -> checksum computed when the tensor was written.
     """
     for name, expected in checksums.items():
         tensor = read(name)

@@ -35,8 +35,9 @@ NO_COUNTER = (b"/no-such-counter", 0)
 class Segment:
     """A handle to one of the owner's storages.
 
-    gpu         UUID of the storage's GPU, which is the same in all processes
-    arguments   arguments of rebuild_cuda_tensor for the whole storage as bytes
+    Attributes:
+        gpu: UUID of the storage's GPU, which is the same in all processes.
+        arguments: arguments of rebuild_cuda_tensor for the whole storage as bytes.
     """
 
     gpu: str

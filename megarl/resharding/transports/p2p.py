@@ -48,9 +48,10 @@ _Deliveries = Generator[Delivered, None, Result]
 class Rendezvous:
     """A Channel: the TCPStore through which the holders of a plan connect to each other.
 
-    host, port    address of the TCPStore
-    name          prefix in the store, unique per process group
-    timeout_s     how long a member waits for its peers, in seconds
+    Attributes:
+        host, port: address of the TCPStore.
+        name: prefix in the store, unique per process group.
+        timeout_s: how long a member waits for its peers, in seconds.
     """
 
     host: str
@@ -76,10 +77,11 @@ class PendingOp(NamedTuple):
 class Message:
     """A bucket in flight.
 
-    bucket      index of the bucket in the plan
-    sender      rank that sends the bucket to this member; None if no rank does, or once it has been delivered
-    receives    receive operations that have not been waited for
-    sends       send operations that have not been waited for
+    Attributes:
+        bucket: index of the bucket in the plan.
+        sender: rank that sends the bucket to this member; None if no rank does, or once it has been delivered.
+        receives: receive operations that have not been waited for.
+        sends: send operations that have not been waited for.
     """
 
     bucket: int

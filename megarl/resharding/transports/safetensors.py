@@ -119,7 +119,8 @@ def write_file(
 ) -> None:
     """Write a safetensors file one tensor at a time. The library's own writer needs all tensors at once.
 
-    tensor   function that returns the tensor with a given name; called in the order of `shapes`
+    Args:
+        tensor: function that returns the tensor with a given name; called in the order of `shapes`.
     """
     names = {dtype_name(dtype): name for name, dtype in DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}

@@ -59,8 +59,9 @@ def rollout_arguments(
 ) -> dict[str, Any]:
     """Return the arguments of `vllm.LLM` for a rollout engine.
 
-    returns_routes   whether completions contain the experts chosen for each token
-    head_dtype       value of model.head_dtype
+    Args:
+        returns_routes: whether completions contain the experts chosen for each token.
+        head_dtype: value of model.head_dtype.
 
     Raises:
         UserError: under the same conditions as `engine_arguments`.

@@ -22,7 +22,8 @@ def layer_outputs(config: Config, folder: Path, token_ids: Sequence[int]) -> dic
 
     The last stage, "log-probs", is float32 [T − 2]: the log-probs of all tokens except the first and the last.
 
-    config   config for a single-rank engine that loads the weights in its folder
+    Args:
+        config: config for a single-rank engine that loads the weights in its folder.
     """
     arguments = rollout_arguments(
         config.rollout, folder, config.model.dtype, config.run.seed, head_dtype=config.model.head_dtype

@@ -23,7 +23,8 @@ from megarl.rollout.vllm.environment import ENDS_WITH_PARENT
 class Part:
     """One of an engine's parts, all of which have the same size.
 
-    host, port   address of the store through which the ranks connect
+    Attributes:
+        host, port: address of the store through which the ranks connect.
     """
 
     number: int
