@@ -109,10 +109,10 @@ def test_overlong_penalty_does_not_change_the_outcome():
     assert values(metrics)["reward/zero_std_groups"] == 0.5
     members = [item for group in scored for item in group]
     [actor_batch] = dispatch(settings, members, packing())
-    assert [item.reward for item in actor_batch.samples] == [-1.0, 0.0, 0.25, 0.0]
+    assert [item.scalar_reward for item in actor_batch.samples] == [-1.0, 0.0, 0.25, 0.0]
     assert [item.imitation_weight for item in actor_batch.samples] == [0.0, 0.0, 1 / 15, 0.0]
     [scorer_batch] = dispatch(settings, members, packing(), "implicit_reward")
-    assert [item.reward for item in scorer_batch.samples] == [0.0, 0.0, 1.0, 0.0]
+    assert [item.scalar_reward for item in scorer_batch.samples] == [0.0, 0.0, 1.0, 0.0]
 
 
 def test_skip_truncated_zeroes_the_policy_weight():

@@ -10,7 +10,7 @@ def group(*rewards: float) -> list[SampleRef]:
 
 def test_pairs_are_the_best_and_worst_of_each_group():
     pairs = best_and_worst([group(0.5, 0.0, 1.0, 1.0, 0.0), group(2.0, 3.0)])
-    assert [(item.sample, item.reward) for item in pairs] == [("2", 1.0), ("1", 0.0), ("1", 3.0), ("0", 2.0)]
+    assert [(item.id, item.reward) for item in pairs] == [("2", 1.0), ("1", 0.0), ("1", 3.0), ("0", 2.0)]
 
 
 def test_ties_form_no_pair():
