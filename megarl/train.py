@@ -107,8 +107,8 @@ def evaluate_due(config: Config, workers: Workers, context: RunContext) -> dict[
 def train(config: Config, workers: Workers, rollouts: Rollouts, number: int, average: MovingAverage) -> Metrics:
     """Run one optimizer step per prompts_per_update groups on every trained model, in each epoch. Return the metrics.
 
-    With batch.epochs_kl_limit, all models finish an epoch before any of them starts the next one, and training stops
-    after the first epoch in which the actor's divergence from the old policy exceeds the limit.
+    With batch.epochs_kl_limit, all models finish an epoch before any of them starts the next one. Training stops after
+    the first epoch in which the actor's divergence from the old policy exceeds the limit.
 
     Args:
         average: moving average of earlier steps' rewards, updated with the rewards in this step.
@@ -137,8 +137,8 @@ def train(config: Config, workers: Workers, rollouts: Rollouts, number: int, ave
 
 
 def follow_policy(config: Config, actor: TrainerGroup, number: int, metrics: Metrics, num_samples: int) -> None:
-    """Adapt the KL coefficient and the objective's penalty and update the reference model, if the config requires it
-    after this step."""
+    """After a step, do whichever of these the config calls for: adapt the KL coefficient, adapt the objective's
+    penalty, update the reference model."""
     kl = config.algorithm.kl
     name = config.algorithm.kl_metric
     if kl.adaptive_target is not None and name in metrics:  # absent if no token was trained

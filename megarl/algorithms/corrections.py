@@ -72,8 +72,8 @@ def factors(
 
 
 def disagreeing(log_ratio: torch.Tensor, samples: SampleSegments, threshold: float, level: str) -> torch.Tensor:
-    """Return a mask, bool [N], of the tokens with |log π_old − log μ| above the threshold (level "token"), or of all
-    tokens in samples that contain such a trained token (level "sample"). NaN counts as above.
+    """Return a mask, bool [N]. At level "token", it selects the tokens with |log π_old − log μ| above the threshold. At
+    level "sample", it selects all tokens in samples that contain such a trained token. NaN counts as above.
 
     Args:
         log_ratio: float32 [N].

@@ -1,9 +1,9 @@
 """Covariance of a token's log-prob and advantage.
 
 The few tokens with the highest covariance account for most of the entropy loss (https://arxiv.org/abs/2505.22617, eq.
-10); clip_cov and kl_cov treat them separately. Covariances are computed and tokens selected before the first microbatch
-of an update, from the old policy's log-probs. The paper uses the current policy's log-probs, which are identical in the
-first update of a step.
+10); clip_cov and kl_cov treat them separately. Before the first microbatch of an update, covariances are computed from
+the old policy's log-probs and tokens are selected. The paper uses the current policy's log-probs, which are identical
+in the first update of a step.
 """
 
 from __future__ import annotations

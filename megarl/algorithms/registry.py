@@ -82,9 +82,10 @@ def spec_in_file(key: str, name: str, kind: type[AnySpec]) -> tuple[AnySpec, str
         try:
             signature(function).bind(*range(num_positional), **parameters)
         except TypeError as error:
+            keywords = f"the keyword arguments {', '.join(parameters)}" if parameters else "no keyword arguments"
             raise UserError(
-                f"{key}={name}: {function.__name__}{signature(function)} is called with {num_positional} positional "
-                f"arguments and {', '.join(parameters) or 'no keyword arguments'}: {error}. Fix: change the function "
-                f"or the parameters of {inner}"
+                f"{key}={name}: megarl calls {function.__name__}{signature(function)} with {num_positional} positional "
+                f"arguments and {keywords}, which fails: {error}. Fix: accept these arguments in "
+                f"{function.__name__}, or change the parameters of {inner}"
             ) from None
     return spec, sha256(path.read_bytes()).hexdigest()

@@ -1,4 +1,7 @@
-"""The processes of a run: placement, Ray actors with typed methods, supervision. The only package that imports ray."""
+"""The processes of a run: placement, Ray actors with typed methods, supervision. The only package that imports ray.
+
+A holder describes the weights that one rank stores: see megarl.resharding.piece.Holder.
+"""
 
 import os
 

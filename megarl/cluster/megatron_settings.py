@@ -16,11 +16,11 @@ PROGRAM = "megarl.megatron.preflight"
 
 
 def check_megatron_settings(config: Config, models: ModelFolders) -> None:
-    """Raise a UserError with one line for each Megatron dataclass that rejects a model's settings, and for a number
-    format that this machine does not support.
+    """Raise a UserError that lists every Megatron dataclass that rejects a model's settings, and any numeric precision
+    that this machine does not support.
 
-    The check runs in a short-lived process, because importing Megatron takes time and memory that the driver need not
-    spend. Without megatron_overrides and fp8 there is nothing to check.
+    The check runs in a short-lived process, to spare the driver the time and memory of importing Megatron. Without
+    megatron_overrides and fp8 there is nothing to check.
     """
     trained = models.trained(config)
     checked = {role: hf_config for role, hf_config in trained.items() if needs_check(config.placed(role))}
@@ -36,12 +36,14 @@ def check_megatron_settings(config: Config, models: ModelFolders) -> None:
         )
     except subprocess.TimeoutExpired as error:
         raise RunFailure(
-            f"check of megatron_overrides and fp8: no response from {PROGRAM} within {error.timeout:g} s"
+            f"check of megatron_overrides and fp8: no response from {PROGRAM} within {error.timeout:g} s. "
+            "Fix: raise cluster.timeouts.start"
         ) from None
     if child.returncode:
         [error] = child.stderr.splitlines()[-1:] or ["no output"]
         raise RunFailure(
-            f"check of megatron_overrides and fp8: {PROGRAM} exited with status {child.returncode}: {error}"
+            f"check of megatron_overrides and fp8: {PROGRAM} exited with status {child.returncode}: {error}. Fix: run "
+            "megarl doctor to check the installed packages"
         )
     raise_all(json.loads(child.stdout.splitlines()[-1]))
 

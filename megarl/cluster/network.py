@@ -41,7 +41,7 @@ def own_address(interface: str | None) -> str:
     if interface is not None:
         if interface not in addresses:
             raise UserError(
-                f"cluster.interface={interface}: this node has no interface with this name and an IPv4 address. Fix: "
+                f"cluster.interface={interface}: this node has no interface of that name with an IPv4 address. Fix: "
                 f"{remedy}"
             )
         return addresses[interface][0]

@@ -21,7 +21,7 @@ U = TypeVar("U")
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """The return values by process name, in call order, and the lost processes that were allowed to fail."""
+    """The return values by process name, in call order, and the lost processes whose loss was allowed (`may_fail`)."""
 
     values: dict[str, Any]
     lost: set[str]

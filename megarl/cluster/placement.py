@@ -32,7 +32,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One process in the run.
+    """One process in the run. An engine that spans several nodes has one process per node, which are its parts.
 
     Attributes:
         threads: number of CPU threads for the process's operators. For rewards and environments, the number of
@@ -40,8 +40,8 @@ class Process:
         devices: devices for the process's ranks, in rank order.
         reads: additional GPUs on the same node whose weights the process may read.
         on_gpus: whether `devices` are GPUs.
-        part_number: index of the process within an engine that spans several nodes, with one process per node.
-        rest: in an engine's first process, the engine's remaining processes.
+        part_number: index of this part within its engine.
+        rest: in an engine's first part, the engine's remaining parts.
     """
 
     role: str
@@ -80,7 +80,7 @@ class Process:
         return {VISIBLE: ",".join(names[gpu] for gpu in numbers)}
 
     def hold(self, holders: Sequence[Holder]) -> list[Holder]:
-        """Return the holders for the ranks in all parts, with their nodes and GPUs set."""
+        """Return a holder for each rank of every part, with its node and GPU filled in."""
         places = [(part.node.number, gpu if part.on_gpus else None) for part in self.parts for gpu in part.devices]
         pairs = zip(holders, places, strict=True)
         return [replace(holder, node=node, device=device) for holder, (node, device) in pairs]
@@ -174,8 +174,8 @@ def place(
 
 
 def _nodes(config: Config, cores: int, gpus: int | None) -> tuple[Node, ...]:
-    """Return the nodes. gpus: number of GPUs on each node; None: as many devices as needed for an equal share of the
-    ranks."""
+    """Return the nodes. gpus: number of GPUs on each node. None: each node has a device for each rank in its equal
+    share."""
     count = config.cluster.nodes
     devices = gpus or devices_per_node(config)
     return tuple(Node(i, range(i * devices, (i + 1) * devices), cores) for i in range(count))

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ScoreRef:
-    """A sample's slice [begin, end) in an object that holds the scores for many samples. A separate object for each
-    sample would cost a millisecond per sample."""
+    """A sample's slice [begin, end) in an object that holds the scores for many samples. Storing each sample's scores
+    in a separate object would take a millisecond per sample."""
 
     scores: ray.ObjectRef
     begin: int

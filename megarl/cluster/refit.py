@@ -30,8 +30,8 @@ from megarl.resharding.verification import Checksum, Region, regions
 
 
 class Refit:
-    """Refits the engines. It plans once, and again when an engine is lost or rejoins, in which case all engines receive
-    all weights again. It connects once per plan, or before each refit if the weights move in memory."""
+    """Refits the engines. It makes a new plan when an engine is lost or rejoins, and all engines then receive all
+    weights again. It connects once per plan, or before each refit if the weights move in memory."""
 
     def __init__(
         self, session: Session, config: Config, trainers: TrainerGroup, engines: EngineGroup, export_plan: Plan

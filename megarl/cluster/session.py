@@ -53,8 +53,9 @@ HEALTH_CHECKS = {
     "health_check_failure_threshold": 4,
     "gcs_rpc_server_reconnect_timeout_s": 30,
 }
-"""Ray's health check settings. A node counts as lost after 4 · (2 + 5) s without an answer, half of Ray's default:
-shorter than any collective's deadline, and longer than a busy node's processes or file system may stall."""
+"""Ray's health check settings. A node counts as lost after 4 · (2 + 5) s without an answer, which is half of Ray's
+default. This is shorter than any collective's deadline, but longer than the processes or the file system of a busy node
+may stall."""
 
 
 class Session:
@@ -211,7 +212,7 @@ class Session:
         """Wait until any pending call ends, or for CHECK_S seconds.
 
         Args:
-            wanted: the awaited Pending. An error names it if no call is at fault.
+            wanted: the Pending that the caller waits for. Errors name it if no specific call has failed.
         """
         self._pending = [pending for pending in self._pending if pending.unfinished]
         self._watchdog.phase = wanted.phase
@@ -255,7 +256,7 @@ class Session:
         users = any(rank(error) == 0 for error in all_errors)
         lost = lost_nodes(self._others, 0.0 if users else VERDICT_S)
         if self._others and not lost and not users:
-            self._settle(wanted)  # a process on a different node, such as an engine's part, may also be lost
+            self._settle(wanted)  # processes on other nodes, such as a shard of a multi-node engine, may also be lost
             if not (failed := self._failed()):
                 return
         for pending in failed:
@@ -263,7 +264,9 @@ class Session:
         if lost:
             self._rendezvous.note_lost(lost)
             nodes = ", ".join(f"node {name}" for name in lost)
-            raise RunFailure(f"{failed[0].phase}: lost {nodes}. See {self.logs}")
+            raise RunFailure(
+                f"{failed[0].phase}: lost {nodes}. See {self.logs}. Fix: replace these nodes and resume the run"
+            )
         raise cause(failed[0].fatal_errors(), failed[0].phase, self.logs)
 
     def _failed(self) -> list[Pending]:
@@ -272,8 +275,8 @@ class Session:
         return sorted(failed, key=lambda pending: min(map(rank, pending.fatal_errors().values())))
 
     def _settle(self, wanted: Pending) -> None:
-        """Record errors that occur shortly afterwards, and losses that no call has noticed. The cause is among them.
-        Does not return if Ray itself is lost."""
+        """Record the errors that occur shortly after the first one, and the lost processes that no call has noticed.
+        One of them is the cause. Does not return if Ray itself is lost."""
         self._take([ref for pending in self._pending for ref in pending.unfinished], timeout_s=SETTLE_S)
         failed = {name for pending in self._pending for name in pending.errors}
         wanted.errors |= self._lost(set(self._watched).difference(failed))

@@ -16,7 +16,7 @@ NUM_REGIONS, NUM_ELEMENTS = 256, 4096
 
 
 class SyncVerifier:
-    """Compares checksums at each refit: of all weights if rollout.verify_refit requires it, otherwise of a fixed sample
+    """Compares checksums at each refit. They cover all weights if rollout.verify_refit is set, otherwise a fixed sample
     of the trained elements.
 
     Comparing engines with the trainer proves that the engines hold the trainer's current bytes for these elements. An
@@ -75,8 +75,8 @@ class SyncVerifier:
         return not any(fnmatch(region.tensor, pattern) for pattern in self._frozen)
 
     def _check_moved(self, regions: Sequence[Region], rate: float) -> None:
-        """Check that other weights have changed if the sample has not. The sample's tokens or experts may have no
-        gradient."""
+        """If the sampled elements have not changed, check that other weights have. The sample's tokens or experts may
+        have no gradient."""
         self._movement += rate
         # AdamW changes an element by up to the learning rate, and rounding to bfloat16 may lose this change. Once the
         # expected total change in the sample is 1, hundreds of elements change: their last digit is about 1/1000.
@@ -86,7 +86,8 @@ class SyncVerifier:
         if values == self._known:
             raise RunFailure(
                 "refit: the optimizer's updates do not reach the actor's weights. No byte has changed over updates "
-                f"whose learning rates sum to {self._movement:g}"
+                f"whose learning rates sum to {self._movement:g}. Fix: remove actor.megatron_overrides, and check the "
+                "installed versions with megarl doctor"
             )
         self._known, self._movement = values, 0.0
 

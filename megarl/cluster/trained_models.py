@@ -25,8 +25,9 @@ UNREAD: tuple[Part, ...] = ("gradients", "optimizer")
 class TrainedModels:
     """The trainer groups by role, including the actor's.
 
-    The parts of a model's state that its key `offload` names are in host memory during rollouts, while a different
-    model on the same devices computes and, except for the actor's weights, during a refit. A task moves them back.
+    The parts of a model's state that its key `offload` lists are in host memory during rollouts, and while a different
+    model computes on the same devices. During a refit, all of them except the actor's weights are in host memory. A
+    task moves them back.
 
     Attributes:
         sharing: for each role, the other roles on the same devices, with which it takes turns.

@@ -61,7 +61,7 @@ def longest_response(config: Config, evaluation_set: EvaluationSet) -> int:
 
 
 def seed_of_set(config: Config, evaluation_set: EvaluationSet, *place: int) -> int:
-    """Return the seed for a set, or for a sample of the set given its position (`place`).
+    """Return the seed for a set, or for the sample at position `place` in the set.
 
     The seed is the same in every evaluation, so that only the weights differ between steps. It differs from all
     training seeds.

@@ -1,8 +1,8 @@
 """The schema of a run's configuration: types and ranges of individual keys. Rules across keys are in `rules`.
 
-Defaults are in configs/base.yaml, next to the comments that explain the keys. There are two exceptions: defaults for
-keys of list items, which a recipe replaces as a whole, are in this module, and those for options of estimators and
-objectives are in their specs.
+Defaults are in configs/base.yaml, next to the comments that explain the keys. There are two exceptions. Defaults for
+keys of list items are in this module, because a recipe replaces lists as a whole. Defaults for options of estimators
+and objectives are in their specs.
 """
 
 from __future__ import annotations

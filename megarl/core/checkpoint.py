@@ -84,7 +84,7 @@ class Checkpoint:
         except (ValueError, KeyError, TypeError):
             intact = False
         if not intact:
-            raise UserError(f"{path}: {MANIFEST} is damaged. {_remedy(path)}")
+            raise UserError(f"{path}: {MANIFEST} is corrupt. {_remedy(path)}")
         version = checked_format(content, path)
         files = tuple(FileRecord(**record) for record in content["files"])
         checkpoint = cls(path, content["step"], content["state"], files, version)
@@ -104,7 +104,7 @@ class Checkpoint:
                 digest = hashlib.file_digest(stream, "sha256").hexdigest()
             if digest != record.sha256:
                 raise UserError(
-                    f"{self.path}: {record.path} is damaged: its SHA-256 is {digest[:8]}…, expected "
+                    f"{self.path}: {record.path} is corrupt: its SHA-256 is {digest[:8]}…, expected "
                     f"{record.sha256[:8]}…. {_remedy(self.path)}"
                 )
 
@@ -114,7 +114,7 @@ class Checkpoint:
             raise UserError(f"{self.path}: {record.path} is missing. {_remedy(self.path)}")
         if (size := file.stat().st_size) != record.num_bytes:
             raise UserError(
-                f"{self.path}: {record.path} is damaged: it has {size:,} bytes, expected {record.num_bytes:,}. "
+                f"{self.path}: {record.path} is corrupt: it has {size:,} bytes, expected {record.num_bytes:,}. "
                 f"{_remedy(self.path)}"
             )
 

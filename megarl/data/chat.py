@@ -90,7 +90,7 @@ def conversation(
 
     Raises:
         UserError: there is no such turn, or the template renders earlier turns differently once a later one is
-            present, so that tokens cannot be attributed to turns.
+            present, so tokens cannot be attributed to turns.
     """
     ids: list[int] = []
     mask: list[bool] = []

@@ -89,7 +89,7 @@ def schedule(lengths: Sequence[Lengths], packing: Packing, units: Units | None =
 
 
 def share_out(lengths: Sequence[Lengths], packing: Packing, units: Units | None = None) -> list[list[Bundle]]:
-    """Return the bundles for each data-parallel rank, as large as possible without unbalancing the ranks.
+    """Return the bundles for each data-parallel rank. They are as large as possible while the ranks stay balanced.
 
     Large bundles save work, since a prompt is computed once for each bundle that contains its samples. But a few large
     bundles do not spread evenly over many ranks.
@@ -197,8 +197,7 @@ def pack(bundles: Sequence[Bundle], token_budget: int) -> list[Microbatch]:
 
 
 def spread(bundles: Sequence[Bundle], count: int, token_budget: int) -> list[Microbatch]:
-    """Spread bundles across `count` microbatches such that the most expensive one is cheap, since pipeline stages wait
-    for it.
+    """Spread bundles evenly across `count` microbatches, because pipeline stages wait for the most expensive one.
 
     Bundles are placed in order of decreasing cost, each into the cheapest microbatch with enough room. If a bundle does
     not fit anywhere, fall back to `pack`, which needs at most `count` microbatches.

@@ -11,8 +11,8 @@ import difflib
 import json
 import os
 import pickle
-import subprocess
 import sys
+from base64 import b64decode, b64encode
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
@@ -20,6 +20,8 @@ from typing import Any
 from megarl.core.errors import UserError
 from megarl.data.files import ALL_COLUMNS
 from megarl.data.row import Row
+from megarl.usercode.child_process import ChildFailure, ChildProcess
+from megarl.usercode.parent import connect, send
 
 COLUMNS = ("task", "options", "metadata")
 """The columns of a row: the task's name, its options, and the metadata of the reasoning-gym entry. In a `composite`
@@ -101,24 +103,21 @@ def reasoning_rows(stages: Sequence[tuple[Task, int]], seed: int, included: Coll
     `included` names the columns to include; ALL_COLUMNS includes every column. Raise a UserError under the conditions
     of `Task.dataset`.
     """
-    request = pickle.dumps((list(stages), seed))
-    command, environment = [sys.executable, "-m", "megarl.data.reasoning"], {**os.environ, "PYTHONHASHSEED": "0"}
     names = COLUMNS if ALL_COLUMNS in included else [name for name in COLUMNS if name in included]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as process:
-        process.stdin.write(request)
-        process.stdin.close()
-        try:
-            while (row := pickle.load(process.stdout)) is not None:
-                if isinstance(row, UserError):
-                    raise row
-                yield dataclasses.replace(row, columns={name: row.columns[name] for name in names})
-        except EOFError:
-            raise RuntimeError(
-                f"the reasoning-gym process exited with code {process.wait()} before its last row. Its output above "
-                "shows the cause"
-            ) from None
-        finally:
-            process.kill()
+    process = ChildProcess([sys.executable, "-m", "megarl.data.reasoning"], {**os.environ, "PYTHONHASHSEED": "0"})
+    try:
+        process.send(pickle.dumps((list(stages), seed)))
+        while "end" not in (message := process.receive()):
+            if "refused" in message:
+                raise UserError(message["refused"])
+            row = pickle.loads(b64decode(message["row"]))  # this module made it: JSON would turn tuples into lists
+            yield dataclasses.replace(row, columns={name: row.columns[name] for name in names})
+    except ChildFailure as failure:
+        raise RuntimeError(
+            f"the reasoning-gym process exited before its last row ({failure}). Its output above shows the cause"
+        ) from None
+    finally:
+        process.kill()
 
 
 def _make_rows(stages: Sequence[tuple[Task, int]], seed: int) -> Iterator[Row]:
@@ -135,17 +134,15 @@ def _make_rows(stages: Sequence[tuple[Task, int]], seed: int) -> Iterator[Row]:
 
 
 def main() -> None:
-    """Read pickled tasks and a seed from stdin; write pickled rows to stdout, followed by None, or a UserError if they
-    cannot be generated."""
-    stages, seed = pickle.load(sys.stdin.buffer)
-    with os.fdopen(os.dup(1), "wb") as out:
-        os.dup2(2, 1)  # redirect a task's output to stderr, because stdout carries the rows
-        try:
-            for row in _make_rows(stages, seed):
-                pickle.dump(row, out)
-            pickle.dump(None, out)
-        except UserError as error:
-            pickle.dump(error, out)
+    """Receive pickled tasks and a seed. Send one message per row and then `end`, or `refused` with the reason."""
+    parent = connect()
+    stages, seed = pickle.load(parent)
+    try:
+        for row in _make_rows(stages, seed):
+            send(parent, {"row": b64encode(pickle.dumps(row)).decode()})
+        send(parent, {"end": True})
+    except UserError as error:
+        send(parent, {"refused": str(error)})
 
 
 if __name__ == "__main__":

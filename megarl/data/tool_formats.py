@@ -179,9 +179,10 @@ the chat template could."""
 
 
 def format_of(template: str) -> str | None:
-    """Return the name of the format in which a chat template writes past calls; None if the format is unknown."""
+    """Return the name of the format in which a chat template renders earlier tool calls; None if the format is
+    unknown."""
     marks = (
-        ("<function=", None),  # not JSON, although enclosed in the tags of hermes
+        ("<function=", None),  # not JSON, despite the Hermes tags
         ("<arg_key>", None),
         ("<｜tool▁calls▁begin｜>", "deepseek"),
         ("[TOOL_CALLS]", "mistral"),

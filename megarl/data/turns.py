@@ -158,7 +158,7 @@ class ChatTokens:
     def _num_closed(self, turn_ids: Sequence[int], suffix: Sequence[int]) -> int:
         """Return the number of leading suffix ids that the turn already ends with.
 
-        A closing token also stands for the text that the template writes before it.
+        A closing token in the turn also counts for the text that the template writes before that token.
         """
         turn = list(turn_ids)
         most = min(len(turn), len(suffix))

@@ -21,8 +21,8 @@ class WeightedCursor:
     positive weight.
 
     A prompt's weight comes from the data. With `solved_weight`, it is also multiplied by max(solved_weight, 1 − s),
-    where s is the success rate of the prompt's samples when the prompt was last sampled, or 0 if it has not been
-    sampled. Kimi k1.5's prioritized sampling uses 1 − s (https://arxiv.org/abs/2501.12599, section 2.3.4).
+    where s is the success rate of the prompt's samples in the last step that sampled it. s is 0 if no step has. Kimi
+    k1.5's prioritized sampling uses 1 − s (https://arxiv.org/abs/2501.12599, section 2.3.4).
     """
 
     def __init__(

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Sequence
 
 from megarl.core.types import Sample
-from megarl.environments.pool import FunctionPool, columns_of
+from megarl.rewards.pool import FunctionPool, columns_of
 from megarl.rewards.result import Result
 
 

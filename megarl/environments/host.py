@@ -1,32 +1,28 @@
 """The worker process of a `HostPool`. It hosts environments and may be killed at any time.
 
-Its first JSON line on stdout describes the environments' tools. Then it reads requests from stdin, one JSON line each,
-and writes one response line per request, in completion order, because many rollouts run concurrently. The environments
-themselves see an empty stdin, and their stdout goes to stderr.
+Its first JSON message describes the environments' tools. Then it receives requests and sends one response per request,
+in completion order, because many rollouts run concurrently.
 """
 
 from __future__ import annotations
 
 import asyncio
-import faulthandler
 import json
 import os
-import sys
+import threading
 import traceback
 from collections.abc import Mapping
+from concurrent.futures import Future
 from typing import Any, BinaryIO
 
 from megarl.config import schema
-from megarl.core import stacks
 from megarl.core.errors import UserError
 from megarl.environments.agent import Agent
-from megarl.environments.child import take_pipes
 from megarl.environments.protocol import Environment, Opening, Step, Task, Turn
 from megarl.environments.registry import SANDBOX, check_environment, is_agent, takes_sandbox
 from megarl.environments.tools import MalformedCall, ToolCall, describe, run, tools_of
 from megarl.sandbox.choice import find_provider
-
-LONGEST_LINE = 2**30
+from megarl.usercode.parent import connect, send
 
 
 class Host:
@@ -117,42 +113,39 @@ def _rewards(reward: Any) -> dict[str, float] | None:
     return {name: float(value) for name, value in (reward.items() if isinstance(reward, Mapping) else [("", reward)])}
 
 
-async def serve(host: Host, requests: BinaryIO, responses: BinaryIO) -> None:
-    """Serve requests until stdin is closed."""
-    loop, reader = asyncio.get_running_loop(), asyncio.StreamReader(limit=LONGEST_LINE)
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), requests)
-    pending: set[asyncio.Task[None]] = set()
+async def serve(host: Host, parent: BinaryIO) -> None:
+    """Serve requests until the parent closes the connection, which ends this process."""
+    loop, pending = asyncio.get_running_loop(), set[Future[None]]()
 
     async def respond(request: Mapping[str, Any]) -> None:
-        write(responses, {"id": request["id"], **await host.handle(request)})
+        send(parent, {"id": request["id"], **await host.handle(request)})
 
-    while line := await reader.readline():
-        task = asyncio.create_task(respond(json.loads(line)))
-        pending.add(task)
-        task.add_done_callback(pending.discard)
-    os._exit(0)  # a normal exit would wait for threads of hanging tools
+    def read() -> None:
+        for line in parent:
+            response = asyncio.run_coroutine_threadsafe(respond(json.loads(line)), loop)
+            pending.add(response)
+            response.add_done_callback(pending.discard)
+        os._exit(0)  # a normal exit would wait for threads of hanging tools
+
+    threading.Thread(target=read, daemon=True).start()
+    await asyncio.Event().wait()
 
 
-def write(responses: BinaryIO, line: Mapping[str, Any]) -> None:
-    responses.write(json.dumps(line).encode() + b"\n")
-    responses.flush()
-
-
-def main(name: str, options: Mapping[str, Any], tool_timeout_s: float, sandbox: Mapping[str, Any]) -> None:
-    requests, responses = take_pipes()
-    faulthandler.enable()
-    stacks.write_on_request()
+def main(
+    parent: BinaryIO, name: str, options: Mapping[str, Any], tool_timeout_s: float, sandbox: Mapping[str, Any]
+) -> None:
     try:
         kind = check_environment(name, options)
         if takes_sandbox(kind):
             options = {**options, SANDBOX: asyncio.run(find_provider(schema.Sandbox(**sandbox)))}
     except UserError as error:
-        write(responses, {"refused": str(error)})
+        send(parent, {"refused": str(error)})
         return
     tools = [describe(tool, function) for tool, function in tools_of(kind).items()]
-    write(responses, {"tools": tools, "is_agent": is_agent(kind)})
-    asyncio.run(serve(Host(kind, options, tool_timeout_s), requests, responses))
+    send(parent, {"tools": tools, "is_agent": is_agent(kind)})
+    asyncio.run(serve(Host(kind, options, tool_timeout_s), parent))
 
 
 if __name__ == "__main__":
-    main(**json.loads(sys.argv[1]))
+    parent = connect()
+    main(parent, **json.loads(parent.readline()))

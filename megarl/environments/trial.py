@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from megarl.config.schema import Config
 from megarl.core.types import Prompt, Sample, VersionRun
 from megarl.environments.batch import judge_batch, judge_single
-from megarl.environments.pool import FunctionPool
 from megarl.rewards import judge
+from megarl.rewards.pool import FunctionPool
 from megarl.rewards.result import Result
 from megarl.rewards.scorer import Scorer
 

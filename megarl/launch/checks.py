@@ -158,11 +158,11 @@ def _check_layout(request: Request, config: Config) -> str:
         )
     if request.gpus and needed != available:
         num_nodes = -(-needed // request.gpus)
-        remedy = f"set --nodes={num_nodes}, or lower dp" if needed > available else "raise dp"
+        remedy = f"set --nodes={num_nodes}, or change" if needed > available else "change"
         raise UserError(
-            f"--nodes={request.nodes}: the layouts have {needed} ranks with one GPU each, but the job has "
-            f"{request.nodes} x --gpus-per-node={request.gpus} = {available} GPUs. Fix: {remedy} in the layouts or "
-            "rollout.replicas (see megarl plan)"
+            f"--nodes={request.nodes}: the layouts need {needed} GPUs (one per rank), but the job has "
+            f"{request.nodes} x --gpus-per-node={request.gpus} = {available}. Fix: {remedy} the layouts or "
+            f"rollout.replicas to use {available} GPUs (see megarl plan)"
         )
     on_gpus = request.gpus > 0
     placed = place(config, cores=1, on_gpus=on_gpus, gpus_per_node=request.gpus if on_gpus else None)

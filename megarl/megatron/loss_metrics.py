@@ -69,8 +69,8 @@ def policy_metrics(
 def start_metrics(
     batch: TokenBatch, log_prob: torch.Tensor, start: torch.Tensor | None, has_moved: bool, mismatch_threshold: float
 ) -> Sums:
-    """Return metrics relative to the policy at the start of the step: the mismatch between its log-probs and the
-    engine's and, once updates have moved the policy, the drift from its starting point.
+    """Return metrics relative to the policy at the start of the step. They include the mismatch between its log-probs
+    and the engine's. Once updates have moved the policy, they also include the drift from its starting point.
 
     Updates without log-probs from the start of the step have no mismatch metrics, and their drift is measured from the
     engine's log-probs. The effective share is computed from the moments of the importance weights trainer / engine.
@@ -183,8 +183,8 @@ def _correction_metrics(batch: TokenBatch, correction: Factors) -> Sums:
 
 
 def _truncation_metrics(batch: TokenBatch) -> Sums:
-    """Return the mean number of candidate tokens that the engine sampled from, if it listed them, and the fraction of
-    sampled tokens that are not listed because they are exactly as likely as the last candidate."""
+    """If the engine listed its candidate tokens, return their mean number and the fraction of sampled tokens that are
+    not listed. Such tokens are exactly as likely as the last candidate."""
     if batch.candidate_ids is None:
         return {}
     listed = (batch.candidate_ids >= 0).sum(1)

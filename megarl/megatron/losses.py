@@ -1,6 +1,6 @@
 """Losses: each computes the scalar that a microbatch is trained on from the head's output for the microbatch's rows.
 
-Each function takes tensors and named scalars and returns the loss Σ w·ℓ with its terms, from which the functions in
+Each function takes tensors and named scalars. It returns the loss Σ w·ℓ and its terms, from which the functions in
 `loss_metrics` compute metrics. `configured_losses` binds the scalars to a recipe's values.
 """
 

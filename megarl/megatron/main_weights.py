@@ -49,8 +49,8 @@ def begin_main_weights(
 
     Args:
         parameters: the result of `rounded_parameters`. Their main_grad buffers, still unused, hold the values.
-        holder: this rank's holder. Random positions depend on canonical tensor names and indices, so they are the same
-            under every layout.
+        holder: describes this rank's weights. Random positions depend on canonical tensor names and indices, so they
+            are the same under every layout.
         exact: names of the parameters whose main_grad already holds the unrounded values.
     """
     inexact = {name: parameter for name, parameter in parameters.items() if name not in exact}
@@ -74,9 +74,9 @@ def _place(values: torch.Tensor, dtype: torch.dtype, tensor: str, rectangle: Rec
         first = start + number * rows
         share = _shares(_levels(dtype), tensor, ((first, first + len(part)), *others), values.device)
         bits = part.to(dtype).view(torch.int16)
-        outward = (bits + 1).view(dtype).float() - part  # distance to the neighbor farther from 0
+        outward = (bits + 1).view(dtype).float() - part  # distance to the next value away from 0
         inward = part - (bits - 1).view(dtype).float()
-        # Keep zeros: near 0 the dtype represents every step, and a 0 may be padding that has no gradient.
+        # Keep zeros: near 0 the dtype represents even tiny updates, and a 0 may be padding that has no gradient.
         part.add_((share * outward.where(share > 0, inward)).where(part != 0, 0))
 
 

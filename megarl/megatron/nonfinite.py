@@ -61,8 +61,8 @@ class RouterBiases:
 def describe_worst(members: Sequence[Sequence[SampleRef]], sums: Sequence[Sums], loss: str) -> str:
     """Return a description of the worst microbatch over all ranks, which is the same on every rank. Collective.
 
-    The worst is the first microbatch with a non-finite metric or, if only the gradient overflowed, the one with the
-    largest absolute loss.
+    The worst microbatch is the first one with a non-finite metric. If only the gradient overflowed, it is the one with
+    the largest absolute loss.
 
     Args:
         members: the samples in each of this rank's microbatches.

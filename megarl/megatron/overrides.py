@@ -56,7 +56,9 @@ def build(settings: str, target: type[T], fields: Mapping[str, Any]) -> T:
     try:
         return target(**fields)
     except (AssertionError, ValueError) as error:
-        raise UserError(f"{settings}: Megatron's {target.__name__} rejects these settings: {error}") from error
+        raise UserError(
+            f"{settings}: Megatron's {target.__name__} rejects these settings: {error}. Fix: change or remove them"
+        ) from error
 
 
 def described(section: str, key: str, extra: Mapping[str, Any]) -> str:
@@ -76,7 +78,10 @@ def _converted(key: str, value: Any, hint: Any) -> Any:
     try:
         return TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True)).validate_python(resolved, strict=True)
     except ValidationError:
-        raise UserError(f"{key}={value!r}: expected {_readable(hint)}, but found {type(value).__name__}") from None
+        raise UserError(
+            f"{key}={value!r}: expected {_readable(hint)}, but found {type(value).__name__}. Fix: set a value of the "
+            "expected type"
+        ) from None
 
 
 def _readable(hint: Any) -> str:

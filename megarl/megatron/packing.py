@@ -1,4 +1,4 @@
-"""Packing requirements that follow from a layout and number format."""
+"""Packing requirements that follow from a layout and numeric precision."""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ def seed(value: int) -> None:
 
 
 def reseed(value: int, num_updates: int) -> None:
-    """Seed the generators in a run that resumes after `num_updates` updates under a layout without saved RNG state. The
-    seed is deterministic and differs from the initial seed."""
+    """Seed the generators of a run that resumes after `num_updates` updates, if the checkpoint has no RNG state for its
+    layout. The seed is deterministic and differs from the initial seed."""
     seed(random.Random(f"{value}.{num_updates}").getrandbits(31))
 
 

@@ -1,9 +1,8 @@
 """Expert routing: replays the engine's routes in the trainer and measures how they differ from the trainer's.
 
 A Megatron router delegates the choice of experts to an object, by default a RouterReplay. We replace RouterReplay for
-three reasons: it has a process-wide registry, so actor and critic would use each other's routes; it requires routes for
-every token; and it switches all routers between forward pass and recomputation at once, although these alternate in a
-pipeline.
+three reasons: its registry is process-wide, so actor and critic would use each other's routes; it requires routes for
+every token; and it switches all routers at once between forward pass and recomputation, which alternate in a pipeline.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Collects per-token details for the rollouts page: advantages and log-prob differences.
 
-Most samples are reported by their mean values. For a few groups per step, the values for every token are kept.
+For most samples, only mean values are reported. For a few groups per step, the values of every token are kept.
 """
 
 from __future__ import annotations

@@ -22,9 +22,9 @@ def with_selection(
 ) -> list[TokenBatch]:
     """Return this rank's microbatches with the `selected` mask set.
 
-    Select the fraction covariance_share of the tokens in the update's loss that has the highest selection keys, but at
-    least one token; ties with the last selected token are included. Collective over the data-parallel ranks. Tokens
-    whose keys differ by less than rounding may be selected under one layout but not under another.
+    Of the tokens in the update's loss, select the fraction `covariance_share` with the highest selection keys, and at
+    least one token. Tokens that tie with the last one selected are included. Tokens whose keys differ by less than the
+    rounding error may be selected under one layout but not under another. Collective over the data-parallel ranks.
 
     Args:
         members: the samples in each microbatch.

@@ -1,9 +1,9 @@
 """TRPO's update (Schulman et al. 2015, arXiv:1502.05477): a natural gradient step under a hard bound on the divergence.
 
-TRPO is included for reference: it needs about twenty passes over the samples where AdamW needs one. Second derivatives,
-which Megatron's schedules lack, are not needed. The Fisher matrix of the sampled tokens (the paper's appendix C) is F =
-1/N Σ ∇lp·∇lpᵀ, so F·v is the gradient of 1/N Σ (∇lp·v)·lp, and the factors ∇lp·v are central differences between two
-forward passes.
+TRPO is included for reference: an update takes about twenty passes over the samples, an AdamW update one. Second
+derivatives, which Megatron's schedules lack, are not needed. The Fisher matrix of the sampled tokens (the paper's
+appendix C) is F = 1/N Σ ∇lp·∇lpᵀ, so F·v is the gradient of 1/N Σ (∇lp·v)·lp, and the factors ∇lp·v are central
+differences between two forward passes.
 
 Each rank holds its shard of the parameters and of every vector, split as in the distributed optimizer. A Fisher product
 reduces its gradient over all replicas, like an update, and all-gathers the shifted parameters within each replica. A
@@ -69,7 +69,7 @@ def take_step(
     """Move the parameters from θ to θ − β·x, where conjugate gradients solve F·x = ∇loss for x. Collective over all
     ranks. Requires prepared gradients.
 
-    β starts at √(2·limit / x·F·x), where the quadratic model of the divergence reaches the limit, and is halved until
+    β starts at √(2·limit / x·F·x), where the quadratic model of the divergence reaches the limit. It is halved until
     the loss is below the loss at θ and the divergence is within the limit.
 
     Args:

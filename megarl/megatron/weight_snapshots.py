@@ -25,8 +25,8 @@ class WeightSnapshots:
         """Copy the live weights into the snapshot `name`.
 
         Args:
-            share: fraction of the live weights in each `renew`, in (0, 1]; None makes the snapshot immutable. If it is
-                below 1, the snapshot is a moving average, kept in float32 because bfloat16 would round small changes
+            share: weight of the live weights in each `renew`, in (0, 1]. None makes the snapshot immutable. Below 1,
+                the snapshot is a moving average. It is kept in float32, because bfloat16 would round small changes
                 away.
         """
         kept = {key: device.host_empty_like(live).copy_(live) for key, live in self._live()}

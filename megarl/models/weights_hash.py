@@ -15,9 +15,9 @@ BLOCK_BYTES, NUM_BLOCKS = 2**16, 64
 def weights_hash(folder: Path) -> str:
     """Return the SHA-256 of the names, sizes and contents of the folder's safetensors files.
 
-    For a file above 64 MiB, only 64 evenly spaced blocks of 64 KiB are read, including the first and last bytes and
-    therefore the header, so hashing a 1 TB model takes seconds. Training changes nearly every element, so the blocks
-    change. A change to a few tensors between two blocks is not detected.
+    For a file above 64 MiB, only 64 evenly spaced blocks of 64 KiB are read, so hashing a 1 TB model takes seconds. The
+    blocks include the first and last bytes, and therefore the header. Training changes nearly every element, so the
+    blocks change. A change to a few tensors between two blocks is not detected.
     """
     digest = hashlib.sha256()
     for file in sorted(folder.glob("*.safetensors")):

@@ -25,8 +25,7 @@ from megarl.planner.workload import Workload
 def phase_loads(config: Config, models: Models, workload: Workload, cluster: Cluster) -> list[Load]:
     """Return the memory load of the fullest GPU in each phase, in the order in which a step runs the phases.
 
-    In addition to the computing model, the GPU is assumed to hold the largest rank of every model that shares its
-    devices.
+    Besides the model that computes, the GPU is assumed to hold the largest rank of every model that shares its devices.
     """
     stages = {role: _stages(config, config.placed(role), model, workload) for role, model in models.trained.items()}
     states = {role: [_states(config.placed(role), memory) for memory, _ in of_role] for role, of_role in stages.items()}

@@ -40,7 +40,7 @@ class RolloutTime:
 
     Attributes:
         parts: seconds by cause.
-        full: seconds if the engines always run full batches, which requires that the next step's prompts may start
+        full: seconds if the engines always run full batches. This requires that prompts of the next step may start
             before the last response has finished.
         concurrent: number of average-length sequences that fit into an engine's KV cache at once.
         guaranteed: number of maximum-length sequences that fit into an engine's KV cache at once.

@@ -93,13 +93,22 @@ def _check_shapes(writes: Writes, parameters: Mapping[str, torch.Tensor]) -> Non
     planned = planned_shapes(writes)
     for name, shape in planned.items():
         if name not in parameters:
-            raise ValueError(f"{name}: the plan writes this parameter, but the model does not have it")
+            raise ValueError(
+                f"{name}: the plan writes this parameter, but the model does not have it. Fix: rebuild the plan for "
+                "this model"
+            )
         actual = tuple(parameters[name].shape)
         if actual != shape:
-            raise ValueError(f"{name}: the parameter has shape {actual} in the model, but {shape} in the plan")
+            raise ValueError(
+                f"{name}: the parameter has shape {actual} in the model, but {shape} in the plan. Fix: rebuild the "
+                "plan with this model's config and layout"
+            )
     for name in parameters:
         if name not in planned:
-            raise ValueError(f"{name}: the model has this parameter, but the plan does not write it")
+            raise ValueError(
+                f"{name}: the model has this parameter, but the plan does not cover it. Fix: rebuild the plan for this "
+                "model"
+            )
 
 
 def _check_dtypes(copy: Copy, destination_dtype: str, transport: Transport) -> None:
@@ -110,5 +119,6 @@ def _check_dtypes(copy: Copy, destination_dtype: str, transport: Transport) -> N
     if source_dtype != destination_dtype and actual != (move.source_dtype, move.destination_dtype):
         raise ValueError(
             f"{move.destination.parameter} is {destination_dtype}, but {move.source.parameter} of {copy.source} is "
-            f"{source_dtype}. The plan only casts from {move.source_dtype} to {move.destination_dtype}"
+            f"{source_dtype}. The plan only casts from {move.source_dtype} to {move.destination_dtype}. "
+            "Fix: rebuild the plan with the dtypes of both models"
         )

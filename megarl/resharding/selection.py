@@ -22,7 +22,11 @@ ONE_PROCESS = dict(tp=1, pp=1, vpp=1, cp=1, ep=1, etp=None, dp=1, first_stage_la
 
 
 def check_all_selections(config: Config, hf_configs: Mapping[Role, Mapping[str, Any]]) -> None:
-    """Check the tensor patterns for all models that the run trains. hf_configs: their configs, including heads."""
+    """Check the tensor patterns for all models that the run trains.
+
+    Args:
+        hf_configs: the models' Hugging Face configs. They describe the score and value heads used in training.
+    """
     for role, hf_config in hf_configs.items():
         check_selections(config.placed(role), hf_config)
 

@@ -112,7 +112,10 @@ def check_weights(holder: Holder, parameters: Mapping[str, torch.Tensor], expect
         RuntimeError: a checksum differs. The message contains the first such region and both of its checksums.
     """
     if wrong := differing_regions(holder, parameters, expected):
-        raise RuntimeError(f"engine and trainer weights differ in {len(wrong)} regions. The first is {wrong[0]}")
+        raise RuntimeError(
+            f"engine and trainer weights differ in {len(wrong)} regions. The first is {wrong[0]}. Fix: check the "
+            "installed versions with megarl doctor, then resume with resume=auto"
+        )
 
 
 @torch.no_grad()

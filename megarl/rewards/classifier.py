@@ -78,14 +78,14 @@ class ClassifierReward:
         return ModelReward(math.fsum(reward for reward in by_token if not math.isnan(reward)), by_token)
 
     def _scored(self, sample: Sample) -> Sequence[int]:
-        """Return the indices of the sampled tokens whose scores count."""
+        """Return the indices of the sampled tokens whose scores are used."""
         if self._settings.step_end is None:
             return range(len(sample.response_ids))
         pieces = [self._tokenizer.decode([token]) for token in sample.response_ids.tolist()]
         return step_ends(pieces, self._settings.step_end)
 
     def _scored_in_reading(self, sample: Sample, reading: Reading) -> Sequence[int]:
-        """Return the indices of the reading's tokens whose scores count."""
+        """Return the indices of the reading's tokens whose scores are used."""
         last = len(reading.ends) - 1
         if self._settings.step_end is None:
             return range(last + 1)

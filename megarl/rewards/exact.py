@@ -8,7 +8,7 @@ from typing import Any
 def exact_match(prompt: str, response: str, answer: Any) -> bool:
     """Return whether the response equals str(answer) after stripping surrounding whitespace from both.
 
-    Nothing else is normalized: case, punctuation and number formats ("12" and "12.0") matter.
+    Nothing else is normalized: case, punctuation and the notation of numbers ("12" and "12.0") matter.
 
     Raises:
         ValueError: the prompt has no answer.

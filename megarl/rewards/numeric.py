@@ -7,8 +7,8 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-# Digits with optional thousands separators, decimal part and exponent. The exponent has at most three digits, since a
-# response must not be able to request a number with a billion digits.
+# Digits with optional thousands separators, decimal part and exponent. The exponent has at most three digits.
+# Otherwise, a response such as 1e1000000000 would create a number with a billion digits.
 _UNSIGNED = (
     r"(?:(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3}(?![0-9]))?"
 )

@@ -31,8 +31,8 @@ def on_trained_tokens(scores: Mapping[int, float], mask: ArrayLike) -> list[floa
     """Convert the scores of some tokens, keyed by token index, to one reward per token. Tokens without a reward get
     NaN.
 
-    Untrained tokens are not actions, so their scores are added to the last trained token before them, which led to
-    them. Scores before the first trained token do not result from an action, so they are dropped.
+    Untrained tokens are not actions, so their scores are added to the preceding trained token. Scores before the first
+    trained token do not result from an action, so they are dropped.
     """
     flags = np.asarray(mask, np.bool_).tolist()
     rewards, action = [math.nan] * len(flags), None

@@ -145,7 +145,7 @@ class Reader:
 
 
 def reading_of(sample: Sample, ids: Sequence[int], first: int, ends: tuple[int, ...]) -> Reading:
-    """Return a reading with these token ids. The scores of the tokens from index `first` on count."""
+    """Return a reading with these token ids. Only scores of tokens from index `first` on are used."""
     # Each sample gets its own prompt, because the prompt extends to the first token whose score counts.
     prompt, response = Prompt(sample.id, "", ids[:first]), ids[first:]
     n = len(response)

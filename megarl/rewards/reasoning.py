@@ -13,7 +13,7 @@ READS = ("tags", "response")
 
 
 class ReasoningGym:
-    """Reward function that returns the response's score in the row's reasoning-gym task, usually from 0 to 1.
+    """Reward function that returns the response's score on the row's reasoning-gym task, usually from 0 to 1.
 
     See https://github.com/open-thought/reasoning-gym. It uses the data columns of data.source=reasoning_gym:TASK: the
     task's name, its options and the entry's metadata. Some tasks raise an error for text that they cannot parse. The

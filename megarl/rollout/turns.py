@@ -28,7 +28,7 @@ Exchanged = tuple[dict[int, Completion], dict[str, int]]
 
 
 class EngineTurns:
-    """The engine's side: the turns that it samples for one remote process."""
+    """The engine's end of the turn exchange: samples the turns that one remote process requests."""
 
     def __init__(self, engine: Engine):
         self._engine = engine
@@ -67,7 +67,7 @@ class EngineTurns:
 
 
 class RemoteTurns:
-    """The caller's side: turns for this process that an engine in another process samples."""
+    """The caller's end of the turn exchange: sends this process's turns to an engine in another process."""
 
     def __init__(self, exchange: Callable[[Turns, Collection[int]], Awaitable[Exchanged]]):
         """

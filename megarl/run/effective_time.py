@@ -1,4 +1,4 @@
-"""Computes goodput: the fraction of a job's allocated time that was spent on steps that were not lost."""
+"""Computes goodput: the fraction of a job's allocated time that was spent on steps whose results were kept."""
 
 from __future__ import annotations
 

@@ -33,12 +33,12 @@ from megarl.data.files import ALL_COLUMNS, NO_COLUMNS
 from megarl.data.offline import OfflineData, load_offline_data
 from megarl.data.prompts import PromptSet, load_prompts
 from megarl.environments.hosts import HostPool, host_arguments
-from megarl.environments.pool import FunctionPool, function_pool
 from megarl.environments.runner import turn_tokens
 from megarl.environments.trial import Trial, try_rewards
 from megarl.models.run_models import ModelFolders, find_models
 from megarl.models.tokenizer import load_tokenizer
 from megarl.resharding.selection import check_all_selections
+from megarl.rewards.pool import FunctionPool, function_pool
 from megarl.run.beginning import find_model_paths
 from megarl.run.checkpoint_size import checkpoint_bytes
 from megarl.run.checkpoints import Checkpoints

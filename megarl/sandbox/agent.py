@@ -2,9 +2,8 @@
 
 The sandbox's own Python runs the text of this file, so it imports only modules that load quickly and nothing from
 megarl. Messages are lists of byte strings in the format of `pack`, received on stdin and sent to stdout. The sandbox
-exits at the end of stdin, regardless of how the process on the other side exited. Programs cannot harm the agent: it
-has process id 1 in the sandbox, which no signal from inside can kill, and its memory and files are not accessible to
-them.
+exits at the end of stdin, regardless of how the client process exited. Programs cannot harm the agent: it has process
+id 1 in the sandbox, which no signal from inside can kill, and its memory and files are not accessible to them.
 """
 
 import ctypes

@@ -16,6 +16,7 @@ from typing import Any, Self
 
 from megarl.config import schema
 from megarl.sandbox.agent import pack
+from megarl.usercode.parent import SELF_CLEANING
 
 START_S = 60.0
 """Timeout in seconds for starting a sandbox, which normally takes a few hundredths of a second."""
@@ -103,7 +104,7 @@ class Sandbox:
             self._process = subprocess.Popen(
                 self._command.arguments,
                 **dict(stdin=remote, stdout=remote, stderr=errors_write),
-                env=dict(self._command.environment),
+                env={**self._command.environment, SELF_CLEANING: "1"},
                 pass_fds=self._command.files,
                 cwd="/",
                 process_group=0,

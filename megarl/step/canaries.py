@@ -1,5 +1,5 @@
 """Canary prompts: a few fixed prompts to which every engine responds. The trainer then scores the response tokens with
-the same weights, so differences in log-probs have a cause other than training."""
+the same weights, so any log-prob difference is a mismatch between engine and trainer, not an effect of training."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ class Canaries:
         return Scoring(1.0 if kind == GREEDY else self.config.rollout.temperature)
 
     def _other_scorings(self) -> dict[str, Scoring]:
-        """Return the scorings that an engine may use by mistake, each under a phrase that completes "the trainer's
+        """Return the ways in which an engine may score tokens by mistake. Each key completes the phrase "the trainer's
         ..."."""
         default = self._scoring(SAMPLED)
         temperatures = dict.fromkeys((1.0, default.temperature**2, 1 / default.temperature))

@@ -64,8 +64,8 @@ class Evidence:
 
 
 def ranked(evidence: Evidence) -> list[Cause]:
-    """Return all causes, sorted with the most likely first. Kernels differ in every run, so they count as the cause
-    only if the forward passes differ and no other cause is found."""
+    """Return all causes, sorted with the most likely first. Trainer and engine always use different kernels. Therefore,
+    kernels count as the cause only if the forward passes differ and no other cause is found."""
     causes = [_weights(evidence), _sampling(evidence), _tokens(evidence), _head(evidence)]
     if evidence.has_experts:
         causes.append(_experts(evidence))

@@ -48,7 +48,7 @@ class LogprobCheck:
 
     @property
     def _has_gate(self) -> bool:
-        """Whether the run checks canary prompts. False if none of them has tokens with this tokenizer."""
+        """Whether the run checks canary prompts. False if the tokenizer yields no tokens for any of them."""
         return self._config.logprob_check.canaries != "off" and bool(self._canaries.prompts)
 
     def check_step(self, metrics: Mapping[str, Metric]) -> None:

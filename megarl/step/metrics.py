@@ -17,7 +17,7 @@ from megarl.environments.protocol import StopReason
 def step_metrics(
     config: Config, groups: Sequence[Sequence[SampleRef]], watch: Stopwatch, version: int
 ) -> dict[str, float]:
-    """Return metrics for the step's samples, phases and weights.
+    """Return metrics on the step's samples, phase durations and weight versions.
 
     Args:
         groups: all samples, by prompt. Length metrics exclude greedy rollouts, which are not trained on.
@@ -56,8 +56,8 @@ def add_explained_variance(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
 
 
 def add_effective_sample_size(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-    """Replace the moments of the weights w = trainer / engine with the engine tokens' effective sample size under the
-    trainer's policy, as a fraction of the number of tokens: (Σw)² / (n·Σw²) (Kong 1992;
+    """Replace the moments of the importance weights w = trainer / engine with the effective sample size of the engine's
+    tokens under the trainer's policy. The size is a fraction of the number of tokens, (Σw)² / (n·Σw²) (Kong 1992;
     https://arxiv.org/abs/1602.03572 compares such estimators)."""
     names = ("mismatch/weight_mean", "mismatch/weight_square_mean")
     if any(name not in metrics for name in names):

@@ -17,7 +17,7 @@ from megarl.data.weighted_cursor import WeightedCursor
 @dataclass(frozen=True, slots=True)
 class PendingPrompt:
     """A row in the data whose rollouts have started but have not been trained on. version: the weight version with
-    which the rollouts first started or, if they were dropped, with which they may restart."""
+    which the rollouts first started. If they were dropped, it is the version with which they may restart."""
 
     row: int
     version: int

@@ -39,8 +39,9 @@ class TokenRewards:
 def reward_tokens(
     config: Config, workers: Workers, updates: Sequence[Sequence[Sequence[SampleRef]]], process_rewards: Scores
 ) -> TokenRewards:
-    """Combine the known per-token rewards (from a reward model or for turns) with the implicit reward model's rewards
-    and, if it is a reward, the KL to the reference. The implicit reward model trains on the samples after scoring them.
+    """Combine the per-token rewards that are already known (from a reward model, or assigned to turns) with the
+    implicit reward model's rewards and, if it is a reward, the KL to the reference. The implicit reward model trains on
+    the samples after scoring them.
 
     Args:
         updates: the groups in each update.

@@ -181,7 +181,7 @@ def check_corruption_is_reported(checkpoint: Path, out: Path) -> None:
         whole = file.read_bytes()
         file.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
         for convert in (megatron_to_huggingface, partial(reshape, layout=layout_of_files(tp=2))):
-            with pytest.raises(ValueError, match=rf"actor/{name} is damaged: its SHA-256 is \w+…, expected \w+…"):
+            with pytest.raises(ValueError, match=rf"actor/{name} is corrupt: its SHA-256 is \w+…, expected \w+…"):
                 convert(checkpoint, out)
             assert sorted(path.name for path in out.parent.iterdir()) == ["hf", "run"]
         file.write_bytes(whole)

@@ -520,7 +520,7 @@ def test_engine_after_two_refits_equals_fresh_engine(tmp_path, remotes, name, tp
         target.shard.mismatched_params(params)
         for target, params in zip(targets, engine.call("parameters"), strict=True)
     )
-    with pytest.raises(RuntimeError, match="Refit it before it generates"):
+    with pytest.raises(RuntimeError, match="Fix: refit it before it generates"):
         engine.call("sample", prompts())
 
     item_bytes = ITEM_BYTES[dtype]
@@ -670,7 +670,7 @@ def check_wrong_weights_are_rejected(
         engine.call("refit", 3, right | {region: right[region]._replace(value=0)})
     other.receive()
     trainers.end()
-    with pytest.raises(RuntimeError, match="Refit it before it generates"):
+    with pytest.raises(RuntimeError, match="Fix: refit it before it generates"):
         engine.call("sample", prompts())
 
 
@@ -712,7 +712,7 @@ def check_refit_after_sleep(trainers: Trainers, engines: Sequence[Remote], answe
     engine.call("sleep", True)
     assert engine.call("greedy", prompts()) == answers
     engine.call("sleep", False)
-    with pytest.raises(RuntimeError, match="Refit it before it generates"):
+    with pytest.raises(RuntimeError, match="Fix: refit it before it generates"):
         engine.call("greedy", prompts())
     engine.call("record")
     trainers.begin("send")

@@ -225,7 +225,7 @@ def test_damaged_checkpoint_is_rejected_by_name(recipe, resumed, tmp_path) -> No
     with recipe.run(tmp_path, STEPS, f"run.steps={STEPS + 1}") as run:
         assert run.end(START_S) == 2
     [line] = run.errors
-    problem = "actor/__1_0.distcp is damaged: its SHA-256 is"
+    problem = "actor/__1_0.distcp is corrupt: its SHA-256 is"
     assert line.startswith(f"megarl: error: {folder}/step_{STEPS:06d}: {problem}")
     assert line.endswith(f"Fix: resume from the previous checkpoint with resume={folder}/step_{STEPS - 1:06d}")
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from megarl.environments.pool import FunctionPool
+from megarl.rewards.pool import FunctionPool
 from megarl.rewards.result import Result
 from tests.sandboxes import limits
 from tests.timing import WAIT_S

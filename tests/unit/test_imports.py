@@ -27,6 +27,7 @@ TENSOR_RESHARDING = (
 
 LAYERS = (
     ("core",),
+    ("usercode",),
     ("algorithms",),
     ("config",),
     ("models", "sandbox"),
@@ -62,6 +63,7 @@ LIGHT = (
     "cli.py",
     "convert.py",
     "core",
+    "usercode",
     "algorithms",
     "config",
     "models",
@@ -239,6 +241,7 @@ PLANTED = [
     ("megarl/ops/a.py", "import megarl.train", "megarl.train is in a layer above"),
     ("megarl/ops/a.py", "from megarl import cluster", "megarl.cluster is in a layer above"),
     ("megarl/ops/a.py", "def f():\n    from megarl.cluster.session import Session", "in a layer above"),
+    ("megarl/usercode/a.py", "from megarl.config import schema", "megarl.config.schema is in a layer above"),
     ("megarl/config/a.py", "from ..data import packing", "megarl.data.packing is in a layer above"),
     ("megarl/config/__init__.py", "from ..data import packing", "megarl.data.packing is in a layer above"),
     ("megarl/__init__.py", "from . import data", "megarl.data is in a layer above"),

@@ -81,7 +81,8 @@ def result(name: str) -> dict[str, Any]:
 def machine_of(found: Mapping[str, Any]) -> str:
     """Return a phrase that names a result's machine, to begin a sentence with."""
     cpu, _, cores = found["machine"]["cpu"].partition(", ")
-    return f"On {cores} of an {cpu} and {found['machine']['memory_gib']} GiB, without a GPU"
+    number = cores.removesuffix(" cores")
+    return f"Measured on {number} {cpu} cores with {found['machine']['memory_gib']} GiB of RAM and no GPU"
 
 
 def moved(run: Mapping[str, Any]) -> str:

@@ -21,7 +21,7 @@ from benchmark import option, run_benchmark
 from samples import sample_of
 
 from megarl.core.types import Prompt, Sample
-from megarl.environments.pool import FunctionPool
+from megarl.rewards.pool import FunctionPool
 
 PROMPTS, SAMPLES, RUNS = 256, 8, 3
 PROCESSES = 2
@@ -77,7 +77,7 @@ def through_pool(pool: FunctionPool, function: str, batch: list[Sample]) -> tupl
 
 
 def cpu_seconds(pool: FunctionPool) -> float:
-    times = [psutil.Process(child.process_group).cpu_times() for child in pool._children]
+    times = [psutil.Process(child.pid).cpu_times() for child in pool._children]
     return sum(time.user + time.system for time in times)
 
 

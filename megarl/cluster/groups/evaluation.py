@@ -11,7 +11,7 @@ from megarl.config.evaluation import config_of_set
 from megarl.config.schema import Config
 from megarl.core.types import Sample, Score
 from megarl.environments.batch import is_judged, judge_batch, judge_single
-from megarl.environments.pool import FunctionPool, function_pool
+from megarl.rewards.pool import FunctionPool, function_pool
 from megarl.rewards.result import Result
 from megarl.rewards.rollout_file import append_rollouts
 from megarl.rewards.scorer import Scorer

@@ -25,7 +25,6 @@ from megarl.config.schema import Config
 from megarl.core.checkpoint import FileRecord, seal
 from megarl.core.types import Sample, SampleRef, Score
 from megarl.environments.batch import is_judged, judge_batch, judge_single
-from megarl.environments.pool import function_pool
 from megarl.models.classifier import Kind, score_head_of
 from megarl.models.folder import read_config
 from megarl.models.run_models import ModelFolders
@@ -33,6 +32,7 @@ from megarl.models.tokenizer import load_decoder, load_tokenizer
 from megarl.rewards import judge
 from megarl.rewards.classifier import ClassifierReward, ModelReward
 from megarl.rewards.model_judge import ModelJudge
+from megarl.rewards.pool import function_pool
 from megarl.rewards.reading import Reader, Reading, Unreadable
 from megarl.rewards.result import Result
 from megarl.rewards.rollout_file import MAX_TOKENS, append_rollouts, has_token_details, token_texts, write_advantages

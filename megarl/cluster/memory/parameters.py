@@ -58,7 +58,7 @@ class ModelParameters:
 
 
 def engine_holder(config: Config, hf_config: Mapping[str, Any], rank: int) -> Holder:
-    """Return the holder for an engine rank, in the engine's weight format."""
+    """Return the holder of an engine rank: which weights the rank stores, in the engine's weight format."""
     rollout = config.rollout
     holder = vllm_holder(hf_config, rollout.tp, rank, 0, config.model.dtype, rollout.has_whole_experts)
     return holder if rollout.quantization is None else quantized_destinations(hf_config, [holder])[0]

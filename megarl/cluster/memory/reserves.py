@@ -1,4 +1,4 @@
-"""GPU memory besides model tensors and KV cache: one item per cause, with its source.
+"""GPU memory besides model tensors and KV cache. Each item has one cause and cites the source of its size.
 
 This memory cannot be measured before a run, and vLLM does not measure it if the KV cache size is given (gpu_worker.py:
 kv_cache_memory_bytes). Without room for it, a run fails in the middle of a rollout. Items are computed from the NCCL
@@ -45,8 +45,8 @@ FRAGMENT_BYTES = GIB
 
 CHANNELS, CHANNELS_OVER_NODES = 24, 16
 """Number of rings in a communicator within a node, and across nodes. NCCL issue 1453 shows 16 rings across H100 nodes.
-24 rings within a node are an assumption: together with the same number of tree connections, which NCCL now creates
-lazily, they take the 0.5 GiB that was measured in issue 964 on two A100s."""
+24 rings within a node are an assumption: they take the 0.5 GiB that issue 964 reports for two A100s, if the same number
+of tree connections is added. NCCL now creates tree connections lazily."""
 
 EXCHANGE_CHANNELS_OVER_NODES = 2
 """Number of channels between two ranks on a node if the communicator also has ranks on other nodes (NCCL issue

@@ -52,8 +52,8 @@ def fullest_phase(
     gpu: int,
     gpus_per_node: int,
 ) -> Load:
-    """Return the phase with the largest load among those with an awake engine. See rank_memory for training, when it
-    sleeps.
+    """Return the phase with the largest load among those with an awake engine. See rank_memory for training, during
+    which the engine sleeps.
 
     Args:
         hf_config: the actor's config.json in the form that the engines load.
@@ -77,7 +77,7 @@ def _reserve(
     gpu: int,
     gpus_per_node: int,
 ) -> dict[str, float]:
-    """Return the bytes besides tensors that processes hold on a GPU, by item."""
+    """Return the bytes that processes hold on a GPU in addition to their tensors, by item."""
     spans = device_spans(config)
     held = {}
     for role, model_config in trained.items():
@@ -91,7 +91,7 @@ def _reserve(
 
 
 def staying(config: Config, role: Role, states: Mapping[str, float]) -> dict[str, float]:
-    """Return the bytes of a model's states that stay on the GPU while a different model or an engine computes there.
+    """Return the bytes of a model's state that stay on the GPU while a different model or an engine computes there.
 
     Args:
         states: bytes of each state, by its name in the key `offload`.

@@ -44,8 +44,8 @@ def main(folder: Path, scratch: Path, timeout_s: float) -> int:
 def join(rendezvous: NodeRendezvous, scratch: Path, timeout_s: float) -> None:
     """Take part in a run until its driver ends it.
 
-    A signal to this node does not end the process at once, because the driver may save a checkpoint first. The node
-    stays until the driver has ended the run or checkpoint.grace_s has passed.
+    A signal to this node does not end the process at once, because the driver may save a checkpoint first. The process
+    ends when the driver has ended the run or checkpoint.grace_s has passed.
 
     Args:
         scratch: folder for the run's temporary files.
@@ -96,8 +96,10 @@ def _take_part(rendezvous: NodeRendezvous, invitation: Invitation, scratch: Path
     if not _is_on(rendezvous, invitation):
         return
     if not first_node.answers():
-        raise RunFailure(f"lost the connection to the first node, {invitation.host}")
-    problem = f"node {report.name}: Ray exited with status {ray.poll()}. See {log}"
+        raise RunFailure(
+            f"lost the connection to the first node, {invitation.host}. Fix: see the driver's output on that node"
+        )
+    problem = f"node {report.name}: Ray exited with status {ray.poll()}. Fix: see {log}"
     rendezvous.report(replace(report, problem=problem, is_failure=True))
     raise RunFailure(problem)
 

@@ -151,7 +151,7 @@ def request_stacks(files: Collection[Path], patience_s: float = 5.0, elsewhere: 
         if written == last and all(written[file].count(ONE_THREAD) >= expected[file] for file in expected):
             break
         last = written
-        time.sleep(0.1)  # much longer than a process takes between two lines
+        time.sleep(0.1)  # much longer than the pause between two lines of a trace
     return [file for file, size in sizes.items() if file.stat().st_size > size]
 
 

@@ -58,8 +58,8 @@ def mapped() -> set[Segment]:
 def created(scratch: Path, mapped_at_end: Set[Segment] = frozenset()) -> set[Segment]:
     """Return the segments that the run created; empty if the scratch folder is gone.
 
-    These are the segments that its processes recorded, that are mapped at its end, or that are named after the scratch
-    folder, without segments that existed before the run.
+    A segment counts as the run's if one of its processes recorded it, if it is mapped at the end of the run, or if it
+    is named after the scratch folder. Segments that existed before the run are excluded.
     """
     if not (scratch / EARLIER).exists():
         return set()

@@ -91,7 +91,8 @@ def set_names_are_unique(config: Config) -> str | None:
 
 
 def sets_have_evaluation_times(config: Config) -> str | None:
-    """A set needs its own every_steps, evaluation.every_steps, at_start or at_end."""
+    """Each set must be evaluated at least once: it needs its own every_steps, or evaluation.every_steps, at_start or
+    at_end."""
     settings = config.evaluation
     never = [item.name for item in settings.sets if settings.interval(item) is None]
     if not never or settings.at_start or settings.at_end:
@@ -104,7 +105,7 @@ def sets_have_evaluation_times(config: Config) -> str | None:
 
 def several_samples_require_temperature(config: Config) -> str | None:
     for item in config.evaluation.sets:
-        is_answered = config_of_set(config, item).has_environment  # the environment's replies may differ
+        is_answered = config_of_set(config, item).has_environment  # may reply differently each time
         if item.samples_per_prompt > 1 and item.temperature == 0 and not is_answered:
             return (
                 f"evaluation.sets: {item.name} has samples_per_prompt={item.samples_per_prompt} and temperature=0, so "

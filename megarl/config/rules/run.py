@@ -26,7 +26,7 @@ def profiled_steps_are_steps_of_the_run(config: Config) -> str | None:
 
 
 def profiled_ranks_are_ranks_of_a_model(config: Config) -> str | None:
-    """A rank is profiled in every trained model that has it."""
+    """A rank in run.profile is profiled in every trained model that has a rank with this number."""
     if not config.run.profile.steps:
         return None
     largest = max(trained.layout.world_size for trained in config.all_trained)

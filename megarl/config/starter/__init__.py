@@ -21,7 +21,7 @@ def write(folder: Path) -> list[Path]:
     """
     files = [folder / name for name in (RECIPE, REWARD, PROMPTS)]
     if taken := [str(file) for file in files if os.path.lexists(file)]:
-        raise UserError(f"{' and '.join(taken)}: already exists. Fix: name another folder")
+        raise UserError(f"{' and '.join(taken)} already exist{'s' * (len(taken) == 1)}. Fix: choose another folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for file, text in zip(files, _texts(folder), strict=True):

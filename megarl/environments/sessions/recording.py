@@ -2,8 +2,8 @@
 
 Clients send the whole conversation with every request. The recording matches it, message by message, against the
 session's turns. If the conversation continues a turn, its new messages are appended to the token ids of that turn's
-sample. Recorded token ids never change. A sample has no branches: a request that continues an earlier turn, or a turn
-that another request already continues, starts a new sample whose prompt is the token ids up to that turn. A
+sample. Recorded token ids never change. A sample has no branches. If a request continues an earlier turn, or a turn
+that another request already continues, it starts a new sample whose prompt is the token ids up to that turn. A
 conversation that continues no turn, because the context was summarized, a turn was rewritten or another agent started,
 starts a new sample rendered by the chat template.
 """

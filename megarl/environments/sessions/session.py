@@ -111,7 +111,7 @@ class Session:
         Args:
             request: the parsed request.
             body: the request's body, which identifies retries.
-            is_retry: whether the client retries a request. It then receives the completion of the first attempt.
+            is_retry: whether the client retries an earlier request, whose completion it then receives.
         """
         digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).digest()
         if is_retry and digest in self._completions:

@@ -13,16 +13,16 @@ from typing import Any
 
 from megarl.environments.agent import Agent
 from megarl.environments.protocol import Task
+from megarl.usercode.child_process import ChildFailure, ConcurrentChild
 
 PROGRAM = Path(__file__).with_name("verifiers_program.py")
-LONGEST_LINE = 2**26
 
 
 class VerifiersAgent(Agent):
     """A rollout in a verifiers environment.
 
-    The dependencies of verifiers conflict with those of vLLM. So verifiers runs in a separate process, which all agents
-    in this process share.
+    The dependencies of verifiers conflict with those of vLLM. Therefore, verifiers runs in a separate process, which
+    all agents in this process share.
     """
 
     def __init__(
@@ -51,72 +51,39 @@ class VerifiersAgent(Agent):
         return await program.run(base_url=base_url, api_key=api_key, model=model, **selection) or None
 
 
-class _Program:
+class _Program(ConcurrentChild):
     """A verifiers process, which runs any number of rollouts concurrently."""
-
-    def __init__(self, process: asyncio.subprocess.Process):
-        self._process = process
-        self._numbers = count()
-        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
-        self._reading: asyncio.Task[None] | None = None
 
     @classmethod
     async def start(cls, python: str, path: Sequence[str], arguments: str) -> _Program:
         """Start the process and wait until it has loaded its tasks. Raise RuntimeError if that fails."""
         folders = [*path, *filter(None, [os.environ.get("PYTHONPATH")])]
-        process = await asyncio.create_subprocess_exec(
-            *(python, str(PROGRAM), arguments),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env=os.environ | ({"PYTHONPATH": os.pathsep.join(folders)} if folders else {}),
-            # It must survive when this process's group is killed: once its stdin closes, it stops the processes that
-            # verifiers started in other process sessions.
-            start_new_session=True,
-            limit=LONGEST_LINE,
-        )
-        program = cls(process)
-        line = await process.stdout.readline()
-        hello = json.loads(line) if line else {}
-        if "num_tasks" not in hello:
-            status = await process.wait()
-            reason = hello.get("refused", f"exit status {status}, see the output in this process's log")
-            raise RuntimeError(f"verifiers cannot load this environment: {reason}")
-        program._reading = asyncio.create_task(program._read())
+        environment = os.environ | ({"PYTHONPATH": os.pathsep.join(folders)} if folders else {})
+        # It survives this process to stop the processes that verifiers started, some of them on other machines.
+        program = cls([python, str(PROGRAM)], environment, is_self_cleaning=True)
+        try:
+            hello = await program.open(json.loads(arguments))
+        except ChildFailure as failure:
+            hello = {"refused": f"{failure}, see its output in the run's environments-*.log"}
+        if "refused" in hello:
+            await program.end()
+            raise RuntimeError(f"verifiers cannot load this environment: {hello['refused']}")
+        program._rollouts = count()
         return program
 
-    @property
-    def has_ended(self) -> bool:
-        return self._reading.done()
-
-    async def run(self, **request: Any) -> dict[str, float]:
+    async def run(self, **arguments: Any) -> dict[str, float]:
         """Run a rollout and return its rewards. Raise RuntimeError if it fails."""
-        number = next(self._numbers)
-        future = self._waiting[number] = asyncio.get_running_loop().create_future()
-        self._write({"id": number, "method": "run", **request})
+        rollout = next(self._rollouts)
         try:
-            response = await future
+            response = await self.request(method="run", rollout=rollout, **arguments)
+        except ChildFailure as failure:
+            raise RuntimeError(f"the verifiers process exited ({failure})") from None
         except asyncio.CancelledError:
-            self._write({"id": number, "method": "cancel"})
+            await self.post({"method": "cancel", "rollout": rollout})
             raise
-        finally:
-            del self._waiting[number]
         if "failure" in response:
             raise RuntimeError(response["failure"])
         return response["rewards"]
-
-    def _write(self, line: Mapping[str, Any]) -> None:
-        self._process.stdin.write(json.dumps(line).encode() + b"\n")
-
-    async def _read(self) -> None:
-        while line := await self._process.stdout.readline():
-            response = json.loads(line)
-            future = self._waiting.get(response["id"])
-            if future is not None and not future.done():
-                future.set_result(response)
-        status = await self._process.wait()
-        for future in self._waiting.values():
-            if not future.done():
-                future.set_result({"failure": f"the verifiers process exited with status {status}"})
 
 
 _programs: dict[tuple[Any, ...], asyncio.Task[_Program]] = {}
@@ -126,6 +93,6 @@ async def _program(*arguments: Any) -> _Program:
     """Return the process for these arguments. The first rollout starts it, and later rollouts restart it if it has
     exited."""
     start = _programs.get(arguments)
-    if start is None or (start.done() and (start.cancelled() or start.exception() or start.result().has_ended)):
+    if start is None or (start.done() and (start.cancelled() or start.exception() or start.result().is_over)):
         start = _programs[arguments] = asyncio.create_task(_Program.start(*arguments))
     return await asyncio.shield(start)

@@ -1,8 +1,8 @@
 """The program that runs verifiers environments for `VerifiersAgent`, with the session endpoint as their model.
 
-It runs in verifiers' Python environment and does not import megarl. Its first JSON line on stdout is the number of
-tasks. Then it reads requests from stdin, one JSON line each, and writes one response line per request. Once stdin
-closes, it stops all processes that it has started.
+It runs in verifiers' Python environment and does not import megarl. Its last command-line argument is the file
+descriptor of its connection. From there it reads its arguments and then requests, one JSON line each. It sends the
+number of tasks, and one JSON line per request. Once the connection closes, it stops all processes that it has started.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import json
 import os
 import random
 import signal
+import socket
 import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 if TYPE_CHECKING:
     import verifiers.v1 as vf
@@ -70,8 +71,8 @@ class Rollouts:
         self._serving: Serving | None = None
         self._pending: dict[int, asyncio.Task[None]] = {}
 
-    def start(self, request: Mapping[str, Any], responses: TextIO) -> None:
-        number = request["id"]
+    def start(self, request: Mapping[str, Any], connection: BinaryIO) -> None:
+        number = request["rollout"]
         if request["method"] == "cancel":
             if number in self._pending:
                 self._pending[number].cancel()
@@ -82,7 +83,7 @@ class Rollouts:
                 result = {"rewards": await self._run(request)}
             except Exception as error:
                 result = {"failure": f"{type(error).__name__}: {error}"}
-            write(responses, {"id": number, **result})
+            send(connection, {"id": request["id"], **result})
 
         self._pending[number] = asyncio.create_task(respond())
         self._pending[number].add_done_callback(lambda _: self._pending.pop(number))
@@ -94,7 +95,7 @@ class Rollouts:
         index = request["index"]
         if index is None:
             index = random.Random(request["seed"]).randrange(len(self.tasks))
-        key = f"MEGARL_SESSION_{request['id']}"  # verifiers reads API keys from environment variables
+        key = f"MEGARL_SESSION_{request['rollout']}"  # verifiers reads API keys from environment variables
         os.environ[key] = request["api_key"]
         client = vf.EvalClientConfig(base_url=request["base_url"], api_key_var=key)
         serving = self._acquire_serving()
@@ -149,18 +150,18 @@ class Rollouts:
             await asyncio.gather(self._serving.task, return_exceptions=True)
 
 
-def write(responses: TextIO, line: Mapping[str, Any]) -> None:
-    responses.write(json.dumps(line) + "\n")
-    responses.flush()
+def send(connection: BinaryIO, message: Mapping[str, Any]) -> None:
+    connection.write(json.dumps(message).encode() + b"\n")
+    connection.flush()
 
 
-async def serve(rollouts: Rollouts, responses: TextIO) -> None:
-    """Serve requests until stdin closes."""
+async def serve(rollouts: Rollouts, connection: BinaryIO) -> None:
+    """Serve requests until the connection closes."""
     loop, is_closed = asyncio.get_running_loop(), asyncio.Event()
 
     def read() -> None:
-        for line in sys.stdin:
-            loop.call_soon_threadsafe(rollouts.start, json.loads(line), responses)
+        for line in connection:
+            loop.call_soon_threadsafe(rollouts.start, json.loads(line), connection)
         loop.call_soon_threadsafe(is_closed.set)
         time.sleep(GRACE_S)
         for process in reversed(list(descendants(os.getpid()))):
@@ -185,21 +186,21 @@ def descendants(process: int) -> Iterator[int]:
                 yield from descendants(child)
 
 
-def main(env: Mapping[str, Any], num_tasks: int | None) -> None:
-    responses = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # keep the output of environments out of the responses
-
+def main(connection: BinaryIO, env: Mapping[str, Any], num_tasks: int | None) -> None:
     async def run() -> None:
         try:
             rollouts = Rollouts(env, num_tasks)
         except Exception as error:  # user code may raise anything, and verifiers may reject the config
-            write(responses, {"refused": f"{type(error).__name__}: {error}"})
+            send(connection, {"refused": f"{type(error).__name__}: {error}"})
             return
-        write(responses, {"num_tasks": len(rollouts.tasks)})
-        await serve(rollouts, responses)
+        send(connection, {"num_tasks": len(rollouts.tasks)})
+        await serve(rollouts, connection)
 
     asyncio.run(run())
 
 
 if __name__ == "__main__":
-    main(**json.loads(sys.argv[1]))
+    with socket.socket(fileno=int(sys.argv[-1])) as end:
+        os.set_inheritable(end.fileno(), False)
+        connection = end.makefile("rwb")
+    main(connection, **json.loads(connection.readline()))

@@ -68,7 +68,7 @@ class MergedWeights(Readable):
     run's dtype."""
 
     def __init__(self, base: SafetensorsFolder, weights: Holder, adapters: StoredAdapters):
-        """`weights` is the holder for all base model weights, with the run's dtypes."""
+        """`weights` describes all weights of the base model, with the run's dtypes."""
         self._base, self._weights, self._scale = base, weights, adapters.lora.scale
         self._factors = {
             each: factor
@@ -78,7 +78,7 @@ class MergedWeights(Readable):
         stored = weights.dtypes.items()
         dtypes = {name: dtype if self._factor(name, A) is None else "float32" for name, dtype in stored}
         self.holder = replace(weights, name="merged", shard=replace(weights.shard, dtypes=dtypes))
-        """The holder for the merged weights."""
+        """Describes the merged weights."""
 
     def dtype(self, source: str, parameter: str) -> torch.dtype:
         return getattr(torch, self.holder.dtypes[parameter])

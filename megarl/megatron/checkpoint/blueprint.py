@@ -39,8 +39,8 @@ class RankBlueprint:
 def blueprint(
     hf_config: Mapping[str, Any], layout: Layout, rank: int, format: Mapping[str, Any], dtype: str | None = None
 ) -> RankBlueprint:
-    """Return one rank's blueprint. It is built from our own layers, whose checkpoint keys equal those of Transformer
-    Engine's layers.
+    """Return one rank's blueprint. It is built from megarl's own layers, whose checkpoint keys equal those of
+    Transformer Engine's layers.
 
     Args:
         format: metadata for Megatron's `sharded_state_dict`.

@@ -185,8 +185,8 @@ def _open_folder(folder: Path) -> Iterator[Weights]:
 
 
 def _is_unused(name: str, hf_config: Mapping[str, Any]) -> bool:
-    """Return whether this is a tensor that a Hugging Face folder may contain but the model does not use: a copy of the
-    tied head, a constant, or part of an omitted layer."""
+    """Return whether the model does not use this tensor from a Hugging Face folder. Such tensors are copies of the tied
+    head, constants, and parts of omitted layers."""
     model = ModelShape.of(hf_config)
     tied_head = name == HEAD and (model.tied or score_head_of(hf_config) is not None)
     layer = name.removeprefix("model.layers.").split(".")[0]
@@ -246,8 +246,8 @@ def _common() -> bytes:
 
 
 def _entries(rank: RankBlueprint, dtypes: Mapping[str, Mapping[str, str]]) -> list[Entry]:
-    """Return the entries that a rank writes. `dtypes` maps prefix -> key -> dtype and contains existing tensors
-    only."""
+    """Return the entries that a rank writes. `dtypes` maps prefix -> key -> dtype, and omits keys whose tensors do not
+    exist."""
     return [
         Entry(extent, prefix, dtype_by_key[extent.key])
         for prefix, dtype_by_key in dtypes.items()

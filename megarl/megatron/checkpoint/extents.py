@@ -1,4 +1,5 @@
-"""A parameter's extents: where Megatron's sharding description saves the parameter's elements."""
+"""A parameter's extents: where a checkpoint stores the parameter's elements, according to Megatron's sharding
+metadata."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ class CanonicalShard:
 
 
 Shard = ShardedTensor | ShardedTensorFactory | CanonicalShard
-"""A parameter's sharding description: a Megatron class, or CanonicalShard for adapters. A factory saves its parameter
+"""A parameter's sharding description: a Megatron class, or CanonicalShard for adapters. A factory stores its parameter
 as several tensors or in several places."""
 
 

@@ -2,9 +2,9 @@
 
 Megatron keeps the state in flat buckets, each split evenly over the data-parallel ranks, so a rank owns a range of
 elements in a flattened parameter. In the checkpoint the state is a tensor of the parameter's shape. The range consists
-of a few rectangles in that tensor. The rank writes only these rectangles and, on loading, reads only these, regardless
-of which rectangles were written. Parameter weights are written and read by the same ranges, which spreads the work over
-all ranks; the remaining ranges are then all-gathered, as after an update.
+of a few rectangles in that tensor. The rank writes only these rectangles. On loading, it reads only its own rectangles,
+whichever layout wrote them. Parameter weights are written and read by the same ranges, which spreads the work over all
+ranks; the remaining ranges are then all-gathered, as after an update.
 """
 
 from __future__ import annotations

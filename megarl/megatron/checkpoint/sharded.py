@@ -86,7 +86,8 @@ class Saving:
             # torch's message for a full disk does not mention disk space.
             free = shutil.disk_usage(self._folder).free / 1e9
             raise RuntimeError(
-                f"{self._folder}: writing failed with {free:.2f} GB of free disk space: {reason}"
+                f"{self._folder}: writing failed with {free:.2f} GB of free disk space: {reason}. Fix: free disk space "
+                "or repair the disk, then resume with resume=auto"
             ) from error
         self._thread.shutdown()
         # Otherwise glibc retains the memory of the copies, and more of it with every save.

@@ -198,7 +198,10 @@ def companion_prefix(key: str, parameters: Collection[str]) -> str | None:
 def refuse_unexpected(path: Path, names: Sequence[str]) -> None:
     if names:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        raise UserError(f"{path}: config.json does not define the stored tensor {names[0]}{more}")
+        raise UserError(
+            f"{path}: config.json does not define the stored tensor {names[0]}{more}. Fix: use the config.json of the "
+            "model that these weights belong to"
+        )
 
 
 def _check_shape(path: Path, extent: Extent, stored: StoredTensor, vocab: int) -> None:

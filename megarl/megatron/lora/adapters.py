@@ -32,12 +32,12 @@ class Adapters:
     """The adapters for one rank's weights.
 
     Attributes:
-        holder: the holder for this rank's factors.
-        whole: the holder for the unsharded factors, as in a PEFT folder.
+        holder: describes this rank's factors.
+        whole: describes the unsharded factors, as in a PEFT folder.
     """
 
     def __init__(self, lora: Lora, hf_config: Mapping[str, Any], weights: Holder):
-        """`weights` is the holder for the base model's weights on this rank."""
+        """`weights` describes the base model's weights on this rank."""
         self._lora, self._weights = lora, weights
         self.holder = adapter_holder(weights, lora.rank, lora.share_experts)
         self.whole = peft_holder(hf_config, lora.rank, lora.share_experts)

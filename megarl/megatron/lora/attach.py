@@ -37,7 +37,7 @@ def attach_adapters(models: Sequence[GPTModel], holder: Holder, lora: Lora) -> d
     """Attach adapters to this rank's chunks and return adapted weight -> adapter. All factors are zero.
 
     Args:
-        holder: the holder for the models' weights.
+        holder: describes the models' weights on this rank.
     """
     adapters = {}
     for adapted in adapted_weights(holder, lora.share_experts):
@@ -115,7 +115,7 @@ def _adapter(
             _mark_expert_factor(factor, is_cut, process_group, weight.allreduce)
         else:
             factor.weight.tensor_model_parallel = is_cut
-            # Each rank sees a part of the tokens and computes a part of the gradient.
+            # Each rank sees only some of the tokens, so its gradient is partial.
             factor.weight.sequence_parallel = not is_cut and in_sequence
     if adapted.shared is not None:
         factors[adapted.shared] = _shared_by_experts(model, adapted, factors[adapted.shared])
@@ -124,8 +124,8 @@ def _adapter(
 
 
 def _cut(layer: torch.nn.Module) -> str | None:
-    """Return which dimension of a layer's weight tensor parallelism shards, "rows" or "columns"; None if the weight is
-    replicated."""
+    """Return the dimension along which tensor parallelism shards a layer's weight, "rows" or "columns"; None if the
+    weight is replicated."""
     names = " ".join(base.__name__ for base in type(layer).__mro__)  # Transformer Engine may not be installed
     if "ColumnParallel" in names:
         return "rows"

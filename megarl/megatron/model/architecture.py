@@ -21,8 +21,8 @@ FORM = (
     *("moe_shared_expert_intermediate_size", "multi_latent_attention", "no_rope_freq", "num_moe_experts"),
     *("qk_l2_norm", "rotary_interleaved", "softmax_scale", "softmax_type", "window_attn_skip_freq", "window_size"),
 )
-"""Fields that define the function that a model computes but that not every model sets. If they were overridden, the
-engine and the exported model would compute a different function."""
+"""Fields that only some models set and that define the computed function. If they were overridden, the engine and the
+exported model would compute a different function."""
 
 
 def architecture(hf_config: Mapping[str, Any]) -> dict[str, Any]:

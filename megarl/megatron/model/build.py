@@ -100,7 +100,7 @@ def build_model(
 
 
 def named_parameters(chunks: Sequence[DistributedDataParallel]) -> dict[str, torch.nn.Parameter]:
-    """Return holder name -> parameter for the model's parameters on this rank."""
+    """Return name -> parameter for the model's parameters on this rank. Names are as in the rank's holder."""
     return parameters_of([chunk.module for chunk in chunks])
 
 

@@ -1,5 +1,5 @@
-"""Output layer of the last stage. For the requested rows in a pack, it returns log-prob and entropy of the target
-tokens instead of logits, or a classifier's scores."""
+"""Output layer of the last stage. For the requested rows in a pack, it returns the target tokens' log-probs and the
+entropies of the predicted distributions instead of logits, or a classifier's scores."""
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ def adam() -> str:
 
 
 def fuses_weight_gradients() -> bool:
-    """Return whether the weight-gradient product accumulates directly into main_grad. It does in Transformer Engine's
-    layers, in Megatron's own layers with Apex's kernel, and on CPU with torch's product."""
+    """Return whether the weight-gradient product accumulates directly into main_grad. This is the case in Transformer
+    Engine's layers, in Megatron's own layers if Apex is installed, and on CPU."""
     apex = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
     return not device.on_cuda() or apex or uses_transformer_engine()
 

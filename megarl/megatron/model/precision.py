@@ -1,4 +1,4 @@
-"""Number formats for parameters, activations, and matrix products in Transformer Engine's layers."""
+"""Numeric precision of parameters, activations, and matrix products in Transformer Engine's layers."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from megarl.core.errors import UserError
 from megarl.megatron.model.layer_spec import uses_transformer_engine
 
 FORMATS = {"delayed": "hybrid", "tensorwise": "hybrid", "blockwise": "e4m3", "mxfp8": "e4m3"}
-"""fp8 recipe -> number format. hybrid means e4m3 in the forward pass and e5m2 for gradients, whose range requires e5m2
-if each tensor has a single scale."""
+"""fp8 recipe -> fp8 format. hybrid means e4m3 in the forward pass and e5m2 for gradients, whose range requires e5m2 if
+each tensor has a single scale."""
 
 CAPABILITIES = {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
 """fp8 recipe -> minimum CUDA compute capability (Ada, Hopper or Blackwell)."""
 
 
 def precision(dtype: torch.dtype, settings: Trained) -> dict[str, Any]:
-    """Return the TransformerConfig fields for number formats.
+    """Return the TransformerConfig fields for numeric precision.
 
     Raises:
         UserError: this machine does not support the fp8 recipe.

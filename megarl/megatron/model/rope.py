@@ -19,10 +19,10 @@ class DocumentRotary(RotaryEmbedding):
     """Computes rotary angles for token positions within documents, using a single lookup table that grows on demand.
     Megatron's own embedding caches one table per sequence length, for up to 32 lengths.
 
-    The positions come from PackedDocuments and are set right before each call of the module that reads the angles,
-    because a layer recomputed in the backward pass needs the positions from its own microbatch. Without positions, the
-    module returns angles for all positions in the longest document, and the rotation kernel selects the angles for each
-    document.
+    The positions come from PackedDocuments. They are set right before each call of the module that reads the angles,
+    because a layer that is recomputed in the backward pass needs the positions of its own microbatch. Without
+    positions, the module returns angles for all positions in the longest document, and the rotation kernel selects the
+    angles for each document.
     """
 
     positions: torch.Tensor | None = None

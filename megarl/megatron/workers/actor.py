@@ -202,8 +202,8 @@ class ActorWorker(TrainerWorker):
         return taken
 
     def take_token_details(self) -> dict[str, dict[str, list[float]]]:
-        """Return sample id -> detail name -> value for each response token, for a few samples from the updates since
-        the last call."""
+        """Return per-token details of a few samples trained on since the last call, as {sample id: {detail name:
+        values, one per response token}}."""
         return self._token_details.take()
 
     def adapt_kl(self, divergence: float, num_samples: int) -> None:

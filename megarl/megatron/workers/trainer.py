@@ -80,7 +80,7 @@ class TrainerWorker(ModelWorker, ABC):
         self._kept: dict[str, dict[str, torch.Tensor]] = {}
         """Scores from passes over this step's samples: name in TokenBatch -> sample id -> float32 [R]."""
         undecayed = self._chosen("optimizer.no_weight_decay", settings.optimizer.no_weight_decay)
-        trained = named_parameters(self.chunks)  # without router biases, which never decay
+        trained = named_parameters(self.chunks)  # router biases have no optimizer state
         without_decay = [trained[name] for name in undecayed if name in trained]
         self.optimizer = build_optimizer(settings, self.chunks, self.dtype, without_decay)
         self._begin_main_weights(rounded_parameters(self.optimizer, trained))
@@ -144,8 +144,8 @@ class TrainerWorker(ModelWorker, ABC):
         return shared_memory.publish(self._published)
 
     def publish_on_gpu(self, readers: Mapping[str, Collection[str]]) -> dict[str, Published]:
-        """Publish the weights that a refit sends in GPU memory, without copying, for readers on this machine. `readers`
-        maps reader names to the parameters that they read."""
+        """Expose the weights that a refit sends to readers on this machine. The weights stay in GPU memory and are not
+        copied. `readers` maps reader names to the parameters that they read."""
         parameters = self._refit_weights
         return {
             reader: cuda_memory.publish({name: parameters[name].detach() for name in names})
@@ -161,8 +161,8 @@ class TrainerWorker(ModelWorker, ABC):
         return self._transport.send()
 
     def checksums(self, wanted: Sequence[Region], plan: Plan) -> dict[Region, Checksum]:
-        """Return this rank's part of the checksums that engines should have. `plan` exports the weights that a refit
-        sends."""
+        """Return this rank's contribution to the expected checksums of the engines' weights. `plan` exports the weights
+        that a refit sends."""
         return source_checksums(wanted, plan, self.holder.name, self._refit_weights)
 
     def update(self, batch: LocalBatch) -> dict[str, Metric]:

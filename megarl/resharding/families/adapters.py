@@ -87,7 +87,7 @@ def _adapted(weight: str, pieces: list[Piece], share_experts: bool) -> AdaptedWe
 
 
 def adapter_holder(holder: Holder, rank: int, share_experts: bool) -> Holder:
-    """Return a holder with the same name for the adapters of the holder's weights. `rank` is the LoRA rank."""
+    """Return a holder, with the same name, of the adapters for the given holder's weights. `rank` is the LoRA rank."""
     pieces: dict[str, tuple[Piece, ...]] = {}
     weight_pieces: dict[str, list[Piece]] = {}
     for piece in holder.pieces:

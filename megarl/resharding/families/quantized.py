@@ -50,7 +50,7 @@ def quantization_config(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def quantized_sources(hf_config: Mapping[str, Any], holders: Sequence[Holder]) -> list[Holder]:
-    """Return the source holders with their weights replaced with fp8 copies."""
+    """Return the source holders with their weights replaced by fp8 copies."""
     tensors = quantized_tensors(hf_config)
     return _with_shards(holders, lambda shard: _source(shard, tensors))
 

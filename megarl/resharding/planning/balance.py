@@ -46,7 +46,7 @@ class Balance:
         self._routes: dict[tuple[tuple[int, ...], tuple[int, ...], int], Route] = {}
 
     def even_parts(self, sources: tuple[int, ...], destinations: tuple[int, ...]) -> int:
-        """Return the number of equal parts into which to split a rectangle so that all sources can send equally."""
+        """Return how many equal parts to split a rectangle into so that every source sends the same amount."""
         if len(sources) == 1:
             return 1
         receivers = self.by_node(destinations)
@@ -80,7 +80,8 @@ class Balance:
         return self._holders_by_node[holders]
 
     def _turn(self, destinations: tuple[int, ...], num_bytes: int) -> int:
-        """Return the index, among the destinations on each node, of the one that receives for its node."""
+        """Return which of the destinations on each node receives for the node, as an index into the destinations
+        there."""
         size = max(map(len, self.by_node(destinations)))
         if size == 1:
             return 0

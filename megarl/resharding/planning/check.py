@@ -114,7 +114,7 @@ class _Check:
         return canonical
 
     def _check_coverage(self) -> None:
-        """Check one representative of all destinations that have the same shard and receive the same places."""
+        """Check one destination out of each set with the same shard and the same received places."""
         written = self._written()
         received: dict[int, list[tuple[int, ...]]] = defaultdict(list)
         for receivers in written:
@@ -128,7 +128,8 @@ class _Check:
             _check_tiling(self._plan.holders[holder], shard, places)
 
     def _written(self) -> dict[tuple[int, ...], list[Place]]:
-        """Return receivers -> places written at each receiver. A holder that receives a bucket twice is repeated."""
+        """Return the places that moves write, keyed by the receivers. A holder that receives a bucket twice is listed
+        twice."""
         written: dict[tuple[int, ...], list[Place]] = defaultdict(list)
         for bucket in self._plan.buckets:
             receivers = tuple(link.destination for link in (*bucket.links, *bucket.forwards))

@@ -5,7 +5,7 @@ use separate communicators, so that slow transfers do not delay fast ones. Betwe
 only receive; one communicator is enough, because a rank's port carries only one batch at a time.
 
 NCCL does not allow two ranks in a communicator to use the same GPU. If trainers and engines share GPUs, links between
-nodes are therefore grouped by the lowest bit in which the two node numbers differ: a communicator contains the trainers
+nodes are therefore grouped by the lowest bit in which the two node numbers differ. A communicator contains the trainers
 on all nodes with one value of that bit, and the engines on all nodes with the opposite value.
 """
 
@@ -47,8 +47,8 @@ class _Key(NamedTuple):
 def communicators(plan: Plan) -> tuple[Communicator, ...]:
     """Return the communicators for a plan, each with the ranks that send or receive over it.
 
-    If both sides share devices, links from sources on the same node are excluded: destinations read these sources
-    directly.
+    If sources and destinations share devices, links from sources on the same node are excluded: destinations read these
+    sources directly.
     """
     links: dict[_Key, set[Link]] = defaultdict(set)
     for bucket in plan.buckets:

@@ -92,7 +92,7 @@ class Demand(NamedTuple):
 
     stored    bytes that the destinations store, without padding
     entering  bytes that must enter nodes without a source for them, counted once per node
-    fair      bytes that each source sends if all replicas send equally
+    fair      bytes that each source sends if all replicas send the same amount
     """
 
     stored: int
@@ -165,7 +165,8 @@ class _Traffic(NamedTuple):
 def _traffic(plan: Plan, messages: Sequence[int]) -> _Traffic:
     """Count the messages that each rank exchanges. `messages` contains each bucket's number of messages per link.
 
-    If both sides share devices, destinations read the sources on their own node directly, without messages.
+    If sources and destinations share devices, destinations read the sources on their own node directly, without
+    messages.
     """
     traffic = _Traffic([set() for _ in plan.holders], [0] * len(plan.holders))
     for bucket, count in zip((plan.remote if plan.devices else plan).buckets, messages, strict=True):

@@ -21,7 +21,7 @@ from megarl.resharding.piece import (
 
 
 class Held(NamedTuple):
-    """A canonical rectangle and the holders that all store it at the same place."""
+    """A canonical rectangle, and the holders that store it at the same place in their parameters."""
 
     canonical: Rectangle
     place: Place

@@ -53,7 +53,7 @@ class Bucket:
 
 
 class Padding(NamedTuple):
-    """Places with no counterpart in the checkpoint, which these holders fill with zeros."""
+    """Places in parameters that have no counterpart in the checkpoint. The holders fill them with zeros."""
 
     holders: tuple[int, ...]
     places: tuple[Place, ...]
@@ -190,7 +190,8 @@ class Plan:
         """Return the writes into one destination. Raise a ValueError if `name` is not a destination."""
         if name not in self.holders[self.num_sources :]:
             raise ValueError(
-                f"{name} is not a destination in the plan. Its destinations are {', '.join(self.destinations)}"
+                f"{name} is not a destination in the plan. Its destinations are {', '.join(self.destinations)}. Fix: "
+                "use one of these names"
             )
         holder = self.holders.index(name, self.num_sources)
         copies = tuple(

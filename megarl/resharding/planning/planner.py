@@ -59,7 +59,10 @@ class _Planner:
             for wanted, destinations in rectangles.items():
                 division = divide(tuple(source_rectangles), wanted)
                 if division.missing:
-                    raise UserError(f"{tensor}: no source has the elements {_range(division.missing)}")
+                    raise UserError(
+                        f"{tensor}: no source has the elements {_range(division.missing)}. Fix: use the same model "
+                        "config for source and destination"
+                    )
                 for part, numbers in division.parts:
                     sources = [place for number in numbers for place in source_places[number]]
                     self._plan_part(part, sources, destinations)

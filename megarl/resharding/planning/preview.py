@@ -28,8 +28,8 @@ def reshard(
 
     Args:
         model: a path to config.json, or a value for model.path that is available on this machine.
-        source, destination: description of each side; see side_holders.
-        colocated: whether rank i on each side shares device i; otherwise the sides are on different nodes.
+        source, destination: descriptions of the two layouts; see side_holders.
+        colocated: whether source rank i and destination rank i share device i; otherwise they are on different nodes.
 
     Raises:
         UserError: an argument is invalid or does not fit the model.
@@ -66,8 +66,8 @@ def plan_figures(
     """Plan the copies and return the figures, from the cache where possible.
 
     Args:
-        inputs: JSON-serializable values that determine both sides; used as the cache key.
-        make_sides: function that returns the holders on both sides, with their nodes and devices.
+        inputs: JSON-serializable values that determine source and destination; used as the cache key.
+        make_sides: function that returns the source and the destination holders, with their nodes and devices.
         speeds: bandwidth of the simulated network.
         bucket_bytes: maximum size of a bucket; see make_plan.
     """

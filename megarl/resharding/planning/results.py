@@ -40,7 +40,7 @@ def _read(file: Path) -> dict[str, Any] | None:
             return entry["content"]
     except (ValueError, KeyError, TypeError):
         pass
-    logging.getLogger(__name__).warning("%s is damaged and will be recomputed", file)
+    logging.getLogger(__name__).warning("%s is corrupt and will be recomputed", file)
     return None
 
 

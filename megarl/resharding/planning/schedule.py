@@ -86,7 +86,8 @@ def schedule(plan: Plan, bandwidth: Bandwidth, messages: Sequence[int] = ()) -> 
     for number, link in plan.order:
         bucket = plan.buckets[number]
         out, into, seconds = _ports(plan, number, link, speeds)
-        # A hop from a destination waits for the bucket that it forwards or, in a separate bucket, for all earlier ones.
+        # A hop from a destination waits until the bucket that it forwards has arrived. If it forwards in a separate
+        # bucket, it waits for all earlier buckets.
         arrival = (number, link.source) if link in bucket.forwards else link.source
         if plan.is_local(link):
             transfers.append(Transfer(number, link, arrived[arrival], arrived[arrival]))

@@ -1,4 +1,4 @@
-"""Parse the command-line description of one side of `megarl reshard`: trainer, engines or Hugging Face folder."""
+"""Parse the source or destination given to `megarl reshard`: trainer ranks, engines or a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -52,10 +52,11 @@ def on_nodes(holders: list[Holder], ranks_per_node: int, first: int = 0) -> list
 def colocate(
     source: str, sources: Sequence[Holder], destination: str, destinations: Sequence[Holder]
 ) -> tuple[list[Holder], list[Holder]]:
-    """Place rank i on each side on device i. Error messages contain the option values `source` and `destination`.
+    """Place source rank i and destination rank i on device i. Error messages contain the option values `source` and
+    `destination`.
 
     Raises:
-        UserError: a device does not have exactly one rank from each side.
+        UserError: a device does not have exactly one source rank and one destination rank.
     """
     for option, text in (("--from", source), ("--to", destination)):
         if text == "hf":
@@ -63,14 +64,14 @@ def colocate(
     if len(sources) != len(destinations):
         raise UserError(
             f"--colocated: {source} has {len(sources):,} ranks, but {destination} has {len(destinations):,}. Each "
-            f"device must have one rank from each side. Fix: {_remedy(len(sources), destinations)}"
+            f"device must have one source rank and one destination rank. Fix: {_remedy(len(sources), destinations)}"
         )
     on_devices = [[replace(holder, device=i) for i, holder in enumerate(side)] for side in (sources, destinations)]
     return on_devices[0], on_devices[1]
 
 
 def _remedy(num_sources: int, destinations: Sequence[Holder]) -> str:
-    """Describe how to make the number of destinations equal to the number of sources."""
+    """Describe how to make the numbers of source and destination ranks equal."""
     workers = sum(holder.name.startswith("vllm:0.") for holder in destinations)
     if workers and num_sources % workers == 0:
         replicas = num_sources // workers

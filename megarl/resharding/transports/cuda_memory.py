@@ -111,7 +111,8 @@ def _open_segment(source: str, segment: Segment) -> torch.UntypedStorage:
     indexes = {device.uuid(index): index for index in range(device.num_gpus())}
     if segment.gpu not in indexes:
         raise ValueError(
-            f"{source}: its weights are on GPU {segment.gpu}, but this process can only access {', '.join(indexes)}"
+            f"{source}: its weights are on GPU {segment.gpu}, but this process can only access {', '.join(indexes)}. "
+            "Fix: add that GPU to the process's CUDA_VISIBLE_DEVICES"
         )
     arguments = list(segment.arguments)
     arguments[DEVICE_INDEX] = indexes[segment.gpu]

@@ -192,7 +192,7 @@ class PointToPoint:
             if actual != getattr(torch, move.source_dtype):
                 raise ValueError(
                     f"{move.source.parameter} of {self._member} is {actual}, but the plan expects {move.source_dtype}: "
-                    f"{move}"
+                    f"{move}. Fix: rebuild the plan with this model's dtypes"
                 )
         return [(move, move.source if is_source else move.destination) for move in bucket.moves]
 
@@ -299,7 +299,10 @@ class PointToPoint:
         try:
             yield
         except RuntimeError as error:
-            raise RuntimeError(f"{self._member}: exchange with {self._plan.holders[neighbor]}: {error}") from error
+            peer = self._plan.holders[neighbor]
+            raise RuntimeError(
+                f"{self._member}: exchange with {peer}: {error}. Fix: look for the first error in the log of {peer}"
+            ) from error
 
     def _fill_message(self, hop: Hop, free: list[torch.Tensor]) -> _Deliveries[Message]:
         """Return the message of a hop with its bucket packed."""

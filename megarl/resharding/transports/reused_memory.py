@@ -19,7 +19,7 @@ class ReusedMemory:
         self._memory = raw_bytes(torch.empty(num_bytes, dtype=torch.uint8))
 
     def tensor(self, shape: tuple[int, ...], dtype: str) -> torch.Tensor:
-        """Return an uninitialized tensor in the block, which invalidates the previous tensor.
+        """Return an uninitialized tensor in the block. It invalidates the tensor returned before.
 
         The storage has exactly the size of the tensor, because torch.save writes whole storages.
         """

@@ -59,7 +59,10 @@ class SafetensorsFolder(Readable):
         for name, shape in holder.shapes.items():
             stored = tuple(self._slice(name).get_shape())
             if stored != shape:
-                raise UserError(f"{self._folder}: {name} has shape {stored}, but config.json requires {shape}")
+                raise UserError(
+                    f"{self._folder}: {name} has shape {stored}, but config.json requires {shape}. Fix: use the "
+                    "config.json of the model that these weights belong to"
+                )
         dtypes = {name: dtype_name(self.dtype(holder.name, name)) for name in holder.shapes}
         return replace(holder, shard=replace(holder.shard, dtypes=dtypes))
 
@@ -71,7 +74,8 @@ class SafetensorsFolder(Readable):
         name = self._slice(parameter).get_dtype()
         if name not in DTYPES:
             raise UserError(
-                f"{self._folder}: {parameter} has the unsupported dtype {name}. Supported dtypes: {', '.join(DTYPES)}"
+                f"{self._folder}: {parameter} has the unsupported dtype {name}. Supported dtypes: {', '.join(DTYPES)}. "
+                "Fix: convert the weights to one of them"
             )
         return DTYPES[name]
 
@@ -80,7 +84,9 @@ class SafetensorsFolder(Readable):
 
     def _slice(self, parameter: str) -> Any:
         if parameter not in self._files:
-            raise UserError(f"{self._folder}: the checkpoint has no tensor {parameter}")
+            raise UserError(
+                f"{self._folder}: the checkpoint has no tensor {parameter}. Fix: use a complete checkpoint of the model"
+            )
         path = self._files[parameter]
         if path not in self._open:
             self._open[path] = self._stack.enter_context(safe_open(path, framework="pt"))

@@ -85,6 +85,9 @@ def _mapped(segment: Segment) -> torch.UntypedStorage:
         for known in [known for known in _mappings if not known.alive]:
             del _mappings[known]
         if not segment.alive:
-            raise RuntimeError(f"process {segment.pid} has exited or released its shared weights")
+            raise RuntimeError(
+                f"process {segment.pid} has exited or released its shared weights. Fix: look for the first error in "
+                "the logs of the run's trainers"
+            )
         _mappings[segment] = torch.UntypedStorage.from_file(segment.path, True, segment.num_bytes)
     return _mappings[segment]

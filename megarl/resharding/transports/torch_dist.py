@@ -73,7 +73,7 @@ class TorchDistFolder:
         parts = [(r, common) for r in stored.rectangles if (common := intersect(r, place)) is not None]
         if sum(num_elements(common) for _, common in parts) != num_elements(place):
             raise UserError(
-                f"{self._folder}: the checkpoint contains only a part of {key} at {place}. Fix: copy it again"
+                f"{self._folder}: the checkpoint does not contain all of {key} at {place}. Fix: copy the folder again"
             )
         if len(parts) == 1:
             return self._part(key, *parts[0])
@@ -96,11 +96,11 @@ class TorchDistFolder:
             file = self._folder / name
             if not file.is_file():
                 raise UserError(
-                    f"{self._folder}: {METADATA} lists {name}, but the file does not exist. Fix: copy it again"
+                    f"{self._folder}: {METADATA} lists {name}, but the file does not exist. Fix: copy the file again"
                 )
             if (size := file.stat().st_size) < end:
                 raise UserError(
-                    f"{self._folder}: {name} is truncated: it has {size:,} of {end:,} bytes. Fix: copy it again"
+                    f"{self._folder}: {name} is truncated: it has {size:,} of {end:,} bytes. Fix: copy the file again"
                 )
 
     def _part(self, key: str, rectangle: Rectangle, place: Rectangle) -> torch.Tensor:
@@ -122,8 +122,9 @@ class TorchDistFolder:
             stored = tuple(chunk.elements.shape), dtype_name(chunk.elements.dtype)
             if stored != (shape_of(rectangle), self.tensors[key].dtype):
                 raise UserError(
-                    f"{self._folder}: {info.relative_path} is damaged: {key} is {stored}, but {METADATA} lists "
-                    f"{(shape_of(rectangle), self.tensors[key].dtype)}"
+                    f"{self._folder}: {info.relative_path} is corrupt: {key} is {stored}, but {METADATA} lists "
+                    f"{(shape_of(rectangle), self.tensors[key].dtype)}. Fix: copy the checkpoint again, or use another "
+                    "one"
                 )
             self._chunks[index] = chunk
         return self._chunks[index]
@@ -212,7 +213,10 @@ def _metadata(folder: Path) -> Metadata:
         with (folder / METADATA).open("rb") as file:
             return _MetadataUnpickler(file).load()
     except (pickle.UnpicklingError, EOFError) as error:
-        raise UserError(f"{folder}: {METADATA} is damaged ({error})") from error
+        raise UserError(
+            f"{folder}: {METADATA} is corrupt or incomplete ({error}). Fix: copy the checkpoint again, or use another "
+            "one"
+        ) from error
 
 
 _CLASSES = {(torch_metadata.__name__, name) for name, kind in vars(torch_metadata).items() if isinstance(kind, type)}

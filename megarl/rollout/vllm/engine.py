@@ -194,7 +194,7 @@ class VllmEngine:
 
     def _require_weights(self) -> None:
         if self.version is None and not self._is_paused:
-            raise RuntimeError("the engine has no weights yet. Refit it before it generates")
+            raise RuntimeError("the engine has no weights yet. Fix: refit it before it generates")
 
     def _begin(self, token_ids: list[int], request: SamplingRequest | TurnRequest) -> asyncio.Future[Completion]:
         """Submit a request and return the future for its completion."""

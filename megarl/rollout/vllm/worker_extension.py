@@ -161,7 +161,10 @@ class RefitExtension:
             finalize_layerwise_reload(model, config)  # otherwise the next refit would continue an incomplete reload
         # Parameters added by quantization are computed, not loaded.
         if config.quantization is None and (missing := sorted(names.difference(loaded))):
-            raise RuntimeError(f"vLLM's loader did not load {', '.join(missing)}")
+            raise RuntimeError(
+                f"vLLM's loader did not load {', '.join(missing)}. Fix: check with megarl doctor that this version of "
+                "vLLM is supported"
+            )
         return SyncStats(self._holder.shard.num_bytes, self._transport.staging_bytes + assembly.staging_bytes)
 
     def differing(self, expected: Mapping[Region, Checksum]) -> list[str] | Failed | None:

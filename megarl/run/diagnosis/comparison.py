@@ -24,7 +24,7 @@ PAIRS = (("trainer", "engine"), ("trainer", "plain"), ("engine", "plain"))
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A stage of the model and the difference between its outputs for each pair of sides."""
+    """A stage of the model, and the difference between its outputs for each pair of implementations."""
 
     name: str
     limit: float
@@ -36,7 +36,7 @@ class Stage:
 
     @property
     def odd(self) -> str:
-        """The side whose output differs more from plain transformers: `trainer` or `engine`."""
+        """The implementation whose output differs more from plain transformers: `trainer` or `engine`."""
         return max(("trainer", "engine"), key=lambda side: self.differences[side, "plain"])
 
 
@@ -53,7 +53,7 @@ def difference(name: str, a: np.ndarray, b: np.ndarray) -> float:
 
 
 def compare(sides: Mapping[str, Outputs], dtype: str) -> list[Stage]:
-    """Compare the stages that exist on all sides. Return them in the order of the forward pass."""
+    """Compare the stages that all implementations have. Return them in the order of the forward pass."""
     names = [name for name in sides["trainer"] if all(name in outputs for outputs in sides.values())]
     return [
         Stage(
@@ -70,7 +70,7 @@ def first_different(stages: list[Stage]) -> Stage | None:
 
 
 def table(stages: list[Stage]) -> str:
-    """Return a table with one row per stage and one column per pair of sides."""
+    """Return a table with one row per stage and one column per pair of implementations."""
     width = max(len(stage.name) for stage in stages)
     titles = [f"{a} – {b}" for a, b in PAIRS]
     rows = [f"{'':<{width}}  {'  '.join(titles)}"]
@@ -81,7 +81,8 @@ def table(stages: list[Stage]) -> str:
 
 
 def verdict(stages: list[Stage]) -> str:
-    """Describe the first stage that differs, the size of the difference, and the side that probably causes it."""
+    """Describe the first stage that differs, the size of the difference, and the implementation that probably causes
+    it."""
     first = first_different(stages)
     if first is None:
         worst = max(stages, key=lambda stage: stage.differences["trainer", "engine"] / stage.limit)

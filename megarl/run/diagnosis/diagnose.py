@@ -26,8 +26,8 @@ from megarl.run.evaluate import with_engines_only
 from megarl.run.folder import ROLLOUTS
 
 MAX_TOKENS = 512
-"""Maximum number of leading tokens to compare. The number is limited because each side keeps the outputs of all layers
-in memory."""
+"""Maximum number of leading tokens to compare. The number is limited because each implementation keeps the outputs of
+all layers in memory."""
 
 DEADLINE_S = 3600.0
 
@@ -48,7 +48,7 @@ class Rollout:
 
 
 def main(folder: Path, step: int | None, sample: str | None, model: Path | None, scratch: Path) -> int:
-    """Run `megarl diagnose` and return its exit code: 1 if a stage differs or a side fails."""
+    """Run `megarl diagnose` and return its exit code: 1 if a stage differs or an implementation fails."""
     config, rollout = read_config(folder), find_rollout(folder, step, sample)
     weights = find_weights(folder, config, model)
     print(
@@ -66,16 +66,16 @@ def main(folder: Path, step: int | None, sample: str | None, model: Path | None,
 
 
 def diagnose(config: Config, token_ids: Sequence[int], folders: Mapping[str, Path], scratch: Path) -> list[Stage]:
-    """Process a token sequence on each side, one side after another, and compare the outputs.
+    """Run a token sequence through trainer, engine and transformers, one after another, and compare the outputs.
 
     Args:
         config: the run's config.
         token_ids: the token sequence.
-        folders: the folder with the weights for each side.
+        folders: the folder with the weights for each implementation.
         scratch: folder for temporary files.
 
     Raises:
-        RunFailure: a side fails.
+        RunFailure: an implementation fails.
     """
     single_rank = on_one_rank(config, len(token_ids))
     return compare(

@@ -1,4 +1,4 @@
-"""Computes the outputs for one side in a separate process.
+"""Computes the outputs of one implementation (trainer, engine or transformers) in a separate process.
 
 `python -m megarl.run.diagnosis.side SIDE FOLDER` reads the request from FOLDER and writes the outputs to FOLDER.
 """
@@ -22,7 +22,7 @@ REQUEST, OUTPUTS = "request.pickle", "outputs.npz"
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The input for one side: a config, a model folder and a token sequence."""
+    """The input for one implementation: a config, a model folder and a token sequence."""
 
     config: Config
     model_folder: Path
@@ -30,7 +30,8 @@ class Request:
 
 
 def compute(side: str, request: Request, scratch: Path) -> Mapping[str, np.ndarray]:
-    """Return the outputs of each model stage. Imports are local because each side needs a different library."""
+    """Return the outputs of each model stage. Imports are local because each implementation needs a different
+    library."""
     if side == "trainer":
         from megarl.megatron.layer_outputs import layer_outputs as trainer_outputs
 

@@ -1,17 +1,15 @@
-"""The tracker process. It reads one JSON request per line from a socket. For each request it replies with one line,
-which is empty on success and contains the error otherwise. If the tracker's library raises an error, the process
-remains available for the next request."""
+"""The tracker process. It receives JSON requests and replies to each with the error, which is empty on success. If the
+tracker's library raises an error, the process remains available for the next request."""
 
 from __future__ import annotations
 
 import json
-import socket
-import sys
 import traceback
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, BinaryIO
 
 from megarl.run.trackers.backends import BACKENDS, Backend, Settings
+from megarl.usercode.parent import connect, send
 
 
 class Server:
@@ -33,19 +31,17 @@ class Server:
             self._backend.close()
 
 
-def main(descriptor: int) -> None:
+def main(parent: BinaryIO) -> None:
     server = Server()
-    with socket.socket(fileno=descriptor) as connection, connection.makefile("rw", encoding="utf-8") as lines:
-        for line in lines:
-            try:
-                server.serve(json.loads(line))
-                reply = ""
-            except BaseException as error:  # a library may even call sys.exit
-                traceback.print_exc()
-                reply = " ".join(f"{type(error).__name__}: {error}".split()) or "unknown error"
-            lines.write(reply + "\n")
-            lines.flush()
+    for line in parent:
+        try:
+            server.serve(json.loads(line))
+            failure = ""
+        except BaseException as error:  # a library may even call sys.exit
+            traceback.print_exc()
+            failure = " ".join(f"{type(error).__name__}: {error}".split())
+        send(parent, {"failure": failure})
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(connect())

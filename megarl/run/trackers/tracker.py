@@ -12,8 +12,6 @@ import json
 import math
 import os
 import queue
-import socket
-import subprocess
 import sys
 import threading
 import time
@@ -28,6 +26,7 @@ from megarl.config.schema import Config
 from megarl.core.errors import UserError
 from megarl.run.folder import RunFolder
 from megarl.run.trackers.backends import PACKAGES, Settings
+from megarl.usercode.child_process import ChildFailure, ChildProcess
 
 QUEUED_ROWS = 64
 """Maximum number of rows in the queue of a slow tracker. Additional rows are lost."""
@@ -55,8 +54,7 @@ class Tracker:
         """
         self._settings, self._log, self._timeout_s, self._restart_s = settings, log, timeout_s, restart_s
         self._queue: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
-        self._process: subprocess.Popen | None = None
-        self._connection: socket.socket | None = None
+        self._process: ChildProcess | None = None
         self._starts_at = 0.0
         """Earliest time at which the process may be started again."""
         self._num_rows = self._num_written = 0
@@ -110,55 +108,29 @@ class Tracker:
                 self._start_process()
                 if "open" not in request:
                     request = {"open": asdict(self._settings), **request}
-            reason = self._send(request)
-        except TimeoutError:
-            reason = f"no response within trackers.timeout_s={self._timeout_s:g}"
-            self._end_process()
-        except (OSError, EOFError) as error:
-            reason = f"its process exited ({error})" if str(error) else "its process exited"
+            reason = self._process.call(json.dumps(request).encode() + b"\n", self._timeout_s)["failure"]
+        except ChildFailure as failure:
+            no_reply = f"no response within trackers.timeout_s={self._timeout_s:g}"
+            reason = no_reply if failure.timed_out else f"its process exited ({failure})"
             self._end_process()
         if reason:
             self._warn(reason)
         return not reason
 
     def _start_process(self) -> None:
-        connection, child_connection = socket.socketpair()
-        with child_connection, self._log.open("ab") as log:
-            # A separate process group protects the process from signals to the run until its last rows are written.
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "megarl.run.trackers.process", str(child_connection.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=[child_connection.fileno()],
-                process_group=0,
-                env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        with self._log.open("ab") as log:
+            self._process = ChildProcess(
+                [sys.executable, "-m", "megarl.run.trackers.process"],
+                {**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+                log,
+                is_self_cleaning=True,  # it may write its last rows if this process is killed
             )
-        self._connection = connection
-
-    def _send(self, request: Mapping[str, Any]) -> str:
-        """Send a request and return the reply, which is empty on success."""
-        connection, deadline = self._connection, time.monotonic() + self._timeout_s
-        connection.settimeout(self._timeout_s)
-        connection.sendall(json.dumps(request).encode() + b"\n")
-        reply = b""
-        while not reply.endswith(b"\n"):
-            connection.settimeout(max(1e-3, deadline - time.monotonic()))
-            part = connection.recv(65536)
-            if not part:
-                raise EOFError
-            reply += part
-        return reply.decode(errors="replace").strip()
 
     def _end_process(self) -> None:
         self._starts_at = time.monotonic() + self._restart_s
-        process, connection, self._process, self._connection = self._process, self._connection, None, None
-        if process is None:
-            return
-        connection.close()
-        if process.poll() is None:
+        process, self._process = self._process, None
+        if process is not None:
             process.kill()
-            process.wait()
 
     def _warn(self, reason: str) -> None:
         if not self._has_warned:

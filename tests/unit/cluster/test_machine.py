@@ -154,7 +154,7 @@ def test_supported_config_runs_on_eight_gpus(overrides: tuple[str, ...]) -> None
         ),
         (
             ("rollout.sleep=true", "actor.layout.dp=6", "rollout={replicas: 2, tp: 4}"),
-            "actor.layout has 6 ranks and the engines have 2 x rollout.tp=4 = 8. Fix: set rollout.tp to one of 1, 2, 3, 6, or",
+            "6 ranks and the engines have 2 x rollout.tp=4 = 8. Fix: set rollout.tp to one of 1, 2, 3, 6, or",
         ),
         (
             (*SHARING, "algorithm.advantage.estimator=gae", "critic.layout.dp=9"),

@@ -51,7 +51,10 @@ def test_all_rejected_settings_are_reported_before_the_start(folder: Path, tmp_p
         "adam_beta1"
     )
     assert ddp.startswith("actor.megatron_overrides.ddp.overlap_grad_reduce=False: megarl derives this field from")
-    assert critic == "critic.megatron_overrides.model.moe_z_loss_coeff='high': expected Optional[float], but found str"
+    assert critic == (
+        "critic.megatron_overrides.model.moe_z_loss_coeff='high': expected Optional[float], but found str. Fix: set a "
+        "value of the expected type"
+    )
     assert not started
     assert not list(tmp_path.iterdir())
 
@@ -66,6 +69,6 @@ def test_failing_check_process_ends_the_run(folder: Path, monkeypatch) -> None:
     monkeypatch.setattr(megatron_settings, "PROGRAM", "megarl.no_such_module")
     config = config_of(folder, "actor.megatron_overrides.ddp={bucket_size: 1000}")
     with pytest.raises(
-        RunFailure, match=r"^megatron_overrides and fp8: megarl.no_such_module exited with status 1: .* No module"
+        RunFailure, match=r"^check of megatron_overrides and fp8: megarl.no_such_module exited with status 1: .* No mod"
     ):
         check_megatron_settings(config, find_models(config))

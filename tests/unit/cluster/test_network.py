@@ -24,7 +24,7 @@ def own_interface(name: str) -> str:
 
 def test_interface_may_be_configured() -> None:
     assert own_address("lo") == "127.0.0.1"
-    with pytest.raises(UserError, match=r"^cluster.interface=ib7: this node has no interface with this name"):
+    with pytest.raises(UserError, match=r"^cluster.interface=ib7: this node has no interface of that name"):
         own_address("ib7")
 
 

@@ -28,7 +28,7 @@ def test_recipe_finds_its_data_and_reward_function(tmp_path: Path, monkeypatch: 
 
 def test_existing_files_are_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text("mine")
-    with pytest.raises(ValueError, match=r"reward.py: already exists. Fix: name another folder$"):
+    with pytest.raises(ValueError, match=r"reward.py already exists. Fix: choose another folder$"):
         starter.write(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["reward.py"]
 

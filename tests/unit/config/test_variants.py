@@ -128,7 +128,7 @@ def test_relative_path_is_independent_of_the_workers_folder(code, monkeypatch, t
         ("mine.py:BEST", "defines no BEST of type ObjectiveSpec"),
         (
             "mine.py:WRONG",
-            "squared(log_prob, old, advantage, scale) is called with 3 positional arguments and no keyword",
+            "megarl calls squared(log_prob, old, advantage, scale) with 3 positional arguments and no keyword",
         ),
         ("mine.py:CLASH", "option aggregation has the name of another key in the section. Fix: rename the option"),
         ("other.py:A", "other.py is not a Python file (working directory"),

@@ -19,7 +19,7 @@ def test_page_shows_the_recorded_results(page):
 
 
 def test_page_without_markers_is_an_error_that_names_them():
-    with pytest.raises(ValueError, match=r"configs/README.md has no <!-- learning:begin -->"):
+    with pytest.raises(ValueError, match=r"configs/README.md: the page must contain <!-- learning:begin -->"):
         figures.rendered("configs/README.md", "# Recipes\n")
 
 

@@ -11,8 +11,8 @@ import pytest
 from megarl.config.load import load
 from megarl.core.types import Prompt, Sample, VersionRun
 from megarl.environments.batch import judge_batch
-from megarl.environments.pool import FunctionPool
 from megarl.environments.trial import try_rewards
+from megarl.rewards.pool import FunctionPool
 from megarl.rewards.result import Result
 from tests.paths import QUICKSTART
 from tests.timing import HANG_S, LIMIT_S

@@ -115,7 +115,7 @@ def test_missing_interface_is_a_problem_of_the_first_node() -> None:
     config = load(ROOT / "configs/quickstart.yaml", ["cluster.nodes=2", "cluster.interface=ib7"])
     with listen_for_nodes(reports()[0], config) as first:
         assert first.address is None
-    assert first.problems[0].startswith("cluster.interface=ib7: this node has no interface with this name")
+    assert first.problems[0].startswith("cluster.interface=ib7: this node has no interface of that name")
     assert check_connection(reports()[1], first) == reports()[1]
 
 

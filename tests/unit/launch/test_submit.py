@@ -247,11 +247,11 @@ def test_nodes_must_match_the_layout(on_h100s: Path) -> None:
     on_gpus = replace(ON_CPU, gpus=8)
     with pytest.raises(
         UserError,
-        match=r"16 ranks with one GPU each, but the job has 1 x --gpus-per-node=8 = 8 GPUs\. Fix: set --nodes=2",
+        match=r"need 16 GPUs \(one per rank\), but the job has 1 x --gpus-per-node=8 = 8\. Fix: set --nodes=2, or",
     ):
         launch(on_h100s, on_gpus)
     with pytest.raises(
-        UserError, match=r"16 ranks with one GPU each, but 3 x --gpus-per-node=8 = 24 GPUs\. Fix: raise dp"
+        UserError, match=r"but the job has 3 x --gpus-per-node=8 = 24\. Fix: change the layouts .* to use 24 GPUs"
     ):
         launch(on_h100s, replace(on_gpus, nodes=3))
 

@@ -155,4 +155,4 @@ def test_full_host_memory_is_a_problem():
     assert without.problem is None and 1900 * GIB < sum(without.host.values()) < 2048 * GIB
     assert reference.host["reference: weights"] == pytest.approx(8 * 14 * GIB, rel=0.02)
     assert "a node's host memory would hold" in reference.problem and reference.problem.count("\n") == 0
-    assert "has 2048 GiB. Fix: offload less, or set checkpoint.background=false" in reference.problem
+    assert "has only 2048 GiB. Fix: offload less, or set checkpoint.background=false" in reference.problem

@@ -185,7 +185,7 @@ def test_failed_refit_closes_all_handles(ipc: FakeIpc) -> None:
 def test_error_names_an_invisible_gpu(ipc: FakeIpc, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "num_gpus", lambda: 1)
     reader = channel(live_weights(), moving=False).open(TARGETS[0].name, READER_PARAMETERS, PLAN)
-    message = r"^huggingface: its weights are on GPU GPU-b, but this process can only access GPU-a$"
+    message = r"^huggingface: its weights are on GPU GPU-b, but this process can only access GPU-a\. Fix: add"
     with pytest.raises(ValueError, match=message):
         written(reader, TARGETS[0])
     with pytest.raises(ValueError, match="huggingface has not published parameter other"):

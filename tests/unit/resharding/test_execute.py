@@ -59,7 +59,7 @@ def test_undeclared_cast_is_rejected(parameters, checkpoint):
     ("change", "message"),
     [
         (lambda p: p.pop(NORM), f"{NORM}: the plan writes this parameter, but the model does not have it"),
-        (lambda p: p.update(extra=torch.empty(1)), "extra: the model has this parameter, but the plan does not"),
+        (lambda p: p.update(extra=torch.empty(1)), "extra: the model has this parameter, but the plan does not cover"),
         (
             lambda p: p.update({NORM: torch.full((13,), torch.nan)}),
             rf"{NORM}: .* shape \(13,\) in the model, but \(12,\) in the plan",

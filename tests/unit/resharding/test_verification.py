@@ -143,7 +143,7 @@ def test_mismatch_names_the_tensor_and_both_sides(parameter, damage, region, cou
         check_weights(engines[3], params, expected)
     match = re.fullmatch(
         r"engine and trainer weights differ in (\d+) regions. The first is (.*) \(float32\): checksum (\w{16}) in "
-        r"vllm:1.1 (\S+), expected (\w{16}) in megatron:\d chunk0\S+(, megatron:\d chunk0\S+)*",
+        r"vllm:1.1 (\S+), expected (\w{16}) in megatron:\d chunk0\S+(, megatron:\d chunk0\S+)*\. Fix: .*",
         str(error.value),
     )
     assert match, error.value

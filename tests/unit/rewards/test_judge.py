@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from megarl.core.types import Prompt, Sample, VersionRun
-from megarl.environments.child import call
 from megarl.rewards.judge import Order, Verdict, comparisons, verdicts
 from megarl.rewards.result import Result
 from megarl.rewards.scorer import Scorer
+from megarl.rewards.worker import call
 
 
 def sample(prompt: int, text: str) -> Sample:

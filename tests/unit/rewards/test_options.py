@@ -11,8 +11,8 @@ from megarl.config.schema import RewardFunction
 from megarl.core.errors import UserError
 from megarl.core.types import Prompt, Sample, VersionRun
 from megarl.data.prompts import load_prompts
-from megarl.environments.pool import FunctionPool
 from megarl.environments.trial import try_rewards
+from megarl.rewards.pool import FunctionPool
 from megarl.rewards.registry import asked_columns, resolve
 from megarl.rewards.scorer import Scorer
 from tests.paths import QUICKSTART

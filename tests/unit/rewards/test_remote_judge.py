@@ -15,7 +15,7 @@ import pytest
 from megarl.config.schema import RewardFunction
 from megarl.core.types import Prompt, Sample, VersionRun
 from megarl.environments.batch import judge_batch
-from megarl.environments.pool import FunctionPool
+from megarl.rewards.pool import FunctionPool
 from megarl.rewards.rating import TEMPLATE, question, rating
 from tests.timing import HANG_S, LIMIT_S, WAIT_S
 
@@ -120,7 +120,7 @@ def test_ratings_are_rewards_and_missing_ones_failures(server):
         "plain": "returned no message: 'no JSON'",
         "shape": "returned no message: ",
         "drop": "could not be reached (RemoteProtocolError: ",
-        "slow [[10]]": f"did not answer within {LIMIT_S} s",
+        "slow [[10]]": f"did not respond within {LIMIT_S} s",
     }
     for (response, expected), result in zip(cases.items(), judged(server, *cases), strict=True):
         if isinstance(expected, float):

@@ -58,7 +58,7 @@ def test_finished_run_with_a_moved_model_is_finished(tmp_path: Path) -> None:
     run = start(settings, PROMPTS, {"model.path": identity})
     run.folder.finish(settings.run.steps)
     assert "already finished step" in check_beginning(config(runs, "resume=auto", paths["here"]))
-    with pytest.raises(UserError, match=r"^model.path=.*/other: .* was saved with .*/there. Fix: restore it"):
+    with pytest.raises(UserError, match=r"^model.path=.*/other: .* was saved with .*/there. Fix: restore this"):
         check_beginning(config(runs, "resume=auto", paths["other"]))
 
 

@@ -83,17 +83,17 @@ def flip(file: Path) -> None:
     ("damage", "name", "problem"),
     [
         (remove, "actor/__1_0.distcp", "actor/__1_0.distcp is missing"),
-        (truncate, "actor/__0_0.distcp", "actor/__0_0.distcp is damaged: it has 1,499 bytes, expected 1,500"),
-        (flip, "actor/.metadata", "actor/.metadata is damaged: its SHA-256 is"),
+        (truncate, "actor/__0_0.distcp", "actor/__0_0.distcp is corrupt: it has 1,499 bytes, expected 1,500"),
+        (flip, "actor/.metadata", "actor/.metadata is corrupt: its SHA-256 is"),
         (remove, "manifest.json", "manifest.json is missing"),
-        (truncate, "manifest.json", "manifest.json is damaged"),
-        (flip, "manifest.json", "manifest.json is damaged"),
+        (truncate, "manifest.json", "manifest.json is corrupt"),
+        (flip, "manifest.json", "manifest.json is corrupt"),
     ],
 )
 def test_damage_is_reported_with_the_previous_checkpoint(checkpoints, damage, name, problem) -> None:
     latest = save(checkpoints, 10, 20, 30).path
     damage(latest / name)
-    if problem.startswith("manifest.json is damaged") and damage is truncate:
+    if problem.startswith("manifest.json is corrupt") and damage is truncate:
         damage(latest / name)  # the first lost byte is the trailing newline
     remedy = f"Fix: resume from the previous checkpoint with resume={checkpoints.path}/step_000020"
     with pytest.raises(ValueError, match=f"^{re.escape(f'{latest}: {problem}')}.*[.] {re.escape(remedy)}$"):
@@ -108,7 +108,7 @@ def test_changed_state_is_detected(checkpoints: Checkpoints) -> None:
     content = json.loads(manifest.read_text())
     content["content"]["state"]["run"]["step"] = 2
     manifest.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=r"manifest.json is damaged\. No earlier checkpoint exists\. Fix: start"):
+    with pytest.raises(ValueError, match=r"manifest.json is corrupt\. No earlier checkpoint exists\. Fix: start"):
         Checkpoint.open(manifest.parent)
 
 
@@ -149,7 +149,7 @@ def test_folders_with_other_names_are_ignored(checkpoints: Checkpoints) -> None:
     kept = earlier.with_name("step_000020.keep")
     assert Checkpoint.open(kept).step == 20
     flip(kept / "actor" / ".metadata")
-    with pytest.raises(ValueError, match=r"step_000020.keep: actor/.metadata is damaged: .*[.] No earlier"):
+    with pytest.raises(ValueError, match=r"step_000020.keep: actor/.metadata is corrupt: .*[.] No earlier"):
         Checkpoint.open(kept).verify(Checkpoint.open(kept).files)
 
 

@@ -152,7 +152,7 @@ def test_environments_of_evaluation_sets_are_checked_by_name(
     assert first.startswith(
         "megarl: error: evaluation.sets: s0: environment.class=text_gam: unknown environment. Did you"
     )
-    assert second.startswith("megarl: error: evaluation.sets: s1: environment.options.hihg: calculator has no such opt")
+    assert second.startswith("megarl: error: evaluation.sets: s1: environment.options.hihg: unknown option")
 
 
 def test_evaluation_sets_are_checked_by_name(recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:

@@ -143,7 +143,7 @@ def test_newer_checkpoint_is_removed_only_for_a_valid_one(root: Path) -> None:
     earlier, newest = save(first, config(root), 1), save(first, config(root), 2)
     (earlier / "weights").write_bytes(bytes(8))
     Checkpoints(earlier.parent).point_to(earlier)
-    with pytest.raises(ValueError, match=r"step_000001: weights is damaged: its SHA-256"):
+    with pytest.raises(ValueError, match=r"step_000001: weights is corrupt: its SHA-256"):
         start(config(root, "resume=auto"), PROMPTS)
     assert newest.exists()
 
@@ -314,7 +314,7 @@ def test_damaged_earlier_checkpoint_keeps_later_ones(root: Path) -> None:
     first = start(config(root), PROMPTS)
     earlier, newest = save(first, config(root), 1), save(first, config(root), 2)
     (earlier / "weights").write_bytes(bytes(8))
-    with pytest.raises(ValueError, match=r"step_000001: weights is damaged: its SHA-256"):
+    with pytest.raises(ValueError, match=r"step_000001: weights is corrupt: its SHA-256"):
         start(config(root, f"resume={earlier}"), PROMPTS)
     assert newest.exists()
     assert start(config(root, "resume=auto"), PROMPTS).state.step == 2

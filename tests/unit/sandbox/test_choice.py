@@ -49,7 +49,7 @@ def test_refusal_without_isolation_names_the_remedies():
 @pytest.mark.parametrize(
     ("script", "reason"),
     [
-        ("echo bubblewrap 0.4.1", "is bubblewrap 0.4.1; 0.8 or later is required"),
+        ("echo bubblewrap 0.4.1", "is bubblewrap 0.4.1, but version 0.8 or later is required"),
         (
             '[ "$1" = --version ] && echo bubblewrap 0.11.0 && exit; echo "bwrap: No permissions" >&2; exit 1',
             "the sandbox exited with status 1: bwrap: No permissions",

@@ -108,7 +108,7 @@ def test_set_with_only_failures_reports_only_these() -> None:
     [given, _] = recipe(SETS).evaluation.sets
     found = result(given, [played("0.0", 0, stop="failed")], [Score(None, {}, "environment: no server")])
     assert found.metrics() == {"evaluation/a/failed_frac": 1.0}
-    assert found.describe() == "a (1 prompts × 1): 100.0% failed (first failure: environment: no server"
+    assert found.describe() == "a (1 prompts × 1): 100.0% failed (first failure: environment: no server)"
 
 
 def test_rollout_without_tokens_has_no_version() -> None:

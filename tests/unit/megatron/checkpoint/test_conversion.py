@@ -403,7 +403,7 @@ def test_damaged_checkpoints_are_rejected(tmp_path, checkpoint):
     assert "contains no .metadata. Fix: pass the folder of a checkpoint" in error(
         lambda copy: (copy / ".metadata").unlink()
     )
-    assert ".metadata is damaged" in error(lambda copy: (copy / ".metadata").write_bytes(b""))
+    assert ".metadata is corrupt or incomplete" in error(lambda copy: (copy / ".metadata").write_bytes(b""))
     assert ".metadata lists __1_0.distcp, but the file does not exist" in error(
         lambda copy: (copy / "__1_0.distcp").unlink()
     )

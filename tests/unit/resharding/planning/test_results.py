@@ -59,7 +59,7 @@ def test_damaged_file_is_recomputed_and_logged(tmp_path: Path, caplog: pytest.Lo
     [file] = tmp_path.iterdir()
     file.write_text(damage(file.read_text()))
     assert cached(tmp_path, 0, compute) == VALUE
-    assert caplog.messages == [f"{file} is damaged and will be recomputed"]
+    assert caplog.messages == [f"{file} is corrupt and will be recomputed"]
     assert cached(tmp_path, 0, compute) == VALUE
     assert compute.times == 2 and len(caplog.messages) == 1
 

@@ -221,5 +221,5 @@ def test_another_process_uses_the_cached_figures(tmp_path: Path, monkeypatch: py
     entry.write_text(entry.read_text().replace("true", "false"))
     recomputed = run("")
     assert recomputed.stdout == first.stdout
-    assert recomputed.stderr == f"{entry} is damaged and will be recomputed\n"
+    assert recomputed.stderr == f"{entry} is corrupt and will be recomputed\n"
     assert run(without).stdout == first.stdout

@@ -12,14 +12,14 @@ import pytest
 
 from megarl.config.schema import RewardFunction
 from megarl.core.types import Prompt, Sample, VersionRun
-from megarl.environments import pool as pools
-from megarl.environments.pool import FunctionPool
+from megarl.rewards import pool as pools
+from megarl.rewards.pool import FunctionPool
 from megarl.rewards.result import Result
 from megarl.rewards.scorer import Scorer
 from tests.timing import LIMIT_S, WAIT_S
 
 FUNCTIONS = """
-import os, time
+import os, stat, time
 
 def loop(prompt, response, answer):
     while True:
@@ -35,7 +35,16 @@ def bomb(prompt, response, answer):
 
 def number(prompt, response, answer):
     return float(response)
+
+def intrude(prompt, response, answer):
+    for file in range(3, 100):
+        try:
+            if stat.S_ISSOCK(os.fstat(file).st_mode):
+                os.write(file, response.encode() + b"\\n")
+        except OSError:
+            pass
 """
+OWN = ("loop", "hog", "bomb", "number", "intrude")
 MEMORY_MIB = 512
 CATASTROPHIC = RewardFunction(function="regex_match", name="regex", options={"pattern": "^(a|aa)+$", "timeout_s": 0.5})
 MATH = RewardFunction(function="math_match", options={"timeout_s": 1})
@@ -50,7 +59,7 @@ def file(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def pool(file) -> Iterator[FunctionPool]:
-    own = [RewardFunction(function=f"{file}:{name}", name=name) for name in ("loop", "hog", "bomb", "number")]
+    own = [RewardFunction(function=f"{file}:{name}", name=name) for name in OWN]
     shipped = ["exact_match", "numeric_match", "choice_match", "think_answer_format", "knights_knaves"]
     pool = FunctionPool([*own, *shipped, CATASTROPHIC, MATH], None, 1, LIMIT_S, memory_mib=MEMORY_MIB)
     yield pool
@@ -85,10 +94,10 @@ def test_ten_megabyte_response_does_not_break_the_pool(pool, function, answer, v
 
 @pytest.mark.parametrize("response", ["a" * 60 + "!", "a" * 10_000_000 + "!"])
 def test_catastrophic_regex_fails_without_losing_the_process(pool, response):
-    [before] = [child.process_group for child in pool._children]
+    [before] = [child.pid for child in pool._children]
     # With ten megabytes, the search may hit the memory limit first.
     assert call(pool, "regex", response).failure in ("raised TimeoutError: regex timed out", "raised MemoryError: ")
-    assert [child.process_group for child in pool._children] == [before]
+    assert [child.pid for child in pool._children] == [before]
     assert call(pool, "regex", "aaa").value == 1.0
 
 
@@ -114,6 +123,11 @@ def test_infinite_loop_fails_only_its_own_call(pool):
     assert_works(pool)
 
 
+def test_text_on_the_connection_fails_only_its_own_call(pool):
+    assert call(pool, "intrude", "1.0").failure == "sent a message that is not a JSON object"
+    assert_works(pool)
+
+
 def test_call_is_limited_to_its_memory(pool):
     assert call(pool, "hog", str(100 * 2**20)).value == 100 * 2**20
     assert call(pool, "hog", str(4 * MEMORY_MIB * 2**20)).failure == "raised MemoryError: "
@@ -125,7 +139,7 @@ def test_fork_bomb_is_killed(file, monkeypatch):
     monkeypatch.setattr(pools, "MOST_PROCESSES", 20)
     pool = FunctionPool([RewardFunction(function=f"{file}:bomb", name="bomb"), "exact_match"], None, 1, WAIT_S)
     try:
-        [pgid] = [child.process_group for child in pool._children]
+        [pgid] = [child.pid for child in pool._children]
         found = call(pool, "bomb", "6").failure
         assert found.startswith("had ") and found.endswith(" processes at once, more than 20,")
         assert not any(os.getpgid(p.pid) == pgid for p in psutil.process_iter() if p.status() != psutil.STATUS_ZOMBIE)

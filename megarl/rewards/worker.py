@@ -1,34 +1,29 @@
 """The worker process of a `FunctionPool`. It calls user functions and may be killed at any time.
 
-It writes JSON lines to stdout: the name of each function that it imports, then the data columns that the functions use
-and the names of the functions that take whole batches. Then it reads pickled calls `(name, arguments, columns)` from
-stdin and writes one JSON line per result. The functions themselves see an empty stdin, and their stdout goes to stderr.
+It sends the name of each function that it imports, then the data columns that the functions use and the names of the
+functions that take whole batches. Then it receives pickled calls `(name, arguments, columns)` and sends one message per
+result.
 """
 
 from __future__ import annotations
 
 import asyncio
-import faulthandler
 import inspect
 import json
 import numbers
-import os
 import pickle
-import resource
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, BinaryIO
 
 from megarl.config import schema
-from megarl.core import stacks
 from megarl.core.errors import UserError
 from megarl.data.files import ALL_COLUMNS
 from megarl.rewards import judge as judges
 from megarl.rewards.options import NUM_TOKENS
 from megarl.rewards.registry import asked_columns, from_file, resolve, takes_batches
 from megarl.sandbox.choice import find_provider
-from megarl.sandbox.provider import Provider
+from megarl.usercode.parent import connect, send
 
 NUM_ARGUMENTS = 3
 JUDGE_ARGUMENTS = ("prompt", "first", "second", "answer")
@@ -38,32 +33,27 @@ SANDBOX = "sandbox"
 
 
 def main(
+    parent: BinaryIO,
     functions: Sequence[tuple[str, str, Mapping[str, Any]]],
     judge: str | None,
-    memory_mib: int | None,
     sandbox: Mapping[str, Any] | None,
     sandbox_s: float,
 ) -> None:
-    """Serve calls until stdin is closed.
+    """Serve calls until the parent closes the connection.
 
     Args:
         functions: label, name and options of each function.
         judge: name of the pairwise judge function, or None.
-        memory_mib: address space in MiB that calls may use, in addition to the memory mapped after the imports. None:
-            unlimited.
         sandbox: the config's `sandbox` section. None if no function may use sandboxes.
         sandbox_s: maximum lifetime of a sandbox.
     """
-    calls, results = take_pipes()
-    faulthandler.enable()
-    stacks.write_on_request()
     try:
         loaded = {}
         for label, name, options in functions:
-            _write(results, {"importing": f"rewards.functions: {name}"})
+            send(parent, {"importing": f"rewards.functions: {name}"})
             loaded[label] = resolve(name, options)
         if judge is not None:
-            _write(results, {"importing": f"rewards.judge: {judge}"})
+            send(parent, {"importing": f"rewards.judge: {judge}"})
             loaded[judges.NAME] = from_file("rewards.judge", judge, JUDGE_ARGUMENTS)
         used_columns = {
             name: asked_columns(function, len(JUDGE_ARGUMENTS) if name == judges.NAME else NUM_ARGUMENTS)
@@ -71,39 +61,24 @@ def main(
         }
         sandboxed = [name for name, parameters in used_columns.items() if parameters.pop(SANDBOX, None) is not None]
         if sandboxed:
-            _write(results, {"importing": f"sandbox, for {', '.join(sandboxed)}"})
-            provider = _provider(sandbox, sandbox_s)
+            send(parent, {"importing": f"sandbox, for {', '.join(sandboxed)}"})
+            assert sandbox is not None, "functions that use sandboxes require the sandbox section"
+            provider = asyncio.run(find_provider(schema.Sandbox(**sandbox), sandbox_s))
             loaded |= {name: partial(loaded[name], **{SANDBOX: provider}) for name in sandboxed}
     except UserError as error:
-        _write(results, {"refused": str(error)})
+        send(parent, {"refused": str(error)})
         return
     batch_functions = [label for label, _, _ in functions if takes_batches(loaded[label])]
-    _write(results, {"ready": True, "columns": _required_by(used_columns), "batch_functions": batch_functions})
-    if memory_mib is not None:
-        _limit_memory(memory_mib)
+    send(parent, {"ready": True, "columns": _required_by(used_columns), "batch_functions": batch_functions})
     while True:
         try:
-            name, arguments, columns = pickle.load(calls)
+            name, arguments, columns = pickle.load(parent)
         except EOFError:  # the pool was closed, or its process died
             return
         if name in batch_functions:
-            _write(results, call_batch(loaded[name], arguments, _batch_keywords(used_columns[name], columns)))
+            send(parent, call_batch(loaded[name], arguments, _batch_keywords(used_columns[name], columns)))
         else:
-            _write(results, call(loaded[name], arguments, _keywords(used_columns[name], columns)))
-
-
-def _provider(sandbox: Mapping[str, Any] | None, sandbox_s: float) -> Provider:
-    assert sandbox is not None, "functions that use sandboxes require the sandbox section"
-    return asyncio.run(find_provider(schema.Sandbox(**sandbox), sandbox_s))
-
-
-def _limit_memory(mib: int) -> None:
-    """Limit the address space of this process and of each child process to its current size plus `mib` MiB."""
-    with open("/proc/self/statm") as statm:
-        mapped = int(statm.read().split()[0]) * resource.getpagesize()
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    limit = mapped + mib * 2**20
-    resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+            send(parent, call(loaded[name], arguments, _keywords(used_columns[name], columns)))
 
 
 def _required_by(used_columns: Mapping[str, Mapping[str, bool]]) -> dict[str, str | None]:
@@ -132,21 +107,6 @@ def _batch_keywords(used_columns: Mapping[str, bool], rows: Sequence[Mapping[str
     names = [name for name in used_columns if any(name in row for row in rows)]
     keywords = {name: [row.get(name) for row in rows] for name in names}
     return keywords | ({ALL_COLUMNS: [_row(row) for row in rows]} if ALL_COLUMNS in used_columns else {})
-
-
-def take_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Return the process's stdin and stdout, and redirect user code: it reads from an empty stdin and prints to
-    stderr."""
-    stdin, stdout = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    with open(os.devnull, "rb") as null:
-        os.dup2(null.fileno(), 0)
-    os.dup2(2, 1)
-    return stdin, stdout
-
-
-def _write(results: BinaryIO, line: dict[str, Any]) -> None:
-    results.write(json.dumps(line).encode() + b"\n")
-    results.flush()
 
 
 def call(
@@ -213,4 +173,5 @@ def _number(value: Any) -> float | None:
 
 
 if __name__ == "__main__":
-    main(**json.loads(sys.argv[1]))
+    parent = connect()
+    main(parent, **json.loads(parent.readline()))

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megarl.environments.pool import FunctionPool
+from megarl.rewards.pool import FunctionPool
 from megarl.rewards.result import Result
 from tests.timing import HANG_S, LIMIT_S, WAIT_S
 
@@ -138,7 +138,7 @@ def test_long_and_unencodable_responses_are_delivered(pool, file):
 def test_hanging_import_is_reported_and_its_process_killed(tmp_path, monkeypatch):
     (tmp_path / "hangs.py").write_text(f"import time\ntime.sleep({HANG_S})\n")
     before = set(psutil.Process().children())
-    monkeypatch.setattr("megarl.environments.pool.IMPORT_S", 0.5)
+    monkeypatch.setattr("megarl.rewards.pool.IMPORT_S", 0.5)
     refusal = rf"^rewards.functions: .*hangs.py:f: the import did not finish within {LIMIT_S} s\. Fix: move slow work"
     with pytest.raises(ValueError, match=refusal):
         FunctionPool([f"{tmp_path / 'hangs.py'}:f"], None, 1, LIMIT_S)

@@ -3,40 +3,26 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
-import select
-import signal
-import subprocess
 import sys
 import threading
-import time
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any
 
 from megarl.config.schema import Config, RewardFunction, Sandbox
-from megarl.core import stacks
 from megarl.core.errors import UserError
 from megarl.core.types import Prompt, Sample
 from megarl.rewards.options import NUM_TOKENS
 from megarl.rewards.result import Result
+from megarl.usercode.child_process import IMPORT_S, ChildFailure, ChildProcess, group_sizes
 
-READ_BYTES = 65536
 NO_COLUMNS: Mapping[str, Any] = {}
-
-IMPORT_S = 60.0
-"""Time limit in seconds for importing one function's file, unless `timeout_s` is longer."""
 
 SANDBOX_SHARE = 0.9
 """Fraction of a call's time limit after which its sandboxes are stopped. A program that hangs then scores as wrong
 instead of failing the call."""
-
-STACKS_S = 0.1
-"""Seconds that a process has to write its stack traces, about a hundred times as long as it needs."""
 
 MOST_PROCESSES = 512
 """Maximum number of processes per call: far more than a function needs, far fewer than a fork bomb starts."""
@@ -81,16 +67,16 @@ class FunctionPool:
         arguments = {
             "functions": [(entry.label, entry.function, entry.options) for entry in entries],
             "judge": judge,
-            "memory_mib": memory_mib,
             "sandbox": None if sandbox is None else sandbox.model_dump(),
             "sandbox_s": SANDBOX_SHARE * timeout_s,
         }
-        self._arguments = json.dumps(arguments, default=str)
+        self._arguments = json.dumps(arguments, default=str).encode() + b"\n"
+        self._memory_mib = memory_mib
         self._entries = {entry.label: entry for entry in entries}
         self._source_column = source_column
         self._timeout_s = timeout_s
-        self._children = {_Child(self._arguments) for _ in range(num_processes)}
-        self._idle: SimpleQueue[_Child] = SimpleQueue()
+        self._children = {_start_child() for _ in range(num_processes)}
+        self._idle: SimpleQueue[ChildProcess] = SimpleQueue()
         self._closed = False
         self.columns: dict[str, str | None] = {}
         """Data columns that functions use. Each maps to the name of one function that requires it, or to None."""
@@ -98,7 +84,7 @@ class FunctionPool:
         """Names of the functions that take whole batches."""
         try:
             for child in self._children:
-                ready = child.await_start(timeout_s)
+                ready = self._load_functions(child)
                 self.columns, self.batch_functions = ready["columns"], ready["batch_functions"]
                 self._idle.put(child)
         except BaseException:
@@ -150,23 +136,36 @@ class FunctionPool:
         failure."""
         child = self._idle.get()
         try:
-            return child.call(function, arguments, columns, self._timeout_s)
-        except TimeoutError:
-            child.show_stacks()
-            child.kill()
-            return {"value": None, "failure": f"did not return within rewards.timeout_s={self._timeout_s:g}"}
-        except _ProcessEnded as end:
-            child.kill()
-            return {"value": None, "failure": child.kill_reason or f"ended its process ({end})"}
+            return child.call(pickle.dumps((function, tuple(arguments), columns)), self._timeout_s)
+        except ChildFailure as failure:
+            if failure.timed_out:
+                return {"value": None, "failure": f"did not return within rewards.timeout_s={self._timeout_s:g}"}
+            return {"value": None, "failure": child.kill_reason or f"ended its process ({failure})"}
         finally:
-            self._idle.put(child if child.is_running or self._closed else self._replacement(child))
+            self._idle.put(self._replacement(child) if child.has_ended and not self._closed else child)
 
-    def _replacement(self, child: _Child) -> _Child:
+    def _replacement(self, child: ChildProcess) -> ChildProcess:
         self._children.remove(child)
-        new = _Child(self._arguments)
+        new = _start_child()
         self._children.add(new)
-        new.await_start(self._timeout_s)
+        self._load_functions(new)
         return new
+
+    def _load_functions(self, child: ChildProcess) -> dict[str, Any]:
+        """Wait until the process has loaded its functions, and limit its memory. Return its `columns` and
+        `batch_functions`. Raise UserError if loading fails."""
+        importing, limit_s = "rewards", None  # the worker's own imports have no limit
+        try:
+            child.send(self._arguments)
+            while "ready" not in (reply := child.receive(limit_s)):
+                if "refused" in reply:
+                    raise UserError(reply["refused"])
+                importing, limit_s = reply["importing"], max(self._timeout_s, IMPORT_S)
+            if self._memory_mib is not None:
+                child.limit_memory(self._memory_mib)
+        except ChildFailure as failure:
+            raise UserError(failure.import_error(importing, limit_s, ", or raise rewards.timeout_s")) from None
+        return reply
 
     def close(self) -> None:
         """Kill all processes, including busy ones."""
@@ -178,11 +177,10 @@ class FunctionPool:
     def _watch(self) -> None:
         """Kill the processes of calls that exceed MOST_PROCESSES."""
         while not self._ended.wait(WATCH_S):
-            sizes = Counter(_process_groups())
+            sizes = group_sizes()
             for child in list(self._children):
-                if (size := sizes[child.process_group]) > MOST_PROCESSES:
-                    child.kill_reason = f"had {size} processes at once, more than {MOST_PROCESSES},"
-                    child.kill_process_group()
+                if (size := sizes[child.pid]) > MOST_PROCESSES:
+                    child.kill(f"had {size} processes at once, more than {MOST_PROCESSES},")
 
     def _kill_all(self) -> None:
         for child in list(self._children):
@@ -209,105 +207,5 @@ def columns_of(sample: Sample) -> dict[str, Any]:
     return {**sample.prompt.columns, NUM_TOKENS: len(sample.response_ids)}
 
 
-def _process_groups() -> Iterator[int]:
-    """Yield the process group id of each process on this machine."""
-    for entry in os.scandir("/proc"):
-        if entry.name.isdecimal():
-            with suppress(OSError), open(f"/proc/{entry.name}/stat", "rb") as stat:  # the process may have exited
-                # The process name may contain spaces and parentheses. State, parent and process group follow it.
-                yield int(stat.read().rpartition(b")")[2].split()[2])
-
-
-class _ProcessEnded(Exception):
-    """Raised when a process exits during a call. The message is its exit status or signal."""
-
-
-class _Child:
-    """One worker process. It has its own process group, so that killing it also kills its children."""
-
-    def __init__(self, arguments: str):
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "megarl.environments.child", arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            process_group=0,
-        )
-        self._unread = b""
-        self.kill_reason: str | None = None
-        """Failure to report for the current call, if the process was killed because it exceeded a limit."""
-
-    @property
-    def process_group(self) -> int:
-        return self._process.pid
-
-    @property
-    def is_running(self) -> bool:
-        return self._process.poll() is None
-
-    def await_start(self, timeout_s: float) -> dict[str, Any]:
-        """Wait until the process has loaded its functions. Return its `columns` and `batch_functions` (see
-        FunctionPool). Raise UserError if loading fails.
-
-        Args:
-            timeout_s: wall-clock limit for a call, in seconds. It also limits imports if it is longer than IMPORT_S.
-        """
-        reply, limit_s = {"importing": "rewards"}, None  # the worker's own imports have no limit
-        while "ready" not in reply:
-            importing = reply["importing"]
-            try:
-                reply = self._read(None if limit_s is None else time.monotonic() + limit_s)
-            except _ProcessEnded as end:
-                raise UserError(
-                    f"{importing}: the import ended the process ({end}). Fix: correct the file (its output is in this "
-                    "process's log)"
-                ) from None
-            except TimeoutError:
-                self.show_stacks()
-                raise UserError(
-                    f"{importing}: the import did not finish within {limit_s:g} s. Fix: move slow work out of the "
-                    "file's top level, or raise rewards.timeout_s"
-                ) from None
-            limit_s = max(timeout_s, IMPORT_S)
-            if "refused" in reply:
-                raise UserError(reply["refused"])
-        return reply
-
-    def call(self, function: str, arguments: Sequence[Any], columns: Any, timeout_s: float) -> dict[str, Any]:
-        """Send a call and return the reply. Raise TimeoutError, or _ProcessEnded if the process exits."""
-        deadline = time.monotonic() + timeout_s
-        try:
-            pickle.dump((function, tuple(arguments), columns), self._process.stdin, protocol=pickle.HIGHEST_PROTOCOL)
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            raise _ProcessEnded(self._status()) from None
-        return self._read(deadline)
-
-    def _read(self, deadline: float | None) -> dict[str, Any]:
-        file = self._process.stdout.fileno()
-        while b"\n" not in self._unread:
-            remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
-            if not select.select([file], [], [], remaining)[0]:
-                raise TimeoutError
-            chunk = os.read(file, READ_BYTES)
-            if not chunk:
-                raise _ProcessEnded(self._status())
-            self._unread += chunk
-        line, _, self._unread = self._unread.partition(b"\n")
-        return json.loads(line)
-
-    def _status(self) -> str:
-        code = self._process.wait()
-        return f"exit status {code}" if code >= 0 else signal.Signals(-code).name
-
-    def show_stacks(self) -> None:
-        """Make the process write its stack traces to stderr."""
-        self._process.send_signal(stacks.SIGNAL)
-        time.sleep(STACKS_S)
-
-    def kill(self) -> None:
-        self.kill_process_group()
-        self._process.wait()
-
-    def kill_process_group(self) -> None:
-        with suppress(ProcessLookupError):  # the whole process group has already exited
-            os.killpg(self.process_group, signal.SIGKILL)
+def _start_child() -> ChildProcess:
+    return ChildProcess([sys.executable, "-m", "megarl.rewards.worker"])

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.environments.child import call
+from megarl.rewards.worker import call
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,1 @@
+"""Bounded, killable processes for user code and third-party libraries."""

@@ -1,0 +1,299 @@
+"""Processes that run user code or third-party libraries, which may hang, crash or be killed at any time."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from itertools import count
+from typing import Any, BinaryIO
+
+import psutil
+
+from megarl.core import stacks
+from megarl.usercode.parent import SELF_CLEANING
+
+IMPORT_S = 60.0
+"""Time limit in seconds for importing one user file."""
+
+STACKS_S = 0.1
+"""Seconds that a process has to write its stack traces, about a hundred times as long as it needs."""
+
+EXIT_S = 1.0
+"""Seconds that a process has to exit after it has closed its connection, which Python does slightly earlier."""
+
+POLL_S = 0.001
+READ_BYTES = 65536
+MOST_BYTES = 2**30
+"""Maximum length of a message from a child."""
+
+TOO_LONG = f"sent a message of more than {MOST_BYTES} bytes"
+
+
+class ChildFailure(Exception):
+    """Raised when a child process fails. The message is its exit status, its signal, or the reason for killing it.
+
+    Attributes:
+        timed_out: whether it exceeded a time limit.
+    """
+
+    def __init__(self, reason: str, timed_out: bool = False):
+        super().__init__(reason)
+        self.timed_out = timed_out
+
+    def import_error(self, name: str, limit_s: float, remedy: str = "") -> str:
+        """Return the message for a user file that the process could not import."""
+        if self.timed_out:
+            cause, fix = f"did not finish within {limit_s:g} s", f"move slow work out of the file's top level{remedy}"
+        else:
+            cause, fix = f"ended the process ({self})", "correct the file (its output is in this process's log)"
+        return f"{name}: the import {cause}. Fix: {fix}"
+
+
+class ChildProcess:
+    """A program in its own process group, with a connection to this process.
+
+    The child sends JSON objects, one per line, because user code and the policy's output may influence what it sends.
+    Messages to the child may have any format. The program uses `megarl.usercode.parent`. It reads an empty stdin, and
+    its stdout goes to stderr, so that printed text is not mistaken for a message.
+
+    The process is killed with its descendants before a method raises ChildFailure. The kernel kills it when the thread
+    that created it ends, so it does not outlive this process, and the thread must live as long as the child.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str] = os.environ,
+        log: BinaryIO | None = None,
+        is_self_cleaning: bool = False,
+    ):
+        """Start the program.
+
+        Args:
+            command: command line without its last argument, the file descriptor of the connection.
+            log: file for the program's output. None: this process's stderr.
+            is_self_cleaning: whether the program stops its own processes and exits once its connection closes. Then it
+                survives the end of this process and runs in its own session.
+        """
+        self.kill_reason: str | None = None
+        self._killing, self._unread = threading.Lock(), b""
+        self._socket, remote = socket.socketpair()
+        environment = {name: value for name, value in environment.items() if name != SELF_CLEANING}
+        with remote:
+            self._process = subprocess.Popen(
+                [*command, str(remote.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=2 if log is None else log,
+                stderr=log,
+                pass_fds=[remote.fileno()],
+                env=environment | ({SELF_CLEANING: "1"} if is_self_cleaning else {}),
+                start_new_session=is_self_cleaning,
+                process_group=None if is_self_cleaning else 0,
+            )
+
+    @property
+    def pid(self) -> int:
+        """The id of the process and of its process group."""
+        return self._process.pid
+
+    @property
+    def has_ended(self) -> bool:
+        # WNOWAIT leaves a zombie until `kill`, so that no other process group receives this id.
+        options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        with suppress(ChildProcessError):  # another thread is reaping it
+            return self._process.returncode is not None or os.waitid(os.P_PID, self.pid, options) is not None
+        return True
+
+    def call(self, request: bytes, timeout_s: float) -> dict[str, Any]:
+        """Send a request and return the reply. timeout_s limits both together."""
+        deadline = time.monotonic() + timeout_s
+        self.send(request, timeout_s)
+        return self.receive(deadline - time.monotonic())
+
+    def send(self, message: bytes, timeout_s: float | None = None) -> None:
+        try:
+            self._socket.settimeout(timeout_s)
+            self._socket.sendall(message)
+        except OSError as error:
+            raise self._failure(error) from None
+
+    def receive(self, timeout_s: float | None = None) -> dict[str, Any]:
+        """Wait for the next message and return it."""
+        try:
+            return parse(self._read_line(None if timeout_s is None else time.monotonic() + timeout_s))
+        except (OSError, EOFError, ValueError) as error:
+            raise self._failure(error) from None
+
+    def _read_line(self, deadline: float | None) -> bytes:
+        data = bytearray(self._unread)
+        chunk = self._unread
+        while b"\n" not in chunk:
+            remaining_s = None if deadline is None else deadline - time.monotonic()
+            if remaining_s is not None and remaining_s <= 0:
+                raise TimeoutError
+            self._socket.settimeout(remaining_s)
+            chunk = self._socket.recv(READ_BYTES)
+            data += chunk
+            if not chunk:
+                raise EOFError
+            if len(data) > MOST_BYTES:
+                raise ValueError(TOO_LONG)
+        line, _, self._unread = bytes(data).partition(b"\n")
+        return line
+
+    def _failure(self, error: Exception) -> ChildFailure:
+        """Kill the process and return how it failed. `error` is an exception of its connection."""
+        if isinstance(error, TimeoutError):
+            self.show_stacks()
+            self.kill("exceeded its time limit")
+        elif isinstance(error, ValueError):
+            self.kill(str(error))
+        deadline = time.monotonic() + EXIT_S
+        while not self.has_ended and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        self.kill(None if self.has_ended else "closed its connection")
+        return ChildFailure(self.status, isinstance(error, TimeoutError))
+
+    @property
+    def status(self) -> str:
+        """How the process ended, after `kill`: the reason for killing it, its exit status, or the signal's name."""
+        code, names = self._process.returncode, {number.value: number.name for number in signal.Signals}
+        return self.kill_reason or (f"exit status {code}" if code >= 0 else names.get(-code, f"signal {-code}"))
+
+    def limit_memory(self, mib: int) -> None:
+        """Limit the address space of this process and of each new descendant to its current size plus `mib` MiB."""
+        with suppress(psutil.NoSuchProcess):  # `kill` has reaped it
+            process = psutil.Process(self.pid)
+            limit, (_, hard) = process.memory_info().vms + mib * 2**20, process.rlimit(psutil.RLIMIT_AS)
+            process.rlimit(psutil.RLIMIT_AS, (limit if hard == psutil.RLIM_INFINITY else min(limit, hard), hard))
+
+    def show_stacks(self) -> None:
+        """Make the process write its stack traces to stderr."""
+        with self._killing:
+            if self.has_ended:
+                return
+            os.kill(self.pid, stacks.SIGNAL)
+        time.sleep(STACKS_S)
+
+    def kill(self, reason: str | None = None) -> None:
+        """Kill the process with its descendants, except for self-cleaning programs and their descendants. A call that
+        another thread waits for fails with this reason."""
+        with self._killing:
+            self.kill_reason = self.kill_reason or reason
+            if self._process.returncode is None:
+                os.killpg(self.pid, signal.SIGSTOP)  # a stopped process starts no others
+                descendants = psutil.Process(self.pid).children(recursive=True)  # parents before their children
+                os.killpg(self.pid, signal.SIGKILL)
+                spared = set[int]()
+                for process in descendants:
+                    with suppress(psutil.Error):  # it has ended, or belongs to another user
+                        if process.ppid() in spared or SELF_CLEANING in process.environ():
+                            spared.add(process.pid)
+                        else:
+                            process.kill()
+                self._process.wait()
+        with suppress(OSError):  # it is closed
+            self._socket.shutdown(socket.SHUT_RDWR)  # a detached process may still hold the other end
+        self._socket.close()
+
+
+class ConcurrentChild(ChildProcess):
+    """A child process that handles many requests at once, for asyncio. Messages in both directions are JSON lines, and
+    each reply has the `id` of its request. The event loop that runs `open`, the first call, must run all others."""
+
+    async def open(self, arguments: Mapping[str, Any], timeout_s: float | None = None) -> dict[str, Any]:
+        """Send the program's arguments and return its first message."""
+        self._numbers, self._waiting = count(), dict[int, asyncio.Future[dict[str, Any]]]()
+        connection = socket.socket(fileno=self._socket.detach())
+        self._reader, self._writer = await asyncio.open_unix_connection(sock=connection, limit=MOST_BYTES)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.post(arguments)
+                hello = await self._receive()
+        except (OSError, EOFError, ValueError) as error:
+            raise await self._disconnect(error) from None
+        self._reading = asyncio.create_task(self._read_replies())
+        return hello
+
+    @property
+    def is_over(self) -> bool:
+        return self._reading.done() or self.has_ended
+
+    async def request(self, timeout_s: float | None = None, **fields: Any) -> dict[str, Any]:
+        """Send a request and return the reply. After a timeout, the process still runs."""
+        if self._reading.done():
+            raise ChildFailure(self.status)
+        number = next(self._numbers)
+        reply = self._waiting[number] = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.post({"id": number, **fields})
+                return await reply
+        except TimeoutError:
+            raise ChildFailure("exceeded its time limit", timed_out=True) from None
+        finally:
+            del self._waiting[number]
+
+    async def post(self, message: Mapping[str, Any]) -> None:
+        """Send a message without a reply."""
+        self._writer.write(json.dumps(message).encode() + b"\n")
+        with suppress(ConnectionError):  # the process has ended, which `_read_replies` reports
+            await self._writer.drain()
+
+    async def _receive(self) -> dict[str, Any]:
+        try:
+            return parse(await self._reader.readuntil())
+        except asyncio.LimitOverrunError:
+            raise ValueError(TOO_LONG) from None
+
+    async def _read_replies(self) -> None:
+        try:
+            while True:
+                message = await self._receive()
+                reply = self._waiting.get(message.get("id"))
+                if reply is not None and not reply.done():
+                    reply.set_result(message)
+        except (OSError, EOFError, ValueError) as error:
+            failure = await self._disconnect(error)
+        for reply in self._waiting.values():
+            if not reply.done():
+                reply.set_exception(failure)
+
+    async def _disconnect(self, error: Exception) -> ChildFailure:
+        failure = await asyncio.to_thread(self._failure, error)
+        self._writer.transport.abort()
+        return failure
+
+    async def end(self) -> None:
+        """Kill the process with its descendants."""
+        await asyncio.to_thread(self.kill)
+        self._writer.transport.abort()
+
+
+def group_sizes() -> Counter[int]:
+    """Return the number of processes in each process group on this machine."""
+    sizes = Counter[int]()
+    for pid in psutil.pids():
+        with suppress(ProcessLookupError):
+            sizes[os.getpgid(pid)] += 1
+    return sizes
+
+
+def parse(line: bytes) -> dict[str, Any]:
+    """Decode a message. Raise ValueError if it is not a JSON object."""
+    try:
+        message = json.loads(line)
+    except (ValueError, RecursionError):
+        message = None
+    if not isinstance(message, dict) or not isinstance(message.get("id"), int | None):
+        raise ValueError("sent a message that is not a JSON object")
+    return message

@@ -1,0 +1,35 @@
+"""The child's end of the connection between a `ChildProcess` and its program."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Mapping
+from typing import Any, BinaryIO
+
+from megarl.core import stacks
+from megarl.core.parent import signal_with_parent
+
+SELF_CLEANING = "MEGARL_SELF_CLEANING"
+"""Environment variable of a program that stops its own processes and exits once its connection closes."""
+
+
+def connect() -> BinaryIO:
+    """Return the connection to the parent, whose file descriptor is the last command-line argument. It ends when the
+    parent exits or kills this process."""
+    if SELF_CLEANING not in os.environ:
+        signal_with_parent(signal.SIGKILL)
+    faulthandler.enable()
+    stacks.write_on_request()
+    with socket.socket(fileno=int(sys.argv[-1])) as connection:
+        os.set_inheritable(connection.fileno(), False)
+        return connection.makefile("rwb")
+
+
+def send(parent: BinaryIO, message: Mapping[str, Any]) -> None:
+    parent.write(json.dumps(message).encode() + b"\n")
+    parent.flush()
