@@ -185,7 +185,7 @@ def test_process_of_a_stuck_aborted_rollout_is_replaced(drive) -> None:
         assert isinstance(await rollouts, Aborted)
         await run.until(lambda: not run.actor._closing)
         [[sample]] = await run.train("fine")
-        assert sample.episode.failure is None and stuck.has_ended and stuck not in run.pool._hosts
+        assert sample.episode.failure is None and stuck.is_over and stuck not in run.pool._hosts
         assert not grandchildren()
 
     drive(test, timeout_s=1)
@@ -194,7 +194,7 @@ def test_process_of_a_stuck_aborted_rollout_is_replaced(drive) -> None:
 def test_abort_during_the_start_of_a_process_leaks_nothing(drive) -> None:
     async def test(run: Run) -> None:
         [ended] = run.pool._hosts
-        await ended.kill()
+        await ended.end()
         rollouts = run.train("fine")
         await run.until(lambda: bool(psutil.Process().children()))
         await run.actor.abort(["1.0.0"])
