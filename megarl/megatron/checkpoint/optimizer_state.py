@@ -205,8 +205,8 @@ def _reject_other_shape(folder: Path, shard: Shard, stored: TorchDistFolder) -> 
         shape, expected = stored.tensors[extent.key].shape, extent.global_shape
         if shape != expected and not extent.resizable:
             raise UserError(
-                f"{folder}: checkpoint of a different model: {extent.key} has shape {shape} instead of {expected}. Fix"
-                ": resume from a checkpoint of this model"
+                f"{folder}: checkpoint of a different model: {extent.key} has shape {shape} instead of {expected}. "
+                "Fix: resume from a checkpoint of this model"
             )
 
 
