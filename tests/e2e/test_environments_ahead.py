@@ -1,4 +1,4 @@
-"""Runs whose rollouts in environments are aborted: because they are stale, or because their engine is slow."""
+"""A run whose rollouts in environments are aborted because they are stale."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.run import Run, write_recipe
-from tests.fakes.engine import SLOW_ENGINE
 from tests.timing import RUN_S
 
 pytestmark = pytest.mark.slow
@@ -58,10 +57,3 @@ def test_stale_rollouts_are_dropped_and_counted(tmp_path: Path) -> None:
     assert sum(line["rollout/dropped_samples"] for line in run.metrics) >= aborted
     assert sum(line["rollout/aborted_tokens"] for line in run.metrics) > 0
     assert max(line["weights/staleness_max"] for line in run.metrics) == 0
-
-
-def test_rollouts_of_a_slow_engine_are_reassigned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SLOW_ENGINE, "engine-1")
-    run = train(tmp_path, "rollout={max_staleness: 1, replicas: 2}", "cluster.placement=disaggregated")
-    moves = [line for line in run.output.splitlines() if "idle engines restart" in line]
-    assert moves and all(line.startswith("rollout: engine-1 needs ") for line in moves)

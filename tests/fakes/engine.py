@@ -7,7 +7,6 @@ previous tokens.
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -34,9 +33,6 @@ from megarl.rollout.engine import EngineInfo, SamplingRequest, SyncStats, TurnRe
 TOKEN_S = 0.005
 """Seconds per token. As in a real engine, calls overlap and can be interrupted."""
 
-SLOW_ENGINE, SLOWDOWN = "MEGARL_SLOW_FAKE_ENGINE", 20
-"""Environment variable with the name of an engine that takes SLOWDOWN times as long."""
-
 STOP_PROBABILITY = 0.1
 
 
@@ -45,9 +41,9 @@ class FakeEngine:
 
     has_lost_a_rank = False
 
-    def __init__(self, config: Config, model_folder: Path, token_s: float = TOKEN_S):
+    def __init__(self, config: Config, model_folder: Path):
         self.version: int | None = None
-        self._config, self._token_s, hf_config = config.rollout, token_s, read_config(model_folder)
+        self._config, hf_config = config.rollout, read_config(model_folder)
         self._vocab_size, self._end = hf_config["vocab_size"], hf_config["eos_token_id"]
         self._tokenizer = Tokenizer.from_file(str(model_folder / "tokenizer.json"))
         self._workers = [
@@ -93,7 +89,7 @@ class FakeEngine:
         begin = time.monotonic()
         try:
             while len(tokens) < limit and self._end not in tokens:
-                await asyncio.sleep(self._token_s)
+                await asyncio.sleep(TOKEN_S)
                 if self.version is None or self._is_paused:
                     continue
                 tokens.append(self._next_token([*context, *tokens], 0 if request.is_greedy else request.seed))
@@ -185,5 +181,4 @@ class EngineActor(EngineProcess):
         return {}
 
     def _make_engine(self, arguments: Mapping[str, Any]) -> FakeEngine:
-        is_slow = os.environ.get(SLOW_ENGINE) == self._process.name
-        return FakeEngine(self._config, self._model_folder, TOKEN_S * (SLOWDOWN if is_slow else 1))
+        return FakeEngine(self._config, self._model_folder)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +16,7 @@ from megarl.core.types import Completion, Sample, VersionRun
 from megarl.rollout.engine import SamplingRequest, TurnRequest
 from megarl.rollout.router import Aborted
 from tests.paths import QUICKSTART
+from tests.timing import LIMIT_S, POLL_S, WAIT_S
 from tests.unit.cluster.groups.environment_actor import environment_actor, handle_of
 from tests.unit.environments.test_runner import EOS_ID, TOKENIZER, prompt
 
@@ -29,7 +29,8 @@ import asyncio, pathlib, subprocess, time
 from megarl.environments import Environment, Step
 
 class World(Environment):
-    """Has a child process. The first message of the task selects what its step does in the second turn."""
+    """Has a child process. The first message of the task selects whether its step in the second turn is slow, so that
+    it waits for the file "go on", or stuck."""
 
     def __init__(self, log):
         self._log = pathlib.Path(log)
@@ -45,7 +46,8 @@ class World(Environment):
     def step(self, turn):
         if turn.number == 1 and self._mode in ("slow", "stuck"):
             self._write("step begins")
-            time.sleep(1 if self._mode == "slow" else 600)
+            while self._mode == "stuck" or not self._log.with_name("go on").exists():
+                time.sleep(0.01)
             self._write("step ends")
         return Step("go", 1.0, done=turn.number == 2)
 
@@ -100,9 +102,12 @@ class Run:
         return self.log.read_text().splitlines() if self.log.exists() else []
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(WAIT_S):
             while not condition():
-                await asyncio.sleep(0.01)
+                await asyncio.sleep(POLL_S)
+
+    def end_slow_steps(self) -> None:
+        self.log.with_name("go on").touch()
 
 
 @pytest.fixture
@@ -113,7 +118,7 @@ def drive(tmp_path: Path):
 
     world = f"class: '{tmp_path / 'world.py'}:World', options: {{log: '{log}'}}"
 
-    def run(test: Callable[[Run], Awaitable[None]], settings: str = world, timeout_s: float = 4) -> None:
+    def run(test: Callable[[Run], Awaitable[None]], settings: str = world, timeout_s: float = WAIT_S) -> None:
         config = load(
             QUICKSTART,
             [
@@ -145,11 +150,11 @@ def test_abort_stops_turns_and_closes_environments(drive) -> None:
         run.engine.held = {"1.0.1"}
         rollouts, other = run.train("fine", "held", "slow"), run.train("fine", name="2.0")
         await run.until(lambda: bool(run.engine.pending) and "slow step begins" in run.lines and "1.0.0" in run.heard)
-        begin = time.monotonic()
         await run.actor.abort(["1.0.0", "unknown"])
         # Three turns of the first rollout and two of the last one have two tokens each.
         assert await rollouts == Aborted(5 * 2 + UNFINISHED)
-        assert time.monotonic() - begin < 0.9, "the abort must not wait for the step"
+        assert "slow step ends" not in run.lines, "the abort must not wait for the step"
+        run.end_slow_steps()
         assert [completion.cancelled() for _, completion in run.engine.pending] == [True]
         await run.until(lambda: "slow closed" in run.lines and "held closed" in run.lines)
         lines = [line for line in run.lines if line.startswith("slow")]
@@ -171,6 +176,7 @@ def test_aborted_rollout_may_restart_while_it_closes(drive) -> None:
         [[sample]] = await run.train("fine")
         assert sample.episode.failure is None and sample.episode.info.num_turns == 3
         assert "slow closed" not in run.lines
+        run.end_slow_steps()
         await run.until(lambda: "slow closed" in run.lines)
         assert run.lines.count("fine closed") == 1 and not grandchildren()
 
@@ -188,7 +194,7 @@ def test_process_of_a_stuck_aborted_rollout_is_replaced(drive) -> None:
         assert sample.episode.failure is None and stuck.is_over and stuck not in run.pool._hosts
         assert not grandchildren()
 
-    drive(test, timeout_s=1)
+    drive(test, timeout_s=LIMIT_S)
 
 
 def test_abort_during_the_start_of_a_process_leaks_nothing(drive) -> None:
@@ -232,8 +238,9 @@ def test_lost_engine_ends_the_wait_and_closes_environments(drive, is_aborted: bo
         if is_aborted:
             await run.actor.abort(["1.0.0"])
         run.engine.is_lost = True
-        found = await asyncio.wait_for(rollouts, 5)
-        assert isinstance(found, Aborted) if is_aborted else found is None
+        result = await asyncio.wait_for(rollouts, WAIT_S)
+        assert isinstance(result, Aborted) if is_aborted else result is None
+        run.end_slow_steps()
         await run.until(lambda: not run.actor._closing)
         assert "slow closed" in run.lines and "held closed" in run.lines and not grandchildren()
 
