@@ -16,7 +16,7 @@ from tests.tiny_model import write_tiny_llama
 pytestmark = pytest.mark.slow
 
 FIRST = {
-    "weights": "  1. weights: checksums of 1 of ",
+    "weights": "  1. weights: the checksums of 1 out of ",
     "temperature": "  1. temperature or truncation: the engine's log-probs match the trainer's at temperature 0.7 (",
     "kernels": "  1. kernels: the only remaining cause, because greedy tokens differ by ",
 }
@@ -43,4 +43,4 @@ def test_fault_is_ranked_first(messages, name: str) -> None:
         "\n  excluded: " in messages[name]
         and "chat template or tokenization (engines receive token ids" in messages[name]
     )
-    assert ("weights (checksums of " in messages[name]) == (name != "weights")
+    assert ("weights (the checksums of all " in messages[name]) == (name != "weights")
