@@ -163,7 +163,7 @@ def test_run_continues_after_losing_an_engine(recipe: Path, tmp_path: Path, hold
         hold.unlink()
         run.wait_for_step(3)
         [line] = lines_of_loss(run)
-        assert line.startswith("refit: engine-0 died, ")
+        assert line.startswith("refit: engine-0 died and is being restarted. ")
         check_samples(run, 3)
         assert [step["engines/alive"] for step in run.metrics[:3]] == [1, 1, 1]
         check_end(run, left.kill, 1, r"\S.*: engine-1 died\. See .*/logs/attempt_1/engine-1.log")
@@ -182,7 +182,7 @@ def test_engine_lost_during_refit_is_restarted(recipe: Path, tmp_path: Path, hol
         stopped.kill()
         run.wait_for_step(3)
         [line] = lines_of_loss(run)
-        assert line.startswith("refit: engine-1 died, ")
+        assert line.startswith("refit: engine-1 died and is being restarted. ")
         check_samples(run, 3)
         run.wait_until(lambda: [step["engines/alive"] for step in run.metrics[-3:]] == [2, 2, 2])
         joined = [step["engines/alive"] for step in run.metrics].index(2)
