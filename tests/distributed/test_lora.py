@@ -242,7 +242,7 @@ def test_transformer_engine_layers(dense, dense_adapters, experts, expert_case, 
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     trained = pickle.loads((tmp_path / "trained").read_bytes())
-    assert all(case.kernels.startswith("layers of Transformer Engine") for case in trained.values())
+    assert all(case.kernels.startswith("Transformer Engine layers") for case in trained.values())
     dense_outcome = expected(
         lambda: outcome_of(PeftReference(dense, dense_adapters, LR, EPS, TEMPERATURE), UPDATES[:1])
     )

@@ -68,7 +68,7 @@ def trained(folders, tmp_path_factory) -> dict[str, Trained]:
 
 @pytest.mark.parametrize("name", sorted(NAMES))
 def test_training_matches_transformers(trained, folders, name):
-    assert trained[name].kernels.startswith("layers of Transformer Engine, Transformer Engine's FusedAdam")
+    assert trained[name].kernels.startswith("Transformer Engine layers, Transformer Engine's FusedAdam")
     assert not trained[name].quantized
     plain = plain_training(folders[name], [[*random_groups(0), branching_group(0)]], kl_coefficient=0.0)
     assert_same_training(folders[name], [trained[name].rank], plain)

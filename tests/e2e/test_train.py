@@ -55,7 +55,7 @@ def train(folder: Path, model: Path, *overrides: str) -> Path:
     done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_S)
     logs = "\n".join(f.read_text()[-2000:] for f in (folder / "runs/tiny/logs/attempt_1").glob("*"))
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{logs}"
-    assert "\nkernels: layers of " in done.stdout
+    assert "\nkernels: torch layers, " in done.stdout
     return folder / "runs" / "tiny"
 
 
@@ -291,7 +291,7 @@ def test_run_folder_is_complete(learned):
         "environments-0",
         "trace",
     }
-    assert "\nactor: layers of " in (learned / "logs/attempt_1/trainer-1.log").read_text()
+    assert "\nactor: torch layers, " in (learned / "logs/attempt_1/trainer-1.log").read_text()
     assert "engine rank 0: vLLM " in (learned / "logs/attempt_1/engine-0.log").read_text()
     assert "<svg" in (learned / "report.html").read_text()
 
