@@ -13,7 +13,7 @@ from tests.cluster.reference import COMMON
 from tests.cluster.slurm import Slurm
 from tests.e2e.run import FAKE_MEGARL, MEGARL, UNCHECKED
 from tests.paths import ROOT
-from tests.timing import ASK_S, START_S
+from tests.timing import ASK_S, RUN_S
 
 ATTEMPT = "job: attempt on "
 REWARD = """
@@ -93,7 +93,7 @@ class Launched:
 
     def wait_for_attempt(self, number: int) -> list[str]:
         """Wait until this attempt (counted from 1) or a later one has finished steps. Return its nodes."""
-        deadline = time.monotonic() + START_S
+        deadline = time.monotonic() + RUN_S
         while len(self.attempts) < number or not self._latest_attempt_has_steps():
             assert time.monotonic() < deadline, (self.job, self.log)
             time.sleep(ASK_S)

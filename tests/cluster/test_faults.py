@@ -11,7 +11,7 @@ import pytest
 from tests.cluster.jobs import Launched
 from tests.cluster.reference import COMMON, check_same, on_one_machine
 from tests.cluster.slurm import Slurm
-from tests.timing import START_S, WAIT_S
+from tests.timing import RUN_S, WAIT_S
 
 SEED, SOAK_STEPS = 20, 250
 VICTIMS = (
@@ -73,7 +73,7 @@ def test_job_finishes_despite_faults(cluster: Slurm, shared: Path) -> None:
     last = f"run.steps={saved + 3}"
     alone = on_one_machine(shared, "alone", *COMMON, rewards, last)
     run = Launched(cluster, shared, "soak", *options, rewards, last)
-    cluster.wait_for_state(run.number, "COMPLETED", seconds=START_S)
+    cluster.wait_for_state(run.number, "COMPLETED", seconds=RUN_S)
     assert run.log.splitlines()[-1] == "job: done"
     check_same(run.folder, alone)
     run.check_nothing_is_left()
@@ -102,7 +102,7 @@ def test_job_finishes_despite_twenty_seeded_faults(cluster: Slurm, shared: Path)
         chance.choice(hosts).run("pkill", "--signal", "KILL", "--full", victim)
         print(f"fault {number}: {victim} on {nodes}, after {run.steps} steps", flush=True)
     (shared / "slow").unlink()
-    cluster.wait_for_state(run.number, "COMPLETED", seconds=START_S)
+    cluster.wait_for_state(run.number, "COMPLETED", seconds=RUN_S)
     assert run.log.splitlines()[-1] == "job: done"
     assert len(run.attempts) == 1 + len(faults) and set(VICTIMS) == set(faults)
     alone = on_one_machine(shared, "alone-twenty", *COMMON, *keys, vllm=True)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.cluster.jobs import Launched, launch
 from tests.cluster.slurm import Slurm
-from tests.timing import ASK_S, START_S, WAIT_S
+from tests.timing import ASK_S, RUN_S, WAIT_S
 
 
 @pytest.mark.parametrize(
@@ -42,12 +42,12 @@ def test_user_error_is_the_last_line_and_not_retried(cluster: Slurm, shared: Pat
     run = Launched(cluster, shared, "wrong", *options, wrong)
     again = launch(cluster, shared, "wrong", *options)
     assert again.returncode == 2 and f"job {run.number} of this run is " in again.stderr
-    job = cluster.wait_for_state(run.number, "FAILED", seconds=WAIT_S)
+    job = cluster.wait_for_state(run.number, "FAILED", seconds=RUN_S)
     assert (job["ExitCode"], job["Restarts"], run.attempts) == ("2:0", "0", ["n0 n1"])
     assert run.log.splitlines()[-1].startswith("job: megarl: error: rewards.functions")
     run.check_nothing_is_left()
     run = Launched(cluster, shared, "wrong", *options)
-    cluster.wait_for_state(run.number, "COMPLETED", seconds=START_S)
+    cluster.wait_for_state(run.number, "COMPLETED", seconds=RUN_S)
     run.check_nothing_is_left()
 
 
@@ -55,7 +55,7 @@ def test_job_without_progress_fails_with_the_cause(cluster: Slurm, shared: Path)
     """Two attempts on one node fail at their first step because of the rollout timeout. The third does not start."""
     options = ["--nodes=1", "--time=10", "--stalled=2", "--restarts=5"]
     run = Launched(cluster, shared, "stalled", *options, "actor.layout.pp=1", "cluster.timeouts.rollout=0.01")
-    job = cluster.wait_for_state(run.number, "FAILED", seconds=WAIT_S)
+    job = cluster.wait_for_state(run.number, "FAILED", seconds=RUN_S)
     assert (job["ExitCode"], job["Restarts"], len(run.attempts)) == ("3:0", "0", 3)
     last = run.log.splitlines()[-1]
     assert last.startswith("job: 2 attempts saved no checkpoint after step 0. Last cause: megarl: error: ")
@@ -69,7 +69,7 @@ def test_runs_of_a_sweep_are_requeued_individually(cluster: Slurm, shared: Path)
     assert done.returncode == 0, done.stderr
     base = (shared / "runs/sweep/launch/submitted").read_text().strip()
     metrics = [shared / f"runs/sweep-{point}/metrics.jsonl" for point in (0, 1)]
-    deadline = time.monotonic() + START_S
+    deadline = time.monotonic() + RUN_S
     while not all(file.exists() for file in metrics):
         assert time.monotonic() < deadline, cluster.ask("squeue")
         time.sleep(ASK_S)
