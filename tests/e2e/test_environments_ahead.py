@@ -11,7 +11,7 @@ import pytest
 from tests.e2e.run import Run, write_recipe
 from tests.timing import RUN_S
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 STEPS, PER_STEP, SAMPLES = 6, 4, 4
 WORLD = '''
 import time
