@@ -117,7 +117,7 @@ def predict_recipe(recipe: H100Recipe) -> dict[str, Any]:
     simulated steps with rollout.max_staleness=1."""
     with tempfile.TemporaryDirectory() as folder:
         config = load(recipe.file, recipe.overrides(Path(folder)))
-        planned = plan_recipe(config, read_cluster(f"{recipe.gpus}xH100-80GB"), as_it_is=True)
+        planned = plan_recipe(config, read_cluster(f"{recipe.gpus}xH100-80GB"), as_is=True)
         simulated = None if config.is_offline else simulate_steps(planned, ahead=(0, 1))
     plan = planned.best
     times, work = plan.times, plan.workload
