@@ -162,7 +162,7 @@ class EnvironmentGroup(WorkerGroup):
         session.watch(self._actors)
         self._config, self._model_folder, self._engines = config, model_folder, engines
         self._process_of = dict(zip(engines.router.engines, actors, strict=True))
-        """Name of the process beside each engine."""
+        """Engine name -> name of the environment process beside it."""
 
     @remote(timeout="start")
     def _start(self, config: Config, model_folder: Path) -> None: ...
