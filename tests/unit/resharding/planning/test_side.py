@@ -184,8 +184,8 @@ def test_colocated_preview(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         (
             "tp=3,dp=4",
             "vllm:tp=2,replicas=5",
-            "--colocated: tp=3,dp=4 has 12 ranks, but vllm:tp=2,replicas=5 has 10. Each device must have one rank from "
-            "each side. Fix: set replicas=6 in --to, so that 2 x 6 = 12",
+            "--colocated: tp=3,dp=4 has 12 ranks, but vllm:tp=2,replicas=5 has 10. Each device must have one source "
+            "rank and one destination rank. Fix: set replicas=6 in --to, so that 2 x 6 = 12",
         ),
         ("tp=3", "vllm:tp=2", r"has 3 ranks, .* has 2\. .* set tp in --to to a divisor of 3 \(3 / 2 = 1.5\)"),
         ("tp=3", "tp=1", r"tp=3 has 3 ranks, but tp=1 has 1\. .* Fix: change dp in --from or --to"),
