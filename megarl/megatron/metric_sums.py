@@ -12,9 +12,14 @@ Sums = dict[str, tuple[torch.Tensor, torch.Tensor | None, str]]
 
 
 def read(sums: Sums) -> dict[str, Metric]:
+    """Return the metrics, with a single transfer from the device."""
+    tensors = [tensor for value, weight, _ in sums.values() for tensor in (value, weight) if tensor is not None]
+    if not tensors:
+        return {}
+    numbers = iter(torch.stack([tensor.to(tensors[0].device, torch.float64) for tensor in tensors]).tolist())
     return {
-        name: Metric(float(value), 1.0 if weight is None else float(weight), reduction)
-        for name, (value, weight, reduction) in sums.items()
+        name: Metric(next(numbers), 1.0 if weight is None else next(numbers), reduction)
+        for name, (_, weight, reduction) in sums.items()
     }
 
 

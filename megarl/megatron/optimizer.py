@@ -11,11 +11,13 @@ from megatron.core.optimizer import (
     OptimizerConfig,
     ParamKey,
     ParamPredicate,
+    clip_grads,
     get_megatron_optimizer,
 )
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megarl.config.model_schema import Trained
+from megarl.core import device
 from megarl.megatron import loss_scale
 from megarl.megatron.model import kernels
 from megarl.megatron.overrides import build, checked, described
@@ -55,6 +57,8 @@ def build_optimizer(
     )
     if kernels.adam() == kernels.TORCH_ADAM:
         _use_fused_kernel(optimizer)
+        if device.on_cuda():
+            clip_grads.l2_norm_impl = l2_norm
     return optimizer
 
 
@@ -97,6 +101,12 @@ def set_rates(optimizer: MegatronOptimizer, lr: float, weight_decay: float) -> N
     for param_group in optimizer.param_groups:
         param_group["lr"] = lr
         param_group["weight_decay"] = weight_decay * param_group["wd_mult"]
+
+
+def l2_norm(_chunk: int, _overflow: torch.Tensor, tensor_lists: list[list[torch.Tensor]], *_: object):
+    """Return the norm of all tensors in the first list, [1], and None. It has the interface of Apex's
+    multi_tensor_l2norm. Megatron's own replacement fetches the norm of every tensor from the GPU separately."""
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensor_lists[0]))).view(1), None
 
 
 def _use_fused_kernel(optimizer: MegatronOptimizer) -> None:

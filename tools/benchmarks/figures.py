@@ -30,7 +30,7 @@ WIDTH = 120
 PAGES: dict[str, tuple[str, ...]] = {
     "README.md": ("headlines",),
     "configs/README.md": ("learning", "published", "recipes"),
-    "tools/benchmarks/README.md": ("figures",),
+    "tools/benchmarks/README.md": ("figures", "gpu"),
 }
 """Page -> its blocks, each with a template."""
 

@@ -58,15 +58,23 @@ STEPS = (
 )
 
 
+def command_of(name: str, result: Path) -> list[str]:
+    return [sys.executable, "-u", "-m", "tools.gpu.steps", name, str(result)]
+
+
 class Process:
     """A step's process. It imports its modules at once, and starts the step when told to."""
 
     def __init__(self, step: Step, folder: Path):
         self.step, self.result, self.log = step, folder / f"{step.name}.json", folder / f"{step.name}.log"
         self._output: IO[bytes] = self.log.open("wb")
-        command = [sys.executable, "-u", "-m", "tools.gpu.steps", step.name, str(self.result)]
         self._process = subprocess.Popen(
-            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=self._output, stderr=subprocess.STDOUT, process_group=0
+            command_of(step.name, self.result),
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            process_group=0,
         )
         self._begin = 0.0
 
