@@ -27,9 +27,7 @@ def check_swiglu(dtype: torch.dtype, shape: tuple[int, ...], device: str = "cpu"
         assert ours.numel() == 0 or relative_error(ours.double(), theirs) <= TOLERANCES[dtype]
 
 
-def check_rotation(
-    dtype: torch.dtype, heads: int, size: int, rotated: int, factor: float, device: str = "cpu"
-) -> None:
+def check_rotation(dtype: torch.dtype, heads: int, size: int, rotated: int, factor: float, device: str = "cpu") -> None:
     """Compare with Megatron's own rotation, of a view such as the query in the product of queries, keys and values."""
     torch.manual_seed(0)
     x = torch.randn(6, heads, 3 * size).to(dtype).to(device)[:, :, size : 2 * size]
