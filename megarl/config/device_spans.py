@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from megarl.config.model_schema import MegatronRole, Role
 from megarl.config.schema import Config
-from megarl.core.spans import overlap
 
-NAMES: dict[MegatronRole, str] = {
+NAMES: dict[str, str] = {
     "actor": "trainer",
     "critic": "critic",
     "reward_model": "reward-model",
@@ -29,6 +28,11 @@ def device_spans(config: Config) -> dict[str, range]:
         spans[NAMES.get(role, ENGINE)] = assigned[role] if assigned else range(first, first + count)
         first += 0 if config.is_colocated else count
     return spans
+
+
+def overlap(one: range, other: range) -> bool:
+    """Return whether two spans share a device."""
+    return max(one.start, other.start) < min(one.stop, other.stop)
 
 
 def num_devices(config: Config) -> int:

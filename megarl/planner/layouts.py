@@ -9,7 +9,7 @@ from megarl.cluster.memory.parameters import ModelParameters
 from megarl.config.divisors import divisors
 from megarl.config.model_schema import Layout
 from megarl.config.rules import layout as layout_rules
-from megarl.config.rules import placed as placed_rules
+from megarl.config.rules.models import PLACED_RULES
 from megarl.config.schema import Config
 from megarl.config.violations import raise_all
 from megarl.core.errors import UserError
@@ -36,13 +36,18 @@ def replace_engine(config: Config, **keys: Any) -> Config:
 
 def broken_rules(config: Config, hf_config: Mapping[str, Any]) -> list[str]:
     """Return an error line for each rule that the actor's layout or the engines' layout breaks."""
-    lines = [rule("actor.layout.", config.actor.layout) for rule in layout_rules.RULES]
-    lines += [rule(config, config.actor) for rule in placed_rules.RULES]
+    lines = [line for rule in layout_rules.RULES for line in rule("actor.layout.", config.actor.layout)]
+    lines += [line for rule in PLACED_RULES for line in rule(config, config.actor)]
+    return lines + _model_violations(config, hf_config)
+
+
+def _model_violations(config: Config, hf_config: Mapping[str, Any]) -> list[str]:
+    """Return an error line for each rule on the model's config.json that the recipe breaks."""
     try:
         check_model(config, hf_config)
     except UserError as error:
-        lines += str(error).splitlines()
-    return [line for line in lines if line is not None]
+        return str(error).splitlines()
+    return []
 
 
 class Sizes:
@@ -83,11 +88,7 @@ class Sizes:
             config = replace_layout(config, tp=size, sequence_parallel=size > 1)
         else:
             config = replace_layout(config, ep=size, etp=1)
-        try:
-            check_model(config, self._hf_config)
-        except UserError as error:
-            return str(error).splitlines()
-        return []
+        return _model_violations(config, self._hf_config)
 
 
 def training_layouts(

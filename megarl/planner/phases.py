@@ -13,10 +13,9 @@ from megarl.cluster.memory.rank import RankMemory, forward_bytes, item_bytes, sa
 from megarl.cluster.memory.reserves import FRAGMENT_BYTES, FRAGMENTS, awake_reserve, gpu_reserve, sampling_reserve
 from megarl.cluster.memory.shared_gpu import Load, engine_loads, reward_model_parts, staging_parts, staying
 from megarl.cluster.object_store import object_store_mib
-from megarl.config.device_spans import ENGINE, NAMES, device_spans, reward_model_is_beside_engines
+from megarl.config.device_spans import ENGINE, NAMES, device_spans, overlap, reward_model_is_beside_engines
 from megarl.config.model_schema import Layout, Role, Trained
 from megarl.config.schema import Config
-from megarl.core.spans import overlap
 from megarl.models.shape import ModelShape
 from megarl.planner.hardware import Cluster
 from megarl.planner.workload import Workload
