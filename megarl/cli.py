@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,6 +13,9 @@ import megarl
 from megarl import convert
 from megarl.core.collector import imports
 from megarl.core.errors import UserError
+
+if TYPE_CHECKING:
+    from megarl.config.schema import Config
 
 app = typer.Typer(
     help="Reinforcement learning for language models, with Megatron-core for training and vLLM for rollouts.",
@@ -70,15 +73,20 @@ def show(file: Recipe, overrides: Overrides = None) -> None:
     typer.echo(dump(load(file, overrides or ())), nl=False)
 
 
+def _load(file: Path, overrides: list[str] | None) -> Config:
+    from megarl.config.load import load
+
+    return load(file, overrides or ())
+
+
 @config_app.command()
 def explain(file: Recipe, overrides: Overrides = None) -> None:
     """Print a recipe's batch arithmetic and check the recipe against locally available models."""
     from megarl.config.explain import explain
-    from megarl.config.load import load
     from megarl.models.run_models import check_local_models
     from megarl.resharding.selection import check_all_selections
 
-    config = load(file, overrides or ())
+    config = _load(file, overrides)
     typer.echo(explain(config))
     lines, hf_configs = check_local_models(config)
     check_all_selections(config, hf_configs)
@@ -92,9 +100,7 @@ def check(file: Recipe, overrides: Overrides = None) -> None:
 
     `megarl train` runs the same checks at startup. Models that are not in the local cache are downloaded.
     """
-    from megarl.config.load import load
-
-    config = load(file, overrides or ())
+    config = _load(file, overrides)
     from megarl.cluster.supervision.supervisor import supervised
 
     with supervised() as scratch:
@@ -115,9 +121,7 @@ def train(
     """Train a model with a recipe."""
     if dry_run:
         return check(file, overrides)
-    from megarl.config.load import load
-
-    config = load(file, overrides or ())
+    config = _load(file, overrides)
     from megarl.run.beginning import check_beginning
 
     if line := check_beginning(config):
@@ -147,9 +151,7 @@ def evaluate(
     """Evaluate a model on a recipe's evaluation sets without training."""
     import json
 
-    from megarl.config.load import load
-
-    config = load(file, [f"model.path={json.dumps(model)}", "model.revision=null", *(overrides or ())])
+    config = _load(file, [f"model.path={json.dumps(model)}", "model.revision=null", *(overrides or ())])
     from megarl.cluster.supervision.supervisor import supervised
 
     with supervised() as scratch:
@@ -299,24 +301,19 @@ def reshard(
 
     sides = {"--model": model, "--from": source, "--to": destination}
     if file is not None:
-        from megarl.config.load import load
         from megarl.planner.refit_preview import preview_refit, transport_of
 
-        redundant = [
-            option for option, value in {**sides, "--colocated": colocated or None}.items() if value is not None
-        ]
-        if redundant:
+        given = {**sides, "--colocated": colocated or None}
+        if redundant := [option for option, value in given.items() if value is not None]:
             raise UserError(f"{redundant[0]}: conflicts with the recipe {file}. Fix: pass only one of them")
-        config = load(file, overrides or ())
+        config = _load(file, overrides)
         preview = preview_refit(config, nodes_of, bandwidth)
         if not as_json:
             typer.echo(f"refit    {transport_of(config, preview)}")
+    elif model is None or source is None or destination is None:
+        missing = next(option for option, value in sides.items() if value is None)
+        raise UserError(f"{missing}: required without a recipe. Fix: pass {', '.join(sides)}, or pass a recipe instead")
     else:
-        missing = [option for option, value in sides.items() if value is None]
-        if missing:
-            raise UserError(
-                f"{missing[0]}: required without a recipe. Fix: pass {', '.join(sides)}, or pass a recipe instead"
-            )
         preview = reshard(model, source, destination, nodes_of, bandwidth, colocated)
     typer.echo(json.dumps(preview.as_dict()) if as_json else table(preview))
 
@@ -352,14 +349,13 @@ def plan(
     from dataclasses import asdict
     from importlib.util import find_spec
 
-    from megarl.config.load import load
     from megarl.planner import plan_text
     from megarl.planner.hardware import read_cluster
     from megarl.planner.plan import plan_recipe, recorded, simulate_steps
 
     if html is not None and find_spec("matplotlib") is None:  # fail before --emit writes a file
         raise UserError(f"--html {html}: requires matplotlib. Fix: run pip install 'megarl[run]'")
-    config = load(file, overrides or ())
+    config = _load(file, overrides)
     planned = plan_recipe(config, read_cluster(gpus, nodes_of), as_is, prompt_tokens, response_tokens)
     simulations = simulate_steps(planned, recorded(lengths)) if simulate or lengths is not None else None
     if as_json:

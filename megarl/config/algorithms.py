@@ -30,9 +30,11 @@ def describe_one(name: str) -> str:
         UserError: the name is unknown; the message lists the valid names.
     """
     known: dict[str, Spec] = {**ESTIMATORS, **OBJECTIVES}
-    if name in known or is_in_file(name):
-        spec = known[name] if name in known else spec_in_file("megarl algorithms", name, Spec)[0]
-        return "\n".join(_estimator(name, spec) if isinstance(spec, EstimatorSpec) else _objective(name, spec))
+    spec = spec_in_file("megarl algorithms", name, Spec)[0] if is_in_file(name) else known.get(name)
+    if isinstance(spec, EstimatorSpec):
+        return "\n".join(_estimator(name, spec))
+    if isinstance(spec, ObjectiveSpec):
+        return "\n".join(_objective(name, spec))
     close = difflib.get_close_matches(name.lower().replace("-", "_"), known, n=1)
     hint = f"use {close[0]}" if close else f"use one of {', '.join(known)}"
     raise UserError(f"{name}: unknown estimator or objective. Fix: {hint}")

@@ -78,13 +78,12 @@ class Checkpoint:
         try:
             manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
             content = manifest["content"]
-            intact = manifest["sha256"] == _digest(content)
+            if manifest["sha256"] != _digest(content):
+                raise ValueError("the content has another digest")
         except FileNotFoundError:
             raise UserError(f"{path}: {MANIFEST} is missing. {_remedy(path)}") from None
         except (ValueError, KeyError, TypeError):
-            intact = False
-        if not intact:
-            raise UserError(f"{path}: {MANIFEST} is corrupt. {_remedy(path)}")
+            raise UserError(f"{path}: {MANIFEST} is corrupt. {_remedy(path)}") from None
         version = checked_format(content, path)
         files = tuple(FileRecord(**record) for record in content["files"])
         checkpoint = cls(path, content["step"], content["state"], files, version)

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 HOST_BACKEND = "gloo"
 """torch.distributed backend for exchanges between the host memories of ranks, regardless of the device."""
 
-
 _PORTABLE = 1
 """cudaHostRegisterPortable: page-lock the memory for all devices of the process."""
 

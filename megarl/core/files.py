@@ -73,9 +73,8 @@ def number_in(name: str, pattern: str) -> int | None:
 
 def numbered(folder: Path, pattern: str) -> dict[int, Path]:
     """Return the folder's entries whose names match the pattern, in ascending order of their numbers."""
-    entries = {number_in(path.name, pattern): path for path in folder.glob("*")}
-    entries.pop(None, None)
-    return dict(sorted(entries.items()))
+    entries = [(number_in(path.name, pattern), path) for path in folder.glob("*")]
+    return dict(sorted((number, path) for number, path in entries if number is not None))
 
 
 def write_new_file(option: str, path: Path, text: str) -> None:

@@ -51,7 +51,7 @@ def _as_mean(metric: Metric) -> Metric:
 
 
 def _reduce(name: str, metrics: list[Metric]) -> Metric | None:
-    reductions = {metric.reduction for metric in metrics}
+    reductions: set[Reduction] = {metric.reduction for metric in metrics}
     assert len(reductions) == 1, f"{name} has conflicting reductions: {reductions}"
     reduction = reductions.pop()
     weight = sum(metric.weight for metric in metrics)

@@ -25,10 +25,9 @@ FAILED = "failed"
 """Stop reason of a rollout whose environment raised an error, timed out or exited."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class _HoldsArrays:
-    """Base of dataclasses with array fields: provides equality and read-only arrays."""
-
-    __slots__ = ()
+    """Base of dataclasses with array fields: provides equality, pickling and read-only arrays."""
 
     def __eq__(self, other: object) -> bool:
         if type(other) is not type(self):
@@ -36,7 +35,8 @@ class _HoldsArrays:
         pairs = ((getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
         return all(np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b for a, b in pairs)
 
-    __hash__ = None
+    def __reduce__(self) -> tuple:
+        return type(self), tuple(getattr(self, f.name) for f in fields(self))
 
     def _freeze(self, name: str, dtype: DTypeLike, axes: int = 1) -> None:
         """Convert a field, given as any sequence, to a read-only array."""
@@ -71,9 +71,6 @@ class Prompt(_HoldsArrays):
 
     def __hash__(self) -> int:
         return hash(self.id)
-
-    def __reduce__(self) -> tuple:
-        return Prompt, (self.id, self.text, self.token_ids, self.answer, self.messages, self.columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +109,6 @@ class CandidateIds(_HoldsArrays):
     def none(cls, num_tokens: int) -> CandidateIds:
         """Return the candidates for a response in which every token was sampled from the whole vocabulary."""
         return cls(np.empty(0, np.int32), np.zeros(num_tokens + 1, np.int32))
-
-    def __reduce__(self) -> tuple:
-        return CandidateIds, (self.ids, self.offsets)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -155,9 +149,6 @@ class Completion(_HoldsArrays):
         """The token ids without the stop token, which need not be a special token."""
         is_ended_by_token = self.finish_reason == "stop" and self.stop is None
         return self.token_ids[:-1] if is_ended_by_token else self.token_ids
-
-    def __reduce__(self) -> tuple:
-        return Completion, tuple(getattr(self, f.name) for f in fields(self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,10 +267,8 @@ class Sample(_HoldsArrays):
     def __reduce__(self) -> tuple:
         return _unpack_sample, (
             np.packbits(self.response_mask),
-            *(self.id, self.prompt, self.response_ids, self.response_logprobs),
-            *(self.versions, self.finish_reason, self.text, self.candidate_ids, self.rollout_id, self.episode),
-            self.routes,
-            self.labels,
+            *(self.id, self.prompt, self.response_ids, self.response_logprobs, self.versions, self.finish_reason),
+            *(self.text, self.candidate_ids, self.rollout_id, self.episode, self.routes, self.labels),
         )
 
     @property

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megarl.core.errors import UserError
-from megarl.data.row import Message
+from megarl.data.row import Content, Message, as_messages
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -16,12 +16,7 @@ MARK = "\ue000"
 """A private-use character that stands for a response, used to find the text that a template writes around it."""
 
 
-def as_messages(content: str | list[Message], role: str) -> list[Message]:
-    """Return a list of messages unchanged, and plain text as one message with the given role."""
-    return [{"role": role, "content": content}] if isinstance(content, str) else content
-
-
-def add_system_prompt(system_prompt: str | None, prompt: str | list[Message], place: str) -> str | list[Message]:
+def add_system_prompt(system_prompt: str | None, prompt: Content, place: str) -> Content:
     """Prepend the system prompt, if any, to a prompt. Raise a UserError if the prompt already has a system message."""
     if system_prompt is None:
         return prompt
@@ -49,14 +44,14 @@ def render(
     from jinja2.exceptions import TemplateError
 
     try:
-        return tokenizer.apply_chat_template(list(messages), add_generation_prompt=for_answer, return_dict=False)
+        return tokenizer.apply_chat_template(  # pyright: ignore[reportReturnType]  (ids: neither text nor a dict)
+            list(messages), add_generation_prompt=for_answer, return_dict=False
+        )
     except TemplateError as error:
         raise UserError(f"{place}: the model's chat template rejects the messages: {error}") from error
 
 
-def prompt_ids(
-    tokenizer: PreTrainedTokenizerBase, prompt: str | list[Message], chat_template: bool, place: str
-) -> list[int]:
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: Content, chat_template: bool, place: str) -> list[int]:
     """Return the prompt's token ids. With a chat template, they end with the header of the assistant's turn.
 
     Raise a UserError for a prompt without tokens.
@@ -70,7 +65,7 @@ def prompt_ids(
     return ids
 
 
-def plain(content: str | list[Message], place: str) -> str:
+def plain(content: Content, place: str) -> str:
     """Return plain text unchanged. Raise a UserError for messages, which need a chat template."""
     if not isinstance(content, str):
         raise UserError(
@@ -129,7 +124,7 @@ def response_span(text: str, marked: str, response: str) -> tuple[int, int, int]
     return start, stop, response.index(text[start:stop])
 
 
-def _up_to_end(turn: Sequence[int], eos: int | None) -> int:
+def _up_to_end(turn: Sequence[int], eos: object) -> int:
     """Return the number of sampled ids in a turn. Templates may append text, such as a newline, after the EOS token."""
     ends = [i for i, token in enumerate(turn) if token == eos]
     return ends[-1] + 1 if ends else len(turn)

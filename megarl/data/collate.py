@@ -204,10 +204,8 @@ def _concatenate(arrays: Iterable[np.ndarray], dtype: type[np.generic]) -> np.nd
 
 def _labels(samples: Sequence[Sample]) -> torch.Tensor | None:
     """Return `TokenBatch.labels`, which is an empty tensor for an empty microbatch."""
-    labels = [sample.labels for sample in samples]
-    if any(sample_labels is None for sample_labels in labels):
-        return None
-    return torch.from_numpy(_concatenate(labels, np.float32))
+    labels = [sample.labels for sample in samples if sample.labels is not None]
+    return torch.from_numpy(_concatenate(labels, np.float32)) if len(labels) == len(samples) else None
 
 
 def _candidate_ids(samples: Sequence[Sample]) -> torch.Tensor | None:

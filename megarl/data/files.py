@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.core.errors import UserError
-from megarl.data.row import LabelRow, Message, MessageRow, PreferenceRow, Row
+from megarl.data.row import Content, LabelRow, MessageRow, PreferenceRow, Row, as_messages
 
 MESSAGES_TYPE = "a list of {role, content} messages with text values"
 PROMPT_TYPE = f"text or {MESSAGES_TYPE}"
@@ -68,9 +68,9 @@ def file_rows(
         columns += (Column("data.source_column", source_column, "text", lambda value: isinstance(value, str)),)
         further = {source_column: None, **further}
     for number, record in _records(path, columns, further):
-        included = [name for name in further if name != ALL_COLUMNS and has_column(record, name)]
-        included = sorted({*included, *(record if ALL_COLUMNS in further else ())})
-        values = {name: column_of(record, name) for name in included}
+        included = {name for name in further if name != ALL_COLUMNS and has_column(record, name)}
+        included |= record.keys() if ALL_COLUMNS in further else set()
+        values = {name: column_of(record, name) for name in sorted(included)}
         for name, value in values.items():
             if not _is_json(value):
                 raise UserError(f"{path}:{number}: column {name!r}: expected {ANSWER_TYPE}, found {_shown(value)}")
@@ -81,7 +81,7 @@ def message_rows(path: Path, messages_column: str) -> Iterator[MessageRow]:
     """Yield the conversations in a file, after the same checks as in `file_rows`."""
     column = Column("data.messages_column", messages_column, MESSAGES_TYPE, _is_conversation)
     for number, [messages] in _values(path, (column,)):
-        yield MessageRow(number, _plain(messages))
+        yield MessageRow(number, as_messages(_plain(messages), "user"))
 
 
 def preference_rows(
@@ -89,8 +89,8 @@ def preference_rows(
 ) -> Iterator[PreferenceRow]:
     """Yield the preference pairs in a file, after the same checks as in `file_rows`."""
     columns = (_text("prompt", prompt_column), _text("chosen", chosen_column), _text("rejected", rejected_column))
-    for number, values in _values(path, columns):
-        yield PreferenceRow(number, *map(_plain, values))
+    for number, [prompt, chosen, rejected] in _values(path, columns):
+        yield PreferenceRow(number, _plain(prompt), _plain(chosen), _plain(rejected))
 
 
 def label_rows(path: Path, prompt_column: str, steps_column: str, labels_column: str) -> Iterator[LabelRow]:
@@ -240,10 +240,11 @@ def _is_json(value: Any) -> bool:
     return True
 
 
-def _plain(prompt: str | list[dict[str, Any]]) -> str | list[Message]:
-    if isinstance(prompt, str):
-        return prompt
-    return [{"role": message["role"], "content": message["content"]} for message in prompt]
+def _plain(content: Content) -> Content:
+    """Return the content without other fields of its messages."""
+    if isinstance(content, str):
+        return content
+    return [{"role": message["role"], "content": message["content"]} for message in content]
 
 
 def _shown(value: Any) -> str:

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megarl.core.errors import UserError
-from megarl.data.chat import MARK, as_messages, response_span
-from megarl.data.row import Message
+from megarl.data.chat import MARK, response_span
+from megarl.data.row import Content, as_messages
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,7 +34,7 @@ def joined(steps: Sequence[str], step_end: str, place: str) -> list[str]:
 
 def text_ends(
     tokenizer: PreTrainedTokenizerBase,
-    prompt: str | list[Message],
+    prompt: Content,
     steps: Sequence[str],
     chat_template: bool,
     num_prompt_tokens: int,
@@ -49,7 +49,7 @@ def text_ends(
     if chat_template:
         prompt_messages = as_messages(prompt, "user")
         text, marked = (
-            tokenizer.apply_chat_template([*prompt_messages, *as_messages(content, "assistant")], tokenize=False)
+            str(tokenizer.apply_chat_template([*prompt_messages, *as_messages(content, "assistant")], tokenize=False))
             for content in (response, MARK)
         )
         span = response_span(text, marked, response)

@@ -17,11 +17,11 @@ from megarl.config.schema import Config
 from megarl.core.errors import UserError
 from megarl.core.types import Prompt, Sample, VersionRun
 from megarl.data.arithmetic import DEFAULT_SIZE, arithmetic_labels, arithmetic_messages, arithmetic_preferences
-from megarl.data.chat import as_messages, conversation, plain, prompt_ids
+from megarl.data.chat import conversation, plain, prompt_ids
 from megarl.data.files import label_rows, message_rows, preference_rows
 from megarl.data.labels import joined, text_ends, token_labels
 from megarl.data.prompts import place_of, require_chat_template, require_size, row_name, rows_of_files, too_long
-from megarl.data.row import LabelRow, Message, MessageRow, PreferenceRow
+from megarl.data.row import Content, LabelRow, MessageRow, PreferenceRow, as_messages
 from megarl.models.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
@@ -90,19 +90,14 @@ def _samples(config: Config, tokenizer: PreTrainedTokenizerBase) -> Iterator[tup
 
 def _rows(config: Config) -> Iterator[MessageRow] | Iterator[PreferenceRow] | Iterator[LabelRow]:
     data = config.data
-    seed, size = config.run.seed, data.size or DEFAULT_SIZE
-    is_procedural = data.source == "arithmetic"
+    if data.source == "arithmetic":
+        readers = {"messages": arithmetic_messages, "labels": arithmetic_labels, "preferences": arithmetic_preferences}
+        return readers[data.format](config.run.seed, data.size or DEFAULT_SIZE)
     if data.format == "messages":
-        if is_procedural:
-            return arithmetic_messages(seed, size)
         return rows_of_files(data, lambda path: message_rows(path, data.messages_column))
     if data.format == "labels":
-        if is_procedural:
-            return arithmetic_labels(seed, size)
         columns = (data.prompt_column, data.steps_column, data.labels_column)
         return rows_of_files(data, lambda path: label_rows(path, *columns))
-    if is_procedural:
-        return arithmetic_preferences(seed, size)
     columns = (data.prompt_column, data.chosen_column, data.rejected_column)
     return rows_of_files(data, lambda path: preference_rows(path, *columns))
 
@@ -156,8 +151,8 @@ _TOKENIZERS = {MessageRow: _conversation, PreferenceRow: _pair, LabelRow: _steps
 
 
 def _answered(
-    prompt: str | list[Message],
-    response: str | list[Message],
+    prompt: Content,
+    response: Content,
     prompt_ids: list[int],
     tokenizer: PreTrainedTokenizerBase,
     config: Config,
@@ -182,10 +177,10 @@ def _sample(prompt_id: str, number: int, num_prompt_tokens: int, tokens: Tokens,
     response = ids[num_prompt_tokens:]
     return Sample(
         id=f"{prompt_id}.{number}",
-        prompt=Prompt(prompt_id, "", ids[:num_prompt_tokens]),
-        response_ids=response,
+        prompt=Prompt(prompt_id, "", np.array(ids[:num_prompt_tokens], np.int32)),
+        response_ids=np.array(response, np.int32),
         response_logprobs=np.zeros(len(response), np.float32),
-        response_mask=mask[num_prompt_tokens:],
+        response_mask=np.array(mask[num_prompt_tokens:], np.bool_),
         versions=(VersionRun(0, len(response)),),
         finish_reason="stop",
         text="",

@@ -9,9 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
 from megarl.core.types import Sample
 from megarl.data.packing import Packing
 
@@ -46,7 +43,7 @@ class _Tree:
 
     def __init__(self, samples: Sequence[Sample], packing: Packing):
         self._samples, self._packing = samples, packing
-        self._ids = [_token_ids(sample) for sample in samples]
+        self._ids = [sample.token_ids for sample in samples]
         self.runs: list[list[Run]] = [[] for _ in samples]
         self.end = 0
 
@@ -88,7 +85,3 @@ class _Tree:
             end = depth + length
             differing |= (routes[depth:end] != other_routes[depth:end]).any(axis=(1, 2))
         return depth + (int(differing.argmax()) if differing.any() else length)
-
-
-def _token_ids(sample: Sample) -> NDArray[np.int32]:
-    return np.concatenate((sample.prompt.token_ids, sample.response_ids))

@@ -128,7 +128,7 @@ def _make_rows(stages: Sequence[tuple[Task, int]], seed: int) -> Iterator[Row]:
         for i in range(size):
             entry = dataset[i]
             row_task = task.of(entry["metadata"])
-            columns = dict(zip(COLUMNS, (row_task.name, dict(row_task.options), entry["metadata"]), strict=True))
+            columns = {"task": row_task.name, "options": dict(row_task.options), "metadata": entry["metadata"]}
             number += 1
             yield Row(number, entry["question"], entry["answer"], columns)
 

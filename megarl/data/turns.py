@@ -11,7 +11,8 @@ are user messages between <tool_response> and </tool_response>.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from megarl.core.errors import UserError
@@ -65,7 +66,7 @@ class ChatTokens:
         self._special = {n: token.content for n, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._other_ends = [number for number, text in self._special.items() if text in OTHER_ENDS]
         self._shown: dict[str, bool] = {}
-        self._template_tools: list[dict[str, Any]] | None = None
+        self._template_tools: list[dict | Callable] | None = None
         self._instructions = ""
         self._closing: list[int] = []
         self._require_extension()
@@ -112,7 +113,8 @@ class ChatTokens:
 
     def before_calls(self, turn_ids: Sequence[int]) -> str:
         """Return the text of a turn before its first call."""
-        return self._calls.text_before(turn_ids)
+        calls = self._calls
+        return response_text(self._tokenizer, (), turn_ids) if calls is None else calls.text_before(turn_ids)
 
     def _render(self, messages: Sequence[Message], for_answer: bool = True) -> tuple[str | None, str]:
         """Return the conversation's text, or None and the template's error if it rejects the messages."""
@@ -127,7 +129,7 @@ class ChatTokens:
             )
         except (TemplateError, TypeError) as error:  # templates raise TypeError when they add text to a missing value
             return None, str(error)
-        return text, ""
+        return str(text), ""
 
     def _encode(self, text: str) -> list[int]:
         # The template has already written the beginning-of-sequence token.
@@ -142,7 +144,7 @@ class ChatTokens:
         for calls in _calls_before(messages, sentinel):
             turn = {"role": "assistant", "content": "", "tool_calls": calls}
             text, _ = self._render([USER, turn, *messages], for_answer)
-            closing = self._tokenizer.decode(self._closing)
+            closing = str(self._tokenizer.decode(self._closing))
             if text is not None and sentinel in text and closing and closing in text[text.rindex(sentinel) :]:
                 return self._after(text, text.index(closing, text.rindex(sentinel)))
         return None
@@ -163,8 +165,8 @@ class ChatTokens:
         turn = list(turn_ids)
         most = min(len(turn), len(suffix))
         overlap = next((k for k in range(most, 0, -1) if turn[-k:] == list(suffix[:k])), 0)
-        shared = _num_shared(self._closing, suffix)
-        first = next((i for i in range(shared) if suffix[i] in self._special), None)
+        shared = takewhile(lambda pair: pair[0] == pair[1], zip(self._closing, suffix, strict=False))
+        first = next((place for place, (token, _) in enumerate(shared) if token in self._special), None)
         if first is None or not turn or turn[-1] not in (suffix[first], *self._other_ends):
             return overlap
         return max(overlap, first + 1)
@@ -279,24 +281,14 @@ def _complete(message: Message, number: int) -> Message:
 def _calls_before(messages: Sequence[Message], argument: str) -> list[list[dict[str, Any]]]:
     """Return the calls that the leading tool results may answer, in both forms that templates accept: arguments as an
     object and as JSON text."""
-    answers = []
-    for message in messages:
-        if message["role"] != "tool":
-            break
-        answers.append(message)
-    if not answers:
-        return []
-    return [
-        [
-            {
-                "id": answer["tool_call_id"],
-                "type": "function",
-                "function": {"name": answer["name"], "arguments": arguments},
-            }
-            for answer in answers
-        ]
-        for arguments in ({"a": argument}, f'{{"a": "{argument}"}}')
-    ]
+    answers = list(takewhile(lambda message: message["role"] == "tool", messages))
+
+    def call(answer: Message, arguments: Any) -> dict[str, Any]:
+        function = {"name": answer["name"], "arguments": arguments}
+        return {"id": answer["tool_call_id"], "type": "function", "function": function}
+
+    forms = ({"a": argument}, f'{{"a": "{argument}"}}') if answers else ()
+    return [[call(answer, arguments) for answer in answers] for arguments in forms]
 
 
 def _unused(word: str, where: Any) -> str:
@@ -305,10 +297,3 @@ def _unused(word: str, where: Any) -> str:
     while word in text:
         word += "x"
     return word
-
-
-def _num_shared(first: Sequence[int], second: Sequence[int]) -> int:
-    """Return the length of the common prefix of two sequences."""
-    return next(
-        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(map(len, (first, second)))
-    )

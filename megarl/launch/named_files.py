@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.config.algorithm_schema import Advantage, Objective
+from megarl.config.data_schema import is_procedural
 from megarl.config.schema import Config
-from megarl.config.sources import is_procedural
 from megarl.models.folder import model_paths
 
 

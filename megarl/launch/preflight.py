@@ -64,14 +64,7 @@ class Objection:
 
 
 def examine_node(node: str, run: Path, job: Job, config: Config) -> NodeReport:
-    """Examine this node.
-
-    Args:
-        node: the node's name.
-        run: the run's folder.
-        job: the job's settings.
-        config: the run's config.
-    """
+    """Examine this node, which has this name, for the run in this folder."""
     findings = [finding for finding in examine(run) if finding.state == "problem"]
     problems = [f"{item.name}: {item.found}; {item.fix}" for item in findings if item.name != RUN_DISK]
     remedy = "put it on the shared file system, or mount it into the container"
@@ -109,9 +102,10 @@ def check_connection(report: NodeReport, first: NodeReport) -> NodeReport:
     host, port = first.address
     try:
         interface = interface_of(address_towards(host))
-        socket.create_connection((host, port), CONNECT_S).close()
     except UserError as error:
         return replace(report, connection_error=str(error))
+    try:
+        socket.create_connection((host, port), CONNECT_S).close()
     except OSError as error:
         line = f"cannot connect over {interface} to the first node at {host}:{port}: {error}. Fix: check the firewall"
         return replace(report, connection_error=line)

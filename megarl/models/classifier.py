@@ -33,7 +33,7 @@ class ScoreHead:
 def score_head_of(hf_config: Mapping[str, Any]) -> ScoreHead | None:
     """Return the score head described in config.json; None for a language model."""
     architecture = next(iter(hf_config.get("architectures") or ()), "")
-    kind = next((kind for suffix, kind in _KINDS.items() if architecture.endswith(suffix)), None)
+    kind: Kind | None = next((kind for suffix, kind in _KINDS.items() if architecture.endswith(suffix)), None)
     if kind is None:
         return None
     # transformers omits the default of two labels from config.json. Only token classifiers have a bias.

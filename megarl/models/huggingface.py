@@ -139,7 +139,7 @@ def completed(hf_config: Mapping[str, Any]) -> dict[str, Any]:
         UserError: the model family is not supported. The message lists the supported families.
     """
     model_type = hf_config.get("model_type")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise UserError(f"model_type {model_type} is not supported. Fix: use a model of type {', '.join(FAMILIES)}")
     return {**FAMILIES[model_type], **hf_config}
 

@@ -57,8 +57,7 @@ def moved_models(config: Config, models: Models, saved: Mapping[str, Any], saved
         name, _ = key.split(".")
         earlier = saved.get(name, {}).get("path")
         current, previous = (each.get(key, each.get("model.path")) for each in (models, saved_models))
-        has_both = current is not None and previous is not None
-        if earlier not in (None, path) and has_both and current["hash"] == previous["hash"]:
+        if current and previous and earlier not in (None, path) and current["hash"] == previous["hash"]:
             moved[key] = earlier
     return moved
 

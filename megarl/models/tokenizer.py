@@ -43,6 +43,13 @@ def load_tokenizer(folder: Path, key: str = "model.path") -> PreTrainedTokenizer
     return AutoTokenizer.from_pretrained(folder)
 
 
+def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+    """Return the text of token ids exactly as the tokenizer decodes it."""
+    return tokenizer.decode(  # pyright: ignore[reportReturnType]  (only a batch of ids has a list of texts)
+        list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+    )
+
+
 def load_decoder(folder: Path) -> Callable[[tuple[int, ...]], str]:
     """Return a function that decodes token ids, including special tokens.
 
@@ -52,10 +59,10 @@ def load_decoder(folder: Path) -> Callable[[tuple[int, ...]], str]:
     if (folder / "tokenizer.json").exists():
         from tokenizers import Tokenizer
 
-        decode = partial(Tokenizer.from_file(str(folder / "tokenizer.json")).decode, skip_special_tokens=False)
+        text_of = Tokenizer.from_file(str(folder / "tokenizer.json")).decode
     else:
-        decode = partial(load_tokenizer(folder).decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    return lru_cache(maxsize=2**16)(lambda ids: decode(list(ids)))
+        text_of = partial(decode, load_tokenizer(folder))
+    return lru_cache(maxsize=2**16)(lambda ids: text_of(list(ids), skip_special_tokens=False))
 
 
 def response_text(tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int], response_ids: Sequence[int]) -> str:
@@ -65,15 +72,15 @@ def response_text(tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int],
     """
     context = list(prompt_ids[-CONTEXT:])
 
-    def decode(ids: Sequence[int]) -> str:
-        return tokenizer.decode([*context, *ids], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    def text_of(ids: Sequence[int]) -> str:
+        return decode(tokenizer, [*context, *ids], skip_special_tokens=True)
 
-    start, full_text = len(decode([])), decode(response_ids)
+    start, full_text = len(text_of([])), text_of(response_ids)
     for incomplete in range(1, MOST_BYTES):
         if not full_text.endswith(UNDECODED):
             break
         # Drop the tokens of the incomplete character, because some tokenizers hide even the bytes before it.
-        full_text = decode(response_ids[: max(0, len(response_ids) - incomplete)])
+        full_text = text_of(response_ids[: max(0, len(response_ids) - incomplete)])
     return full_text[start:].rstrip(UNDECODED)
 
 

@@ -101,16 +101,17 @@ def simulate_steps(planned: Planned, lengths: Sequence[int] = (), ahead: Sequenc
         raise UserError(
             f"--simulate: data.format={config.data.format} has no rollouts to simulate. Fix: remove --simulate"
         )
-    workload, times = best.workload, best.times
+    workload, times, rollout, refit = best.workload, best.times, best.times.rollout, best.times.refit
+    assert rollout is not None and refit is not None, "a run with rollouts has no rollout time"
     model = _models(config, _config_json("model.path", config.model.path, config.model.revision)).actor
     context = workload.prompt_tokens + workload.response_tokens / 2
     recomputes = config.is_colocated or config.rollout.kv_cache_on_update == "recompute"
     speeds = Speeds(
         replicas=config.rollout.replicas,
-        concurrent=min(times.rollout.concurrent, most_sequences(config.rollout)),
+        concurrent=min(rollout.concurrent, most_sequences(config.rollout)),
         token_seconds=engine_step_seconds(config, model, best.cluster, context),
         train_seconds=times.training_seconds + times.moving,
-        refit_seconds=times.refit.seconds,
+        refit_seconds=refit.seconds,
         recompute=recompute_seconds(config, model, best.cluster, workload.prompt_tokens) if recomputes else None,
     )
     samples, longest = workload.samples // workload.prompts, int(workload.longest_response)
@@ -167,11 +168,12 @@ def _models(config: Config, actor: Mapping[str, Any]) -> Models:
         paths["critic"] = config.critic.path
     if config.has_implicit_reward:
         paths["implicit_reward"] = config.implicit_reward.path
-    configs = {role: actor if path is None else _config_json(f"{role}.path", path) for role, path in paths.items()}
-    reward = _config_json("reward_model.path", config.reward_model.path) if config.has_reward_model else None
-    return Models.of(
-        {role: trained_hf_config(config, role, model) for role, model in configs.items()}, reward, config.actor.adapters
-    )
+    trained: dict[Role, Mapping[str, Any]] = {}
+    for role, path in paths.items():
+        initial = actor if path is None else _config_json(f"{role}.path", path)
+        trained[role] = trained_hf_config(config, role, initial)
+    path = config.reward_model.path
+    return Models.of(trained, None if path is None else _config_json("reward_model.path", path), config.actor.adapters)
 
 
 def _config_json(key: str, path: str, revision: str | None = None) -> dict[str, Any]:

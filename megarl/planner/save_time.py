@@ -34,7 +34,7 @@ def save_time(config: Config, models: Models, cluster: Cluster) -> SaveTime | No
     if not config.checkpoint.may_be_saved:
         return None
     sizes = {role: most_saved(config, config.placed(role).layout, model) for role, model in models.trained.items()}
-    rank_bytes = max(sizes[role] + sum(map(sizes.get, others)) for role, others in sharing(config).items())
+    rank_bytes = max(sum(sizes[one] for one in (role, *others)) for role, others in sharing(config).items())
     node_bytes = rank_bytes * min(cluster.num_gpus, cluster.gpus_per_node)
     return SaveTime(
         node_bytes=node_bytes,

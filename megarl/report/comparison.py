@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from string import Template
@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from megarl.config.document import leaves
 from megarl.core.errors import UserError
 from megarl.report.contents import read_contents
 from megarl.report.page import Contents, figure, resource, summary
@@ -40,7 +41,7 @@ def write(folders: Sequence[Path]) -> Path:
 def render(runs: Sequence[Contents], folders: Sequence[str]) -> str:
     """Return the comparison page as HTML. The page has no scripts and loads no external resources."""
     names = labels([run.name for run in runs], folders)
-    configs = [dict(_leaves(yaml.safe_load(run.config_text) or {})) for run in runs]
+    configs = [dict(leaves(yaml.safe_load(run.config_text) or {})) for run in runs]
     differences = list(_differences(configs))
     count = {0: "No keys differ.", 1: "One key differs."}.get(len(differences), f"{len(differences)} keys differ.")
     return Template(resource("comparison.html")).substitute(
@@ -75,15 +76,7 @@ def _differences(configs: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, li
             yield key, values
 
 
-def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in section.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
-
-
-def _table(names: Sequence[str], rows: Iterator[tuple[str, list[str]]] | list[tuple[str, list[str]]]) -> str:
+def _table(names: Sequence[str], rows: Iterable[tuple[str, list[str]]]) -> str:
     head = "".join(f"<th>{escape(name)}</th>" for name in ("", *names))
     body = "".join(
         f"<tr><th>{escape(label)}</th>{''.join(f'<td class=number>{escape(cell)}</td>' for cell in cells)}</tr>"

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import TYPE_CHECKING, Any
 
 import matplotlib
 import numpy as np
@@ -15,6 +16,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from megarl.report.history import History
+
+if TYPE_CHECKING:
+    from matplotlib.typing import RcKeyType
 
 MAX_POINTS = 400  # longer histories are averaged in bins
 MARKED_POINTS = 40  # shorter lines are drawn with markers
@@ -29,7 +33,7 @@ PALETTE = {  # each color is replaced with the CSS variable of this name
     "--series-5": "#9aa3ad",
 }
 SERIES = tuple(color for name, color in PALETTE.items() if name.startswith("--series"))
-STYLE = {
+STYLE: dict[RcKeyType, Any] = {
     "svg.hashsalt": "megarl",
     "svg.fonttype": "none",
     "font.family": "sans-serif",
@@ -191,11 +195,7 @@ def draw(chart: Chart, history: History, size: tuple[float, float] = NARROW) -> 
             _draw_line(axes, history.steps, history[metric], band, label, SERIES[index])
         if len(chart.lines) > 1:
             _legend(axes)
-        if chart.share:
-            axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-            axes.set_ylim(-0.02, 1.02)
-        if chart.log and all((history.finite(metric) > 0).all() for metric, _ in chart.lines):
-            axes.set_yscale("log")
+        _scale(axes, chart, [history.finite(metric) for metric, _ in chart.lines])
         return as_svg(figure, chart.title)
 
 
@@ -226,11 +226,8 @@ def draw_overlaid(
                 history = present[name]
                 _draw_line(axes, history.steps, history[metric], (history[metric], history[metric]), name, color)
         _legend(axes)
-        if chart is not None and chart.share:
-            axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-            axes.set_ylim(-0.02, 1.02)
-        if chart is not None and chart.log and all((h.finite(metric) > 0).all() for h in present.values()):
-            axes.set_yscale("log")
+        if chart is not None:
+            _scale(axes, chart, [history.finite(metric) for history in present.values()])
         return as_svg(figure, title)
 
 
@@ -306,7 +303,7 @@ def _draw_line(
     axes.plot(x, means, color=color, linewidth=1.6, marker=marker, markersize=3.5, label=label)
 
 
-def _axes(size: tuple[float, float], steps: Sequence[int]) -> tuple[Figure, Axes]:
+def _axes(size: tuple[float, float], steps: Sequence[int] | np.ndarray) -> tuple[Figure, Axes]:
     figure = Figure(figsize=size, facecolor="none", layout="constrained")
     axes = figure.add_subplot(facecolor="none")
     axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
@@ -314,6 +311,14 @@ def _axes(size: tuple[float, float], steps: Sequence[int]) -> tuple[Figure, Axes
     axes.set_xlim(steps[0] - 0.6, steps[-1] + 0.6)
     axes.set_xlabel("step")
     return figure, axes
+
+
+def _scale(axes: Axes, chart: Chart, values: Sequence[np.ndarray]) -> None:
+    if chart.share:
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+        axes.set_ylim(-0.02, 1.02)
+    if chart.log and all((line > 0).all() for line in values):
+        axes.set_yscale("log")
 
 
 def _legend(axes: Axes) -> None:

@@ -15,20 +15,8 @@ MAX_STEPS = 20
 MAX_SAMPLES = 128  # per step
 MAX_CHARACTERS = 3000  # per prompt or response
 FIELDS = (
-    "sample_id",
-    "prompt",
-    "response",
-    "reward",
-    "parts",
-    "failure",
-    "version",
-    "finish_reason",
-    "answer",
-    "num_response_tokens",
-    "advantage",
-    "prompt_id",
-    "rollout_id",
-    "stop_reason",
+    *("sample_id", "prompt", "response", "reward", "parts", "failure", "version", "finish_reason", "answer"),
+    *("num_response_tokens", "advantage", "prompt_id", "rollout_id", "stop_reason"),
 )
 MAX_DETAILED = 24  # samples per step with token details
 MAX_TOKENS = 800  # leading tokens with details, per sample
@@ -137,7 +125,8 @@ def _rounded(value: float | None) -> float | None:
 
 def _mean(values: Sequence[float | None] | None) -> float | None:
     """Return the mean of the values. Return None if there are no values or any value is missing."""
-    return fmean(values) if values and None not in values else None
+    present = [value for value in values or () if value is not None]
+    return fmean(present) if values and len(present) == len(values) else None
 
 
 def shorten(text: str, max_characters: int) -> str:

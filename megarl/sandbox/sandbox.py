@@ -103,7 +103,9 @@ class Sandbox:
         try:
             self._process = subprocess.Popen(
                 self._command.arguments,
-                **dict(stdin=remote, stdout=remote, stderr=errors_write),
+                stdin=remote,
+                stdout=remote,
+                stderr=errors_write,
                 env={**self._command.environment, SELF_CLEANING: "1"},
                 pass_fds=self._command.files,
                 cwd="/",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megarl.config.data_schema import OWN_TASKS, is_procedural
 from megarl.config.document import show
 from megarl.config.schema import Config
-from megarl.config.sources import OWN_TASKS, is_procedural
 
 
 def messages_require_chat_template(config: Config) -> Iterator[str]:

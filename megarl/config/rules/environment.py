@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megarl.config.data_schema import OWN_TASKS
 from megarl.config.schema import Config
-from megarl.config.sources import OWN_TASKS
 
 
 def generated_tasks_require_environment(config: Config) -> Iterator[str]:

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from math import gcd
 
 from megarl.algorithms import evaluation as estimates
+from megarl.config.data_schema import OWN_TASKS
 from megarl.config.evaluation import config_of_set, longest_response
 from megarl.config.evaluation_schema import EvaluationSet
 from megarl.config.schema import Config
-from megarl.config.sources import OWN_TASKS
 
 COUNTED = ("failed_frac", "truncated_frac", "length_mean")
 """Metrics of an evaluation set in addition to its estimates."""

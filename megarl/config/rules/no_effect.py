@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import reduce
 from typing import Any
 
 from megarl.config.algorithm_schema import VARIANTS
-from megarl.config.document import show
+from megarl.config.document import show, value_at
 from megarl.config.model_schema import Critic
 from megarl.config.run_schema import TrackerName
 from megarl.config.schema import Config
@@ -242,19 +241,15 @@ def keys_without_effect(config: Config, base: Mapping[str, Any]) -> list[str]:
     for requirement in KEY_REQUIREMENTS:
         if requirement.is_met(config):
             continue
-        defaults = {key: _at(base, key) for key in requirement.keys} | dict(requirement.neutral)
+        defaults = {key: value_at(base, key) for key in requirement.keys} | dict(requirement.neutral)
         for section, default in defaults.items():
-            for key, value, unset in _changed(section, _at(values, section), default):
+            for key, value, unset in _changed(section, value_at(values, section), default):
                 lines.setdefault(
                     key,
                     f"{key}={show(value)}: has no effect unless {requirement.unless}. Fix: set {requirement.unless}, "
                     f"or remove the key (its default is {show(unset)})",
                 )
     return list(lines.values())
-
-
-def _at(values: Mapping[str, Any], key: str) -> Any:
-    return reduce(lambda section, name: section[name], key.split("."), values)
 
 
 def _changed(key: str, value: Any, default: Any) -> Iterator[tuple[str, Any, Any]]:

@@ -95,12 +95,9 @@ def overrides_exclude_managed_arguments(config: Config) -> Iterator[str]:
     lines = []
     for section, homes in MANAGED.items():
         for name in homes.keys() & extras[section].keys():
-            home = homes[name]
-            why = (
-                f"megarl sets this argument from {home}. Fix: set {home} instead"
-                if home
-                else "megarl depends on its own value for this argument. Fix: remove the override"
-            )
+            why = "megarl depends on its own value for this argument. Fix: remove the override"
+            if home := homes[name]:
+                why = f"megarl sets this argument from {home}. Fix: set {home} instead"
             lines.append(f"{section}.vllm_overrides.{name}={show(extras[section][name])}: {why}")
     yield from sorted(lines)
 
