@@ -67,13 +67,11 @@ rates, so `check_continues` compares them."""
 
 
 def check_continues(config: Config, saved: Mapping[str, Any], step: int, checkpoint: str) -> None:
-    """Check that a run with this configuration may resume from the one saved at `step`.
+    """Check that a run with this configuration may resume from the one saved at `step`. Raise a UserError if
+    keys differ that may not change; the message has one line per key.
 
     Args:
         checkpoint: the checkpoint's name, for error messages.
-
-    Raises:
-        UserError: keys differ that may not change; the message has one line per key.
     """
     old, new = dict(leaves(saved)), dict(leaves(config.model_dump()))
     problems = [

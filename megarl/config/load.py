@@ -26,11 +26,8 @@ _LIST_INDEX = re.compile(r"\[|\.\d+(?=\.|$)")
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read a recipe: its base files first, then its own keys, then the overrides (KEY=VALUE).
 
-    A base file is looked up next to the recipe that names it, then among megarl's own recipes.
-
-    Raises:
-        UserError: the configuration is invalid; the message has one line per violation, with origin, key, value and
-            remedy.
+    A base file is looked up next to the recipe that names it, then among megarl's own recipes. Raise a UserError if the
+    configuration is invalid; the message has one line per violation, with origin, key, value and remedy.
     """
     base, *recipes = _files(Path(path), ())
     # The overrides are merged first, so that the order of a variant's name and its options does not matter.

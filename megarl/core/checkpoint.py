@@ -70,11 +70,8 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: Path) -> Checkpoint:
-        """Read a checkpoint's manifest and check the size of every file.
-
-        Raises:
-            UserError: a file is missing or has the wrong size. The message names the previous checkpoint.
-        """
+        """Read a checkpoint's manifest and check the size of every file. Raise a UserError if a file is missing or has
+        the wrong size. The message names the previous checkpoint."""
         try:
             manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
             content = manifest["content"]

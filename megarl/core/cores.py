@@ -24,7 +24,6 @@ def cgroup_cores(proc: Path = PROC, cgroups: Path = CGROUPS) -> float | None:
     without a quota.
 
     Args:
-        proc: mount point of procfs.
         cgroups: mount point of cgroup v2 (cpu.max) or v1 (cpu.cfs_quota_us).
     """
     return min((cores for folder in _folders(proc, cgroups) for cores in _quota(folder)), default=None)

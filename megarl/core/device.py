@@ -116,10 +116,8 @@ def release_cache() -> None:
 def host_empty_like(tensor: torch.Tensor) -> torch.Tensor:
     """Return an uninitialized host tensor that the device copies to and from at full speed.
 
-    On CUDA its memory is page-locked for as long as the tensor lives.
-
-    Raises:
-        RuntimeError: the memory cannot be locked.
+    On CUDA its memory is page-locked for as long as the tensor lives. Raise a RuntimeError if the memory cannot be
+    locked.
     """
     if not on_cuda() or tensor.nbytes == 0:
         return _torch().empty_like(tensor, device="cpu")

@@ -78,13 +78,10 @@ def numbered(folder: Path, pattern: str) -> dict[int, Path]:
 
 
 def write_new_file(option: str, path: Path, text: str) -> None:
-    """Write a file that does not exist yet.
+    """Write a file that does not exist yet. Raise a UserError if the file already exists or cannot be written.
 
     Args:
         option: the command-line option that names the file, such as --html.
-
-    Raises:
-        UserError: the file already exists or cannot be written.
     """
     try:
         with path.open("x", encoding="utf-8") as file:

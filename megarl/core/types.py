@@ -157,10 +157,8 @@ class RolloutInfo:
 
     Attributes:
         stop_reason: reason why the rollout ended; a StopReason.
-        num_turns: number of turns that the policy took.
         num_samples: number of training sequences in the rollout; more than one if the context of a turn did not start
             with the tokens sampled so far.
-        tool_calls: number of tool calls by outcome.
         num_context_tokens: number of tokens preceding each turn after the first, summed over these turns.
         num_cached_tokens: number of context tokens that were in the engine's KV cache.
     """
@@ -182,7 +180,6 @@ class Episode:
     """An environment's record of a rollout, for rewards and for display.
 
     Attributes:
-        info: the rollout's statistics.
         rewards: reward for each turn; None for a turn without a reward.
         parts: named components of the reward, summed over turns.
         failure: one line that explains why the rollout has no reward; None if it has one.
@@ -437,7 +434,6 @@ class Scoring:
     """How the trainer computes log-probs for sampled tokens.
 
     Attributes:
-        temperature: the sampling temperature.
         truncates: whether to normalize over the engine's candidate tokens only.
         replays: whether to route tokens to the experts that the engine used.
     """

@@ -32,14 +32,12 @@ def add_system_prompt(system_prompt: str | None, prompt: Content, place: str) ->
 def render(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], place: str, *, for_answer: bool
 ) -> list[int]:
-    """Render messages with the model's chat template and return their token ids.
+    """Render messages with the model's chat template and return their token ids. Raise a UserError if the template
+    rejects the messages.
 
     Args:
         for_answer: whether to append the header of the assistant's next turn.
         place: the location of the row, for error messages.
-
-    Raises:
-        UserError: the template rejects the messages.
     """
     from jinja2.exceptions import TemplateError
 
@@ -82,10 +80,8 @@ def conversation(
 
     The mask is True for tokens of assistant turns from message `first` on. This includes the end-of-sequence token if
     the template ends a turn with it. A turn consists of the tokens that its message adds to the preceding conversation.
-
-    Raises:
-        UserError: there is no such turn, or the template renders earlier turns differently once a later one is
-            present, so tokens cannot be attributed to turns.
+    Raise a UserError if there is no such turn, or the template renders earlier turns differently once a later one is
+    present, so tokens cannot be attributed to turns.
     """
     ids: list[int] = []
     mask: list[bool] = []

@@ -124,7 +124,6 @@ class _Layout:
         boundaries: int64 [D + 1], offset of each document in document_tokens. Padding at the end of the pack, if any,
             is the last document.
         document_tokens: as in TokenBatch.
-        num_tokens: length of the pack.
     """
 
     prompt_lengths: NDArray[np.int64]

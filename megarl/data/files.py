@@ -45,16 +45,13 @@ def file_rows(
     further: Mapping[str, str | None] = NO_COLUMNS,
     source_column: str | None = None,
 ) -> Iterator[Row]:
-    """Yield the rows in a .jsonl file (blank lines skipped, rows numbered by line) or in a .parquet file.
+    """Yield the rows in a .jsonl file (blank lines skipped, rows numbered by line) or in a .parquet file. Raise a
+    UserError if the file is missing or unreadable, a column is missing, or a value has the wrong type. The message
+    names file, row and column.
 
     Args:
         further: optional columns to include if a row has them, mapped to the function or key that requires them, or
             None. ALL_COLUMNS includes every column.
-        source_column: name of a text column to include.
-
-    Raises:
-        UserError: the file is missing or unreadable, a column is missing, or a value has the wrong type. The message
-            names file, row and column.
     """
     columns = (_text("prompt", prompt_column), Column("data.answer_column", answer_column, ANSWER_TYPE, _is_json))
     columns += tuple(

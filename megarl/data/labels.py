@@ -76,15 +76,13 @@ def text_ends(
 def token_labels(
     ends: Sequence[int], labels: Sequence[float | None], labeled: Literal["end", "all"], place: str
 ) -> NDArray[np.float32]:
-    """Return the label of each response token, float32 [R], NaN for tokens without a label.
+    """Return the label of each response token, float32 [R], NaN for tokens without a label. Raise a UserError if two
+    steps end in the same token.
 
     Args:
         ends: index of the last token of each step; the last entry is R − 1.
         labels: label of each step; None for a step without a label.
         labeled: which tokens of a step receive its label: only the last token (`end`) or all tokens.
-
-    Raises:
-        UserError: two steps end in the same token.
     """
     label_by_token = np.full(ends[-1] + 1, np.nan, np.float32)
     begin = 0

@@ -45,7 +45,6 @@ class OfflineData:
         rows: the samples of each row: one for a conversation or labeled steps, two for a preference pair, the chosen
             response first.
         data_hash: SHA-256 over the token ids of all rows, in order, with their loss masks and labels.
-        num_dropped: number of rows dropped because they were too long.
     """
 
     rows: tuple[tuple[Sample, ...], ...]
@@ -60,12 +59,9 @@ class OfflineData:
 
 
 def load_offline_data(config: Config, model_folder: Path) -> OfflineData:
-    """Read and tokenize every row.
-
-    Raises:
-        UserError: a row cannot be read or tokenized, or has more than rollout.context_length tokens (unless
-            data.overlong=drop), or the source has too few rows. The message names source and row.
-    """
+    """Read and tokenize every row. Raise a UserError if a row cannot be read or tokenized, or has more than
+    rollout.context_length tokens (unless data.overlong=drop), or the source has too few rows. The message names source
+    and row."""
     tokenizer = load_tokenizer(model_folder)
     require_chat_template(config, tokenizer, model_folder)
     samples_by_row = list(_samples(config, tokenizer))

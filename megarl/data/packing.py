@@ -20,7 +20,6 @@ class Packing:
 
     Attributes:
         token_budget: maximum number of tokens in a microbatch, summed over the context-parallel ranks of a replica.
-        num_ranks: number of data-parallel ranks.
         shares_prompts: whether samples of one prompt in the same microbatch compute its tokens only once.
         document_multiple: every document is padded to a multiple of this.
         pack_multiple: every pack is padded to a multiple of this.
@@ -109,10 +108,8 @@ def bundle(
 ) -> list[Bundle]:
     """Return bundles within the token budget, of at most `most_samples` samples each, unless a single unit has more.
 
-    Without prompt sharing, each unit is a bundle.
-
-    Raises:
-        UserError: a single unit exceeds the token budget. Units are never split across microbatches.
+    Without prompt sharing, each unit is a bundle. Raise a UserError if a single unit exceeds the token budget. Units
+    are never split across microbatches.
     """
     bundles: list[_Counts] = []
     unfinished: dict[Hashable, _Counts] = {}

@@ -34,7 +34,6 @@ class PromptSet:
 
     Attributes:
         data_hash: SHA-256 over the token ids, answers and additional columns of all prompts, in order.
-        num_dropped: number of prompts dropped because they were too long.
         weights: sampling weight of each prompt; None for uniform sampling.
     """
 
@@ -51,14 +50,12 @@ class PromptSet:
 
 
 def load_prompts(config: Config, model_folder: Path, columns: Mapping[str, str | None] = NO_COLUMNS) -> PromptSet:
-    """Read and tokenize every prompt.
+    """Read and tokenize every prompt. Raise a UserError if a row cannot be read or tokenized, a prompt leaves no room
+    for `rollout.max_new_tokens` (unless data.overlong=drop), or the source has too few rows. The message names source
+    and row.
 
     Args:
         columns: columns required by reward functions, as in `file_rows`.
-
-    Raises:
-        UserError: a row cannot be read or tokenized, a prompt leaves no room for `rollout.max_new_tokens` (unless
-            data.overlong=drop), or the source has too few rows. The message names source and row.
     """
     tokenizer = load_tokenizer(model_folder)
     require_chat_template(config, tokenizer, model_folder)
@@ -170,13 +167,10 @@ def prompt_weights(data: Data, prompts: Sequence[Prompt], sources: Sequence[str]
     """Return the sampling weight of each prompt, or None if no weights are configured.
 
     The weight is the value in data.weight_column, scaled so that the prompts of a source together have the source's
-    share in data.source_weights.
+    share in data.source_weights. Raise a UserError if a source has no weight, or all weights are 0.
 
     Args:
         sources: the file of each prompt.
-
-    Raises:
-        UserError: a source has no weight, or all weights are 0.
     """
     column, shares = data.weight_column, data.source_weights
     if column is None and not shares:

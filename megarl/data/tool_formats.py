@@ -37,7 +37,6 @@ class ToolFormat:
 
     Attributes:
         tags: strings that delimit calls.
-        example: an example of a call.
         read: parser of the calls in a turn's pieces.
     """
 

@@ -38,15 +38,13 @@ USER: Message = {"role": "user", "content": "a"}
 
 
 class ChatTokens:
-    """Token ids for conversations with one model.
+    """Token ids for conversations with one model. Raise a UserError if turns cannot be appended with this chat
+    template, or it cannot present the tools.
 
     Args:
         tools: tool descriptions in the form that chat templates accept.
         tool_format: name of the tool-call format; None selects the chat template's own.
         key: the config key, for error messages.
-
-    Raises:
-        UserError: turns cannot be appended with this chat template, or it cannot present the tools.
     """
 
     def __init__(

@@ -38,7 +38,6 @@ class Job:
     Attributes:
         folder: working directory of `megarl launch`, to which the recipe's paths are relative.
         nodes: number of nodes per attempt, unless an attempt runs on fewer.
-        gpus: number of GPUs per node.
         stalled: number of attempts without a new checkpoint after which the job gives up.
     """
 
@@ -95,8 +94,6 @@ class JobFolder:
         """Record the outcome of the attempt.
 
         Args:
-            verdict: the outcome.
-            cause: one line for the user.
             bad_nodes: nodes to exclude from later attempts.
         """
         if verdict != "stalled":  # a stalled job keeps the cause of its last real attempt

@@ -17,7 +17,6 @@ class NamedPath:
     """A file or folder that a config key names.
 
     Attributes:
-        key: the config key.
         path: the path from the config, without a function or class name.
         is_folder: whether it must be a folder.
     """

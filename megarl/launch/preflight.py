@@ -32,10 +32,8 @@ class NodeReport:
     """The report on one node.
 
     Attributes:
-        node: name of the node.
         problems: one line per problem with the node, without the node's name.
         missing: one line per path in the recipe that is missing on the node.
-        versions: installed versions, keyed by package.
         address: address and port on which the first node listens for the other nodes. None on the other nodes.
         connection_error: why this node cannot connect to that address, or None.
     """
@@ -53,8 +51,6 @@ class Objection:
     """The reason why an attempt cannot start.
 
     Attributes:
-        verdict: outcome of the attempt.
-        cause: one line for the user.
         bad_nodes: nodes to exclude from later attempts.
     """
 

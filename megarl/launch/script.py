@@ -28,8 +28,6 @@ def render(request: Request, run: Path, sizes: Sequence[int], sweep: Sequence[in
     """Render the job script. Raise UserError if the template has an unknown placeholder.
 
     Args:
-        request: the options of `megarl launch`.
-        run: the run's folder.
         sizes: the node counts that an attempt may run on, largest first.
         sweep: the numbers of the runs in a sweep, whose folders are next to `run`.
     """

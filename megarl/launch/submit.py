@@ -29,12 +29,8 @@ def launch(
     submitted if a check fails.
 
     Args:
-        file: the recipe.
-        overrides: config overrides as KEY=VALUE.
-        request: the job options.
         sweeps: axes of a sweep as KEY=VALUE,VALUE…. Each combination becomes a run, named after the recipe's run with
             a number appended.
-        dry_run: write the job files without submitting the job.
     """
     points = _points(sweeps)
     configs = [_config(file, [*overrides, *point], request, i if sweeps else None) for i, point in enumerate(points)]
@@ -118,8 +114,6 @@ def _smaller(
     are included. Raise UserError if --fewest-nodes is set and no node count qualifies.
 
     Args:
-        request: the job options.
-        runs: the numbers of the runs.
         on_fewer: returns the config for a node count and a run number.
     """
     if request.fewest is None:

@@ -54,9 +54,7 @@ class Task:
 
     Attributes:
         number: rank of the task in its step. Task 0 is the driver.
-        node: name of the task's node.
         nodes: nodes in the step. The driver's node comes first.
-        job: job id.
         restart: number of times that the job was requeued.
         step: number of the job step in this allocation.
         allocated: start of the allocation in seconds since the epoch.

@@ -92,7 +92,6 @@ class Experts:
     """The sizes of a mixture of experts.
 
     Attributes:
-        count: number of routed experts per layer.
         active: number of routed experts per token.
         intermediate: number of rows in one expert's MLP.
         shared_intermediate: number of rows in the shared experts' MLP, which processes every token; 0 without shared
@@ -133,11 +132,8 @@ class LatentAttention:
 
 
 def completed(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config with defaults for the keys that config.json omits.
-
-    Raises:
-        UserError: the model family is not supported. The message lists the supported families.
-    """
+    """Return the config with defaults for the keys that config.json omits. Raise a UserError if the model family is not
+    supported. The message lists the supported families."""
     model_type = hf_config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise UserError(f"model_type {model_type} is not supported. Fix: use a model of type {', '.join(FAMILIES)}")

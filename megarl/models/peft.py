@@ -21,11 +21,8 @@ PLAIN = {
 
 
 def check_adapter_config(folder: Path, lora: Lora) -> None:
-    """Check that the adapters in the folder match the keys in actor.lora.
-
-    Raises:
-        UserError: files are missing or corrupt, or keys differ. The message has one line per key.
-    """
+    """Check that the adapters in the folder match the keys in actor.lora. Raise a UserError if files are missing or
+    corrupt, or keys differ. The message has one line per key."""
     path = folder / CONFIG
     for file in (path, folder / WEIGHTS):
         if not file.is_file():

@@ -26,11 +26,8 @@ EXPERT_ROWS = "MLP rows of an expert"
 
 
 def check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
-    """Check the config against the actor's config.json.
-
-    Raises:
-        UserError: a rule is violated. The message has one line per violated rule.
-    """
+    """Check the config against the actor's config.json. Raise a UserError if a rule is violated. The message has one
+    line per violated rule."""
     actor = config.actor
     model = _completed(config, actor, hf_config)
     violations = [*_violations(config, actor, model), *expert_keys_require_experts(config, model)]

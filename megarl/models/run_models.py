@@ -62,11 +62,8 @@ class ModelFolders:
 
 
 def find_models(config: Config) -> ModelFolders:
-    """Find and check all models for a run.
-
-    Raises:
-        UserError: a model is missing, or is incompatible with the config or the actor.
-    """
+    """Find and check all models for a run. Raise a UserError if a model is missing, or is incompatible with the config
+    or the actor."""
     actor = resolve(config.model.path, revision=config.model.revision)
     hf_config = read_config(actor)
     _check_actor(config, hf_config)
@@ -81,14 +78,12 @@ def find_models(config: Config) -> ModelFolders:
 
 
 def check_local_models(config: Config) -> tuple[list[str], dict[Role, dict[str, Any]]]:
-    """Check each config.json as in `find_models`, but without downloading or converting models.
+    """Check each config.json as in `find_models`, but without downloading or converting models. Raise a UserError under
+    the same conditions as `find_models`.
 
     Returns:
         One message per model with the result, or with the reason why it was not checked; and the configs of the trained
         models that are available on this machine, including their heads.
-
-    Raises:
-        UserError: under the same conditions as `find_models`.
     """
     lines: list[str] = []
     configs: dict[str, dict[str, Any]] = {}

@@ -27,11 +27,8 @@ MOST_BYTES = 4
 
 
 def load_tokenizer(folder: Path, key: str = "model.path") -> PreTrainedTokenizerBase:
-    """Load the tokenizer from a Hugging Face folder.
-
-    Raises:
-        UserError: the folder has no tokenizer. The message contains the config key.
-    """
+    """Load the tokenizer from a Hugging Face folder. Raise a UserError if the folder has no tokenizer. The message
+    contains the config key."""
     if not any(folder.glob("tokenizer*")):
         raise UserError(f"{key}={folder}: has no tokenizer. Fix: copy the model's tokenizer files into the folder")
     if _is_generic(folder):

@@ -58,11 +58,7 @@ class Sizes:
     """
 
     def __init__(self, config: Config, hf_config: Mapping[str, Any], model: ModelParameters, cluster: Cluster):
-        """Find the valid sizes.
-
-        Raises:
-            UserError: the recipe breaks a rule in every layout.
-        """
+        """Find the valid sizes. Raise a UserError if the recipe breaks a rule in every layout."""
         self._config, self._hf_config = config, hf_config
         self.refused: list[str] = []
         raise_all(self._broken("actor.layout.tp", 1))

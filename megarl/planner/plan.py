@@ -52,16 +52,13 @@ def plan_recipe(
     prompt_tokens: float | None = None,
     response_tokens: float | None = None,
 ) -> Planned:
-    """Return the plans for running a recipe on a cluster.
+    """Return the plans for running a recipe on a cluster. Raise a UserError if no layout fits, or the recipe's own
+    layout does not fit. The message includes the arithmetic and a fix.
 
     Args:
         as_is: whether to plan only the recipe's own layout instead of searching all layouts.
         prompt_tokens: mean number of tokens per prompt; see `Workload.of` for the default.
         response_tokens: mean number of tokens per response; see `Workload.of` for the default.
-
-    Raises:
-        UserError: no layout fits, or the recipe's own layout does not fit. The message includes the arithmetic and a
-            fix.
     """
     actor = _config_json("model.path", config.model.path, config.model.revision)
     models = _models(config, actor)
@@ -84,7 +81,8 @@ def plan_recipe(
 def simulate_steps(planned: Planned, lengths: Sequence[int] = (), ahead: Sequence[int] = AHEAD) -> dict[int, Simulated]:
     """Simulate runs of the first plan with different values of rollout.max_staleness.
 
-    On shared GPUs, the KV cache is always recomputed after a refit, because it is discarded during training.
+    On shared GPUs, the KV cache is always recomputed after a refit, because it is discarded during training. Raise a
+    UserError if the recipe trains on offline data.
 
     Args:
         lengths: recorded response lengths in tokens. If empty, lengths are drawn with `log_normal_lengths`.
@@ -92,9 +90,6 @@ def simulate_steps(planned: Planned, lengths: Sequence[int] = (), ahead: Sequenc
 
     Returns:
         The simulated run for each value of rollout.max_staleness.
-
-    Raises:
-        UserError: the recipe trains on offline data.
     """
     best, config = planned.best, planned.best.config
     if config.is_offline:
@@ -128,10 +123,7 @@ def simulate_steps(planned: Planned, lengths: Sequence[int] = (), ahead: Sequenc
 
 def recorded(file: Path | None) -> list[int]:
     """Return the response lengths that a rollout file records, such as rollouts/step_000010.jsonl in a run folder.
-
-    Raises:
-        UserError: the file is empty or is not a rollout file.
-    """
+    Raise a UserError if the file is empty or is not a rollout file."""
     if file is None:
         return []
     try:

@@ -191,16 +191,11 @@ def _asynchrony(config: Config, times: StepTimes, overlapped: float) -> str:
 
 def emit(planned: Planned, recipe: Path, overrides: Sequence[str], original: Config, path: Path, gpus: str) -> None:
     """Write the first plan as an overlay for the recipe. It contains the overrides and the keys that the plan changes.
+    Raise a UserError if the file already exists or cannot be written.
 
     Args:
         recipe: recipe file that the overlay extends.
-        overrides: command-line overrides of the recipe.
         original: the recipe with the overrides applied.
-        path: file to write.
-        gpus: value of --gpus.
-
-    Raises:
-        UserError: the file already exists or cannot be written.
     """
     best = planned.best
     config = _on_nodes(best)

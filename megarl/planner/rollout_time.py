@@ -158,7 +158,6 @@ class _Step:
         active per token, the step reads E (1 − (1 − a / E)^batch) experts per layer.
 
         Args:
-            batch: number of sequences.
             context: number of tokens in each sequence.
         """
         experts = self.shape.experts

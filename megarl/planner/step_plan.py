@@ -31,9 +31,6 @@ class StepTimes:
     """Durations of the phases in a step.
 
     Attributes:
-        rollout: rollout time, or None for offline data.
-        training: training time of each trained model.
-        refit: refit time, or None for offline data.
         moving: seconds for moving states to host memory and back.
         side_by_side: whether models on separate devices train at the same time.
     """

@@ -111,7 +111,6 @@ class _Stage:
     """The forward pass of one microbatch through a pipeline stage.
 
     Attributes:
-        forward: duration in seconds, split by cause.
         mlp: duration of the MLPs in seconds.
         volume: bytes that a rank sends, keyed by kind of communication.
     """

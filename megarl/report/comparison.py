@@ -22,11 +22,8 @@ NAMES = ("run.name", "run.folder", "run.replace", "resume")
 
 
 def write(folders: Sequence[Path]) -> Path:
-    """Write a comparison of runs to the first run's folder and return its path.
-
-    Raises:
-        UserError: one of the folders is not a run folder, or there are more runs than chart colors.
-    """
+    """Write a comparison of runs to the first run's folder and return its path. Raise a UserError if one of the folders
+    is not a run folder, or there are more runs than chart colors."""
     if len(folders) > len(SERIES):
         raise UserError(
             f"{len(folders)} runs: a chart can show at most {len(SERIES)}. Fix: pass at most {len(SERIES)} runs"

@@ -16,11 +16,8 @@ from megarl.run.folder import RunFolder
 
 
 def read_contents(folder: Path) -> Contents:
-    """Read the contents of a report from the run folder `folder`. The run may be unfinished or may have crashed.
-
-    Raises:
-        UserError: `folder` is not a run folder.
-    """
+    """Read the contents of a report from the run folder `folder`. The run may be unfinished or may have crashed. Raise
+    a UserError if `folder` is not a run folder."""
     run_folder = RunFolder(Path(folder))
     if not (run_folder.metrics.exists() or run_folder.manifest.exists()):
         raise UserError(f"{folder}: not a run folder (no metrics.jsonl or manifest.json). Fix: pass a run folder")

@@ -31,10 +31,7 @@ class LiveReport:
     """The current report page for a run. The page is rendered again when the run's files change."""
 
     def __init__(self, folder: Path):
-        """
-        Raises:
-            UserError: `folder` is not a run folder.
-        """
+        """Raise a UserError if `folder` is not a run folder."""
         self._folder = RunFolder(Path(folder))
         self._lock = threading.Lock()
         self._state, self._page = "", ""
@@ -57,14 +54,11 @@ class LiveReport:
 
 @contextmanager
 def serve(folder: Path, port: int = 0) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Yield the report's URL and a function that serves requests until it is interrupted.
+    """Yield the report's URL and a function that serves requests until it is interrupted. Raise a UserError if `folder`
+    is not a run folder.
 
     Args:
-        folder: the run folder.
         port: port number, or 0 for any free port.
-
-    Raises:
-        UserError: `folder` is not a run folder.
     """
     report, token = LiveReport(folder), secrets.token_urlsafe(16)
     with ThreadingHTTPServer((HOST, port), _handler(report, token)) as server:

@@ -59,7 +59,6 @@ def render(run: Contents, state: str | None = None) -> str:
     The page loads no external resources, and its content security policy allows only its own scripts.
 
     Args:
-        run: the contents of the report.
         state: fingerprint for a live page, which polls the server for changes. None for a static page.
     """
     is_live = state is not None

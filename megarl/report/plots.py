@@ -64,8 +64,6 @@ class Chart:
     """A line chart of metrics over steps.
 
     Attributes:
-        title: title of the chart.
-        explanation: caption of the chart.
         lines: a pair (metric, legend label) for each line.
         band: bounds of the shaded area around the first line.
         share: whether the values are fractions between 0 and 1.
@@ -209,11 +207,8 @@ def draw_overlaid(
     """Draw one metric for several runs as an <svg> element. Return None if no run has the metric.
 
     Args:
-        title: title of the chart.
-        metric: name of the metric.
         histories: the history of each run, keyed by run name.
         chart: the metric's chart in the report on a single run. The axis is formatted in the same way.
-        size: width and height in inches.
     """
     present = {name: history for name, history in histories.items() if len(history.finite(metric))}
     if not present:

@@ -30,8 +30,6 @@ class StepRollouts:
     """Selected samples from one step, in descending order of reward. Samples without a reward come last.
 
     Attributes:
-        step: the step number.
-        samples: the selected samples.
         num_samples: total number of samples in the step.
         unreadable: number of lines in the step's rollout file that could not be parsed.
     """
@@ -47,7 +45,6 @@ class Rollouts:
     """Rollouts from selected steps of a run.
 
     Attributes:
-        steps: the selected steps.
         num_steps: total number of steps with rollout files.
     """
 

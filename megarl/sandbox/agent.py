@@ -348,7 +348,6 @@ def main(folder, path, *options):
 
     Args:
         folder: working directory and home directory for programs.
-        path: PATH for programs.
         options: any of counts_own and removes_folder (see Agent).
     """
     libc = ctypes.CDLL(None)

@@ -61,7 +61,6 @@ class Finished:
         status: exit status, or the negative signal number if a signal killed the program.
         limit: the limit in the `sandbox` section that the program exceeded, such as "wall_s"; "deadline" for the
             sandbox's lifetime; "files" for too many files; None if the program was not stopped.
-        seconds: wall-clock run time.
         stdout: the program's output. If it is longer than output_bytes, its beginning and end, with a line that reports
             the omission.
         truncated: whether stdout or stderr is longer than output_bytes.

@@ -31,11 +31,8 @@ SECTIONS = (run, data, algorithm, rollout, actor, models, rewards, environment, 
 
 
 def check(config: Config, defaults: Mapping[str, Any]) -> None:
-    """Check all rules. Keys without effect are compared with the base recipe's values (`defaults`).
-
-    Raises:
-        UserError: rules are violated; the message has one line per violation.
-    """
+    """Check all rules. Keys without effect are compared with the base recipe's values (`defaults`). Raise a UserError
+    if rules are violated; the message has one line per violation."""
     violations = (
         *(rule(config) for section in SECTIONS for rule in section.RULES),
         *(rule(f"{model.section}.layout.", model.layout) for model in config.all_placed for rule in layout.RULES),

@@ -25,7 +25,6 @@ class KeyRequirement:
 
     Args:
         unless: the condition, in the form `key=value`.
-        is_met: whether a run meets the condition.
         keys: keys or sections that may differ from the base recipe's values only if the condition is met.
         neutral: key -> the value to compare it with instead of the base recipe's value.
     """

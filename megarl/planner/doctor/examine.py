@@ -15,11 +15,7 @@ MARKS = {"ok": " ", "note": "·", "problem": "!"}
 
 
 def examine(folder: Path) -> list[Finding]:
-    """Run all checks and return their findings in display order.
-
-    Args:
-        folder: folder that contains the run folders.
-    """
+    """Run all checks and return their findings in display order."""
     gpus = check_gpus(installed(("torch",)), installed(CUDA_RUNTIME))
     has_gpu = gpus[0].state == "ok"
     return [*check_packages(has_gpu), *gpus, *check_machine(folder)]

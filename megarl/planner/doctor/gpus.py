@@ -27,13 +27,7 @@ def run_command(command: Sequence[str]) -> str | None:
 
 
 def check_gpus(torch: str | None, runtime: str | None, run: RunCommand = run_command) -> list[Finding]:
-    """Check the GPUs, their driver and their links.
-
-    Args:
-        torch: installed version of torch, or None if torch is not installed.
-        runtime: installed version of the CUDA runtime, or None if it is not installed.
-        run: function that runs nvidia-smi commands.
-    """
+    """Check the GPUs, their driver and their links."""
     output = run(QUERY)
     gpus = [[part.strip() for part in line.split(",")] for line in (output or "").splitlines() if line.strip()]
     if not gpus:
@@ -65,7 +59,6 @@ def links(num_gpus: int, topology: str | None) -> Finding:
     """Count the GPU pairs that are connected by NVLink.
 
     Args:
-        num_gpus: number of GPUs on this machine.
         topology: output of `nvidia-smi topo -m`, or None if it is not available.
     """
     rows = [line.split() for line in (topology or "").splitlines() if re.match(r"GPU\d+\s", line)]
