@@ -14,6 +14,7 @@ from megarl.cluster.workers import Workers, launch_workers
 from megarl.config.schema import Config
 from megarl.core.metrics import Metric, merge, values
 from megarl.core.timing import ElapsedTime
+from megarl.data.prompts import PromptSet
 from megarl.models.folder import model_paths
 from megarl.report.early_end import early_end
 from megarl.run.beginning import find_model_paths
@@ -57,9 +58,11 @@ def learn(config: Config, workers: Workers, context: RunContext) -> None:
     workers.trained.stage_actor_for_sync()
     workers.refit.run(version=context.state.step)
     elapsed.print(f"refit: first refit by {workers.refit.transport}")
-    logprob_check = LogprobCheck(config, workers, context.data)
+    data = context.data
+    assert isinstance(data, PromptSet), "the data has responses"
+    logprob_check = LogprobCheck(config, workers, data)
     logprob_check.begin()
-    queue = RolloutQueue(config, workers, context.data, context.state)
+    queue = RolloutQueue(config, workers, data, context.state)
     if context.resume_point.checkpoint is not None:
         queue.restore(context.resume_point.checkpoint)
     context.run(

@@ -67,8 +67,8 @@ rates, so `check_continues` compares them."""
 
 
 def check_continues(config: Config, saved: Mapping[str, Any], step: int, checkpoint: str) -> None:
-    """Check that a run with this configuration may resume from the one saved at `step`. Raise a UserError if
-    keys differ that may not change; the message has one line per key.
+    """Check that a run with this configuration may resume from the one saved at `step`. Raise a UserError if keys that
+    may not change differ; the message has one line per key.
 
     Args:
         checkpoint: the checkpoint's name, for error messages.

@@ -85,14 +85,9 @@ def _files(path: Path, above: tuple[Path, ...]) -> Iterator[Document]:
         place = recipe.origins[("base",)]
         if not isinstance(base, str):
             raise UserError(f"{place}: base={document.show(base)}: expected a file name, found {document.kind(base)}")
-        yield from _files(_base_file(path, base), (*above, path))
+        beside, shipped = path.parent / base, SHIPPED / base
+        yield from _files(shipped if shipped.exists() and not beside.exists() else beside, (*above, path))
     yield recipe
-
-
-def _base_file(recipe: Path, name: str) -> Path:
-    """Return the file next to the recipe, or megarl's own recipe with that name."""
-    beside, shipped = recipe.parent / name, SHIPPED / name
-    return shipped if shipped.exists() and not beside.exists() else beside
 
 
 def _text(path: Path, above: tuple[Path, ...]) -> str:

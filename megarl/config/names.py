@@ -186,10 +186,9 @@ def suggest(key: str) -> str:
     # Several models have the same keys: prefer keys in the named section.
     matches = [name for name in matches if name.startswith(f"{key.partition('.')[0]}.")] or matches
     matches = matches or difflib.get_close_matches(key, known, n=1, cutoff=0.8)
-    matches = matches or [name for name in known if name.rpartition(".")[2] in _close_leaves(leaf, known)]
-    if matches:
-        return f"did you mean {' or '.join(matches)}?"
-    return _siblings(key)
+    close = difflib.get_close_matches(leaf, {name.rpartition(".")[2] for name in known}, n=1, cutoff=0.75)
+    matches = matches or [name for name in known if name.rpartition(".")[2] in close]
+    return f"did you mean {' or '.join(matches)}?" if matches else _siblings(key)
 
 
 def _suffixes(key: str) -> Iterator[str]:
@@ -197,10 +196,6 @@ def _suffixes(key: str) -> Iterator[str]:
     while key:
         yield key
         key = key.partition(".")[2]
-
-
-def _close_leaves(leaf: str, known: list[str]) -> list[str]:
-    return difflib.get_close_matches(leaf, {name.rpartition(".")[2] for name in known}, n=1, cutoff=0.75)
 
 
 def _siblings(key: str) -> str:

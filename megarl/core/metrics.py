@@ -39,15 +39,15 @@ def merge_updates(updates: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
 
     A sum such as the loss covers one whole update; the step reports the mean over its updates.
     """
-    return merge({name: _as_mean(metric) for name, metric in update.items()} for update in updates)
+
+    def as_mean(metric: Metric) -> Metric:
+        return replace(metric, weight=1.0, reduction="mean") if metric.reduction == "sum" else metric
+
+    return merge({name: as_mean(metric) for name, metric in update.items()} for update in updates)
 
 
 def values(metrics: Mapping[str, Metric]) -> dict[str, float]:
     return {name: metric.value for name, metric in metrics.items()}
-
-
-def _as_mean(metric: Metric) -> Metric:
-    return replace(metric, weight=1.0, reduction="mean") if metric.reduction == "sum" else metric
 
 
 def _reduce(name: str, metrics: list[Metric]) -> Metric | None:

@@ -77,17 +77,11 @@ def add_scalars(batch: TokenBatch, samples: Sequence[SampleRef]) -> TokenBatch:
 
 def add_scores(batch: TokenBatch, samples: Sequence[SampleRef], scores: TokenScores) -> TokenBatch:
     """Return the batch with per-token scores of its samples added."""
-    return replace(
-        batch, **{name: _concatenate_scores(batch, samples, token_scores) for name, token_scores in scores.items()}
-    )
-
-
-def _concatenate_scores(
-    batch: TokenBatch, samples: Sequence[SampleRef], token_scores: Mapping[str, torch.Tensor]
-) -> torch.Tensor:
-    device = batch.tokens.device
-    parts = [token_scores[item.sample.id].to(device) for item in samples]
-    return torch.cat([torch.empty(0, device=device), *parts])
+    device, fields = batch.tokens.device, {}
+    for name, token_scores in scores.items():
+        parts = [token_scores[item.sample.id].to(device) for item in samples]
+        fields[name] = torch.cat([torch.empty(0, device=device), *parts])
+    return replace(batch, **fields)
 
 
 def _scalars(samples: Sequence[SampleRef], row_sample: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from megarl.algorithms.specs import LabelObjective
 from megarl.config.schema import Config
 from megarl.core.errors import UserError
 from megarl.core.types import Prompt, Sample, VersionRun
@@ -124,20 +125,22 @@ def _steps(row: LabelRow, tokenizer: PreTrainedTokenizerBase, config: Config, pl
     """Return the tokens of a labeled response. Tokens without a label are not trained on."""
     chat_template = config.data.chat_template
     prompt = prompt_ids(tokenizer, row.prompt, chat_template, place)
-    if isinstance(row.steps[0], int):
-        outside = next((token for token in row.steps if not 0 <= token < len(tokenizer)), None)
+    if token_ids := [step for step in row.steps if isinstance(step, int)]:
+        outside = next((token for token in token_ids if not 0 <= token < len(tokenizer)), None)
         if outside is not None:
             raise UserError(
                 f"{place}: token id {outside} is outside the tokenizer's vocabulary of {len(tokenizer)}. Fix: use the "
                 "tokenizer that wrote the ids, or drop the row"
             )
-        ids, ends = prompt + row.steps, list(range(len(row.steps)))
+        ids, ends = prompt + token_ids, list(range(len(token_ids)))
     else:
-        steps = joined(row.steps, config.data.step_end, place)
+        steps = joined([step for step in row.steps if isinstance(step, str)], config.data.step_end, place)
         ids, _ = _answered(row.prompt, "".join(steps), prompt, tokenizer, config, place)
         last = len(ids) - len(prompt) - 1
         ends = [*text_ends(tokenizer, row.prompt, steps, chat_template, len(prompt), place), last]
-    labels = token_labels(ends, row.labels, config.algorithm.objective.spec.labeled, place)
+    objective = config.algorithm.objective.spec
+    assert isinstance(objective, LabelObjective), f"{objective.name} learns no labels"
+    labels = token_labels(ends, row.labels, objective.labeled, place)
     mask = [False] * len(prompt) + (~np.isnan(labels)).tolist()
     return [(len(prompt), (ids, mask), labels)]
 

@@ -20,7 +20,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal
 
 from megarl.core.files import replace_text
 from megarl.run.folder import LAUNCH
@@ -47,38 +47,18 @@ class Job:
     stalled: int
 
 
-@dataclass(frozen=True, slots=True)
 class JobFolder:
-    path: Path
+    """The paths of the files that several modules use."""
 
-    @classmethod
-    def of(cls, run: Path) -> Self:
-        return cls(run / LAUNCH)
-
-    @property
-    def script(self) -> Path:
-        return self.path / "job.sbatch"
-
-    @property
-    def recipe(self) -> Path:
-        return self.path / "recipe.yaml"
+    def __init__(self, run: Path) -> None:
+        self.path = run / LAUNCH
+        self.script, self.recipe, self.submitted, self.driver, self.verdict = (
+            self.path / name for name in ("job.sbatch", "recipe.yaml", "submitted", "driver", "verdict")
+        )
 
     def recipe_on(self, nodes: int) -> Path:
         """Return the config file for an attempt on this number of nodes."""
         return self.recipe if nodes == self.job().nodes else self.path / f"recipe-{nodes}.yaml"
-
-    @property
-    def submitted(self) -> Path:
-        """The file that contains the id of the last submitted job."""
-        return self.path / "submitted"
-
-    @property
-    def driver(self) -> Path:
-        return self.path / "driver"
-
-    @property
-    def verdict(self) -> Path:
-        return self.path / "verdict"
 
     def preflight(self, attempt: str) -> Path:
         """Return the folder for the node reports of the named attempt."""

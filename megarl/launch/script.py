@@ -63,7 +63,7 @@ def _values(request: Request, run: Path, sizes: Sequence[int], sweep: Sequence[i
         "all_nodes": str(request.nodes + request.spares),
         "time": request.time,
         "signal_s": str(request.grace),
-        "output": shlex.quote(str(JobFolder.of(run).path / ("job-%A_%a.log" if sweep else "job-%j.log"))),
+        "output": shlex.quote(str(JobFolder(run).path / ("job-%A_%a.log" if sweep else "job-%j.log"))),
         "sbatch_options": "\n".join(f"#SBATCH {option}" for option in [*options, *request.options]),
         "restarts": str(request.restarts),
         "run": shlex.quote(str(run)),

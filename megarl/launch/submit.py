@@ -14,7 +14,6 @@ from megarl.config.schema import Config
 from megarl.core.errors import UserError
 from megarl.core.files import replace_text
 from megarl.launch.checks import check, check_slurm, run_slurm
-from megarl.launch.fewer import fewer_replicas
 from megarl.launch.folder import Job, JobFolder
 from megarl.launch.request import Request
 from megarl.launch.script import render
@@ -34,7 +33,7 @@ def launch(
     """
     points = _points(sweeps)
     configs = [_config(file, [*overrides, *point], request, i if sweeps else None) for i, point in enumerate(points)]
-    folder = JobFolder.of(RunFolder.of(_config(file, overrides, request, None)).path)
+    folder = JobFolder(RunFolder.of(_config(file, overrides, request, None)).path)
     unfinished = []
     for number, (config, point) in enumerate(zip(configs, points, strict=True)):
         lines = check(request, config)
@@ -47,7 +46,7 @@ def launch(
         return
 
     def on_fewer(nodes: int, number: int) -> Config:
-        changes = [*overrides, *points[number], *fewer_replicas(configs[number], nodes)]
+        changes = [*overrides, *points[number], *_fewer_replicas(configs[number], nodes)]
         return _config(file, changes, replace(request, nodes=nodes), number if sweeps else None)
 
     smaller = _smaller(request, unfinished, on_fewer)
@@ -142,9 +141,27 @@ def _smaller(
     return by_nodes
 
 
+def _fewer_replicas(config: Config, nodes: int) -> list[str]:
+    """Return the overrides that scale data-parallel replicas and engines down to `nodes` nodes. Batches stay the same,
+    so updates are equal up to rounding. Raise UserError if a count does not scale to an integer."""
+    num_nodes = config.cluster.nodes
+    if config.cluster.roles.assigned:
+        raise UserError(
+            "cluster.roles: explicit device ranges do not fit on fewer nodes. Fix: remove cluster.roles and set "
+            "cluster.placement"
+        )
+    counts = {f"{placed.section}.layout.dp": placed.layout.dp for placed in config.all_placed}
+    if not config.is_offline:
+        counts["rollout.replicas"] = config.rollout.replicas
+    for key, count in counts.items():
+        if count * nodes % num_nodes:
+            raise UserError(f"{key}={count}: {count} x {nodes} / {num_nodes} nodes is not an integer")
+    return [f"{key}={count * nodes // num_nodes}" for key, count in counts.items()]
+
+
 def _write(request: Request, configs: Mapping[int, Config]) -> Path:
     """Write a run's job settings and its configs, which are keyed by node count. Return the main config file."""
-    folder = JobFolder.of(RunFolder.of(configs[request.nodes]).path)
+    folder = JobFolder(RunFolder.of(configs[request.nodes]).path)
     folder.path.mkdir(parents=True, exist_ok=True)
     folder.forget_cause()
     folder.write_job(Job(str(Path.cwd()), request.nodes, request.gpus, request.stalled))

@@ -94,7 +94,7 @@ class Task:
 
 def main(run: Path) -> int:
     """Take part in an attempt at the run in this folder. Return the exit status."""
-    task, folder = Task.of_environment(), JobFolder.of(run)
+    task, folder = Task.of_environment(), JobFolder(run)
     if task.number == 0:
         try:
             return drive(task, folder)

@@ -68,7 +68,7 @@ class Sizes:
 
     def _legal(self, key: str, largest: int) -> list[int]:
         sizes = []
-        for size in _powers_of_two(largest):
+        for size in (2**power for power in range(largest.bit_length())):
             lines = [line for line in self._broken(key, size) if line.startswith(f"{key}={size}:")]
             self.refused += lines[:1]
             sizes += [] if lines else [size]
@@ -151,7 +151,3 @@ def _stages(num_layers: int, pp: int) -> int | None:
     if num_layers % pp == 0:
         return 0
     return last if last > 0 else None
-
-
-def _powers_of_two(largest: int) -> list[int]:
-    return [2**power for power in range(largest.bit_length()) if 2**power <= largest]

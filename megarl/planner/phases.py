@@ -25,10 +25,11 @@ def phase_loads(config: Config, models: Models, workload: Workload, cluster: Clu
 
     Besides the model that computes, the GPU is assumed to hold the largest rank of every model that shares its devices.
     """
-    stages = {role: _stages(config, config.placed(role), model, workload) for role, model in models.trained.items()}
-    states: dict[Role, list[dict[str, float]]] = {
-        role: [_states(config.placed(role), memory) for memory, _ in of_role] for role, of_role in stages.items()
-    }
+    stages: dict[Role, list[tuple[RankMemory, int]]] = {}
+    states: dict[Role, list[dict[str, float]]] = {}
+    for role, model in models.trained.items():
+        stages[role] = _stages(config, config.placed(role), model, workload)
+        states[role] = [_states(config.placed(role), memory) for memory, _ in stages[role]]
     training: list[Load] = []
     for role, of_role in stages.items():
         beside = _beside(config, role, states) | _reward(config, models, NAMES[role])
@@ -41,14 +42,13 @@ def phase_loads(config: Config, models: Models, workload: Workload, cluster: Clu
             in_passes = held if has_all else {"parameters": held["parameters"], **resident}
             reserve = _reserve(config, models, NAMES[role], {role: stage}, cluster.gpus_per_node)
             reserve |= {FRAGMENTS: FRAGMENT_BYTES}
-            in_update, in_pass = (_named(role, parts) | beside | reserve for parts in (held, in_passes))
+            in_update, in_pass = (
+                {f"{role}: {part}": size for part, size in parts.items() if size} | beside | reserve
+                for parts in (held, in_passes)
+            )
             training += _training(config.placed(role), where, in_update, in_pass, memory, passing)
     loads = training if workload.is_offline else [*training, *_engine(config, models, states, cluster)]
     return _fullest(loads)
-
-
-def _named(role: Role, parts: Mapping[str, float]) -> dict[str, float]:
-    return {f"{role}: {part}": size for part, size in parts.items() if size}
 
 
 def _stages(

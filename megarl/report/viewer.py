@@ -112,12 +112,9 @@ def _detail(record: Mapping[str, Any]) -> dict[str, Any]:
         detail["mask"] = is_turn[: len(tokens)]
     for name, field in ARRAYS.items():
         if record.get(field):
-            detail[name] = [_rounded(value) for value in record[field][: len(tokens)]]
+            values = record[field][: len(tokens)]
+            detail[name] = [None if value is None else float(f"{value:.{DIGITS}g}") for value in values]
     return detail
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.{DIGITS}g}")
 
 
 def _mean(values: Sequence[float | None] | None) -> float | None:

@@ -102,8 +102,8 @@ class Sandbox:
         try:
             self._process = subprocess.Popen(
                 self._command.arguments,
-                stdin=remote,
-                stdout=remote,
+                stdin=remote.fileno(),
+                stdout=remote.fileno(),
                 stderr=errors_write,
                 env={**self._command.environment, SELF_CLEANING: "1"},
                 pass_fds=self._command.files,
