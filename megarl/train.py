@@ -79,10 +79,8 @@ def step(
     config: Config, workers: Workers, context: RunContext, queue: RolloutQueue, logprob_check: LogprobCheck
 ) -> dict[str, float]:
     """Collect rollouts, train on them, and sync the weights. Return the step's metrics. Afterwards, the engines' weight
-    version equals the step number.
-
-    Rollouts that the queue has started for later steps continue in the meantime, except on engines that share devices
-    with the trained models."""
+    version equals the step number. Rollouts that the queue has started for later steps continue in the meantime, except
+    on engines that share devices with the trained models."""
     workers.take_idle_shares()  # drop the idle time since the last step
     watch, number = context.stopwatch(), context.state.step
     file = context.folder.rollouts(number)

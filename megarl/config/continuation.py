@@ -68,11 +68,7 @@ rates, so `check_continues` compares them."""
 
 def check_continues(config: Config, saved: Mapping[str, Any], step: int, checkpoint: str) -> None:
     """Check that a run with this configuration may resume from the one saved at `step`. Raise a UserError if keys that
-    may not change differ; the message has one line per key.
-
-    Args:
-        checkpoint: the checkpoint's name, for error messages.
-    """
+    may not change differ; the message has one line per key. checkpoint: the checkpoint's name, for error messages."""
     old, new = dict(leaves(saved)), dict(leaves(config.model_dump()))
     problems = [
         f"{key}={_show(new, key)}: {checkpoint} was saved with {_show(old, key)}. Fix: restore this value, or start a "

@@ -17,11 +17,8 @@ ENGINE = "engine"
 
 
 def device_spans(config: Config) -> dict[str, range]:
-    """Return the devices of each role, keyed by the name of its processes, as set in cluster.roles.
-
-    Without cluster.roles, colocated roles all start at the first device, and disaggregated roles use consecutive
-    devices.
-    """
+    """Return the devices of each role, keyed by the name of its processes, as set in cluster.roles. Without
+    cluster.roles, colocated roles all start at the first device, and disaggregated roles use consecutive devices."""
     assigned = config.role_devices
     spans, first = {}, 0
     for role, count in config.num_ranks.items():

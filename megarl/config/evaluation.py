@@ -10,12 +10,9 @@ from megarl.config.schema import Config
 
 
 def config_of_set(config: Config, evaluation_set: EvaluationSet) -> Config:
-    """Return the configuration of an evaluation set.
-
-    Keys that the set leaves out come from the run's data, rewards, rollout and environment sections. The judge, the
-    length penalty and the failure limit are disabled. The set has its own seed, so that its procedural prompts are not
-    trained on.
-    """
+    """Return the configuration of an evaluation set. Keys that the set leaves out come from the run's data, rewards,
+    rollout and environment sections. The judge, the length penalty and the failure limit are disabled. The set has its
+    own seed, so that its procedural prompts are not trained on."""
     names = ("source", "prompt_column", "answer_column", "system_prompt", "chat_template")
     data = {name: value for name in names if (value := getattr(evaluation_set, name)) is not None}
     data |= {"size": evaluation_set.size, "shuffle": False, "stages": [], "source_weights": {}}
@@ -45,9 +42,6 @@ def longest_response(config: Config, evaluation_set: EvaluationSet) -> int:
 
 
 def seed_of_set(config: Config, evaluation_set: EvaluationSet, *place: int) -> int:
-    """Return the seed for a set, or for the sample at position `place` in the set.
-
-    The seed is the same in every evaluation, so that only the weights differ between steps. It differs from all
-    training seeds.
-    """
+    """Return the seed for a set, or for the sample at position `place` in the set. The seed is the same in every
+    evaluation, so that only the weights differ between steps. It differs from all training seeds."""
     return random.Random(repr(("evaluation", config.run.seed, evaluation_set.name, *place))).getrandbits(31)

@@ -157,10 +157,8 @@ def remove_notes(checkpoint: Path) -> None:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Return whether the folder is a checkpoint, complete or corrupt.
-
-    The manifest's name is not sufficient evidence: run folders also contain a file with that name.
-    """
+    """Return whether the folder is a checkpoint, complete or corrupt. The manifest's name is not sufficient evidence:
+    run folders also contain a file with that name."""
     try:
         return "content" in json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except FileNotFoundError:

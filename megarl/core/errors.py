@@ -4,7 +4,5 @@ from __future__ import annotations
 
 
 class UserError(ValueError):
-    """An error that the user can fix in the recipe, the data or on the machine; the message explains how.
-
-    Every other exception, including other ValueErrors, is a failure and is reported with its process, log and stack.
-    """
+    """An error that the user can fix in the recipe, the data or on the machine; the message explains how. Every other
+    exception, including other ValueErrors, is a failure and is reported with its process, log and stack."""

@@ -25,10 +25,8 @@ def no_progress(done: str, num_bytes: int, total: int) -> None:
 
 @contextmanager
 def new_folder(out: Path, num_bytes: int) -> Iterator[Path]:
-    """Yield a hidden folder next to `out` to write into; rename it to `out` once its contents are on disk.
-
-    The hidden folder is deleted if the body raises. Raise a UserError under the conditions of `require_room`.
-    """
+    """Yield a hidden folder next to `out` to write into; rename it to `out` once its contents are on disk. The hidden
+    folder is deleted if the body raises. Raise a UserError under the conditions of `require_room`."""
     require_room(out, num_bytes)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as temporary:
         folder = Path(temporary) / out.name
@@ -78,11 +76,8 @@ def numbered(folder: Path, pattern: str) -> dict[int, Path]:
 
 
 def write_new_file(option: str, path: Path, text: str) -> None:
-    """Write a file that does not exist yet. Raise a UserError if the file already exists or cannot be written.
-
-    Args:
-        option: the command-line option that names the file, such as --html.
-    """
+    """Write a file that does not exist yet. Raise a UserError if the file already exists or cannot be written. option:
+    the command-line option that names the file, such as --html."""
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)

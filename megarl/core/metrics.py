@@ -35,10 +35,8 @@ def merge(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
 
 
 def merge_updates(updates: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """Combine the metrics of a step's updates like `merge`, but average sums.
-
-    A sum such as the loss covers one whole update; the step reports the mean over its updates.
-    """
+    """Combine the metrics of a step's updates like `merge`, but average sums. A sum such as the loss covers one whole
+    update; the step reports the mean over its updates."""
 
     def as_mean(metric: Metric) -> Metric:
         return replace(metric, weight=1.0, reduction="mean") if metric.reduction == "sum" else metric

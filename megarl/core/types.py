@@ -288,10 +288,8 @@ def _unpack_sample(
 
 @dataclass(frozen=True, slots=True)
 class TokenTotals:
-    """Count, sum and sum of squares of a sample's per-token rewards.
-
-    Tokens without a reward are not counted. A token with rewards from several models is counted once for each.
-    """
+    """Count, sum and sum of squares of a sample's per-token rewards. Tokens without a reward are not counted. A token
+    with rewards from several models is counted once for each."""
 
     count: int = 0
     total: float = 0.0
@@ -327,10 +325,8 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """Baseline for a sample's reward: advantage = (reward − center) / scale.
-
-    token_center and token_scale are the same for per-token rewards, where each token is compared separately.
-    """
+    """Baseline for a sample's reward: advantage = (reward − center) / scale. token_center and token_scale are the same
+    for per-token rewards, where each token is compared separately."""
 
     center: float = 0.0
     scale: float = 1.0

@@ -36,11 +36,9 @@ def arithmetic_preferences(seed: int, size: int) -> Iterator[PreferenceRow]:
 
 
 def arithmetic_labels(seed: int, size: int) -> Iterator[LabelRow]:
-    """Yield sums of four single-digit numbers, added from the left in three steps.
-
-    Half of the rows on average contain one wrong step. Steps before it are labeled 1. The wrong step and later steps,
-    which continue from the wrong total, are labeled 0.
-    """
+    """Yield sums of four single-digit numbers, added from the left in three steps. Half of the rows on average contain
+    one wrong step. Steps before it are labeled 1. The wrong step and later steps, which continue from the wrong total,
+    are labeled 0."""
     generator = random.Random(f"labelled arithmetic {seed}")
     for number in range(1, size + 1):
         addends = [_digit(generator) for _ in range(ADDENDS)]

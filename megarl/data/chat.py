@@ -50,10 +50,8 @@ def render(
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: Content, chat_template: bool, place: str) -> list[int]:
-    """Return the prompt's token ids. With a chat template, they end with the header of the assistant's turn.
-
-    Raise a UserError for a prompt without tokens.
-    """
+    """Return the prompt's token ids. With a chat template, they end with the header of the assistant's turn. Raise a
+    UserError for a prompt without tokens."""
     if chat_template:
         ids = render(tokenizer, as_messages(prompt, "user"), place, for_answer=True)
     else:

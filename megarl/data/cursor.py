@@ -15,10 +15,8 @@ class CursorState(TypedDict):
 
 
 class PromptCursor:
-    """Iterates over prompt indices; every epoch contains each index exactly once.
-
-    With `shuffle`, each epoch has a new order that depends only on (seed, epoch, num_prompts).
-    """
+    """Iterates over prompt indices; every epoch contains each index exactly once. With `shuffle`, each epoch has a new
+    order that depends only on (seed, epoch, num_prompts)."""
 
     def __init__(self, num_prompts: int, seed: int, shuffle: bool) -> None:
         assert num_prompts > 0, "num_prompts must be positive"

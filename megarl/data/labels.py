@@ -19,10 +19,8 @@ if TYPE_CHECKING:
 
 
 def joined(steps: Sequence[str], step_end: str, place: str) -> list[str]:
-    """Return the text of each step, with `step_end` appended to all but the last.
-
-    Raise a UserError if a step contains `step_end`: a model trained on the row could not recognize where the step ends.
-    """
+    """Return the text of each step, with `step_end` appended to all but the last. Raise a UserError if a step contains
+    `step_end`: a model trained on the row could not recognize where the step ends."""
     ambiguous = next((number for number, step in enumerate(steps, start=1) if step_end and step_end in step), None)
     if ambiguous is not None:
         raise UserError(
@@ -40,10 +38,8 @@ def text_ends(
     num_prompt_tokens: int,
     place: str,
 ) -> list[int]:
-    """Return, for each step but the last, the index of the response token in which the step ends.
-
-    Raise a UserError if the chat template alters the text of the response.
-    """
+    """Return, for each step but the last, the index of the response token in which the step ends. Raise a UserError if
+    the chat template alters the text of the response."""
     text = response = "".join(steps)
     begin = first = 0
     if chat_template:

@@ -21,10 +21,8 @@ Run = tuple[int, int]
 
 
 def place_runs(samples: Sequence[Sample], packing: Packing) -> tuple[list[list[Run]], int]:
-    """Return the runs of each sample's document, including padding, and the total number of tokens in the pack.
-
-    The order is depth-first: all continuations of a run follow it directly.
-    """
+    """Return the runs of each sample's document, including padding, and the total number of tokens in the pack. The
+    order is depth-first: all continuations of a run follow it directly."""
     tree = _Tree(samples, packing)
     indices_by_prompt: dict[Hashable, list[int]] = {}
     for index, sample in enumerate(samples):

@@ -52,11 +52,7 @@ class PromptSet:
 def load_prompts(config: Config, model_folder: Path, columns: Mapping[str, str | None] = NO_COLUMNS) -> PromptSet:
     """Read and tokenize every prompt. Raise a UserError if a row cannot be read or tokenized, a prompt leaves no room
     for `rollout.max_new_tokens` (unless data.overlong=drop), or the source has too few rows. The message names source
-    and row.
-
-    Args:
-        columns: columns required by reward functions, as in `file_rows`.
-    """
+    and row. columns: columns required by reward functions, as in `file_rows`."""
     tokenizer = load_tokenizer(model_folder)
     require_chat_template(config, tokenizer, model_folder)
     data = config.data
@@ -153,10 +149,8 @@ def place_of(row: Row | MessageRow | PreferenceRow | LabelRow, data: Data) -> st
 
 
 def row_name(row: Row | MessageRow | PreferenceRow | LabelRow, data: Data) -> str:
-    """Return a name for the row that is unique in the data: file name and row number.
-
-    If several files have the same name, the full path is used.
-    """
+    """Return a name for the row that is unique in the data: file name and row number. If several files have the same
+    name, the full path is used."""
     source = row.source or data.source
     name = Path(source).name
     is_taken = [Path(other).name for other in data.sources].count(name) > 1
@@ -164,14 +158,9 @@ def row_name(row: Row | MessageRow | PreferenceRow | LabelRow, data: Data) -> st
 
 
 def prompt_weights(data: Data, prompts: Sequence[Prompt], sources: Sequence[str]) -> tuple[float, ...] | None:
-    """Return the sampling weight of each prompt, or None if no weights are configured.
-
-    The weight is the value in data.weight_column, scaled so that the prompts of a source together have the source's
-    share in data.source_weights. Raise a UserError if a source has no weight, or all weights are 0.
-
-    Args:
-        sources: the file of each prompt.
-    """
+    """Return the sampling weight of each prompt, or None if no weights are configured. The weight is the value in
+    data.weight_column, scaled so that the prompts of a source together have the source's share in data.source_weights.
+    Raise a UserError if a source has no weight, or all weights are 0. sources: the file of each prompt."""
     column, shares = data.weight_column, data.source_weights
     if column is None and not shares:
         return None
@@ -234,9 +223,7 @@ def _prompt(row: Row, tokenizer: PreTrainedTokenizerBase, config: Config) -> Pro
 
 def too_long(length: int, subject: str, config: Config, place: str) -> bool:
     """Return whether to drop a row of `length` tokens because the row and its response exceed rollout.context_length.
-
-    Raise a UserError for such a row unless data.overlong=drop.
-    """
+    Raise a UserError for such a row unless data.overlong=drop."""
     new, context = 0 if config.is_offline else config.rollout.max_new_tokens, config.rollout.context_length
     needed = length + new
     if needed <= context:

@@ -83,21 +83,16 @@ HERMES_TAGS = ("<tool_call>", "</tool_call>")
 
 
 def read_hermes(turn: Sequence[Piece], lists: bool = False) -> Iterator[Call]:
-    """Parse `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, as written by Qwen and Hermes models.
-
-    The closing tag is optional, since a turn may end with the call. With `lists`, also accept a list of calls between
-    the tags.
-    """
+    """Parse `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, as written by Qwen and Hermes models. The closing
+    tag is optional, since a turn may end with the call. With `lists`, also accept a list of calls between the tags."""
     for piece in turn:
         if piece.tag == "<tool_call>":
             yield from _calls_of(piece.text, lists)
 
 
 def read_llama3(turn: Sequence[Piece]) -> Iterator[Call]:
-    """Parse `{"name": …, "parameters": {…}}`, or several of them separated by semicolons.
-
-    They follow `<|python_tag|>` or start the turn.
-    """
+    """Parse `{"name": …, "parameters": {…}}`, or several of them separated by semicolons. They follow `<|python_tag|>`
+    or start the turn."""
     for piece in turn:
         text = piece.text.strip()
         if piece.tag == "<|python_tag|>" or re.match(r'\{\s*"name"', text):
@@ -187,10 +182,8 @@ def format_of(template: str) -> str | None:
 
 
 def instructions(tools: Sequence[Mapping[str, Any]], name: str) -> str:
-    """Return a system message that describes the tools, for models whose chat template does not.
-
-    It contains each tool's description as a line of JSON, and an example of a call.
-    """
+    """Return a system message that describes the tools, for models whose chat template does not. It contains each
+    tool's description as a line of JSON, and an example of a call."""
     descriptions = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     return (
         f"You can call tools. These are their descriptions, one per line:\n<tools>\n{descriptions}\n</tools>\n"

@@ -73,10 +73,8 @@ class ChatTokens:
             self._calls = CallReader(tokenizer, FORMATS[self._place_tools(tools, tool_format)])
 
     def begin(self, messages: Sequence[Message]) -> list[int]:
-        """Return the ids of the conversation, including the header of the assistant's turn.
-
-        Raise a UserError if the chat template rejects the conversation.
-        """
+        """Return the ids of the conversation, including the header of the assistant's turn. Raise a UserError if the
+        chat template rejects the conversation."""
         if not messages:
             raise UserError(f"{self._key}: the conversation has no messages. Fix: begin it with a user message")
         written = self._with_instructions(self._carried(messages))
@@ -86,12 +84,9 @@ class ChatTokens:
         return self._encode(text)
 
     def extend(self, turn_ids: Sequence[int], messages: Sequence[Message]) -> list[int] | None:
-        """Return the ids that follow a sampled turn.
-
-        They consist of the closing tags that the turn lacks, the new messages and the header of the assistant's next
-        turn. Return None if the template rejects the messages or renders them elsewhere; a new sample must then be
-        started.
-        """
+        """Return the ids that follow a sampled turn. They consist of the closing tags that the turn lacks, the new
+        messages and the header of the assistant's next turn. Return None if the template rejects the messages or
+        renders them elsewhere; a new sample must then be started."""
         carried = self._carried(messages)
         if not all(message["role"] == "assistant" or self._shows(message["role"]) for message in carried):
             return None
@@ -101,11 +96,8 @@ class ChatTokens:
     def read(
         self, turn_ids: Sequence[int], context_ids: Sequence[int] = ()
     ) -> tuple[str, tuple[ToolCall | MalformedCall, ...]]:
-        """Return a turn's text without special tokens, and its tool calls.
-
-        `context_ids` are the ids before the turn. Some tokenizers need the last of them to decode the turn's first
-        token.
-        """
+        """Return a turn's text without special tokens, and its tool calls. `context_ids` are the ids before the turn.
+        Some tokenizers need the last of them to decode the turn's first token."""
         text = response_text(self._tokenizer, context_ids, turn_ids)
         return text, () if self._calls is None else self._calls.read(turn_ids)
 
@@ -156,10 +148,8 @@ class ChatTokens:
         return all_ids[len(before) :] if all_ids[: len(before)] == before else None
 
     def _num_closed(self, turn_ids: Sequence[int], suffix: Sequence[int]) -> int:
-        """Return the number of leading suffix ids that the turn already ends with.
-
-        A closing token in the turn also counts for the text that the template writes before that token.
-        """
+        """Return the number of leading suffix ids that the turn already ends with. A closing token in the turn also
+        counts for the text that the template writes before that token."""
         turn = list(turn_ids)
         most = min(len(turn), len(suffix))
         overlap = next((k for k in range(most, 0, -1) if turn[-k:] == list(suffix[:k])), 0)
@@ -254,11 +244,8 @@ class ChatTokens:
         return text is not None and text != without
 
     def _with_instructions(self, messages: Sequence[Message]) -> list[Message]:
-        """Return the messages with the tool instructions.
-
-        They are appended to the system message, which is added if missing. If the template does not support system
-        messages, they precede the first message.
-        """
+        """Return the messages with the tool instructions. They are appended to the system message, which is added if
+        missing. If the template does not support system messages, they precede the first message."""
         if not self._instructions:
             return list(messages)
         first, *others = messages

@@ -71,11 +71,7 @@ class JobFolder:
         return Job(**json.loads((self.path / "job.json").read_text(encoding="utf-8")))
 
     def write_verdict(self, verdict: Verdict, cause: str, bad_nodes: Sequence[str] = ()) -> None:
-        """Record the outcome of the attempt.
-
-        Args:
-            bad_nodes: nodes to exclude from later attempts.
-        """
+        """Record the outcome of the attempt. bad_nodes: nodes to exclude from later attempts."""
         if verdict != "stalled":  # a stalled job keeps the cause of its last real attempt
             replace_text(self.path / "cause", f"{cause}\n")
         replace_text(self.verdict, "".join(f"{line}\n" for line in (verdict, cause, *bad_nodes)))

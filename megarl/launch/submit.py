@@ -25,12 +25,8 @@ def launch(
     file: Path, overrides: Sequence[str], request: Request, sweeps: Sequence[str], dry_run: bool
 ) -> Iterator[str]:
     """Check a recipe, write its job files and submit the job. Yield progress lines. Raise UserError before anything is
-    submitted if a check fails.
-
-    Args:
-        sweeps: axes of a sweep as KEY=VALUE,VALUE…. Each combination becomes a run, named after the recipe's run with
-            a number appended.
-    """
+    submitted if a check fails. sweeps: axes of a sweep as KEY=VALUE,VALUE…. Each combination becomes a run, named after
+    the recipe's run with a number appended."""
     points = _points(sweeps)
     configs = [_config(file, [*overrides, *point], request, i if sweeps else None) for i, point in enumerate(points)]
     folder = JobFolder(RunFolder.of(_config(file, overrides, request, None)).path)
@@ -110,11 +106,8 @@ def _smaller(
     request: Request, runs: Sequence[int], on_fewer: Callable[[int, int], Config]
 ) -> dict[int, dict[int, Config]]:
     """Return the configs for fewer nodes, keyed by node count and run number. Only node counts that every run supports
-    are included. Raise UserError if --fewest-nodes is set and no node count qualifies.
-
-    Args:
-        on_fewer: returns the config for a node count and a run number.
-    """
+    are included. Raise UserError if --fewest-nodes is set and no node count qualifies. on_fewer: returns the config for
+    a node count and a run number."""
     if request.fewest is None:
         return {}
     if not 1 <= request.fewest < request.nodes:

@@ -118,11 +118,9 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention:
-    """Sizes of multi-head latent attention.
-
-    Keys and values are projected from a low-rank latent; queries are as well, unless query_rank is None. Each head's
-    query and key have position_dim channels with a rotary embedding and content_dim channels without one.
-    """
+    """Sizes of multi-head latent attention. Keys and values are projected from a low-rank latent; queries are as well,
+    unless query_rank is None. Each head's query and key have position_dim channels with a rotary embedding and
+    content_dim channels without one."""
 
     query_rank: int | None
     kv_rank: int
@@ -146,18 +144,13 @@ def unsupported(model: Mapping[str, Any]) -> list[str]:
 
 
 def weights_dtype(hf_config: Mapping[str, Any]) -> str:
-    """Return the dtype of the checkpoint, such as "bfloat16".
-
-    transformers < 5 calls the key torch_dtype.
-    """
+    """Return the dtype of the checkpoint, such as "bfloat16". transformers < 5 calls the key torch_dtype."""
     return hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32"
 
 
 def rope_parameters(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return rope_type, rope_theta and the parameters for the type.
-
-    transformers < 5 writes these parameters under rope_scaling.
-    """
+    """Return rope_type, rope_theta and the parameters for the type. transformers < 5 writes these parameters under
+    rope_scaling."""
     parameters = model.get("rope_scaling") or model.get("rope_parameters") or {}
     return {
         "rope_theta": model["rope_theta"],
@@ -279,11 +272,8 @@ def _experts(model: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _deepseek_router(model: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the unsupported features of DeepSeek's router.
-
-    DeepSeek scores a group of experts by its two best experts. Megatron instead uses the average number of active
-    experts per selected group, so this number must be two.
-    """
+    """Yield the unsupported features of DeepSeek's router. DeepSeek scores a group of experts by its two best experts.
+    Megatron instead uses the average number of active experts per selected group, so this number must be two."""
     for key, supported in (("norm_topk_prob", True), ("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
         if model.get(key, supported) != supported:
             yield f"{key} {model[key]}"

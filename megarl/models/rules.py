@@ -193,10 +193,8 @@ def engine_sizes_divide_by_tp(key: str, tp: int, hf: Mapping[str, Any]) -> Itera
 
 
 def engine_shards_keep_blocks_whole(config: Config, hf: Mapping[str, Any]) -> Iterator[str]:
-    """Require that the shards of a quantized tensor start and end at block boundaries.
-
-    vLLM rejects shards that split blocks, except in layers that merge several tensors, where it uses incorrect scales.
-    """
+    """Require that the shards of a quantized tensor start and end at block boundaries. vLLM rejects shards that split
+    blocks, except in layers that merge several tensors, where it uses incorrect scales."""
     tp = config.rollout.tp
     if config.rollout.quantization is None or tp not in _engine_sizes(hf):
         return
@@ -218,9 +216,7 @@ def engine_shards_keep_blocks_whole(config: Config, hf: Mapping[str, Any]) -> It
 
 def _split_blocks(hf: Mapping[str, Any], tp: int, whole_experts: bool) -> dict[str, int]:
     """Return the sizes of an engine rank's quantized shards that are not whole blocks: description -> rows or columns.
-
-    Only shards that are split between ranks or merged with others count.
-    """
+    Only shards that are split between ranks or merged with others count."""
     return {name: size for name, size in _shard_sizes(hf, tp, whole_experts).items() if size % FP8_BLOCK}
 
 

@@ -48,11 +48,8 @@ def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], *, skip_speci
 
 
 def load_decoder(folder: Path) -> Callable[[tuple[int, ...]], str]:
-    """Return a function that decodes token ids, including special tokens.
-
-    If the folder has a tokenizer.json, the tokenizers library is used directly; it imports a second faster than
-    transformers.
-    """
+    """Return a function that decodes token ids, including special tokens. If the folder has a tokenizer.json, the
+    tokenizers library is used directly; it imports a second faster than transformers."""
     if (folder / "tokenizer.json").exists():
         from tokenizers import Tokenizer
 
@@ -63,10 +60,8 @@ def load_decoder(folder: Path) -> Callable[[tuple[int, ...]], str]:
 
 
 def response_text(tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int], response_ids: Sequence[int]) -> str:
-    """Return the text that the response adds to the prompt, without special tokens.
-
-    An incomplete character at the end is dropped.
-    """
+    """Return the text that the response adds to the prompt, without special tokens. An incomplete character at the end
+    is dropped."""
     context = list(prompt_ids[-CONTEXT:])
 
     def text_of(ids: Sequence[int]) -> str:

@@ -89,13 +89,9 @@ class Cluster:
         return -(-self.num_gpus // self.gpus_per_node)
 
     def link_bytes_per_second(self, ranks: int, stride: int = 1) -> float:
-        """Return the bandwidth of each rank in a process group, in bytes per second.
-
-        A ring over several nodes leaves each node once and uses the network cards of all its ranks on that node.
-
-        Args:
-            stride: distance between neighboring ranks of the group.
-        """
+        """Return the bandwidth of each rank in a process group, in bytes per second. A ring over several nodes leaves
+        each node once and uses the network cards of all its ranks on that node. stride: distance between neighboring
+        ranks of the group."""
         if ranks * stride <= self.gpus_per_node:
             return LINK_SHARE * 1e9 * self.gpu.nvlink_gb_s
         members = max(1, self.gpus_per_node // stride)

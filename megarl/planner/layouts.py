@@ -90,10 +90,8 @@ class Sizes:
 def training_layouts(
     config: Config, model: ModelParameters, sizes: Sizes, num_gpus: int, memory_bytes: float
 ) -> Iterator[Layout]:
-    """Yield the layouts for `num_gpus` GPUs in which the weights and gradients alone may fit.
-
-    Layout rules are not checked here because they need the full recipe. Use `broken_rules` to check them.
-    """
+    """Yield the layouts for `num_gpus` GPUs in which the weights and gradients alone may fit. Layout rules are not
+    checked here because they need the full recipe. Use `broken_rules` to check them."""
     context = config.context_of(config.actor)[1]
     for tp in sizes.tp:
         if num_gpus % tp:
@@ -142,10 +140,8 @@ def _may_fit(model: ModelParameters, tp: int, pp: int, expert_ranks: int, memory
 
 
 def _stages(num_layers: int, pp: int) -> int | None:
-    """Return the number of layers in the last pipeline stage.
-
-    Return 0 if the layers can be split evenly, and None if the earlier stages leave no layers for the last one.
-    """
+    """Return the number of layers in the last pipeline stage. Return 0 if the layers can be split evenly, and None if
+    the earlier stages leave no layers for the last one."""
     per_stage = -(-num_layers // pp)
     last = num_layers - (pp - 1) * per_stage
     if num_layers % pp == 0:

@@ -21,10 +21,8 @@ from megarl.planner.workload import Workload
 
 
 def phase_loads(config: Config, models: Models, workload: Workload, cluster: Cluster) -> list[Load]:
-    """Return the memory load of the fullest GPU in each phase, in the order in which a step runs the phases.
-
-    Besides the model that computes, the GPU is assumed to hold the largest rank of every model that shares its devices.
-    """
+    """Return the memory load of the fullest GPU in each phase, in the order in which a step runs the phases. Besides
+    the model that computes, the GPU is assumed to hold the largest rank of every model that shares its devices."""
     stages: dict[Role, list[tuple[RankMemory, int]]] = {}
     states: dict[Role, list[dict[str, float]]] = {}
     for role, model in models.trained.items():
@@ -74,11 +72,8 @@ def _states(settings: Trained, memory: RankMemory) -> dict[str, float]:
 
 
 def optimizer_share_in_host(settings: Trained, memory: RankMemory) -> float:
-    """Return the fraction of the optimizer state that Megatron stores and updates in host memory.
-
-    The fraction is set in megatron_overrides.optimizer. Main weights are offloaded only if
-    use_precision_aware_optimizer is set.
-    """
+    """Return the fraction of the optimizer state that Megatron stores and updates in host memory. The fraction is set
+    in megatron_overrides.optimizer. Main weights are offloaded only if use_precision_aware_optimizer is set."""
     overrides = settings.megatron_overrides.optimizer
     if not overrides.get("optimizer_cpu_offload"):
         return 0.0
@@ -162,11 +157,8 @@ def _training(
 def _engine(
     config: Config, models: Models, states: Mapping[Role, list[dict[str, float]]], cluster: Cluster
 ) -> list[Load]:
-    """Return the memory loads of the phases in which the engine is awake.
-
-    Colocated engines share GPUs with the actor's ranks, so the result contains loads for each pipeline stage of the
-    actor.
-    """
+    """Return the memory loads of the phases in which the engine is awake. Colocated engines share GPUs with the actor's
+    ranks, so the result contains loads for each pipeline stage of the actor."""
     actor = models.actor
     weights = actor.engine_bytes(config)
     awake = staging_parts(config, weights, cluster.gpus_per_node) | _reward(config, models, ENGINE)
@@ -199,10 +191,8 @@ def _fullest(loads: list[Load]) -> list[Load]:
 
 
 def overfull(loads: Sequence[Load], cluster: Cluster) -> Load | None:
-    """Return the load of the first phase that does not fit, or None if all phases fit.
-
-    Only the first is returned because its fix may also help the later phases.
-    """
+    """Return the load of the first phase that does not fit, or None if all phases fit. Only the first is returned
+    because its fix may also help the later phases."""
     return next((load for load in loads if load.total > cluster.memory_bytes), None)
 
 
@@ -215,12 +205,9 @@ def refusal(load: Load, cluster: Cluster) -> str:
 
 
 def host_parts(config: Config, models: Models, workload: Workload, cluster: Cluster) -> dict[str, float]:
-    """Return the bytes in a node's host memory, keyed by purpose.
-
-    The host stores offloaded states, optimizer states that are updated on the CPU, the reference model's weights, the
-    copy for background saves, the weights of sleeping engines, and the samples of a step. Every rank on the node is
-    assumed to need as much as the largest rank.
-    """
+    """Return the bytes in a node's host memory, keyed by purpose. The host stores offloaded states, optimizer states
+    that are updated on the CPU, the reference model's weights, the copy for background saves, the weights of sleeping
+    engines, and the samples of a step. Every rank on the node is assumed to need as much as the largest rank."""
     ranks = min(cluster.num_gpus, cluster.gpus_per_node)
     parts: dict[str, float] = {}
     for role, model in models.trained.items():

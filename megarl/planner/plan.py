@@ -178,10 +178,8 @@ def _config_json(key: str, path: str, revision: str | None = None) -> dict[str, 
 
 
 def _nothing_fits(result: SearchResult, models: Models, cluster: Cluster) -> str:
-    """Return the error message for a search that found no plan.
-
-    The message describes why the nearest layout does not fit, or the minimum memory if no valid layout exists.
-    """
+    """Return the error message for a search that found no plan. The message describes why the nearest layout does not
+    fit, or the minimum memory if no valid layout exists."""
     if result.nearest is not None:
         layout = result.nearest.config.actor.layout
         sizes = ", ".join(f"{name}={size}" for name, size in describe_layout(layout.model_dump()).items())

@@ -47,11 +47,8 @@ def table(planned: Planned) -> str:
 
 
 def simulated_table(runs: Mapping[int, Simulated]) -> str:
-    """Return a table that compares simulated runs.
-
-    Args:
-        runs: the simulated run for each value of rollout.max_staleness. The value 0 must be present.
-    """
+    """Return a table that compares simulated runs. runs: the simulated run for each value of rollout.max_staleness. The
+    value 0 must be present."""
     synchronous = runs[0].step_seconds
     lines = [
         "simulated, by rollout.max_staleness:",

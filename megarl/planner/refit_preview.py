@@ -22,12 +22,9 @@ from megarl.resharding.planning.preview import plan_figures, read_speeds
 
 
 def preview_refit(config: Config, ranks_per_node: int, bandwidth: str) -> Figures:
-    """Return the figures for the plan that copies the actor's weights into the recipe's engines.
-
-    Ranks run on the GPUs that the recipe's placement assigns to them. Each node has ranks_per_node consecutive GPUs.
-    Raise a UserError if the recipe has no engines, or its model is incompatible with the recipe or is not on this
-    machine.
-    """
+    """Return the figures for the plan that copies the actor's weights into the recipe's engines. Ranks run on the GPUs
+    that the recipe's placement assigns to them. Each node has ranks_per_node consecutive GPUs. Raise a UserError if the
+    recipe has no engines, or its model is incompatible with the recipe or is not on this machine."""
     if config.is_offline:
         raise UserError(
             f"data.format={config.data.format}: the recipe has no engines, so there is no refit. Fix: use a recipe "

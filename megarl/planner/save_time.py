@@ -27,10 +27,8 @@ class SaveTime:
 
 
 def save_time(config: Config, models: Models, cluster: Cluster) -> SaveTime | None:
-    """Return the time of a checkpoint save, or None if the recipe saves no checkpoints.
-
-    All ranks write their own ranges concurrently. Every rank on a node is assumed to write as much as the largest rank.
-    """
+    """Return the time of a checkpoint save, or None if the recipe saves no checkpoints. All ranks write their own
+    ranges concurrently. Every rank on a node is assumed to write as much as the largest rank."""
     if not config.checkpoint.may_be_saved:
         return None
     sizes = {role: most_saved(config, config.placed(role).layout, model) for role, model in models.trained.items()}

@@ -47,10 +47,8 @@ class SearchResult:
 def search(
     config: Config, hf_config: Mapping[str, Any], models: Models, workload: Workload, cluster: Cluster
 ) -> SearchResult:
-    """Search for combinations of training layout and engine layout that fit.
-
-    All trained models use the actor's layout. A reward model keeps its own layout.
-    """
+    """Search for combinations of training layout and engine layout that fit. All trained models use the actor's layout.
+    A reward model keeps its own layout."""
     sizes = Sizes(config, hf_config, models.actor, cluster)
     trained: list[StepPlan] = []
     nearest: StepPlan | None = None
@@ -78,11 +76,8 @@ def search(
 
 
 def _trainer_gpus(config: Config, cluster: Cluster) -> list[int]:
-    """Return the GPU counts to try for each trained model.
-
-    Colocated models use all GPUs. Otherwise the trained models together use one quarter, one half or three quarters of
-    the GPUs. On several nodes, each model uses whole nodes.
-    """
+    """Return the GPU counts to try for each trained model. Colocated models use all GPUs. Otherwise the trained models
+    together use one quarter, one half or three quarters of the GPUs. On several nodes, each model uses whole nodes."""
     if config.is_colocated or config.is_offline:
         return [cluster.num_gpus // (1 if config.is_colocated else len(config.all_trained))]
     unit = cluster.gpus_per_node if cluster.num_nodes > 1 else 1
@@ -101,10 +96,8 @@ def _training_plan(
     cluster: Cluster,
     layout: Layout,
 ) -> StepPlan | None:
-    """Return the plan for a layout with the least activation recomputation that fits during training.
-
-    If no plan fits, return the plan with full recomputation. If the layout breaks a rule, return None.
-    """
+    """Return the plan for a layout with the least activation recomputation that fits during training. If no plan fits,
+    return the plan with full recomputation. If the layout breaks a rule, return None."""
     budget = _budget(config, layout)
     best = None
     for recompute in RECOMPUTE:

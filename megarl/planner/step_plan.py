@@ -101,10 +101,8 @@ class StepTimes:
 
     def overlapped(self, is_colocated: bool) -> float | None:
         """Return the minimum duration of a step in seconds if rollout and training overlap, or None for offline data.
-
         On separate devices, the slower of rollout and training determines the duration, as in one-step-off training. On
-        shared GPUs, the overlap only saves the time in which engines wait for the last responses.
-        """
+        shared GPUs, the overlap only saves the time in which engines wait for the last responses."""
         if self.rollout is None or self.refit is None:
             return None
         training = self.training_seconds

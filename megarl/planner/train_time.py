@@ -189,10 +189,8 @@ def _layers(
 
 
 def _replica_groups(layout: Layout, held: RankParameters, num_bytes: int) -> list[tuple[float, int, int]]:
-    """Return (bytes that a rank sends, number of ranks, stride) for each of two process groups.
-
-    Dense parameters are reduced over all replicas, expert parameters over the ranks that hold the same experts.
-    """
+    """Return (bytes that a rank sends, number of ranks, stride) for each of two process groups. Dense parameters are
+    reduced over all replicas, expert parameters over the ranks that hold the same experts."""
     ranks = layout.tp * layout.cp * layout.dp
     groups = (
         (held.trained - held.trained_experts, layout.cp * layout.dp, layout.tp),
@@ -202,12 +200,9 @@ def _replica_groups(layout: Layout, held: RankParameters, num_bytes: int) -> lis
 
 
 def _optimizer(layout: Layout, held: RankParameters, cluster: Cluster, host_share: float) -> float:
-    """Return the duration of an Adam step in seconds.
-
-    On the GPU, the step reads and writes 30 bytes for each parameter in the rank's shard. For the part of the optimizer
-    state in host memory, gradients are copied over PCIe, the CPU reads and writes 28 bytes per parameter, and the
-    updated weights are copied back.
-    """
+    """Return the duration of an Adam step in seconds. On the GPU, the step reads and writes 30 bytes for each parameter
+    in the rank's shard. For the part of the optimizer state in host memory, gradients are copied over PCIe, the CPU
+    reads and writes 28 bytes per parameter, and the updated weights are copied back."""
     ranks = layout.tp * layout.cp * layout.dp
     share = (held.trained - held.trained_experts) / (layout.dp * layout.cp)
     share += held.trained_experts * layout.expert_tp * layout.ep / ranks

@@ -20,10 +20,7 @@ MICROSECONDS = 1e6
 
 def write(run: Path, out: Path | None = None) -> Path:
     """Write a trace that covers all attempts of a run, and return its path. Raise a UserError if the run has no trace.
-
-    Args:
-        out: file to write. Default: trace.json in the run folder.
-    """
+    out: file to write. Default: trace.json in the run folder."""
     attempts = {
         number: spans for number, logs in numbered(run / "logs", ATTEMPT).items() if (spans := read_spans(logs / FILE))
     }

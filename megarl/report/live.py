@@ -55,11 +55,7 @@ class LiveReport:
 @contextmanager
 def serve(folder: Path, port: int = 0) -> Iterator[tuple[str, Callable[[], None]]]:
     """Yield the report's URL and a function that serves requests until it is interrupted. Raise a UserError if `folder`
-    is not a run folder.
-
-    Args:
-        port: port number, or 0 for any free port.
-    """
+    is not a run folder. port: port number, or 0 for any free port."""
     report, token = LiveReport(folder), secrets.token_urlsafe(16)
     with ThreadingHTTPServer((HOST, port), _handler(report, token)) as server:
         yield f"http://{HOST}:{server.server_address[1]}/{token}/", server.serve_forever

@@ -54,13 +54,8 @@ SCRIPTS = ("tokens.js", "page.js")
 
 
 def render(run: Contents, state: str | None = None) -> str:
-    """Return the report page as HTML.
-
-    The page loads no external resources, and its content security policy allows only its own scripts.
-
-    Args:
-        state: fingerprint for a live page, which polls the server for changes. None for a static page.
-    """
+    """Return the report page as HTML. The page loads no external resources, and its content security policy allows only
+    its own scripts. state: fingerprint for a live page, which polls the server for changes. None for a static page."""
     is_live = state is not None
     script = "".join(map(resource, (*SCRIPTS, "live.js") if is_live else SCRIPTS))
     digest = hashlib.sha256(script.encode()).digest()

@@ -21,10 +21,8 @@ INSTALL = (
 
 
 async def find_provider(limits: schema.Sandbox, deadline_s: float | None = None) -> Provider:
-    """Return a provider whose sandboxes work on this machine. Raise UserError if there is none.
-
-    `deadline_s` is the default lifetime of a sandbox, in seconds.
-    """
+    """Return a provider whose sandboxes work on this machine. Raise UserError if there is none. `deadline_s` is the
+    default lifetime of a sandbox, in seconds."""
     reasons = []
     for provider in _candidates(limits, deadline_s):
         try:
@@ -47,10 +45,8 @@ async def find_provider(limits: schema.Sandbox, deadline_s: float | None = None)
 
 
 def _candidates(limits: schema.Sandbox, deadline_s: float | None) -> list[Provider]:
-    """Return the providers that the config allows, best first.
-
-    Root stays root in a sandbox only if it cannot switch to a different user, as in containers with a single user.
-    """
+    """Return the providers that the config allows, best first. Root stays root in a sandbox only if it cannot switch to
+    a different user, as in containers with a single user."""
     first = Bubblewrap(limits, deadline_s)
     bubblewrap = [first, Bubblewrap(limits, deadline_s, drops_root=False)] if first.drops_root else [first]
     apptainer = [Apptainer(limits, deadline_s)]

@@ -79,11 +79,8 @@ class Finished:
 
 
 class Sandbox:
-    """A running sandbox.
-
-    Programs run one at a time. Files persist between them, processes do not. Concurrent calls are serialized. After a
-    call fails or is cancelled, the sandbox can no longer be used.
-    """
+    """A running sandbox. Programs run one at a time. Files persist between them, processes do not. Concurrent calls are
+    serialized. After a call fails or is cancelled, the sandbox can no longer be used."""
 
     def __init__(self, command: Command, limits: schema.Sandbox, python: str, deadline_s: float | None):
         """python: path of the interpreter for programs. deadline_s: the sandbox's lifetime in seconds."""
@@ -147,10 +144,8 @@ class Sandbox:
         return max(0.0, self._deadline - asyncio.get_running_loop().time())
 
     async def upload(self, name: str, content: bytes | str) -> None:
-        """Write a file at an absolute path or relative to the programs' working directory.
-
-        Raise OSError if there is no space or the path is invalid.
-        """
+        """Write a file at an absolute path or relative to the programs' working directory. Raise OSError if there is no
+        space or the path is invalid."""
         data = content.encode("utf-8", "replace") if isinstance(content, str) else content
         [reason] = await self._call([b"write", name.encode(), data], ANSWER_S)
         if reason:

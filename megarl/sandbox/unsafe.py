@@ -11,11 +11,9 @@ from megarl.sandbox.sandbox import Command
 
 
 class Unsafe(Provider):
-    """Runs programs as ordinary processes of this user, with access to the network and all of the user's files.
-
-    Limits other than those on files and processes are enforced. A program's processes are killed with it, but a program
-    can evade this. Each sandbox has its own folder, but programs are not confined to it.
-    """
+    """Runs programs as ordinary processes of this user, with access to the network and all of the user's files. Limits
+    other than those on files and processes are enforced. A program's processes are killed with it, but a program can
+    evade this. Each sandbox has its own folder, but programs are not confined to it."""
 
     name = "unsafe"
 

@@ -105,11 +105,7 @@ def disk(name: str, folder: Path) -> Finding:
 
 
 def ports(local_range: str, listening: bool) -> Finding:
-    """Check the range of ephemeral ports.
-
-    Args:
-        local_range: contents of the kernel file ip_local_port_range.
-    """
+    """Check the range of ephemeral ports. local_range: contents of the kernel file ip_local_port_range."""
     if not listening:
         fix = "allow programs to listen on ports (a sandbox or firewall may forbid it)"
         return Finding("ports", "problem", "cannot listen on any port", "", fix)
