@@ -16,7 +16,7 @@ from megarl.core.metrics import Metric, merge, values
 from megarl.core.timing import ElapsedTime
 from megarl.data.prompts import PromptSet
 from megarl.models.folder import model_paths
-from megarl.report.early_end import early_end
+from megarl.report import early_end
 from megarl.run.beginning import find_model_paths
 from megarl.run.context import RunContext, exit_status
 from megarl.run.preflight import preflight

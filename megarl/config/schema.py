@@ -16,7 +16,7 @@ from megarl.config.algorithm_schema import Algorithm
 from megarl.config.data_schema import Data
 from megarl.config.evaluation_schema import Evaluation
 from megarl.config.fields import EnvironmentClass, RewardFunction, Section, Text
-from megarl.config.logprob_check_schema import LogprobCheck, Tolerance
+from megarl.config.logprob_check_schema import ROUNDING, THRESHOLD, LogprobCheck, Tolerance
 from megarl.config.model_schema import (
     Actor,
     Critic,
@@ -315,23 +315,29 @@ class Config(Section):
 
     @property
     def precision(self) -> str:
-        """The engines' precision, which determines how closely they can match the trainer."""
+        """The engines' precision, which determines how closely they can match the trainer. It is a key of ROUNDING."""
         return self.rollout.quantization or self.model.dtype
 
     @property
     def tolerance(self) -> Tolerance:
         """The tolerated difference between the engine's and the trainer's log-prob for a token."""
-        return self.logprob_check.tolerance(self.precision)
+        check = self.logprob_check
+        threshold = THRESHOLD * ROUNDING[self.precision] if check.threshold is None else check.threshold
+        return Tolerance(threshold, check.mask if check.action == "mask" else None)
 
     @property
     def agreement_limit(self) -> float | None:
-        """The maximum mean log-prob difference in a step; None for no limit."""
-        return self.logprob_check.limit_of(self.precision, self.rollout.max_staleness)
+        """The maximum mean log-prob difference in a step. None if no limit is set and samples may be stale, since stale
+        samples differ by more than rounding."""
+        limit = self.logprob_check.limit
+        return limit if limit is not None or self.rollout.max_staleness else ROUNDING[self.precision]
 
     @property
     def canary_limit(self) -> float:
-        """The maximum mean log-prob difference on canary prompts, which are never stale."""
-        return self.logprob_check.canary_limit_of(self.precision, self.rollout.max_staleness)
+        """The maximum mean log-prob difference on canary prompts. Their samples are never stale, so a limit set for
+        stale samples does not apply."""
+        limit = self.logprob_check.limit
+        return ROUNDING[self.precision] if limit is None or self.rollout.max_staleness else limit
 
     @overload
     def placed(self, role: Role) -> Trained: ...

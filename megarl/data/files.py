@@ -76,7 +76,7 @@ def file_rows(
 
 def message_rows(path: Path, messages_column: str) -> Iterator[MessageRow]:
     """Yield the conversations in a file, after the same checks as in `file_rows`."""
-    column = Column("data.messages_column", messages_column, MESSAGES_TYPE, _is_conversation)
+    column = Column("data.messages_column", messages_column, MESSAGES_TYPE, _is_messages)
     for number, [messages] in _values(path, (column,)):
         yield MessageRow(number, as_messages(_plain(messages), "user"))
 
@@ -107,7 +107,7 @@ def label_rows(path: Path, prompt_column: str, steps_column: str, labels_column:
 
 
 def _text(kind: str, name: str) -> Column:
-    return Column(f"data.{kind}_column", name, PROMPT_TYPE, _is_text)
+    return Column(f"data.{kind}_column", name, PROMPT_TYPE, lambda value: isinstance(value, str) or _is_messages(value))
 
 
 def _values(path: Path, columns: Sequence[Column]) -> Iterator[tuple[int, list[Any]]]:
@@ -201,11 +201,7 @@ def _require_columns(record: Record, columns: Sequence[Column], place: str) -> N
             )
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) or _is_conversation(value)
-
-
-def _is_conversation(value: Any) -> bool:
+def _is_messages(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(_is_message(entry) for entry in value)
 
 

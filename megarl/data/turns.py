@@ -127,7 +127,9 @@ class ChatTokens:
 
     def _suffix(self, messages: Sequence[Message], for_answer: bool = True) -> list[int] | None:
         """Return the ids that the template writes after an assistant turn; None if it rejects the messages."""
-        sentinel = _unused(SENTINEL, (messages, self._template_tools))
+        sentinel = SENTINEL
+        while sentinel in str((messages, self._template_tools)):
+            sentinel += "x"
         text, _ = self._render([USER, {"role": "assistant", "content": sentinel}, *messages], for_answer)
         if text is not None and sentinel in text:
             return self._after(text, text.index(sentinel) + len(sentinel))
@@ -222,7 +224,10 @@ class ChatTokens:
         if not tools:
             return name or "tagged"
         known = format_of(self._tokenizer.get_chat_template(None, [dict(tool) for tool in tools]))
-        has_place = self._has_place_for(tools)
+        without, _ = self._render([USER])
+        self._template_tools = [dict(tool) for tool in tools]
+        text, _ = self._render([USER])
+        has_place = text is not None and text != without
         if name is None and has_place and known is None:
             raise UserError(
                 f"{self._key}.tool_format=null: the model's chat template writes tool calls in an unknown format. Fix: "
@@ -230,18 +235,9 @@ class ChatTokens:
                 f"the model was trained on: {', '.join(name for name in FORMATS if name != 'tagged')}"
             )
         name = name or known or "tagged"
-        if has_place and name != "tagged":
-            self._template_tools = [dict(tool) for tool in tools]
-        else:
-            self._instructions = instructions(tools, name)
+        if not has_place or name == "tagged":
+            self._template_tools, self._instructions = None, instructions(tools, name)
         return name
-
-    def _has_place_for(self, tools: Sequence[Mapping[str, Any]]) -> bool:
-        without, _ = self._render([USER])
-        self._template_tools = [dict(tool) for tool in tools]
-        text, _ = self._render([USER])
-        self._template_tools = None
-        return text is not None and text != without
 
     def _with_instructions(self, messages: Sequence[Message]) -> list[Message]:
         """Return the messages with the tool instructions. They are appended to the system message, which is added if
@@ -274,11 +270,3 @@ def _calls_before(messages: Sequence[Message], argument: str) -> list[list[dict[
 
     forms = ({"a": argument}, f'{{"a": "{argument}"}}') if answers else ()
     return [[call(answer, arguments) for answer in answers] for arguments in forms]
-
-
-def _unused(word: str, where: Any) -> str:
-    """Return the word, extended by letters until it does not occur in `where`."""
-    text = str(where)
-    while word in text:
-        word += "x"
-    return word

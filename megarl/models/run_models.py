@@ -48,7 +48,6 @@ class ModelFolders:
 
     @property
     def experts(self) -> Experts | None:
-        """The experts in the actor's model; None for a dense model."""
         return experts(completed(self.hf_config))
 
     def trained(self, config: Config) -> dict[Role, dict[str, Any]]:
@@ -133,7 +132,6 @@ def _announce_untrained_parts(folders: ModelFolders) -> None:
 
 
 def _critic(config: Config, actor: Path, hf_config: Mapping[str, Any]) -> Path | None:
-    """Return the critic's folder: critic.path or, by default, the actor's folder."""
     if not config.has_critic:
         return None
     folder = actor if config.critic.path is None else resolve(config.critic.path, key="critic.path")
@@ -171,7 +169,6 @@ def _check_input_format(config: Config, folder: Path) -> None:
 
 
 def _implicit_reward(config: Config, actor: Path, hf_config: Mapping[str, Any]) -> Path | None:
-    """Return the implicit reward model's folder: implicit_reward.path or, by default, the actor's folder."""
     path = config.implicit_reward.path
     if not config.has_implicit_reward:
         return None

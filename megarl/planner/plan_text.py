@@ -14,9 +14,8 @@ from megarl.config.schema import Config
 from megarl.core.files import write_new_file
 from megarl.planner.hardware import GIB, STORAGE_GB_S
 from megarl.planner.plan import Planned, describe_layout
-from megarl.planner.save_time import SaveTime
 from megarl.planner.simulation import Simulated
-from megarl.planner.step_plan import StepPlan, StepTimes, host_memory
+from megarl.planner.step_plan import SaveTime, StepPlan, StepTimes, host_memory
 from megarl.resharding.planning.preview import show_bytes
 
 SHOWN = 5
@@ -138,7 +137,7 @@ def _details(plan: StepPlan, used: int) -> list[tuple[str, str]]:
         *(("", f"{load.phase}: {load.arithmetic}") for load in plan.loads),
         ("host", _host(plan)),
         ("time", f"{times.seconds:.1f} s per step{dtype_note}:"),
-        *(("", line) for line in time_lines(times)),
+        *(("", f"{phase} {seconds:.1f} s{_bound(times, phase)}") for phase, seconds in times.phases.items()),
     ]
     if times.rollout is not None:
         capacity = f"{times.rollout.concurrent:,} per engine at once, {times.rollout.guaranteed:,} at maximum length"
@@ -157,12 +156,8 @@ def _details(plan: StepPlan, used: int) -> list[tuple[str, str]]:
     return rows
 
 
-def time_lines(times: StepTimes) -> list[str]:
-    bounds = times.bounds
-    return [
-        f"{phase} {seconds:.1f} s" + (f", mostly {bounds[phase]}" if phase in bounds else "")
-        for phase, seconds in times.phases.items()
-    ]
+def _bound(times: StepTimes, phase: str) -> str:
+    return f", mostly {times.bounds[phase]}" if phase in times.bounds else ""
 
 
 def _save(save: SaveTime, in_background: bool) -> str:

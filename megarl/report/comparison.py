@@ -37,7 +37,7 @@ def write(folders: Sequence[Path]) -> Path:
 
 def render(runs: Sequence[Contents], folders: Sequence[str]) -> str:
     """Return the comparison page as HTML. The page has no scripts and loads no external resources."""
-    names = labels([run.name for run in runs], folders)
+    names, figures = labels([run.name for run in runs], folders), [dict(summary(run)) for run in runs]
     configs = [dict(leaves(yaml.safe_load(run.config_text) or {})) for run in runs]
     differences = list(_differences(configs))
     count = {0: "No keys differ.", 1: "One key differs."}.get(len(differences), f"{len(differences)} keys differ.")
@@ -45,7 +45,7 @@ def render(runs: Sequence[Contents], folders: Sequence[str]) -> str:
         title=escape(" and ".join(names)),
         subtitle=escape(" · ".join(folders)),
         style=resource("page.css"),
-        figures=_table(names, _figures(runs)),
+        figures=_table(names, ((label, [column[label] for column in figures]) for label in figures[0])),
         config_note=count,
         differences=_table(names, differences) if differences else "",
         charts=_charts(runs, names),
@@ -58,12 +58,6 @@ def labels(names: Sequence[str], folders: Sequence[str]) -> list[str]:
     else the folder paths."""
     candidates = (names, [Path(folder).resolve().name for folder in folders], folders)
     return list(next((candidate for candidate in candidates if len(set(candidate)) == len(candidate)), folders))
-
-
-def _figures(runs: Sequence[Contents]) -> Iterator[tuple[str, list[str]]]:
-    columns = [dict(summary(run)) for run in runs]
-    for label in columns[0]:
-        yield label, [column[label] for column in columns]
 
 
 def _differences(configs: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[str]]]:
