@@ -130,48 +130,24 @@ KEY_REQUIREMENTS = (
             *(f"critic.{name}" for name in Critic.model_fields if name != "shared_backbone"),
         ),
     ),
-    KeyRequirement(
-        "algorithm.correction.old=trainer",
-        lambda config: config.algorithm.correction.old == "trainer",
-        {"algorithm.correction.weight": None, "algorithm.correction.mask": None},
+    _if_equal(
+        "algorithm.correction.old=trainer", {"algorithm.correction.weight": None, "algorithm.correction.mask": None}
     ),
-    KeyRequirement(
-        "algorithm.correction.weight=token",
-        lambda config: config.algorithm.correction.weight is not None,
-        ("algorithm.correction.weight_limit", "algorithm.correction.weight_floor"),
+    _if_set(
+        "algorithm.correction.weight=token", ("algorithm.correction.weight_limit", "algorithm.correction.weight_floor")
     ),
-    KeyRequirement(
-        "algorithm.correction.mask=token",
-        lambda config: config.algorithm.correction.mask is not None,
-        ("algorithm.correction.mask_low", "algorithm.correction.mask_high"),
-    ),
+    _if_set("algorithm.correction.mask=token", ("algorithm.correction.mask_low", "algorithm.correction.mask_high")),
     _if_set("algorithm.kl.coefficient=0.001", {"algorithm.kl.adaptive_target": None}),
-    KeyRequirement(
-        "algorithm.kl.adaptive_target=0.1",
-        lambda config: config.algorithm.kl.adaptive_target is not None,
-        ("algorithm.kl.adaptive_horizon",),
-    ),
+    _if_set("algorithm.kl.adaptive_target=0.1", ("algorithm.kl.adaptive_horizon",)),
     KeyRequirement(
         "algorithm.kl.coefficient=0.001", lambda config: config.has_reference, {"algorithm.kl.renew_steps": None}
     ),
-    KeyRequirement(
-        "algorithm.kl.renew_steps=1",
-        lambda config: config.algorithm.kl.renew_steps is not None,
-        {"algorithm.kl.renew_share": 1.0},
-    ),
-    KeyRequirement(
-        "algorithm.trust_region.kl_limit=0.01",
-        lambda config: config.algorithm.trust_region.kl_limit is not None,
-        ("algorithm.trust_region",),
-    ),
+    _if_set("algorithm.kl.renew_steps=1", {"algorithm.kl.renew_share": 1.0}),
+    _if_set("algorithm.trust_region.kl_limit=0.01", ("algorithm.trust_region",)),
     *(requirement for section in ("actor", "critic", "implicit_reward") for requirement in _schedule(section)),
     KeyRequirement("actor.lora.rank=16", lambda config: config.actor.adapters is not None, ("actor.lora",)),
     _if_set("reward_model.path=PATH", ("reward_model",)),
-    KeyRequirement(
-        "reward_model.engine=megatron",
-        lambda config: config.reward_model.engine == "megatron",
-        {"reward_model.offload": []},
-    ),
+    _if_equal("reward_model.engine=megatron", {"reward_model.offload": []}),
     KeyRequirement(
         "reward_model.input_format=question", lambda config: config.reward_model.judges, ("reward_model.judge",)
     ),
@@ -198,16 +174,8 @@ KEY_REQUIREMENTS = (
     KeyRequirement(
         "sandbox.provider=apptainer", lambda config: config.sandbox.provider != "bubblewrap", {"sandbox.image": None}
     ),
-    KeyRequirement(
-        "evaluation.sets=[{name: NAME}]",
-        lambda config: bool(config.evaluation.sets),
-        ("evaluation.every_steps", "evaluation.at_start", "evaluation.at_end"),
-    ),
-    KeyRequirement(
-        "evaluation.best.metric=METRIC",
-        lambda config: config.evaluation.best.metric is not None,
-        ("evaluation.best.mode",),
-    ),
+    _if_set("evaluation.sets=[{name: NAME}]", ("evaluation.every_steps", "evaluation.at_start", "evaluation.at_end")),
+    _if_set("evaluation.best.metric=METRIC", ("evaluation.best.mode",)),
     KeyRequirement("batch.epochs=2", lambda config: config.batch.epochs > 1, ("batch.epochs_kl_limit",)),
     KeyRequirement(
         "data.source=reasoning_gym:TASK",
