@@ -180,8 +180,7 @@ app.command()(node)
 @app.command()
 def reshard(
     file: Annotated[
-        Path | None,
-        typer.Argument(metavar="FILE", help="Recipe, instead of --model, --from and --to."),
+        Path | None, typer.Argument(metavar="FILE", help="Recipe, instead of --model, --from and --to.")
     ] = None,
     overrides: Overrides = None,
     model: Annotated[

@@ -143,9 +143,7 @@ RENAMED = {
 }
 """Former key -> current key."""
 
-REMOVED = {
-    "rollout.refit_delta": "a refit sends all weights",
-}
+REMOVED = {"rollout.refit_delta": "a refit sends all weights"}
 """Removed keys -> the reason."""
 
 

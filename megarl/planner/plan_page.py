@@ -19,8 +19,8 @@ from megarl.planner.hardware import GIB, Cluster
 from megarl.planner.plan import Planned
 from megarl.planner.plan_text import table
 from megarl.planner.step_plan import StepPlan
-from megarl.report.page import figure, resource
-from megarl.report.plots import PALETTE, SERIES, STYLE, as_svg
+from megarl.report.page import resource
+from megarl.report.plots import PALETTE, SERIES, STYLE, as_svg, figure
 from megarl.resharding.families.megatron import Coordinates
 
 WIDTH = 10.4

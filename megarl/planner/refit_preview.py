@@ -10,12 +10,7 @@ from megarl.config.schema import Config
 from megarl.core.errors import UserError
 from megarl.models.folder import ModelNotLocal, read_local_config
 from megarl.models.rules import check_model
-from megarl.resharding.families import (
-    megatron_holders,
-    quantized_destinations,
-    quantized_sources,
-    vllm_holders,
-)
+from megarl.resharding.families import megatron_holders, quantized_destinations, quantized_sources, vllm_holders
 from megarl.resharding.piece import Holder
 from megarl.resharding.planning.figures import Figures
 from megarl.resharding.planning.preview import plan_figures, read_speeds

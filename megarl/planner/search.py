@@ -89,12 +89,7 @@ def _trainer_gpus(config: Config, cluster: Cluster) -> list[int]:
 
 
 def _training_plan(
-    config: Config,
-    hf_config: Mapping[str, Any],
-    models: Models,
-    workload: Workload,
-    cluster: Cluster,
-    layout: Layout,
+    config: Config, hf_config: Mapping[str, Any], models: Models, workload: Workload, cluster: Cluster, layout: Layout
 ) -> StepPlan | None:
     """Return the plan for a layout with the least activation recomputation that fits during training. If no plan fits,
     return the plan with full recomputation. If the layout breaks a rule, return None."""

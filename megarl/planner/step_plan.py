@@ -12,14 +12,7 @@ from megarl.config.device_spans import sharing
 from megarl.config.model_schema import Role
 from megarl.config.schema import Config
 from megarl.planner.hardware import GIB, LINK_SHARE, STORAGE_GB_S, Cluster
-from megarl.planner.phases import (
-    host_parts,
-    most_saved,
-    optimizer_share_in_host,
-    overfull,
-    phase_loads,
-    refusal,
-)
+from megarl.planner.phases import host_parts, most_saved, optimizer_share_in_host, overfull, phase_loads, refusal
 from megarl.planner.refit_time import RefitTime, refit_time
 from megarl.planner.rollout_time import RolloutTime, rollout_time
 from megarl.planner.train_time import TrainTime, train_time

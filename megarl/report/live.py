@@ -20,11 +20,7 @@ from megarl.report.page import render
 from megarl.run.folder import RunFolder
 
 HOST = "127.0.0.1"
-HEADERS = {
-    "Cache-Control": "no-store",
-    "Referrer-Policy": "no-referrer",
-    "X-Content-Type-Options": "nosniff",
-}
+HEADERS = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer", "X-Content-Type-Options": "nosniff"}
 
 
 class LiveReport:

@@ -29,6 +29,7 @@ from megarl.report.plots import (
     draw,
     draw_ages,
     draw_phases,
+    figure,
 )
 from megarl.report.viewer import MAX_CHARACTERS, Rollouts
 from megarl.run.loggers import duration
@@ -70,7 +71,7 @@ def render(run: Contents, state: str | None = None) -> str:
         summary="".join(f"<div><dt>{escape(term)}</dt><dd>{escape(text)}</dd></div>" for term, text in summary(run)),
         charts=_charts(run.history),
         other_charts=_other_charts(run.history),
-        evaluations=render_evaluations(run.history, run.evaluations, figure),
+        evaluations=render_evaluations(run.history, run.evaluations),
         rollout_note=escape(rollout_note(run.rollouts)),
         rollouts=_script_json([asdict(step) for step in run.rollouts.steps]),
         config=escape(run.config_text),
@@ -165,13 +166,6 @@ def _other_charts(history: History) -> str:
     )
     charts = [Chart(metric, "", ((metric, metric),)) for metric in others]
     return "".join(figure(chart.title, chart.explanation, draw(chart, history)) for chart in charts)
-
-
-def figure(title: str, explanation: str, svg: str | None, wide: bool = False) -> str:
-    if svg is None:
-        return ""
-    caption = f"<figcaption>{escape(title)}<span>{escape(explanation)}</span></figcaption>"
-    return f"<figure{' class=wide' if wide else ''}>{caption}{svg}</figure>"
 
 
 def _script_json(value: object) -> str:

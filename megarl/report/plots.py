@@ -281,12 +281,7 @@ def bin_means(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
 
 
 def _draw_line(
-    axes: Axes,
-    steps: np.ndarray,
-    values: np.ndarray,
-    band: tuple[np.ndarray, np.ndarray],
-    label: str,
-    color: str,
+    axes: Axes, steps: np.ndarray, values: np.ndarray, band: tuple[np.ndarray, np.ndarray], label: str, color: str
 ) -> None:
     """Draw the mean of each bin as a line, and the extremes of the band in each bin as a shaded area."""
     starts = bin_starts(len(steps))
@@ -329,3 +324,10 @@ def as_svg(figure: Figure, title: str) -> str:
     for name, color in PALETTE.items():
         svg = svg.replace(color, f"var({name})")
     return svg.replace("<svg", f'<svg role="img" aria-label="{escape(title)}"', 1)
+
+
+def figure(title: str, explanation: str, svg: str | None, wide: bool = False) -> str:
+    if svg is None:
+        return ""
+    caption = f"<figcaption>{escape(title)}<span>{escape(explanation)}</span></figcaption>"
+    return f"<figure{' class=wide' if wide else ''}>{caption}{svg}</figure>"

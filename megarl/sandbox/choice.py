@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import tempfile
 
 from megarl.config import schema
 from megarl.core.errors import UserError
 from megarl.sandbox.apptainer import Apptainer
 from megarl.sandbox.bubblewrap import Bubblewrap
-from megarl.sandbox.provider import Provider
-from megarl.sandbox.sandbox import SandboxError
-from megarl.sandbox.unsafe import Unsafe
+from megarl.sandbox.provider import OWN_AGENT, SYSTEM_PATH, Provider
+from megarl.sandbox.sandbox import Command, SandboxError
 
 INSTALL = (
     "install bubblewrap 0.8 or later (`apt-get install bubblewrap`, or `conda install -c conda-forge bubblewrap` "
@@ -18,6 +19,19 @@ INSTALL = (
     "also kernel.apparmor_restrict_unprivileged_userns=0), or use Apptainer with sandbox.image, or set "
     "sandbox.unsafe=allow, which gives programs all permissions of this user"
 )
+
+
+class Unsafe(Provider):
+    """Runs programs as ordinary processes of this user, with access to the network and all of the user's files. Limits
+    other than those on files and processes are enforced. A program's processes are killed with it, but a program can
+    evade this. Each sandbox has its own folder, but programs are not confined to it."""
+
+    name = "unsafe"
+
+    def command(self) -> Command:
+        folder = tempfile.mkdtemp(prefix="megarl-sandbox-")
+        path = f"{os.path.dirname(sys.executable)}:{SYSTEM_PATH}"
+        return Command([*OWN_AGENT, folder, path, "removes_folder"], folder=folder)
 
 
 async def find_provider(limits: schema.Sandbox, deadline_s: float | None = None) -> Provider:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from megarl.planner.doctor.finding import Finding
+from megarl.planner.doctor import Finding
 from megarl.planner.doctor.gpus import check_gpus
 from megarl.planner.doctor.machine import check_machine
 from megarl.planner.doctor.packages import check_packages, installed

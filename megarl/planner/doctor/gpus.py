@@ -6,7 +6,7 @@ import re
 import subprocess
 from collections.abc import Callable, Sequence
 
-from megarl.planner.doctor.finding import Finding
+from megarl.planner.doctor import Finding
 from megarl.planner.doctor.ranges import DRIVERS
 
 TIMEOUT_S = 5

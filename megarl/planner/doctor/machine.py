@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megarl.cluster.network import EPHEMERAL
 from megarl.core.cores import cgroup_cores
-from megarl.planner.doctor.finding import Finding
+from megarl.planner.doctor import Finding
 
 GIB = 2**30
 LEAST_SHARED_GIB = 1

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from packaging.specifiers import SpecifierSet
 
-from megarl.planner.doctor.finding import Finding
+from megarl.planner.doctor import Finding
 from megarl.planner.doctor.ranges import APEX_FIX, PACKAGES, PYTHON, Package
 
 APEX = "apex (NVIDIA)"
