@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megarl.config.evaluation import config_of_set
 from megarl.config.rules import (
     actor,
     algorithm,
@@ -36,6 +37,7 @@ def check(config: Config, defaults: Mapping[str, Any]) -> None:
     violations = (
         *(rule(config) for section in SECTIONS for rule in section.RULES),
         *(rule(f"{model.section}.layout.", model.layout) for model in config.all_placed for rule in layout.RULES),
+        *(rule(item, config_of_set(config, item)) for item in config.evaluation.sets for rule in evaluation.SET_RULES),
         *(rule(config, model) for model in config.all_placed for rule in models.PLACED_RULES),
         *(rule(config, model) for model in config.all_trained for rule in models.TRAINED_RULES),
         keys_without_effect(config, defaults),

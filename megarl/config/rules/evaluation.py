@@ -8,7 +8,7 @@ from math import gcd
 
 from megarl.algorithms import evaluation as estimates
 from megarl.config.data_schema import OWN_TASKS
-from megarl.config.evaluation import config_of_set, longest_response
+from megarl.config.evaluation import config_of_set
 from megarl.config.evaluation_schema import EvaluationSet
 from megarl.config.schema import Config
 
@@ -27,54 +27,48 @@ def evaluation_requires_engines(config: Config) -> Iterator[str]:
         )
 
 
-def generated_tasks_of_sets_require_environment(config: Config) -> Iterator[str]:
-    for item in config.evaluation.sets:
-        of_set = config_of_set(config, item)
-        if of_set.data.source == OWN_TASKS and not of_set.has_environment:
-            yield (
-                f"evaluation.sets: {item.name} has source={OWN_TASKS} but no environment to generate the tasks. Fix: "
-                f"set the environment of {item.name}, or set its source to a file"
-            )
+def generated_tasks_of_sets_require_environment(item: EvaluationSet, of_set: Config) -> Iterator[str]:
+    if of_set.data.source == OWN_TASKS and not of_set.has_environment:
+        yield (
+            f"evaluation.sets: {item.name} has source={OWN_TASKS} but no environment to generate the tasks. Fix: set "
+            f"the environment of {item.name}, or set its source to a file"
+        )
 
 
-def system_prompts_of_sets_require_chat_template(config: Config) -> Iterator[str]:
+def system_prompts_of_sets_require_chat_template(item: EvaluationSet, of_set: Config) -> Iterator[str]:
     """A set's own system prompt follows the rules for data.system_prompt. An inherited system prompt is dropped if it
     cannot be used."""
-    for item in config.evaluation.sets:
-        data = config_of_set(config, item).data
-        if item.system_prompt and data.source == OWN_TASKS:
-            yield (
-                f"evaluation.sets: {item.name} has a system_prompt, but with source={OWN_TASKS} the environment writes "
-                "the prompts. Fix: remove system_prompt, and write system messages in the environment"
-            )
-        elif item.system_prompt and not data.chat_template:
-            yield (
-                f"evaluation.sets: {item.name} has a system_prompt, but chat_template=false cannot format it. Fix: set "
-                "chat_template: true, or put the text into the prompts"
-            )
+    data = of_set.data
+    if item.system_prompt and data.source == OWN_TASKS:
+        yield (
+            f"evaluation.sets: {item.name} has a system_prompt, but with source={OWN_TASKS} the environment writes the "
+            "prompts. Fix: remove system_prompt, and write system messages in the environment"
+        )
+    elif item.system_prompt and not data.chat_template:
+        yield (
+            f"evaluation.sets: {item.name} has a system_prompt, but chat_template=false cannot format it. Fix: set "
+            "chat_template: true, or put the text into the prompts"
+        )
 
 
-def environment_options_of_sets_require_class(config: Config) -> Iterator[str]:
-    for item in config.evaluation.sets:
-        environment = item.environment
-        if environment is not None and environment.name is None and environment.options:
-            yield (
-                f"evaluation.sets: {item.name} has environment.options={environment.options}, but no environment.class "
-                "to pass them to. Fix: set environment.class, or remove environment.options"
-            )
+def environment_options_of_sets_require_class(item: EvaluationSet, of_set: Config) -> Iterator[str]:
+    environment = item.environment
+    if environment is not None and environment.name is None and environment.options:
+        yield (
+            f"evaluation.sets: {item.name} has environment.options={environment.options}, but no environment.class to "
+            "pass them to. Fix: set environment.class, or remove environment.options"
+        )
 
 
-def multi_turn_sets_have_rollout_rewards(config: Config) -> Iterator[str]:
+def multi_turn_sets_have_rollout_rewards(item: EvaluationSet, of_set: Config) -> Iterator[str]:
     """Functions with per_turn score one response, not rollouts with several turns or samples."""
-    for item in config.evaluation.sets:
-        of_set = config_of_set(config, item)
-        per_turn = [entry.function for entry in of_set.rewards.functions if entry.per_turn]
-        if per_turn and of_set.has_environment:
-            yield (
-                f"evaluation.sets: {item.name} has {per_turn[0]} with per_turn=true, which scores a single response, "
-                f"but with environment.class={of_set.environment.name} a rollout has several turns. Fix: remove the "
-                "function, and return rewards from the environment's steps"
-            )
+    per_turn = [entry.function for entry in of_set.rewards.functions if entry.per_turn]
+    if per_turn and of_set.has_environment:
+        yield (
+            f"evaluation.sets: {item.name} has {per_turn[0]} with per_turn=true, which scores a single response, but "
+            f"with environment.class={of_set.environment.name} a rollout has several turns. Fix: remove the function, "
+            "and return rewards from the environment's steps"
+        )
 
 
 def set_names_are_unique(config: Config) -> Iterator[str]:
@@ -96,36 +90,31 @@ def sets_have_evaluation_times(config: Config) -> Iterator[str]:
         )
 
 
-def several_samples_require_temperature(config: Config) -> Iterator[str]:
-    for item in config.evaluation.sets:
-        is_answered = config_of_set(config, item).has_environment  # may reply differently each time
-        if item.samples_per_prompt > 1 and item.temperature == 0 and not is_answered:
-            yield (
-                f"evaluation.sets: {item.name} has samples_per_prompt={item.samples_per_prompt} and temperature=0, so "
-                "all samples of a prompt would be equal. Fix: set temperature: 1.0, or samples_per_prompt: 1"
-            )
+def several_samples_require_temperature(item: EvaluationSet, of_set: Config) -> Iterator[str]:
+    is_answered = of_set.has_environment  # may reply differently each time
+    if item.samples_per_prompt > 1 and item.temperature == 0 and not is_answered:
+        yield (
+            f"evaluation.sets: {item.name} has samples_per_prompt={item.samples_per_prompt} and temperature=0, so all "
+            "samples of a prompt would be equal. Fix: set temperature: 1.0, or samples_per_prompt: 1"
+        )
 
 
-def sets_have_reward_functions(config: Config) -> Iterator[str]:
-    for item in config.evaluation.sets:
-        of_set = config_of_set(config, item)
-        if not of_set.rewards.functions and not of_set.has_environment:
-            yield (
-                f"evaluation.sets: {item.name} has no reward functions, and rewards.functions=[]. Fix: list a function "
-                "for the set, for example functions: [{function: exact_match}]"
-            )
+def sets_have_reward_functions(item: EvaluationSet, of_set: Config) -> Iterator[str]:
+    if not of_set.rewards.functions and not of_set.has_environment:
+        yield (
+            f"evaluation.sets: {item.name} has no reward functions, and rewards.functions=[]. Fix: list a function for "
+            "the set, for example functions: [{function: exact_match}]"
+        )
 
 
-def context_holds_a_prompt_and_its_response(config: Config) -> Iterator[str]:
-    context = config.rollout.context_length
-    for item in config.evaluation.sets:
-        new = longest_response(config, item)
-        if item.max_new_tokens is not None and new >= context:
-            yield (
-                f"evaluation.sets: {item.name} has max_new_tokens={new}, which leaves {context} - {new} = "
-                f"{context - new} of rollout.context_length={context} tokens for the prompt. Fix: lower max_new_tokens "
-                "of the set, or raise rollout.context_length"
-            )
+def context_holds_a_prompt_and_its_response(item: EvaluationSet, of_set: Config) -> Iterator[str]:
+    context, new = of_set.rollout.context_length, of_set.rollout.max_new_tokens
+    if item.max_new_tokens is not None and new >= context:
+        yield (
+            f"evaluation.sets: {item.name} has max_new_tokens={new}, which leaves {context} - {new} = {context - new} "
+            f"of rollout.context_length={context} tokens for the prompt. Fix: lower max_new_tokens of the set, or "
+            "raise rollout.context_length"
+        )
 
 
 def best_is_a_metric(config: Config) -> Iterator[str]:
@@ -173,15 +162,19 @@ def metrics_of(config: Config, item: EvaluationSet) -> list[str]:
 
 RULES = (
     evaluation_requires_engines,
+    set_names_are_unique,
+    sets_have_evaluation_times,
+    best_is_a_metric,
+    best_evaluation_has_checkpoint,
+)
+
+SET_RULES = (
     generated_tasks_of_sets_require_environment,
     system_prompts_of_sets_require_chat_template,
     environment_options_of_sets_require_class,
     multi_turn_sets_have_rollout_rewards,
-    set_names_are_unique,
-    sets_have_evaluation_times,
     several_samples_require_temperature,
     sets_have_reward_functions,
     context_holds_a_prompt_and_its_response,
-    best_is_a_metric,
-    best_evaluation_has_checkpoint,
 )
+"""Rules for one set. They also receive the set's configuration."""
