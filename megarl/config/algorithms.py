@@ -17,10 +17,6 @@ from megarl.core.errors import UserError
 from megarl.core.user_file import is_in_file
 
 
-def describe() -> str:
-    return "\n".join(_lines())
-
-
 def describe_one(name: str) -> str:
     """Return the formula, paper and recipe lines of an estimator or objective. Raise a UserError if the name is
     unknown; the message lists the valid names. name: an entry's name, or `path/to/file.py:NAME`."""
@@ -62,6 +58,10 @@ _RECIPE = "\nIn a recipe (options with their defaults):\n"
 
 def _comments(options: Options) -> Iterator[str]:
     yield from (f"    # {name}: {show(value)}" for name, value in options.items())
+
+
+def describe() -> str:
+    return "\n".join(_lines())
 
 
 def _lines() -> Iterator[str]:

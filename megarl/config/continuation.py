@@ -9,7 +9,7 @@ from typing import Any
 from megarl.config.document import leaves, one_line
 from megarl.config.learning_rate import learning_rate
 from megarl.config.schema import Config
-from megarl.core.errors import UserError
+from megarl.config.violations import raise_all
 
 FREE = (
     "resume",
@@ -83,8 +83,7 @@ def check_continues(config: Config, saved: Mapping[str, Any], step: int, checkpo
         )
     else:
         problems += _rates_done(config, saved["run"]["steps"], step, checkpoint)
-    if problems:
-        raise UserError("\n".join(problems))
+    raise_all(problems)
 
 
 def _rates_done(config: Config, steps: int, step: int, checkpoint: str) -> list[str]:

@@ -168,18 +168,15 @@ class ChatTokens:
             "family"
         )
         text, refusal = self._render([USER, {"role": "assistant", "content": SENTINEL}, USER])
+        problem = None
         if text is None:
-            raise UserError(f"{self._key}: the model's chat template rejects a second turn: {refusal}. Fix: {remedy}")
-        if text.count(SENTINEL) != 1:
-            raise UserError(
-                f"{self._key}: the model's chat template does not render assistant turns verbatim, so nothing can be "
-                f"appended to them. Fix: {remedy}"
-            )
-        if not self._shows("user"):
-            raise UserError(
-                f"{self._key}: the model's chat template renders a user message before the answer that precedes it. "
-                f"Fix: {remedy}"
-            )
+            problem = f"rejects a second turn: {refusal}"
+        elif text.count(SENTINEL) != 1:
+            problem = "does not render assistant turns verbatim, so nothing can be appended to them"
+        elif not self._shows("user"):
+            problem = "renders a user message before the answer that precedes it"
+        if problem is not None:
+            raise UserError(f"{self._key}: the model's chat template {problem}. Fix: {remedy}")
         closing = self._suffix((), for_answer=False)
         if closing is None or self._suffix((USER,)) is None:
             raise UserError(

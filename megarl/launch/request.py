@@ -18,23 +18,13 @@ not allow after the time limit."""
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The options of `megarl launch`.
+    """The options of `megarl launch`. Its help explains them.
 
     Attributes:
-        nodes: number of nodes for the run.
-        time: time limit of one allocation, in Slurm's format.
-        spares: additional nodes in the allocation, which replace lost nodes.
         fewest: minimum number of nodes after nodes are lost. The run then has fewer replicas. None: always all nodes.
-        gpus: number of GPUs per node, or 0 for a run on CPUs.
         gpu: GPU type, from which the planner estimates memory and step time.
-        grace: seconds before the time limit at which the run is signaled to save.
-        restarts: number of additional attempts in one allocation.
-        stalled: number of attempts without a new checkpoint after which the job gives up.
         container: container runtime, one of CONTAINERS.
-        mounts: additional container mounts, as SOURCE:DESTINATION.
         command: megarl command on the nodes. None: the command of this Python installation, or `megarl` in a container.
-        setup: shell lines to add to the script, such as `module load cuda`.
-        options: additional sbatch options.
         template: script template. None: megarl's template.
     """
 

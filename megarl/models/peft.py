@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.model_schema import Lora
+from megarl.config.violations import raise_all
 from megarl.core.errors import UserError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -43,8 +44,7 @@ def check_adapter_config(folder: Path, lora: Lora) -> None:
         for key, value in PLAIN.items()
         if content.get(key, value) != value and content[key]
     ]
-    if lines:
-        raise UserError("\n".join(lines))
+    raise_all(lines)
 
 
 def adapter_config(lora: Lora, base: str, modules: Sequence[str]) -> dict[str, Any]:

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megarl.report.contents import read_contents
-from megarl.report.page import render
+from megarl.report.page import read_contents, render
 from megarl.run.checkpoints import Checkpoints
 from megarl.run.folder import RunFolder
 

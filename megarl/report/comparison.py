@@ -12,8 +12,7 @@ import yaml
 
 from megarl.config.document import leaves
 from megarl.core.errors import UserError
-from megarl.report.contents import read_contents
-from megarl.report.page import Contents, resource, summary
+from megarl.report.page import Contents, read_contents, resource, summary
 from megarl.report.plots import CHARTS, REWARD, SERIES, WIDE, charted_metrics, draw_overlaid, figure
 
 ABSENT = "–"

@@ -15,8 +15,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from megarl.report.contents import read_contents
-from megarl.report.page import render
+from megarl.report.page import read_contents, render
 from megarl.run.folder import RunFolder
 
 HOST = "127.0.0.1"

@@ -331,3 +331,12 @@ def figure(title: str, explanation: str, svg: str | None, wide: bool = False) ->
         return ""
     caption = f"<figcaption>{escape(title)}<span>{escape(explanation)}</span></figcaption>"
     return f"<figure{' class=wide' if wide else ''}>{caption}{svg}</figure>"
+
+
+def report_figures(history: History) -> str:
+    """Return the figures of a report on one run, which are the charts of known metrics."""
+    figures = [figure(REWARD.title, REWARD.explanation, draw(REWARD, history, WIDE), wide=True)]
+    figures += [figure(chart.title, chart.explanation, draw(chart, history)) for chart in CHARTS]
+    figures.append(figure(PHASE_TITLE, PHASE_EXPLANATION, draw_phases(history)))
+    figures.append(figure(AGE_TITLE, AGE_EXPLANATION, draw_ages(history)))
+    return "".join(figures) or '<p class="note">No step has finished yet.</p>'

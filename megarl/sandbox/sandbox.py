@@ -9,9 +9,8 @@ import signal
 import socket
 import subprocess
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Self
 
 from megarl.config import schema
@@ -78,7 +77,7 @@ class Finished:
         return self.status == 0 and self.limit is None
 
 
-class Sandbox:
+class Sandbox(AbstractAsyncContextManager):
     """A running sandbox. Programs run one at a time. Files persist between them, processes do not. Concurrent calls are
     serialized. After a call fails or is cancelled, the sandbox can no longer be used."""
 
@@ -123,12 +122,7 @@ class Sandbox:
             raise
         return self
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
     @property

@@ -8,20 +8,17 @@ from megarl.config.document import show
 from megarl.config.schema import Config
 
 
-def adapters_exclude_frozen_patterns(config: Config) -> Iterator[str]:
-    if config.actor.adapters is not None and config.actor.frozen:
+def adapters_exclude_patterns(config: Config) -> Iterator[str]:
+    rank, frozen, patterns = config.actor.lora.rank, config.actor.frozen, config.actor.optimizer.no_weight_decay
+    if rank is not None and frozen:
         yield (
-            f"actor.frozen={config.actor.frozen}: actor.lora.rank={config.actor.lora.rank} already freezes the whole "
-            "model and trains only its adapters. Fix: set actor.frozen=[] or actor.lora.rank=null"
+            f"actor.frozen={frozen}: actor.lora.rank={rank} already freezes the whole model and trains only its "
+            "adapters. Fix: set actor.frozen=[] or actor.lora.rank=null"
         )
-
-
-def adapters_exclude_weight_decay_patterns(config: Config) -> Iterator[str]:
-    patterns = config.actor.optimizer.no_weight_decay
-    if config.actor.adapters is not None and patterns:
+    if rank is not None and patterns:
         yield (
             f"actor.optimizer.no_weight_decay={patterns}: the patterns select tensors of the model, but "
-            f"actor.lora.rank={config.actor.lora.rank} freezes all of them. Fix: set actor.optimizer.no_weight_decay=[]"
+            f"actor.lora.rank={rank} freezes all of them. Fix: set actor.optimizer.no_weight_decay=[]"
         )
 
 
@@ -67,24 +64,17 @@ def adapters_exclude_parameter_offload(config: Config) -> Iterator[str]:
         )
 
 
-def adapters_exclude_router_bias_updates(config: Config) -> Iterator[str]:
-    """Checkpoints contain only the adapters, so no other weights may change."""
-    rate = config.actor.megatron_overrides.model.get("moe_router_bias_update_rate", 0)
-    if config.actor.adapters is not None and rate:
+def adapters_exclude_model_overrides(config: Config) -> Iterator[str]:
+    rank, overrides = config.actor.lora.rank, config.actor.megatron_overrides.model
+    if rank is not None and (rate := overrides.get("moe_router_bias_update_rate", 0)):
         yield (
-            f"actor.megatron_overrides.model.moe_router_bias_update_rate={rate}: with "
-            f"actor.lora.rank={config.actor.lora.rank} checkpoints contain only adapters, not router biases. Fix: "
-            "remove the override"
+            f"actor.megatron_overrides.model.moe_router_bias_update_rate={rate}: with actor.lora.rank={rank} "
+            "checkpoints contain only adapters, not router biases. Fix: remove the override"
         )
-
-
-def adapters_exclude_shared_expert_overlap(config: Config) -> Iterator[str]:
-    overlaps = config.actor.megatron_overrides.model.get("moe_shared_expert_overlap", False)
-    if config.actor.adapters is not None and overlaps:
+    if rank is not None and overrides.get("moe_shared_expert_overlap", False):
         yield (
-            "actor.megatron_overrides.model.moe_shared_expert_overlap=true: with "
-            f"actor.lora.rank={config.actor.lora.rank} adapters communicate inside their layers, but the overlap "
-            "communicates outside of them. Fix: remove the override"
+            f"actor.megatron_overrides.model.moe_shared_expert_overlap=true: with actor.lora.rank={rank} adapters "
+            "communicate inside their layers, but the overlap communicates outside of them. Fix: remove the override"
         )
 
 
@@ -116,14 +106,12 @@ def prefix_caching_allows_route_replay(config: Config) -> Iterator[str]:
 
 
 RULES = (
-    adapters_exclude_frozen_patterns,
-    adapters_exclude_weight_decay_patterns,
+    adapters_exclude_patterns,
     adapters_exclude_new_heads,
     adapters_exclude_fp8,
     adapters_exclude_reference_renewal,
     adapters_exclude_parameter_offload,
-    adapters_exclude_router_bias_updates,
-    adapters_exclude_shared_expert_overlap,
+    adapters_exclude_model_overrides,
     router_overrides_allow_route_replay,
     prefix_caching_allows_route_replay,
 )

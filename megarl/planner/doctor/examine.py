@@ -8,8 +8,7 @@ from pathlib import Path
 from megarl.planner.doctor import Finding
 from megarl.planner.doctor.gpus import check_gpus
 from megarl.planner.doctor.machine import check_machine
-from megarl.planner.doctor.packages import check_packages, installed
-from megarl.planner.doctor.ranges import CUDA_RUNTIME
+from megarl.planner.doctor.packages import CUDA_RUNTIME, check_packages, installed
 
 MARKS = {"ok": " ", "note": "·", "problem": "!"}
 

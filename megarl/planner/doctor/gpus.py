@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Callable, Sequence
 
 from megarl.planner.doctor import Finding
-from megarl.planner.doctor.ranges import DRIVERS
+from megarl.planner.doctor.packages import DRIVERS
 
 TIMEOUT_S = 5
 QUERY = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits")
