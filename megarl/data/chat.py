@@ -90,8 +90,10 @@ def conversation(
         after = render(tokenizer, messages[: number + 1], place, for_answer=False)
         for longer, shorter in ((before, ids), (after, before)):
             _require_prefix(longer, shorter, number, place)
-        num_sampled = _up_to_end(after[len(before) :], tokenizer.eos_token_id)
-        mask += [False] * (len(before) - len(ids)) + [True] * num_sampled
+        turn = after[len(before) :]
+        # Templates may append text, such as a newline, after the EOS token. It is not sampled.
+        ends = [place for place, token in enumerate(turn, start=1) if token == tokenizer.eos_token_id]
+        mask += [False] * (len(before) - len(ids)) + [True] * (ends[-1] if ends else len(turn))
         ids = after
         mask += [False] * (len(ids) - len(mask))
     if True not in mask:
@@ -116,12 +118,6 @@ def response_span(text: str, marked: str, response: str) -> tuple[int, int, int]
     if not (text.startswith(before) and text.endswith(after) and text[start:stop] in response):
         return None
     return start, stop, response.index(text[start:stop])
-
-
-def _up_to_end(turn: Sequence[int], eos: object) -> int:
-    """Return the number of sampled ids in a turn. Templates may append text, such as a newline, after the EOS token."""
-    ends = [i for i, token in enumerate(turn) if token == eos]
-    return ends[-1] + 1 if ends else len(turn)
 
 
 def _require_prefix(longer: Sequence[int], shorter: Sequence[int], number: int, place: str) -> None:

@@ -32,7 +32,9 @@ def place_runs(samples: Sequence[Sample], packing: Packing) -> tuple[list[list[R
         prompt = sample.prompt.id, sample.prompt.token_ids.tobytes(), routes
         indices_by_prompt.setdefault(prompt if packing.shares_prompts else index, []).append(index)
     for indices in indices_by_prompt.values():
-        tree.add_prompt(indices)
+        length = len(samples[indices[0]].prompt.token_ids) if len(indices) > 1 else 0
+        tree.place(indices, length)
+        tree.add(indices, length)
     return tree.runs, tree.end
 
 
@@ -45,13 +47,7 @@ class _Tree:
         self.runs: list[list[Run]] = [[] for _ in samples]
         self.end = 0
 
-    def add_prompt(self, members: Sequence[int]) -> None:
-        """Place the samples of one prompt."""
-        length = len(self._samples[members[0]].prompt.token_ids) if len(members) > 1 else 0
-        self._place(members, length)
-        self._add(members, length)
-
-    def _add(self, members: Sequence[int], depth: int) -> None:
+    def add(self, members: Sequence[int], depth: int) -> None:
         """Place the samples' tokens from position `depth` on. The samples share all earlier tokens."""
         remaining = list(members)
         while remaining:
@@ -60,13 +56,13 @@ class _Tree:
             sharing = [other for other in others if common[other] >= depth + SHORTEST_RUN]
             remaining = [other for other in others if common[other] < depth + SHORTEST_RUN]
             stop = min((common[other] for other in sharing), default=len(self._ids[first]))
-            self._place([first, *sharing], stop - depth)
+            self.place([first, *sharing], stop - depth)
             if sharing:
-                self._add([first, *sharing], stop)
+                self.add([first, *sharing], stop)
             else:
-                self._place([first], self._packing.padded(stop) - stop)
+                self.place([first], self._packing.padded(stop) - stop)
 
-    def _place(self, members: Sequence[int], length: int) -> None:
+    def place(self, members: Sequence[int], length: int) -> None:
         """Append a run to each of these samples."""
         if length:
             for member in members:

@@ -48,11 +48,7 @@ class NodeReport:
 
 @dataclass(frozen=True, slots=True)
 class Objection:
-    """The reason why an attempt cannot start.
-
-    Attributes:
-        bad_nodes: nodes to exclude from later attempts.
-    """
+    """The reason why an attempt cannot start. bad_nodes: nodes to exclude from later attempts."""
 
     verdict: Verdict
     cause: str

@@ -42,11 +42,7 @@ class StepRollouts:
 
 @dataclass(frozen=True, slots=True)
 class Rollouts:
-    """Rollouts from selected steps of a run.
-
-    Attributes:
-        num_steps: total number of steps with rollout files.
-    """
+    """Rollouts from selected steps of a run. num_steps: total number of steps with rollout files."""
 
     steps: list[StepRollouts]
     num_steps: int
