@@ -56,7 +56,7 @@ class Objection:
 
 
 def examine_node(node: str, run: Path, job: Job, config: Config) -> NodeReport:
-    """Examine this node, which has this name, for the run in this folder."""
+    """Examine this node, named `node`, for the run in the folder `run`."""
     findings = [finding for finding in examine(run) if finding.state == "problem"]
     problems = [f"{item.name}: {item.found}; {item.fix}" for item in findings if item.name != RUN_DISK]
     remedy = "put it on the shared file system, or mount it into the container"
