@@ -113,7 +113,8 @@ def check_local_models(config: Config) -> tuple[list[str], dict[Role, dict[str, 
             configs[placed.section] = actor
         elif is_used and placed.path is not None:
             model = check_path(f"{placed.section}.path", placed.path, partial(check, config, actor))
-            configs |= {} if model is None else {placed.section: model}
+            if model is not None:
+                configs[placed.section] = model
     return lines, {role: trained_hf_config(config, role, configs[role]) for role in get_args(Role) if role in configs}
 
 
