@@ -60,7 +60,7 @@ def read_contents(folder: Path) -> Contents:
 
 
 def _text_of(path: Path) -> str:
-    return path.read_text_of(encoding="utf-8") if path.exists() else ""
+    return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
 SCRIPTS = ("tokens.js", "page.js")
