@@ -20,7 +20,7 @@ SLOWEST := --durations=10
 BEHIND := nice -n 10
 
 .PHONY: help env quickstart test test-all test-runs test-ranks test-fast test-learn test-exhaustive exhaustive-runs \
-	exhaustive-ranks test-newest test-sandbox test-cluster test-browser test-gpu soak resolve-gpu lint clean
+	exhaustive-ranks test-newest test-sandbox test-cluster test-browser test-gpu soak resolve-gpu lint types clean
 
 help:
 	@echo "make env         build $(VENV) from $(LOCK) (a second call builds nothing)"
@@ -41,6 +41,7 @@ help:
 	@echo "make resolve-gpu  check that pip can resolve the packages of the H100 container (1 minute)"
 	@echo "make test-gpu    tests for one, two and eight GPUs, limited to the available ones; fails without a GPU"
 	@echo "make lint        ruff and shellcheck"
+	@echo "make types       pyright in standard mode on megarl/ (2 minutes)"
 
 env: $(DONE)
 
@@ -154,6 +155,9 @@ lint: $(DONE)
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/shellcheck .ci/run tools/environment/*.sh launch/*.sbatch
+
+types: $(DONE)
+	$(VENV)/bin/pyright
 
 clean:
 	rm -rf $(VENV) runs

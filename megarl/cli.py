@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,6 +13,10 @@ import megarl
 from megarl import convert
 from megarl.core.collector import imports
 from megarl.core.errors import UserError
+from megarl.launch.command import Overrides, Recipe, launch, node
+
+if TYPE_CHECKING:
+    from megarl.config.schema import Config
 
 app = typer.Typer(
     help="Reinforcement learning for language models, with Megatron-core for training and vLLM for rollouts.",
@@ -29,10 +33,11 @@ MAX_GRACE_S = 3600.0
 """Maximum seconds that `megarl join` waits after a signal for the run to finish. The run itself has
 checkpoint.grace_s."""
 
-Recipe = Annotated[Path, typer.Argument(metavar="FILE", help="Recipe, such as configs/quickstart.yaml.")]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Keys to override, such as run.steps=3.")
-]
+
+def _load(file: Path, overrides: list[str] | None) -> Config:
+    from megarl.config.load import load
+
+    return load(file, overrides or ())
 
 
 def _print_version(wanted: bool) -> None:
@@ -65,20 +70,19 @@ def init(
 @config_app.command()
 def show(file: Recipe, overrides: Overrides = None) -> None:
     """Print the resolved recipe: every key with its value."""
-    from megarl.config.load import dump, load
+    from megarl.config.load import dump
 
-    typer.echo(dump(load(file, overrides or ())), nl=False)
+    typer.echo(dump(_load(file, overrides)), nl=False)
 
 
 @config_app.command()
 def explain(file: Recipe, overrides: Overrides = None) -> None:
     """Print a recipe's batch arithmetic and check the recipe against locally available models."""
     from megarl.config.explain import explain
-    from megarl.config.load import load
     from megarl.models.run_models import check_local_models
     from megarl.resharding.selection import check_all_selections
 
-    config = load(file, overrides or ())
+    config = _load(file, overrides)
     typer.echo(explain(config))
     lines, hf_configs = check_local_models(config)
     check_all_selections(config, hf_configs)
@@ -92,9 +96,7 @@ def check(file: Recipe, overrides: Overrides = None) -> None:
 
     `megarl train` runs the same checks at startup. Models that are not in the local cache are downloaded.
     """
-    from megarl.config.load import load
-
-    config = load(file, overrides or ())
+    config = _load(file, overrides)
     from megarl.cluster.supervision.supervisor import supervised
 
     with supervised() as scratch:
@@ -115,9 +117,7 @@ def train(
     """Train a model with a recipe."""
     if dry_run:
         return check(file, overrides)
-    from megarl.config.load import load
-
-    config = load(file, overrides or ())
+    config = _load(file, overrides)
     from megarl.run.beginning import check_beginning
 
     if line := check_beginning(config):
@@ -147,9 +147,7 @@ def evaluate(
     """Evaluate a model on a recipe's evaluation sets without training."""
     import json
 
-    from megarl.config.load import load
-
-    config = load(file, [f"model.path={json.dumps(model)}", "model.revision=null", *(overrides or ())])
+    config = _load(file, [f"model.path={json.dumps(model)}", "model.revision=null", *(overrides or ())])
     from megarl.cluster.supervision.supervisor import supervised
 
     with supervised() as scratch:
@@ -175,98 +173,14 @@ def join(
         raise typer.Exit(main(folder, scratch, wait))
 
 
-@app.command()
-def launch(
-    file: Recipe,
-    overrides: Overrides = None,
-    *,
-    nodes: Annotated[int, typer.Option(metavar="N", help="Number of nodes that the run uses.")],
-    time: Annotated[
-        str,
-        typer.Option(
-            metavar="TIME", help="Time limit per allocation, such as 4:00:00. The run resumes in the next allocation."
-        ),
-    ],
-    spares: Annotated[int, typer.Option(metavar="N", help="Number of spare nodes that replace lost nodes.")] = 0,
-    fewest_nodes: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="After node losses, continue on at least N nodes with fewer replicas."),
-    ] = None,
-    gpus_per_node: Annotated[int, typer.Option(metavar="N", help="GPUs per node, 0 for CPU runs.")] = 8,
-    gpu: Annotated[str, typer.Option(metavar="GPU", help="GPU type, as in megarl plan.")] = "H100-80GB",
-    partition: Annotated[str | None, typer.Option(metavar="NAME", help="Slurm partition.")] = None,
-    account: Annotated[str | None, typer.Option(metavar="NAME", help="Slurm account.")] = None,
-    option: Annotated[
-        list[str] | None, typer.Option(metavar="OPTION", help="Additional sbatch option, such as --qos=high.")
-    ] = None,
-    setup: Annotated[
-        list[str] | None, typer.Option(metavar="LINE", help="Setup line in the script, such as 'module load cuda'.")
-    ] = None,
-    grace: Annotated[
-        int, typer.Option(metavar="SECONDS", help="Seconds before the time limit at which the run saves.")
-    ] = 120,
-    restarts: Annotated[int, typer.Option(metavar="N", help="Restarts within one allocation.")] = 3,
-    stalled: Annotated[int, typer.Option(metavar="N", help="Give up after N attempts without a new checkpoint.")] = 3,
-    container: Annotated[
-        str, typer.Option(metavar="KIND", help="Container runtime: none, pyxis, enroot or apptainer.")
-    ] = "none",
-    image: Annotated[str | None, typer.Option(metavar="IMAGE", help="Container image.")] = None,
-    mount: Annotated[list[str] | None, typer.Option(metavar="SOURCE:DESTINATION", help="Container mount.")] = None,
-    command: Annotated[
-        str | None, typer.Option(metavar="COMMAND", help="Command that starts megarl on the nodes.")
-    ] = None,
-    template: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Job script template, such as a modified copy of launch/slurm.sbatch."),
-    ] = None,
-    sweep: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE,VALUE", help="Submit one run per value as a job array.")
-    ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Write config and script without submitting the job.")
-    ] = False,
-) -> None:
-    """Submit a recipe as a Slurm job that saves before its time limit and resumes automatically."""
-    from megarl.launch import submit
-    from megarl.launch.request import Request
-
-    request = Request(
-        nodes=nodes,
-        time=time,
-        spares=spares,
-        fewest=fewest_nodes,
-        gpus=gpus_per_node,
-        gpu=gpu,
-        partition=partition,
-        account=account,
-        grace=grace,
-        restarts=restarts,
-        stalled=stalled,
-        container=container,
-        image=image,
-        mounts=mount or (),
-        command=command,
-        setup=setup or (),
-        options=option or (),
-        template=template,
-    )
-    for line in submit.launch(file, overrides or (), request, sweep or (), dry_run):
-        typer.echo(line)
-
-
-@app.command()
-def node(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Run folder.")]) -> None:
-    """Run this node's part of a Slurm job. The script from megarl launch calls it."""
-    from megarl.launch.task import main
-
-    raise typer.Exit(main(folder))
+app.command()(launch)
+app.command()(node)
 
 
 @app.command()
 def reshard(
     file: Annotated[
-        Path | None,
-        typer.Argument(metavar="FILE", help="Recipe, instead of --model, --from and --to."),
+        Path | None, typer.Argument(metavar="FILE", help="Recipe, instead of --model, --from and --to.")
     ] = None,
     overrides: Overrides = None,
     model: Annotated[
@@ -299,24 +213,19 @@ def reshard(
 
     sides = {"--model": model, "--from": source, "--to": destination}
     if file is not None:
-        from megarl.config.load import load
         from megarl.planner.refit_preview import preview_refit, transport_of
 
-        redundant = [
-            option for option, value in {**sides, "--colocated": colocated or None}.items() if value is not None
-        ]
-        if redundant:
+        given = {**sides, "--colocated": colocated or None}
+        if redundant := [option for option, value in given.items() if value is not None]:
             raise UserError(f"{redundant[0]}: conflicts with the recipe {file}. Fix: pass only one of them")
-        config = load(file, overrides or ())
+        config = _load(file, overrides)
         preview = preview_refit(config, nodes_of, bandwidth)
         if not as_json:
             typer.echo(f"refit    {transport_of(config, preview)}")
+    elif model is None or source is None or destination is None:
+        missing = next(option for option, value in sides.items() if value is None)
+        raise UserError(f"{missing}: required without a recipe. Fix: pass {', '.join(sides)}, or pass a recipe instead")
     else:
-        missing = [option for option, value in sides.items() if value is None]
-        if missing:
-            raise UserError(
-                f"{missing[0]}: required without a recipe. Fix: pass {', '.join(sides)}, or pass a recipe instead"
-            )
         preview = reshard(model, source, destination, nodes_of, bandwidth, colocated)
     typer.echo(json.dumps(preview.as_dict()) if as_json else table(preview))
 
@@ -352,14 +261,13 @@ def plan(
     from dataclasses import asdict
     from importlib.util import find_spec
 
-    from megarl.config.load import load
     from megarl.planner import plan_text
     from megarl.planner.hardware import read_cluster
     from megarl.planner.plan import plan_recipe, recorded, simulate_steps
 
     if html is not None and find_spec("matplotlib") is None:  # fail before --emit writes a file
         raise UserError(f"--html {html}: requires matplotlib. Fix: run pip install 'megarl[run]'")
-    config = load(file, overrides or ())
+    config = _load(file, overrides)
     planned = plan_recipe(config, read_cluster(gpus, nodes_of), as_is, prompt_tokens, response_tokens)
     simulations = simulate_steps(planned, recorded(lengths)) if simulate or lengths is not None else None
     if as_json:

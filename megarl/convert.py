@@ -32,8 +32,7 @@ app = typer.Typer(
 
 Out = Annotated[Path, typer.Option(help="Output folder. It is renamed into place once complete.")]
 Checkpoint = Annotated[
-    Path,
-    typer.Option(help="Megatron checkpoint (torch_dist), or a run's checkpoints/step_… (the actor) or …/critic."),
+    Path, typer.Option(help="Megatron checkpoint (torch_dist), or a run's checkpoints/step_… (the actor) or …/critic.")
 ]
 HuggingFace = Annotated[
     Path | None,

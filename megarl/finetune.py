@@ -17,7 +17,7 @@ from megarl.core.types import Sample, SampleRef
 from megarl.models.folder import model_paths
 from megarl.models.run_models import ModelFolders
 from megarl.models.trained_model import trained_hf_config
-from megarl.report.early_end import early_end
+from megarl.report import early_end
 from megarl.resharding.families import huggingface_holder
 from megarl.resharding.planning.planner import make_plan
 from megarl.run.beginning import find_model_paths

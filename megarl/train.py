@@ -14,8 +14,9 @@ from megarl.cluster.workers import Workers, launch_workers
 from megarl.config.schema import Config
 from megarl.core.metrics import Metric, merge, values
 from megarl.core.timing import ElapsedTime
+from megarl.data.prompts import PromptSet
 from megarl.models.folder import model_paths
-from megarl.report.early_end import early_end
+from megarl.report import early_end
 from megarl.run.beginning import find_model_paths
 from megarl.run.context import RunContext, exit_status
 from megarl.run.preflight import preflight
@@ -57,9 +58,11 @@ def learn(config: Config, workers: Workers, context: RunContext) -> None:
     workers.trained.stage_actor_for_sync()
     workers.refit.run(version=context.state.step)
     elapsed.print(f"refit: first refit by {workers.refit.transport}")
-    logprob_check = LogprobCheck(config, workers, context.data)
+    data = context.data
+    assert isinstance(data, PromptSet), "the data has responses"
+    logprob_check = LogprobCheck(config, workers, data)
     logprob_check.begin()
-    queue = RolloutQueue(config, workers, context.data, context.state)
+    queue = RolloutQueue(config, workers, data, context.state)
     if context.resume_point.checkpoint is not None:
         queue.restore(context.resume_point.checkpoint)
     context.run(
@@ -76,10 +79,8 @@ def step(
     config: Config, workers: Workers, context: RunContext, queue: RolloutQueue, logprob_check: LogprobCheck
 ) -> dict[str, float]:
     """Collect rollouts, train on them, and sync the weights. Return the step's metrics. Afterwards, the engines' weight
-    version equals the step number.
-
-    Rollouts that the queue has started for later steps continue in the meantime, except on engines that share devices
-    with the trained models."""
+    version equals the step number. Rollouts that the queue has started for later steps continue in the meantime, except
+    on engines that share devices with the trained models."""
     workers.take_idle_shares()  # drop the idle time since the last step
     watch, number = context.stopwatch(), context.state.step
     file = context.folder.rollouts(number)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field, create_model, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, ValidationInfo, create_model, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from megarl.algorithms.aggregation import AGGREGATIONS
@@ -18,8 +18,10 @@ from megarl.core.errors import UserError
 from megarl.core.ranges import FiniteFloat, NonNegativeFloat, PositiveFloat, PositiveInt
 from megarl.core.user_file import is_in_file
 
-KLEstimatorName = Literal[tuple(KL_ESTIMATORS)]
-Aggregation = Literal[tuple(AGGREGATIONS)]
+if TYPE_CHECKING:
+    KLEstimatorName = Aggregation = str
+else:  # type checkers do not evaluate tables
+    KLEstimatorName, Aggregation = Literal[tuple(KL_ESTIMATORS)], Literal[tuple(AGGREGATIONS)]
 
 
 class Variant(Section):
@@ -57,7 +59,7 @@ class Variant(Section):
     @classmethod
     def _model(cls, name: str) -> type[Section]:
         """Build the pydantic model with the section's fields and an entry's options."""
-        shared = {key: (field.annotation, field) for key, field in cls.model_fields.items()}
+        shared: dict[str, Any] = {key: (field.annotation, field) for key, field in cls.model_fields.items()}
         return create_model(cls.__name__, __base__=Section, **shared, **cls._parameters(name))
 
     @classmethod
@@ -110,8 +112,8 @@ HASH = "sha256"
 """The option of a user's entry that holds the hash of its file."""
 
 
-def _named(entries: Mapping[str, Any]) -> Any:
-    """Return the type for a config key that names a registry entry or a spec in a file."""
+def _named(entries: Mapping[str, Any]) -> AfterValidator:
+    """Return the validator for a config key that names a registry entry or a spec in a file."""
     names = ", ".join(map(repr, entries))
 
     def check(name: str) -> str:
@@ -119,7 +121,7 @@ def _named(entries: Mapping[str, Any]) -> Any:
             return name
         raise PydanticCustomError("literal_error", "", {"expected": f"{names} or path/to/file.py:NAME"})
 
-    return Annotated[str, AfterValidator(check)]
+    return AfterValidator(check)
 
 
 class Advantage(Variant):
@@ -127,7 +129,7 @@ class Advantage(Variant):
     entries = ESTIMATORS
     kind = EstimatorSpec
 
-    estimator: _named(ESTIMATORS)
+    estimator: Annotated[str, _named(ESTIMATORS)]
 
     @property
     def spec(self) -> EstimatorSpec:
@@ -145,7 +147,7 @@ class Objective(Variant):
     entries = OBJECTIVES
     kind = ObjectiveSpec
 
-    name: _named(OBJECTIVES)
+    name: Annotated[str, _named(OBJECTIVES)]
     aggregation: Aggregation
     skip_truncated: bool
     empty_samples: Literal["include", "exclude"]
@@ -175,8 +177,7 @@ class Value(Section):
 class KL(Section):
     placement: Literal["loss", "reward"]
     level: Literal["token", "sequence"]
-    estimator: KLEstimatorName | None
-    """Never None once the configuration is loaded."""
+    estimator: KLEstimatorName
     straight_through: bool
     limit: PositiveFloat | None
     coefficient: NonNegativeFloat
@@ -185,12 +186,12 @@ class KL(Section):
     renew_steps: PositiveInt | None
     renew_share: Annotated[float, Field(gt=0, le=1)]
 
-    @model_validator(mode="after")
-    def _estimator_of_its_place(self) -> Self:
-        """Resolve estimator=null to the estimator that papers use for this placement and level."""
-        if self.estimator is not None:
-            return self
-        return self.model_copy(update={"estimator": usual_estimator(self.placement, self.level)})
+    @field_validator("estimator", mode="before")
+    @classmethod
+    def _usual_estimator(cls, value: Any, info: ValidationInfo) -> Any:
+        """Resolve null to the estimator that papers use for this placement and level."""
+        values = {"placement": "loss", "level": "token"} | info.data  # an invalid value is missing
+        return usual_estimator(values["placement"], values["level"]) if value is None else value
 
     def renews_after(self, step: int) -> bool:
         return self.renew_steps is not None and step % self.renew_steps == 0

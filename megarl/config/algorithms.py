@@ -17,22 +17,15 @@ from megarl.core.errors import UserError
 from megarl.core.user_file import is_in_file
 
 
-def describe() -> str:
-    return "\n".join(_lines())
-
-
 def describe_one(name: str) -> str:
-    """Return the formula, paper and recipe lines of an estimator or objective.
-
-    Args:
-        name: an entry's name, or `path/to/file.py:NAME`.
-    Raises:
-        UserError: the name is unknown; the message lists the valid names.
-    """
+    """Return the formula, paper and recipe lines of an estimator or objective. Raise a UserError if the name is
+    unknown; the message lists the valid names. name: an entry's name, or `path/to/file.py:NAME`."""
     known: dict[str, Spec] = {**ESTIMATORS, **OBJECTIVES}
-    if name in known or is_in_file(name):
-        spec = known[name] if name in known else spec_in_file("megarl algorithms", name, Spec)[0]
-        return "\n".join(_estimator(name, spec) if isinstance(spec, EstimatorSpec) else _objective(name, spec))
+    spec = spec_in_file("megarl algorithms", name, Spec)[0] if is_in_file(name) else known.get(name)
+    if isinstance(spec, EstimatorSpec):
+        return "\n".join(_estimator(name, spec))
+    if isinstance(spec, ObjectiveSpec):
+        return "\n".join(_objective(name, spec))
     close = difflib.get_close_matches(name.lower().replace("-", "_"), known, n=1)
     hint = f"use {close[0]}" if close else f"use one of {', '.join(known)}"
     raise UserError(f"{name}: unknown estimator or objective. Fix: {hint}")
@@ -65,6 +58,10 @@ _RECIPE = "\nIn a recipe (options with their defaults):\n"
 
 def _comments(options: Options) -> Iterator[str]:
     yield from (f"    # {name}: {show(value)}" for name, value in options.items())
+
+
+def describe() -> str:
+    return "\n".join(_lines())
 
 
 def _lines() -> Iterator[str]:

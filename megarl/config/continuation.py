@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from fnmatch import fnmatch
 from typing import Any
 
-from megarl.config.document import one_line
+from megarl.config.document import leaves, one_line
 from megarl.config.learning_rate import learning_rate
 from megarl.config.schema import Config
-from megarl.core.errors import UserError
+from megarl.config.violations import raise_all
 
 FREE = (
     "resume",
@@ -67,15 +67,9 @@ rates, so `check_continues` compares them."""
 
 
 def check_continues(config: Config, saved: Mapping[str, Any], step: int, checkpoint: str) -> None:
-    """Check that a run with this configuration may resume from the one saved at `step`.
-
-    Args:
-        checkpoint: the checkpoint's name, for error messages.
-
-    Raises:
-        UserError: keys differ that may not change; the message has one line per key.
-    """
-    old, new = dict(_leaves(saved)), dict(_leaves(config.model_dump()))
+    """Check that a run with this configuration may resume from the one saved at `step`. Raise a UserError if keys that
+    may not change differ; the message has one line per key. checkpoint: the checkpoint's name, for error messages."""
+    old, new = dict(leaves(saved)), dict(leaves(config.model_dump()))
     problems = [
         f"{key}={_show(new, key)}: {checkpoint} was saved with {_show(old, key)}. Fix: restore this value, or start a "
         "new run with resume=never and a new run.name"
@@ -89,8 +83,7 @@ def check_continues(config: Config, saved: Mapping[str, Any], step: int, checkpo
         )
     else:
         problems += _rates_done(config, saved["run"]["steps"], step, checkpoint)
-    if problems:
-        raise UserError("\n".join(problems))
+    raise_all(problems)
 
 
 def _rates_done(config: Config, steps: int, step: int, checkpoint: str) -> list[str]:
@@ -117,15 +110,6 @@ def _rates_done(config: Config, steps: int, step: int, checkpoint: str) -> list[
 
 def _replace_steps(config: Config, steps: int) -> Config:
     return config.model_copy(update={"run": config.run.model_copy(update={"steps": steps})})
-
-
-def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted key and value of every leaf; an empty mapping is a leaf."""
-    for name, value in section.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
 
 
 def _show(leaves: Mapping[str, Any], key: str) -> str:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from megarl.config.model_schema import MegatronRole, Role
 from megarl.config.schema import Config
-from megarl.core.spans import overlap
 
-NAMES: dict[MegatronRole, str] = {
+NAMES: dict[str, str] = {
     "actor": "trainer",
     "critic": "critic",
     "reward_model": "reward-model",
@@ -18,17 +17,19 @@ ENGINE = "engine"
 
 
 def device_spans(config: Config) -> dict[str, range]:
-    """Return the devices of each role, keyed by the name of its processes, as set in cluster.roles.
-
-    Without cluster.roles, colocated roles all start at the first device, and disaggregated roles use consecutive
-    devices.
-    """
+    """Return the devices of each role, keyed by the name of its processes, as set in cluster.roles. Without
+    cluster.roles, colocated roles all start at the first device, and disaggregated roles use consecutive devices."""
     assigned = config.role_devices
     spans, first = {}, 0
     for role, count in config.num_ranks.items():
         spans[NAMES.get(role, ENGINE)] = assigned[role] if assigned else range(first, first + count)
         first += 0 if config.is_colocated else count
     return spans
+
+
+def overlap(one: range, other: range) -> bool:
+    """Return whether two spans share a device."""
+    return max(one.start, other.start) < min(one.stop, other.stop)
 
 
 def num_devices(config: Config) -> int:

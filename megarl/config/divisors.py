@@ -10,11 +10,8 @@ def divisors(number: int) -> list[int]:
 
 
 def divisibility_error(key: str, divisor: int, noun: str, number: int, legal: Iterable[int]) -> str | None:
-    """Return an error message unless `divisor`, the value of `key`, divides a number of things (`noun`).
-
-    Args:
-        legal: values of `key` that the message suggests.
-    """
+    """Return an error message unless `divisor`, the value of `key`, divides a number of things (`noun`). legal: values
+    of `key` that the message suggests."""
     if number % divisor == 0:
         return None
     arithmetic = quotient(number, divisor)

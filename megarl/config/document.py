@@ -7,8 +7,9 @@ text, a number, 10 and text.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import yaml
@@ -54,11 +55,12 @@ def parse(text: str, name: str) -> Document:
         node, values = _read(text)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        raise UserError(f"{name}:{mark.line + 1}:{mark.column + 1}: {_reason(error)}") from None
+        place = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
+        raise UserError(f"{place}: {_reason(error)}") from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise UserError(f"{name}:{line}: {_reason(error)}") from None
-    if values is None:
+    if node is None or values is None:
         raise UserError(f"{name}: the file is empty. Fix: start it with `base: base.yaml`")
     if not isinstance(values, dict):
         raise UserError(f"{name}:{node.start_mark.line + 1}: expected a mapping (KEY: VALUE), found {kind(values)}")
@@ -90,6 +92,20 @@ def show(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
+def leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted key and value of every leaf; an empty mapping is a leaf."""
+    for name, value in section.items():
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def value_at(values: Any, key: str) -> Any:
+    """Return the value of a dotted key in nested mappings."""
+    return reduce(lambda section, name: section[name], key.split("."), values)
+
+
 def kind(value: Any) -> str:
     """Return the kind of a YAML value in words."""
     return _KINDS[type(value)]
@@ -112,7 +128,8 @@ def _read(text: str) -> tuple[yaml.Node | None, Any]:
 def _reason(error: yaml.YAMLError) -> str:
     if isinstance(error, yaml.reader.ReaderError):
         return f"character U+{error.character:04X} is not allowed in YAML. Fix: write it as an escape in double quotes"
-    return ", ".join(part for part in (error.context, error.problem) if part)
+    parts = (error.context, error.problem) if isinstance(error, yaml.MarkedYAMLError) else (str(error),)
+    return ", ".join(part for part in parts if part)
 
 
 def _lines(node: yaml.Node, key: Key = ()) -> Iterator[tuple[Key, int]]:
@@ -129,11 +146,11 @@ def _lines(node: yaml.Node, key: Key = ()) -> Iterator[tuple[Key, int]]:
 class _CoreLoader(yaml.SafeLoader):
     yaml_implicit_resolvers = {}  # noqa: RUF012  (overrides PyYAML's class attribute, to drop the YAML 1.1 patterns)
 
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event = self.peek_event()
-        if getattr(event, "tag", None) is not None:
-            problem = f"tag {event.tag!r} is not supported. Fix: remove the tag"
-            raise yaml.composer.ComposerError(problem=problem, problem_mark=event.start_mark)
+        if (tag := getattr(event, "tag", None)) is not None:
+            problem = f"tag {tag!r} is not supported. Fix: remove the tag"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
         return super().compose_node(parent, index)
 
 
@@ -162,10 +179,10 @@ def _construct_mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[
     for name_node, value_node in node.value:
         name, mark = loader.construct_object(name_node, deep=True), name_node.start_mark
         if not isinstance(name, str):
-            raise yaml.constructor.ConstructorError(problem=f"key {name!r} is not text", problem_mark=mark)
+            raise yaml.MarkedYAMLError(problem=f"key {name!r} is not text", problem_mark=mark)
         if name in mapping:
             problem = f"duplicate key {name!r}, first set in line {lines[name]}. Fix: remove one of them"
-            raise yaml.constructor.ConstructorError(problem=problem, problem_mark=mark)
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
         mapping[name] = loader.construct_object(value_node, deep=True)
         lines[name] = mark.line + 1
     return mapping

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from megarl.config.fields import EnvironmentClass, RewardFunction, Section
+from megarl.config.fields import EnvironmentClass, RewardFunction, Section, Text
 from megarl.core.ranges import FiniteFloat, NonNegativeFloat, PositiveInt
 
 
@@ -16,7 +16,7 @@ class SetEnvironment(EnvironmentClass):
 
 class EvaluationSet(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-    source: Annotated[str, Field(min_length=1)] | None = None
+    source: Text | None = None
     size: PositiveInt | None = None
     prompt_column: str | None = None
     answer_column: str | None = None
@@ -27,7 +27,7 @@ class EvaluationSet(Section):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: PositiveInt | None = None
     max_new_tokens: PositiveInt | None = None
-    stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
+    stop: list[Text] = Field(default_factory=list)
     functions: list[RewardFunction] | None = None
     environment: SetEnvironment | None = None
     success_above: FiniteFloat = 0.5
@@ -40,7 +40,7 @@ class EvaluationSet(Section):
 
 
 class Best(Section):
-    metric: Annotated[str, Field(min_length=1)] | None
+    metric: Text | None
     mode: Literal["max", "min"]
 
 

@@ -15,13 +15,19 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
+Text = Annotated[str, Field(min_length=1)]
+"""Non-empty text."""
+
+OptionalText = Text | None
+
+
 class RewardFunction(Section):
-    function: Annotated[str, Field(min_length=1)]
+    function: Text
     weight: FiniteFloat = 1.0
     per_turn: bool = False
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")] | None = None
     options: dict[str, Any] = Field(default_factory=dict)
-    sources: list[Annotated[str, Field(min_length=1)]] | None = None
+    sources: list[Text] | None = None
 
     @property
     def label(self) -> str:
@@ -33,7 +39,8 @@ class RewardFunction(Section):
         return self.sources is None or source in self.sources
 
 
-_Class = create_model("_Class", __base__=Section, **{"class": (Annotated[str, Field(min_length=1)] | None, ...)})
+_KEYS: dict[str, Any] = {"class": (OptionalText, ...)}
+_Class = create_model("_Class", __base__=Section, **_KEYS)
 """A section with the key `class`, a keyword that Python does not accept as a field name."""
 
 

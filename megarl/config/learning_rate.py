@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from megarl.config.model_schema import Optimizer, Schedule
+from megarl.config.model_schema import Optimizer
 
 
 def learning_rate(optimizer: Optimizer, done: int, total: int) -> float:
@@ -26,7 +26,8 @@ def learning_rate(optimizer: Optimizer, done: int, total: int) -> float:
         return peak * (done + 1) / warmup
     if schedule.name == "constant":
         return peak
-    share = _decay_done(schedule, done, warmup, total)
+    start = warmup if schedule.decay is None else total - num_updates(schedule.decay, total)
+    share = min(max(done - start, 0) / max(total - start, 1), 1.0)
     falling = {"linear": 1 - share, "cosine": (1 + math.cos(math.pi * share)) / 2, "wsd": 1 - math.sqrt(share)}
     return schedule.min_lr + (peak - schedule.min_lr) * falling[schedule.name]
 
@@ -34,8 +35,3 @@ def learning_rate(optimizer: Optimizer, done: int, total: int) -> float:
 def num_updates(length: float, total: int) -> int:
     """Convert a length to a number of updates. A length below 1 is a fraction of the run's updates."""
     return round(length * total) if length < 1 else int(length)
-
-
-def _decay_done(schedule: Schedule, done: int, warmup: int, total: int) -> float:
-    start = warmup if schedule.decay is None else total - num_updates(schedule.decay, total)
-    return min(max(done - start, 0) / max(total - start, 1), 1.0)

@@ -24,14 +24,9 @@ _LIST_INDEX = re.compile(r"\[|\.\d+(?=\.|$)")
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a recipe: its base files first, then its own keys, then the overrides (KEY=VALUE).
-
-    A base file is looked up next to the recipe that names it, then among megarl's own recipes.
-
-    Raises:
-        UserError: the configuration is invalid; the message has one line per violation, with origin, key, value and
-            remedy.
-    """
+    """Read a recipe: its base files first, then its own keys, then the overrides (KEY=VALUE). A base file is looked up
+    next to the recipe that names it, then among megarl's own recipes. Raise a UserError if the configuration is
+    invalid; the message has one line per violation, with origin, key, value and remedy."""
     base, *recipes = _files(Path(path), ())
     # The overrides are merged first, so that the order of a variant's name and its options does not matter.
     command_line = reduce(Document.overlay, map(_override, overrides), Document({}, {}))
@@ -45,11 +40,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def overlay(base: Document, over: Document) -> Document:
-    """Lay `over` on top of `base`.
-
-    If `over` names a different entry for a `Variant` section than `base`, the options of the base's entry are dropped
-    and the new entry uses its own defaults. The section's own fields are kept.
-    """
+    """Lay `over` on top of `base`. If `over` names a different entry for a `Variant` section than `base`, the options
+    of the base's entry are dropped and the new entry uses its own defaults. The section's own fields are kept."""
     values = base.values
     for variant in VARIANTS:
         *sections, discriminator = variant.key.split(".")
@@ -88,14 +80,9 @@ def _files(path: Path, above: tuple[Path, ...]) -> Iterator[Document]:
         place = recipe.origins[("base",)]
         if not isinstance(base, str):
             raise UserError(f"{place}: base={document.show(base)}: expected a file name, found {document.kind(base)}")
-        yield from _files(_base_file(path, base), (*above, path))
+        beside, shipped = path.parent / base, SHIPPED / base
+        yield from _files(shipped if shipped.exists() and not beside.exists() else beside, (*above, path))
     yield recipe
-
-
-def _base_file(recipe: Path, name: str) -> Path:
-    """Return the file next to the recipe, or megarl's own recipe with that name."""
-    beside, shipped = recipe.parent / name, SHIPPED / name
-    return shipped if shipped.exists() and not beside.exists() else beside
 
 
 def _text(path: Path, above: tuple[Path, ...]) -> str:

@@ -39,20 +39,3 @@ class LogprobCheck(Section):
     action: Literal["warn", "stop", "mask"]
     mask: MaskLevel
     canaries: Literal["off", "start", "refits"]
-
-    def tolerance(self, precision: str) -> Tolerance:
-        """Return the tolerance for the losses. `precision` is a key of ROUNDING."""
-        threshold = THRESHOLD * ROUNDING[precision] if self.threshold is None else self.threshold
-        return Tolerance(threshold, self.mask if self.action == "mask" else None)
-
-    def limit_of(self, precision: str, max_staleness: int) -> float | None:
-        """Return the maximum mean log-prob difference for a step. None if no limit is set and samples may be stale,
-        since stale samples differ by more than rounding."""
-        if self.limit is not None or max_staleness:
-            return self.limit
-        return ROUNDING[precision]
-
-    def canary_limit_of(self, precision: str, max_staleness: int) -> float:
-        """Return the maximum mean log-prob difference on canary prompts. Their samples are never stale, so a limit set
-        for stale samples does not apply."""
-        return ROUNDING[precision] if self.limit is None or max_staleness else self.limit

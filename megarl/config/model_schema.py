@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from megarl.config.fields import Section
+from megarl.config.fields import Section, Text
 from megarl.core.ranges import FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 Role = Literal["actor", "critic", "implicit_reward"]
@@ -29,8 +29,8 @@ Dtype = Annotated[Literal["float32", "bfloat16", "float16"], BeforeValidator(_lo
 
 
 class Model(Section):
-    path: Annotated[str, Field(min_length=1)]
-    revision: Annotated[str, Field(min_length=1)] | None
+    path: Text
+    revision: Text | None
     dtype: Dtype
     head_dtype: Literal["float32", "model"]
 
@@ -81,7 +81,7 @@ class Optimizer(Section):
     beta2: Annotated[float, Field(ge=0, lt=1)]
     eps: PositiveFloat
     weight_decay: NonNegativeFloat
-    no_weight_decay: list[Annotated[str, Field(min_length=1)]]
+    no_weight_decay: list[Text]
     clip_grad_norm: NonNegativeFloat
     nonfinite_limit: PositiveInt
 
@@ -103,12 +103,13 @@ class Lora(Section):
     alpha: PositiveFloat
     targets: Literal["all_linear"]
     share_experts: bool
-    path: Annotated[str, Field(min_length=1)] | None
+    path: Text | None
     export: Literal["merged", "adapters"]
 
     @property
     def scale(self) -> float:
         """The factor applied to the product of an adapter's two matrices."""
+        assert self.rank is not None, "a model without adapters has no scale"
         return self.alpha / self.rank
 
 
@@ -124,7 +125,7 @@ class Trained(Section):
     overlap_communication: bool
     recompute: Literal["none", "selective", "full"]
     fp8: Literal["delayed", "tensorwise", "blockwise", "mxfp8"] | None
-    frozen: list[Annotated[str, Field(min_length=1)]]
+    frozen: list[Text]
     offload: list[Literal["parameters", "gradients", "optimizer"]]
     threads: PositiveInt | None
     megatron_overrides: MegatronOverrides
@@ -164,21 +165,21 @@ class Critic(Trained):
     section = "critic"
 
     shared_backbone: bool
-    path: Annotated[str, Field(min_length=1)] | None
+    path: Text | None
     warmup_steps: NonNegativeInt
 
 
 class ImplicitReward(Trained):
     section = "implicit_reward"
 
-    path: Annotated[str, Field(min_length=1)] | None
+    path: Text | None
     coefficient: NonNegativeFloat
     beta: PositiveFloat
     success_above: FiniteFloat
 
 
 class Judge(Section):
-    template: Annotated[str, Field(min_length=1)] | None
+    template: Text | None
     scale: Annotated[list[FiniteFloat], Field(min_length=2, max_length=2)]
     max_new_tokens: PositiveInt
 
@@ -194,12 +195,12 @@ class RewardModel(Section):
     megatron_overrides: ClassVar[MegatronOverrides] = MegatronOverrides(model={}, optimizer={}, ddp={})
 
     engine: Literal["megatron", "vllm"]
-    path: Annotated[str, Field(min_length=1)] | None
+    path: Text | None
     input_format: Literal["ids", "text", "chat", "question"]
     judge: Judge
     context_length: PositiveInt | None
     weight: FiniteFloat
-    step_end: Annotated[str, Field(min_length=1)] | None
+    step_end: Text | None
     aggregation: Literal["mean", "sum", "min", "last"] | None
     layout: Layout
     tokens_per_microbatch: PositiveInt

@@ -143,9 +143,7 @@ RENAMED = {
 }
 """Former key -> current key."""
 
-REMOVED = {
-    "rollout.refit_delta": "a refit sends all weights",
-}
+REMOVED = {"rollout.refit_delta": "a refit sends all weights"}
 """Removed keys -> the reason."""
 
 
@@ -171,7 +169,8 @@ def options_of(variant: type[Variant], entry: str, option: str) -> str:
 
 def suggest(key: str) -> str:
     """Return advice for an unknown key, phrased as the end of a sentence."""
-    for name in (*_suffixes(key), key.partition(".")[0]):
+    parts = key.split(".")
+    for name in (*(".".join(parts[first:]) for first in range(len(parts))), parts[0]):
         if name in RENAMED:
             return f"{name} was renamed to {RENAMED[name]}"
         if name in REMOVED:
@@ -186,21 +185,9 @@ def suggest(key: str) -> str:
     # Several models have the same keys: prefer keys in the named section.
     matches = [name for name in matches if name.startswith(f"{key.partition('.')[0]}.")] or matches
     matches = matches or difflib.get_close_matches(key, known, n=1, cutoff=0.8)
-    matches = matches or [name for name in known if name.rpartition(".")[2] in _close_leaves(leaf, known)]
-    if matches:
-        return f"did you mean {' or '.join(matches)}?"
-    return _siblings(key)
-
-
-def _suffixes(key: str) -> Iterator[str]:
-    """Yield the key and its dotted suffixes, longest first."""
-    while key:
-        yield key
-        key = key.partition(".")[2]
-
-
-def _close_leaves(leaf: str, known: list[str]) -> list[str]:
-    return difflib.get_close_matches(leaf, {name.rpartition(".")[2] for name in known}, n=1, cutoff=0.75)
+    close = difflib.get_close_matches(leaf, {name.rpartition(".")[2] for name in known}, n=1, cutoff=0.75)
+    matches = matches or [name for name in known if name.rpartition(".")[2] in close]
+    return f"did you mean {' or '.join(matches)}?" if matches else _siblings(key)
 
 
 def _siblings(key: str) -> str:

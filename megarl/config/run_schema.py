@@ -6,11 +6,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megarl.config.fields import Section
+from megarl.config.fields import Section, Text
 from megarl.core.ranges import NonNegativeInt, PositiveFloat, PositiveInt
 
 TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
-Text = Annotated[str, Field(min_length=1)]
 
 
 class Profile(Section):

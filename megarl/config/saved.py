@@ -45,11 +45,9 @@ def _sections(config: dict[str, Any], key: str) -> Iterator[tuple[dict[str, Any]
 
 
 def validated(saved: Mapping[str, Any], version: int) -> Config:
-    """Return the configuration of a checkpoint that is only read, not resumed.
-
-    Files that it names are not executed, because anyone may have written the checkpoint: the base recipe's entries
-    replace a user's estimator and objective.
-    """
+    """Return the configuration of a checkpoint that is only read, not resumed. Files that it names are not executed,
+    because anyone may have written the checkpoint: the base recipe's entries replace a user's estimator and
+    objective."""
     config = complete(saved, version)
     for variant, default in ((Advantage, "grpo"), (Objective, "clip")):
         section = config["algorithm"][variant.key.split(".")[1]]

@@ -8,14 +8,15 @@ and objectives are in their specs.
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, get_args, overload
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from megarl.config.algorithm_schema import Algorithm
+from megarl.config.data_schema import Data
 from megarl.config.evaluation_schema import Evaluation
-from megarl.config.fields import EnvironmentClass, RewardFunction, Section
-from megarl.config.logprob_check_schema import LogprobCheck, Tolerance
+from megarl.config.fields import EnvironmentClass, RewardFunction, Section, Text
+from megarl.config.logprob_check_schema import ROUNDING, THRESHOLD, LogprobCheck, Tolerance
 from megarl.config.model_schema import (
     Actor,
     Critic,
@@ -24,10 +25,10 @@ from megarl.config.model_schema import (
     Model,
     Placed,
     RewardModel,
+    Role,
     Trained,
 )
 from megarl.config.run_schema import Run, Trackers
-from megarl.config.sources import is_procedural, reasoning_task
 from megarl.core.ranges import FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 
@@ -42,7 +43,7 @@ class Rollout(Section):
     top_p: Annotated[float, Field(gt=0, le=1)]
     top_k: PositiveInt | None
     max_new_tokens: PositiveInt
-    stop: list[Annotated[str, Field(min_length=1)]]
+    stop: list[Text]
     context_length: PositiveInt
     kv_cache_gib: PositiveFloat
     sleep: bool
@@ -66,7 +67,7 @@ class Environment(EnvironmentClass):
     weight: FiniteFloat
     max_turns: PositiveInt
     turn_tokens: PositiveInt | None
-    tool_format: Annotated[str, Field(min_length=1)] | None
+    tool_format: Text | None
     processes: PositiveInt | None
     timeout_s: PositiveFloat
     tool_timeout_s: PositiveFloat
@@ -84,62 +85,9 @@ class Batch(Section):
     sampling_rounds: PositiveInt
 
 
-class Data(Section):
-    source: Annotated[str, Field(min_length=1)]
-    more_sources: list[Annotated[str, Field(min_length=1)]]
-    source_weights: dict[str, PositiveFloat]
-    options: dict[str, Any]
-    stages: list[dict[str, Any]]
-    format: Literal["prompts", "messages", "preferences", "labels"]
-    size: PositiveInt | None
-    prompt_column: str
-    system_prompt: Annotated[str, Field(min_length=1)] | None
-    answer_column: str
-    source_column: Annotated[str, Field(min_length=1)] | None
-    messages_column: str
-    chosen_column: str
-    rejected_column: str
-    steps_column: str
-    labels_column: str
-    step_end: str
-    chat_template: bool
-    overlong: Literal["refuse", "drop"]
-    shuffle: bool
-    sort_column: Annotated[str, Field(min_length=1)] | None
-    weight_column: Annotated[str, Field(min_length=1)] | None
-    solved_weight: Annotated[float, Field(gt=0, le=1)] | None
-    solved_above: FiniteFloat
-
-    @property
-    def reasoning_task(self) -> str | None:
-        """The reasoning-gym task; None for other sources."""
-        return reasoning_task(self.source)
-
-    @property
-    def is_procedural(self) -> bool:
-        """Whether rows are generated rather than read from a file."""
-        return is_procedural(self.source)
-
-    @property
-    def sources(self) -> list[str]:
-        """All data files, or the procedural source."""
-        return [self.source, *self.more_sources]
-
-    @property
-    def draws_by_weight(self) -> bool:
-        """Whether prompts are drawn by weight instead of once per epoch."""
-        return self.weight_column is not None or self.solved_weight is not None or bool(self.source_weights)
-
-    @property
-    def ordering_columns(self) -> dict[str, str]:
-        """Numeric columns that rows are sorted or drawn by -> the key that names the column."""
-        keys = {"data.sort_column": self.sort_column, "data.weight_column": self.weight_column}
-        return {column: key for key, column in keys.items() if column is not None}
-
-
 class Rewards(Section):
     functions: list[RewardFunction]
-    judge: Annotated[str, Field(min_length=1)] | None
+    judge: Text | None
     judge_order: Literal["both", "seeded"]
     processes: PositiveInt | None
     timeout_s: PositiveFloat
@@ -152,7 +100,7 @@ class Rewards(Section):
 class Sandbox(Section):
     provider: Literal["auto", "bubblewrap", "apptainer"]
     unsafe: Literal["refuse", "allow"]
-    image: Annotated[str, Field(min_length=1)] | None
+    image: Text | None
     wall_s: PositiveFloat
     cpu_s: PositiveInt
     memory_mib: PositiveInt
@@ -226,7 +174,7 @@ class Roles(Section):
 
 class Cluster(Section):
     nodes: PositiveInt
-    interface: Annotated[str, Field(min_length=1)] | None
+    interface: Text | None
     placement: Literal["colocated", "disaggregated"]
     roles: Roles
     timeouts: Timeouts
@@ -234,7 +182,7 @@ class Cluster(Section):
 
 
 class Config(Section):
-    resume: Annotated[str, Field(min_length=1)]
+    resume: Text
     run: Run
     model: Model
     actor: Actor
@@ -367,28 +315,37 @@ class Config(Section):
 
     @property
     def precision(self) -> str:
-        """The engines' precision, which determines how closely they can match the trainer."""
+        """The engines' precision, which determines how closely they can match the trainer. It is a key of ROUNDING."""
         return self.rollout.quantization or self.model.dtype
 
     @property
     def tolerance(self) -> Tolerance:
         """The tolerated difference between the engine's and the trainer's log-prob for a token."""
-        return self.logprob_check.tolerance(self.precision)
+        check = self.logprob_check
+        threshold = THRESHOLD * ROUNDING[self.precision] if check.threshold is None else check.threshold
+        return Tolerance(threshold, check.mask if check.action == "mask" else None)
 
     @property
     def agreement_limit(self) -> float | None:
-        """The maximum mean log-prob difference in a step; None for no limit."""
-        return self.logprob_check.limit_of(self.precision, self.rollout.max_staleness)
+        """The maximum mean log-prob difference in a step. None if no limit is set and samples may be stale, since stale
+        samples differ by more than rounding."""
+        limit = self.logprob_check.limit
+        return limit if limit is not None or self.rollout.max_staleness else ROUNDING[self.precision]
 
     @property
     def canary_limit(self) -> float:
-        """The maximum mean log-prob difference on canary prompts, which are never stale."""
-        return self.logprob_check.canary_limit_of(self.precision, self.rollout.max_staleness)
+        """The maximum mean log-prob difference on canary prompts. Their samples are never stale, so a limit set for
+        stale samples does not apply."""
+        limit = self.logprob_check.limit
+        return ROUNDING[self.precision] if limit is None or self.rollout.max_staleness else limit
 
+    @overload
+    def placed(self, role: Role) -> Trained: ...
+    @overload
+    def placed(self, role: MegatronRole) -> Placed: ...
     def placed(self, role: MegatronRole) -> Placed:
         """Return the config section for a model that runs in Megatron."""
-        sections = (self.actor, self.critic, self.reward_model, self.implicit_reward)
-        return next(section for section in sections if section.section == role)
+        return getattr(self, role)
 
     def context_of(self, placed: Placed) -> tuple[str, int]:
         """Return the key that bounds a model's sample length, and its value in tokens."""

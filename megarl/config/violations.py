@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from functools import reduce
 from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from megarl.config.algorithm_schema import VARIANTS
-from megarl.config.document import Document, Key, kind, show
+from megarl.config.document import Document, Key, kind, show, value_at
 from megarl.config.names import options_of, suggest
 from megarl.core.errors import UserError
 
@@ -67,8 +66,7 @@ def _advice(name: str, document: Document) -> str:
     for variant in VARIANTS:
         section, _, option = name.rpartition(".")
         if section == variant.key.rpartition(".")[0]:
-            entry = reduce(lambda values, part: values[part], variant.key.split("."), document.values)
-            options = options_of(variant, entry, option)
+            options = options_of(variant, value_at(document.values, variant.key), option)
             return options if " is an option of " in options else f"{suggest(name)}; {options}"
     return suggest(name)
 
@@ -83,7 +81,7 @@ def _missing(keys: list[Key]) -> str:
 def _wrong(detail: ErrorDetails, origin: str, file: str) -> str:
     name, value = _dotted(detail["loc"]), detail["input"]
     if detail["type"] == "value_error":  # raised for a user's file; the message names the key
-        return str(detail["ctx"]["error"])
+        return str(detail.get("ctx", {})["error"])
     if value is None and name in _REQUIRED:
         return f"{file}: {name} is required. Fix: set it to {_REQUIRED[name]}, or pass {name}=VALUE on the command line"
     expected = _EXPECTED[detail["type"]].format(**detail.get("ctx", {}))

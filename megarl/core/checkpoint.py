@@ -70,21 +70,17 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: Path) -> Checkpoint:
-        """Read a checkpoint's manifest and check the size of every file.
-
-        Raises:
-            UserError: a file is missing or has the wrong size. The message names the previous checkpoint.
-        """
+        """Read a checkpoint's manifest and check the size of every file. Raise a UserError if a file is missing or has
+        the wrong size. The message names the previous checkpoint."""
         try:
             manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
             content = manifest["content"]
-            intact = manifest["sha256"] == _digest(content)
+            if manifest["sha256"] != _digest(content):
+                raise ValueError("the content has another digest")
         except FileNotFoundError:
             raise UserError(f"{path}: {MANIFEST} is missing. {_remedy(path)}") from None
         except (ValueError, KeyError, TypeError):
-            intact = False
-        if not intact:
-            raise UserError(f"{path}: {MANIFEST} is corrupt. {_remedy(path)}")
+            raise UserError(f"{path}: {MANIFEST} is corrupt. {_remedy(path)}") from None
         version = checked_format(content, path)
         files = tuple(FileRecord(**record) for record in content["files"])
         checkpoint = cls(path, content["step"], content["state"], files, version)
@@ -161,10 +157,8 @@ def remove_notes(checkpoint: Path) -> None:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Return whether the folder is a checkpoint, complete or corrupt.
-
-    The manifest's name is not sufficient evidence: run folders also contain a file with that name.
-    """
+    """Return whether the folder is a checkpoint, complete or corrupt. The manifest's name is not sufficient evidence:
+    run folders also contain a file with that name."""
     try:
         return "content" in json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -10,10 +10,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    """Pause garbage collection.
-
-    A large plan consists of a million small objects, none of them garbage; collection would take as long as planning.
-    """
+    """Pause garbage collection. A large plan consists of a million small objects, none of them garbage; collection
+    would take as long as planning."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -26,9 +24,7 @@ def without_collector() -> Iterator[None]:
 @contextmanager
 def imports() -> Iterator[None]:
     """Pause garbage collection during the import of large libraries and exempt their objects from later collections.
-
-    Collection would account for a quarter of the import time.
-    """
+    Collection would account for a quarter of the import time."""
     with without_collector():
         yield
         gc.freeze()

@@ -11,22 +11,15 @@ PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 def usable_cores() -> int:
-    """Return the number of cores in this process's affinity mask, or its cgroup's CPU quota if that is lower.
-
-    A job or container may be limited to 8 of a machine's 128 cores.
-    """
+    """Return the number of cores in this process's affinity mask, or its cgroup's CPU quota if that is lower. A job or
+    container may be limited to 8 of a machine's 128 cores."""
     allowed, quota = len(os.sched_getaffinity(0)), cgroup_cores()
     return allowed if quota is None else max(1, min(allowed, int(quota)))
 
 
 def cgroup_cores(proc: Path = PROC, cgroups: Path = CGROUPS) -> float | None:
     """Return the CPU quota of this process's cgroup in cores, the minimum over the cgroup and its ancestors; None
-    without a quota.
-
-    Args:
-        proc: mount point of procfs.
-        cgroups: mount point of cgroup v2 (cpu.max) or v1 (cpu.cfs_quota_us).
-    """
+    without a quota. cgroups: mount point of cgroup v2 (cpu.max) or v1 (cpu.cfs_quota_us)."""
     return min((cores for folder in _folders(proc, cgroups) for cores in _quota(folder)), default=None)
 
 

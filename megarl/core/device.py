@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 HOST_BACKEND = "gloo"
 """torch.distributed backend for exchanges between the host memories of ranks, regardless of the device."""
 
-
 _PORTABLE = 1
 """cudaHostRegisterPortable: page-lock the memory for all devices of the process."""
 
@@ -127,13 +126,8 @@ def release_cache() -> None:
 
 
 def host_empty_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Return an uninitialized host tensor that the device copies to and from at full speed.
-
-    On CUDA its memory is page-locked for as long as the tensor lives.
-
-    Raises:
-        RuntimeError: the memory cannot be locked.
-    """
+    """Return an uninitialized host tensor that the device copies to and from at full speed. On CUDA its memory is
+    page-locked for as long as the tensor lives. Raise a RuntimeError if the memory cannot be locked."""
     if not on_cuda() or tensor.nbytes == 0:
         return _torch().empty_like(tensor, device="cpu")
     # torch's own pinned allocator rounds up to a power of two and never frees. Locking applies to whole pages, so

@@ -25,10 +25,8 @@ def no_progress(done: str, num_bytes: int, total: int) -> None:
 
 @contextmanager
 def new_folder(out: Path, num_bytes: int) -> Iterator[Path]:
-    """Yield a hidden folder next to `out` to write into; rename it to `out` once its contents are on disk.
-
-    The hidden folder is deleted if the body raises. Raise a UserError under the conditions of `require_room`.
-    """
+    """Yield a hidden folder next to `out` to write into; rename it to `out` once its contents are on disk. The hidden
+    folder is deleted if the body raises. Raise a UserError under the conditions of `require_room`."""
     require_room(out, num_bytes)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as temporary:
         folder = Path(temporary) / out.name
@@ -73,20 +71,13 @@ def number_in(name: str, pattern: str) -> int | None:
 
 def numbered(folder: Path, pattern: str) -> dict[int, Path]:
     """Return the folder's entries whose names match the pattern, in ascending order of their numbers."""
-    entries = {number_in(path.name, pattern): path for path in folder.glob("*")}
-    entries.pop(None, None)
-    return dict(sorted(entries.items()))
+    entries = [(number_in(path.name, pattern), path) for path in folder.glob("*")]
+    return dict(sorted((number, path) for number, path in entries if number is not None))
 
 
 def write_new_file(option: str, path: Path, text: str) -> None:
-    """Write a file that does not exist yet.
-
-    Args:
-        option: the command-line option that names the file, such as --html.
-
-    Raises:
-        UserError: the file already exists or cannot be written.
-    """
+    """Write a file that does not exist yet. Raise a UserError if the file already exists or cannot be written. option:
+    the command-line option that names the file, such as --html."""
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)

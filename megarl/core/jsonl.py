@@ -11,10 +11,8 @@ from typing import Any
 def read_objects(
     path: Path, keep: Callable[[dict[str, Any]], dict[str, Any]] = dict
 ) -> tuple[list[dict[str, Any]], list[int]]:
-    """Return the objects in a JSONL file, and the numbers of the lines that do not contain an object.
-
-    NaN and infinities are read as None. `keep` reduces each object to the part to return, since objects may be large.
-    """
+    """Return the objects in a JSONL file, and the numbers of the lines that do not contain an object. NaN and
+    infinities are read as None. `keep` reduces each object to the part to return, since objects may be large."""
     objects, unreadable = [], []
     with path.open(encoding="utf-8", errors="replace") as lines:
         for number, line in enumerate(lines, start=1):

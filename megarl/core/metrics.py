@@ -35,23 +35,21 @@ def merge(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
 
 
 def merge_updates(updates: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """Combine the metrics of a step's updates like `merge`, but average sums.
+    """Combine the metrics of a step's updates like `merge`, but average sums. A sum such as the loss covers one whole
+    update; the step reports the mean over its updates."""
 
-    A sum such as the loss covers one whole update; the step reports the mean over its updates.
-    """
-    return merge({name: _as_mean(metric) for name, metric in update.items()} for update in updates)
+    def as_mean(metric: Metric) -> Metric:
+        return replace(metric, weight=1.0, reduction="mean") if metric.reduction == "sum" else metric
+
+    return merge({name: as_mean(metric) for name, metric in update.items()} for update in updates)
 
 
 def values(metrics: Mapping[str, Metric]) -> dict[str, float]:
     return {name: metric.value for name, metric in metrics.items()}
 
 
-def _as_mean(metric: Metric) -> Metric:
-    return replace(metric, weight=1.0, reduction="mean") if metric.reduction == "sum" else metric
-
-
 def _reduce(name: str, metrics: list[Metric]) -> Metric | None:
-    reductions = {metric.reduction for metric in metrics}
+    reductions: set[Reduction] = {metric.reduction for metric in metrics}
     assert len(reductions) == 1, f"{name} has conflicting reductions: {reductions}"
     reduction = reductions.pop()
     weight = sum(metric.weight for metric in metrics)

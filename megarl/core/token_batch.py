@@ -10,19 +10,9 @@ if TYPE_CHECKING:
 
 
 ROW_FIELDS = (
-    *(
-        "rows",
-        "targets",
-        "row_sample",
-        "rollout_logprobs",
-        "mask",
-        "weight",
-        "imitation_weight",
-        "old",
-        "reference",
-        "values",
-    ),
-    *("implicit_reward", "process_reward", "kl_reward", "advantage", "returns", "selected", "candidate_ids", "labels"),
+    *("rows", "targets", "row_sample", "rollout_logprobs", "mask", "weight", "imitation_weight", "old", "reference"),
+    *("values", "implicit_reward", "process_reward", "kl_reward", "advantage", "returns", "selected"),
+    *("candidate_ids", "labels"),
 )
 """Fields of a TokenBatch whose first axis is rows; candidate_ids has a second axis for K candidates."""
 
@@ -102,8 +92,8 @@ class TokenBatch:
     routes: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> TokenBatch:
-        moved = {f.name: getattr(self, f.name) for f in fields(self)}
-        return TokenBatch(**{name: None if value is None else value.to(device) for name, value in moved.items()})
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{name: value.to(device) for name, value in values.items() if value is not None})
 
     @property
     def in_loss(self) -> torch.Tensor:
@@ -112,8 +102,8 @@ class TokenBatch:
 
     def take_rows(self, numbers: torch.Tensor) -> TokenBatch:
         """Return the batch with its row fields restricted to these rows (int64 [n])."""
-        row_fields = {name: getattr(self, name) for name in ROW_FIELDS}
-        return replace(self, **{name: None if value is None else value[numbers] for name, value in row_fields.items()})
+        values = {name: getattr(self, name) for name in ROW_FIELDS}
+        return replace(self, **{name: value[numbers] for name, value in values.items() if value is not None})
 
     def validate(self) -> None:
         num_tokens, num_rows, num_samples = len(self.tokens), len(self.rows), len(self.reward)
@@ -129,8 +119,8 @@ class TokenBatch:
         assert int(self.boundaries[0]) == 0 and int(self.boundaries[-1]) == len(self.document_tokens), (
             "boundaries do not span document_tokens"
         )
-        is_covered = self.tokens.new_zeros(num_tokens, dtype=bool)
-        is_covered[self.document_tokens] = True
+        is_covered = self.tokens.new_zeros(num_tokens)
+        is_covered[self.document_tokens] = 1
         assert bool(is_covered.all()), "some tokens in the pack have no document"
         assert num_rows == 0 or int(self.rows.max()) < num_tokens, "a row index is outside the pack"
         assert num_rows == 0 or int(self.row_sample.max()) < num_samples, "a row has no sample"

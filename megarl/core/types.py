@@ -25,10 +25,9 @@ FAILED = "failed"
 """Stop reason of a rollout whose environment raised an error, timed out or exited."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class _HoldsArrays:
-    """Base of dataclasses with array fields: provides equality and read-only arrays."""
-
-    __slots__ = ()
+    """Base of dataclasses with array fields: provides equality, pickling and read-only arrays."""
 
     def __eq__(self, other: object) -> bool:
         if type(other) is not type(self):
@@ -36,7 +35,8 @@ class _HoldsArrays:
         pairs = ((getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
         return all(np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b for a, b in pairs)
 
-    __hash__ = None
+    def __reduce__(self) -> tuple:
+        return type(self), tuple(getattr(self, f.name) for f in fields(self))
 
     def _freeze(self, name: str, dtype: DTypeLike, axes: int = 1) -> None:
         """Convert a field, given as any sequence, to a read-only array."""
@@ -71,9 +71,6 @@ class Prompt(_HoldsArrays):
 
     def __hash__(self) -> int:
         return hash(self.id)
-
-    def __reduce__(self) -> tuple:
-        return Prompt, (self.id, self.text, self.token_ids, self.answer, self.messages, self.columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +109,6 @@ class CandidateIds(_HoldsArrays):
     def none(cls, num_tokens: int) -> CandidateIds:
         """Return the candidates for a response in which every token was sampled from the whole vocabulary."""
         return cls(np.empty(0, np.int32), np.zeros(num_tokens + 1, np.int32))
-
-    def __reduce__(self) -> tuple:
-        return CandidateIds, (self.ids, self.offsets)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -156,9 +150,6 @@ class Completion(_HoldsArrays):
         is_ended_by_token = self.finish_reason == "stop" and self.stop is None
         return self.token_ids[:-1] if is_ended_by_token else self.token_ids
 
-    def __reduce__(self) -> tuple:
-        return Completion, tuple(getattr(self, f.name) for f in fields(self))
-
 
 @dataclass(frozen=True, slots=True)
 class RolloutInfo:
@@ -166,10 +157,8 @@ class RolloutInfo:
 
     Attributes:
         stop_reason: reason why the rollout ended; a StopReason.
-        num_turns: number of turns that the policy took.
         num_samples: number of training sequences in the rollout; more than one if the context of a turn did not start
             with the tokens sampled so far.
-        tool_calls: number of tool calls by outcome.
         num_context_tokens: number of tokens preceding each turn after the first, summed over these turns.
         num_cached_tokens: number of context tokens that were in the engine's KV cache.
     """
@@ -191,7 +180,6 @@ class Episode:
     """An environment's record of a rollout, for rewards and for display.
 
     Attributes:
-        info: the rollout's statistics.
         rewards: reward for each turn; None for a turn without a reward.
         parts: named components of the reward, summed over turns.
         failure: one line that explains why the rollout has no reward; None if it has one.
@@ -276,10 +264,8 @@ class Sample(_HoldsArrays):
     def __reduce__(self) -> tuple:
         return _unpack_sample, (
             np.packbits(self.response_mask),
-            *(self.id, self.prompt, self.response_ids, self.response_logprobs),
-            *(self.versions, self.finish_reason, self.text, self.candidate_ids, self.rollout_id, self.episode),
-            self.routes,
-            self.labels,
+            *(self.id, self.prompt, self.response_ids, self.response_logprobs, self.versions, self.finish_reason),
+            *(self.text, self.candidate_ids, self.rollout_id, self.episode, self.routes, self.labels),
         )
 
     @property
@@ -302,10 +288,8 @@ def _unpack_sample(
 
 @dataclass(frozen=True, slots=True)
 class TokenTotals:
-    """Count, sum and sum of squares of a sample's per-token rewards.
-
-    Tokens without a reward are not counted. A token with rewards from several models is counted once for each.
-    """
+    """Count, sum and sum of squares of a sample's per-token rewards. Tokens without a reward are not counted. A token
+    with rewards from several models is counted once for each."""
 
     count: int = 0
     total: float = 0.0
@@ -341,10 +325,8 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """Baseline for a sample's reward: advantage = (reward − center) / scale.
-
-    token_center and token_scale are the same for per-token rewards, where each token is compared separately.
-    """
+    """Baseline for a sample's reward: advantage = (reward − center) / scale. token_center and token_scale are the same
+    for per-token rewards, where each token is compared separately."""
 
     center: float = 0.0
     scale: float = 1.0
@@ -448,7 +430,6 @@ class Scoring:
     """How the trainer computes log-probs for sampled tokens.
 
     Attributes:
-        temperature: the sampling temperature.
         truncates: whether to normalize over the engine's candidate tokens only.
         replays: whether to route tokens to the experts that the engine used.
     """

@@ -17,15 +17,13 @@ def is_in_file(name: str) -> bool:
 
 
 def defined_in_file(key: str, name: str) -> tuple[Path, str, Any]:
-    """Import the file of `path/to/file.py:NAME`.
+    """Import the file of `path/to/file.py:NAME`. Raise a UserError if the file does not exist or cannot be imported.
 
     Args:
         key: the configuration key that has this value, for error messages.
 
     Returns:
         The file, NAME, and the object that the file defines under that name; None if it defines none.
-    Raises:
-        UserError: the file does not exist or cannot be imported.
     """
     file, _, inner = name.rpartition(":")
     path = Path(file).expanduser()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from megarl.data.row import LabelRow, MessageRow, PreferenceRow, Row
+from megarl.data.row import LabelRow, MessageRow, PreferenceRow, Row, as_messages
 
 DEFAULT_SIZE = 4096
 LARGEST_SUM = 18
@@ -23,8 +23,7 @@ def arithmetic_rows(seed: int, size: int) -> Iterator[Row]:
 def arithmetic_messages(seed: int, size: int) -> Iterator[MessageRow]:
     """Yield the rows of `arithmetic_rows` as conversations in which the assistant gives the answers."""
     for row in arithmetic_rows(seed, size):
-        turns = (("user", row.prompt), ("assistant", row.answer))
-        yield MessageRow(row.number, [{"role": role, "content": content} for role, content in turns])
+        yield MessageRow(row.number, [*as_messages(row.prompt, "user"), *as_messages(row.answer, "assistant")])
 
 
 def arithmetic_preferences(seed: int, size: int) -> Iterator[PreferenceRow]:
@@ -37,11 +36,9 @@ def arithmetic_preferences(seed: int, size: int) -> Iterator[PreferenceRow]:
 
 
 def arithmetic_labels(seed: int, size: int) -> Iterator[LabelRow]:
-    """Yield sums of four single-digit numbers, added from the left in three steps.
-
-    Half of the rows on average contain one wrong step. Steps before it are labeled 1. The wrong step and later steps,
-    which continue from the wrong total, are labeled 0.
-    """
+    """Yield sums of four single-digit numbers, added from the left in three steps. Half of the rows on average contain
+    one wrong step. Steps before it are labeled 1. The wrong step and later steps, which continue from the wrong total,
+    are labeled 0."""
     generator = random.Random(f"labelled arithmetic {seed}")
     for number in range(1, size + 1):
         addends = [_digit(generator) for _ in range(ADDENDS)]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megarl.core.errors import UserError
-from megarl.data.row import Message
+from megarl.data.row import Content, Message, as_messages
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -16,12 +16,7 @@ MARK = "\ue000"
 """A private-use character that stands for a response, used to find the text that a template writes around it."""
 
 
-def as_messages(content: str | list[Message], role: str) -> list[Message]:
-    """Return a list of messages unchanged, and plain text as one message with the given role."""
-    return [{"role": role, "content": content}] if isinstance(content, str) else content
-
-
-def add_system_prompt(system_prompt: str | None, prompt: str | list[Message], place: str) -> str | list[Message]:
+def add_system_prompt(system_prompt: str | None, prompt: Content, place: str) -> Content:
     """Prepend the system prompt, if any, to a prompt. Raise a UserError if the prompt already has a system message."""
     if system_prompt is None:
         return prompt
@@ -37,30 +32,26 @@ def add_system_prompt(system_prompt: str | None, prompt: str | list[Message], pl
 def render(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], place: str, *, for_answer: bool
 ) -> list[int]:
-    """Render messages with the model's chat template and return their token ids.
+    """Render messages with the model's chat template and return their token ids. Raise a UserError if the template
+    rejects the messages.
 
     Args:
         for_answer: whether to append the header of the assistant's next turn.
         place: the location of the row, for error messages.
-
-    Raises:
-        UserError: the template rejects the messages.
     """
     from jinja2.exceptions import TemplateError
 
     try:
-        return tokenizer.apply_chat_template(list(messages), add_generation_prompt=for_answer, return_dict=False)
+        return tokenizer.apply_chat_template(  # pyright: ignore[reportReturnType]  (ids: neither text nor a dict)
+            list(messages), add_generation_prompt=for_answer, return_dict=False
+        )
     except TemplateError as error:
         raise UserError(f"{place}: the model's chat template rejects the messages: {error}") from error
 
 
-def prompt_ids(
-    tokenizer: PreTrainedTokenizerBase, prompt: str | list[Message], chat_template: bool, place: str
-) -> list[int]:
-    """Return the prompt's token ids. With a chat template, they end with the header of the assistant's turn.
-
-    Raise a UserError for a prompt without tokens.
-    """
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: Content, chat_template: bool, place: str) -> list[int]:
+    """Return the prompt's token ids. With a chat template, they end with the header of the assistant's turn. Raise a
+    UserError for a prompt without tokens."""
     if chat_template:
         ids = render(tokenizer, as_messages(prompt, "user"), place, for_answer=True)
     else:
@@ -70,7 +61,7 @@ def prompt_ids(
     return ids
 
 
-def plain(content: str | list[Message], place: str) -> str:
+def plain(content: Content, place: str) -> str:
     """Return plain text unchanged. Raise a UserError for messages, which need a chat template."""
     if not isinstance(content, str):
         raise UserError(
@@ -87,10 +78,8 @@ def conversation(
 
     The mask is True for tokens of assistant turns from message `first` on. This includes the end-of-sequence token if
     the template ends a turn with it. A turn consists of the tokens that its message adds to the preceding conversation.
-
-    Raises:
-        UserError: there is no such turn, or the template renders earlier turns differently once a later one is
-            present, so tokens cannot be attributed to turns.
+    Raise a UserError if there is no such turn, or the template renders earlier turns differently once a later one is
+    present, so tokens cannot be attributed to turns.
     """
     ids: list[int] = []
     mask: list[bool] = []
@@ -101,8 +90,10 @@ def conversation(
         after = render(tokenizer, messages[: number + 1], place, for_answer=False)
         for longer, shorter in ((before, ids), (after, before)):
             _require_prefix(longer, shorter, number, place)
-        num_sampled = _up_to_end(after[len(before) :], tokenizer.eos_token_id)
-        mask += [False] * (len(before) - len(ids)) + [True] * num_sampled
+        turn = after[len(before) :]
+        # Templates may append text, such as a newline, after the EOS token. It is not sampled.
+        ends = [place for place, token in enumerate(turn, start=1) if token == tokenizer.eos_token_id]
+        mask += [False] * (len(before) - len(ids)) + [True] * (ends[-1] if ends else len(turn))
         ids = after
         mask += [False] * (len(ids) - len(mask))
     if True not in mask:
@@ -127,12 +118,6 @@ def response_span(text: str, marked: str, response: str) -> tuple[int, int, int]
     if not (text.startswith(before) and text.endswith(after) and text[start:stop] in response):
         return None
     return start, stop, response.index(text[start:stop])
-
-
-def _up_to_end(turn: Sequence[int], eos: int | None) -> int:
-    """Return the number of sampled ids in a turn. Templates may append text, such as a newline, after the EOS token."""
-    ends = [i for i, token in enumerate(turn) if token == eos]
-    return ends[-1] + 1 if ends else len(turn)
 
 
 def _require_prefix(longer: Sequence[int], shorter: Sequence[int], number: int, place: str) -> None:

@@ -77,17 +77,11 @@ def add_scalars(batch: TokenBatch, samples: Sequence[SampleRef]) -> TokenBatch:
 
 def add_scores(batch: TokenBatch, samples: Sequence[SampleRef], scores: TokenScores) -> TokenBatch:
     """Return the batch with per-token scores of its samples added."""
-    return replace(
-        batch, **{name: _concatenate_scores(batch, samples, token_scores) for name, token_scores in scores.items()}
-    )
-
-
-def _concatenate_scores(
-    batch: TokenBatch, samples: Sequence[SampleRef], token_scores: Mapping[str, torch.Tensor]
-) -> torch.Tensor:
-    device = batch.tokens.device
-    parts = [token_scores[item.sample.id].to(device) for item in samples]
-    return torch.cat([torch.empty(0, device=device), *parts])
+    device, fields = batch.tokens.device, {}
+    for name, token_scores in scores.items():
+        parts = [token_scores[item.sample.id].to(device) for item in samples]
+        fields[name] = torch.cat([torch.empty(0, device=device), *parts])
+    return replace(batch, **fields)
 
 
 def _scalars(samples: Sequence[SampleRef], row_sample: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -124,7 +118,6 @@ class _Layout:
         boundaries: int64 [D + 1], offset of each document in document_tokens. Padding at the end of the pack, if any,
             is the last document.
         document_tokens: as in TokenBatch.
-        num_tokens: length of the pack.
     """
 
     prompt_lengths: NDArray[np.int64]
@@ -204,10 +197,8 @@ def _concatenate(arrays: Iterable[np.ndarray], dtype: type[np.generic]) -> np.nd
 
 def _labels(samples: Sequence[Sample]) -> torch.Tensor | None:
     """Return `TokenBatch.labels`, which is an empty tensor for an empty microbatch."""
-    labels = [sample.labels for sample in samples]
-    if any(sample_labels is None for sample_labels in labels):
-        return None
-    return torch.from_numpy(_concatenate(labels, np.float32))
+    labels = [sample.labels for sample in samples if sample.labels is not None]
+    return torch.from_numpy(_concatenate(labels, np.float32)) if len(labels) == len(samples) else None
 
 
 def _candidate_ids(samples: Sequence[Sample]) -> torch.Tensor | None:

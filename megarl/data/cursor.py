@@ -15,16 +15,12 @@ class CursorState(TypedDict):
 
 
 class PromptCursor:
-    """Iterates over prompt indices; every epoch contains each index exactly once.
-
-    With `shuffle`, each epoch has a new order that depends only on (seed, epoch, num_prompts).
-    """
+    """Iterates over prompt indices; every epoch contains each index exactly once. With `shuffle`, each epoch has a new
+    order that depends only on (seed, epoch, num_prompts)."""
 
     def __init__(self, num_prompts: int, seed: int, shuffle: bool) -> None:
         assert num_prompts > 0, "num_prompts must be positive"
-        self._num_prompts = num_prompts
-        self._seed = seed
-        self._shuffle = shuffle
+        self._num_prompts, self._seed, self._shuffle = num_prompts, seed, shuffle
         self._start_epoch(0)
 
     def take(self, n: int) -> list[int]:
@@ -56,8 +52,7 @@ class PromptCursor:
         return cursor
 
     def _start_epoch(self, epoch: int) -> None:
-        self._epoch = epoch
-        self._position = 0
+        self._epoch, self._position = epoch, 0
         self._order = list(range(self._num_prompts))
         if self._shuffle:
             # Sort by random(), the only method whose sequence Python keeps stable across versions.

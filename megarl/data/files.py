@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.core.errors import UserError
-from megarl.data.row import LabelRow, Message, MessageRow, PreferenceRow, Row
+from megarl.data.row import Content, LabelRow, MessageRow, PreferenceRow, Row, as_messages
 
 MESSAGES_TYPE = "a list of {role, content} messages with text values"
 PROMPT_TYPE = f"text or {MESSAGES_TYPE}"
@@ -45,16 +45,13 @@ def file_rows(
     further: Mapping[str, str | None] = NO_COLUMNS,
     source_column: str | None = None,
 ) -> Iterator[Row]:
-    """Yield the rows in a .jsonl file (blank lines skipped, rows numbered by line) or in a .parquet file.
+    """Yield the rows in a .jsonl file (blank lines skipped, rows numbered by line) or in a .parquet file. Raise a
+    UserError if the file is missing or unreadable, a column is missing, or a value has the wrong type. The message
+    names file, row and column.
 
     Args:
         further: optional columns to include if a row has them, mapped to the function or key that requires them, or
             None. ALL_COLUMNS includes every column.
-        source_column: name of a text column to include.
-
-    Raises:
-        UserError: the file is missing or unreadable, a column is missing, or a value has the wrong type. The message
-            names file, row and column.
     """
     columns = (_text("prompt", prompt_column), Column("data.answer_column", answer_column, ANSWER_TYPE, _is_json))
     columns += tuple(
@@ -68,9 +65,9 @@ def file_rows(
         columns += (Column("data.source_column", source_column, "text", lambda value: isinstance(value, str)),)
         further = {source_column: None, **further}
     for number, record in _records(path, columns, further):
-        included = [name for name in further if name != ALL_COLUMNS and has_column(record, name)]
-        included = sorted({*included, *(record if ALL_COLUMNS in further else ())})
-        values = {name: column_of(record, name) for name in included}
+        included = {name for name in further if name != ALL_COLUMNS and has_column(record, name)}
+        included |= record.keys() if ALL_COLUMNS in further else set()
+        values = {name: column_of(record, name) for name in sorted(included)}
         for name, value in values.items():
             if not _is_json(value):
                 raise UserError(f"{path}:{number}: column {name!r}: expected {ANSWER_TYPE}, found {_shown(value)}")
@@ -79,9 +76,9 @@ def file_rows(
 
 def message_rows(path: Path, messages_column: str) -> Iterator[MessageRow]:
     """Yield the conversations in a file, after the same checks as in `file_rows`."""
-    column = Column("data.messages_column", messages_column, MESSAGES_TYPE, _is_conversation)
+    column = Column("data.messages_column", messages_column, MESSAGES_TYPE, _is_messages)
     for number, [messages] in _values(path, (column,)):
-        yield MessageRow(number, _plain(messages))
+        yield MessageRow(number, as_messages(_plain(messages), "user"))
 
 
 def preference_rows(
@@ -89,8 +86,8 @@ def preference_rows(
 ) -> Iterator[PreferenceRow]:
     """Yield the preference pairs in a file, after the same checks as in `file_rows`."""
     columns = (_text("prompt", prompt_column), _text("chosen", chosen_column), _text("rejected", rejected_column))
-    for number, values in _values(path, columns):
-        yield PreferenceRow(number, *map(_plain, values))
+    for number, [prompt, chosen, rejected] in _values(path, columns):
+        yield PreferenceRow(number, _plain(prompt), _plain(chosen), _plain(rejected))
 
 
 def label_rows(path: Path, prompt_column: str, steps_column: str, labels_column: str) -> Iterator[LabelRow]:
@@ -110,7 +107,7 @@ def label_rows(path: Path, prompt_column: str, steps_column: str, labels_column:
 
 
 def _text(kind: str, name: str) -> Column:
-    return Column(f"data.{kind}_column", name, PROMPT_TYPE, _is_text)
+    return Column(f"data.{kind}_column", name, PROMPT_TYPE, lambda value: isinstance(value, str) or _is_messages(value))
 
 
 def _values(path: Path, columns: Sequence[Column]) -> Iterator[tuple[int, list[Any]]]:
@@ -204,11 +201,7 @@ def _require_columns(record: Record, columns: Sequence[Column], place: str) -> N
             )
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) or _is_conversation(value)
-
-
-def _is_conversation(value: Any) -> bool:
+def _is_messages(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(_is_message(entry) for entry in value)
 
 
@@ -240,10 +233,11 @@ def _is_json(value: Any) -> bool:
     return True
 
 
-def _plain(prompt: str | list[dict[str, Any]]) -> str | list[Message]:
-    if isinstance(prompt, str):
-        return prompt
-    return [{"role": message["role"], "content": message["content"]} for message in prompt]
+def _plain(content: Content) -> Content:
+    """Return the content without other fields of its messages."""
+    if isinstance(content, str):
+        return content
+    return [{"role": message["role"], "content": message["content"]} for message in content]
 
 
 def _shown(value: Any) -> str:

@@ -13,10 +13,8 @@ from megarl.data.packing import Microbatch, Packing
 
 
 class LocalBatch:
-    """A rank's samples and its microbatches of sample indices.
-
-    Each microbatch is collated once and reused by all passes and updates that read it.
-    """
+    """A rank's samples and its microbatches of sample indices. Each microbatch is collated once and reused by all
+    passes and updates that read it."""
 
     def __init__(self, samples: Sequence[SampleRef], microbatches: Sequence[Microbatch]):
         self.samples = tuple(samples)

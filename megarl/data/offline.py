@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import json
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megarl.algorithms.specs import LabelObjective
 from megarl.config.schema import Config
 from megarl.core.errors import UserError
 from megarl.core.types import Prompt, Sample, VersionRun
 from megarl.data.arithmetic import DEFAULT_SIZE, arithmetic_labels, arithmetic_messages, arithmetic_preferences
-from megarl.data.chat import as_messages, conversation, plain, prompt_ids
+from megarl.data.chat import MARK, conversation, plain, prompt_ids, response_span
 from megarl.data.files import label_rows, message_rows, preference_rows
-from megarl.data.labels import joined, text_ends, token_labels
 from megarl.data.prompts import place_of, require_chat_template, require_size, row_name, rows_of_files, too_long
-from megarl.data.row import LabelRow, Message, MessageRow, PreferenceRow
+from megarl.data.row import Content, LabelRow, MessageRow, PreferenceRow, as_messages
 from megarl.models.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
@@ -45,7 +46,6 @@ class OfflineData:
         rows: the samples of each row: one for a conversation or labeled steps, two for a preference pair, the chosen
             response first.
         data_hash: SHA-256 over the token ids of all rows, in order, with their loss masks and labels.
-        num_dropped: number of rows dropped because they were too long.
     """
 
     rows: tuple[tuple[Sample, ...], ...]
@@ -60,12 +60,9 @@ class OfflineData:
 
 
 def load_offline_data(config: Config, model_folder: Path) -> OfflineData:
-    """Read and tokenize every row.
-
-    Raises:
-        UserError: a row cannot be read or tokenized, or has more than rollout.context_length tokens (unless
-            data.overlong=drop), or the source has too few rows. The message names source and row.
-    """
+    """Read and tokenize every row. Raise a UserError if a row cannot be read or tokenized, or has more than
+    rollout.context_length tokens (unless data.overlong=drop), or the source has too few rows. The message names source
+    and row."""
     tokenizer = load_tokenizer(model_folder)
     require_chat_template(config, tokenizer, model_folder)
     samples_by_row = list(_samples(config, tokenizer))
@@ -90,19 +87,14 @@ def _samples(config: Config, tokenizer: PreTrainedTokenizerBase) -> Iterator[tup
 
 def _rows(config: Config) -> Iterator[MessageRow] | Iterator[PreferenceRow] | Iterator[LabelRow]:
     data = config.data
-    seed, size = config.run.seed, data.size or DEFAULT_SIZE
-    is_procedural = data.source == "arithmetic"
+    if data.source == "arithmetic":
+        readers = {"messages": arithmetic_messages, "labels": arithmetic_labels, "preferences": arithmetic_preferences}
+        return readers[data.format](config.run.seed, data.size or DEFAULT_SIZE)
     if data.format == "messages":
-        if is_procedural:
-            return arithmetic_messages(seed, size)
         return rows_of_files(data, lambda path: message_rows(path, data.messages_column))
     if data.format == "labels":
-        if is_procedural:
-            return arithmetic_labels(seed, size)
         columns = (data.prompt_column, data.steps_column, data.labels_column)
         return rows_of_files(data, lambda path: label_rows(path, *columns))
-    if is_procedural:
-        return arithmetic_preferences(seed, size)
     columns = (data.prompt_column, data.chosen_column, data.rejected_column)
     return rows_of_files(data, lambda path: preference_rows(path, *columns))
 
@@ -133,20 +125,22 @@ def _steps(row: LabelRow, tokenizer: PreTrainedTokenizerBase, config: Config, pl
     """Return the tokens of a labeled response. Tokens without a label are not trained on."""
     chat_template = config.data.chat_template
     prompt = prompt_ids(tokenizer, row.prompt, chat_template, place)
-    if isinstance(row.steps[0], int):
-        outside = next((token for token in row.steps if not 0 <= token < len(tokenizer)), None)
+    if token_ids := [step for step in row.steps if isinstance(step, int)]:
+        outside = next((token for token in token_ids if not 0 <= token < len(tokenizer)), None)
         if outside is not None:
             raise UserError(
                 f"{place}: token id {outside} is outside the tokenizer's vocabulary of {len(tokenizer)}. Fix: use the "
                 "tokenizer that wrote the ids, or drop the row"
             )
-        ids, ends = prompt + row.steps, list(range(len(row.steps)))
+        ids, ends = prompt + token_ids, list(range(len(token_ids)))
     else:
-        steps = joined(row.steps, config.data.step_end, place)
+        steps = _joined([step for step in row.steps if isinstance(step, str)], config.data.step_end, place)
         ids, _ = _answered(row.prompt, "".join(steps), prompt, tokenizer, config, place)
         last = len(ids) - len(prompt) - 1
-        ends = [*text_ends(tokenizer, row.prompt, steps, chat_template, len(prompt), place), last]
-    labels = token_labels(ends, row.labels, config.algorithm.objective.spec.labeled, place)
+        ends = [*_text_ends(tokenizer, row.prompt, steps, chat_template, len(prompt), place), last]
+    objective = config.algorithm.objective.spec
+    assert isinstance(objective, LabelObjective), f"{objective.name} learns no labels"
+    labels = _token_labels(ends, row.labels, objective.labeled, place)
     mask = [False] * len(prompt) + (~np.isnan(labels)).tolist()
     return [(len(prompt), (ids, mask), labels)]
 
@@ -156,8 +150,8 @@ _TOKENIZERS = {MessageRow: _conversation, PreferenceRow: _pair, LabelRow: _steps
 
 
 def _answered(
-    prompt: str | list[Message],
-    response: str | list[Message],
+    prompt: Content,
+    response: Content,
     prompt_ids: list[int],
     tokenizer: PreTrainedTokenizerBase,
     config: Config,
@@ -182,15 +176,88 @@ def _sample(prompt_id: str, number: int, num_prompt_tokens: int, tokens: Tokens,
     response = ids[num_prompt_tokens:]
     return Sample(
         id=f"{prompt_id}.{number}",
-        prompt=Prompt(prompt_id, "", ids[:num_prompt_tokens]),
-        response_ids=response,
+        prompt=Prompt(prompt_id, "", np.array(ids[:num_prompt_tokens], np.int32)),
+        response_ids=np.array(response, np.int32),
         response_logprobs=np.zeros(len(response), np.float32),
-        response_mask=mask[num_prompt_tokens:],
+        response_mask=np.array(mask[num_prompt_tokens:], np.bool_),
         versions=(VersionRun(0, len(response)),),
         finish_reason="stop",
         text="",
         labels=labels,
     )
+
+
+def _joined(steps: Sequence[str], step_end: str, place: str) -> list[str]:
+    """Return the text of each step, with `step_end` appended to all but the last. Raise a UserError if a step contains
+    `step_end`: a model trained on the row could not recognize where the step ends."""
+    ambiguous = next((number for number, step in enumerate(steps, start=1) if step_end and step_end in step), None)
+    if ambiguous is not None:
+        raise UserError(
+            f"{place}: step {ambiguous} contains data.step_end={step_end!r}. Fix: if steps include their endings, set "
+            "data.step_end=''; otherwise split the step"
+        )
+    return [step + step_end for step in steps[:-1]] + [steps[-1]]
+
+
+def _text_ends(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Content,
+    steps: Sequence[str],
+    chat_template: bool,
+    num_prompt_tokens: int,
+    place: str,
+) -> list[int]:
+    """Return, for each step but the last, the index of the response token in which the step ends. Raise a UserError if
+    the chat template alters the text of the response."""
+    text = response = "".join(steps)
+    begin = first = 0
+    if chat_template:
+        prompt_messages = as_messages(prompt, "user")
+        text, marked = (
+            str(tokenizer.apply_chat_template([*prompt_messages, *as_messages(content, "assistant")], tokenize=False))
+            for content in (response, MARK)
+        )
+        span = response_span(text, marked, response)
+        if span is None:
+            raise UserError(
+                f"{place}: the chat template changes the response, so its steps cannot be located. Fix: drop the row, "
+                "or remove the text that the template changes"
+            )
+        start, _, skipped = span
+        begin, first = start - skipped, num_prompt_tokens
+    if not tokenizer.is_fast:
+        raise UserError(
+            f"data.format=labels: the model's tokenizer, {type(tokenizer).__name__}, does not report character "
+            "offsets. Fix: use a model with a tokenizer.json"
+        )
+    spans = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)["offset_mapping"]
+    # If a character consists of several tokens, it ends in the last of them.
+    ends = list(accumulate((last for _, last in spans), max))
+    stops = [begin + stop for stop in accumulate(map(len, steps[:-1]))]
+    reached = (ends[min(bisect_left(ends, stop), len(ends) - 1)] for stop in stops)
+    return [bisect_right(ends, end) - 1 - first for end in reached]
+
+
+def _token_labels(
+    ends: Sequence[int], labels: Sequence[float | None], labeled: Literal["end", "all"], place: str
+) -> NDArray[np.float32]:
+    """Return the label of each response token, float32 [R], NaN for tokens without a label. Raise a UserError if two
+    steps end in the same token.
+
+    Args:
+        ends: index of the last token of each step; the last entry is R − 1.
+        labels: label of each step; None for a step without a label.
+        labeled: which tokens of a step receive its label: only the last token (`end`) or all tokens.
+    """
+    label_by_token = np.full(ends[-1] + 1, np.nan, np.float32)
+    begin = 0
+    for number, (end, label) in enumerate(zip(ends, labels, strict=True), start=1):
+        if end < begin:
+            raise UserError(f"{place}: steps {number - 1} and {number} end in the same token. Fix: merge them")
+        if label is not None:
+            label_by_token[end if labeled == "end" else begin : end + 1] = label
+        begin = end + 1
+    return label_by_token
 
 
 def _hash(rows: Sequence[Sequence[Sample]]) -> str:

@@ -20,7 +20,6 @@ class Packing:
 
     Attributes:
         token_budget: maximum number of tokens in a microbatch, summed over the context-parallel ranks of a replica.
-        num_ranks: number of data-parallel ranks.
         shares_prompts: whether samples of one prompt in the same microbatch compute its tokens only once.
         document_multiple: every document is padded to a multiple of this.
         pack_multiple: every pack is padded to a multiple of this.
@@ -75,13 +74,9 @@ Units = Sequence[Sequence[int]]
 
 
 def schedule(lengths: Sequence[Lengths], packing: Packing, units: Units | None = None) -> list[list[Microbatch]]:
-    """Return the microbatches for each data-parallel rank.
-
-    Every rank gets the same number of microbatches, as pipeline schedules require: the smallest number that suffices
-    for all ranks. Each rank spreads its samples across all of its microbatches.
-
-    `units` is None if every sample may be placed independently.
-    """
+    """Return the microbatches for each data-parallel rank. Every rank gets the same number of microbatches, as pipeline
+    schedules require: the smallest number that suffices for all ranks. Each rank spreads its samples across all of its
+    microbatches. `units` is None if every sample may be placed independently."""
     shares = share_out(lengths, packing, units)
     fewest = max(len(pack(share, packing.token_budget)) for share in shares)
     count = round_up(fewest, packing.microbatch_multiple)
@@ -90,10 +85,8 @@ def schedule(lengths: Sequence[Lengths], packing: Packing, units: Units | None =
 
 def share_out(lengths: Sequence[Lengths], packing: Packing, units: Units | None = None) -> list[list[Bundle]]:
     """Return the bundles for each data-parallel rank. They are as large as possible while the ranks stay balanced.
-
     Large bundles save work, since a prompt is computed once for each bundle that contains its samples. But a few large
-    bundles do not spread evenly over many ranks.
-    """
+    bundles do not spread evenly over many ranks."""
     largest = max((len(item.samples) for item in bundle(lengths, packing, units=units)), default=1)
     sizes = [largest >> halvings for halvings in range(largest.bit_length())] if packing.num_ranks > 1 else [largest]
     candidates = []
@@ -108,12 +101,8 @@ def bundle(
     lengths: Sequence[Lengths], packing: Packing, most_samples: int | None = None, units: Units | None = None
 ) -> list[Bundle]:
     """Return bundles within the token budget, of at most `most_samples` samples each, unless a single unit has more.
-
-    Without prompt sharing, each unit is a bundle.
-
-    Raises:
-        UserError: a single unit exceeds the token budget. Units are never split across microbatches.
-    """
+    Without prompt sharing, each unit is a bundle. Raise a UserError if a single unit exceeds the token budget. Units
+    are never split across microbatches."""
     bundles: list[_Counts] = []
     unfinished: dict[Hashable, _Counts] = {}
     most = len(lengths) if most_samples is None else most_samples
@@ -198,10 +187,8 @@ def pack(bundles: Sequence[Bundle], token_budget: int) -> list[Microbatch]:
 
 def spread(bundles: Sequence[Bundle], count: int, token_budget: int) -> list[Microbatch]:
     """Spread bundles evenly across `count` microbatches, because pipeline stages wait for the most expensive one.
-
     Bundles are placed in order of decreasing cost, each into the cheapest microbatch with enough room. If a bundle does
-    not fit anywhere, fall back to `pack`, which needs at most `count` microbatches.
-    """
+    not fit anywhere, fall back to `pack`, which needs at most `count` microbatches."""
     members: list[list[int]] = [[] for _ in range(count)]
     room, loads = [token_budget] * count, [0.0] * count
     for item in sorted(bundles, key=lambda b: (-b.cost, b.samples)):

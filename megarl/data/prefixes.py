@@ -9,9 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
 from megarl.core.types import Sample
 from megarl.data.packing import Packing
 
@@ -24,10 +21,8 @@ Run = tuple[int, int]
 
 
 def place_runs(samples: Sequence[Sample], packing: Packing) -> tuple[list[list[Run]], int]:
-    """Return the runs of each sample's document, including padding, and the total number of tokens in the pack.
-
-    The order is depth-first: all continuations of a run follow it directly.
-    """
+    """Return the runs of each sample's document, including padding, and the total number of tokens in the pack. The
+    order is depth-first: all continuations of a run follow it directly."""
     tree = _Tree(samples, packing)
     indices_by_prompt: dict[Hashable, list[int]] = {}
     for index, sample in enumerate(samples):
@@ -37,7 +32,9 @@ def place_runs(samples: Sequence[Sample], packing: Packing) -> tuple[list[list[R
         prompt = sample.prompt.id, sample.prompt.token_ids.tobytes(), routes
         indices_by_prompt.setdefault(prompt if packing.shares_prompts else index, []).append(index)
     for indices in indices_by_prompt.values():
-        tree.add_prompt(indices)
+        length = len(samples[indices[0]].prompt.token_ids) if len(indices) > 1 else 0
+        tree.place(indices, length)
+        tree.add(indices, length)
     return tree.runs, tree.end
 
 
@@ -46,17 +43,11 @@ class _Tree:
 
     def __init__(self, samples: Sequence[Sample], packing: Packing):
         self._samples, self._packing = samples, packing
-        self._ids = [_token_ids(sample) for sample in samples]
+        self._ids = [sample.token_ids for sample in samples]
         self.runs: list[list[Run]] = [[] for _ in samples]
         self.end = 0
 
-    def add_prompt(self, members: Sequence[int]) -> None:
-        """Place the samples of one prompt."""
-        length = len(self._samples[members[0]].prompt.token_ids) if len(members) > 1 else 0
-        self._place(members, length)
-        self._add(members, length)
-
-    def _add(self, members: Sequence[int], depth: int) -> None:
+    def add(self, members: Sequence[int], depth: int) -> None:
         """Place the samples' tokens from position `depth` on. The samples share all earlier tokens."""
         remaining = list(members)
         while remaining:
@@ -65,13 +56,13 @@ class _Tree:
             sharing = [other for other in others if common[other] >= depth + SHORTEST_RUN]
             remaining = [other for other in others if common[other] < depth + SHORTEST_RUN]
             stop = min((common[other] for other in sharing), default=len(self._ids[first]))
-            self._place([first, *sharing], stop - depth)
+            self.place([first, *sharing], stop - depth)
             if sharing:
-                self._add([first, *sharing], stop)
+                self.add([first, *sharing], stop)
             else:
-                self._place([first], self._packing.padded(stop) - stop)
+                self.place([first], self._packing.padded(stop) - stop)
 
-    def _place(self, members: Sequence[int], length: int) -> None:
+    def place(self, members: Sequence[int], length: int) -> None:
         """Append a run to each of these samples."""
         if length:
             for member in members:
@@ -88,7 +79,3 @@ class _Tree:
             end = depth + length
             differing |= (routes[depth:end] != other_routes[depth:end]).any(axis=(1, 2))
         return depth + (int(differing.argmax()) if differing.any() else length)
-
-
-def _token_ids(sample: Sample) -> NDArray[np.int32]:
-    return np.concatenate((sample.prompt.token_ids, sample.response_ids))

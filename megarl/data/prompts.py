@@ -5,23 +5,24 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from megarl.config.schema import Config, Data
-from megarl.config.sources import OWN_TASKS
+import numpy as np
+
+from megarl.config.data_schema import OWN_TASKS, Data
+from megarl.config.schema import Config
 from megarl.core.errors import UserError
 from megarl.core.types import Prompt
 from megarl.data import reasoning
 from megarl.data.arithmetic import DEFAULT_SIZE, arithmetic_rows
-from megarl.data.chat import add_system_prompt, as_messages, prompt_ids
+from megarl.data.chat import add_system_prompt, prompt_ids
 from megarl.data.files import ALL_COLUMNS, NO_COLUMNS, file_rows
-from megarl.data.row import MessageRow, PreferenceRow, Row
-from megarl.models.tokenizer import load_tokenizer
+from megarl.data.row import LabelRow, MessageRow, PreferenceRow, Row, as_messages
+from megarl.models.tokenizer import decode, load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -33,7 +34,6 @@ class PromptSet:
 
     Attributes:
         data_hash: SHA-256 over the token ids, answers and additional columns of all prompts, in order.
-        num_dropped: number of prompts dropped because they were too long.
         weights: sampling weight of each prompt; None for uniform sampling.
     """
 
@@ -50,15 +50,9 @@ class PromptSet:
 
 
 def load_prompts(config: Config, model_folder: Path, columns: Mapping[str, str | None] = NO_COLUMNS) -> PromptSet:
-    """Read and tokenize every prompt.
-
-    Args:
-        columns: columns required by reward functions, as in `file_rows`.
-
-    Raises:
-        UserError: a row cannot be read or tokenized, a prompt leaves no room for `rollout.max_new_tokens` (unless
-            data.overlong=drop), or the source has too few rows. The message names source and row.
-    """
+    """Read and tokenize every prompt. Raise a UserError if a row cannot be read or tokenized, a prompt leaves no room
+    for `rollout.max_new_tokens` (unless data.overlong=drop), or the source has too few rows. The message names source
+    and row. columns: columns required by reward functions, as in `file_rows`."""
     tokenizer = load_tokenizer(model_folder)
     require_chat_template(config, tokenizer, model_folder)
     data = config.data
@@ -66,8 +60,8 @@ def load_prompts(config: Config, model_folder: Path, columns: Mapping[str, str |
     candidates = [(row.source, _prompt(row, tokenizer, config)) for row in _judged_rows(config, columns)]
     kept = [(source, prompt) for source, prompt in candidates if prompt is not None]
     require_size(len(candidates), len(kept), data)
-    if data.sort_column is not None:
-        kept.sort(key=lambda item: item[1].columns[data.sort_column])
+    if (sort_column := data.sort_column) is not None:
+        kept.sort(key=lambda item: item[1].columns[sort_column])
     prompts = tuple(prompt for _, prompt in kept)
     weights = prompt_weights(data, prompts, [source for source, _ in kept])
     return PromptSet(prompts, _hash(prompts), len(candidates) - len(prompts), weights)
@@ -129,18 +123,18 @@ def _rows(config: Config, columns: Mapping[str, str | None]) -> Iterator[Row]:
     if data.reasoning_task is None:
         return arithmetic_rows(seed, data.size or DEFAULT_SIZE)
     included = {*columns, *([] if data.source_column is None else [data.source_column])}
-    return reasoning.reasoning_rows(_stages(data), seed, included)
+    return reasoning.reasoning_rows(_stages(data, data.reasoning_task), seed, included)
 
 
-def _stages(data: Data) -> list[tuple[reasoning.Task, int]]:
+def _stages(data: Data, task: str) -> list[tuple[reasoning.Task, int]]:
     """Return the task of each stage, with its options, and the stage's number of rows."""
     stages = data.stages or [{"size": data.size or DEFAULT_SIZE}]
     options = [{name: value for name, value in stage.items() if name != "size"} for stage in stages]
-    tasks = [reasoning.Task(data.reasoning_task, {**data.options, **stage_options}) for stage_options in options]
+    tasks = [reasoning.Task(task, {**data.options, **stage_options}) for stage_options in options]
     return [(task, stage["size"]) for task, stage in zip(tasks, stages, strict=True)]
 
 
-AnyRow = TypeVar("AnyRow", Row, MessageRow, PreferenceRow)
+AnyRow = TypeVar("AnyRow", Row, MessageRow, PreferenceRow, LabelRow)
 
 
 def rows_of_files(data: Data, read: Callable[[Path], Iterator[AnyRow]]) -> Iterator[AnyRow]:
@@ -149,16 +143,14 @@ def rows_of_files(data: Data, read: Callable[[Path], Iterator[AnyRow]]) -> Itera
         yield from (replace(row, source=source) for row in read(Path(source).expanduser()))
 
 
-def place_of(row: AnyRow, data: Data) -> str:
+def place_of(row: Row | MessageRow | PreferenceRow | LabelRow, data: Data) -> str:
     """Return the location of a row, for error messages."""
     return f"{row.source or data.source}:{row.number}"
 
 
-def row_name(row: AnyRow, data: Data) -> str:
-    """Return a name for the row that is unique in the data: file name and row number.
-
-    If several files have the same name, the full path is used.
-    """
+def row_name(row: Row | MessageRow | PreferenceRow | LabelRow, data: Data) -> str:
+    """Return a name for the row that is unique in the data: file name and row number. If several files have the same
+    name, the full path is used."""
     source = row.source or data.source
     name = Path(source).name
     is_taken = [Path(other).name for other in data.sources].count(name) > 1
@@ -166,17 +158,9 @@ def row_name(row: AnyRow, data: Data) -> str:
 
 
 def prompt_weights(data: Data, prompts: Sequence[Prompt], sources: Sequence[str]) -> tuple[float, ...] | None:
-    """Return the sampling weight of each prompt, or None if no weights are configured.
-
-    The weight is the value in data.weight_column, scaled so that the prompts of a source together have the source's
-    share in data.source_weights.
-
-    Args:
-        sources: the file of each prompt.
-
-    Raises:
-        UserError: a source has no weight, or all weights are 0.
-    """
+    """Return the sampling weight of each prompt, or None if no weights are configured. The weight is the value in
+    data.weight_column, scaled so that the prompts of a source together have the source's share in data.source_weights.
+    Raise a UserError if a source has no weight, or all weights are 0. sources: the file of each prompt."""
     column, shares = data.weight_column, data.source_weights
     if column is None and not shares:
         return None
@@ -194,7 +178,7 @@ def prompt_weights(data: Data, prompts: Sequence[Prompt], sources: Sequence[str]
         raise UserError(
             f"data.source_weights: the source {unknown!r} of some rows has no weight. Fix: add a weight for {unknown!r}"
         )
-    totals: Counter[str] = Counter()
+    totals = dict.fromkeys(sources, 0.0)
     for source, weight in zip(sources, weights, strict=True):
         totals[source] += weight
     return tuple(
@@ -222,15 +206,15 @@ def _prompt(row: Row, tokenizer: PreTrainedTokenizerBase, config: Config) -> Pro
     """Return the row's prompt, or None if the row is dropped."""
     place = place_of(row, config.data)
     if config.data.source == OWN_TASKS:
-        return Prompt(f"{OWN_TASKS}:{row.number}", "", [])
+        return Prompt(f"{OWN_TASKS}:{row.number}", "", np.empty(0, np.int32))
     prompt = add_system_prompt(config.data.system_prompt, row.prompt, place)
     token_ids = prompt_ids(tokenizer, prompt, config.data.chat_template, place)
     if too_long(len(token_ids), "the prompt", config, place):
         return None
     return Prompt(
         id=row_name(row, config.data),
-        text=tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False),
-        token_ids=token_ids,
+        text=decode(tokenizer, token_ids, skip_special_tokens=False),
+        token_ids=np.array(token_ids, np.int32),
         answer=row.answer,
         messages=tuple(as_messages(prompt, "user")),
         columns=row.columns,
@@ -239,9 +223,7 @@ def _prompt(row: Row, tokenizer: PreTrainedTokenizerBase, config: Config) -> Pro
 
 def too_long(length: int, subject: str, config: Config, place: str) -> bool:
     """Return whether to drop a row of `length` tokens because the row and its response exceed rollout.context_length.
-
-    Raise a UserError for such a row unless data.overlong=drop.
-    """
+    Raise a UserError for such a row unless data.overlong=drop."""
     new, context = 0 if config.is_offline else config.rollout.max_new_tokens, config.rollout.context_length
     needed = length + new
     if needed <= context:

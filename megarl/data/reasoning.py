@@ -32,10 +32,8 @@ RESERVED_OPTIONS = ("seed", "size")
 
 
 def load_gym() -> ModuleType:
-    """Import and return reasoning-gym. It imports all of its tasks and their dependencies.
-
-    Raise a UserError if one of these packages is missing.
-    """
+    """Import and return reasoning-gym. It imports all of its tasks and their dependencies. Raise a UserError if one of
+    these packages is missing."""
     try:
         import reasoning_gym
         import reasoning_gym.composite
@@ -99,10 +97,8 @@ class Task:
 
 def reasoning_rows(stages: Sequence[tuple[Task, int]], seed: int, included: Collection[str] = COLUMNS) -> Iterator[Row]:
     """Yield the given number of rows for each task, task by task. The rows are deterministic for a given seed.
-
     `included` names the columns to include; ALL_COLUMNS includes every column. Raise a UserError under the conditions
-    of `Task.dataset`.
-    """
+    of `Task.dataset`."""
     names = COLUMNS if ALL_COLUMNS in included else [name for name in COLUMNS if name in included]
     process = ChildProcess([sys.executable, "-m", "megarl.data.reasoning"], {**os.environ, "PYTHONHASHSEED": "0"})
     try:
@@ -128,7 +124,7 @@ def _make_rows(stages: Sequence[tuple[Task, int]], seed: int) -> Iterator[Row]:
         for i in range(size):
             entry = dataset[i]
             row_task = task.of(entry["metadata"])
-            columns = dict(zip(COLUMNS, (row_task.name, dict(row_task.options), entry["metadata"]), strict=True))
+            columns = {"task": row_task.name, "options": dict(row_task.options), "metadata": entry["metadata"]}
             number += 1
             yield Row(number, entry["question"], entry["answer"], columns)
 

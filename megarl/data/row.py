@@ -9,6 +9,14 @@ from typing import Any
 Message = dict[str, str]
 """One turn of a conversation: {"role": …, "content": …}."""
 
+Content = str | list[Message]
+"""Text, or messages that continue a conversation."""
+
+
+def as_messages(content: Content, role: str) -> list[Message]:
+    """Return a list of messages unchanged, and plain text as one message with the given role."""
+    return [{"role": role, "content": content}] if isinstance(content, str) else content
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -22,7 +30,7 @@ class Row:
     """
 
     number: int
-    prompt: str | list[Message]
+    prompt: Content
     answer: Any
     columns: Mapping[str, Any] = field(default_factory=dict)
     source: str = ""
@@ -42,9 +50,9 @@ class PreferenceRow:
     """A prompt and two responses, each given as text or as messages that continue the prompt."""
 
     number: int
-    prompt: str | list[Message]
-    chosen: str | list[Message]
-    rejected: str | list[Message]
+    prompt: Content
+    chosen: Content
+    rejected: Content
     source: str = ""
 
 
@@ -58,7 +66,7 @@ class LabelRow:
     """
 
     number: int
-    prompt: str | list[Message]
+    prompt: Content
     steps: list[str] | list[int]
     labels: list[float | None]
     source: str = ""

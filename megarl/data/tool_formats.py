@@ -11,9 +11,11 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megarl.data.tool_calls import MalformedCall, ToolCall
+from megarl.models.tokenizer import decode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,7 +37,6 @@ class ToolFormat:
 
     Attributes:
         tags: strings that delimit calls.
-        example: an example of a call.
         read: parser of the calls in a turn's pieces.
     """
 
@@ -69,9 +70,7 @@ class CallReader:
         pieces: list[Piece] = []
         start, tag = 0, ""
         for end in [i for i, token in enumerate(token_ids) if token in self._by_id] + [len(token_ids)]:
-            text = self._tokenizer.decode(
-                token_ids[start:end], skip_special_tokens=True, clean_up_tokenization_spaces=False
-            )
+            text = decode(self._tokenizer, token_ids[start:end], skip_special_tokens=True)
             first, *others = self._in_text.split(text) if self._in_text else [text]
             pieces.append(Piece(tag, first))
             pieces += [Piece(*pair) for pair in zip(others[::2], others[1::2], strict=True)]
@@ -83,28 +82,17 @@ class CallReader:
 HERMES_TAGS = ("<tool_call>", "</tool_call>")
 
 
-def read_hermes(turn: Sequence[Piece]) -> Iterator[Call]:
-    """Parse `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, as written by Qwen and Hermes models.
-
-    The closing tag is optional, since a turn may end with the call.
-    """
+def read_hermes(turn: Sequence[Piece], lists: bool = False) -> Iterator[Call]:
+    """Parse `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, as written by Qwen and Hermes models. The closing
+    tag is optional, since a turn may end with the call. With `lists`, also accept a list of calls between the tags."""
     for piece in turn:
         if piece.tag == "<tool_call>":
-            yield from _calls_of(piece.text)
-
-
-def read_tagged(turn: Sequence[Piece]) -> Iterator[Call]:
-    """Parse the format of `read_hermes`, but also accept a list of calls between the tags."""
-    for piece in turn:
-        if piece.tag == "<tool_call>":
-            yield from _calls_of(piece.text, lists=True)
+            yield from _calls_of(piece.text, lists)
 
 
 def read_llama3(turn: Sequence[Piece]) -> Iterator[Call]:
-    """Parse `{"name": …, "parameters": {…}}`, or several of them separated by semicolons.
-
-    They follow `<|python_tag|>` or start the turn.
-    """
+    """Parse `{"name": …, "parameters": {…}}`, or several of them separated by semicolons. They follow `<|python_tag|>`
+    or start the turn."""
     for piece in turn:
         text = piece.text.strip()
         if piece.tag == "<|python_tag|>" or re.match(r'\{\s*"name"', text):
@@ -172,7 +160,7 @@ FORMATS: Mapping[str, ToolFormat] = {
         read_mistral,
     ),
     "deepseek": ToolFormat(DEEPSEEK_TAGS, DEEPSEEK_EXAMPLE, read_deepseek),
-    "tagged": ToolFormat(HERMES_TAGS, HERMES_EXAMPLE, read_tagged),
+    "tagged": ToolFormat(HERMES_TAGS, HERMES_EXAMPLE, partial(read_hermes, lists=True)),
 }
 """Config name -> format. `tagged` is for models without a native format: a system message describes the tools, even if
 the chat template could."""
@@ -194,10 +182,8 @@ def format_of(template: str) -> str | None:
 
 
 def instructions(tools: Sequence[Mapping[str, Any]], name: str) -> str:
-    """Return a system message that describes the tools, for models whose chat template does not.
-
-    It contains each tool's description as a line of JSON, and an example of a call.
-    """
+    """Return a system message that describes the tools, for models whose chat template does not. It contains each
+    tool's description as a line of JSON, and an example of a call."""
     descriptions = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     return (
         f"You can call tools. These are their descriptions, one per line:\n<tools>\n{descriptions}\n</tools>\n"

@@ -11,7 +11,8 @@ are user messages between <tool_response> and </tool_response>.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from megarl.core.errors import UserError
@@ -37,15 +38,13 @@ USER: Message = {"role": "user", "content": "a"}
 
 
 class ChatTokens:
-    """Token ids for conversations with one model.
+    """Token ids for conversations with one model. Raise a UserError if turns cannot be appended with this chat
+    template, or it cannot present the tools.
 
     Args:
         tools: tool descriptions in the form that chat templates accept.
         tool_format: name of the tool-call format; None selects the chat template's own.
         key: the config key, for error messages.
-
-    Raises:
-        UserError: turns cannot be appended with this chat template, or it cannot present the tools.
     """
 
     def __init__(
@@ -65,7 +64,7 @@ class ChatTokens:
         self._special = {n: token.content for n, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._other_ends = [number for number, text in self._special.items() if text in OTHER_ENDS]
         self._shown: dict[str, bool] = {}
-        self._template_tools: list[dict[str, Any]] | None = None
+        self._template_tools: list[dict | Callable] | None = None
         self._instructions = ""
         self._closing: list[int] = []
         self._require_extension()
@@ -74,10 +73,8 @@ class ChatTokens:
             self._calls = CallReader(tokenizer, FORMATS[self._place_tools(tools, tool_format)])
 
     def begin(self, messages: Sequence[Message]) -> list[int]:
-        """Return the ids of the conversation, including the header of the assistant's turn.
-
-        Raise a UserError if the chat template rejects the conversation.
-        """
+        """Return the ids of the conversation, including the header of the assistant's turn. Raise a UserError if the
+        chat template rejects the conversation."""
         if not messages:
             raise UserError(f"{self._key}: the conversation has no messages. Fix: begin it with a user message")
         written = self._with_instructions(self._carried(messages))
@@ -87,12 +84,9 @@ class ChatTokens:
         return self._encode(text)
 
     def extend(self, turn_ids: Sequence[int], messages: Sequence[Message]) -> list[int] | None:
-        """Return the ids that follow a sampled turn.
-
-        They consist of the closing tags that the turn lacks, the new messages and the header of the assistant's next
-        turn. Return None if the template rejects the messages or renders them elsewhere; a new sample must then be
-        started.
-        """
+        """Return the ids that follow a sampled turn. They consist of the closing tags that the turn lacks, the new
+        messages and the header of the assistant's next turn. Return None if the template rejects the messages or
+        renders them elsewhere; a new sample must then be started."""
         carried = self._carried(messages)
         if not all(message["role"] == "assistant" or self._shows(message["role"]) for message in carried):
             return None
@@ -102,17 +96,15 @@ class ChatTokens:
     def read(
         self, turn_ids: Sequence[int], context_ids: Sequence[int] = ()
     ) -> tuple[str, tuple[ToolCall | MalformedCall, ...]]:
-        """Return a turn's text without special tokens, and its tool calls.
-
-        `context_ids` are the ids before the turn. Some tokenizers need the last of them to decode the turn's first
-        token.
-        """
+        """Return a turn's text without special tokens, and its tool calls. `context_ids` are the ids before the turn.
+        Some tokenizers need the last of them to decode the turn's first token."""
         text = response_text(self._tokenizer, context_ids, turn_ids)
         return text, () if self._calls is None else self._calls.read(turn_ids)
 
     def before_calls(self, turn_ids: Sequence[int]) -> str:
         """Return the text of a turn before its first call."""
-        return self._calls.text_before(turn_ids)
+        calls = self._calls
+        return response_text(self._tokenizer, (), turn_ids) if calls is None else calls.text_before(turn_ids)
 
     def _render(self, messages: Sequence[Message], for_answer: bool = True) -> tuple[str | None, str]:
         """Return the conversation's text, or None and the template's error if it rejects the messages."""
@@ -127,7 +119,7 @@ class ChatTokens:
             )
         except (TemplateError, TypeError) as error:  # templates raise TypeError when they add text to a missing value
             return None, str(error)
-        return text, ""
+        return str(text), ""
 
     def _encode(self, text: str) -> list[int]:
         # The template has already written the beginning-of-sequence token.
@@ -135,14 +127,16 @@ class ChatTokens:
 
     def _suffix(self, messages: Sequence[Message], for_answer: bool = True) -> list[int] | None:
         """Return the ids that the template writes after an assistant turn; None if it rejects the messages."""
-        sentinel = _unused(SENTINEL, (messages, self._template_tools))
+        sentinel = SENTINEL
+        while sentinel in str((messages, self._template_tools)):
+            sentinel += "x"
         text, _ = self._render([USER, {"role": "assistant", "content": sentinel}, *messages], for_answer)
         if text is not None and sentinel in text:
             return self._after(text, text.index(sentinel) + len(sentinel))
         for calls in _calls_before(messages, sentinel):
             turn = {"role": "assistant", "content": "", "tool_calls": calls}
             text, _ = self._render([USER, turn, *messages], for_answer)
-            closing = self._tokenizer.decode(self._closing)
+            closing = str(self._tokenizer.decode(self._closing))
             if text is not None and sentinel in text and closing and closing in text[text.rindex(sentinel) :]:
                 return self._after(text, text.index(closing, text.rindex(sentinel)))
         return None
@@ -156,15 +150,13 @@ class ChatTokens:
         return all_ids[len(before) :] if all_ids[: len(before)] == before else None
 
     def _num_closed(self, turn_ids: Sequence[int], suffix: Sequence[int]) -> int:
-        """Return the number of leading suffix ids that the turn already ends with.
-
-        A closing token in the turn also counts for the text that the template writes before that token.
-        """
+        """Return the number of leading suffix ids that the turn already ends with. A closing token in the turn also
+        counts for the text that the template writes before that token."""
         turn = list(turn_ids)
         most = min(len(turn), len(suffix))
         overlap = next((k for k in range(most, 0, -1) if turn[-k:] == list(suffix[:k])), 0)
-        shared = _num_shared(self._closing, suffix)
-        first = next((i for i in range(shared) if suffix[i] in self._special), None)
+        shared = takewhile(lambda pair: pair[0] == pair[1], zip(self._closing, suffix, strict=False))
+        first = next((place for place, (token, _) in enumerate(shared) if token in self._special), None)
         if first is None or not turn or turn[-1] not in (suffix[first], *self._other_ends):
             return overlap
         return max(overlap, first + 1)
@@ -176,18 +168,15 @@ class ChatTokens:
             "family"
         )
         text, refusal = self._render([USER, {"role": "assistant", "content": SENTINEL}, USER])
+        problem = None
         if text is None:
-            raise UserError(f"{self._key}: the model's chat template rejects a second turn: {refusal}. Fix: {remedy}")
-        if text.count(SENTINEL) != 1:
-            raise UserError(
-                f"{self._key}: the model's chat template does not render assistant turns verbatim, so nothing can be "
-                f"appended to them. Fix: {remedy}"
-            )
-        if not self._shows("user"):
-            raise UserError(
-                f"{self._key}: the model's chat template renders a user message before the answer that precedes it. "
-                f"Fix: {remedy}"
-            )
+            problem = f"rejects a second turn: {refusal}"
+        elif text.count(SENTINEL) != 1:
+            problem = "does not render assistant turns verbatim, so nothing can be appended to them"
+        elif not self._shows("user"):
+            problem = "renders a user message before the answer that precedes it"
+        if problem is not None:
+            raise UserError(f"{self._key}: the model's chat template {problem}. Fix: {remedy}")
         closing = self._suffix((), for_answer=False)
         if closing is None or self._suffix((USER,)) is None:
             raise UserError(
@@ -232,7 +221,10 @@ class ChatTokens:
         if not tools:
             return name or "tagged"
         known = format_of(self._tokenizer.get_chat_template(None, [dict(tool) for tool in tools]))
-        has_place = self._has_place_for(tools)
+        without, _ = self._render([USER])
+        self._template_tools = [dict(tool) for tool in tools]
+        text, _ = self._render([USER])
+        has_place = text is not None and text != without
         if name is None and has_place and known is None:
             raise UserError(
                 f"{self._key}.tool_format=null: the model's chat template writes tool calls in an unknown format. Fix: "
@@ -240,25 +232,13 @@ class ChatTokens:
                 f"the model was trained on: {', '.join(name for name in FORMATS if name != 'tagged')}"
             )
         name = name or known or "tagged"
-        if has_place and name != "tagged":
-            self._template_tools = [dict(tool) for tool in tools]
-        else:
-            self._instructions = instructions(tools, name)
+        if not has_place or name == "tagged":
+            self._template_tools, self._instructions = None, instructions(tools, name)
         return name
 
-    def _has_place_for(self, tools: Sequence[Mapping[str, Any]]) -> bool:
-        without, _ = self._render([USER])
-        self._template_tools = [dict(tool) for tool in tools]
-        text, _ = self._render([USER])
-        self._template_tools = None
-        return text is not None and text != without
-
     def _with_instructions(self, messages: Sequence[Message]) -> list[Message]:
-        """Return the messages with the tool instructions.
-
-        They are appended to the system message, which is added if missing. If the template does not support system
-        messages, they precede the first message.
-        """
+        """Return the messages with the tool instructions. They are appended to the system message, which is added if
+        missing. If the template does not support system messages, they precede the first message."""
         if not self._instructions:
             return list(messages)
         first, *others = messages
@@ -279,36 +259,11 @@ def _complete(message: Message, number: int) -> Message:
 def _calls_before(messages: Sequence[Message], argument: str) -> list[list[dict[str, Any]]]:
     """Return the calls that the leading tool results may answer, in both forms that templates accept: arguments as an
     object and as JSON text."""
-    answers = []
-    for message in messages:
-        if message["role"] != "tool":
-            break
-        answers.append(message)
-    if not answers:
-        return []
-    return [
-        [
-            {
-                "id": answer["tool_call_id"],
-                "type": "function",
-                "function": {"name": answer["name"], "arguments": arguments},
-            }
-            for answer in answers
-        ]
-        for arguments in ({"a": argument}, f'{{"a": "{argument}"}}')
-    ]
+    answers = list(takewhile(lambda message: message["role"] == "tool", messages))
 
+    def call(answer: Message, arguments: Any) -> dict[str, Any]:
+        function = {"name": answer["name"], "arguments": arguments}
+        return {"id": answer["tool_call_id"], "type": "function", "function": function}
 
-def _unused(word: str, where: Any) -> str:
-    """Return the word, extended by letters until it does not occur in `where`."""
-    text = str(where)
-    while word in text:
-        word += "x"
-    return word
-
-
-def _num_shared(first: Sequence[int], second: Sequence[int]) -> int:
-    """Return the length of the common prefix of two sequences."""
-    return next(
-        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(map(len, (first, second)))
-    )
+    forms = ({"a": argument}, f'{{"a": "{argument}"}}') if answers else ()
+    return [[call(answer, arguments) for answer in answers] for arguments in forms]

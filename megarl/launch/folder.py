@@ -20,7 +20,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal
 
 from megarl.core.files import replace_text
 from megarl.run.folder import LAUNCH
@@ -38,7 +38,6 @@ class Job:
     Attributes:
         folder: working directory of `megarl launch`, to which the recipe's paths are relative.
         nodes: number of nodes per attempt, unless an attempt runs on fewer.
-        gpus: number of GPUs per node.
         stalled: number of attempts without a new checkpoint after which the job gives up.
     """
 
@@ -48,38 +47,18 @@ class Job:
     stalled: int
 
 
-@dataclass(frozen=True, slots=True)
 class JobFolder:
-    path: Path
+    """The paths of the files that several modules use."""
 
-    @classmethod
-    def of(cls, run: Path) -> Self:
-        return cls(run / LAUNCH)
-
-    @property
-    def script(self) -> Path:
-        return self.path / "job.sbatch"
-
-    @property
-    def recipe(self) -> Path:
-        return self.path / "recipe.yaml"
+    def __init__(self, run: Path) -> None:
+        self.path = run / LAUNCH
+        self.script, self.recipe, self.submitted, self.driver, self.verdict = (
+            self.path / name for name in ("job.sbatch", "recipe.yaml", "submitted", "driver", "verdict")
+        )
 
     def recipe_on(self, nodes: int) -> Path:
         """Return the config file for an attempt on this number of nodes."""
         return self.recipe if nodes == self.job().nodes else self.path / f"recipe-{nodes}.yaml"
-
-    @property
-    def submitted(self) -> Path:
-        """The file that contains the id of the last submitted job."""
-        return self.path / "submitted"
-
-    @property
-    def driver(self) -> Path:
-        return self.path / "driver"
-
-    @property
-    def verdict(self) -> Path:
-        return self.path / "verdict"
 
     def preflight(self, attempt: str) -> Path:
         """Return the folder for the node reports of the named attempt."""
@@ -92,13 +71,7 @@ class JobFolder:
         return Job(**json.loads((self.path / "job.json").read_text(encoding="utf-8")))
 
     def write_verdict(self, verdict: Verdict, cause: str, bad_nodes: Sequence[str] = ()) -> None:
-        """Record the outcome of the attempt.
-
-        Args:
-            verdict: the outcome.
-            cause: one line for the user.
-            bad_nodes: nodes to exclude from later attempts.
-        """
+        """Record the outcome of the attempt. bad_nodes: nodes to exclude from later attempts."""
         if verdict != "stalled":  # a stalled job keeps the cause of its last real attempt
             replace_text(self.path / "cause", f"{cause}\n")
         replace_text(self.verdict, "".join(f"{line}\n" for line in (verdict, cause, *bad_nodes)))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.config.algorithm_schema import Advantage, Objective
+from megarl.config.data_schema import is_procedural
 from megarl.config.schema import Config
-from megarl.config.sources import is_procedural
+from megarl.core.user_file import is_in_file
 from megarl.models.folder import model_paths
 
 
@@ -17,7 +17,6 @@ class NamedPath:
     """A file or folder that a config key names.
 
     Attributes:
-        key: the config key.
         path: the path from the config, without a function or class name.
         is_folder: whether it must be a folder.
     """
@@ -38,7 +37,8 @@ class NamedPath:
 def named_files(config: Config) -> list[NamedPath]:
     """Return the paths that a recipe names: model folders (not Hub ids or packages), data files, and files with user
     functions."""
-    models = [NamedPath(key, path, is_folder=True) for key, path in model_paths(config).items() if _is_path(path)]
+    paths = {key: path for key, path in model_paths(config).items() if path.startswith(("/", ".", "~"))}
+    models = [NamedPath(key, path, is_folder=True) for key, path in paths.items()]
     sources = [("data.source", config.data.source)]
     sources += [("data.more_sources", source) for source in config.data.more_sources]
     algorithm = config.algorithm
@@ -55,13 +55,4 @@ def named_files(config: Config) -> list[NamedPath]:
         functions.append(("rewards.judge", config.rewards.judge))
     if config.environment.name is not None:
         functions.append(("environment.class", config.environment.name))
-    return [*models, *data, *_files(functions)]
-
-
-def _files(functions: Sequence[tuple[str, str]]) -> list[NamedPath]:
-    """Return the files in names such as path/to/file.py:function. Names without a colon are built in."""
-    return [NamedPath(key, name.rpartition(":")[0]) for key, name in functions if ":" in name]
-
-
-def _is_path(path: str) -> bool:
-    return path.startswith(("/", ".", "~"))
+    return [*models, *data, *(NamedPath(key, name.rpartition(":")[0]) for key, name in functions if is_in_file(name))]

@@ -32,10 +32,8 @@ class NodeReport:
     """The report on one node.
 
     Attributes:
-        node: name of the node.
         problems: one line per problem with the node, without the node's name.
         missing: one line per path in the recipe that is missing on the node.
-        versions: installed versions, keyed by package.
         address: address and port on which the first node listens for the other nodes. None on the other nodes.
         connection_error: why this node cannot connect to that address, or None.
     """
@@ -50,13 +48,7 @@ class NodeReport:
 
 @dataclass(frozen=True, slots=True)
 class Objection:
-    """The reason why an attempt cannot start.
-
-    Attributes:
-        verdict: outcome of the attempt.
-        cause: one line for the user.
-        bad_nodes: nodes to exclude from later attempts.
-    """
+    """The reason why an attempt cannot start. bad_nodes: nodes to exclude from later attempts."""
 
     verdict: Verdict
     cause: str
@@ -64,14 +56,7 @@ class Objection:
 
 
 def examine_node(node: str, run: Path, job: Job, config: Config) -> NodeReport:
-    """Examine this node.
-
-    Args:
-        node: the node's name.
-        run: the run's folder.
-        job: the job's settings.
-        config: the run's config.
-    """
+    """Examine this node, named `node`, for the run in the folder `run`."""
     findings = [finding for finding in examine(run) if finding.state == "problem"]
     problems = [f"{item.name}: {item.found}; {item.fix}" for item in findings if item.name != RUN_DISK]
     remedy = "put it on the shared file system, or mount it into the container"
@@ -109,9 +94,10 @@ def check_connection(report: NodeReport, first: NodeReport) -> NodeReport:
     host, port = first.address
     try:
         interface = interface_of(address_towards(host))
-        socket.create_connection((host, port), CONNECT_S).close()
     except UserError as error:
         return replace(report, connection_error=str(error))
+    try:
+        socket.create_connection((host, port), CONNECT_S).close()
     except OSError as error:
         line = f"cannot connect over {interface} to the first node at {host}:{port}: {error}. Fix: check the firewall"
         return replace(report, connection_error=line)

@@ -6,12 +6,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
 
 from megarl.core.errors import UserError
 
-Container = Literal["none", "pyxis", "enroot", "apptainer"]
-CONTAINERS = get_args(Container)
+CONTAINERS = ("none", "pyxis", "enroot", "apptainer")
 
 HANDLING_S = 45
 """Seconds of the grace period reserved for the script. It forwards the signal and requeues the job, which Slurm does
@@ -20,26 +18,13 @@ not allow after the time limit."""
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The options of `megarl launch`.
+    """The options of `megarl launch`. Its help explains them.
 
     Attributes:
-        nodes: number of nodes for the run.
-        time: time limit of one allocation, in Slurm's format.
-        spares: additional nodes in the allocation, which replace lost nodes.
         fewest: minimum number of nodes after nodes are lost. The run then has fewer replicas. None: always all nodes.
-        gpus: number of GPUs per node, or 0 for a run on CPUs.
         gpu: GPU type, from which the planner estimates memory and step time.
-        partition: Slurm partition, or None.
-        account: Slurm account, or None.
-        grace: seconds before the time limit at which the run is signaled to save.
-        restarts: number of additional attempts in one allocation.
-        stalled: number of attempts without a new checkpoint after which the job gives up.
-        container: container runtime.
-        image: container image.
-        mounts: additional container mounts, as SOURCE:DESTINATION.
+        container: container runtime, one of CONTAINERS.
         command: megarl command on the nodes. None: the command of this Python installation, or `megarl` in a container.
-        setup: shell lines to add to the script, such as `module load cuda`.
-        options: additional sbatch options.
         template: script template. None: megarl's template.
     """
 
@@ -54,7 +39,7 @@ class Request:
     grace: int = 120
     restarts: int = 3
     stalled: int = 3
-    container: Container = "none"
+    container: str = "none"
     image: str | None = None
     mounts: Sequence[str] = ()
     command: str | None = None

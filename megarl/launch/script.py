@@ -28,8 +28,6 @@ def render(request: Request, run: Path, sizes: Sequence[int], sweep: Sequence[in
     """Render the job script. Raise UserError if the template has an unknown placeholder.
 
     Args:
-        request: the options of `megarl launch`.
-        run: the run's folder.
         sizes: the node counts that an attempt may run on, largest first.
         sweep: the numbers of the runs in a sweep, whose folders are next to `run`.
     """
@@ -58,6 +56,7 @@ def _values(request: Request, run: Path, sizes: Sequence[int], sweep: Sequence[i
     options += [f"--account={request.account}"] if request.account else []
     options += [f"--array={','.join(map(str, sweep))}"] if sweep else []
     srun_options, wrapper = _container(request, run)
+    command = (sys.executable, "-m", "megarl.cli") if request.container == "none" else ("megarl",)
     return {
         "name": run.name,
         "nodes": str(request.nodes),
@@ -65,20 +64,14 @@ def _values(request: Request, run: Path, sizes: Sequence[int], sweep: Sequence[i
         "all_nodes": str(request.nodes + request.spares),
         "time": request.time,
         "signal_s": str(request.grace),
-        "output": shlex.quote(str(JobFolder.of(run).path / ("job-%A_%a.log" if sweep else "job-%j.log"))),
+        "output": shlex.quote(str(JobFolder(run).path / ("job-%A_%a.log" if sweep else "job-%j.log"))),
         "sbatch_options": "\n".join(f"#SBATCH {option}" for option in [*options, *request.options]),
         "restarts": str(request.restarts),
         "run": shlex.quote(str(run)),
-        "megarl": shlex.join([*wrapper, *_command(request)]),
+        "megarl": shlex.join([*wrapper, *(command if request.command is None else shlex.split(request.command))]),
         "srun_options": shlex.join(srun_options),
         "setup": "\n".join(request.setup),
     }
-
-
-def _command(request: Request) -> Sequence[str]:
-    if request.command is not None:
-        return shlex.split(request.command)
-    return (sys.executable, "-m", "megarl.cli") if request.container == "none" else ("megarl",)
 
 
 def mounts(request: Request, run: Path) -> list[str]:

@@ -14,7 +14,6 @@ from megarl.config.schema import Config
 from megarl.core.errors import UserError
 from megarl.core.files import replace_text
 from megarl.launch.checks import check, check_slurm, run_slurm
-from megarl.launch.fewer import fewer_replicas
 from megarl.launch.folder import Job, JobFolder
 from megarl.launch.request import Request
 from megarl.launch.script import render
@@ -26,19 +25,11 @@ def launch(
     file: Path, overrides: Sequence[str], request: Request, sweeps: Sequence[str], dry_run: bool
 ) -> Iterator[str]:
     """Check a recipe, write its job files and submit the job. Yield progress lines. Raise UserError before anything is
-    submitted if a check fails.
-
-    Args:
-        file: the recipe.
-        overrides: config overrides as KEY=VALUE.
-        request: the job options.
-        sweeps: axes of a sweep as KEY=VALUE,VALUE…. Each combination becomes a run, named after the recipe's run with
-            a number appended.
-        dry_run: write the job files without submitting the job.
-    """
+    submitted if a check fails. sweeps: axes of a sweep as KEY=VALUE,VALUE…. Each combination becomes a run, named after
+    the recipe's run with a number appended."""
     points = _points(sweeps)
     configs = [_config(file, [*overrides, *point], request, i if sweeps else None) for i, point in enumerate(points)]
-    folder = JobFolder.of(RunFolder.of(_config(file, overrides, request, None)).path)
+    folder = JobFolder(RunFolder.of(_config(file, overrides, request, None)).path)
     unfinished = []
     for number, (config, point) in enumerate(zip(configs, points, strict=True)):
         lines = check(request, config)
@@ -51,7 +42,7 @@ def launch(
         return
 
     def on_fewer(nodes: int, number: int) -> Config:
-        changes = [*overrides, *points[number], *fewer_replicas(configs[number], nodes)]
+        changes = [*overrides, *points[number], *_fewer_replicas(configs[number], nodes)]
         return _config(file, changes, replace(request, nodes=nodes), number if sweeps else None)
 
     smaller = _smaller(request, unfinished, on_fewer)
@@ -115,13 +106,8 @@ def _smaller(
     request: Request, runs: Sequence[int], on_fewer: Callable[[int, int], Config]
 ) -> dict[int, dict[int, Config]]:
     """Return the configs for fewer nodes, keyed by node count and run number. Only node counts that every run supports
-    are included. Raise UserError if --fewest-nodes is set and no node count qualifies.
-
-    Args:
-        request: the job options.
-        runs: the numbers of the runs.
-        on_fewer: returns the config for a node count and a run number.
-    """
+    are included. Raise UserError if --fewest-nodes is set and no node count qualifies. on_fewer: returns the config for
+    a node count and a run number."""
     if request.fewest is None:
         return {}
     if not 1 <= request.fewest < request.nodes:
@@ -148,9 +134,27 @@ def _smaller(
     return by_nodes
 
 
+def _fewer_replicas(config: Config, nodes: int) -> list[str]:
+    """Return the overrides that scale data-parallel replicas and engines down to `nodes` nodes. Batches stay the same,
+    so updates are equal up to rounding. Raise UserError if a count does not scale to an integer."""
+    num_nodes = config.cluster.nodes
+    if config.cluster.roles.assigned:
+        raise UserError(
+            "cluster.roles: explicit device ranges do not fit on fewer nodes. Fix: remove cluster.roles and set "
+            "cluster.placement"
+        )
+    counts = {f"{placed.section}.layout.dp": placed.layout.dp for placed in config.all_placed}
+    if not config.is_offline:
+        counts["rollout.replicas"] = config.rollout.replicas
+    for key, count in counts.items():
+        if count * nodes % num_nodes:
+            raise UserError(f"{key}={count}: {count} x {nodes} / {num_nodes} nodes is not an integer")
+    return [f"{key}={count * nodes // num_nodes}" for key, count in counts.items()]
+
+
 def _write(request: Request, configs: Mapping[int, Config]) -> Path:
     """Write a run's job settings and its configs, which are keyed by node count. Return the main config file."""
-    folder = JobFolder.of(RunFolder.of(configs[request.nodes]).path)
+    folder = JobFolder(RunFolder.of(configs[request.nodes]).path)
     folder.path.mkdir(parents=True, exist_ok=True)
     folder.forget_cause()
     folder.write_job(Job(str(Path.cwd()), request.nodes, request.gpus, request.stalled))

@@ -54,9 +54,7 @@ class Task:
 
     Attributes:
         number: rank of the task in its step. Task 0 is the driver.
-        node: name of the task's node.
         nodes: nodes in the step. The driver's node comes first.
-        job: job id.
         restart: number of times that the job was requeued.
         step: number of the job step in this allocation.
         allocated: start of the allocation in seconds since the epoch.
@@ -96,18 +94,17 @@ class Task:
 
 def main(run: Path) -> int:
     """Take part in an attempt at the run in this folder. Return the exit status."""
-    task, folder = Task.of_environment(), JobFolder.of(run)
+    task, folder = Task.of_environment(), JobFolder(run)
     if task.number == 0:
         try:
             return drive(task, folder)
         except UserError as error:
             return _write_verdict(folder, "user_error", "; ".join(str(error).splitlines()))
-    _await_folder(folder.preflight(task.attempt))
+    preflight = folder.preflight(task.attempt)
+    _await_folder(preflight)
     job = folder.job()
     os.chdir(job.folder)
-    config = load(folder.recipe_on(len(task.nodes)))
-    preflight = folder.preflight(task.attempt)
-    report = examine_node(task.node, run, job, config)
+    report = examine_node(task.node, run, job, load(folder.recipe_on(len(task.nodes))))
     first = await_reports(preflight, task.nodes[:1], REPORT_TIMEOUT_S)
     send_report(preflight, check_connection(report, first[0]) if first else report)
     member = subprocess.Popen([*MEGARL, "join", str(run), f"--wait={JOIN_S + REPORT_TIMEOUT_S:g}"])

@@ -33,7 +33,7 @@ class ScoreHead:
 def score_head_of(hf_config: Mapping[str, Any]) -> ScoreHead | None:
     """Return the score head described in config.json; None for a language model."""
     architecture = next(iter(hf_config.get("architectures") or ()), "")
-    kind = next((kind for suffix, kind in _KINDS.items() if architecture.endswith(suffix)), None)
+    kind: Kind | None = next((kind for suffix, kind in _KINDS.items() if architecture.endswith(suffix)), None)
     if kind is None:
         return None
     # transformers omits the default of two labels from config.json. Only token classifiers have a bias.
@@ -43,10 +43,8 @@ def score_head_of(hf_config: Mapping[str, Any]) -> ScoreHead | None:
 
 
 def as_classifier(hf_config: Mapping[str, Any], kind: Kind = "sequence") -> dict[str, Any]:
-    """Return the config for a classifier with one label and this model's decoder.
-
-    If the model is already a classifier, its config is returned unchanged, regardless of its kind.
-    """
+    """Return the config for a classifier with one label and this model's decoder. If the model is already a classifier,
+    its config is returned unchanged, regardless of its kind."""
     if score_head_of(hf_config) is not None:
         return dict(hf_config)
     architecture = next(iter(hf_config.get("architectures") or ()), "ForCausalLM")

@@ -6,11 +6,9 @@ from megarl.models.shape import ModelShape
 
 
 def training_flops(shape: ModelShape, num_tokens: int, num_scored: int, num_attended: int) -> float:
-    """Return the number of operations for one forward and backward pass. See `forward_flops` for the arguments.
-
-    The backward pass takes twice as many operations as the forward pass. Recomputation is not counted (PaLM,
-    arXiv:2204.02311, appendix B).
-    """
+    """Return the number of operations for one forward and backward pass. See `forward_flops` for the arguments. The
+    backward pass takes twice as many operations as the forward pass. Recomputation is not counted (PaLM,
+    arXiv:2204.02311, appendix B)."""
     return 3 * forward_flops(shape, num_tokens, num_scored, num_attended)
 
 
@@ -39,11 +37,8 @@ def expert_flops(shape: ModelShape, num_tokens: float) -> float:
 
 
 def attention_weights(shape: ModelShape) -> int:
-    """Return the number of weights in a layer's attention projections.
-
-    These are the query, key, value and output projections. Latent attention has down- and up-projections for its
-    latents instead.
-    """
+    """Return the number of weights in a layer's attention projections. These are the query, key, value and output
+    projections. Latent attention has down- and up-projections for its latents instead."""
     latent, output = shape.latent, shape.value * shape.hidden
     if latent is None:
         return shape.hidden * (shape.query + 2 * shape.key) + output

@@ -25,7 +25,8 @@ MODEL_SECTIONS = ("model", "critic", "reward_model", "implicit_reward")
 def resolve(path: str, cache: Path | None = None, key: str = "model.path", revision: str | None = None) -> Path:
     """Return the Hugging Face folder for a model path, as an absolute path with symlinks resolved.
 
-    Symlinks are resolved because a link such as runs/latest may later point to a different folder.
+    Symlinks are resolved because a link such as runs/latest may later point to a different folder. Raise a UserError if
+    the model does not exist. The message contains the fix.
 
     Args:
         path: an existing folder, `package:NAME` (the GGUF file inside an installed Python distribution, converted once
@@ -33,9 +34,6 @@ def resolve(path: str, cache: Path | None = None, key: str = "model.path", revis
         key: config key of the path, for error messages.
         cache: cache folder. None: $MEGARL_CACHE, else $XDG_CACHE_HOME/megarl, else ~/.cache/megarl.
         revision: branch, tag or commit for a Hub id. None: the main branch.
-
-    Raises:
-        UserError: the model does not exist. The message contains the fix.
     """
     if not is_hub_id(path):
         _refuse_revision(key, path, revision)
@@ -69,10 +67,8 @@ def model_paths(config: Config) -> dict[str, str]:
 
 
 def resolve_links(config: Config) -> Config:
-    """Return a copy of the config with absolute paths for model folders, in which symlinks are resolved.
-
-    The link runs/latest moves when the run starts, and workers have different working directories.
-    """
+    """Return a copy of the config with absolute paths for model folders, in which symlinks are resolved. The link
+    runs/latest moves when the run starts, and workers have different working directories."""
     sections = {name: getattr(config, name) for name in MODEL_SECTIONS}
     with_path = {name: section for name, section in sections.items() if section.path is not None}
     updates = {

@@ -11,10 +11,8 @@ from pathlib import Path
 
 
 def convert(source: Path, folder: Path) -> None:
-    """Write the model as float32 safetensors with its tokenizer, chat template and generation config.
-
-    Requires the packages gguf and accelerate in addition to transformers.
-    """
+    """Write the model as float32 safetensors with its tokenizer, chat template and generation config. Requires the
+    packages gguf and accelerate in addition to transformers."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 

@@ -92,7 +92,6 @@ class Experts:
     """The sizes of a mixture of experts.
 
     Attributes:
-        count: number of routed experts per layer.
         active: number of routed experts per token.
         intermediate: number of rows in one expert's MLP.
         shared_intermediate: number of rows in the shared experts' MLP, which processes every token; 0 without shared
@@ -119,11 +118,9 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention:
-    """Sizes of multi-head latent attention.
-
-    Keys and values are projected from a low-rank latent; queries are as well, unless query_rank is None. Each head's
-    query and key have position_dim channels with a rotary embedding and content_dim channels without one.
-    """
+    """Sizes of multi-head latent attention. Keys and values are projected from a low-rank latent; queries are as well,
+    unless query_rank is None. Each head's query and key have position_dim channels with a rotary embedding and
+    content_dim channels without one."""
 
     query_rank: int | None
     kv_rank: int
@@ -133,13 +130,10 @@ class LatentAttention:
 
 
 def completed(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config with defaults for the keys that config.json omits.
-
-    Raises:
-        UserError: the model family is not supported. The message lists the supported families.
-    """
+    """Return the config with defaults for the keys that config.json omits. Raise a UserError if the model family is not
+    supported. The message lists the supported families."""
     model_type = hf_config.get("model_type")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise UserError(f"model_type {model_type} is not supported. Fix: use a model of type {', '.join(FAMILIES)}")
     return {**FAMILIES[model_type], **hf_config}
 
@@ -150,18 +144,13 @@ def unsupported(model: Mapping[str, Any]) -> list[str]:
 
 
 def weights_dtype(hf_config: Mapping[str, Any]) -> str:
-    """Return the dtype of the checkpoint, such as "bfloat16".
-
-    transformers < 5 calls the key torch_dtype.
-    """
+    """Return the dtype of the checkpoint, such as "bfloat16". transformers < 5 calls the key torch_dtype."""
     return hf_config.get("dtype") or hf_config.get("torch_dtype") or "float32"
 
 
 def rope_parameters(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return rope_type, rope_theta and the parameters for the type.
-
-    transformers < 5 writes these parameters under rope_scaling.
-    """
+    """Return rope_type, rope_theta and the parameters for the type. transformers < 5 writes these parameters under
+    rope_scaling."""
     parameters = model.get("rope_scaling") or model.get("rope_parameters") or {}
     return {
         "rope_theta": model["rope_theta"],
@@ -283,11 +272,8 @@ def _experts(model: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _deepseek_router(model: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the unsupported features of DeepSeek's router.
-
-    DeepSeek scores a group of experts by its two best experts. Megatron instead uses the average number of active
-    experts per selected group, so this number must be two.
-    """
+    """Yield the unsupported features of DeepSeek's router. DeepSeek scores a group of experts by its two best experts.
+    Megatron instead uses the average number of active experts per selected group, so this number must be two."""
     for key, supported in (("norm_topk_prob", True), ("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
         if model.get(key, supported) != supported:
             yield f"{key} {model[key]}"

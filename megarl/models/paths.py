@@ -15,12 +15,8 @@ Models = Mapping[str, Mapping[str, str]]
 
 def reuse_earlier_folders(config: Config, folders: Mapping[str, str]) -> Config:
     """Return the config with real paths. A path from an earlier attempt keeps the folder that it had in that attempt.
-
-    The link runs/latest moves when a run starts, and the same command must resume the run with the same model.
-
-    Args:
-        folders: path in the config -> folder to which it was resolved in earlier attempts of the run.
-    """
+    The link runs/latest moves when a run starts, and the same command must resume the run with the same model. folders:
+    path in the config -> folder to which it was resolved in earlier attempts of the run."""
     real = resolve_links(config)
     for key, config_path in model_paths(config).items():
         folder, path = folders.get(config_path), model_paths(real)[key]
@@ -47,18 +43,15 @@ def add_config_paths(models: Models, config: Config, config_paths: Mapping[str, 
 
 
 def moved_models(config: Config, models: Models, saved: Mapping[str, Any], saved_models: Models) -> dict[str, str]:
-    """Return the models that have the same weights as when the run was saved, but a different path.
-
-    The result maps the config key of the path to the path in the saved config. A model that is missing from `models` is
-    the actor's model.
-    """
+    """Return the models that have the same weights as when the run was saved, but a different path. The result maps the
+    config key of the path to the path in the saved config. A model that is missing from `models` is the actor's
+    model."""
     moved = {}
     for key, path in model_paths(config).items():
         name, _ = key.split(".")
         earlier = saved.get(name, {}).get("path")
         current, previous = (each.get(key, each.get("model.path")) for each in (models, saved_models))
-        has_both = current is not None and previous is not None
-        if earlier not in (None, path) and has_both and current["hash"] == previous["hash"]:
+        if current and previous and earlier not in (None, path) and current["hash"] == previous["hash"]:
             moved[key] = earlier
     return moved
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.model_schema import Lora
+from megarl.config.violations import raise_all
 from megarl.core.errors import UserError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -21,11 +22,8 @@ PLAIN = {
 
 
 def check_adapter_config(folder: Path, lora: Lora) -> None:
-    """Check that the adapters in the folder match the keys in actor.lora.
-
-    Raises:
-        UserError: files are missing or corrupt, or keys differ. The message has one line per key.
-    """
+    """Check that the adapters in the folder match the keys in actor.lora. Raise a UserError if files are missing or
+    corrupt, or keys differ. The message has one line per key."""
     path = folder / CONFIG
     for file in (path, folder / WEIGHTS):
         if not file.is_file():
@@ -46,8 +44,7 @@ def check_adapter_config(folder: Path, lora: Lora) -> None:
         for key, value in PLAIN.items()
         if content.get(key, value) != value and content[key]
     ]
-    if lines:
-        raise UserError("\n".join(lines))
+    raise_all(lines)
 
 
 def adapter_config(lora: Lora, base: str, modules: Sequence[str]) -> dict[str, Any]:

@@ -1,13 +1,13 @@
-"""Check the config and a model's config.json for compatibility."""
+"""Check the config and a model's config.json for compatibility. Rules are generators, as in `megarl.config.rules`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from math import gcd
 from typing import Any
 
 from megarl.config.divisors import divisibility_error, divisors, listed, quotient
-from megarl.config.model_schema import Placed
+from megarl.config.model_schema import Critic, ImplicitReward, Placed, RewardModel
 from megarl.config.schema import Config
 from megarl.config.violations import raise_all
 from megarl.core.errors import UserError
@@ -26,33 +26,29 @@ EXPERT_ROWS = "MLP rows of an expert"
 
 
 def check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
-    """Check the config against the actor's config.json.
-
-    Raises:
-        UserError: a rule is violated. The message has one line per violated rule.
-    """
-    model = _completed(config, config.actor, hf_config)
-    actor_violations = [rule(config, config.actor, model) for rule in _PLACED_MODEL_RULES]
-    actor_violations.append(expert_keys_require_experts(config, model))
-    actor_violations.append(trust_region_requires_dense_model(config, model))
-    head = score_head_of(model)
-    if config.is_offline:
-        labels = has_one_label(config, config.actor, head.num_labels) if config.trains_reward_model and head else None
-        kind = classifier_kind_fits_objective(config, head.kind) if head else None
-        raise_all([*actor_violations, labels, kind])
-        return
-    engine_violations = _broken_by_engine("rollout.tp", config.rollout.tp, _model(config, config.actor), model)
-    sampling_violations = top_k_fits_the_vocabulary(config, model), engine_shards_keep_blocks_whole(config, model)
-    raise_all([*actor_violations, *engine_violations, *sampling_violations])
+    """Check the config against the actor's config.json. Raise a UserError if a rule is violated. The message has one
+    line per violated rule."""
+    actor = config.actor
+    model = _completed(config, actor, hf_config)
+    violations = [*_violations(config, actor, model), *expert_keys_require_experts(config, model)]
+    violations += trust_region_requires_dense_model(config, model)
+    if not config.is_offline:
+        violations += _broken_by_engine("rollout.tp", config.rollout.tp, _model(config, actor), model)
+        violations += top_k_fits_the_vocabulary(config, model)
+        violations += engine_shards_keep_blocks_whole(config, model)
+    elif head := score_head_of(model):
+        violations += has_one_label(config, actor, head.num_labels) if config.trains_reward_model else ()
+        violations += classifier_kind_fits_objective(config, head.kind)
+    raise_all(violations)
 
 
 def check_critic_model(config: Config, hf_config: Mapping[str, Any], critic_hf_config: Mapping[str, Any]) -> None:
     """Check the config against the config.json of the critic's initial model, as in `check_model`."""
     critic = _completed(config, config.critic, critic_hf_config)
-    critic_violations = [rule(config, config.critic, critic) for rule in _PLACED_MODEL_RULES]
     head = score_head_of(critic)
-    labels = None if head is None else has_one_label(config, config.critic, head.num_labels)
-    raise_all([*critic_violations, labels, vocabulary_covers_actors(config, config.critic, hf_config, critic)])
+    labels = () if head is None else has_one_label(config, config.critic, head.num_labels)
+    covered = vocabulary_covers_actors(config, config.critic, hf_config, critic)
+    raise_all([*_violations(config, config.critic, critic), *labels, *covered])
 
 
 def check_reward_model(config: Config, hf_config: Mapping[str, Any], reward_hf_config: Mapping[str, Any]) -> None:
@@ -60,13 +56,11 @@ def check_reward_model(config: Config, hf_config: Mapping[str, Any], reward_hf_c
     placed = config.reward_model
     reward = _completed(config, placed, reward_hf_config)
     if placed.engine == "megatron":
-        reward_violations = [rule(config, placed, reward) for rule in _PLACED_MODEL_RULES]
+        violations = _violations(config, placed, reward)
     else:
-        engine_violations = _broken_by_engine(
-            "reward_model.layout.tp", placed.layout.tp, _model(config, placed), reward
-        )
-        model_rules = (context_fits_the_positions, features_are_supported)
-        reward_violations = [*engine_violations, *(rule(config, placed, reward) for rule in model_rules)]
+        violations = _broken_by_engine("reward_model.layout.tp", placed.layout.tp, _model(config, placed), reward)
+        violations += context_fits_the_positions(config, placed, reward)
+        violations += features_are_supported(config, placed, reward)
     head = score_head_of(reward)
     architectures = ", ".join(reward.get("architectures") or ["none"])
     if placed.judges and head is not None:
@@ -75,21 +69,19 @@ def check_reward_model(config: Config, hf_config: Mapping[str, Any], reward_hf_c
             "requires a language model. Fix: use a ...ForCausalLM model, or set reward_model.input_format=ids, text "
             "or chat"
         )
-    if placed.judges:
-        raise_all(reward_violations)
-        return
-    if head is None:
+    if not placed.judges and head is None:
         raise UserError(
             f"{_model(config, placed)}: its architecture is {architectures}, which has no score head. Fix: use a "
             "classification checkpoint (...ForSequenceClassification or ...ForTokenClassification), or set "
             "reward_model.input_format=question to use it as a judge"
         )
-    labels = has_one_label(config, placed, head.num_labels)
-    kind_violations = [
-        rule(config, head.kind) for rule in (step_end_requires_token_classifier, token_scores_require_sampled_tokens)
-    ]
-    tokens = vocabulary_covers_actors(config, placed, hf_config, reward) if placed.input_format == "ids" else None
-    raise_all([*reward_violations, labels, *kind_violations, tokens])
+    if head is not None:
+        violations += has_one_label(config, placed, head.num_labels)
+        violations += step_end_requires_token_classifier(config, head.kind)
+        violations += token_scores_require_sampled_tokens(config, head.kind)
+    if placed.input_format == "ids":
+        violations += vocabulary_covers_actors(config, placed, hf_config, reward)
+    raise_all(violations)
 
 
 def check_implicit_reward_model(
@@ -98,221 +90,147 @@ def check_implicit_reward_model(
     """Check the config against the implicit reward model's config.json, as in `check_model`."""
     placed = config.implicit_reward
     model = _completed(config, placed, reward_hf_config)
-    violations = [rule(config, placed, model) for rule in _PLACED_MODEL_RULES]
     if score_head_of(model) is not None:
         raise UserError(
             f"{_model(config, placed)}: its architecture is {', '.join(model['architectures'])}, but the log-probs for "
             "token rewards require a language model. Fix: use a ...ForCausalLM model"
         )
-    raise_all([*violations, vocabulary_covers_actors(config, placed, hf_config, model)])
+    covered = vocabulary_covers_actors(config, placed, hf_config, model)
+    raise_all([*_violations(config, placed, model), *covered])
 
 
-def model_config_is_complete(config: Config, placed: Placed, hf: Mapping[str, Any]) -> str | None:
-    needed = ("intermediate_size", "max_position_embeddings", "num_attention_heads", "num_hidden_layers")
-    missing = [name for name in needed if name not in hf]
-    if not missing:
-        return None
-    return (
-        f"{_model(config, placed)}: its config.json lacks {', '.join(missing)}. Fix: use the config.json of the "
-        "original model"
-    )
+def sizes_divide_by_tp(config: Config, placed: Placed, hf: Mapping[str, Any]) -> Iterator[str]:
+    sizes = {"attention heads": hf["num_attention_heads"], "KV heads": kv_heads(hf)} | _dense_rows(hf)
+    legal = divisors(gcd(*sizes.values()))
+    yield from _indivisible(f"{placed.section}.layout.tp", placed.layout.tp, sizes, legal)
 
 
-def attention_heads_divide_by_tp(config: Config, placed: Placed, hf: Mapping[str, Any]) -> str | None:
-    return _tensor_parallel(config, placed, hf, "attention heads", hf["num_attention_heads"])
-
-
-def kv_heads_divide_by_tp(config: Config, placed: Placed, hf: Mapping[str, Any]) -> str | None:
-    return _tensor_parallel(config, placed, hf, "KV heads", kv_heads(hf))
-
-
-def mlp_divides_by_tp(config: Config, placed: Placed, hf: Mapping[str, Any]) -> str | None:
-    if not _has_dense_layers(hf):
-        return None
-    return _tensor_parallel(config, placed, hf, "MLP rows (intermediate_size)", hf["intermediate_size"])
-
-
-def experts_divide_by_ep(config: Config, placed: Placed, hf: Mapping[str, Any]) -> str | None:
-    role = placed.section
-    ep, mixture = placed.layout.ep, experts(hf)
+def experts_divide_by_ep(config: Config, placed: Placed, hf: Mapping[str, Any]) -> Iterator[str]:
+    key, ep, mixture = f"{placed.section}.layout.ep", placed.layout.ep, experts(hf)
     if mixture is not None:
-        return divisibility_error(f"{role}.layout.ep", ep, "experts", mixture.count, divisors(mixture.count))
-    if ep == 1:
-        return None
-    return f"{role}.layout.ep={ep}: {_model(config, placed)} has no experts. Fix: set {role}.layout.ep=1"
+        yield from _indivisible(key, ep, {"experts": mixture.count}, divisors(mixture.count))
+    elif ep != 1:
+        yield f"{key}={ep}: {_model(config, placed)} has no experts. Fix: set {key}=1"
 
 
-def expert_mlp_divides_by_etp(config: Config, placed: Placed, hf: Mapping[str, Any]) -> str | None:
-    role = placed.section
-    mixture = experts(hf)
-    if mixture is None:
-        return None
-    layout, rows = placed.layout, mixture.intermediate
-    key = f"{role}.layout.tp" if layout.etp is None else f"{role}.layout.etp"
-    return divisibility_error(key, layout.expert_tp, "MLP rows of an expert", rows, divisors(rows))
+def expert_mlps_divide_by_tp(config: Config, placed: Placed, hf: Mapping[str, Any]) -> Iterator[str]:
+    mixture, layout, section = experts(hf), placed.layout, placed.section
+    if mixture is not None:
+        rows, shared = mixture.intermediate, mixture.shared_intermediate
+        key = f"{section}.layout.tp" if layout.etp is None else f"{section}.layout.etp"
+        yield from _indivisible(key, layout.expert_tp, {EXPERT_ROWS: rows}, divisors(rows))
+        sizes = {"MLP rows of the shared experts": shared} if shared else {}
+        yield from _indivisible(f"{section}.layout.tp", layout.tp, sizes, divisors(shared))
 
 
-def expert_keys_require_experts(config: Config, hf: Mapping[str, Any]) -> str | None:
-    keys = config.actor.experts
-    if experts(hf) is not None:
-        return None
-    lines = []
-    if keys.replay_routes:
-        lines.append("actor.experts.replay_routes=true: {} has no experts. Fix: set actor.experts.replay_routes=false")
-    if keys.router != "free":
-        lines.append("actor.experts.router=frozen: {} has no routers. Fix: set actor.experts.router=free")
-    return "\n".join(line.format(_model(config, config.actor)) for line in lines) or None
+def expert_keys_require_experts(config: Config, hf: Mapping[str, Any]) -> Iterator[str]:
+    keys, model = config.actor.experts, _model(config, config.actor)
+    if keys.replay_routes and experts(hf) is None:
+        yield f"actor.experts.replay_routes=true: {model} has no experts. Fix: set actor.experts.replay_routes=false"
+    if keys.router != "free" and experts(hf) is None:
+        yield f"actor.experts.router=frozen: {model} has no routers. Fix: set actor.experts.router=free"
 
 
-def trust_region_requires_dense_model(config: Config, hf: Mapping[str, Any]) -> str | None:
+def trust_region_requires_dense_model(config: Config, hf: Mapping[str, Any]) -> Iterator[str]:
     limit = config.algorithm.trust_region.kl_limit
-    if limit is None or experts(hf) is None:
-        return None
-    return (
-        f"algorithm.trust_region.kl_limit={limit:g}: TRPO computes differences between passes, but "
-        f"{_model(config, config.actor)} may route a token to different experts in each pass. Fix: set "
-        "algorithm.trust_region.kl_limit=null"
-    )
-
-
-def shared_experts_divide_by_tp(config: Config, placed: Placed, hf: Mapping[str, Any]) -> str | None:
-    mixture = experts(hf)
-    if mixture is None or not mixture.shared_intermediate:
-        return None
-    rows, tp = mixture.shared_intermediate, placed.layout.tp
-    return divisibility_error(f"{placed.section}.layout.tp", tp, "MLP rows of the shared experts", rows, divisors(rows))
+    if limit is not None and experts(hf) is not None:
+        yield (
+            f"algorithm.trust_region.kl_limit={limit:g}: TRPO computes differences between passes, but "
+            f"{_model(config, config.actor)} may route a token to different experts in each pass. Fix: set "
+            "algorithm.trust_region.kl_limit=null"
+        )
 
 
 def experts_and_tensor_parallel_need_sequence_parallel(
     config: Config, placed: Placed, hf: Mapping[str, Any]
-) -> str | None:
+) -> Iterator[str]:
     role, layout = placed.section, placed.layout
-    if layout.tp == 1 or layout.sequence_parallel or experts(hf) is None:
-        return None
-    return (
-        f"{role}.layout.tp={layout.tp}, sequence_parallel=false: every rank would dispatch all tokens to the experts, "
-        f"which Megatron rejects. Fix: set {role}.layout.sequence_parallel=true"
-    )
+    if layout.tp > 1 and not layout.sequence_parallel and experts(hf) is not None:
+        yield (
+            f"{role}.layout.tp={layout.tp}, sequence_parallel=false: every rank would dispatch all tokens to the "
+            f"experts, which Megatron rejects. Fix: set {role}.layout.sequence_parallel=true"
+        )
 
 
-def layers_tile_the_stages(config: Config, placed: Placed, hf: Mapping[str, Any]) -> str | None:
-    """Require that the remaining layers split evenly over the stages without an explicit size, at least one each."""
-    role = placed.section
-    layout, num_layers = placed.layout, hf["num_hidden_layers"]
+def layers_tile_the_stages(config: Config, placed: Placed, hf: Mapping[str, Any]) -> Iterator[str]:
+    """Require that the remaining layers split evenly over the stages without an explicit size, at least one each, and
+    that the layers of each stage split evenly over its virtual stages."""
+    role, layout, num_layers = placed.section, placed.layout, hf["num_hidden_layers"]
     uneven = {name: layers for name, layers in layout.uneven_stages.items() if layers is not None}
     rest, stages = num_layers - sum(uneven.values()), layout.pp - len(uneven)
     if (rest == 0) if stages == 0 else (rest >= stages and rest % stages == 0):
-        return None
+        sizes = uneven | ({"the other stages": rest // stages} if stages else {})
+        named = {f"layers of a pipeline stage ({name})": layers for name, layers in sizes.items()}
+        legal = divisors(gcd(*sizes.values()))
+        yield from _indivisible(f"{role}.layout.vpp", layout.vpp, named, legal)[:1]
+        return
     subtracted = "".join(f" - {layers}" for layers in uneven.values())
     keys = "".join(f", {name}={layers}" for name, layers in uneven.items())
     difference = f"{num_layers}{subtracted} = {rest}" if uneven else f"{num_layers}"
-    problem = (
+    arithmetic = f" ({quotient(rest, stages)})" if stages > 0 else ""
+    yield (
         f"{role}.layout.pp={layout.pp}{keys}: {num_layers} layers cannot be split evenly over the stages: {difference} "
-        f"layers over {stages} {'other ' if uneven else ''}{'stage' if stages == 1 else 'stages'}"
+        f"layers over {stages} {'other ' if uneven else ''}{'stage' if stages == 1 else 'stages'}{arithmetic}. Fix: "
+        f"{_stage_fix(layout.pp, num_layers)}"
     )
-    if stages > 0:
-        problem += f" ({quotient(rest, stages)})"
-    return f"{problem}. Fix: {_stage_fix(layout.pp, num_layers)}"
 
 
-def virtual_stages_tile_each_stage(config: Config, placed: Placed, hf: Mapping[str, Any]) -> str | None:
-    """Require that the layers in each pipeline stage can be split evenly over its virtual stages."""
-    role = placed.section
-    layout, num_layers = placed.layout, hf["num_hidden_layers"]
-    if layers_tile_the_stages(config, placed, hf) is not None:
-        return None
-    uneven = {name: layers for name, layers in layout.uneven_stages.items() if layers is not None}
-    others = layout.pp - len(uneven)
-    sizes = uneven | ({"the other stages": (num_layers - sum(uneven.values())) // others} if others else {})
-    legal = divisors(gcd(*sizes.values()))
-    lines = (
-        divisibility_error(f"{role}.layout.vpp", layout.vpp, f"layers of a pipeline stage ({name})", layers, legal)
-        for name, layers in sizes.items()
-    )
-    return next((line for line in lines if line is not None), None)
-
-
-def top_k_fits_the_vocabulary(config: Config, hf: Mapping[str, Any]) -> str | None:
+def top_k_fits_the_vocabulary(config: Config, hf: Mapping[str, Any]) -> Iterator[str]:
     top_k = config.rollout.top_k
-    if top_k is None or top_k <= hf["vocab_size"]:
-        return None
-    return (
-        f"rollout.top_k={top_k}: the model's vocabulary has {hf['vocab_size']} tokens. Fix: set rollout.top_k to at "
-        f"most {hf['vocab_size']}, or to null to keep all tokens"
-    )
+    if top_k is not None and top_k > hf["vocab_size"]:
+        yield (
+            f"rollout.top_k={top_k}: the model's vocabulary has {hf['vocab_size']} tokens. Fix: set rollout.top_k to "
+            f"at most {hf['vocab_size']}, or to null to keep all tokens"
+        )
 
 
-def engine_heads_divide_by_tp(key: str, tp: int, hf: Mapping[str, Any]) -> str | None:
-    return divisibility_error(key, tp, "attention heads", hf["num_attention_heads"], _engine_sizes(hf))
+def engine_sizes_divide_by_tp(key: str, tp: int, hf: Mapping[str, Any]) -> Iterator[str]:
+    """Require that the engine can split the model over its ranks. It replicates KV heads if it has more ranks."""
+    mixture, heads = experts(hf), kv_heads(hf)
+    sizes = {"attention heads": hf["num_attention_heads"]} | ({"KV heads": heads} if tp % heads else {})
+    sizes |= _dense_rows(hf) | ({EXPERT_ROWS: mixture.intermediate} if mixture else {})
+    yield from _indivisible(key, tp, sizes, _engine_sizes(hf))
 
 
-def engine_kv_heads_split_or_repeat(key: str, tp: int, hf: Mapping[str, Any]) -> str | None:
-    """Require that the engine can split KV heads over its ranks, or replicate them if it has more ranks than heads."""
-    heads = kv_heads(hf)
-    if tp % heads == 0:
-        return None
-    return divisibility_error(key, tp, "KV heads", heads, _engine_sizes(hf))
-
-
-def engine_mlp_divides_by_tp(key: str, tp: int, hf: Mapping[str, Any]) -> str | None:
-    if not _has_dense_layers(hf):
-        return None
-    return divisibility_error(key, tp, "MLP rows (intermediate_size)", hf["intermediate_size"], _engine_sizes(hf))
-
-
-def engine_expert_mlp_divides_by_tp(key: str, tp: int, hf: Mapping[str, Any]) -> str | None:
-    mixture = experts(hf)
-    if mixture is None:
-        return None
-    return divisibility_error(key, tp, "MLP rows of an expert", mixture.intermediate, _engine_sizes(hf))
-
-
-def engine_shards_keep_blocks_whole(config: Config, hf: Mapping[str, Any]) -> str | None:
-    """Require that the shards of a quantized tensor start and end at block boundaries.
-
-    vLLM rejects shards that split blocks, except in layers that merge several tensors, where it uses incorrect scales.
-    """
+def engine_shards_keep_blocks_whole(config: Config, hf: Mapping[str, Any]) -> Iterator[str]:
+    """Require that the shards of a quantized tensor start and end at block boundaries. vLLM rejects shards that split
+    blocks, except in layers that merge several tensors, where it uses incorrect scales."""
     tp = config.rollout.tp
     if config.rollout.quantization is None or tp not in _engine_sizes(hf):
-        return None
+        return
     whole_experts = config.rollout.has_whole_experts
-    uneven = {name: size for name, size in _shard_sizes(hf, tp, whole_experts).items() if size % FP8_BLOCK}
-    if not uneven:
-        return None
-    legal = [
-        size
-        for size in _engine_sizes(hf)
-        if not any(n % FP8_BLOCK for n in _shard_sizes(hf, size, whole_experts).values())
-    ]
-    fix = f"set rollout.tp to {listed(legal)}" if legal else "set rollout.quantization=null"
-    if uneven.keys() == {EXPERT_ROWS} and not whole_experts:
-        fix += ", or set rollout.vllm_overrides={enable_expert_parallel: true} so that each expert stays on one rank"
-    name, size = next(iter(uneven.items()))
-    return (
-        f"rollout.quantization={config.rollout.quantization}: with rollout.tp={tp} an engine rank has {size} {name}, "
-        f"which is not a multiple of the block size {FP8_BLOCK}. Fix: {fix}"
-    )
+    split = {size: _split_blocks(hf, size, whole_experts) for size in (tp, *_engine_sizes(hf))}
+    if split[tp]:
+        legal = [size for size in _engine_sizes(hf) if not split[size]]
+        fix = f"set rollout.tp to {listed(legal)}" if legal else "set rollout.quantization=null"
+        if split[tp].keys() == {EXPERT_ROWS} and not whole_experts:
+            fix += (
+                ", or set rollout.vllm_overrides={enable_expert_parallel: true} so that each expert stays on one rank"
+            )
+        name, size = next(iter(split[tp].items()))
+        yield (
+            f"rollout.quantization={config.rollout.quantization}: with rollout.tp={tp} an engine rank has {size} "
+            f"{name}, which is not a multiple of the block size {FP8_BLOCK}. Fix: {fix}"
+        )
+
+
+def _split_blocks(hf: Mapping[str, Any], tp: int, whole_experts: bool) -> dict[str, int]:
+    """Return the sizes of an engine rank's quantized shards that are not whole blocks: description -> rows or columns.
+    Only shards that are split between ranks or merged with others count."""
+    return {name: size for name, size in _shard_sizes(hf, tp, whole_experts).items() if size % FP8_BLOCK}
 
 
 def _shard_sizes(hf: Mapping[str, Any], tp: int, whole_experts: bool) -> dict[str, int]:
-    """Return the sizes of an engine rank's quantized shards: description -> number of rows or columns.
-
-    Contains only shards that are split between ranks or merged with others.
-    """
     mixture, latent = experts(hf), latent_attention(hf)
-    sizes: dict[str, int] = {}
-    if _has_dense_layers(hf):
-        sizes["MLP rows"] = hf["intermediate_size"] // tp
+    sizes = {"MLP rows": hf["intermediate_size"] // tp} if _dense_rows(hf) else {}
     if mixture is not None:
         sizes[EXPERT_ROWS] = mixture.intermediate // (1 if whole_experts else tp)
         sizes["MLP rows of the shared experts"] = mixture.shared_intermediate // tp
     heads = hf["num_attention_heads"]
     if latent is None:
         head_dim = hf["head_dim"] or hf["hidden_size"] // heads
-        return sizes | {
-            "query rows": heads // tp * head_dim,
-            "key rows": max(1, kv_heads(hf) // tp) * head_dim,
-        }
+        keys = max(1, kv_heads(hf) // tp)
+        return sizes | {"query rows": heads // tp * head_dim, "key rows": keys * head_dim}
     if latent.query_rank is not None:
         sizes["rows of the query latent"] = latent.query_rank
     if tp > 1:
@@ -322,130 +240,114 @@ def _shard_sizes(hf: Mapping[str, Any], tp: int, whole_experts: bool) -> dict[st
     return sizes
 
 
-def context_fits_the_positions(config: Config, placed: Placed, hf: Mapping[str, Any]) -> str | None:
+def context_fits_the_positions(config: Config, placed: Placed, hf: Mapping[str, Any]) -> Iterator[str]:
     (key, context), positions = config.context_of(placed), hf["max_position_embeddings"]
-    if context <= positions:
-        return None
-    return (
-        f"{key}={context}: the model has {positions} positions (max_position_embeddings). Fix: set {key} to at most "
-        f"{positions}"
-    )
+    if context > positions:
+        yield (
+            f"{key}={context}: the model has {positions} positions (max_position_embeddings). Fix: set {key} to at "
+            f"most {positions}"
+        )
 
 
-def attention_is_full(config: Config, placed: Placed, hf: Mapping[str, Any]) -> str | None:
+def attention_is_full(config: Config, placed: Placed, hf: Mapping[str, Any]) -> Iterator[str]:
     """Require that the attention window, if any, covers the longest sample, so that attention is full."""
     window, (key, context) = attention_window(hf), config.context_of(placed)
-    if window is None or context <= window:
-        return None
-    return (
-        f"{key}={context}: it exceeds the model's sliding_window={window}, but the trainer computes full attention. "
-        f"Fix: set {key} to at most {window}"
-    )
+    if window is not None and context > window:
+        yield (
+            f"{key}={context}: it exceeds the model's sliding_window={window}, but the trainer computes full "
+            f"attention. Fix: set {key} to at most {window}"
+        )
 
 
-def features_are_supported(config: Config, placed: Placed, hf: Mapping[str, Any]) -> str | None:
+def features_are_supported(config: Config, placed: Placed, hf: Mapping[str, Any]) -> Iterator[str]:
     features = unsupported(hf)
-    if not features:
-        return None
-    return f"{_model(config, placed)}: megarl does not support {' and '.join(features)}. Fix: use another model"
+    if features:
+        yield f"{_model(config, placed)}: megarl does not support {' and '.join(features)}. Fix: use another model"
 
 
-def has_one_label(config: Config, placed: Placed, num_labels: int) -> str | None:
-    if num_labels == 1:
-        return None
-    return (
-        f"{_model(config, placed)}: the model has {num_labels} labels (id2label), but a score is a single number. Fix: "
-        "use a classification checkpoint with num_labels=1"
-    )
+def has_one_label(config: Config, placed: Placed, num_labels: int) -> Iterator[str]:
+    if num_labels != 1:
+        yield (
+            f"{_model(config, placed)}: the model has {num_labels} labels (id2label), but a score is a single number. "
+            "Fix: use a classification checkpoint with num_labels=1"
+        )
 
 
 def vocabulary_covers_actors(
     config: Config, placed: Placed, actor: Mapping[str, Any], model: Mapping[str, Any]
-) -> str | None:
+) -> Iterator[str]:
     """Require that the vocabulary of a model that processes the actor's token ids is not smaller than the actor's."""
-    if model["vocab_size"] >= actor["vocab_size"]:
-        return None
-    return (
-        f"{_model(config, placed)}: its vocab_size={model['vocab_size']} is smaller than the actor's "
-        f"vocab_size={actor['vocab_size']}, but it reads the actor's token ids. Fix: use a model with the actor's "
-        "tokenizer"
-    )
+    if model["vocab_size"] < actor["vocab_size"]:
+        yield (
+            f"{_model(config, placed)}: its vocab_size={model['vocab_size']} is smaller than the actor's "
+            f"vocab_size={actor['vocab_size']}, but it reads the actor's token ids. Fix: use a model with the actor's "
+            "tokenizer"
+        )
 
 
-def classifier_kind_fits_objective(config: Config, kind: Kind) -> str | None:
+def classifier_kind_fits_objective(config: Config, kind: Kind) -> Iterator[str]:
     objective = config.algorithm.objective
-    if objective.spec.classifier in (None, kind):
-        return None
     names = {"sequence": "...ForSequenceClassification", "token": "...ForTokenClassification"}
-    trained, actual = names[objective.spec.classifier], names[kind]
-    return (
-        f"{_model(config, config.actor)}: its architecture is {actual}, but algorithm.objective.name={objective.name} "
-        f"trains {trained}. Fix: use a {trained} model, or a language model, to which megarl adds a new head"
-    )
+    expected = objective.spec.classifier
+    if expected not in (None, kind):
+        yield (
+            f"{_model(config, config.actor)}: its architecture is {names[kind]}, but "
+            f"algorithm.objective.name={objective.name} trains {names[expected]}. Fix: use a {names[expected]} model, "
+            "or a language model, to which megarl adds a new head"
+        )
 
 
-def step_end_requires_token_classifier(config: Config, kind: str) -> str | None:
-    if config.reward_model.step_end is None or kind == "token":
-        return None
-    return (
-        f"reward_model.step_end={config.reward_model.step_end!r}: {_model(config, config.reward_model)} scores whole "
-        "samples (...ForSequenceClassification). Fix: set reward_model.step_end=null"
-    )
+def step_end_requires_token_classifier(config: Config, kind: str) -> Iterator[str]:
+    if config.reward_model.step_end is not None and kind != "token":
+        yield (
+            f"reward_model.step_end={config.reward_model.step_end!r}: {_model(config, config.reward_model)} scores "
+            "whole samples (...ForSequenceClassification). Fix: set reward_model.step_end=null"
+        )
 
 
-def token_scores_require_sampled_tokens(config: Config, kind: str) -> str | None:
+def token_scores_require_sampled_tokens(config: Config, kind: str) -> Iterator[str]:
     """Require sampled tokens for token-level scores, because only sampled tokens are actions."""
     settings = config.reward_model
-    outcome = settings.aggregation is not None or config.algorithm.advantage.estimator != "gae"
-    if settings.input_format == "ids" or kind == "sequence" or outcome or settings.step_end is not None:
-        return None
-    return (
-        f"reward_model.input_format={settings.input_format}: {_model(config, settings)} scores the tokens of its own "
-        "tokenizer, but gae needs scores of the sampled tokens. Fix: set reward_model.step_end, "
-        "reward_model.aggregation=mean or reward_model.input_format=ids"
-    )
+    per_token = settings.aggregation is None and config.algorithm.advantage.estimator == "gae"
+    if settings.input_format != "ids" and kind != "sequence" and per_token and settings.step_end is None:
+        yield (
+            f"reward_model.input_format={settings.input_format}: {_model(config, settings)} scores the tokens of its "
+            "own tokenizer, but gae needs scores of the sampled tokens. Fix: set reward_model.step_end, "
+            "reward_model.aggregation=mean or reward_model.input_format=ids"
+        )
 
 
-def engine_router_keys_are_present(model: str, hf: Mapping[str, Any]) -> str | None:
+def engine_router_keys_are_present(model: str, hf: Mapping[str, Any]) -> Iterator[str]:
     """Require the keys for DeepSeek-V3's router that vLLM reads from config.json. transformers does not write them."""
     required = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
     missing = [key for key in required if key not in hf]
-    if hf["model_type"] != "deepseek_v3" or not missing:
-        return None
-    return (
-        f"{model}: its config.json lacks {' and '.join(missing)}, so the engine would route with softmax and without "
-        f"the bias. Fix: add {' and '.join(f'{key}: {required[key]}' for key in missing)} to config.json"
-    )
+    if hf["model_type"] == "deepseek_v3" and missing:
+        yield (
+            f"{model}: its config.json lacks {' and '.join(missing)}, so the engine would route with softmax and "
+            f"without the bias. Fix: add {' and '.join(f'{key}: {required[key]}' for key in missing)} to config.json"
+        )
 
 
-_PLACED_MODEL_RULES: tuple[Callable[[Config, Placed, Mapping[str, Any]], str | None], ...] = (
-    attention_heads_divide_by_tp,
-    kv_heads_divide_by_tp,
-    mlp_divides_by_tp,
+_PLACED_MODEL_RULES = (
+    sizes_divide_by_tp,
     experts_divide_by_ep,
-    expert_mlp_divides_by_etp,
-    shared_experts_divide_by_tp,
+    expert_mlps_divide_by_tp,
     experts_and_tensor_parallel_need_sequence_parallel,
     layers_tile_the_stages,
-    virtual_stages_tile_each_stage,
     context_fits_the_positions,
     attention_is_full,
     features_are_supported,
 )
 """Rules for a model's config section and its config.json."""
 
-_ENGINE_RULES: tuple[Callable[[str, int, Mapping[str, Any]], str | None], ...] = (
-    engine_heads_divide_by_tp,
-    engine_kv_heads_split_or_repeat,
-    engine_mlp_divides_by_tp,
-    engine_expert_mlp_divides_by_tp,
-)
-"""Rules for a model and the tensor-parallel size of its engine."""
+
+def _violations(config: Config, placed: Placed, hf: Mapping[str, Any]) -> list[str]:
+    return [line for rule in _PLACED_MODEL_RULES for line in rule(config, placed, hf)]
 
 
-def _broken_by_engine(key: str, tp: int, model: str, hf: Mapping[str, Any]) -> list[str | None]:
-    """Return the results of the engine rules for a model. model: config key and value of the model's path."""
-    return [*(rule(key, tp, hf) for rule in _ENGINE_RULES), engine_router_keys_are_present(model, hf)]
+def _broken_by_engine(key: str, tp: int, model: str, hf: Mapping[str, Any]) -> list[str]:
+    """Return the violations of an engine's rules. model: config key and value of the model's path."""
+    return [*engine_sizes_divide_by_tp(key, tp, hf), *engine_router_keys_are_present(model, hf)]
 
 
 def _completed(config: Config, placed: Placed, hf_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -453,27 +355,31 @@ def _completed(config: Config, placed: Placed, hf_config: Mapping[str, Any]) -> 
         model = completed(hf_config)
     except ValueError as error:
         raise UserError(f"{_model(config, placed)}: {error}") from None
-    if violation := model_config_is_complete(config, placed, model):
-        raise UserError(violation)
+    needed = ("intermediate_size", "max_position_embeddings", "num_attention_heads", "num_hidden_layers")
+    if missing := [name for name in needed if name not in model]:
+        raise UserError(
+            f"{_model(config, placed)}: its config.json lacks {', '.join(missing)}. Fix: use the config.json of the "
+            "original model"
+        )
     return model
 
 
-def _tensor_parallel(config: Config, placed: Placed, hf: Mapping[str, Any], noun: str, number: int) -> str | None:
-    role = placed.section
-    rows = [hf["intermediate_size"]] if _has_dense_layers(hf) else []
-    legal = divisors(gcd(hf["num_attention_heads"], kv_heads(hf), *rows))
-    return divisibility_error(f"{role}.layout.tp", placed.layout.tp, noun, number, legal)
+def _indivisible(key: str, divisor: int, sizes: Mapping[str, int], legal: Iterable[int]) -> list[str]:
+    """Return a line for each size that is not divisible. sizes: description -> size."""
+    lines = [divisibility_error(key, divisor, noun, number, legal) for noun, number in sizes.items()]
+    return [line for line in lines if line is not None]
 
 
-def _has_dense_layers(hf: Mapping[str, Any]) -> bool:
+def _dense_rows(hf: Mapping[str, Any]) -> dict[str, int]:
+    """Return the rows of the dense MLPs by their description; empty if all layers have experts."""
     mixture = experts(hf)
-    return mixture is None or not all(mixture.layers)
+    has_dense_layers = mixture is None or not all(mixture.layers)
+    return {"MLP rows (intermediate_size)": hf["intermediate_size"]} if has_dense_layers else {}
 
 
 def _engine_sizes(hf: Mapping[str, Any]) -> list[int]:
     mixture, heads = experts(hf), kv_heads(hf)
-    rows = [hf["intermediate_size"]] if _has_dense_layers(hf) else []
-    rows += [mixture.intermediate] if mixture else []
+    rows = [*_dense_rows(hf).values(), *([mixture.intermediate] if mixture else [])]
     sizes = divisors(gcd(hf["num_attention_heads"], *rows))
     return [tp for tp in sizes if heads % tp == 0 or tp % heads == 0]
 
@@ -488,5 +394,5 @@ def _stage_fix(pp: int, num_layers: int) -> str:
 
 
 def _model(config: Config, placed: Placed) -> str:
-    path = None if placed is config.actor else placed.path
+    path = placed.path if isinstance(placed, Critic | ImplicitReward | RewardModel) else None
     return f"model.path={config.model.path}" if path is None else f"{placed.section}.path={path}"

@@ -29,12 +29,16 @@ class ModelFolders:
     reward_model: Path | None
     implicit_reward: Path | None
 
+    @property
+    def others(self) -> dict[str, Path]:
+        """Config section -> folder of each model besides the actor."""
+        folders = {"critic": self.critic, "reward_model": self.reward_model, "implicit_reward": self.implicit_reward}
+        return {section: folder for section, folder in folders.items() if folder is not None}
+
     def identify(self) -> dict[str, dict[str, str]]:
         """Return config key of the path -> folder and hash of the weights, without models in the actor's folder."""
-        folders = {"model.path": self.actor}
-        for name in ("critic", "reward_model", "implicit_reward"):
-            if (folder := getattr(self, name)) not in (None, self.actor):
-                folders[f"{name}.path"] = folder
+        others = {f"{section}.path": folder for section, folder in self.others.items() if folder != self.actor}
+        folders = {"model.path": self.actor} | others
         return {key: {"folder": str(folder), "hash": weights_hash(folder)} for key, folder in folders.items()}
 
     @property
@@ -44,7 +48,6 @@ class ModelFolders:
 
     @property
     def experts(self) -> Experts | None:
-        """The experts in the actor's model; None for a dense model."""
         return experts(completed(self.hf_config))
 
     def trained(self, config: Config) -> dict[Role, dict[str, Any]]:
@@ -58,11 +61,8 @@ class ModelFolders:
 
 
 def find_models(config: Config) -> ModelFolders:
-    """Find and check all models for a run.
-
-    Raises:
-        UserError: a model is missing, or is incompatible with the config or the actor.
-    """
+    """Find and check all models for a run. Raise a UserError if a model is missing, or is incompatible with the config
+    or the actor."""
     actor = resolve(config.model.path, revision=config.model.revision)
     hf_config = read_config(actor)
     _check_actor(config, hf_config)
@@ -77,14 +77,12 @@ def find_models(config: Config) -> ModelFolders:
 
 
 def check_local_models(config: Config) -> tuple[list[str], dict[Role, dict[str, Any]]]:
-    """Check each config.json as in `find_models`, but without downloading or converting models.
+    """Check each config.json as in `find_models`, but without downloading or converting models. Raise a UserError under
+    the same conditions as `find_models`.
 
     Returns:
         One message per model with the result, or with the reason why it was not checked; and the configs of the trained
         models that are available on this machine, including their heads.
-
-    Raises:
-        UserError: under the same conditions as `find_models`.
     """
     lines: list[str] = []
     configs: dict[str, dict[str, Any]] = {}
@@ -113,8 +111,10 @@ def check_local_models(config: Config) -> tuple[list[str], dict[Role, dict[str, 
         if is_used and placed.path is None:
             check(config, actor, actor)
             configs[placed.section] = actor
-        elif is_used and (model := check_path(f"{placed.section}.path", placed.path, partial(check, config, actor))):
-            configs[placed.section] = model
+        elif is_used and placed.path is not None:
+            model = check_path(f"{placed.section}.path", placed.path, partial(check, config, actor))
+            if model is not None:
+                configs[placed.section] = model
     return lines, {role: trained_hf_config(config, role, configs[role]) for role in get_args(Role) if role in configs}
 
 
@@ -127,14 +127,12 @@ def _check_actor(config: Config, hf_config: dict[str, Any]) -> None:
 def _announce_untrained_parts(folders: ModelFolders) -> None:
     if part := untrained_part(folders.hf_config):
         print(f"model: {part} is neither trained nor exported", flush=True)
-    for name in ("critic", "reward_model", "implicit_reward"):
-        folder = getattr(folders, name)
-        if folder is not None and (part := untrained_part(read_config(folder))):
-            print(f"{name}: {part} is not used", flush=True)
+    for section, folder in folders.others.items():
+        if part := untrained_part(read_config(folder)):
+            print(f"{section}: {part} is not used", flush=True)
 
 
 def _critic(config: Config, actor: Path, hf_config: Mapping[str, Any]) -> Path | None:
-    """Return the critic's folder: critic.path or, by default, the actor's folder."""
     if not config.has_critic:
         return None
     folder = actor if config.critic.path is None else resolve(config.critic.path, key="critic.path")
@@ -143,13 +141,14 @@ def _critic(config: Config, actor: Path, hf_config: Mapping[str, Any]) -> Path |
 
 
 def _reward_model(config: Config, actor: Path, hf_config: Mapping[str, Any]) -> Path | None:
-    if not config.has_reward_model:
+    path = config.reward_model.path
+    if path is None:
         return None
-    folder = resolve(config.reward_model.path, key="reward_model.path")
+    folder = resolve(path, key="reward_model.path")
     check_reward_model(config, hf_config, read_config(folder))
     if config.reward_model.input_format == "ids":
         fix = "set reward_model.input_format=text or chat, or use a model with the actor's tokenizer"
-        _check_tokenizer(config, "reward_model.path", config.reward_model.path, folder, actor, fix)
+        _check_tokenizer(config, "reward_model.path", path, folder, actor, fix)
     else:
         _check_input_format(config, folder)
     return folder
@@ -171,7 +170,6 @@ def _check_input_format(config: Config, folder: Path) -> None:
 
 
 def _implicit_reward(config: Config, actor: Path, hf_config: Mapping[str, Any]) -> Path | None:
-    """Return the implicit reward model's folder: implicit_reward.path or, by default, the actor's folder."""
     path = config.implicit_reward.path
     if not config.has_implicit_reward:
         return None

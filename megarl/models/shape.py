@@ -24,7 +24,6 @@ class ModelShape:
     """The architecture parameters that determine the shapes of a model's weights.
 
     Attributes:
-        heads: number of query heads.
         kv_heads: number of key heads, equal to the number of value heads.
         tied: whether the output layer shares the embedding's weight.
         fused: whether the checkpoint fuses the query, key and value projections, and the gate and up projections.
@@ -90,11 +89,8 @@ class ModelShape:
 
     @classmethod
     def of(cls, hf_config: Mapping[str, Any]) -> ModelShape:
-        """Build the shape from a Hugging Face config.json.
-
-        Raises:
-            UserError: the model family is unknown, a key is missing or a feature is not supported.
-        """
+        """Build the shape from a Hugging Face config.json. Raise a UserError if the model family is unknown, a key is
+        missing or a feature is not supported."""
         model = _checked(hf_config)
         hidden, heads = _number(model, "hidden_size"), _number(model, "num_attention_heads")
         family, latent = model["model_type"], latent_attention(model)

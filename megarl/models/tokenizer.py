@@ -27,11 +27,8 @@ MOST_BYTES = 4
 
 
 def load_tokenizer(folder: Path, key: str = "model.path") -> PreTrainedTokenizerBase:
-    """Load the tokenizer from a Hugging Face folder.
-
-    Raises:
-        UserError: the folder has no tokenizer. The message contains the config key.
-    """
+    """Load the tokenizer from a Hugging Face folder. Raise a UserError if the folder has no tokenizer. The message
+    contains the config key."""
     if not any(folder.glob("tokenizer*")):
         raise UserError(f"{key}={folder}: has no tokenizer. Fix: copy the model's tokenizer files into the folder")
     if _is_generic(folder):
@@ -43,37 +40,39 @@ def load_tokenizer(folder: Path, key: str = "model.path") -> PreTrainedTokenizer
     return AutoTokenizer.from_pretrained(folder)
 
 
-def load_decoder(folder: Path) -> Callable[[tuple[int, ...]], str]:
-    """Return a function that decodes token ids, including special tokens.
+def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+    """Return the text of token ids exactly as the tokenizer decodes it."""
+    return tokenizer.decode(  # pyright: ignore[reportReturnType]  (only a batch of ids has a list of texts)
+        list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+    )
 
-    If the folder has a tokenizer.json, the tokenizers library is used directly; it imports a second faster than
-    transformers.
-    """
+
+def load_decoder(folder: Path) -> Callable[[tuple[int, ...]], str]:
+    """Return a function that decodes token ids, including special tokens. If the folder has a tokenizer.json, the
+    tokenizers library is used directly; it imports a second faster than transformers."""
     if (folder / "tokenizer.json").exists():
         from tokenizers import Tokenizer
 
-        decode = partial(Tokenizer.from_file(str(folder / "tokenizer.json")).decode, skip_special_tokens=False)
+        text_of = Tokenizer.from_file(str(folder / "tokenizer.json")).decode
     else:
-        decode = partial(load_tokenizer(folder).decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    return lru_cache(maxsize=2**16)(lambda ids: decode(list(ids)))
+        text_of = partial(decode, load_tokenizer(folder))
+    return lru_cache(maxsize=2**16)(lambda ids: text_of(list(ids), skip_special_tokens=False))
 
 
 def response_text(tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int], response_ids: Sequence[int]) -> str:
-    """Return the text that the response adds to the prompt, without special tokens.
-
-    An incomplete character at the end is dropped.
-    """
+    """Return the text that the response adds to the prompt, without special tokens. An incomplete character at the end
+    is dropped."""
     context = list(prompt_ids[-CONTEXT:])
 
-    def decode(ids: Sequence[int]) -> str:
-        return tokenizer.decode([*context, *ids], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    def text_of(ids: Sequence[int]) -> str:
+        return decode(tokenizer, [*context, *ids], skip_special_tokens=True)
 
-    start, full_text = len(decode([])), decode(response_ids)
+    start, full_text = len(text_of([])), text_of(response_ids)
     for incomplete in range(1, MOST_BYTES):
         if not full_text.endswith(UNDECODED):
             break
         # Drop the tokens of the incomplete character, because some tokenizers hide even the bytes before it.
-        full_text = decode(response_ids[: max(0, len(response_ids) - incomplete)])
+        full_text = text_of(response_ids[: max(0, len(response_ids) - incomplete)])
     return full_text[start:].rstrip(UNDECODED)
 
 

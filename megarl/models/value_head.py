@@ -21,10 +21,8 @@ def without_value_head(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def value_head_shapes(hf_config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the value head's parameters by canonical name; empty for a model without the head.
-
-    The parameters are replicated on all tensor-parallel ranks.
-    """
+    """Return the shapes of the value head's parameters by canonical name; empty for a model without the head. The
+    parameters are replicated on all tensor-parallel ranks."""
     if not hf_config.get(KEY):
         return {}
     hidden = hf_config["hidden_size"]

@@ -20,12 +20,10 @@ class Gpu:
     Attributes:
         memory_gib: memory available to processes, as reported by the driver (excludes ECC and firmware).
         tflops: dense bfloat16 throughput in TFLOP/s.
-        memory_gb_s: GPU memory bandwidth.
         nvlink_gb_s: bandwidth to the other GPUs in the server.
         network_gb_s: bandwidth to other servers, which is this GPU's share of the server's network cards.
         host_gb_s: bandwidth to host memory over PCIe.
         host_gib: this GPU's share of the server's host memory.
-        source: publication of the specifications.
     """
 
     memory_gib: float
@@ -91,14 +89,9 @@ class Cluster:
         return -(-self.num_gpus // self.gpus_per_node)
 
     def link_bytes_per_second(self, ranks: int, stride: int = 1) -> float:
-        """Return the bandwidth of each rank in a process group, in bytes per second.
-
-        A ring over several nodes leaves each node once and uses the network cards of all its ranks on that node.
-
-        Args:
-            ranks: number of ranks in the process group.
-            stride: distance between neighboring ranks of the group.
-        """
+        """Return the bandwidth of each rank in a process group, in bytes per second. A ring over several nodes leaves
+        each node once and uses the network cards of all its ranks on that node. stride: distance between neighboring
+        ranks of the group."""
         if ranks * stride <= self.gpus_per_node:
             return LINK_SHARE * 1e9 * self.gpu.nvlink_gb_s
         members = max(1, self.gpus_per_node // stride)
@@ -114,11 +107,8 @@ class Cluster:
 
 
 def read_cluster(text: str, gpus_per_node: int = 8) -> Cluster:
-    """Parse a cluster description such as "64xH100-80GB".
-
-    Raises:
-        UserError: the description is malformed or names an unknown GPU.
-    """
+    """Parse a cluster description such as "64xH100-80GB". Raise a UserError if the description is malformed or names an
+    unknown GPU."""
     match = re.fullmatch(r"([1-9]\d*)\s*[xX]\s*(\S+)", text)
     if match is None:
         raise UserError(f"--gpus {text}: expected a GPU count and type. Fix: use a form such as 64xH100-80GB")

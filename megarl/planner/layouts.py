@@ -9,7 +9,7 @@ from megarl.cluster.memory.parameters import ModelParameters
 from megarl.config.divisors import divisors
 from megarl.config.model_schema import Layout
 from megarl.config.rules import layout as layout_rules
-from megarl.config.rules import placed as placed_rules
+from megarl.config.rules.models import PLACED_RULES
 from megarl.config.schema import Config
 from megarl.config.violations import raise_all
 from megarl.core.errors import UserError
@@ -36,28 +36,26 @@ def replace_engine(config: Config, **keys: Any) -> Config:
 
 def broken_rules(config: Config, hf_config: Mapping[str, Any]) -> list[str]:
     """Return an error line for each rule that the actor's layout or the engines' layout breaks."""
-    lines = [rule("actor.layout.", config.actor.layout) for rule in layout_rules.RULES]
-    lines += [rule(config, config.actor) for rule in placed_rules.RULES]
+    lines = [line for rule in layout_rules.RULES for line in rule("actor.layout.", config.actor.layout)]
+    lines += [line for rule in PLACED_RULES for line in rule(config, config.actor)]
+    return lines + _model_violations(config, hf_config)
+
+
+def _model_violations(config: Config, hf_config: Mapping[str, Any]) -> list[str]:
+    """Return an error line for each rule on the model's config.json that the recipe breaks."""
     try:
         check_model(config, hf_config)
     except UserError as error:
-        lines += str(error).splitlines()
-    return [line for line in lines if line is not None]
+        return str(error).splitlines()
+    return []
 
 
 class Sizes:
-    """Powers of two into which the model can be split evenly, for each kind of parallelism.
-
-    Attributes:
-        refused: an error line for each power of two, up to the cluster's maximum, into which the model cannot be split.
-    """
+    """Powers of two into which the model can be split evenly, for each kind of parallelism. refused: an error line for
+    each power of two, up to the cluster's maximum, into which the model cannot be split."""
 
     def __init__(self, config: Config, hf_config: Mapping[str, Any], model: ModelParameters, cluster: Cluster):
-        """Find the valid sizes.
-
-        Raises:
-            UserError: the recipe breaks a rule in every layout.
-        """
+        """Find the valid sizes. Raise a UserError if the recipe breaks a rule in every layout."""
         self._config, self._hf_config = config, hf_config
         self.refused: list[str] = []
         raise_all(self._broken("actor.layout.tp", 1))
@@ -67,7 +65,7 @@ class Sizes:
 
     def _legal(self, key: str, largest: int) -> list[int]:
         sizes = []
-        for size in _powers_of_two(largest):
+        for size in (2**power for power in range(largest.bit_length())):
             lines = [line for line in self._broken(key, size) if line.startswith(f"{key}={size}:")]
             self.refused += lines[:1]
             sizes += [] if lines else [size]
@@ -83,20 +81,14 @@ class Sizes:
             config = replace_layout(config, tp=size, sequence_parallel=size > 1)
         else:
             config = replace_layout(config, ep=size, etp=1)
-        try:
-            check_model(config, self._hf_config)
-        except UserError as error:
-            return str(error).splitlines()
-        return []
+        return _model_violations(config, self._hf_config)
 
 
 def training_layouts(
     config: Config, model: ModelParameters, sizes: Sizes, num_gpus: int, memory_bytes: float
 ) -> Iterator[Layout]:
-    """Yield the layouts for `num_gpus` GPUs in which the weights and gradients alone may fit.
-
-    Layout rules are not checked here because they need the full recipe. Use `broken_rules` to check them.
-    """
+    """Yield the layouts for `num_gpus` GPUs in which the weights and gradients alone may fit. Layout rules are not
+    checked here because they need the full recipe. Use `broken_rules` to check them."""
     context = config.context_of(config.actor)[1]
     for tp in sizes.tp:
         if num_gpus % tp:
@@ -145,16 +137,10 @@ def _may_fit(model: ModelParameters, tp: int, pp: int, expert_ranks: int, memory
 
 
 def _stages(num_layers: int, pp: int) -> int | None:
-    """Return the number of layers in the last pipeline stage.
-
-    Return 0 if the layers can be split evenly, and None if the earlier stages leave no layers for the last one.
-    """
+    """Return the number of layers in the last pipeline stage. Return 0 if the layers can be split evenly, and None if
+    the earlier stages leave no layers for the last one."""
     per_stage = -(-num_layers // pp)
     last = num_layers - (pp - 1) * per_stage
     if num_layers % pp == 0:
         return 0
     return last if last > 0 else None
-
-
-def _powers_of_two(largest: int) -> list[int]:
-    return [2**power for power in range(largest.bit_length()) if 2**power <= largest]

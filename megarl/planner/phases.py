@@ -6,29 +6,28 @@ Phases run one after another, so their peaks are never added: a layout fits if i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from megarl.cluster.memory.parameters import ModelParameters, Models
 from megarl.cluster.memory.rank import RankMemory, forward_bytes, item_bytes, saved_bytes, stage_memory
 from megarl.cluster.memory.reserves import FRAGMENT_BYTES, FRAGMENTS, awake_reserve, gpu_reserve, sampling_reserve
 from megarl.cluster.memory.shared_gpu import Load, engine_loads, reward_model_parts, staging_parts, staying
 from megarl.cluster.object_store import object_store_mib
-from megarl.config.device_spans import ENGINE, NAMES, device_spans, reward_model_is_beside_engines
+from megarl.config.device_spans import ENGINE, NAMES, device_spans, overlap, reward_model_is_beside_engines
 from megarl.config.model_schema import Layout, Role, Trained
 from megarl.config.schema import Config
-from megarl.core.spans import overlap
 from megarl.models.shape import ModelShape
 from megarl.planner.hardware import Cluster
 from megarl.planner.workload import Workload
 
 
 def phase_loads(config: Config, models: Models, workload: Workload, cluster: Cluster) -> list[Load]:
-    """Return the memory load of the fullest GPU in each phase, in the order in which a step runs the phases.
-
-    Besides the model that computes, the GPU is assumed to hold the largest rank of every model that shares its devices.
-    """
-    stages = {role: _stages(config, config.placed(role), model, workload) for role, model in models.trained.items()}
-    states = {role: [_states(config.placed(role), memory) for memory, _ in of_role] for role, of_role in stages.items()}
+    """Return the memory load of the fullest GPU in each phase, in the order in which a step runs the phases. Besides
+    the model that computes, the GPU is assumed to hold the largest rank of every model that shares its devices."""
+    stages: dict[Role, list[tuple[RankMemory, int]]] = {}
+    states: dict[Role, list[dict[str, float]]] = {}
+    for role, model in models.trained.items():
+        stages[role] = _stages(config, config.placed(role), model, workload)
+        states[role] = [_states(config.placed(role), memory) for memory, _ in stages[role]]
     training: list[Load] = []
     for role, of_role in stages.items():
         beside = _beside(config, role, states) | _reward(config, models, NAMES[role])
@@ -41,14 +40,13 @@ def phase_loads(config: Config, models: Models, workload: Workload, cluster: Clu
             in_passes = held if has_all else {"parameters": held["parameters"], **resident}
             reserve = _reserve(config, models, NAMES[role], {role: stage}, cluster.gpus_per_node)
             reserve |= {FRAGMENTS: FRAGMENT_BYTES}
-            totals = [_named(role, parts) | beside | reserve for parts in (held, in_passes)]
-            training += _training(config.placed(role), where, *totals, memory, passing)
+            in_update, in_pass = (
+                {f"{role}: {part}": size for part, size in parts.items() if size} | beside | reserve
+                for parts in (held, in_passes)
+            )
+            training += _training(config.placed(role), where, in_update, in_pass, memory, passing)
     loads = training if workload.is_offline else [*training, *_engine(config, models, states, cluster)]
     return _fullest(loads)
-
-
-def _named(role: Role, parts: Mapping[str, float]) -> dict[str, float]:
-    return {f"{role}: {part}": size for part, size in parts.items() if size}
 
 
 def _stages(
@@ -74,11 +72,8 @@ def _states(settings: Trained, memory: RankMemory) -> dict[str, float]:
 
 
 def optimizer_share_in_host(settings: Trained, memory: RankMemory) -> float:
-    """Return the fraction of the optimizer state that Megatron stores and updates in host memory.
-
-    The fraction is set in megatron_overrides.optimizer. Main weights are offloaded only if
-    use_precision_aware_optimizer is set.
-    """
+    """Return the fraction of the optimizer state that Megatron stores and updates in host memory. The fraction is set
+    in megatron_overrides.optimizer. Main weights are offloaded only if use_precision_aware_optimizer is set."""
     overrides = settings.megatron_overrides.optimizer
     if not overrides.get("optimizer_cpu_offload"):
         return 0.0
@@ -117,8 +112,8 @@ def _reserve(
             matrices = [model.of_stage(layout, stage).matrices for stage in range(layout.pp)]
             held[role] = model.shape, matrices[stages[role]] if role in stages else max(matrices)
     engine = models.actor.shape if ENGINE in spans and overlap(span, spans[ENGINE]) else None
-    scores = models.reward is not None and overlap(span, spans[NAMES["reward_model"]])
-    return gpu_reserve(config, held, engine, ModelShape.of(models.reward) if scores else None, gpus_per_node)
+    scorer = models.reward if models.reward and overlap(span, spans[NAMES["reward_model"]]) else None
+    return gpu_reserve(config, held, engine, ModelShape.of(scorer) if scorer else None, gpus_per_node)
 
 
 def _reward(config: Config, models: Models, name: str) -> dict[str, float]:
@@ -162,23 +157,22 @@ def _training(
 def _engine(
     config: Config, models: Models, states: Mapping[Role, list[dict[str, float]]], cluster: Cluster
 ) -> list[Load]:
-    """Return the memory loads of the phases in which the engine is awake.
-
-    Colocated engines share GPUs with the actor's ranks, so the result contains loads for each pipeline stage of the
-    actor.
-    """
+    """Return the memory loads of the phases in which the engine is awake. Colocated engines share GPUs with the actor's
+    ranks, so the result contains loads for each pipeline stage of the actor."""
     actor = models.actor
     weights = actor.engine_bytes(config)
     awake = staging_parts(config, weights, cluster.gpus_per_node) | _reward(config, models, ENGINE)
     awake |= awake_reserve(config, actor.shape)
     spans = device_spans(config)
-    fullest = {
+    fullest: dict[Role, dict[str, float]] = {
         role: max(of_role, key=lambda sizes: sum(sizes.values()))
         for role, of_role in states.items()
         if role != "actor" and overlap(spans[ENGINE], spans[NAMES[role]])
     }
-    beside = [{"actor": stage} | fullest for stage in states["actor"]] if config.is_colocated else [{}]
     sampling = sampling_reserve(config, actor.shape)
+    beside: list[dict[Role, dict[str, float]]] = [{}]
+    if config.is_colocated:
+        beside = [{"actor": stage, **fullest} for stage in states["actor"]]
     loads = []
     for stage, on_gpu in enumerate(beside):
         reserve = _reserve(config, models, ENGINE, {"actor": stage}, cluster.gpus_per_node)
@@ -197,10 +191,8 @@ def _fullest(loads: list[Load]) -> list[Load]:
 
 
 def overfull(loads: Sequence[Load], cluster: Cluster) -> Load | None:
-    """Return the load of the first phase that does not fit, or None if all phases fit.
-
-    Only the first is returned because its fix may also help the later phases.
-    """
+    """Return the load of the first phase that does not fit, or None if all phases fit. Only the first is returned
+    because its fix may also help the later phases."""
     return next((load for load in loads if load.total > cluster.memory_bytes), None)
 
 
@@ -213,31 +205,28 @@ def refusal(load: Load, cluster: Cluster) -> str:
 
 
 def host_parts(config: Config, models: Models, workload: Workload, cluster: Cluster) -> dict[str, float]:
-    """Return the bytes in a node's host memory, keyed by purpose.
-
-    The host stores offloaded states, optimizer states that are updated on the CPU, the reference model's weights, the
-    copy for background saves, the weights of sleeping engines, and the samples of a step. Every rank on the node is
-    assumed to need as much as the largest rank.
-    """
+    """Return the bytes in a node's host memory, keyed by purpose. The host stores offloaded states, optimizer states
+    that are updated on the CPU, the reference model's weights, the copy for background saves, the weights of sleeping
+    engines, and the samples of a step. Every rank on the node is assumed to need as much as the largest rank."""
     ranks = min(cluster.num_gpus, cluster.gpus_per_node)
     parts: dict[str, float] = {}
     for role, model in models.trained.items():
         settings = config.placed(role)
         memory = max((m for m, _ in _stages(config, settings, model, workload)), key=lambda m: m.weights + m.optimizer)
         states = _states(settings, memory)
-        stepped = memory.optimizer - states["optimizer"]
-        _add(parts, f"{role}: offloaded", ranks * sum(states[part] for part in {*settings.offload} - {"gradients"}))
-        _add(parts, f"{role}: optimizer on the host", ranks * stepped)
+        offloaded = sum(states[part] for part in {*settings.offload} - {"gradients"})
+        parts[f"{role}: offloaded"] = ranks * offloaded
+        parts[f"{role}: optimizer on the host"] = ranks * (memory.optimizer - states["optimizer"])
         if config.checkpoint.every_steps is not None and config.checkpoint.background:
-            _add(parts, f"{role}: copy for the background save", ranks * most_saved(config, settings.layout, model))
+            parts[f"{role}: copy for the background save"] = ranks * most_saved(config, settings.layout, model)
     if config.has_reference and config.actor.adapters is None:
         actor = [m.weights for m, _ in _stages(config, config.actor, models.actor, workload)]
-        _add(parts, "reference: weights", ranks * max(actor))
+        parts["reference: weights"] = ranks * max(actor)
     if not workload.is_offline:
         if config.rollout.sleep and _engines_keep_weights(config):
-            _add(parts, "sleeping engines: weights", ranks * models.actor.engine_bytes(config))
-        _add(parts, "samples of a step", object_store_mib(config, models.actor.shape.experts) * 2**20)
-    return parts
+            parts["sleeping engines: weights"] = ranks * models.actor.engine_bytes(config)
+        parts["samples of a step"] = object_store_mib(config, models.actor.shape.experts) * 2**20
+    return {part: size for part, size in parts.items() if size}
 
 
 def _engines_keep_weights(config: Config) -> bool:
@@ -251,8 +240,3 @@ def most_saved(config: Config, layout: Layout, model: ModelParameters) -> int:
     """Return the largest number of bytes that any rank writes to a checkpoint."""
     stages = (model.of_stage(layout, stage) for stage in range(layout.pp))
     return max(saved_bytes(layout, held, item_bytes(config)) for held in stages)
-
-
-def _add(parts: dict[str, Any], name: str, size: float) -> None:
-    if size:
-        parts[name] = size

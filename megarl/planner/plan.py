@@ -52,16 +52,13 @@ def plan_recipe(
     prompt_tokens: float | None = None,
     response_tokens: float | None = None,
 ) -> Planned:
-    """Return the plans for running a recipe on a cluster.
+    """Return the plans for running a recipe on a cluster. Raise a UserError if no layout fits, or the recipe's own
+    layout does not fit. The message includes the arithmetic and a fix.
 
     Args:
         as_is: whether to plan only the recipe's own layout instead of searching all layouts.
         prompt_tokens: mean number of tokens per prompt; see `Workload.of` for the default.
         response_tokens: mean number of tokens per response; see `Workload.of` for the default.
-
-    Raises:
-        UserError: no layout fits, or the recipe's own layout does not fit. The message includes the arithmetic and a
-            fix.
     """
     actor = _config_json("model.path", config.model.path, config.model.revision)
     models = _models(config, actor)
@@ -84,7 +81,8 @@ def plan_recipe(
 def simulate_steps(planned: Planned, lengths: Sequence[int] = (), ahead: Sequence[int] = AHEAD) -> dict[int, Simulated]:
     """Simulate runs of the first plan with different values of rollout.max_staleness.
 
-    On shared GPUs, the KV cache is always recomputed after a refit, because it is discarded during training.
+    On shared GPUs, the KV cache is always recomputed after a refit, because it is discarded during training. Raise a
+    UserError if the recipe trains on offline data.
 
     Args:
         lengths: recorded response lengths in tokens. If empty, lengths are drawn with `log_normal_lengths`.
@@ -92,25 +90,23 @@ def simulate_steps(planned: Planned, lengths: Sequence[int] = (), ahead: Sequenc
 
     Returns:
         The simulated run for each value of rollout.max_staleness.
-
-    Raises:
-        UserError: the recipe trains on offline data.
     """
     best, config = planned.best, planned.best.config
     if config.is_offline:
         raise UserError(
             f"--simulate: data.format={config.data.format} has no rollouts to simulate. Fix: remove --simulate"
         )
-    workload, times = best.workload, best.times
+    workload, times, rollout, refit = best.workload, best.times, best.times.rollout, best.times.refit
+    assert rollout is not None and refit is not None, "a run with rollouts has no rollout time"
     model = _models(config, _config_json("model.path", config.model.path, config.model.revision)).actor
     context = workload.prompt_tokens + workload.response_tokens / 2
     recomputes = config.is_colocated or config.rollout.kv_cache_on_update == "recompute"
     speeds = Speeds(
         replicas=config.rollout.replicas,
-        concurrent=min(times.rollout.concurrent, most_sequences(config.rollout)),
+        concurrent=min(rollout.concurrent, most_sequences(config.rollout)),
         token_seconds=engine_step_seconds(config, model, best.cluster, context),
         train_seconds=times.training_seconds + times.moving,
-        refit_seconds=times.refit.seconds,
+        refit_seconds=refit.seconds,
         recompute=recompute_seconds(config, model, best.cluster, workload.prompt_tokens) if recomputes else None,
     )
     samples, longest = workload.samples // workload.prompts, int(workload.longest_response)
@@ -127,10 +123,7 @@ def simulate_steps(planned: Planned, lengths: Sequence[int] = (), ahead: Sequenc
 
 def recorded(file: Path | None) -> list[int]:
     """Return the response lengths that a rollout file records, such as rollouts/step_000010.jsonl in a run folder.
-
-    Raises:
-        UserError: the file is empty or is not a rollout file.
-    """
+    Raise a UserError if the file is empty or is not a rollout file."""
     if file is None:
         return []
     try:
@@ -167,11 +160,12 @@ def _models(config: Config, actor: Mapping[str, Any]) -> Models:
         paths["critic"] = config.critic.path
     if config.has_implicit_reward:
         paths["implicit_reward"] = config.implicit_reward.path
-    configs = {role: actor if path is None else _config_json(f"{role}.path", path) for role, path in paths.items()}
-    reward = _config_json("reward_model.path", config.reward_model.path) if config.has_reward_model else None
-    return Models.of(
-        {role: trained_hf_config(config, role, model) for role, model in configs.items()}, reward, config.actor.adapters
-    )
+    trained: dict[Role, Mapping[str, Any]] = {}
+    for role, path in paths.items():
+        initial = actor if path is None else _config_json(f"{role}.path", path)
+        trained[role] = trained_hf_config(config, role, initial)
+    path = config.reward_model.path
+    return Models.of(trained, None if path is None else _config_json("reward_model.path", path), config.actor.adapters)
 
 
 def _config_json(key: str, path: str, revision: str | None = None) -> dict[str, Any]:
@@ -184,10 +178,8 @@ def _config_json(key: str, path: str, revision: str | None = None) -> dict[str, 
 
 
 def _nothing_fits(result: SearchResult, models: Models, cluster: Cluster) -> str:
-    """Return the error message for a search that found no plan.
-
-    The message describes why the nearest layout does not fit, or the minimum memory if no valid layout exists.
-    """
+    """Return the error message for a search that found no plan. The message describes why the nearest layout does not
+    fit, or the minimum memory if no valid layout exists."""
     if result.nearest is not None:
         layout = result.nearest.config.actor.layout
         sizes = ", ".join(f"{name}={size}" for name, size in describe_layout(layout.model_dump()).items())

@@ -19,8 +19,8 @@ from megarl.planner.hardware import GIB, Cluster
 from megarl.planner.plan import Planned
 from megarl.planner.plan_text import table
 from megarl.planner.step_plan import StepPlan
-from megarl.report.page import figure, resource
-from megarl.report.plots import PALETTE, SERIES, STYLE, as_svg
+from megarl.report.page import resource
+from megarl.report.plots import PALETTE, SERIES, STYLE, as_svg, figure
 from megarl.resharding.families.megatron import Coordinates
 
 WIDTH = 10.4
@@ -36,20 +36,14 @@ def render(planned: Planned) -> str:
     """Return the plan page as HTML. The page loads no external resources and runs no scripts."""
     best = planned.best
     config, times = best.config, best.times
+    memory_caption = (
+        "Memory of the fullest GPU in each phase, in GiB. The line marks the capacity of a GPU. Phases run one after "
+        "another."
+    )
+    step_caption = "Predicted duration of each phase in seconds, with its largest part."
     charts = (
-        figure(
-            "Memory of a GPU in each phase",
-            "Memory of the fullest GPU in each phase, in GiB. The line marks the capacity of a GPU. Phases run one "
-            "after another.",
-            draw_memory(best.loads, best.cluster),
-            wide=True,
-        ),
-        figure(
-            "A step",
-            "Predicted duration of each phase in seconds, with its largest part.",
-            draw_timeline(best),
-            wide=True,
-        ),
+        figure("Memory of a GPU in each phase", memory_caption, draw_memory(best.loads, best.cluster), wide=True),
+        figure("A step", step_caption, draw_timeline(best), wide=True),
     )
     summary = [
         ("A step", f"{times.seconds:.1f} s"),
@@ -57,13 +51,14 @@ def render(planned: Planned) -> str:
         ("Model", f"{planned.num_parameters / 1e9:.3g} billion parameters"),
         *((f"{role}: pipeline bubble", f"{100 * time.bubble:.1f} %") for role, time in times.training.items()),
     ]
+    spans = ", ".join(f"{name} on GPUs {span[0]}-{span[-1]}" for name, span in device_spans(config).items() if span)
     return Template(resource("plan_page.html")).substitute(
         name=escape(f"{config.run.name} on {best.cluster.num_gpus} x {best.cluster.name}"),
         subtitle=escape(f"model.path={config.model.path}: {best.workload.describe()}"),
         style=resource("page.css"),
         summary="".join(f"<div><dt>{escape(term)}</dt><dd>{escape(text)}</dd></div>" for term, text in summary),
         charts="".join(charts),
-        placement=escape(_placement(config)),
+        placement=escape(f"{config.cluster.placement}: {spans}. Colors show pipeline stages."),
         gpus="".join(_node_rows(config, best.cluster)),
         words=escape(table(planned)),
     )
@@ -114,11 +109,6 @@ def draw_timeline(plan: StepPlan) -> str:
         axes.set_xlim(0, step)
         axes.grid(visible=False, axis="y")
         return as_svg(picture, "A step")
-
-
-def _placement(config: Config) -> str:
-    spans = ", ".join(f"{name} on GPUs {span[0]}-{span[-1]}" for name, span in device_spans(config).items() if span)
-    return f"{config.cluster.placement}: {spans}. Colors show pipeline stages."
 
 
 def _node_rows(config: Config, cluster: Cluster) -> Iterator[str]:

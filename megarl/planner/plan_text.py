@@ -14,9 +14,8 @@ from megarl.config.schema import Config
 from megarl.core.files import write_new_file
 from megarl.planner.hardware import GIB, STORAGE_GB_S
 from megarl.planner.plan import Planned, describe_layout
-from megarl.planner.save_time import SaveTime
 from megarl.planner.simulation import Simulated
-from megarl.planner.step_plan import StepPlan, StepTimes, host_memory
+from megarl.planner.step_plan import SaveTime, StepPlan, StepTimes, host_memory
 from megarl.resharding.planning.preview import show_bytes
 
 SHOWN = 5
@@ -47,11 +46,8 @@ def table(planned: Planned) -> str:
 
 
 def simulated_table(runs: Mapping[int, Simulated]) -> str:
-    """Return a table that compares simulated runs.
-
-    Args:
-        runs: the simulated run for each value of rollout.max_staleness. The value 0 must be present.
-    """
+    """Return a table that compares simulated runs. runs: the simulated run for each value of rollout.max_staleness. The
+    value 0 must be present."""
     synchronous = runs[0].step_seconds
     lines = [
         "simulated, by rollout.max_staleness:",
@@ -141,7 +137,7 @@ def _details(plan: StepPlan, used: int) -> list[tuple[str, str]]:
         *(("", f"{load.phase}: {load.arithmetic}") for load in plan.loads),
         ("host", _host(plan)),
         ("time", f"{times.seconds:.1f} s per step{dtype_note}:"),
-        *(("", line) for line in time_lines(times)),
+        *(("", f"{phase} {seconds:.1f} s{_bound(times, phase)}") for phase, seconds in times.phases.items()),
     ]
     if times.rollout is not None:
         capacity = f"{times.rollout.concurrent:,} per engine at once, {times.rollout.guaranteed:,} at maximum length"
@@ -160,12 +156,8 @@ def _details(plan: StepPlan, used: int) -> list[tuple[str, str]]:
     return rows
 
 
-def time_lines(times: StepTimes) -> list[str]:
-    bounds = times.bounds
-    return [
-        f"{phase} {seconds:.1f} s" + (f", mostly {bounds[phase]}" if phase in bounds else "")
-        for phase, seconds in times.phases.items()
-    ]
+def _bound(times: StepTimes, phase: str) -> str:
+    return f", mostly {times.bounds[phase]}" if phase in times.bounds else ""
 
 
 def _save(save: SaveTime, in_background: bool) -> str:
@@ -191,16 +183,11 @@ def _asynchrony(config: Config, times: StepTimes, overlapped: float) -> str:
 
 def emit(planned: Planned, recipe: Path, overrides: Sequence[str], original: Config, path: Path, gpus: str) -> None:
     """Write the first plan as an overlay for the recipe. It contains the overrides and the keys that the plan changes.
+    Raise a UserError if the file already exists or cannot be written.
 
     Args:
         recipe: recipe file that the overlay extends.
-        overrides: command-line overrides of the recipe.
         original: the recipe with the overrides applied.
-        path: file to write.
-        gpus: value of --gpus.
-
-    Raises:
-        UserError: the file already exists or cannot be written.
     """
     best = planned.best
     config = _on_nodes(best)

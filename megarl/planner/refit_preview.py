@@ -10,25 +10,16 @@ from megarl.config.schema import Config
 from megarl.core.errors import UserError
 from megarl.models.folder import ModelNotLocal, read_local_config
 from megarl.models.rules import check_model
-from megarl.resharding.families import (
-    megatron_holders,
-    quantized_destinations,
-    quantized_sources,
-    vllm_holders,
-)
+from megarl.resharding.families import megatron_holders, quantized_destinations, quantized_sources, vllm_holders
 from megarl.resharding.piece import Holder
 from megarl.resharding.planning.figures import Figures
 from megarl.resharding.planning.preview import plan_figures, read_speeds
 
 
 def preview_refit(config: Config, ranks_per_node: int, bandwidth: str) -> Figures:
-    """Return the figures for the plan that copies the actor's weights into the recipe's engines.
-
-    Ranks run on the GPUs that the recipe's placement assigns to them. Each node has ranks_per_node consecutive GPUs.
-
-    Raises:
-        UserError: the recipe has no engines, or its model is incompatible with the recipe or is not on this machine.
-    """
+    """Return the figures for the plan that copies the actor's weights into the recipe's engines. Ranks run on the GPUs
+    that the recipe's placement assigns to them. Each node has ranks_per_node consecutive GPUs. Raise a UserError if the
+    recipe has no engines, or its model is incompatible with the recipe or is not on this machine."""
     if config.is_offline:
         raise UserError(
             f"data.format={config.data.format}: the recipe has no engines, so there is no refit. Fix: use a recipe "
@@ -75,11 +66,7 @@ def preview_refit(config: Config, ranks_per_node: int, bandwidth: str) -> Figure
 
 
 def transport_of(config: Config, figures: Figures) -> str:
-    """Return a line that names the transport for the recipe's weights.
-
-    Args:
-        figures: the figures that `preview_refit` returned.
-    """
+    """Return a line that names the transport for the recipe's weights."""
     transport = "sent over NCCL or gloo" if config.sends_weights else "read in place, by CUDA IPC or in shared memory"
     if not config.sends_weights and figures.bytes_by_link["inter"] > 0:
         transport += "; sent between nodes over NCCL or gloo if an engine's node does not have them"

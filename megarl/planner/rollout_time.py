@@ -57,11 +57,8 @@ class RolloutTime:
 
 
 def kv_bytes(model: ModelParameters, tp: int, num_bytes: int) -> float:
-    """Return the number of KV cache bytes per token on an engine rank.
-
-    KV heads are split over the ranks, and replicated if there are more ranks than heads. With latent attention, every
-    rank holds the full latent vector.
-    """
+    """Return the number of KV cache bytes per token on an engine rank. KV heads are split over the ranks, and
+    replicated if there are more ranks than heads. With latent attention, every rank holds the full latent vector."""
     shape = model.shape
     if shape.latent is not None:
         return shape.num_layers * shape.latent_and_position * num_bytes
@@ -69,12 +66,9 @@ def kv_bytes(model: ModelParameters, tp: int, num_bytes: int) -> float:
 
 
 def rollout_time(config: Config, model: ModelParameters, workload: Workload, cluster: Cluster) -> RolloutTime:
-    """Return the time until the longest response has finished.
-
-    The fraction of responses longer than t is assumed to be (1 − t / L)^(L / r − 1). L is the maximum length and r the
-    mean length. An engine whose samples do not all fit at once runs full batches until its last sample has started. Its
-    batch then shrinks according to this formula.
-    """
+    """Return the time until the longest response has finished. The fraction of responses longer than t is assumed to be
+    (1 − t / L)^(L / r − 1). L is the maximum length and r the mean length. An engine whose samples do not all fit at
+    once runs full batches until its last sample has started. Its batch then shrinks according to this formula."""
     step = _Step(config, model, cluster)
     samples = workload.samples / config.rollout.replicas
     mean, longest = workload.response_tokens, workload.longest_response
@@ -102,11 +96,8 @@ def rollout_time(config: Config, model: ModelParameters, workload: Workload, clu
 def engine_step_seconds(
     config: Config, model: ModelParameters, cluster: Cluster, context: float
 ) -> Callable[[int], float]:
-    """Return a function that maps a batch size to the duration of an engine step in seconds.
-
-    Args:
-        context: number of tokens in each sequence.
-    """
+    """Return a function that maps a batch size to the duration of an engine step in seconds. context: number of tokens
+    in each sequence."""
     step = _Step(config, model, cluster)
     return cache(lambda batch: sum(step.parts(batch, context).values()))
 
@@ -152,15 +143,9 @@ class _Step:
         self.latency = REDUCE_SECONDS[rollout.tp <= cluster.gpus_per_node]
 
     def parts(self, batch: float, context: float) -> dict[str, float]:
-        """Return the duration of a step in seconds, split by cause.
-
-        The step reads all weights except for experts to which no token in the batch is routed. If a of E experts are
-        active per token, the step reads E (1 − (1 − a / E)^batch) experts per layer.
-
-        Args:
-            batch: number of sequences.
-            context: number of tokens in each sequence.
-        """
+        """Return the duration of a step in seconds, split by cause. The step reads all weights except for experts to
+        which no token in the batch is routed. If a of E experts are active per token, the step reads E (1 − (1 − a /
+        E)^batch) experts per layer. context: number of tokens in each sequence."""
         experts = self.shape.experts
         touched = 1 - (1 - experts.active / experts.count) ** batch if experts else 0.0
         reading = (self.dense + self.experts * touched) / self.bandwidth

@@ -8,7 +8,7 @@ from typing import Any
 
 from megarl.cluster.memory.parameters import Models
 from megarl.cluster.memory.rank import Recompute, item_bytes
-from megarl.config.model_schema import Layout, Role
+from megarl.config.model_schema import Layout
 from megarl.config.schema import Config
 from megarl.planner.hardware import GIB, Cluster
 from megarl.planner.layouts import Sizes, broken_rules, replace_engine, training_layouts
@@ -47,10 +47,8 @@ class SearchResult:
 def search(
     config: Config, hf_config: Mapping[str, Any], models: Models, workload: Workload, cluster: Cluster
 ) -> SearchResult:
-    """Search for combinations of training layout and engine layout that fit.
-
-    All trained models use the actor's layout. A reward model keeps its own layout.
-    """
+    """Search for combinations of training layout and engine layout that fit. All trained models use the actor's layout.
+    A reward model keeps its own layout."""
     sizes = Sizes(config, hf_config, models.actor, cluster)
     trained: list[StepPlan] = []
     nearest: StepPlan | None = None
@@ -78,11 +76,8 @@ def search(
 
 
 def _trainer_gpus(config: Config, cluster: Cluster) -> list[int]:
-    """Return the GPU counts to try for each trained model.
-
-    Colocated models use all GPUs. Otherwise the trained models together use one quarter, one half or three quarters of
-    the GPUs. On several nodes, each model uses whole nodes.
-    """
+    """Return the GPU counts to try for each trained model. Colocated models use all GPUs. Otherwise the trained models
+    together use one quarter, one half or three quarters of the GPUs. On several nodes, each model uses whole nodes."""
     if config.is_colocated or config.is_offline:
         return [cluster.num_gpus // (1 if config.is_colocated else len(config.all_trained))]
     unit = cluster.gpus_per_node if cluster.num_nodes > 1 else 1
@@ -94,17 +89,10 @@ def _trainer_gpus(config: Config, cluster: Cluster) -> list[int]:
 
 
 def _training_plan(
-    config: Config,
-    hf_config: Mapping[str, Any],
-    models: Models,
-    workload: Workload,
-    cluster: Cluster,
-    layout: Layout,
+    config: Config, hf_config: Mapping[str, Any], models: Models, workload: Workload, cluster: Cluster, layout: Layout
 ) -> StepPlan | None:
-    """Return the plan for a layout with the least activation recomputation that fits during training.
-
-    If no plan fits, return the plan with full recomputation. If the layout breaks a rule, return None.
-    """
+    """Return the plan for a layout with the least activation recomputation that fits during training. If no plan fits,
+    return the plan with full recomputation. If the layout breaks a rule, return None."""
     budget = _budget(config, layout)
     best = None
     for recompute in RECOMPUTE:
@@ -113,20 +101,13 @@ def _training_plan(
         changed = _for_roles(
             config, models, layout=layout, recompute=recompute, tokens_per_microbatch=budget, offload=offload
         )
-        if recompute == "none" and broken_rules(_without_engine(changed), hf_config):
+        one_engine_rank = changed if config.is_offline else replace_engine(changed, tp=1)
+        if recompute == "none" and broken_rules(one_engine_rank, hf_config):
             return None
-        best = plan_step(changed, models, _offline(workload), cluster)
+        best = plan_step(changed, models, replace(workload, is_offline=True), cluster)
         if best.problem is None:
             break
     return best
-
-
-def _without_engine(config: Config) -> Config:
-    return config if config.is_offline else replace_engine(config, tp=1)
-
-
-def _offline(workload: Workload) -> Workload:
-    return replace(workload, is_offline=True)
 
 
 def _budget(config: Config, layout: Layout) -> int:
@@ -139,8 +120,7 @@ def _budget(config: Config, layout: Layout) -> int:
 
 def _for_roles(config: Config, models: Models, **keys: Any) -> Config:
     """Return the recipe with the given keys replaced in the section of each trained model."""
-    sections: dict[Role, Any] = {role: config.placed(role).model_copy(update=keys) for role in models.trained}
-    return config.model_copy(update=sections)
+    return config.model_copy(update={role: config.placed(role).model_copy(update=keys) for role in models.trained})
 
 
 def _shortlist(trained: list[StepPlan]) -> list[StepPlan]:
@@ -197,14 +177,11 @@ def _with_engine(
     sleep = config.is_colocated
     smallest = replace_engine(config, tp=tp, replicas=replicas, sleep=sleep, kv_cache_gib=SMALLEST_CACHE_GIB)
     plan = plan_step(smallest, models, workload, cluster)
-    left = (cluster.memory_bytes - _sampling(plan)) / GIB - SPARE_GIB
+    sampling = next(load.total for load in plan.loads if load.phase == "while the engine samples")
+    left = (cluster.memory_bytes - sampling) / GIB - SPARE_GIB
     if plan.problem is not None or left <= 0:
         return plan
     longest = workload.prompt_tokens + workload.longest_response
     filled = -(-workload.samples // replicas) * longest * kv_bytes(models.actor, tp, item_bytes(config)) / GIB
     cache = max(SMALLEST_CACHE_GIB, int(10 * min(SMALLEST_CACHE_GIB + left, filled + 0.1)) / 10)
     return plan_step(replace_engine(smallest, kv_cache_gib=cache), models, workload, cluster)
-
-
-def _sampling(plan: StepPlan) -> float:
-    return next(load.total for load in plan.loads if load.phase == "while the engine samples")

@@ -23,7 +23,6 @@ class Speeds:
     """The speeds of engines and trainers.
 
     Attributes:
-        replicas: number of engines.
         concurrent: maximum number of sequences that an engine processes at once. Additional sequences are queued.
         token_seconds: maps a batch size to the seconds per engine step.
         train_seconds: seconds for all passes and updates in a step.
@@ -45,7 +44,6 @@ class Simulated:
     """Statistics of the second half of a simulated run, after warm-up.
 
     Attributes:
-        step_seconds: mean seconds of a step.
         engines_idle: fraction of the time in which an engine was idle or waited for weights.
         trainers_idle: fraction of the time in which the trainers were idle.
         mean_age: mean number of weight versions between the start of a rollout and its use in training.
@@ -186,11 +184,7 @@ def simulate(
     """Simulate a run.
 
     Args:
-        speeds: the speeds of engines and trainers.
-        prompts_per_step: number of prompts per step.
-        max_staleness: the value of rollout.max_staleness.
         lengths: draws the response lengths for the next prompt.
-        steps: number of steps to simulate.
         is_colocated: whether engines pause while the models train, as they do on shared devices.
     """
     clock = _Clock(speeds, prompts_per_step, max_staleness)
@@ -231,9 +225,6 @@ def log_normal_lengths(
     Args:
         mean: mean length before truncation, in tokens.
         longest: maximum length in tokens. Longer draws are truncated.
-        samples: number of lengths per draw.
-        seed: seed of the random number generator.
-        deviation: standard deviation of the logarithm of the lengths.
     """
     source = random.Random(seed)
     location = math.log(mean) - deviation**2 / 2
@@ -241,12 +232,6 @@ def log_normal_lengths(
 
 
 def recorded_lengths(lengths: Sequence[int], samples: int, seed: int = 0) -> Callable[[], list[int]]:
-    """Return a function that draws a prompt's response lengths from recorded lengths.
-
-    Args:
-        lengths: the recorded response lengths in tokens.
-        samples: number of lengths per draw.
-        seed: seed of the random number generator.
-    """
+    """Return a function that draws a prompt's response lengths from recorded lengths."""
     source = random.Random(seed)
     return lambda: source.choices(lengths, k=samples)

@@ -11,17 +11,10 @@ from megarl.cluster.memory.shared_gpu import Load
 from megarl.config.device_spans import sharing
 from megarl.config.model_schema import Role
 from megarl.config.schema import Config
-from megarl.planner.hardware import GIB, LINK_SHARE, Cluster
-from megarl.planner.phases import (
-    host_parts,
-    optimizer_share_in_host,
-    overfull,
-    phase_loads,
-    refusal,
-)
+from megarl.planner.hardware import GIB, LINK_SHARE, STORAGE_GB_S, Cluster
+from megarl.planner.phases import host_parts, most_saved, optimizer_share_in_host, overfull, phase_loads, refusal
 from megarl.planner.refit_time import RefitTime, refit_time
 from megarl.planner.rollout_time import RolloutTime, rollout_time
-from megarl.planner.save_time import SaveTime, save_time
 from megarl.planner.train_time import TrainTime, train_time
 from megarl.planner.workload import Workload
 
@@ -31,9 +24,6 @@ class StepTimes:
     """Durations of the phases in a step.
 
     Attributes:
-        rollout: rollout time, or None for offline data.
-        training: training time of each trained model.
-        refit: refit time, or None for offline data.
         moving: seconds for moving states to host memory and back.
         side_by_side: whether models on separate devices train at the same time.
     """
@@ -104,10 +94,8 @@ class StepTimes:
 
     def overlapped(self, is_colocated: bool) -> float | None:
         """Return the minimum duration of a step in seconds if rollout and training overlap, or None for offline data.
-
         On separate devices, the slower of rollout and training determines the duration, as in one-step-off training. On
-        shared GPUs, the overlap only saves the time in which engines wait for the last responses.
-        """
+        shared GPUs, the overlap only saves the time in which engines wait for the last responses."""
         if self.rollout is None or self.refit is None:
             return None
         training = self.training_seconds
@@ -119,6 +107,21 @@ class StepTimes:
 def _largest(parts: Mapping[str, float]) -> str:
     name = max(parts, key=parts.__getitem__)
     return f"{name} ({100 * parts[name] / sum(parts.values()):.0f} %)"
+
+
+@dataclass(frozen=True, slots=True)
+class SaveTime:
+    """Time and size of a checkpoint save.
+
+    Attributes:
+        node_bytes: largest number of bytes that any node writes.
+        copying: minimum seconds for the copy to host memory. Training is blocked during the copy.
+        writing: seconds for writing the files. Training continues during the write if checkpoint.background is set.
+    """
+
+    node_bytes: float
+    copying: float
+    writing: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,3 +205,18 @@ def step_times(config: Config, models: Models, workload: Workload, cluster: Clus
     actor = models.actor
     rollout = rollout_time(config, actor, workload, cluster)
     return StepTimes(rollout, training, refit_time(config, actor, cluster), moving, not any(beside.values()))
+
+
+def save_time(config: Config, models: Models, cluster: Cluster) -> SaveTime | None:
+    """Return the time of a checkpoint save, or None if the recipe saves no checkpoints. All ranks write their own
+    ranges concurrently. Every rank on a node is assumed to write as much as the largest rank."""
+    if not config.checkpoint.may_be_saved:
+        return None
+    sizes = {role: most_saved(config, config.placed(role).layout, model) for role, model in models.trained.items()}
+    rank_bytes = max(sum(sizes[one] for one in (role, *others)) for role, others in sharing(config).items())
+    node_bytes = rank_bytes * min(cluster.num_gpus, cluster.gpus_per_node)
+    return SaveTime(
+        node_bytes=node_bytes,
+        copying=rank_bytes / (cluster.gpu.host_gb_s * 1e9 * LINK_SHARE),
+        writing=node_bytes / (STORAGE_GB_S * 1e9),
+    )

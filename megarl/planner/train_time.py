@@ -9,7 +9,6 @@ from megarl.cluster.memory.parameters import ModelParameters
 from megarl.cluster.memory.rank import RankParameters
 from megarl.config.model_schema import Layout, Trained
 from megarl.models.flops import expert_flops, forward_flops
-from megarl.models.shape import ModelShape
 from megarl.planner.hardware import DENSE_SHARE, EXPERT_ROWS, EXPERT_SHARE, LINK_SHARE, MEMORY_SHARE, Cluster
 from megarl.planner.workload import Packed, Workload
 
@@ -85,17 +84,20 @@ def train_time(
     microbatch_seconds = sum(update.values()) / count
     update["pipeline bubble"] = waiting * microbatch_seconds
     bubble = waiting / (count + waiting)
-    reduced = _replicas(settings, model.of_stage(layout, 0), cluster, num_bytes)
+    first = model.of_stage(layout, 0)
+    groups = _replica_groups(layout, first, num_bytes)
+    # Gradients are reduce-scattered and parameters all-gathered over the replicas.
+    reduced = sum(size / cluster.link_bytes_per_second(ranks, stride) for size, ranks, stride in groups)
     hidden = microbatch_seconds * (work - 1) / work if settings.overlap_communication else 0.0
-    update["gradients and parameters between replicas"] = max(0.0, sum(reduced.values()) - hidden)
-    update["optimizer"] = _optimizer(layout, model.of_stage(layout, 0), cluster, host_share)
+    update["gradients and parameters between replicas"] = max(0.0, reduced - hidden)
+    update["optimizer"] = _optimizer(layout, first, cluster, host_share)
     forward: dict[str, float] = defaultdict(float)
     for name, seconds in slowest.forward.items():
         forward[name] += (count + waiting) * seconds
     forwards, steps = num_passes * workload.updates, epochs * workload.updates
     rounds = count * (total_work * steps + forwards)
     volume = {name: size * rounds for name, size in slowest.volume.items()}
-    volume["replicas"] = steps * _replica_bytes(settings, model.of_stage(layout, 0), num_bytes)
+    volume["replicas"] = steps * sum(size for size, _, _ in groups)
     return TrainTime(
         passes={name: forwards * seconds for name, seconds in forward.items() if seconds and forwards},
         update={name: steps * seconds for name, seconds in update.items() if seconds},
@@ -109,7 +111,6 @@ class _Stage:
     """The forward pass of one microbatch through a pipeline stage.
 
     Attributes:
-        forward: duration in seconds, split by cause.
         mlp: duration of the MLPs in seconds.
         volume: bytes that a rank sends, keyed by kind of communication.
     """
@@ -131,16 +132,14 @@ class _Stage:
         dense = forward_flops(shape, tokens, 0, pairs) * share - experts + forward_flops(shape, 0, rows, 0)
         speed = layout.tp * layout.cp * cluster.gpu.tflops * 1e12
         dense_mlp = 2 * 3 * shape.hidden * shape.active_intermediate * shape.num_layers * tokens * share - experts
-        in_experts = experts / (speed * _expert_share(layout, shape)) if experts else 0.0
+        in_experts = 0.0
+        if shape.experts is not None:
+            expert_rows = shape.experts.intermediate / layout.expert_tp
+            in_experts = experts / (speed * EXPERT_SHARE * expert_rows / (expert_rows + EXPERT_ROWS))
         self.mlp = max(dense_mlp, 0.0) / (speed * DENSE_SHARE) + in_experts
         products = dense / (speed * DENSE_SHARE) + in_experts
         self.volume, seconds = _layers(layout, model, held, tokens / layout.cp, cluster, num_bytes)
         self.forward = {"matrix products": products} | {name: time for name, time in seconds.items() if time}
-
-
-def _expert_share(layout: Layout, shape: ModelShape) -> float:
-    rows = shape.experts.intermediate / layout.expert_tp
-    return EXPERT_SHARE * rows / (rows + EXPERT_ROWS)
 
 
 def _layers(
@@ -189,24 +188,9 @@ def _layers(
     return volume, seconds
 
 
-def _replica_bytes(settings: Trained, held: RankParameters, num_bytes: int) -> float:
-    return sum(size for size, _, _ in _replica_groups(settings.layout, held, num_bytes))
-
-
-def _replicas(settings: Trained, held: RankParameters, cluster: Cluster, num_bytes: int) -> dict[str, float]:
-    """Return the seconds for reduce-scattering float32 gradients and all-gathering parameters over the replicas.
-
-    Gradients of expert parameters are reduced over the ranks that hold the same experts.
-    """
-    return {
-        str(number): size / cluster.link_bytes_per_second(ranks, stride)
-        for number, (size, ranks, stride) in enumerate(_replica_groups(settings.layout, held, num_bytes))
-    }
-
-
 def _replica_groups(layout: Layout, held: RankParameters, num_bytes: int) -> list[tuple[float, int, int]]:
-    """Return (bytes that a rank sends, number of ranks, stride) for each of two process groups: the group for dense
-    parameters and the group for expert parameters."""
+    """Return (bytes that a rank sends, number of ranks, stride) for each of two process groups. Dense parameters are
+    reduced over all replicas, expert parameters over the ranks that hold the same experts."""
     ranks = layout.tp * layout.cp * layout.dp
     groups = (
         (held.trained - held.trained_experts, layout.cp * layout.dp, layout.tp),
@@ -216,12 +200,9 @@ def _replica_groups(layout: Layout, held: RankParameters, num_bytes: int) -> lis
 
 
 def _optimizer(layout: Layout, held: RankParameters, cluster: Cluster, host_share: float) -> float:
-    """Return the duration of an Adam step in seconds.
-
-    On the GPU, the step reads and writes 30 bytes for each parameter in the rank's shard. For the part of the optimizer
-    state in host memory, gradients are copied over PCIe, the CPU reads and writes 28 bytes per parameter, and the
-    updated weights are copied back.
-    """
+    """Return the duration of an Adam step in seconds. On the GPU, the step reads and writes 30 bytes for each parameter
+    in the rank's shard. For the part of the optimizer state in host memory, gradients are copied over PCIe, the CPU
+    reads and writes 28 bytes per parameter, and the updated weights are copied back."""
     ranks = layout.tp * layout.cp * layout.dp
     share = (held.trained - held.trained_experts) / (layout.dp * layout.cp)
     share += held.trained_experts * layout.expert_tp * layout.ep / ranks

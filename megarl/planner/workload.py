@@ -22,8 +22,6 @@ class Workload:
     Attributes:
         samples: number of rollouts per step, or number of samples per step for offline data.
         prompts: number of prompts per step. An engine processes each prompt once.
-        prompt_tokens: mean number of tokens per prompt.
-        response_tokens: mean number of tokens per response.
         longest_response: number of tokens in the longest response, for which the step waits.
         trained: number of samples that the models train on.
         sharing: number of trained samples per prompt. A microbatch processes their common prompt only once.
@@ -50,7 +48,6 @@ class Workload:
         """Return the work in one step of a recipe, excluding additional rounds of dynamic sampling.
 
         Args:
-            config: the recipe.
             prompt_tokens: mean number of tokens per prompt. Default: USUAL_PROMPT.
             response_tokens: mean number of tokens per response. Default: the fraction USUAL_SHARE of the maximum.
         """
@@ -115,8 +112,6 @@ class Packed:
     """The microbatches that one replica processes in one update.
 
     Attributes:
-        microbatches: number of microbatches.
-        tokens: mean number of tokens per microbatch.
         scored_share: fraction of tokens that belong to responses.
         pairs_per_token: mean number of tokens to which a token attends.
     """

@@ -19,29 +19,18 @@ MICROSECONDS = 1e6
 
 
 def write(run: Path, out: Path | None = None) -> Path:
-    """Write a trace that covers all attempts of a run, and return its path.
-
-    Args:
-        run: the run folder.
-        out: file to write. Default: trace.json in the run folder.
-
-    Raises:
-        UserError: the run has no trace.
-    """
-    attempts = {
-        number: spans for number, logs in numbered(run / "logs", ATTEMPT).items() if (spans := read_spans(logs / FILE))
-    }
+    """Write a trace that covers all attempts of a run, and return its path. Raise a UserError if the run has no trace.
+    out: file to write. Default: trace.json in the run folder."""
+    attempts = {}
+    for number, logs in numbered(run / "logs", ATTEMPT).items():
+        # A partial last line, left by a killed attempt, is dropped.
+        if (logs / FILE).exists() and (rows := read_objects(logs / FILE)[0]):
+            attempts[number] = [Span(**row) for row in rows]
     if not attempts:
         raise UserError(f"{run}: logs/{ATTEMPT.format(1)}/{FILE} contains no tasks. Fix: pass a run folder")
     out = run / "trace.json" if out is None else out
     replace_text(out, json.dumps({"displayTimeUnit": "ms", "traceEvents": list(events(attempts))}))
     return out
-
-
-def read_spans(file: Path) -> list[Span]:
-    """Return the spans of an attempt. A partial last line, left by a killed attempt, is dropped."""
-    rows = read_objects(file)[0] if file.exists() else []
-    return [Span(**row) for row in rows]
 
 
 def events(attempts: dict[int, list[Span]]) -> Iterator[dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from string import Template
@@ -10,10 +10,10 @@ from typing import Any
 
 import yaml
 
+from megarl.config.document import leaves
 from megarl.core.errors import UserError
-from megarl.report.contents import read_contents
-from megarl.report.page import Contents, figure, resource, summary
-from megarl.report.plots import CHARTS, REWARD, SERIES, WIDE, charted_metrics, draw_overlaid
+from megarl.report.page import Contents, read_contents, resource, summary
+from megarl.report.plots import CHARTS, REWARD, SERIES, WIDE, charted_metrics, draw_overlaid, figure
 
 ABSENT = "–"
 NAMES = ("run.name", "run.folder", "run.replace", "resume")
@@ -21,11 +21,8 @@ NAMES = ("run.name", "run.folder", "run.replace", "resume")
 
 
 def write(folders: Sequence[Path]) -> Path:
-    """Write a comparison of runs to the first run's folder and return its path.
-
-    Raises:
-        UserError: one of the folders is not a run folder, or there are more runs than chart colors.
-    """
+    """Write a comparison of runs to the first run's folder and return its path. Raise a UserError if one of the folders
+    is not a run folder, or there are more runs than chart colors."""
     if len(folders) > len(SERIES):
         raise UserError(
             f"{len(folders)} runs: a chart can show at most {len(SERIES)}. Fix: pass at most {len(SERIES)} runs"
@@ -39,15 +36,15 @@ def write(folders: Sequence[Path]) -> Path:
 
 def render(runs: Sequence[Contents], folders: Sequence[str]) -> str:
     """Return the comparison page as HTML. The page has no scripts and loads no external resources."""
-    names = labels([run.name for run in runs], folders)
-    configs = [dict(_leaves(yaml.safe_load(run.config_text) or {})) for run in runs]
+    names, figures = labels([run.name for run in runs], folders), [dict(summary(run)) for run in runs]
+    configs = [dict(leaves(yaml.safe_load(run.config_text) or {})) for run in runs]
     differences = list(_differences(configs))
     count = {0: "No keys differ.", 1: "One key differs."}.get(len(differences), f"{len(differences)} keys differ.")
     return Template(resource("comparison.html")).substitute(
         title=escape(" and ".join(names)),
         subtitle=escape(" · ".join(folders)),
         style=resource("page.css"),
-        figures=_table(names, _figures(runs)),
+        figures=_table(names, ((label, [column[label] for column in figures]) for label in figures[0])),
         config_note=count,
         differences=_table(names, differences) if differences else "",
         charts=_charts(runs, names),
@@ -62,12 +59,6 @@ def labels(names: Sequence[str], folders: Sequence[str]) -> list[str]:
     return list(next((candidate for candidate in candidates if len(set(candidate)) == len(candidate)), folders))
 
 
-def _figures(runs: Sequence[Contents]) -> Iterator[tuple[str, list[str]]]:
-    columns = [dict(summary(run)) for run in runs]
-    for label in columns[0]:
-        yield label, [column[label] for column in columns]
-
-
 def _differences(configs: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[str]]]:
     for key in dict.fromkeys(key for config in configs for key in config):
         values = [str(config[key]) if key in config else ABSENT for config in configs]
@@ -75,15 +66,7 @@ def _differences(configs: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, li
             yield key, values
 
 
-def _leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in section.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
-
-
-def _table(names: Sequence[str], rows: Iterator[tuple[str, list[str]]] | list[tuple[str, list[str]]]) -> str:
+def _table(names: Sequence[str], rows: Iterable[tuple[str, list[str]]]) -> str:
     head = "".join(f"<th>{escape(name)}</th>" for name in ("", *names))
     body = "".join(
         f"<tr><th>{escape(label)}</th>{''.join(f'<td class=number>{escape(cell)}</td>' for cell in cells)}</tr>"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -15,7 +15,7 @@ import numpy as np
 
 from megarl.core.jsonl import read_objects
 from megarl.report.history import History
-from megarl.report.plots import Band, Chart, draw
+from megarl.report.plots import Band, Chart, draw, figure
 from megarl.report.viewer import select_turn_fields, shorten, spread
 
 PREFIX = "evaluation/"
@@ -29,9 +29,6 @@ EXPLANATION = {
     "pass^": "Probability that all {k} samples of a prompt succeed.",
 }
 """Maps the name prefix of each kind of estimate to its explanation."""
-
-Figure = Callable[[str, str, str | None], str]
-"""A function that renders a chart, given its title, explanation and SVG."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +49,7 @@ def read_evaluations(files: Mapping[str, Mapping[int, Path]]) -> list[SetSamples
     ]
 
 
-def render_evaluations(history: History, sets: list[SetSamples], figure: Figure) -> str:
+def render_evaluations(history: History, sets: list[SetSamples]) -> str:
     """Return the evaluation section as HTML without scripts. The section is empty if the run has no evaluations."""
     charts = "".join(
         figure(chart.title, chart.explanation, draw(chart, evaluated)) for chart, evaluated in charts_of(history)

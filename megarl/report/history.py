@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -50,9 +49,9 @@ def read_history(path: Path) -> History:
     for step, record in zip(steps, records, strict=True):
         for name in record.get("nonfinite", ()):
             nonfinite.setdefault(name, []).append(step)
-    columns = {name: np.array([_number(record.get(name)) for record in records]) for name in names}
+    values = {name: [record.get(name) for record in records] for name in names}
+    columns = {
+        name: np.array([float(value) if isinstance(value, int | float) else np.nan for value in of_name])
+        for name, of_name in values.items()
+    }
     return History(np.array(steps, dtype=np.int64), columns, nonfinite, unreadable)
-
-
-def _number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) else float("nan")

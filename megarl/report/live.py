@@ -15,26 +15,18 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from megarl.report.contents import read_contents
-from megarl.report.page import render
+from megarl.report.page import read_contents, render
 from megarl.run.folder import RunFolder
 
 HOST = "127.0.0.1"
-HEADERS = {
-    "Cache-Control": "no-store",
-    "Referrer-Policy": "no-referrer",
-    "X-Content-Type-Options": "nosniff",
-}
+HEADERS = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer", "X-Content-Type-Options": "nosniff"}
 
 
 class LiveReport:
     """The current report page for a run. The page is rendered again when the run's files change."""
 
     def __init__(self, folder: Path):
-        """
-        Raises:
-            UserError: `folder` is not a run folder.
-        """
+        """Raise a UserError if `folder` is not a run folder."""
         self._folder = RunFolder(Path(folder))
         self._lock = threading.Lock()
         self._state, self._page = "", ""
@@ -57,15 +49,8 @@ class LiveReport:
 
 @contextmanager
 def serve(folder: Path, port: int = 0) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Yield the report's URL and a function that serves requests until it is interrupted.
-
-    Args:
-        folder: the run folder.
-        port: port number, or 0 for any free port.
-
-    Raises:
-        UserError: `folder` is not a run folder.
-    """
+    """Yield the report's URL and a function that serves requests until it is interrupted. Raise a UserError if `folder`
+    is not a run folder. port: port number, or 0 for any free port."""
     report, token = LiveReport(folder), secrets.token_urlsafe(16)
     with ThreadingHTTPServer((HOST, port), _handler(report, token)) as server:
         yield f"http://{HOST}:{server.server_address[1]}/{token}/", server.serve_forever
@@ -94,7 +79,7 @@ def _handler(report: LiveReport, token: str) -> type[BaseHTTPRequestHandler]:
             self.end_headers()
             self.wfile.write(body)
 
-        def log_message(self, *_: object) -> None:
+        def log_message(self, format: str, *args: object) -> None:
             pass
 
     return Handler

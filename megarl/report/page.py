@@ -1,4 +1,4 @@
-"""Renders the report as HTML: notes, summary, charts, rollout viewer and configuration."""
+"""Reads a run folder and renders the report as HTML: notes, summary, charts, rollout viewer and configuration."""
 
 from __future__ import annotations
 
@@ -11,26 +11,14 @@ from pathlib import Path
 from string import Template
 
 import numpy as np
+import yaml
 
-from megarl.report.evaluations import PREFIX, SetSamples, render_evaluations
-from megarl.report.history import History
-from megarl.report.plots import (
-    AGE,
-    AGE_EXPLANATION,
-    AGE_TITLE,
-    CHARTS,
-    MAX_POINTS,
-    PHASE_EXPLANATION,
-    PHASE_TITLE,
-    REWARD,
-    WIDE,
-    Chart,
-    charted_metrics,
-    draw,
-    draw_ages,
-    draw_phases,
-)
-from megarl.report.viewer import MAX_CHARACTERS, Rollouts
+from megarl.core.errors import UserError
+from megarl.report.evaluations import PREFIX, SetSamples, read_evaluations, render_evaluations
+from megarl.report.history import History, read_history
+from megarl.report.plots import AGE, MAX_POINTS, Chart, charted_metrics, draw, figure, report_figures
+from megarl.report.viewer import MAX_CHARACTERS, Rollouts, read_rollouts
+from megarl.run.folder import RunFolder
 from megarl.run.loggers import duration
 
 LISTED_STEPS = 5  # maximum number of steps or line numbers in a note
@@ -50,18 +38,37 @@ class Contents:
     evaluations: list[SetSamples] = field(default_factory=list)
 
 
+def read_contents(folder: Path) -> Contents:
+    """Read the contents of a report from the run folder `folder`. The run may be unfinished or may have crashed. Raise
+    a UserError if `folder` is not a run folder."""
+    run_folder = RunFolder(Path(folder))
+    if not (run_folder.metrics.exists() or run_folder.manifest.exists()):
+        raise UserError(f"{folder}: not a run folder (no metrics.jsonl or manifest.json). Fix: pass a run folder")
+    config_text, manifest_text = _text_of(run_folder.config), _text_of(run_folder.manifest)
+    config = yaml.safe_load(config_text) or {}
+    manifest = json.loads(manifest_text or "{}")
+    return Contents(
+        name=manifest.get("name", run_folder.path.resolve().name),
+        subtitle=" · ".join(str(manifest[key]) for key in ("model", "started") if manifest.get(key)),
+        target_steps=config.get("run", {}).get("steps"),
+        config_text=config_text,
+        manifest_text=manifest_text,
+        history=read_history(run_folder.metrics),
+        rollouts=read_rollouts(run_folder.rollout_files()),
+        evaluations=read_evaluations(run_folder.evaluation_files()),
+    )
+
+
+def _text_of(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.exists() else ""
+
+
 SCRIPTS = ("tokens.js", "page.js")
 
 
 def render(run: Contents, state: str | None = None) -> str:
-    """Return the report page as HTML.
-
-    The page loads no external resources, and its content security policy allows only its own scripts.
-
-    Args:
-        run: the contents of the report.
-        state: fingerprint for a live page, which polls the server for changes. None for a static page.
-    """
+    """Return the report page as HTML. The page loads no external resources, and its content security policy allows only
+    its own scripts. state: fingerprint for a live page, which polls the server for changes. None for a static page."""
     is_live = state is not None
     script = "".join(map(resource, (*SCRIPTS, "live.js") if is_live else SCRIPTS))
     digest = hashlib.sha256(script.encode()).digest()
@@ -74,9 +81,9 @@ def render(run: Contents, state: str | None = None) -> str:
         live='<p class="note" id="live">live</p>\n' if is_live else "",
         notes="".join(f"<li>{escape(note)}</li>" for note in notes(run)),
         summary="".join(f"<div><dt>{escape(term)}</dt><dd>{escape(text)}</dd></div>" for term, text in summary(run)),
-        charts=_charts(run.history),
+        charts=report_figures(run.history),
         other_charts=_other_charts(run.history),
-        evaluations=render_evaluations(run.history, run.evaluations, figure),
+        evaluations=render_evaluations(run.history, run.evaluations),
         rollout_note=escape(rollout_note(run.rollouts)),
         rollouts=_script_json([asdict(step) for step in run.rollouts.steps]),
         config=escape(run.config_text),
@@ -155,14 +162,6 @@ def rollout_note(rollouts: Rollouts) -> str:
     )
 
 
-def _charts(history: History) -> str:
-    figures = [figure(REWARD.title, REWARD.explanation, draw(REWARD, history, WIDE), wide=True)]
-    figures += [figure(chart.title, chart.explanation, draw(chart, history)) for chart in CHARTS]
-    figures.append(figure(PHASE_TITLE, PHASE_EXPLANATION, draw_phases(history)))
-    figures.append(figure(AGE_TITLE, AGE_EXPLANATION, draw_ages(history)))
-    return "".join(figures) or '<p class="note">No step has finished yet.</p>'
-
-
 def _other_charts(history: History) -> str:
     others = sorted(
         name
@@ -171,13 +170,6 @@ def _other_charts(history: History) -> str:
     )
     charts = [Chart(metric, "", ((metric, metric),)) for metric in others]
     return "".join(figure(chart.title, chart.explanation, draw(chart, history)) for chart in charts)
-
-
-def figure(title: str, explanation: str, svg: str | None, wide: bool = False) -> str:
-    if svg is None:
-        return ""
-    caption = f"<figcaption>{escape(title)}<span>{escape(explanation)}</span></figcaption>"
-    return f"<figure{' class=wide' if wide else ''}>{caption}{svg}</figure>"
 
 
 def _script_json(value: object) -> str:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import TYPE_CHECKING, Any
 
 import matplotlib
 import numpy as np
@@ -15,6 +16,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from megarl.report.history import History
+
+if TYPE_CHECKING:
+    from matplotlib.typing import RcKeyType
 
 MAX_POINTS = 400  # longer histories are averaged in bins
 MARKED_POINTS = 40  # shorter lines are drawn with markers
@@ -29,7 +33,7 @@ PALETTE = {  # each color is replaced with the CSS variable of this name
     "--series-5": "#9aa3ad",
 }
 SERIES = tuple(color for name, color in PALETTE.items() if name.startswith("--series"))
-STYLE = {
+STYLE: dict[RcKeyType, Any] = {
     "svg.hashsalt": "megarl",
     "svg.fonttype": "none",
     "font.family": "sans-serif",
@@ -60,8 +64,6 @@ class Chart:
     """A line chart of metrics over steps.
 
     Attributes:
-        title: title of the chart.
-        explanation: caption of the chart.
         lines: a pair (metric, legend label) for each line.
         band: bounds of the shaded area around the first line.
         share: whether the values are fractions between 0 and 1.
@@ -191,11 +193,7 @@ def draw(chart: Chart, history: History, size: tuple[float, float] = NARROW) -> 
             _draw_line(axes, history.steps, history[metric], band, label, SERIES[index])
         if len(chart.lines) > 1:
             _legend(axes)
-        if chart.share:
-            axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-            axes.set_ylim(-0.02, 1.02)
-        if chart.log and all((history.finite(metric) > 0).all() for metric, _ in chart.lines):
-            axes.set_yscale("log")
+        _scale(axes, chart, [history.finite(metric) for metric, _ in chart.lines])
         return as_svg(figure, chart.title)
 
 
@@ -209,11 +207,8 @@ def draw_overlaid(
     """Draw one metric for several runs as an <svg> element. Return None if no run has the metric.
 
     Args:
-        title: title of the chart.
-        metric: name of the metric.
         histories: the history of each run, keyed by run name.
         chart: the metric's chart in the report on a single run. The axis is formatted in the same way.
-        size: width and height in inches.
     """
     present = {name: history for name, history in histories.items() if len(history.finite(metric))}
     if not present:
@@ -226,11 +221,8 @@ def draw_overlaid(
                 history = present[name]
                 _draw_line(axes, history.steps, history[metric], (history[metric], history[metric]), name, color)
         _legend(axes)
-        if chart is not None and chart.share:
-            axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-            axes.set_ylim(-0.02, 1.02)
-        if chart is not None and chart.log and all((h.finite(metric) > 0).all() for h in present.values()):
-            axes.set_yscale("log")
+        if chart is not None:
+            _scale(axes, chart, [history.finite(metric) for history in present.values()])
         return as_svg(figure, title)
 
 
@@ -289,12 +281,7 @@ def bin_means(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
 
 
 def _draw_line(
-    axes: Axes,
-    steps: np.ndarray,
-    values: np.ndarray,
-    band: tuple[np.ndarray, np.ndarray],
-    label: str,
-    color: str,
+    axes: Axes, steps: np.ndarray, values: np.ndarray, band: tuple[np.ndarray, np.ndarray], label: str, color: str
 ) -> None:
     """Draw the mean of each bin as a line, and the extremes of the band in each bin as a shaded area."""
     starts = bin_starts(len(steps))
@@ -306,7 +293,7 @@ def _draw_line(
     axes.plot(x, means, color=color, linewidth=1.6, marker=marker, markersize=3.5, label=label)
 
 
-def _axes(size: tuple[float, float], steps: Sequence[int]) -> tuple[Figure, Axes]:
+def _axes(size: tuple[float, float], steps: Sequence[int] | np.ndarray) -> tuple[Figure, Axes]:
     figure = Figure(figsize=size, facecolor="none", layout="constrained")
     axes = figure.add_subplot(facecolor="none")
     axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
@@ -314,6 +301,14 @@ def _axes(size: tuple[float, float], steps: Sequence[int]) -> tuple[Figure, Axes
     axes.set_xlim(steps[0] - 0.6, steps[-1] + 0.6)
     axes.set_xlabel("step")
     return figure, axes
+
+
+def _scale(axes: Axes, chart: Chart, values: Sequence[np.ndarray]) -> None:
+    if chart.share:
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+        axes.set_ylim(-0.02, 1.02)
+    if chart.log and all((line > 0).all() for line in values):
+        axes.set_yscale("log")
 
 
 def _legend(axes: Axes) -> None:
@@ -329,3 +324,19 @@ def as_svg(figure: Figure, title: str) -> str:
     for name, color in PALETTE.items():
         svg = svg.replace(color, f"var({name})")
     return svg.replace("<svg", f'<svg role="img" aria-label="{escape(title)}"', 1)
+
+
+def figure(title: str, explanation: str, svg: str | None, wide: bool = False) -> str:
+    if svg is None:
+        return ""
+    caption = f"<figcaption>{escape(title)}<span>{escape(explanation)}</span></figcaption>"
+    return f"<figure{' class=wide' if wide else ''}>{caption}{svg}</figure>"
+
+
+def report_figures(history: History) -> str:
+    """Return the figures of a report on one run, which are the charts of known metrics."""
+    figures = [figure(REWARD.title, REWARD.explanation, draw(REWARD, history, WIDE), wide=True)]
+    figures += [figure(chart.title, chart.explanation, draw(chart, history)) for chart in CHARTS]
+    figures.append(figure(PHASE_TITLE, PHASE_EXPLANATION, draw_phases(history)))
+    figures.append(figure(AGE_TITLE, AGE_EXPLANATION, draw_ages(history)))
+    return "".join(figures) or '<p class="note">No step has finished yet.</p>'

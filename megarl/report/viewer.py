@@ -15,20 +15,8 @@ MAX_STEPS = 20
 MAX_SAMPLES = 128  # per step
 MAX_CHARACTERS = 3000  # per prompt or response
 FIELDS = (
-    "sample_id",
-    "prompt",
-    "response",
-    "reward",
-    "parts",
-    "failure",
-    "version",
-    "finish_reason",
-    "answer",
-    "num_response_tokens",
-    "advantage",
-    "prompt_id",
-    "rollout_id",
-    "stop_reason",
+    *("sample_id", "prompt", "response", "reward", "parts", "failure", "version", "finish_reason", "answer"),
+    *("num_response_tokens", "advantage", "prompt_id", "rollout_id", "stop_reason"),
 )
 MAX_DETAILED = 24  # samples per step with token details
 MAX_TOKENS = 800  # leading tokens with details, per sample
@@ -42,8 +30,6 @@ class StepRollouts:
     """Selected samples from one step, in descending order of reward. Samples without a reward come last.
 
     Attributes:
-        step: the step number.
-        samples: the selected samples.
         num_samples: total number of samples in the step.
         unreadable: number of lines in the step's rollout file that could not be parsed.
     """
@@ -56,12 +42,7 @@ class StepRollouts:
 
 @dataclass(frozen=True, slots=True)
 class Rollouts:
-    """Rollouts from selected steps of a run.
-
-    Attributes:
-        steps: the selected steps.
-        num_steps: total number of steps with rollout files.
-    """
+    """Rollouts from selected steps of a run. num_steps: total number of steps with rollout files."""
 
     steps: list[StepRollouts]
     num_steps: int
@@ -127,17 +108,15 @@ def _detail(record: Mapping[str, Any]) -> dict[str, Any]:
         detail["mask"] = is_turn[: len(tokens)]
     for name, field in ARRAYS.items():
         if record.get(field):
-            detail[name] = [_rounded(value) for value in record[field][: len(tokens)]]
+            values = record[field][: len(tokens)]
+            detail[name] = [None if value is None else float(f"{value:.{DIGITS}g}") for value in values]
     return detail
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.{DIGITS}g}")
 
 
 def _mean(values: Sequence[float | None] | None) -> float | None:
     """Return the mean of the values. Return None if there are no values or any value is missing."""
-    return fmean(values) if values and None not in values else None
+    present = [value for value in values or () if value is not None]
+    return fmean(present) if values and len(present) == len(values) else None
 
 
 def shorten(text: str, max_characters: int) -> str:

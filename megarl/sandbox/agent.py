@@ -228,9 +228,9 @@ class Run:
         return bool(self.stdin)
 
     def close_stdin(self):
-        if self.stdin_write is not None:
+        if self.stdin_write >= 0:
             os.close(self.stdin_write)
-            self.stdin_write = None
+            self.stdin_write = -1
 
     def read(self, end):
         """Read part of an output stream. Return whether more output may follow."""
@@ -348,7 +348,6 @@ def main(folder, path, *options):
 
     Args:
         folder: working directory and home directory for programs.
-        path: PATH for programs.
         options: any of counts_own and removes_folder (see Agent).
     """
     libc = ctypes.CDLL(None)

@@ -13,11 +13,9 @@ FOLDER = "/tmp"
 
 
 class Apptainer(Provider):
-    """Runs programs in a read-only image with a private in-memory /tmp.
-
-    The size of /tmp is `sessiondir max size` in apptainer.conf. The kernel counts the processes together with the
-    user's other processes, so only the agent limits their number.
-    """
+    """Runs programs in a read-only image with a private in-memory /tmp. The size of /tmp is `sessiondir max size` in
+    apptainer.conf. The kernel counts the processes together with the user's other processes, so only the agent limits
+    their number."""
 
     name = "apptainer"
     python = "python3"

@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -102,11 +101,8 @@ def _python_folders() -> list[str]:
 
 @cache
 def _other_user(bubblewrap: str) -> list[str]:
-    """Return the prefix with which root runs a command as nobody.
-
-    If the user nobody cannot enter the folders of the Python installation, the prefix also creates a view of the file
-    system in which it can.
-    """
+    """Return the prefix with which root runs a command as nobody. If the user nobody cannot enter the folders of the
+    Python installation, the prefix also creates a view of the file system in which it can."""
     setpriv = [shutil.which("setpriv") or "setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "--"]
     closed = [(folder, parent) for folder in _python_folders() if (parent := _closed_parent(Path(folder))) is not None]
     if not closed:
@@ -115,8 +111,8 @@ def _other_user(bubblewrap: str) -> list[str]:
     for parent in sorted({parent for _, parent in closed}):
         mounts += ["--perms", "0755", "--tmpfs", str(parent)]
     for folder, parent in closed:
-        for inner in _between(parent, Path(folder)):
-            mounts += ["--perms", "0755", "--dir", str(inner)]
+        for inner in reversed(Path(folder).parents):
+            mounts += ["--perms", "0755", "--dir", str(inner)] if parent in inner.parents else []
         mounts += ["--ro-bind", folder, folder]
     rights = ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--die-with-parent"]
     return [bubblewrap, "--dev-bind", "/", "/", *mounts, *rights, "--", *setpriv]
@@ -125,10 +121,6 @@ def _other_user(bubblewrap: str) -> list[str]:
 def _closed_parent(folder: Path) -> Path | None:
     """Return the folder's outermost parent that other users cannot enter, or None."""
     return next((parent for parent in reversed(folder.parents) if not parent.stat().st_mode & 0o001), None)
-
-
-def _between(parent: Path, folder: Path) -> Iterator[Path]:
-    yield from (inner for inner in reversed(folder.parents) if parent in inner.parents)
 
 
 def _counts_own() -> bool:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import tempfile
 
 from megarl.config import schema
 from megarl.core.errors import UserError
 from megarl.sandbox.apptainer import Apptainer
 from megarl.sandbox.bubblewrap import Bubblewrap
-from megarl.sandbox.provider import Provider
-from megarl.sandbox.sandbox import SandboxError
-from megarl.sandbox.unsafe import Unsafe
+from megarl.sandbox.provider import OWN_AGENT, SYSTEM_PATH, Provider
+from megarl.sandbox.sandbox import Command, SandboxError
 
 INSTALL = (
     "install bubblewrap 0.8 or later (`apt-get install bubblewrap`, or `conda install -c conda-forge bubblewrap` "
@@ -20,11 +21,22 @@ INSTALL = (
 )
 
 
-async def find_provider(limits: schema.Sandbox, deadline_s: float | None = None) -> Provider:
-    """Return a provider whose sandboxes work on this machine. Raise UserError if there is none.
+class Unsafe(Provider):
+    """Runs programs as ordinary processes of this user, with access to the network and all of the user's files. Limits
+    other than those on files and processes are enforced. A program's processes are killed with it, but a program can
+    evade this. Each sandbox has its own folder, but programs are not confined to it."""
 
-    `deadline_s` is the default lifetime of a sandbox, in seconds.
-    """
+    name = "unsafe"
+
+    def command(self) -> Command:
+        folder = tempfile.mkdtemp(prefix="megarl-sandbox-")
+        path = f"{os.path.dirname(sys.executable)}:{SYSTEM_PATH}"
+        return Command([*OWN_AGENT, folder, path, "removes_folder"], folder=folder)
+
+
+async def find_provider(limits: schema.Sandbox, deadline_s: float | None = None) -> Provider:
+    """Return a provider whose sandboxes work on this machine. Raise UserError if there is none. `deadline_s` is the
+    default lifetime of a sandbox, in seconds."""
     reasons = []
     for provider in _candidates(limits, deadline_s):
         try:
@@ -47,10 +59,8 @@ async def find_provider(limits: schema.Sandbox, deadline_s: float | None = None)
 
 
 def _candidates(limits: schema.Sandbox, deadline_s: float | None) -> list[Provider]:
-    """Return the providers that the config allows, best first.
-
-    Root stays root in a sandbox only if it cannot switch to a different user, as in containers with a single user.
-    """
+    """Return the providers that the config allows, best first. Root stays root in a sandbox only if it cannot switch to
+    a different user, as in containers with a single user."""
     first = Bubblewrap(limits, deadline_s)
     bubblewrap = [first, Bubblewrap(limits, deadline_s, drops_root=False)] if first.drops_root else [first]
     apptainer = [Apptainer(limits, deadline_s)]

@@ -9,9 +9,8 @@ import signal
 import socket
 import subprocess
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Self
 
 from megarl.config import schema
@@ -61,7 +60,6 @@ class Finished:
         status: exit status, or the negative signal number if a signal killed the program.
         limit: the limit in the `sandbox` section that the program exceeded, such as "wall_s"; "deadline" for the
             sandbox's lifetime; "files" for too many files; None if the program was not stopped.
-        seconds: wall-clock run time.
         stdout: the program's output. If it is longer than output_bytes, its beginning and end, with a line that reports
             the omission.
         truncated: whether stdout or stderr is longer than output_bytes.
@@ -79,12 +77,9 @@ class Finished:
         return self.status == 0 and self.limit is None
 
 
-class Sandbox:
-    """A running sandbox.
-
-    Programs run one at a time. Files persist between them, processes do not. Concurrent calls are serialized. After a
-    call fails or is cancelled, the sandbox can no longer be used.
-    """
+class Sandbox(AbstractAsyncContextManager):
+    """A running sandbox. Programs run one at a time. Files persist between them, processes do not. Concurrent calls are
+    serialized. After a call fails or is cancelled, the sandbox can no longer be used."""
 
     def __init__(self, command: Command, limits: schema.Sandbox, python: str, deadline_s: float | None):
         """python: path of the interpreter for programs. deadline_s: the sandbox's lifetime in seconds."""
@@ -103,7 +98,9 @@ class Sandbox:
         try:
             self._process = subprocess.Popen(
                 self._command.arguments,
-                **dict(stdin=remote, stdout=remote, stderr=errors_write),
+                stdin=remote.fileno(),
+                stdout=remote.fileno(),
+                stderr=errors_write,
                 env={**self._command.environment, SELF_CLEANING: "1"},
                 pass_fds=self._command.files,
                 cwd="/",
@@ -125,12 +122,7 @@ class Sandbox:
             raise
         return self
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
     @property
@@ -146,10 +138,8 @@ class Sandbox:
         return max(0.0, self._deadline - asyncio.get_running_loop().time())
 
     async def upload(self, name: str, content: bytes | str) -> None:
-        """Write a file at an absolute path or relative to the programs' working directory.
-
-        Raise OSError if there is no space or the path is invalid.
-        """
+        """Write a file at an absolute path or relative to the programs' working directory. Raise OSError if there is no
+        space or the path is invalid."""
         data = content.encode("utf-8", "replace") if isinstance(content, str) else content
         [reason] = await self._call([b"write", name.encode(), data], ANSWER_S)
         if reason:

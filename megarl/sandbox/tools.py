@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from types import TracebackType
-from typing import Self
+from contextlib import AbstractAsyncContextManager
 
 from megarl.sandbox.provider import Provider
 from megarl.sandbox.sandbox import Finished, Sandbox
@@ -19,7 +18,7 @@ LIMITS = {
 """Message for the policy when a program exceeds a limit, keyed by limit."""
 
 
-class CodeTools:
+class CodeTools(AbstractAsyncContextManager):
     """The tools `python` and `shell` for one rollout.
 
     They return text even if a program fails, and raise SandboxError if the sandbox itself fails.
@@ -57,12 +56,7 @@ class CodeTools:
             await self._sandbox.stop()
             self._sandbox = None
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def _run(self, arguments: list[str]) -> str:

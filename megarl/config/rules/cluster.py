@@ -2,48 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
+from megarl.config.device_spans import overlap
 from megarl.config.schema import Config
-from megarl.core.spans import overlap
 
 
-def all_or_no_roles_have_devices(config: Config) -> str | None:
+def all_or_no_roles_have_devices(config: Config) -> Iterator[str]:
     assigned, roles = config.cluster.roles.assigned, config.num_ranks
     if not assigned or assigned.keys() == roles.keys():
-        return None
+        return
     missing, unused = [r for r in roles if r not in assigned], [r for r in assigned if r not in roles]
     problem = f"no devices are set for {', '.join(missing)}" if missing else f"the run has no {', '.join(unused)}"
-    return f"cluster.roles: {problem}. Fix: set devices for all of {', '.join(roles)} and no other role, or for no role"
+    yield f"cluster.roles: {problem}. Fix: set devices for all of {', '.join(roles)} and no other role, or for no role"
 
 
-def roles_on_nodes_have_equal_ranks_per_node(config: Config) -> str | None:
+def roles_on_nodes_have_equal_ranks_per_node(config: Config) -> Iterator[str]:
     roles, ranks, each = config.cluster.roles, config.num_ranks, {}
     for role in sorted(roles.on_nodes & ranks.keys()):
         nodes = len(roles.assigned[role])
         if nodes == 0 or ranks[role] % nodes:
-            return (
+            yield (
                 f"cluster.roles.{role}={getattr(roles, role)}: the {ranks[role]} ranks of {_sizes(role)} cannot be "
                 f"spread evenly over {nodes} nodes. Fix: choose a number of nodes that divides {ranks[role]}"
             )
+            return
         each[role] = ranks[role] // nodes
-    if len(set(each.values())) < 2:
-        return None
-    counts = ", ".join(f"{role} {count}" for role, count in each.items())
-    return (
-        f"cluster.roles: roles placed by nodes need the same number of ranks per node, but the numbers are {counts}. "
-        "Fix: change the numbers of nodes, or place the roles by device numbers"
-    )
+    if len(set(each.values())) > 1:
+        counts = ", ".join(f"{role} {count}" for role, count in each.items())
+        yield (
+            "cluster.roles: roles placed by nodes need the same number of ranks per node, but the numbers are "
+            f"{counts}. Fix: change the numbers of nodes, or place the roles by device numbers"
+        )
 
 
-def each_rank_has_a_device(config: Config) -> str | None:
-    return "\n".join(_wrong_sizes(config)) or None
-
-
-def _wrong_sizes(config: Config) -> Iterator[str]:
-    """Yield a line for each role that does not have one device per rank."""
-    ranks = config.num_ranks
-    roles = config.cluster.roles
+def each_rank_has_a_device(config: Config) -> Iterator[str]:
+    roles, ranks = config.cluster.roles, config.num_ranks
     for role, span in roles.assigned.items():
         if role in ranks.keys() - roles.on_nodes and len(span) != ranks[role]:
             fitting = _show_range(role, range(span.start, span.start + ranks[role]))
@@ -53,26 +47,26 @@ def _wrong_sizes(config: Config) -> Iterator[str]:
             )
 
 
-def engine_devices_match_placement(config: Config) -> str | None:
+def engine_devices_match_placement(config: Config) -> Iterator[str]:
     """Colocated engines must read the actor's weights on their own devices; disaggregated engines must not share
     devices."""
     spans = config.role_devices
     if config.is_offline or spans.keys() != config.num_ranks.keys():
-        return None
+        return
     engines, actor = spans.pop("rollout"), spans["actor"]
     if config.is_colocated and engines.start != actor.start:
-        return (
+        yield (
             f"{_assignment(config, 'rollout')}: colocated engines must start on the actor's first device, but "
             f"{_assignment(config, 'actor')}. Fix: start both ranges at the same device, or set "
             "cluster.placement=disaggregated"
         )
-    shared = [] if config.is_colocated else [role for role, span in spans.items() if overlap(engines, span)]
-    if not shared:
-        return None
-    return (
-        f"{_assignment(config, 'rollout')}: disaggregated engines cannot share devices with models, but "
-        f"{_assignment(config, shared[0])}. Fix: choose ranges that do not overlap, or set cluster.placement=colocated"
-    )
+    shared = [role for role, span in spans.items() if overlap(engines, span)]
+    if shared and not config.is_colocated:
+        yield (
+            f"{_assignment(config, 'rollout')}: disaggregated engines cannot share devices with models, but "
+            f"{_assignment(config, shared[0])}. Fix: choose ranges that do not overlap, or set "
+            "cluster.placement=colocated"
+        )
 
 
 def _sizes(role: str) -> str:
@@ -88,7 +82,7 @@ def _show_range(role: str, span: range) -> str:
     return f"cluster.roles.{role}={span.start}-{span.stop - 1}"
 
 
-RULES: tuple[Callable[[Config], str | None], ...] = (
+RULES = (
     all_or_no_roles_have_devices,
     roles_on_nodes_have_equal_ranks_per_node,
     each_rank_has_a_device,

@@ -1,113 +1,102 @@
-"""Rules for section `data`; rules that relate the objective to the data are in `objective`."""
+"""Rules for section `data`; rules that relate the objective to the data are in `algorithm`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 
+from megarl.config.data_schema import OWN_TASKS, is_procedural
 from megarl.config.document import show
 from megarl.config.schema import Config
-from megarl.config.sources import OWN_TASKS, is_procedural
 
 
-def messages_require_chat_template(config: Config) -> str | None:
-    if config.data.format != "messages" or config.data.chat_template:
-        return None
-    return (
-        "data.chat_template=false: data.format=messages requires a chat template to format turns. Fix: set "
-        "data.chat_template=true"
-    )
+def messages_require_chat_template(config: Config) -> Iterator[str]:
+    if config.data.format == "messages" and not config.data.chat_template:
+        yield (
+            "data.chat_template=false: data.format=messages requires a chat template to format turns. Fix: set "
+            "data.chat_template=true"
+        )
 
 
-def system_prompt_requires_prompts_and_chat_template(config: Config) -> str | None:
+def system_prompt_requires_prompts_and_chat_template(config: Config) -> Iterator[str]:
     data = config.data
     if data.system_prompt is None:
-        return None
+        return
     if data.format != "prompts" or data.source == OWN_TASKS:
         rows = f"format={data.format}" if data.format != "prompts" else f"source={data.source}"
-        return (
+        yield (
             f"data.system_prompt: megarl adds it to prompts from rows, but data.{rows} provides no prompts. Fix: set "
             "data.system_prompt=null and put system messages into the conversations"
         )
-    if not data.chat_template:
-        return (
+    elif not data.chat_template:
+        yield (
             "data.system_prompt: data.chat_template=false cannot format a system message. Fix: set "
             "data.chat_template=true, or put the text into the prompts"
         )
-    return None
 
 
-def reasoning_tasks_require_prompts(config: Config) -> str | None:
+def reasoning_tasks_require_prompts(config: Config) -> Iterator[str]:
     data = config.data
-    if data.reasoning_task is None or not config.is_offline:
-        return None
-    return f"data.format={data.format}: data.source={data.source} provides prompts. Fix: set data.format=prompts"
+    if data.reasoning_task is not None and config.is_offline:
+        yield f"data.format={data.format}: data.source={data.source} provides prompts. Fix: set data.format=prompts"
 
 
-def stages_have_sizes_and_keep_their_order(config: Config) -> str | None:
+def stages_have_sizes_and_keep_their_order(config: Config) -> Iterator[str]:
     data = config.data
-    if not data.stages:
-        return None
-    if data.size is not None:
-        return f"data.size={data.size}: each of data.stages has its own size. Fix: set data.size=null"
-    if data.shuffle:
-        return (
+    wrong = next((stage for stage in data.stages if type(stage.get("size")) is not int or stage["size"] < 1), None)
+    if data.stages and data.size is not None:
+        yield f"data.size={data.size}: each of data.stages has its own size. Fix: set data.size=null"
+    elif data.stages and data.shuffle:
+        yield (
             "data.shuffle=true: shuffling would mix the rows of different data.stages. Fix: set data.shuffle=false "
             "(rows within a stage are random in any case)"
         )
-    wrong = next((stage for stage in data.stages if type(stage.get("size")) is not int or stage["size"] < 1), None)
-    if wrong is not None:
-        return (
+    elif wrong is not None:
+        yield (
             f"data.stages: {wrong} has no valid size. Fix: set size to the number of rows, for example {{size: 1000, "
             "n_people: 3}"
         )
-    return None
 
 
-def sorted_rows_keep_their_order(config: Config) -> str | None:
+def sorted_rows_keep_their_order(config: Config) -> Iterator[str]:
     data = config.data
-    if data.sort_column is None:
-        return None
-    if data.draws_by_weight:
-        return (
+    if data.sort_column is not None and data.draws_by_weight:
+        yield (
             f"data.sort_column={data.sort_column}: data.weight_column, data.solved_weight and data.source_weights draw "
             "rows in random order. Fix: set data.sort_column=null"
         )
-    if data.shuffle:
-        return (
+    elif data.sort_column is not None and data.shuffle:
+        yield (
             f"data.sort_column={data.sort_column}: data.shuffle=true would change the order. Fix: set "
             "data.shuffle=false"
         )
-    return None
 
 
-def combined_sources_are_distinct_files(config: Config) -> str | None:
+def combined_sources_are_distinct_files(config: Config) -> Iterator[str]:
     data = config.data
     twice = next((source for source in data.sources if data.sources.count(source) > 1), None)
-    if twice is not None:
-        return f"data.more_sources: {twice} is listed twice. Fix: list it once"
     procedural = next((source for source in data.sources if is_procedural(source)), None)
-    if not data.more_sources or procedural is None:
-        return None
-    key = "source" if procedural == data.source else "more_sources"
-    return (
-        f"data.{key}={procedural}: only files can be combined, but {procedural} generates its rows. Fix: set "
-        "data.more_sources=[]"
-    )
+    if twice is not None:
+        yield f"data.more_sources: {twice} is listed twice. Fix: list it once"
+    elif data.more_sources and procedural is not None:
+        key = "source" if procedural == data.source else "more_sources"
+        yield (
+            f"data.{key}={procedural}: only files can be combined, but {procedural} generates its rows. Fix: set "
+            "data.more_sources=[]"
+        )
 
 
-def source_weights_match_sources(config: Config) -> str | None:
+def source_weights_match_sources(config: Config) -> Iterator[str]:
     data = config.data
     if not data.source_weights or data.source_column is not None or config.is_offline:
-        return None
-    if set(data.source_weights) == set(data.sources):
-        return None
-    return (
-        f"data.source_weights={show(data.source_weights)}: with data.source_column=null the keys must be "
-        f"{', '.join(data.sources)}. Fix: use these keys, or set data.source_column"
-    )
+        return
+    if set(data.source_weights) != set(data.sources):
+        yield (
+            f"data.source_weights={show(data.source_weights)}: with data.source_column=null the keys must be "
+            f"{', '.join(data.sources)}. Fix: use these keys, or set data.source_column"
+        )
 
 
-RULES: tuple[Callable[[Config], str | None], ...] = (
+RULES = (
     messages_require_chat_template,
     system_prompt_requires_prompts_and_chat_template,
     reasoning_tasks_require_prompts,

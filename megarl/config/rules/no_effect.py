@@ -9,15 +9,19 @@ unknown keys.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import reduce
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from megarl.config.algorithm_schema import VARIANTS
-from megarl.config.document import show
+from megarl.config.document import show, value_at
 from megarl.config.model_schema import Critic
 from megarl.config.run_schema import TrackerName
 from megarl.config.schema import Config
+
+BASE = object()
+
+Keys = tuple[str, ...] | Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,15 +30,24 @@ class KeyRequirement:
 
     Args:
         unless: the condition, in the form `key=value`.
-        is_met: whether a run meets the condition.
-        keys: keys or sections that may differ from the base recipe's values only if the condition is met.
-        neutral: key -> the value to compare it with instead of the base recipe's value.
+        keys: keys or sections that may differ from the base recipe's values only if the condition is met. A mapping
+            names the value to compare each of them with; BASE stands for the base recipe's.
     """
 
     unless: str
     is_met: Callable[[Config], bool]
-    keys: tuple[str, ...] = ()
-    neutral: Mapping[str, Any] = field(default_factory=dict)
+    keys: Keys
+
+
+def _if_set(unless: str, keys: Keys) -> KeyRequirement:
+    """Return the requirement that the key in `unless` has a value, or one above 0."""
+    return KeyRequirement(unless, lambda config: bool(attrgetter(unless.partition("=")[0])(config)), keys)
+
+
+def _if_equal(unless: str, keys: Keys) -> KeyRequirement:
+    """Return the requirement that the key in `unless` has the value in `unless`."""
+    key, _, value = unless.partition("=")
+    return KeyRequirement(unless, lambda config: attrgetter(key)(config) == value, keys)
 
 
 def _tracker(name: TrackerName) -> KeyRequirement:
@@ -58,8 +71,8 @@ KEY_REQUIREMENTS = (
     KeyRequirement(
         "data.format=prompts",
         lambda config: not config.is_offline,
-        ("logprob_check",),
         {
+            "logprob_check": BASE,
             "rollout.temperature": 1.0,
             "rollout.top_p": 1.0,
             "rollout.top_k": None,
@@ -82,8 +95,8 @@ KEY_REQUIREMENTS = (
     KeyRequirement(
         "algorithm.objective.name=clip (or another objective that learns from advantages)",
         lambda config: config.algorithm.objective.spec.is_policy_objective,
-        ("algorithm.advantage",),
         {
+            "algorithm.advantage": BASE,
             "algorithm.advantage.estimator": "grpo",
             "algorithm.objective.entropy_coefficient": 0.0,
             "algorithm.objective.imitation_coefficient": 0.0,
@@ -99,7 +112,7 @@ KEY_REQUIREMENTS = (
     KeyRequirement(
         "algorithm.objective.name=clip (or another objective with a loss for each token)",
         lambda config: not config.algorithm.objective.spec.is_pairwise,
-        neutral={
+        {
             "algorithm.objective.aggregation": "sequence_mean_of_token_means",
             "algorithm.objective.empty_samples": "include",
         },
@@ -117,122 +130,68 @@ KEY_REQUIREMENTS = (
             *(f"critic.{name}" for name in Critic.model_fields if name != "shared_backbone"),
         ),
     ),
-    KeyRequirement(
-        "algorithm.correction.old=trainer",
-        lambda config: config.algorithm.correction.old == "trainer",
-        neutral={"algorithm.correction.weight": None, "algorithm.correction.mask": None},
+    _if_equal(
+        "algorithm.correction.old=trainer", {"algorithm.correction.weight": None, "algorithm.correction.mask": None}
     ),
-    KeyRequirement(
-        "algorithm.correction.weight=token",
-        lambda config: config.algorithm.correction.weight is not None,
-        ("algorithm.correction.weight_limit", "algorithm.correction.weight_floor"),
+    _if_set(
+        "algorithm.correction.weight=token", ("algorithm.correction.weight_limit", "algorithm.correction.weight_floor")
     ),
+    _if_set("algorithm.correction.mask=token", ("algorithm.correction.mask_low", "algorithm.correction.mask_high")),
+    _if_set("algorithm.kl.coefficient=0.001", {"algorithm.kl.adaptive_target": None}),
+    _if_set("algorithm.kl.adaptive_target=0.1", ("algorithm.kl.adaptive_horizon",)),
     KeyRequirement(
-        "algorithm.correction.mask=token",
-        lambda config: config.algorithm.correction.mask is not None,
-        ("algorithm.correction.mask_low", "algorithm.correction.mask_high"),
+        "algorithm.kl.coefficient=0.001", lambda config: config.has_reference, {"algorithm.kl.renew_steps": None}
     ),
-    KeyRequirement(
-        "algorithm.kl.coefficient=0.001",
-        lambda config: config.algorithm.kl.coefficient > 0,
-        neutral={"algorithm.kl.adaptive_target": None},
-    ),
-    KeyRequirement(
-        "algorithm.kl.adaptive_target=0.1",
-        lambda config: config.algorithm.kl.adaptive_target is not None,
-        ("algorithm.kl.adaptive_horizon",),
-    ),
-    KeyRequirement(
-        "algorithm.kl.coefficient=0.001",
-        lambda config: config.has_reference,
-        neutral={"algorithm.kl.renew_steps": None},
-    ),
-    KeyRequirement(
-        "algorithm.kl.renew_steps=1",
-        lambda config: config.algorithm.kl.renew_steps is not None,
-        neutral={"algorithm.kl.renew_share": 1.0},
-    ),
-    KeyRequirement(
-        "algorithm.trust_region.kl_limit=0.01",
-        lambda config: config.algorithm.trust_region.kl_limit is not None,
-        ("algorithm.trust_region",),
-    ),
+    _if_set("algorithm.kl.renew_steps=1", {"algorithm.kl.renew_share": 1.0}),
+    _if_set("algorithm.trust_region.kl_limit=0.01", ("algorithm.trust_region",)),
     *(requirement for section in ("actor", "critic", "implicit_reward") for requirement in _schedule(section)),
     KeyRequirement("actor.lora.rank=16", lambda config: config.actor.adapters is not None, ("actor.lora",)),
-    KeyRequirement("reward_model.path=PATH", lambda config: config.has_reward_model, ("reward_model",)),
-    KeyRequirement(
-        "reward_model.engine=megatron",
-        lambda config: config.reward_model.engine == "megatron",
-        neutral={"reward_model.offload": []},
-    ),
+    _if_set("reward_model.path=PATH", ("reward_model",)),
+    _if_equal("reward_model.engine=megatron", {"reward_model.offload": []}),
     KeyRequirement(
         "reward_model.input_format=question", lambda config: config.reward_model.judges, ("reward_model.judge",)
     ),
     KeyRequirement(
         "reward_model.input_format=ids",
         lambda config: not config.reward_model.judges,
-        neutral={"reward_model.step_end": None, "reward_model.aggregation": None},
+        {"reward_model.step_end": None, "reward_model.aggregation": None},
     ),
     KeyRequirement(
         "reward_model.input_format=text",
         lambda config: config.reward_model.input_format != "ids",
-        neutral={"reward_model.context_length": None},
+        {"reward_model.context_length": None},
     ),
-    KeyRequirement(
-        "rollout.max_staleness=1", lambda config: config.rollout.max_staleness > 0, ("rollout.kv_cache_on_update",)
-    ),
+    _if_set("rollout.max_staleness=1", ("rollout.kv_cache_on_update",)),
     KeyRequirement(
         "rollout.max_staleness=1 or batch.oversampling=1.25",
         lambda config: config.prompts_ahead > 0,
-        neutral={"rollout.on_stale": "wait"},
+        {"rollout.on_stale": "wait"},
     ),
-    KeyRequirement(
-        "batch.oversampling=null", lambda config: config.prompts_ahead > 0, neutral={"rollout.max_staleness": 0}
-    ),
-    KeyRequirement(
-        "logprob_check.action=mask", lambda config: config.logprob_check.action == "mask", ("logprob_check.mask",)
-    ),
+    KeyRequirement("batch.oversampling=null", lambda config: config.prompts_ahead > 0, {"rollout.max_staleness": 0}),
+    _if_equal("logprob_check.action=mask", ("logprob_check.mask",)),
     KeyRequirement("environment.class=NAME", lambda config: config.plays_in_environments, ("environment",)),
+    KeyRequirement("environment.class=NAME", lambda config: config.has_environment, {"environment.options": {}}),
     KeyRequirement(
-        "environment.class=NAME", lambda config: config.has_environment, neutral={"environment.options": {}}
+        "sandbox.provider=apptainer", lambda config: config.sandbox.provider != "bubblewrap", {"sandbox.image": None}
     ),
-    KeyRequirement(
-        "sandbox.provider=apptainer",
-        lambda config: config.sandbox.provider != "bubblewrap",
-        neutral={"sandbox.image": None},
-    ),
-    KeyRequirement(
-        "evaluation.sets=[{name: NAME}]",
-        lambda config: bool(config.evaluation.sets),
-        ("evaluation.every_steps", "evaluation.at_start", "evaluation.at_end"),
-    ),
-    KeyRequirement(
-        "evaluation.best.metric=METRIC",
-        lambda config: config.evaluation.best.metric is not None,
-        ("evaluation.best.mode",),
-    ),
+    _if_set("evaluation.sets=[{name: NAME}]", ("evaluation.every_steps", "evaluation.at_start", "evaluation.at_end")),
+    _if_set("evaluation.best.metric=METRIC", ("evaluation.best.mode",)),
     KeyRequirement("batch.epochs=2", lambda config: config.batch.epochs > 1, ("batch.epochs_kl_limit",)),
     KeyRequirement(
         "data.source=reasoning_gym:TASK",
         lambda config: config.data.reasoning_task is not None,
-        neutral={"data.options": {}, "data.stages": []},
+        {"data.options": {}, "data.stages": []},
     ),
-    KeyRequirement(
-        "data.source=FILE", lambda config: config.data.source != "arithmetic", neutral={"data.source_column": None}
-    ),
+    KeyRequirement("data.source=FILE", lambda config: config.data.source != "arithmetic", {"data.source_column": None}),
     KeyRequirement(
         "data.source=FILE",
         lambda config: not config.data.is_procedural or config.data.reasoning_task is not None,
-        neutral={"data.sort_column": None, "data.weight_column": None},
+        {"data.sort_column": None, "data.weight_column": None},
     ),
-    KeyRequirement(
-        "data.solved_weight=0.05", lambda config: config.data.solved_weight is not None, ("data.solved_above",)
-    ),
-    KeyRequirement(
-        "run.trackers=[wandb]", lambda config: bool(config.run.trackers), ("trackers.timeout_s", "trackers.project")
-    ),
+    _if_set("data.solved_weight=0.05", ("data.solved_above",)),
+    _if_set("run.trackers=[wandb]", ("trackers.timeout_s", "trackers.project")),
     *(_tracker(name) for name in ("wandb", "mlflow", "trackio")),
-    KeyRequirement("run.profile.steps=[2]", lambda config: bool(config.run.profile.steps), ("run.profile.ranks",)),
+    _if_set("run.profile.steps=[2]", ("run.profile.ranks",)),
 )
 
 
@@ -242,19 +201,16 @@ def keys_without_effect(config: Config, base: Mapping[str, Any]) -> list[str]:
     for requirement in KEY_REQUIREMENTS:
         if requirement.is_met(config):
             continue
-        defaults = {key: _at(base, key) for key in requirement.keys} | dict(requirement.neutral)
-        for section, default in defaults.items():
-            for key, value, unset in _changed(section, _at(values, section), default):
+        keys = requirement.keys
+        for section, neutral in (keys if isinstance(keys, Mapping) else dict.fromkeys(keys, BASE)).items():
+            default = value_at(base, section) if neutral is BASE else neutral
+            for key, value, unset in _changed(section, value_at(values, section), default):
                 lines.setdefault(
                     key,
                     f"{key}={show(value)}: has no effect unless {requirement.unless}. Fix: set {requirement.unless}, "
                     f"or remove the key (its default is {show(unset)})",
                 )
     return list(lines.values())
-
-
-def _at(values: Mapping[str, Any], key: str) -> Any:
-    return reduce(lambda section, name: section[name], key.split("."), values)
 
 
 def _changed(key: str, value: Any, default: Any) -> Iterator[tuple[str, Any, Any]]:

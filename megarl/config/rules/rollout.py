@@ -1,94 +1,88 @@
-"""Rules for section `rollout`."""
+"""Rules for the sections `rollout` and `logprob_check`, and for both `vllm_overrides`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 
+from megarl.config.document import show
 from megarl.config.schema import Config
+from megarl.config.vllm_arguments import MANAGED, REFITTABLE
 
 
-def candidate_tokens_are_bounded(config: Config) -> str | None:
+def candidate_tokens_are_bounded(config: Config) -> Iterator[str]:
     top_p = config.rollout.top_p
-    if top_p == 1 or config.rollout.top_k is not None:
-        return None
-    return (
-        f"rollout.top_p={top_p:g}: the trainer needs the candidate tokens of the truncated distribution, but with "
-        "rollout.top_k=null each position may have the whole vocabulary as candidates. Fix: set rollout.top_k=100, or "
-        "set rollout.top_p=1"
-    )
+    if top_p != 1 and config.rollout.top_k is None:
+        yield (
+            f"rollout.top_p={top_p:g}: the trainer needs the candidate tokens of the truncated distribution, but with "
+            "rollout.top_k=null each position may have the whole vocabulary as candidates. Fix: set rollout.top_k=100, "
+            "or set rollout.top_p=1"
+        )
 
 
-def nodes_do_not_share_memory(config: Config) -> str | None:
+def nodes_do_not_share_memory(config: Config) -> Iterator[str]:
     nodes = config.cluster.nodes
-    if nodes == 1 or config.is_offline or config.rollout.transport != "shared_memory":
-        return None
-    return (
-        f"rollout.transport=shared_memory: with cluster.nodes={nodes} the trainer and the engines are on different "
-        "nodes, which share no memory. Fix: set rollout.transport=auto"
-    )
+    if nodes != 1 and not config.is_offline and config.rollout.transport == "shared_memory":
+        yield (
+            f"rollout.transport=shared_memory: with cluster.nodes={nodes} the trainer and the engines are on different "
+            "nodes, which share no memory. Fix: set rollout.transport=auto"
+        )
 
 
-def context_holds_a_prompt_and_a_response(config: Config) -> str | None:
+def context_holds_a_prompt_and_a_response(config: Config) -> Iterator[str]:
     new, context = config.rollout.max_new_tokens, config.rollout.context_length
-    if config.is_offline or new < context:
-        return None
-    return (
-        f"rollout.max_new_tokens={new}: {context} - {new} = {context - new} of rollout.context_length={context} tokens "
-        "are left for the prompt. Fix: lower rollout.max_new_tokens, or raise rollout.context_length"
-    )
+    if not config.is_offline and new >= context:
+        yield (
+            f"rollout.max_new_tokens={new}: {context} - {new} = {context - new} of rollout.context_length={context} "
+            "tokens are left for the prompt. Fix: lower rollout.max_new_tokens, or raise rollout.context_length"
+        )
 
 
-def quantization_requires_bfloat16(config: Config) -> str | None:
-    if config.rollout.quantization is None or config.model.dtype == "bfloat16":
-        return None
-    return (
-        f"rollout.quantization={config.rollout.quantization}: fp8 engines compute in bfloat16, but "
-        f"model.dtype={config.model.dtype}. Fix: set model.dtype=bfloat16 or rollout.quantization=null"
-    )
+def quantization_requires_bfloat16(config: Config) -> Iterator[str]:
+    if config.rollout.quantization is not None and config.model.dtype != "bfloat16":
+        yield (
+            f"rollout.quantization={config.rollout.quantization}: fp8 engines compute in bfloat16, but "
+            f"model.dtype={config.model.dtype}. Fix: set model.dtype=bfloat16 or rollout.quantization=null"
+        )
 
 
-def weights_are_quantized_once(config: Config) -> str | None:
+def weights_are_quantized_once(config: Config) -> Iterator[str]:
     rollout = config.rollout
-    if rollout.quantization is None or "quantization" not in rollout.vllm_overrides:
-        return None
-    return (
-        f"rollout.vllm_overrides.quantization={rollout.vllm_overrides['quantization']}: with "
-        f"rollout.quantization={rollout.quantization} engines already receive quantized weights. Fix: remove the "
-        "override, or set rollout.quantization=null"
-    )
+    if rollout.quantization is not None and "quantization" in rollout.vllm_overrides:
+        yield (
+            f"rollout.vllm_overrides.quantization={rollout.vllm_overrides['quantization']}: with "
+            f"rollout.quantization={rollout.quantization} engines already receive quantized weights. Fix: remove the "
+            "override, or set rollout.quantization=null"
+        )
 
 
-def sleep_requires_idle_engines(config: Config) -> str | None:
-    if not _begins_ahead(config) or not config.rollout.sleep or config.pauses_rollouts:
-        return None
-    return (
-        f"rollout.sleep=true: with {_staleness(config)} and cluster.placement={config.cluster.placement} engines are "
-        "never idle, so they cannot sleep. Fix: set rollout.sleep=false"
-    )
+def sleep_requires_idle_engines(config: Config) -> Iterator[str]:
+    if _samples_ahead(config) and config.rollout.sleep and not config.pauses_rollouts:
+        yield (
+            f"rollout.sleep=true: with {_staleness(config)} and cluster.placement={config.cluster.placement} engines "
+            "are never idle, so they cannot sleep. Fix: set rollout.sleep=false"
+        )
 
 
-def sleeping_engines_recompute_kv_cache(config: Config) -> str | None:
+def sleeping_engines_recompute_kv_cache(config: Config) -> Iterator[str]:
     rollout = config.rollout
-    if not config.pauses_rollouts or not rollout.sleep or rollout.kv_cache_on_update == "recompute":
-        return None
-    return (
-        f"rollout.kv_cache_on_update={rollout.kv_cache_on_update}: with rollout.sleep=true and "
-        f"{_staleness(config)} colocated engines release the KV cache of running requests while models train. Fix: "
-        "set rollout.kv_cache_on_update=recompute"
-    )
+    if config.pauses_rollouts and rollout.sleep and rollout.kv_cache_on_update != "recompute":
+        yield (
+            f"rollout.kv_cache_on_update={rollout.kv_cache_on_update}: with rollout.sleep=true and "
+            f"{_staleness(config)} colocated engines release the KV cache of running requests while models train. Fix: "
+            "set rollout.kv_cache_on_update=recompute"
+        )
 
 
-def greedy_baselines_are_not_stale(config: Config) -> str | None:
-    if not _begins_ahead(config) or not config.samples_greedily:
-        return None
-    return (
-        f"{_staleness(config)}: algorithm.advantage.estimator={config.algorithm.advantage.estimator} compares each "
-        "sample with a greedy response from the same weights, but the weights may change between the two. Fix: set "
-        "rollout.max_staleness=0"
-    )
+def greedy_baselines_are_not_stale(config: Config) -> Iterator[str]:
+    if _samples_ahead(config) and config.samples_greedily:
+        yield (
+            f"{_staleness(config)}: algorithm.advantage.estimator={config.algorithm.advantage.estimator} compares each "
+            "sample with a greedy response from the same weights, but the weights may change between the two. Fix: set "
+            "rollout.max_staleness=0"
+        )
 
 
-def _begins_ahead(config: Config) -> bool:
+def _samples_ahead(config: Config) -> bool:
     return config.rollout.max_staleness > 0 and not config.is_offline
 
 
@@ -96,7 +90,52 @@ def _staleness(config: Config) -> str:
     return f"rollout.max_staleness={config.rollout.max_staleness}"
 
 
-RULES: tuple[Callable[[Config], str | None], ...] = (
+def overrides_exclude_managed_arguments(config: Config) -> Iterator[str]:
+    extras = {"rollout": config.rollout.vllm_overrides, "reward_model": config.reward_model.vllm_overrides}
+    lines = []
+    for section, homes in MANAGED.items():
+        for name in homes.keys() & extras[section].keys():
+            why = "megarl depends on its own value for this argument. Fix: remove the override"
+            if home := homes[name]:
+                why = f"megarl sets this argument from {home}. Fix: set {home} instead"
+            lines.append(f"{section}.vllm_overrides.{name}={show(extras[section][name])}: {why}")
+    yield from sorted(lines)
+
+
+def overrides_keep_weights_refittable(config: Config) -> Iterator[str]:
+    for name, (value, why) in REFITTABLE.items():
+        override = config.rollout.vllm_overrides.get(name, value)
+        if override != value:
+            yield f"rollout.vllm_overrides.{name}={show(override)}: {why}. Fix: remove the override"
+
+
+def masking_requires_trainer_logprobs(config: Config) -> Iterator[str]:
+    if config.logprob_check.action == "mask" and config.algorithm.correction.old == "rollout":
+        yield (
+            "logprob_check.action=mask: with algorithm.correction.old=rollout, the trainer computes no log-probs to "
+            "compare with the engine's. Fix: set algorithm.correction.old=trainer, or logprob_check.action=warn"
+        )
+
+
+def masking_requires_token_losses(config: Config) -> Iterator[str]:
+    objective = config.algorithm.objective
+    if config.logprob_check.action == "mask" and not objective.spec.is_policy_objective and not config.is_offline:
+        yield (
+            f"logprob_check.action=mask: algorithm.objective.name={objective.name} computes one loss per pair, so "
+            "single tokens cannot be masked. Fix: set logprob_check.action=warn"
+        )
+
+
+def stopping_requires_limit(config: Config) -> Iterator[str]:
+    if config.logprob_check.action == "stop" and config.agreement_limit is None:
+        yield (
+            "logprob_check.action=stop: the run would never stop, because with "
+            f"rollout.max_staleness={config.rollout.max_staleness} logprob_check.limit=null means no limit. Fix: set "
+            "logprob_check.limit, or logprob_check.action=warn"
+        )
+
+
+RULES = (
     candidate_tokens_are_bounded,
     nodes_do_not_share_memory,
     context_holds_a_prompt_and_a_response,
@@ -105,4 +144,9 @@ RULES: tuple[Callable[[Config], str | None], ...] = (
     sleep_requires_idle_engines,
     sleeping_engines_recompute_kv_cache,
     greedy_baselines_are_not_stale,
+    overrides_exclude_managed_arguments,
+    overrides_keep_weights_refittable,
+    masking_requires_trainer_logprobs,
+    masking_requires_token_losses,
+    stopping_requires_limit,
 )

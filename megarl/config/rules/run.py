@@ -1,45 +1,75 @@
-"""Rules for section `run`."""
+"""Rules for the sections `run` and `batch`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 
+from megarl.config.divisors import divisibility_error, divisors
 from megarl.config.schema import Config
 
 
-def trackers_are_named_once(config: Config) -> str | None:
+def prompts_per_update_divides_prompts_per_step(config: Config) -> Iterator[str]:
+    per_step, per_update = config.batch.prompts_per_step, config.batch.prompts_per_update
+    legal = divisors(per_step)
+    if error := divisibility_error("batch.prompts_per_update", per_update, "prompts per step", per_step, legal):
+        yield error
+
+
+def dynamic_sampling_needs_groups(config: Config) -> Iterator[str]:
+    rounds, samples = config.batch.sampling_rounds, config.batch.samples_per_prompt
+    if rounds != 1 and samples < 2:
+        yield (
+            f"batch.sampling_rounds={rounds}: dynamic sampling replaces prompts whose samples all have the same "
+            "reward. With batch.samples_per_prompt=1 it would replace every prompt. Fix: set batch.sampling_rounds=1 "
+            "or batch.samples_per_prompt=8"
+        )
+
+
+def oversampled_prompts_are_used(config: Config) -> Iterator[str]:
+    factor, staleness = config.batch.oversampling, config.rollout.max_staleness
+    if factor is None or config.is_offline or config.drops_rollouts or factor <= 1 + staleness:
+        return
+    most = 1 + staleness
+    yield (
+        f"batch.oversampling={factor:g}: with rollout.max_staleness={staleness} a sample must be used within {most} "
+        f"{'steps' if staleness else 'step'}, so at most {most} x batch.prompts_per_step prompts can be in flight. "
+        f"Fix: set batch.oversampling to at most {most}, or set rollout.on_stale=drop to drop stale samples"
+    )
+
+
+def trackers_are_named_once(config: Config) -> Iterator[str]:
     names = config.run.trackers
     twice = sorted({name for name in names if names.count(name) > 1})
-    if not twice:
-        return None
-    return f"run.trackers=[{', '.join(names)}]: {twice[0]} is listed twice. Fix: list it once"
+    if twice:
+        yield f"run.trackers=[{', '.join(names)}]: {twice[0]} is listed twice. Fix: list it once"
 
 
-def profiled_steps_are_steps_of_the_run(config: Config) -> str | None:
+def profiled_steps_are_steps_of_the_run(config: Config) -> Iterator[str]:
     late = [step for step in config.run.profile.steps if step > config.run.steps]
-    if not late:
-        return None
-    return (
-        f"run.profile.steps: step {late[0]} is after the last step of the run (run.steps={config.run.steps}). Fix: "
-        f"list only steps up to {config.run.steps}"
-    )
+    if late:
+        yield (
+            f"run.profile.steps: step {late[0]} is after the last step of the run (run.steps={config.run.steps}). Fix: "
+            f"list only steps up to {config.run.steps}"
+        )
 
 
-def profiled_ranks_are_ranks_of_a_model(config: Config) -> str | None:
+def profiled_ranks_are_ranks_of_a_model(config: Config) -> Iterator[str]:
     """A rank in run.profile is profiled in every trained model that has a rank with this number."""
     if not config.run.profile.steps:
-        return None
+        return
     largest = max(trained.layout.world_size for trained in config.all_trained)
     beyond = [rank for rank in config.run.profile.ranks if rank >= largest]
-    if not beyond:
-        return None
-    return (
-        f"run.profile.ranks: no trained model has a rank {beyond[0]}, because the largest has {largest} ranks. Fix: "
-        f"list only ranks below {largest}"
-    )
+    if beyond:
+        yield (
+            f"run.profile.ranks: no trained model has a rank {beyond[0]}, because the largest has {largest} ranks. "
+            f"Fix: list only ranks below {largest}"
+        )
 
 
-RULES: tuple[Callable[[Config], str | None], ...] = (
+RULES = (
+    prompts_per_update_divides_prompts_per_step,
+    dynamic_sampling_needs_groups,
+    oversampled_prompts_are_used,
     trackers_are_named_once,
     profiled_steps_are_steps_of_the_run,
     profiled_ranks_are_ranks_of_a_model,

@@ -50,11 +50,9 @@ def weights_travel(config: Config, devices_per_node: int) -> bool:
 
 
 def stays_in_nodes(layout: Layout, devices_per_node: int, first: int) -> bool:
-    """Return whether the ranks of each node together hold all parameters.
-
-    The ranks of a pipeline stage are consecutive; within a stage, so are the tensor-parallel ranks and the ep x etp
-    ranks that split the experts. `first` is the first rank's device.
-    """
+    """Return whether the ranks of each node together hold all parameters. The ranks of a pipeline stage are
+    consecutive; within a stage, so are the tensor-parallel ranks and the ep x etp ranks that split the experts. `first`
+    is the first rank's device."""
     if first // devices_per_node == (first + layout.world_size - 1) // devices_per_node:
         return True
     experts = layout.ep * layout.expert_tp if layout.ep > 1 else 1

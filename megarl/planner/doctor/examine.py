@@ -5,21 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from megarl.planner.doctor.finding import Finding
+from megarl.planner.doctor import Finding
 from megarl.planner.doctor.gpus import check_gpus
 from megarl.planner.doctor.machine import check_machine
-from megarl.planner.doctor.packages import check_packages, installed
-from megarl.planner.doctor.ranges import CUDA_RUNTIME
+from megarl.planner.doctor.packages import CUDA_RUNTIME, check_packages, installed
 
 MARKS = {"ok": " ", "note": "·", "problem": "!"}
 
 
 def examine(folder: Path) -> list[Finding]:
-    """Run all checks and return their findings in display order.
-
-    Args:
-        folder: folder that contains the run folders.
-    """
+    """Run all checks and return their findings in display order."""
     gpus = check_gpus(installed(("torch",)), installed(CUDA_RUNTIME))
     has_gpu = gpus[0].state == "ok"
     return [*check_packages(has_gpu), *gpus, *check_machine(folder)]

@@ -6,8 +6,8 @@ import re
 import subprocess
 from collections.abc import Callable, Sequence
 
-from megarl.planner.doctor.finding import Finding
-from megarl.planner.doctor.ranges import DRIVERS
+from megarl.planner.doctor import Finding
+from megarl.planner.doctor.packages import DRIVERS
 
 TIMEOUT_S = 5
 QUERY = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits")
@@ -27,13 +27,7 @@ def run_command(command: Sequence[str]) -> str | None:
 
 
 def check_gpus(torch: str | None, runtime: str | None, run: RunCommand = run_command) -> list[Finding]:
-    """Check the GPUs, their driver and their links.
-
-    Args:
-        torch: installed version of torch, or None if torch is not installed.
-        runtime: installed version of the CUDA runtime, or None if it is not installed.
-        run: function that runs nvidia-smi commands.
-    """
+    """Check the GPUs, their driver and their links."""
     output = run(QUERY)
     gpus = [[part.strip() for part in line.split(",")] for line in (output or "").splitlines() if line.strip()]
     if not gpus:
@@ -44,11 +38,9 @@ def check_gpus(torch: str | None, runtime: str | None, run: RunCommand = run_com
 
 
 def driver(found: str, torch: str | None, runtime: str | None) -> Finding:
-    """Check that the driver supports the CUDA version for which torch was built.
-
-    The CUDA version is the local part of torch's version, such as +cu130. PyPI builds have no local part. For them, the
-    version of the installed CUDA runtime is used.
-    """
+    """Check that the driver supports the CUDA version for which torch was built. The CUDA version is the local part of
+    torch's version, such as +cu130. PyPI builds have no local part. For them, the version of the installed CUDA runtime
+    is used."""
     cuda = re.search(r"\+cu(\d\d)", torch or "")
     if torch is not None and cuda is None and "+" in torch:
         fix = "install torch's CUDA build: pip install torch --index-url https://download.pytorch.org/whl/cu130"
@@ -62,12 +54,8 @@ def driver(found: str, torch: str | None, runtime: str | None) -> Finding:
 
 
 def links(num_gpus: int, topology: str | None) -> Finding:
-    """Count the GPU pairs that are connected by NVLink.
-
-    Args:
-        num_gpus: number of GPUs on this machine.
-        topology: output of `nvidia-smi topo -m`, or None if it is not available.
-    """
+    """Count the GPU pairs that are connected by NVLink. topology: output of `nvidia-smi topo -m`, or None if it is not
+    available."""
     rows = [line.split() for line in (topology or "").splitlines() if re.match(r"GPU\d+\s", line)]
     cells = [cell for row in rows for cell in row[1 : num_gpus + 1] if cell != "X"]
     if not cells:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megarl.cluster.network import EPHEMERAL
 from megarl.core.cores import cgroup_cores
-from megarl.planner.doctor.finding import Finding
+from megarl.planner.doctor import Finding
 
 GIB = 2**30
 LEAST_SHARED_GIB = 1
@@ -33,11 +33,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def check_machine(folder: Path) -> list[Finding]:
-    """Check the resources of this machine.
-
-    Args:
-        folder: folder that contains the run folders.
-    """
+    """Check the resources of this machine."""
     return [
         processors(len(os.sched_getaffinity(0)), cgroup_cores(), os.cpu_count() or 1),
         memory(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), cgroup_bytes(CGROUP)),
@@ -56,7 +52,6 @@ def processors(allowed: int, quota: float | None, installed: int) -> Finding:
     Args:
         allowed: number of cores in the process's affinity mask.
         quota: CPU quota of the process's cgroup in cores, or None if there is no quota.
-        installed: number of cores in this machine.
     """
     if quota is not None and quota < allowed:
         found = f"cgroup quota of {quota:g} cores ({allowed} of {installed} cores allowed)"
@@ -110,12 +105,7 @@ def disk(name: str, folder: Path) -> Finding:
 
 
 def ports(local_range: str, listening: bool) -> Finding:
-    """Check the range of ephemeral ports.
-
-    Args:
-        local_range: contents of the kernel file ip_local_port_range.
-        listening: whether this process is able to listen on a port.
-    """
+    """Check the range of ephemeral ports. local_range: contents of the kernel file ip_local_port_range."""
     if not listening:
         fix = "allow programs to listen on ports (a sandbox or firewall may forbid it)"
         return Finding("ports", "problem", "cannot listen on any port", "", fix)

@@ -11,7 +11,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from megarl.planner.doctor.ranges import PACKAGES
+from megarl.planner.doctor.packages import PACKAGES
 from tests.paths import ROOT
 
 CONTAINER = ROOT / "launch" / "container"

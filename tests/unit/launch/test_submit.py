@@ -56,7 +56,7 @@ def launch(recipe: Path, request: Request, *overrides: str, sweeps: Sequence[str
 
 
 def script_of(run: Path) -> str:
-    return JobFolder.of(run).script.read_text()
+    return JobFolder(run).script.read_text()
 
 
 def array(script: str, name: str) -> list[str]:
@@ -78,7 +78,7 @@ def test_every_recipe_becomes_a_job(recipe: Path, tmp_path: Path) -> None:
     lines = launch(recipe, ON_CPU, f"run.folder={tmp_path}", *own_data)
     assert lines[-1] == "dry run: nothing was submitted"
     run = tmp_path / load(recipe).run.name
-    config = load(JobFolder.of(run).recipe)
+    config = load(JobFolder(run).recipe)
     assert (config.resume, config.checkpoint.on_signal, config.checkpoint.grace_s) == ("auto", True, 75.0)
     assert subprocess.run(["bash", "-n"], input=script_of(run), text=True).returncode == 0
     assert array(script_of(run), "megarl") == [sys.executable, "-m", "megarl.cli"]
@@ -98,7 +98,7 @@ def test_script_contains_the_requested_options(on_h100s: Path, tmp_path: Path) -
     }
     assert "\nsizes=(2)\n" in script and "\nrestarts=5 " in script
     assert "\nmodule load cuda\n" in script
-    assert JobFolder.of(tmp_path / "runs/big").job() == Job(str(Path.cwd()), nodes=2, gpus=8, stalled=3)
+    assert JobFolder(tmp_path / "runs/big").job() == Job(str(Path.cwd()), nodes=2, gpus=8, stalled=3)
     assert load(tmp_path / "runs/big/launch/recipe.yaml").cluster.nodes == 2
 
 
@@ -108,7 +108,7 @@ def test_script_passes_shellcheck_in_every_container(container: str, tmp_path: P
     image.touch()
     request = replace(ON_CPU, container=container, image=None if container == "none" else str(image))
     launch(ROOT / "configs/quickstart.yaml", request, f"run.folder={run.parent}")
-    checked = subprocess.run([SHELLCHECK, str(JobFolder.of(run).script)], capture_output=True, text=True)
+    checked = subprocess.run([SHELLCHECK, str(JobFolder(run).script)], capture_output=True, text=True)
     assert checked.returncode == 0, checked.stdout
     outside, inside = array(script_of(run), "srun_options"), array(script_of(run), "megarl")
     mounts = [f"{folder}:{folder}" for folder in (run.parent, Path.cwd())]
@@ -146,7 +146,7 @@ def test_sweep_becomes_a_job_array(tmp_path: Path) -> None:
         process = subprocess.run(
             ["bash", "-c", f'{line}; echo "$run"'], env=environment, capture_output=True, text=True
         )
-        config = load(JobFolder.of(Path(process.stdout.strip())).recipe)
+        config = load(JobFolder(Path(process.stdout.strip())).recipe)
         points.append((config.run.name, config.actor.optimizer.lr, config.run.seed))
     assert points == [("s-0", 1e-6, 0), ("s-1", 1e-6, 1), ("s-2", 3e-6, 0), ("s-3", 3e-6, 1)]
 
@@ -296,7 +296,7 @@ def test_fewest_nodes_writes_configs_with_fewer_replicas(tmp_path: Path) -> None
     assert "attempts use 4 nodes, or 3 or 2 or 1 after nodes are lost" in lines
     assert array(script_of(tmp_path / "fewer"), "sizes") == ["4", "3", "2", "1"]
     for seed in range(2):
-        folder = JobFolder.of(tmp_path / f"fewer-{seed}")
+        folder = JobFolder(tmp_path / f"fewer-{seed}")
         for nodes in (4, 3, 2, 1):
             config = load(folder.recipe_on(nodes))
             assert (config.actor.layout.dp, config.rollout.replicas, config.cluster.nodes) == (2 * nodes, nodes, nodes)

@@ -509,25 +509,26 @@ def test_engine_tp_that_splits_fp8_blocks_is_refused(name: str, whole_experts: b
             holders = vllm_holders(model, tp, 1, "bfloat16", whole_experts)
         except ValueError:
             continue
-        message = engine_shards_keep_blocks_whole(recipe(*keys, experts), model)
+        messages = [*engine_shards_keep_blocks_whole(recipe(*keys, experts), model)]
         try:
             quantized_destinations(model, holders)
         except ValueError:
-            assert message is not None and message.startswith(f"rollout.quantization=fp8_block: with rollout.tp={tp} ")
+            assert len(messages) == 1
+            assert messages[0].startswith(f"rollout.quantization=fp8_block: with rollout.tp={tp} ")
         else:
-            assert message is None
+            assert messages == []
 
 
 def test_split_fp8_block_error_names_the_fixes() -> None:
     keys = ("rollout.quantization=fp8_block", "rollout.tp=4")
-    message = engine_shards_keep_blocks_whole(recipe(*keys), completed(CONFIGS["Qwen3-30B-A3B"]))
+    [message] = engine_shards_keep_blocks_whole(recipe(*keys), completed(CONFIGS["Qwen3-30B-A3B"]))
     assert message == (
         "rollout.quantization=fp8_block: with rollout.tp=4 an engine rank has 192 MLP rows of an expert, which is not "
         "a multiple of the block size 128. Fix: set rollout.tp to 1 or 2, or set "
         "rollout.vllm_overrides={enable_expert_parallel: true} so that each expert stays on one rank"
     )
     smollm2 = completed(SMOLLM2 | {"hidden_size": 576})
-    message = engine_shards_keep_blocks_whole(recipe("rollout.quantization=fp8_block"), smollm2)
-    assert message is not None and message.endswith(
+    [message] = engine_shards_keep_blocks_whole(recipe("rollout.quantization=fp8_block"), smollm2)
+    assert message.endswith(
         "has 576 query rows, which is not a multiple of the block size 128. Fix: set rollout.quantization=null"
     )

@@ -42,7 +42,7 @@ def test_recipe_job_is_written(recipe: H100Recipe, tmp_path: Path, monkeypatch: 
     lines = list(submit.launch(recipe.file, keys, request, (), dry_run=True))
     assert any("a step takes about" in line for line in lines)
     run = tmp_path / "runs" / load(recipe.file, keys).run.name
-    written = load(JobFolder.of(run).recipe)
+    written = load(JobFolder(run).recipe)
     assert (written.cluster.nodes, written.resume) == (recipe.nodes, "auto")
 
 

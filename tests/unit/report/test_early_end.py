@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megarl.config.load import load
-from megarl.report.early_end import early_end
+from megarl.report import early_end
 from tests.unit.run.test_resume import PROMPTS, config, save, start
 
 ERRORS = [KeyboardInterrupt(), RuntimeError("lost"), ValueError("wrong"), SystemExit(1)]

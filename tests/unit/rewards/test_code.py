@@ -8,7 +8,7 @@ import json
 import pytest
 
 from megarl.rewards.code import code_stdin_stdout, code_tests, last_code_block
-from megarl.sandbox.unsafe import Unsafe
+from megarl.sandbox.choice import Unsafe
 from tests.sandboxes import limits
 from tests.timing import HANG_S, WAIT_S
 

@@ -11,10 +11,9 @@ import pytest
 from megarl.core.errors import UserError
 from megarl.sandbox import bubblewrap
 from megarl.sandbox.apptainer import Apptainer
-from megarl.sandbox.choice import find_provider
+from megarl.sandbox.choice import Unsafe, find_provider
 from megarl.sandbox.provider import AGENT, Provider
 from megarl.sandbox.sandbox import SandboxError
-from megarl.sandbox.unsafe import Unsafe
 from tests.sandboxes import limits, printed
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megarl.sandbox.choice import Unsafe
 from megarl.sandbox.sandbox import SandboxError
-from megarl.sandbox.unsafe import Unsafe
 from tests.paths import ROOT
 from tests.sandboxes import finish, limits, printed
 from tests.timing import WAIT_S, wait_until
@@ -79,7 +79,7 @@ def test_daemon_is_killed_with_its_program(provider):
 
 PARENT = """
 import asyncio, sys
-from megarl.sandbox.unsafe import Unsafe
+from megarl.sandbox.choice import Unsafe
 from tests.sandboxes import limits
 
 async def main():

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
+from megarl.planner.doctor import Finding
 from megarl.planner.doctor.examine import table
-from megarl.planner.doctor.finding import Finding
 from tests.paths import ROOT
 from tests.timing import WAIT_S
 

@@ -14,8 +14,16 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from megarl.planner.doctor import packages
-from megarl.planner.doctor.packages import apex, check_package, check_packages, installed, python
-from megarl.planner.doctor.ranges import PACKAGES, PYTHON, Package
+from megarl.planner.doctor.packages import (
+    PACKAGES,
+    PYTHON,
+    Package,
+    apex,
+    check_package,
+    check_packages,
+    installed,
+    python,
+)
 from tests.paths import ROOT
 
 TESTED = {tested.name: tested for tested in PACKAGES}
