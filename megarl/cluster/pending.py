@@ -63,10 +63,8 @@ class Pending(Generic[T]):
         return self
 
     def result(self, meanwhile: Callable[[], object] | None = None) -> T:
-        """Wait for the calls and return their result.
-
-        Args:
-            meanwhile: called from time to time during a long wait. It may wait for other calls.
+        """Wait for the calls and return their result. `meanwhile` is called from time to time during a long wait. It
+        may wait for other calls.
 
         Raises:
             UserError: a worker raised a UserError.

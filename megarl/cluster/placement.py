@@ -68,11 +68,7 @@ class Process:
 
     def environment(self, inherited: str | None) -> dict[str, str]:
         """Return the environment variables that make GPUs visible to the process: first its own GPUs, then the GPUs
-        that it reads.
-
-        Args:
-            inherited: the node's value of CUDA_VISIBLE_DEVICES.
-        """
+        that it reads. `inherited` is the node's value of CUDA_VISIBLE_DEVICES."""
         if not self.gpus:
             return {}
         numbers = [gpu - self.node.devices.start for gpu in (*self.gpus, *self.reads)]
@@ -123,14 +119,12 @@ class Placement:
 def place(
     config: Config, cores: int | None = None, on_gpus: bool = False, gpus_per_node: int | None = None
 ) -> Placement:
-    """Place all processes in a run on its nodes, which are assumed to be identical.
+    """Place all processes in a run on its nodes, which are assumed to be identical. Raise UserError if the layouts do
+    not fill the nodes, or a tensor-parallel group crosses a node boundary.
 
     Args:
         cores: number of cores on each node; None: the cores available to this process.
         gpus_per_node: number of GPUs on each node; None: a single node with as many GPUs as needed.
-
-    Raises:
-        UserError: the layouts do not fill the nodes, or a tensor-parallel group crosses a node boundary.
     """
     nodes = _nodes(config, cores or usable_cores(), gpus_per_node if on_gpus else None)
     check_nodes(config, nodes)

@@ -95,11 +95,7 @@ class RankBatch:
 
     def fetch_samples(self, samples: Sequence[Sample] | None = None) -> list[SampleRef]:
         """Fetch all objects referenced by the batch in one call. Return its samples with the objects in place of the
-        references.
-
-        Args:
-            samples: the batch's samples if already fetched; None: fetch them.
-        """
+        references. `samples` are the batch's samples if already fetched; None: fetch them."""
         wanted = [part.scores for item in self.samples for part in item.scores.values()]
         fetched = _get([*(item.sample for item in self.samples if samples is None), *wanted])
         samples = [fetched[item.sample] for item in self.samples] if samples is None else samples

@@ -54,14 +54,9 @@ class Refit:
         self._connections = 0
 
     def run(self, version: int, rate: float = 0.0) -> dict[str, Metric]:
-        """Write the weights into every engine in place, as this version. Return metrics.
-
-        Args:
-            rate: learning rate of the updates since the last refit; 0 if nothing was learned.
-
-        Raises:
-            RunFailure: a call failed, the weights did not arrive (see SyncVerifier), or the last engine is lost.
-        """
+        """Write the weights into every engine in place, as this version. Return metrics. `rate` is the learning rate of
+        the updates since the last refit; 0 if nothing was learned. Raise RunFailure if a call failed, the weights did
+        not arrive (see SyncVerifier), or the last engine is lost."""
         self._engines.rejoin_restarted()
         if self._quantizes or self._config.actor.adapters is not None:
             self._trainers.prepare_refit().result()

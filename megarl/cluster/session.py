@@ -209,11 +209,8 @@ class Session:
             self._wait_once(pendings[0].current, meanwhile)
 
     def _wait_once(self, wanted: Pending, meanwhile: Callable[[], object] | None) -> None:
-        """Wait until any pending call ends, or for CHECK_S seconds.
-
-        Args:
-            wanted: the Pending that the caller waits for. Errors name it if no specific call has failed.
-        """
+        """Wait until any pending call ends, or for CHECK_S seconds. If no specific call has failed, errors name
+        `wanted`, the Pending that the caller waits for."""
         self._pending = [pending for pending in self._pending if pending.unfinished]
         self._watchdog.phase = wanted.phase
         most_urgent = min(self._pending, key=lambda pending: pending.deadline)

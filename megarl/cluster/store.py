@@ -11,11 +11,7 @@ from megarl.cluster.network import listen
 
 def open_store(host: str, world_size: int | None, timeout_s: float) -> dist.TCPStore:
     """Open the store for a new process group. It listens only on the interface with this address, whereas torch listens
-    on all interfaces by default.
-
-    Args:
-        world_size: number of processes in the group; None: any number may join.
-    """
+    on all interfaces by default. `world_size` is the number of processes in the group; None: any number may join."""
     listener = listen(host)
     port = listener.getsockname()[1]
     return dist.TCPStore(

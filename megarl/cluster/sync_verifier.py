@@ -51,14 +51,12 @@ class SyncVerifier:
         """Sum of the learning rates in the steps since the last change to the sample."""
 
     def expect(self, regions: Sequence[Region], rate: float) -> dict[Region, Checksum]:
-        """Return the checksums that the engines should have after this refit.
+        """Return the checksums that the engines should have after this refit. Raise RunFailure if the trainer's weights
+        do not change during training.
 
         Args:
             regions: all regions that the engines hold.
             rate: learning rate in the step before this refit; 0 if nothing was learned.
-
-        Raises:
-            RunFailure: the trainer's weights do not change during training.
         """
         wanted = sample([region for region in regions if self._is_trained(region)], NUM_REGIONS, NUM_ELEMENTS)
         verifies_all = self._verify == "always" or not self._sampled

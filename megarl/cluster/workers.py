@@ -75,11 +75,8 @@ class Workers:
         return offloaded
 
     def switch_to_scoring(self, is_last: bool) -> None:
-        """Put the engines to sleep after a sampling round if a reward model shares their devices.
-
-        Args:
-            is_last: whether a refit follows before the engines sample again.
-        """
+        """Put the engines to sleep after a sampling round if a reward model shares their devices. `is_last`: whether a
+        refit follows before the engines sample again."""
         if self.rewards_share_devices:
             self._suspend(keeps_weights=not is_last)
 
@@ -125,11 +122,8 @@ def launch_workers(
     engines: EngineGroup | None = None,
 ) -> Workers:
     """Start all processes in parallel, and plan the export of the weights. Each model loads its model folder and then,
-    if there is a checkpoint, its state from the checkpoint.
-
-    Args:
-        engines: running engines with the same config; None: start new engines.
-    """
+    if there is a checkpoint, its state from the checkpoint. `engines` are running engines with the same config; None:
+    start new engines."""
 
     placed: dict[Role, tuple[Path | None, Sequence[Process]]] = {
         "actor": (models.actor, placement.trainers),

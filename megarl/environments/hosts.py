@@ -17,11 +17,7 @@ TOOLS_S = 5.0
 
 
 class HostFailure(Exception):
-    """A failed call to an environment process.
-
-    Attributes:
-        stack: stack trace of the environment's exception, or "".
-    """
+    """A failed call to an environment process. `stack` is the stack trace of the environment's exception, or ""."""
 
     def __init__(self, reason: str, stack: str = ""):
         super().__init__(reason)

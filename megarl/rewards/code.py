@@ -49,10 +49,7 @@ async def code_tests(
     The answer contains the tests as Python source, a string or a list of strings, such as `assert` lines (as in MBPP).
     They run in the program's namespace, after the optional column `test_setup_code`. With a column `entry_point` that
     names a function, the tests define `check`, which is called with that function (as in HumanEval). Code under a
-    `__name__ == "__main__"` guard does not run.
-
-    Raises:
-        ValueError: the answer has no tests.
+    `__name__ == "__main__"` guard does not run. Raise ValueError if the answer has no tests.
     """
     tests = [answer] if isinstance(answer, str) else answer
     if not isinstance(tests, list | tuple) or not all(isinstance(test, str) for test in tests) or not "".join(tests):
@@ -75,10 +72,7 @@ async def code_stdin_stdout(prompt: str, response: str, answer: Any, *, sandbox:
 
     The answer is a list of `{"input": …, "output": …}`, or `{"inputs": […], "outputs": […]}` (as in APPS and TACO), or
     either as JSON text. Outputs are compared line by line as sequences of words, ignoring other whitespace and empty
-    lines at the end. Testing stops at the first wrong output.
-
-    Raises:
-        ValueError: the answer has no such pairs.
+    lines at the end. Testing stops at the first wrong output. Raise ValueError if the answer has no such pairs.
     """
     pairs = _pairs(answer)
     program = last_code_block(response)

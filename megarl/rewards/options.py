@@ -53,10 +53,8 @@ def give_options(name: str, function: Callable[..., Any], options: Mapping[str, 
 def configure(name: str, function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
     """Bind options to a built-in function, or instantiate a built-in class with them.
 
-    A function's parameters with defaults are always options, never data columns.
-
-    Raises:
-        UserError: an option is unknown or missing, or has an invalid value.
+    A function's parameters with defaults are always options, never data columns. Raise UserError if an option is
+    unknown or missing, or has an invalid value.
     """
     parameters = list(inspect.signature(function).parameters.values())
     if not inspect.isclass(function):

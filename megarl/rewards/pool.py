@@ -100,11 +100,8 @@ class FunctionPool:
         return self._entries[function].applies_to(source)
 
     def call(self, function: str, *arguments: Any, columns: Mapping[str, Any] = NO_COLUMNS) -> Future[Result]:
-        """Call the function as soon as a process is free. Calls start in the order of submission.
-
-        Args:
-            columns: the data row's columns. The function receives the columns that its parameters name.
-        """
+        """Call the function as soon as a process is free. Calls start in the order of submission. The function receives
+        those of the data row's columns that its parameters name."""
         return self._threads.submit(lambda: Result(**self._run(function, arguments, dict(columns))))
 
     def call_batch(

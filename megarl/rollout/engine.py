@@ -50,11 +50,8 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class SamplingRequest(Sampling):
-    """A request for one completion, or for one rollout whose turns all use these parameters.
-
-    Attributes:
-        group_seed: seed for the environment's random draws; equal for all rollouts of a prompt in a step.
-    """
+    """A request for one completion, or for one rollout whose turns all use these parameters. `group_seed` is the seed
+    for the environment's random draws; it is equal for all rollouts of a prompt in a step."""
 
     sample_id: str
     prompt: Prompt
@@ -120,10 +117,7 @@ class Engine(Protocol):
         The engine executes other calls while it samples. After a refit, unfinished samples continue with the new
         weights; rollout.kv_cache_on_update decides whether their KV cache is kept or recomputed. After a failed refit,
         they wait for a successful one. Sample.versions records the weight version of each token. Canceling the call
-        aborts its requests.
-
-        Raises:
-            RuntimeError: `version` is None.
+        aborts its requests. Raise RuntimeError if `version` is None.
         """
 
     def num_unfinished_tokens(self, sample_ids: Collection[str]) -> int:
@@ -176,11 +170,8 @@ class Engine(Protocol):
         """
 
     def refit(self, version: int, expected: Mapping[Region, Checksum] | None = None) -> list[SyncStats]:
-        """Write new weights into the running engine, then set its version. Return statistics for each worker.
-
-        Raises:
-            RuntimeError: the weights do not match the `expected` checksums (None: not verified).
-        """
+        """Write new weights into the running engine, then set its version. Return statistics for each worker. Raise
+        RuntimeError if the weights do not match the `expected` checksums (None: not verified)."""
 
     def differing(self, expected: Mapping[Region, Checksum]) -> list[str] | None:
         """Return one message per region whose live weights do not match the expected checksum.

@@ -93,7 +93,9 @@ class RunContext:
         config_paths: Mapping[str, str] = NO_PATHS,
         evaluation: Mapping[str, PromptSet] = NO_SETS,
     ) -> Iterator[RunContext]:
-        """Lock and open the run folder, and print the run summary. No process is started.
+        """Lock and open the run folder, and print the run summary. No process is started. Raise UserError if the folder
+        is in use, `resume` does not name a valid checkpoint, or the disk does not have enough space for the next
+        checkpoint.
 
         Args:
             config: the run's config.
@@ -101,10 +103,6 @@ class RunContext:
             data: the run's prompts or offline data.
             config_paths: model paths that the user wrote, keyed by config key, if the config contains resolved paths.
             evaluation: the prompts in each evaluation set, keyed by set name.
-
-        Raises:
-            UserError: the folder is in use, `resume` does not name a valid checkpoint, or the disk does not have enough
-                space for the next checkpoint.
         """
         num_bytes = checkpoint_bytes(config, models.trained(config))
         placement = place_here(config)
@@ -134,14 +132,8 @@ class RunContext:
         return [self.data[i] for i in self.state.cursor.take(n)]
 
     def note_solved(self, rates: Mapping[str, float]) -> dict[str, float]:
-        """Update the sampling weights of prompts.
-
-        Args:
-            rates: the solve rate of each prompt, keyed by prompt id.
-
-        Returns:
-            Metrics on the weights. Empty if prompts are not drawn by weight.
-        """
+        """Update the sampling weights of prompts, given their solve rates by prompt id. Return metrics on the weights,
+        or an empty mapping if prompts are not drawn by weight."""
         cursor = self.state.cursor
         if not isinstance(cursor, WeightedCursor):
             return {}

@@ -48,11 +48,8 @@ class EffectiveShare:
         self._lasted = _completed_s(run)
 
     def metrics(self, step_metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return the goodput metric at the end of a step, or an empty mapping outside a Slurm job.
-
-        Args:
-            step_metrics: metrics of the step, including time/step.
-        """
+        """Return the goodput metric at the end of a step, or an empty mapping outside a Slurm job. `step_metrics` must
+        include time/step."""
         if ALLOCATED not in os.environ:
             return {}
         self._lasted += step_metrics["time/step"]

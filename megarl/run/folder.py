@@ -50,11 +50,7 @@ class RunFolder:
 
     @classmethod
     def of(cls, config: Config) -> RunFolder:
-        """Return the run folder run.folder/run.name, which need not exist.
-
-        Raises:
-            UserError: the name is reserved.
-        """
+        """Return the run folder run.folder/run.name, which need not exist. Raise UserError if the name is reserved."""
         if config.run.name == "latest":
             raise UserError(
                 "run.name=latest: the name latest is reserved for the link to the newest run. Fix: set a "
@@ -69,10 +65,7 @@ class RunFolder:
 
         An existing folder without completed steps is reused for the next attempt. A Slurm job's folder is also reused,
         and steps before the first checkpoint are lost. In all remaining cases, an existing folder is renamed to NAME.1,
-        NAME.2 or the next free name.
-
-        Raises:
-            UserError: see `require_free`.
+        NAME.2 or the next free name. Raise UserError like `require_free`.
         """
         cls.require_free(config)
         earlier = cls.of(config)
@@ -86,11 +79,8 @@ class RunFolder:
 
     @classmethod
     def require_free(cls, config: Config) -> None:
-        """Check that the run may use its folder.
-
-        Raises:
-            UserError: an earlier run has the same name, and the config neither resumes nor replaces that run.
-        """
+        """Check that the run may use its folder. Raise UserError if an earlier run has the same name, and the config
+        neither resumes nor replaces that run."""
         folder = cls.of(config)
         if config.resume == "auto" or config.run.replace or not folder.is_taken:
             return
@@ -124,11 +114,8 @@ class RunFolder:
         return folder
 
     def metrics_until(self, step: int) -> list[str]:
-        """Return the lines in metrics.jsonl up to `step`. A partial last line, left by a killed run, is dropped.
-
-        Raises:
-            UserError: the file contains an invalid complete line.
-        """
+        """Return the lines in metrics.jsonl up to `step`. A partial last line, left by a killed run, is dropped. Raise
+        UserError if the file contains an invalid complete line."""
         lines = self.metrics.read_text(encoding="utf-8").splitlines(keepends=True) if self.metrics.exists() else []
         kept = []
         for number, line in enumerate(lines, start=1):

@@ -70,10 +70,8 @@ def preflight(config: Config) -> Preflight:
     """Check the machine, run folder, models, reward functions, data, checkpoint and disk.
 
     Only the model cache is modified. If a reward function fails on the first row, the check only prints a warning,
-    because the function may need more than a bare answer.
-
-    Raises:
-        UserError: at least one check failed. The message contains one line per failure.
+    because the function may need more than a bare answer. Raise UserError if at least one check failed. The message
+    contains one line per failure.
     """
     with _all_errors() as attempt:
         attempt(check_machine, config)
@@ -99,11 +97,8 @@ def preflight(config: Config) -> Preflight:
 
 
 def load_evaluation_sets(config: Config, model_folder: Path) -> dict[str, PromptSet]:
-    """Return the prompts in each evaluation set, keyed by set name.
-
-    Raises:
-        UserError: at least one set could not be loaded. The message contains one line per failure.
-    """
+    """Return the prompts in each evaluation set, keyed by set name. Raise UserError if at least one set could not be
+    loaded. The message contains one line per failure."""
     with _all_errors() as attempt:
         return {
             settings.name: attempt(_load_evaluation_set, config, settings, model_folder)
@@ -113,11 +108,8 @@ def load_evaluation_sets(config: Config, model_folder: Path) -> dict[str, Prompt
 
 def _load_evaluation_set(config: Config, settings: EvaluationSet, model_folder: Path) -> PromptSet:
     """Return the prompts in an evaluation set, with the columns that its environment or reward functions need. The
-    reward functions are called once with the first prompt.
-
-    Raises:
-        UserError: the set is invalid. The message names the set.
-    """
+    reward functions are called once with the first prompt. Raise UserError if the set is invalid. The message names the
+    set."""
     set_config = config_of_set(config, settings)
     try:
         pool = _function_pool(set_config)
@@ -138,11 +130,8 @@ def _load_evaluation_set(config: Config, settings: EvaluationSet, model_folder: 
 
 @contextmanager
 def _all_errors() -> Iterator[Callable[..., Any]]:
-    """Yield a function that runs a check and returns its result, or None if the check raises a UserError.
-
-    Raises:
-        UserError: on exit, if any check failed. The message contains the messages of all failed checks.
-    """
+    """Yield a function that runs a check and returns its result, or None if the check raises a UserError. Raise
+    UserError if on exit, if any check failed. The message contains the messages of all failed checks."""
     lines: list[str] = []
 
     def attempt(check: Callable[..., Any], *arguments: Any) -> Any:
@@ -179,10 +168,7 @@ def _load_data(config: Config, model_folder: Path, pool: FunctionPool | None) ->
 
 def _check_environment(config: Config, model_folder: Path) -> None:
     """Load the environment class in a separate process, and check that the model's chat template can render its turns.
-
-    Raises:
-        UserError: the class cannot be loaded or its turns cannot be rendered.
-    """
+    Raise UserError if the class cannot be loaded or its turns cannot be rendered."""
 
     async def find_tools() -> Sequence[Mapping[str, Any]]:
         pool = await HostPool.start(host_arguments(config), 1)
@@ -201,11 +187,8 @@ def _function_pool(config: Config) -> FunctionPool | None:
 
 
 def _find_folder(config: Config) -> RunFolder:
-    """Return the run folder, which need not exist.
-
-    Raises:
-        UserError: the folder is not writable or belongs to a different run.
-    """
+    """Return the run folder, which need not exist. Raise UserError if the folder is not writable or belongs to a
+    different run."""
     RunFolder.require_free(config)
     folder = RunFolder.of(config)
     parent = next(path for path in folder.path.parents if os.path.lexists(path))

@@ -37,17 +37,15 @@ class ResumePoint:
 
 
 def start(config: Config, data: PromptSet | OfflineData, num_bytes: int, models: Models) -> ResumePoint:
-    """Open the run folder and return the starting point that the key `resume` selects.
+    """Open the run folder and return the starting point that the key `resume` selects. Raise UserError if the
+    checkpoint is missing, is corrupt or belongs to a different run, or the disk does not have enough space for further
+    checkpoints. The folder is not modified.
 
     Args:
         config: the run's config.
         data: the run's prompts or offline data.
         num_bytes: size of one checkpoint.
         models: identities of the models.
-
-    Raises:
-        UserError: the checkpoint is missing, is corrupt or belongs to a different run, or the disk does not have enough
-            space for further checkpoints. The folder is not modified.
     """
     checkpoint = find_checkpoint(config, data, models)
     checkpoints = Checkpoints(RunFolder.of(config).checkpoints)
@@ -77,11 +75,8 @@ def start(config: Config, data: PromptSet | OfflineData, num_bytes: int, models:
 
 
 def find_checkpoint(config: Config, data: PromptSet | OfflineData, models: Models) -> Checkpoint | None:
-    """Return the checkpoint that the key `resume` selects, or None if the run starts at the first step.
-
-    Raises:
-        UserError: the checkpoint is missing, is corrupt or belongs to a different run.
-    """
+    """Return the checkpoint that the key `resume` selects, or None if the run starts at the first step. Raise UserError
+    if the checkpoint is missing, is corrupt or belongs to a different run."""
     path = _checkpoint_path(config)
     return None if path is None else _open(path, config, data, models)
 
@@ -94,11 +89,8 @@ def _fresh(config: Config, data: PromptSet | OfflineData) -> RunState:
 
 
 def _is_of_this_run(checkpoint: Checkpoint, checkpoints: Checkpoints) -> bool:
-    """Return whether the checkpoint belongs to this run.
-
-    Raises:
-        UserError: the checkpoint is inside the run folder, which would be moved aside, but not at its expected path.
-    """
+    """Return whether the checkpoint belongs to this run. Raise UserError if the checkpoint is inside the run folder,
+    which would be moved aside, but not at its expected path."""
     path, name = checkpoint.path.resolve(), NAME.format(checkpoint.step)
     if path == checkpoints.path.resolve() / name:
         return True
@@ -140,10 +132,7 @@ def _check_models(config: Config, checkpoint: Checkpoint, models: Models) -> Non
     """Check that the models have the same weights as at the start of the run.
 
     This check is necessary because the reference, a reward model and the initial model of an implicit reward are loaded
-    from their model folders again.
-
-    Raises:
-        UserError: a model's weights have changed.
+    from their model folders again. Raise UserError if a model's weights have changed.
     """
     for key, saved in _saved_models(checkpoint).items():
         if key in models and (current := models[key])["hash"] != saved["hash"]:

@@ -54,12 +54,8 @@ class Answers:
 
 @dataclass(frozen=True, slots=True)
 class Canaries:
-    """The canary prompts in a run.
-
-    Attributes:
-        limit: largest mean log-prob difference per token, in nats, between an engine and the trainer that rounding can
-            explain.
-    """
+    """The canary prompts in a run. `limit` is the largest mean log-prob difference per token, in nats, between an
+    engine and the trainer that rounding can explain."""
 
     config: Config
     workers: Workers

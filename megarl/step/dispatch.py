@@ -55,12 +55,8 @@ def dispatch(
 ) -> list[RankBatch]:
     """Return each data-parallel rank's batch for one update: its samples, with their weights in the loss, and its
     microbatches. For pairwise objectives, the samples of a pair must be adjacent, with the better one first; they stay
-    together.
-
-    Args:
-        scores: token scores from other models, by name in TokenBatch. Per-token rewards among them are subtracted from
-            the sample's scalar reward.
-    """
+    together. `scores` are token scores from other models, by name in TokenBatch. Per-token rewards among them are
+    subtracted from the sample's scalar reward."""
     num_tokens = [_counted_tokens(config, role, sample) for sample in samples]
     prompts = [sample.prompt_id for sample in samples]
     empty_samples = config.algorithm.objective.empty_samples if role == "actor" else "include"

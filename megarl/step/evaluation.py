@@ -71,11 +71,7 @@ def evaluate(
     config: Config, workers: Workers, number: int, prompts: Prompts, file: Callable[[str, int], Path]
 ) -> dict[str, float]:
     """Evaluate the sets that are due after step `number`, which is also the engines' weight version. Return the
-    metrics.
-
-    Args:
-        file: function that returns the file for a set's samples, given the set's name and the step.
-    """
+    metrics. `file` returns the file for a set's samples, given the set's name and the step."""
     due = config.evaluation.due(number, config.run.steps)
     if not due:
         return {}

@@ -27,11 +27,8 @@ class LogprobCheck:
         """Whether possible causes have been checked. A run that continues after a warning checks them only once."""
 
     def begin(self) -> None:
-        """Check the canary prompts before the first step, if logprob_check.canaries is set.
-
-        Raises:
-            RunFailure: an engine differs from the trainer by more than the limit. The message ranks the causes.
-        """
+        """Check the canary prompts before the first step, if logprob_check.canaries is set. Raise RunFailure if an
+        engine differs from the trainer by more than the limit. The message ranks the causes."""
         if self._has_gate:
             elapsed = ElapsedTime()
             greedy, sampled = (metric.value for metric in self._gate("before the first step").values())
@@ -53,11 +50,8 @@ class LogprobCheck:
 
     def check_step(self, metrics: Mapping[str, Metric]) -> None:
         """Warn if log-probs in a step differ by more than the limit. The first warning ranks the causes. With
-        logprob_check.action=stop, raise a RunFailure with the ranked causes instead.
-
-        Args:
-            metrics: the step's training metrics. The engines must already have the weights trained in this step.
-        """
+        logprob_check.action=stop, raise a RunFailure with the ranked causes instead. `metrics` are the step's training
+        metrics. The engines must already have the weights trained in this step."""
         message = excess(self._config, metrics)
         if message is None:
             return

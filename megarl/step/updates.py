@@ -41,11 +41,8 @@ def prepare_updates(
     config: Config, workers: Workers, rollouts: Rollouts, number: int, average: MovingAverage
 ) -> StepUpdates:
     """Compute per-token rewards and baselines, dispatch the samples to the ranks, and run the forward-only passes that
-    the updates need. An implicit reward model is trained first, because it provides rewards.
-
-    Args:
-        average: moving average of earlier steps' rewards, updated with the rewards in this step.
-    """
+    the updates need. An implicit reward model is trained first, because it provides rewards. `average` is the moving
+    average of earlier steps' rewards, updated with the rewards in this step."""
     epochs = epochs_of(config, rollouts.chosen, number)
     if config.algorithm.objective.spec.is_pairwise:
         return _prepare_pairs(config, workers, epochs, number)
@@ -61,10 +58,7 @@ def _prepare_pairs(
     config: Config, workers: Workers, epochs: Sequence[Sequence[Sequence[Group]]], number: int
 ) -> StepUpdates:
     """Prepare updates on the best and the worst sample in each group. Leave out updates in which every group is tied.
-
-    Args:
-        epochs: the groups per update per epoch.
-    """
+    `epochs` has the groups per update per epoch."""
     pairs = [[samples for update in updates if (samples := best_and_worst(update))] for updates in epochs]
     batches = _dispatch_with_passes(config, workers, pairs, TokenRewards({}), number)
     num_groups, num_pairs = sum(map(len, epochs[0])), sum(map(len, pairs[0])) // 2
@@ -80,11 +74,7 @@ def _dispatch_with_passes(
 ) -> dict[Role, list[Updates]]:
     """Dispatch the samples, and run the forward-only passes that the updates need on the first epoch's batches: the
     critic's values and the policies' log-probs. Return each epoch's batches for the models that this step trains, which
-    is only the critic in the first critic.warmup_steps steps.
-
-    Args:
-        epochs: the samples per update per epoch.
-    """
+    is only the critic in the first critic.warmup_steps steps. `epochs` has the samples per update per epoch."""
     actor, critic, trains_actor = workers.actor, workers.critic, config.trains_actor_in(number)
 
     def dispatched(group: TrainerGroup, role: Role) -> list[Updates]:

@@ -40,10 +40,7 @@ TOO_LONG = f"sent a message of more than {MOST_BYTES} bytes"
 
 class ChildFailure(Exception):
     """Raised when a child process fails. The message is its exit status, its signal, or the reason for killing it.
-
-    Attributes:
-        timed_out: whether it exceeded a time limit.
-    """
+    `timed_out`: whether it exceeded a time limit."""
 
     def __init__(self, reason: str, timed_out: bool = False):
         super().__init__(reason)

@@ -143,12 +143,8 @@ class EngineGroup(VllmGroup):
 
     def _check_parameters(self, described: tuple[Sequence[Parameters], Sequence[str]]) -> None:
         """Switch to sending whole tensors if kernels have repacked parameters, or if the parameters differ from those
-        of the model family in more than padded experts.
-
-        Args:
-            described: the parameters in each worker of the first engine, and the names of kernels that repack
-                parameters.
-        """
+        of the model family in more than padded experts. `described` holds the parameters of each worker in the first
+        engine, and the names of kernels that repack parameters."""
         workers, repacking = described
         self._holders = self._make_holders(padded_experts(workers[0]))
         mismatched = [
@@ -229,11 +225,8 @@ class EngineGroup(VllmGroup):
         self, groups: Sequence[Sequence[SamplingRequest]], listener: ActorHandle | None = None
     ) -> Pending[list[Sampled]]:
         """Sample responses for the requests of each prompt. The result has their samples in the same shape and order.
-        If an engine is lost in the meantime, its requests go to the remaining engines.
-
-        Args:
-            listener: an actor whose method `begin` receives each sample as soon as it is complete.
-        """
+        If an engine is lost in the meantime, its requests go to the remaining engines. The method `begin` of the actor
+        `listener` receives each sample as soon as it is complete."""
         return self.route(groups, partial(self._sample, listener), self._abort)
 
     def route(self, groups: Requests, run: Run, abort: Abort) -> Pending[list[Sampled]]:
@@ -281,10 +274,7 @@ class EngineGroup(VllmGroup):
 
     def generate_on_each(self, requests_of: Callable[[str], Sequence[SamplingRequest]]) -> Pending[dict[str, Group]]:
         """Sample requests on every engine. The result has the samples by engine name, without lost engines.
-
-        Args:
-            requests_of: function that maps an engine's name to its requests.
-        """
+        `requests_of` maps an engine's name to its requests."""
         requests = {name: requests_of(name) for name in self.names}
 
         def collect(answers: Answered) -> dict[str, Group]:

@@ -182,11 +182,8 @@ class EnvironmentGroup(WorkerGroup):
 
     def generate(self, groups: Requests, listener: ActorHandle) -> Pending[list[Sampled]]:
         """Run the rollouts for each prompt. The result has their samples by prompt. If an engine is lost in the
-        meantime, its rollouts restart on the remaining engines.
-
-        Args:
-            listener: an actor whose method `begin` receives each rollout's samples as soon as the rollout finishes.
-        """
+        meantime, its rollouts restart on the remaining engines. The method `begin` of the actor `listener` receives
+        each rollout's samples as soon as the rollout finishes."""
         return self._generate(groups, self._train, listener)
 
     def evaluate(self, groups: Requests, set_config: Config) -> Pending[list[Sampled]]:

@@ -123,11 +123,8 @@ class RewardWorker:
         self, refs: Sequence[ray.ObjectRef], model_scores: Scores, step: int, rollouts: Path
     ) -> tuple[list[Score], Scores]:
         """Score the samples and append them as text to a JSONL file. Return their scores, and references to per-token
-        rewards if the reward model or a reward function returns any.
-
-        Args:
-            model_scores: references to the reward model's scores; empty without a reward model.
-        """
+        rewards if the reward model or a reward function returns any. `model_scores` refers to the reward model's
+        scores, and is empty without a reward model."""
         samples: list[Sample] = await asyncio.to_thread(ray.get, list(refs))
         model_rewards = self._model_rewards(samples, model_scores)
         judged = [sample for sample in samples if is_judged(sample)]

@@ -240,11 +240,8 @@ class TrainerGroup(RankGroup):
     def _write_part(self, plan: CompactPlan, folder: Path) -> None: ...
 
     def load_checkpoint(self, checkpoint: Checkpoint) -> Pending[list[None]]:
-        """Load the checkpoint on all ranks, after verifying the files' checksums.
-
-        Raises:
-            UserError: a file is corrupt.
-        """
+        """Load the checkpoint on all ranks, after verifying the files' checksums. Raise UserError if a file is
+        corrupt."""
         return self._check_checkpoint(checkpoint).then(lambda _: self._load_checkpoint(checkpoint))
 
     def publish(self, for_refit: bool) -> Pending[dict[str, Published]]:
@@ -290,11 +287,7 @@ class TrainerGroup(RankGroup):
 
     def train(self, epochs: Sequence[Updates], begins_step: bool = True) -> Pending[dict[str, Metric]]:
         """Submit one optimizer step for each update in these epochs. The result has metrics aggregated over all ranks
-        and updates.
-
-        Args:
-            begins_step: whether these are the first epochs in the step, which lasts until `end_step`.
-        """
+        and updates. `begins_step`: whether these are the first epochs in the step, which lasts until `end_step`."""
         noted: list[Pending] = []
         if begins_step and self._notes_advantages:  # advantages are whitened with moments over all updates
             noted = [self._note_advantages.on_each(self._by_rank(batches)) for batches in epochs[0]]

@@ -92,10 +92,7 @@ def _reserve(
 
 def staying(config: Config, role: Role, states: Mapping[str, float]) -> dict[str, float]:
     """Return the bytes of a model's state that stay on the GPU while a different model or an engine computes there.
-
-    Args:
-        states: bytes of each state, by its name in the key `offload`.
-    """
+    `states` maps each state's name in the key `offload` to its bytes."""
     return {part: size for part, size in states.items() if part not in config.placed(role).offload}
 
 

@@ -72,11 +72,8 @@ def supervised(grace_s: float = 0.0) -> Iterator[Path]:
 
 
 def _guard(child: int, scratch: Path, signals: Collection[int], grace_s: float) -> int:
-    """Wait for the child, end its remaining processes, and return the exit status.
-
-    Args:
-        signals: the blocked signals that end a run.
-    """
+    """Wait for the child, end its remaining processes, and return the exit status. `signals` are the blocked signals
+    that end a run."""
 
     signaled_at: list[float] = []
 

@@ -18,11 +18,8 @@ from megarl.rollout.vllm.engine_arguments import engine_arguments
 
 
 def classifier_arguments(config: Config, folder: Path) -> dict[str, Any]:
-    """Return the arguments of `vllm.LLM` for a classifier.
-
-    Raises:
-        UserError: under the same conditions as `engine_arguments`.
-    """
+    """Return the arguments of `vllm.LLM` for a classifier. Raise UserError under the same conditions as
+    `engine_arguments`."""
     settings, head = config.reward_model, score_head_of(read_config(folder))
     assert head is not None, "preflight rejects models without a score head"
     task = {"sequence": "classify", "token": "token_classify"}[head.kind]

@@ -57,14 +57,12 @@ def rollout_arguments(
     returns_routes: bool = False,
     head_dtype: Literal["float32", "model"] = "float32",
 ) -> dict[str, Any]:
-    """Return the arguments of `vllm.LLM` for a rollout engine.
+    """Return the arguments of `vllm.LLM` for a rollout engine. Raise UserError under the same conditions as
+    `engine_arguments`.
 
     Args:
         returns_routes: whether completions contain the experts chosen for each token.
         head_dtype: value of model.head_dtype.
-
-    Raises:
-        UserError: under the same conditions as `engine_arguments`.
     """
     if config.batch_invariant:
         _require_invariant_kernels()

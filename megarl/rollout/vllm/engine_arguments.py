@@ -34,15 +34,12 @@ def engine_arguments(
     extra: Mapping[str, Any],
     **specific: Any,
 ) -> dict[str, Any]:
-    """Return the arguments of `vllm.LLM`.
+    """Return the arguments of `vllm.LLM`. Raise UserError if vLLM does not have an argument, the model requires a
+    different value, or vLLM does not support the model on this device.
 
     Args:
         extra: value of vllm_overrides in the section.
         specific: arguments for this kind of engine.
-
-    Raises:
-        UserError: vLLM does not have an argument, the model requires a different value, or vLLM does not support the
-            model on this device.
     """
     arguments = dict(
         model=str(folder),
@@ -82,10 +79,7 @@ def _check_extra(section: EngineSection, extra: Mapping[str, Any], latent: Mappi
 
 def _latent_attention_arguments(folder: Path) -> dict[str, Any]:
     """Return the argument that selects a latent attention kernel on CPU with which kv_b_proj can be written in place.
-
-    Raises:
-        UserError: vLLM has no kernel for the model's latent size.
-    """
+    Raise UserError if vLLM has no kernel for the model's latent size."""
     latent = None if device.on_cuda() else latent_attention(completed(read_config(folder)))
     if latent is None:
         return {}

@@ -15,11 +15,8 @@ from megarl.rollout.vllm.engine_arguments import engine_arguments
 
 
 def judge_arguments(config: Config, folder: Path) -> dict[str, Any]:
-    """Return the arguments of `vllm.LLM` for a judge.
-
-    Raises:
-        UserError: under the same conditions as `engine_arguments`.
-    """
+    """Return the arguments of `vllm.LLM` for a judge. Raise UserError under the same conditions as
+    `engine_arguments`."""
     settings = config.reward_model
     return engine_arguments(
         "reward_model",

@@ -66,16 +66,14 @@ def main(folder: Path, step: int | None, sample: str | None, model: Path | None,
 
 
 def diagnose(config: Config, token_ids: Sequence[int], folders: Mapping[str, Path], scratch: Path) -> list[Stage]:
-    """Run a token sequence through trainer, engine and transformers, one after another, and compare the outputs.
+    """Run a token sequence through trainer, engine and transformers, one after another, and compare the outputs. Raise
+    RunFailure if an implementation fails.
 
     Args:
         config: the run's config.
         token_ids: the token sequence.
         folders: the folder with the weights for each implementation.
         scratch: folder for temporary files.
-
-    Raises:
-        RunFailure: an implementation fails.
     """
     single_rank = on_one_rank(config, len(token_ids))
     return compare(
@@ -114,15 +112,13 @@ def read_config(folder: Path) -> Config:
 def find_rollout(folder: Path, step: int | None, sample: str | None) -> Rollout:
     """Return a saved sample with token ids.
 
-    Samples with fewer than three tokens are skipped, because they are too short for a comparison.
+    Samples with fewer than three tokens are skipped, because they are too short for a comparison. Raise UserError if no
+    such sample exists.
 
     Args:
         folder: the run folder.
         step: the step of the sample. Default: the newest step.
         sample: the sample id. Default: the first sample with token ids.
-
-    Raises:
-        UserError: no such sample exists.
     """
     files = numbered(folder / "rollouts", ROLLOUTS)
     if not files:

@@ -144,11 +144,8 @@ class Tracker:
 
 
 def check_trackers(config: Config) -> None:
-    """Check that the configured trackers are installed.
-
-    Raises:
-        UserError: some trackers are not installed. The message contains one line per tracker.
-    """
+    """Check that the configured trackers are installed. Raise UserError if some trackers are not installed. The message
+    contains one line per tracker."""
     missing = [name for name in config.run.trackers if find_spec(name) is None]
     if missing:
         listed = ", ".join(config.run.trackers)
