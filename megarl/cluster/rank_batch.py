@@ -6,17 +6,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 
 from megarl.core.types import Sample, SampleRef
-from megarl.data.packing import Microbatch
+from megarl.data.packing import Lengths, Microbatch, Packing, schedule
 
 if TYPE_CHECKING:
     import torch
 
     from megarl.data.local_batch import LocalBatch
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +52,15 @@ def get_scores(scores: Scores) -> dict[str, torch.Tensor]:
     return {sample: fetched[part.scores][part.begin : part.end] for sample, part in scores.items()}
 
 
-def join_scores(parts: Sequence[Scores]) -> Scores:
-    """Merge scores from several processes."""
-    return {sample: ref for part in parts for sample, ref in part.items()}
+def join_by_sample(parts: Sequence[Mapping[str, T]]) -> dict[str, T]:
+    """Merge scores or other results by sample id from several processes."""
+    return {sample: value for part in parts for sample, value in part.items()}
 
 
 def join_named_scores(parts: Sequence[Mapping[str, Scores]]) -> dict[str, Scores]:
     """Merge scores from several processes, separately for each name."""
     names = dict.fromkeys(name for part in parts for name in part)
-    return {name: join_scores([part.get(name, {}) for part in parts]) for name in names}
+    return {name: join_by_sample([part.get(name, {}) for part in parts]) for name in names}
 
 
 def put_sample(sample: Sample) -> SampleRef:
@@ -72,6 +74,13 @@ class RankBatch:
 
     samples: tuple[SampleRef, ...]
     microbatches: tuple[Microbatch, ...]
+
+    @classmethod
+    def split(
+        cls, samples: Sequence[SampleRef], packing: Packing, units: Sequence[Sequence[int]] | None = None
+    ) -> list[RankBatch]:
+        """Return the batches of all data-parallel ranks. See `schedule`."""
+        return [cls.of(samples, members) for members in schedule(list(map(Lengths.of, samples)), packing, units)]
 
     @classmethod
     def of(cls, sample_refs: Sequence[SampleRef], microbatches: Sequence[Microbatch]) -> RankBatch:

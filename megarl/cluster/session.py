@@ -63,12 +63,7 @@ class Session:
     diagnosis. It runs inside `supervised`, which ends remaining processes."""
 
     def __init__(
-        self,
-        config: Config,
-        logs: Path,
-        scratch: Path,
-        rendezvous: Path | None = None,
-        routed: Experts | None = None,
+        self, config: Config, logs: Path, scratch: Path, rendezvous: Path | None = None, routed: Experts | None = None
     ):
         """Start Ray and wait for the other nodes.
 
@@ -118,8 +113,10 @@ class Session:
         self._ray_ids = [ray.get_runtime_context().get_node_id()]
         """Ray's id for each node, by node number."""
         self._others: Sequence[Report] = ()
-        self._rendezvous = None if address is None else NodeRendezvous(rendezvous)
-        if self._rendezvous is not None:
+        self._rendezvous: NodeRendezvous | None = None
+        if address is not None:
+            assert rendezvous is not None, "a multi-node run has a rendezvous folder"
+            self._rendezvous = NodeRendezvous(rendezvous)
             with ExitStack() as stack:
                 stack.push(self.__exit__)  # if nodes are missing, Ray is shut down as at the end of a run
                 self._gather(self._rendezvous, config, store_bytes)
@@ -176,11 +173,7 @@ class Session:
             self._watched.pop(name, None)
 
     def submit(
-        self,
-        calls: Mapping[str, ray.ObjectRef],
-        phase: str,
-        timeout: TimeoutKind,
-        may_fail: Collection[str] = (),
+        self, calls: Mapping[str, ray.ObjectRef], phase: str, timeout: TimeoutKind, may_fail: Collection[str] = ()
     ) -> Pending[Answers]:
         """Return the future for these remote calls.
 
@@ -195,20 +188,7 @@ class Session:
         self._pending.append(pending)
         return pending
 
-    def wait(self, pending: Pending, meanwhile: Callable[[], object] | None = None) -> None:
-        """Wait until `pending` is ready. See Pending.result."""
-        while not pending.advance():
-            self._wait_once(pending.current, meanwhile)
-
-    def first(self, pendings: Sequence[Pending], meanwhile: Callable[[], object] | None = None) -> Pending:
-        """Wait until one of these is ready, and return the first ready one in the list."""
-        while True:
-            for pending in pendings:
-                if pending.advance():
-                    return pending
-            self._wait_once(pendings[0].current, meanwhile)
-
-    def _wait_once(self, wanted: Pending, meanwhile: Callable[[], object] | None) -> None:
+    def wait(self, wanted: Pending, meanwhile: Callable[[], object] | None) -> None:
         """Wait until any pending call ends, or for CHECK_S seconds. If no specific call has failed, errors name
         `wanted`, the Pending that the caller waits for."""
         self._pending = [pending for pending in self._pending if pending.unfinished]
@@ -232,11 +212,10 @@ class Session:
         self._take(refs, timeout_s=0)
         return True
 
-    def _take(self, refs: Sequence[ray.ObjectRef], timeout_s: float) -> None:
+    def _take(self, refs: list[ray.ObjectRef], timeout_s: float) -> None:
         ended, _ = ray.wait(refs, num_returns=len(refs), timeout=timeout_s) if refs else ([], [])
-        ended = set(ended)
         for pending in self._pending:
-            pending.take(ended)
+            pending.take(set(ended))
 
     def _working(self) -> list[str]:
         """Return the names of the processes with pending calls."""
@@ -258,7 +237,7 @@ class Session:
                 return
         for pending in failed:
             write_stacks(pending.fatal_errors(), self.logs)
-        if lost:
+        if self._rendezvous is not None and lost:
             self._rendezvous.note_lost(lost)
             nodes = ", ".join(f"node {name}" for name in lost)
             raise RunFailure(
@@ -298,7 +277,7 @@ class Session:
 
     def _lost(self, idle: Collection[str]) -> dict[str, Exception]:
         """Return the errors of idle processes that have died."""
-        pings = {self._watched[name].__ray_ready__.remote(): name for name in idle}
+        pings: dict[ray.ObjectRef, str] = {self._watched[name].__ray_ready__.remote(): name for name in idle}
         answered, _ = ray.wait(list(pings), num_returns=len(pings), timeout=PING_S) if pings else ([], [])
         return {pings[ref]: error for ref in answered if (error := outcome(ref)[1]) is not None}
 

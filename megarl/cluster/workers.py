@@ -9,11 +9,10 @@ from typing import Any
 
 from megarl.cluster.groups.engines import EngineGroup
 from megarl.cluster.groups.environments import EnvironmentGroup
-from megarl.cluster.groups.reward_engines import RewardEngineGroup
-from megarl.cluster.groups.reward_model import RewardModelGroup
+from megarl.cluster.groups.reward_models import RewardEngineGroup, RewardModelGroup
 from megarl.cluster.groups.rewards import RewardGroup
 from megarl.cluster.groups.trainers import TrainerGroup
-from megarl.cluster.pending import Pending
+from megarl.cluster.pending import Pending, first
 from megarl.cluster.placement import Placement, Process
 from megarl.cluster.refit import Refit
 from megarl.cluster.session import Session
@@ -124,16 +123,15 @@ def launch_workers(
     """Start all processes in parallel, and plan the export of the weights. Each model loads its model folder and then,
     if there is a checkpoint, its state from the checkpoint. `engines` are running engines with the same config; None:
     start new engines."""
-
     placed: dict[Role, tuple[Path | None, Sequence[Process]]] = {
         "actor": (models.actor, placement.trainers),
         "critic": (models.critic, placement.critics),
         "implicit_reward": (models.implicit_reward, placement.implicit_rewards),
     }
-    groups = {
+    groups: dict[Role, TrainerGroup] = {
         role: TrainerGroup(session, config, role, folder, processes)
         for role, (folder, processes) in placed.items()
-        if processes
+        if folder is not None and processes
     }
     elapsed = ElapsedTime()
     starting: dict[str, Pending[Any]] = {}
@@ -141,7 +139,7 @@ def launch_workers(
         engines = EngineGroup(session, config, models.actor, placement.engines)
         starting["engines"] = engines.start()
         if config.is_colocated and device.on_cuda():
-            _await_starts(session, starting, elapsed)  # sleeping engines free memory on shared devices for the models
+            _await_starts(starting, elapsed)  # sleeping engines free memory on shared devices for the models
     reward_model = _reward_model(session, config, models.reward_model, placement.reward_models)
     rewards = RewardGroup(session, config, placement.rewards, reward_model, models)
     for name, group in (("reward model", reward_model), ("rewards", rewards)):
@@ -155,9 +153,9 @@ def launch_workers(
     for role, group in groups.items():
         starting[role.replace("_", " ")] = _start_trained(group, checkpoint)
         if trained.sharing[role] and group.offloads:  # before the next model on these devices loads its state
-            _await_starts(session, starting, elapsed)
+            _await_starts(starting, elapsed)
             group.offload(PARTS).result()
-    _await_starts(session, starting, elapsed)
+    _await_starts(starting, elapsed)
     actor = groups["actor"]
     export_plan = make_plan(actor.holders, [huggingface_holder(models.hf_config, config.model.dtype)])
     return Workers(
@@ -174,11 +172,11 @@ def launch_workers(
     )
 
 
-def _await_starts(session: Session, starting: dict[str, Pending[Any]], elapsed: ElapsedTime) -> None:
+def _await_starts(starting: dict[str, Pending[Any]], elapsed: ElapsedTime) -> None:
     """Wait until all groups in `starting` have started, and empty it. Print a line for each group as soon as it has
     started."""
     while starting:
-        started = session.first(list(starting.values()))
+        started = first(list(starting.values()))
         started.result()
         name = next(name for name, pending in starting.items() if pending is started)
         del starting[name]

@@ -119,16 +119,20 @@ class Engine(Protocol):
         they wait for a successful one. Sample.versions records the weight version of each token. Canceling the call
         aborts its requests. Raise RuntimeError if `version` is None.
         """
+        ...
 
     def num_unfinished_tokens(self, sample_ids: Collection[str]) -> int:
         """Return the number of tokens sampled so far for the given samples, excluding finished samples and turns."""
+        ...
 
     def begin(self, request: TurnRequest) -> asyncio.Future[Completion]:
         """Start sampling a turn, under the same rules as `generate`. Canceling the future aborts the request."""
+        ...
 
     @property
     def has_lost_a_rank(self) -> bool:
         """Whether one of the engine's processes has died. The engine is then unusable."""
+        ...
 
     def pause(self) -> None:
         """Finish the current steps and stop stepping until `resume`.
@@ -152,12 +156,14 @@ class Engine(Protocol):
 
     def parameters(self) -> list[dict[str, tuple[tuple[int, ...], str]]]:
         """Return the parameters that a refit writes, as one mapping per worker: name -> (shape, dtype)."""
+        ...
 
     def repacking(self) -> list[str]:
         """Return the names of kernels that prevent in-place writes because they read weights in a packed layout.
 
         The shapes and dtypes of the parameters do not reveal the packing.
         """
+        ...
 
     def connect(self, plan: CompactPlan, channel: Channel, holders: Sequence[Holder], by_loader: bool) -> None:
         """Set the plan and channel for all later refits.
@@ -172,6 +178,7 @@ class Engine(Protocol):
     def refit(self, version: int, expected: Mapping[Region, Checksum] | None = None) -> list[SyncStats]:
         """Write new weights into the running engine, then set its version. Return statistics for each worker. Raise
         RuntimeError if the weights do not match the `expected` checksums (None: not verified)."""
+        ...
 
     def differing(self, expected: Mapping[Region, Checksum]) -> list[str] | None:
         """Return one message per region whose live weights do not match the expected checksum.
@@ -181,3 +188,4 @@ class Engine(Protocol):
 
     def info(self, texts: Sequence[str]) -> EngineInfo:
         """Return the engine's properties. `texts` are tokenized without adding special tokens."""
+        ...

@@ -48,10 +48,8 @@ class RolloutSchedule(Generic[G]):
     """
 
     def __init__(self, per_step: int, max_staleness: int, num_ahead: int | None = None, drops: bool = False):
-        """
-        num_ahead   number of groups to start ahead of the current step. None: max_staleness · per_step, which is the
-                    maximum unless `drops` is set
-        """
+        """`num_ahead` is the number of groups to start ahead of the current step. None: max_staleness · per_step, which
+        is the maximum unless `drops` is set."""
         room = max_staleness * per_step
         self._per_step, self._max_staleness, self._drops = per_step, max_staleness, drops
         self._num_ahead = room if num_ahead is None else num_ahead

@@ -70,9 +70,7 @@ class RemoteTurns:
     """The caller's end of the turn exchange: sends this process's turns to an engine in another process."""
 
     def __init__(self, exchange: Callable[[Turns, Collection[int]], Awaitable[Exchanged]]):
-        """
-        exchange   function that calls EngineTurns.exchange in the engine's process
-        """
+        """`exchange` calls EngineTurns.exchange in the engine's process."""
         self._exchange = exchange
         self._numbers = count()
         self._ready: dict[int, TurnRequest] = {}

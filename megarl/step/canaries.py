@@ -13,7 +13,6 @@ from megarl.cluster.rank_batch import RankBatch
 from megarl.cluster.workers import Workers
 from megarl.config.schema import Config
 from megarl.core.types import Prompt, SampleRef, Scoring
-from megarl.data.packing import Lengths, schedule
 from megarl.data.prompts import PromptSet
 from megarl.models.folder import read_config
 from megarl.models.huggingface import completed, experts
@@ -176,5 +175,4 @@ class Canaries:
 
     def _batches(self, answers: Mapping[str, Answers], kind: str) -> list[RankBatch]:
         samples = list(chain.from_iterable(answers[name].samples[kind] for name in answers))
-        microbatches = schedule(list(map(Lengths.of, samples)), self.workers.actor.packing)
-        return [RankBatch.of(samples, members) for members in microbatches]
+        return RankBatch.split(samples, self.workers.actor.packing)

@@ -12,7 +12,7 @@ from megarl.config.algorithm_schema import Aggregation
 from megarl.config.model_schema import Role
 from megarl.config.schema import Config
 from megarl.core.types import SampleRef
-from megarl.data.packing import Lengths, Packing, schedule
+from megarl.data.packing import Packing
 
 Group = Sequence[SampleRef]
 """The scored samples for one prompt."""
@@ -75,8 +75,9 @@ def dispatch(
         )
         for item, weight, imitation_weight in zip(samples, weights, imitation, strict=True)
     ]
-    microbatches = schedule(list(map(Lengths.of, samples)), packing, _units(config, role, len(samples)))
-    return [RankBatch.of(dispatched, members) for members in microbatches]
+    is_pairwise = role == "actor" and config.algorithm.objective.spec.is_pairwise
+    pairs = [(index, index + 1) for index in range(0, len(samples), 2)] if is_pairwise else None
+    return RankBatch.split(dispatched, packing, pairs)
 
 
 def _reward(item: SampleRef, role: Role, process: bool) -> float:
@@ -101,9 +102,3 @@ def _aggregation(config: Config, role: Role) -> Aggregation:
         "critic": config.algorithm.value.aggregation,
         "implicit_reward": sample_mean,
     }[role]
-
-
-def _units(config: Config, role: Role, num_samples: int) -> list[tuple[int, int]] | None:
-    if role != "actor" or not config.algorithm.objective.spec.is_pairwise:
-        return None
-    return [(index, index + 1) for index in range(0, num_samples, 2)]

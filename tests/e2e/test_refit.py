@@ -145,7 +145,8 @@ def serve(connection: Connection, scratch: str, build, args) -> None:
 class EngineSide:
     def __init__(self, config: Config, folder: Path, start_with_weights: bool):
         os.environ.update(environment(config.rollout.tp, threads=1, index=0))
-        from megarl.rollout.vllm.engine import VllmEngine, rollout_arguments
+        from megarl.rollout.vllm.engine import VllmEngine
+        from megarl.rollout.vllm.engine_arguments import rollout_arguments
 
         extra = dict(config.rollout.vllm_overrides) | ({"load_format": "auto"} if start_with_weights else {})
         rollout = config.rollout.model_copy(update={"vllm_overrides": extra})

@@ -128,7 +128,7 @@ class EngineActor(EngineProcess):
     """One rollout engine on vLLM."""
 
     def _arguments(self) -> dict[str, Any]:
-        from megarl.rollout.vllm.engine import rollout_arguments
+        from megarl.rollout.vllm.engine_arguments import rollout_arguments
 
         config = self._config
         return rollout_arguments(

@@ -13,7 +13,7 @@ from megarl.cluster.groups.ranks import RankActor, RankGroup
 from megarl.cluster.groups.remote import remote, share
 from megarl.cluster.pending import Pending, join
 from megarl.cluster.placement import Process
-from megarl.cluster.rank_batch import RankBatch, Scores, Updates, join_named_scores, put_scores
+from megarl.cluster.rank_batch import RankBatch, Scores, Updates, join_by_sample, join_named_scores, put_scores
 from megarl.cluster.session import Session
 from megarl.cluster.supervision import segments
 from megarl.cluster.supervision.scratch import own_scratch
@@ -94,17 +94,8 @@ class TrainerActor(RankActor):
         return plan.part([self._worker.holder.name])
 
 
-def _by_sample(parts: Sequence[Mapping[str, T]]) -> dict[str, T]:
-    """Merge the ranks' results into one mapping by sample id."""
-    return {sample: value for part in parts for sample, value in part.items()}
-
-
-def _chain(parts: Sequence[Sequence[T]]) -> list[T]:
-    return [item for part in parts for item in part]
-
-
 def _join_scores(parts: Sequence[tuple[Scores, dict[str, TokenTotals]]]) -> tuple[Scores, dict[str, TokenTotals]]:
-    return _by_sample([scores for scores, _ in parts]), _by_sample([totals for _, totals in parts])
+    return join_by_sample([scores for scores, _ in parts]), join_by_sample([totals for _, totals in parts])
 
 
 def _add_checksums(parts: Sequence[Mapping[Region, Checksum]]) -> dict[Region, Checksum]:
@@ -134,7 +125,7 @@ class TrainerGroup(RankGroup):
     @remote(timeout="passes", phase="reference log-probs", join=join_named_scores)
     def _reference_log_probs(self, batch: RankBatch) -> dict[str, Scores]: ...
 
-    @remote(timeout="passes", phase="log-probs of canary prompts", join=_by_sample)
+    @remote(timeout="passes", phase="log-probs of canary prompts", join=join_by_sample)
     def _differences(self, batch: RankBatch, scoring: Scoring) -> dict[str, list[float]]: ...
 
     @remote(timeout="passes", join=_join_scores)
@@ -153,12 +144,12 @@ class TrainerGroup(RankGroup):
     def end_step(self) -> None:
         """Discard the scores that forward passes have kept for the step's samples."""
 
-    @remote(timeout="update", join=_by_sample)
+    @remote(timeout="update", join=join_by_sample)
     def take_advantages(self) -> dict[str, float]:
         """Take from the ranks each trained sample's mean advantage over its trained tokens, by sample id."""
         ...
 
-    @remote(timeout="update", join=_by_sample)
+    @remote(timeout="update", join=join_by_sample)
     def take_token_details(self) -> dict[str, dict[str, list[float]]]:
         """Take from the ranks the per-token details for a few samples, by sample id and name."""
         ...
@@ -228,7 +219,7 @@ class TrainerGroup(RankGroup):
         """Return whether every rank has finished writing its files or has failed to do so."""
         ...
 
-    @remote(timeout="checkpoint", join=_chain)
+    @remote(timeout="checkpoint", join=lambda parts: [record for part in parts for record in part])
     def finish_checkpoint(self, checkpoint: Path) -> list[FileRecord]:
         """Wait until the files from all ranks are on disk, and return their records."""
         ...

@@ -53,9 +53,7 @@ class PartRanks:
     """The running ranks in a part other than the first."""
 
     def __init__(self, arguments: Mapping[str, Any]):
-        """
-        arguments   vLLM arguments for the engine and the part
-        """
+        """`arguments` are the vLLM arguments for the engine and the part."""
         os.environ[ENDS_WITH_PARENT] = "1"
         # The usage context determines defaults such as max_num_seqs. LLM uses this one, and all parts must agree.
         config = EngineArgs(**arguments).create_engine_config(UsageContext.LLM_CLASS, headless=True)

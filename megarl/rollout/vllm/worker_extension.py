@@ -17,11 +17,11 @@ import torch
 import vllm
 from numpy.typing import NDArray
 from vllm.model_executor.kernels.linear import (
-    CutlassFp8BlockScaledMMKernel,
     DeepGemmFp8BlockScaledMMKernel,
     FlashInferFp8DeepGEMMDynamicBlockScaledKernel,
-    TritonFp8BlockScaledMMKernel,
 )
+from vllm.model_executor.kernels.linear.scaled_mm.cutlass import CutlassFp8BlockScaledMMKernel
+from vllm.model_executor.kernels.linear.scaled_mm.triton import TritonFp8BlockScaledMMKernel
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
@@ -51,7 +51,6 @@ if ENDS_WITH_PARENT in os.environ:
 
 DERIVED = ("W_UV", "W_UK_T")
 """Names of the parameters that latent attention derives from kv_b_proj."""
-
 
 CHECKPOINT_LAYOUT_KERNELS = (
     CutlassFp8BlockScaledMMKernel,
@@ -124,7 +123,6 @@ class RefitExtension:
     """The worker's model runner, which has this type even on CPU."""
 
     def connect(self, plan: CompactPlan, channel: Channel, holders: Sequence[Holder], by_loader: bool) -> Failed | None:
-        """See Engine.connect."""
         return _catch_error(self._connect, plan, channel, holders, by_loader)
 
     def refit(self, expected: Mapping[Region, Checksum] | None) -> SyncStats | Failed:
@@ -156,7 +154,8 @@ class RefitExtension:
         initialize_layerwise_reload(model)
         names = {name for name, _ in model.named_parameters()}
         try:
-            loaded = model.load_weights(self._checked(assembly, expected))
+            weights = self._checked(assembly, expected)
+            loaded = model.load_weights(weights)  # pyright: ignore[reportCallIssue]  # vLLM declares a plain Module
         finally:
             finalize_layerwise_reload(model, config)  # otherwise the next refit would continue an incomplete reload
         # Parameters added by quantization are computed, not loaded.
@@ -206,7 +205,7 @@ class RefitExtension:
             f"vLLM {vllm.__version__}, attention {', '.join(attention)}, {dtype_name(settings.model_config.dtype)}, "
             f"KV cache {settings.cache_config.cache_dtype}, compilation mode {settings.compilation_config.mode}, "
             f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}, float32 matmul precision "
-            f"{torch.backends.fp32_precision}"
+            f"{torch.backends.fp32_precision}"  # pyright: ignore[reportAttributeAccessIssue]  # not in torch's stubs
         )
 
     def checksums(self) -> dict[str, str]:

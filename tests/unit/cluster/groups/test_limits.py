@@ -11,10 +11,10 @@ from typing import Any, get_args
 
 import pytest
 
-from megarl.cluster.groups import remote, reward_model, rewards
+from megarl.cluster import rank_batch
+from megarl.cluster.groups import remote, rewards
 from megarl.cluster.groups.engines import EngineGroup
-from megarl.cluster.groups.reward_engines import RewardEngineGroup
-from megarl.cluster.groups.reward_model import RewardModelGroup
+from megarl.cluster.groups.reward_models import RewardEngineGroup, RewardModelGroup
 from megarl.cluster.groups.rewards import RewardGroup
 from megarl.cluster.groups.trainers import TrainerGroup
 from megarl.cluster.pending import Pending
@@ -142,7 +142,7 @@ def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Groups:
         monkeypatch.setattr(group, "actor_class", Handle())
     monkeypatch.setattr(rewards, "RewardActor", Handle())
     monkeypatch.setattr(remote, "ray", SimpleNamespace(put=lambda value: value))
-    monkeypatch.setattr(reward_model, "schedule", lambda *_: [()])
+    monkeypatch.setattr(rank_batch, "schedule", lambda *_: [()])
     monkeypatch.setattr(Refit, "_connect", connect)
     (tmp_path / "config.json").write_text(json.dumps(config_of()))
     return Groups(tmp_path, HangingSession())

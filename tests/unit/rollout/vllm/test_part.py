@@ -12,7 +12,7 @@ from vllm import LLM
 
 from megarl.config.load import load
 from megarl.rollout.vllm import part
-from megarl.rollout.vllm.engine import rollout_arguments
+from megarl.rollout.vllm.engine_arguments import rollout_arguments
 from tests.paths import BASE
 from tests.tiny_model import write_tiny_llama
 
