@@ -21,8 +21,7 @@ class RunFailure(RuntimeError):
 
 
 def cause(errors: Mapping[str, Exception], phase: str, logs: Path) -> UserError | RunFailure:
-    """Return the most informative of these errors, keyed by process name. User errors rank first, then lost processes,
-    then errors of their peers."""
+    """Return the most informative error by process name: user errors rank first, then lost processes."""
     name, error = min(errors.items(), key=lambda item: rank(item[1]))
     origin = _origin(error)
     if isinstance(origin, UserError):

@@ -36,8 +36,7 @@ def check_machine(config: Config) -> None:
 
 
 def check_gpu_memory(config: Config, models: ModelFolders) -> None:
-    """Raise a UserError if a shared GPU has too little memory for the models and engines that are on it at the same
-    time."""
+    """Raise a UserError if a shared GPU has too little memory for the models and engines on it at the same time."""
     if not device.on_cuda() or not config.is_colocated or config.is_offline:
         return
     trained = models.trained(config)

@@ -110,8 +110,7 @@ class Pending(Generic[T]):
                 self.errors[name] = error
 
     def fatal_errors(self) -> dict[str, Exception]:
-        """Return the errors that end the run, by process name. Excludes errors that follow from the loss of a process
-        that is allowed to fail."""
+        """Return the errors that end the run, by process name, without consequences of tolerated losses."""
         lost = self.lost
         if not lost:
             return self.errors

@@ -131,8 +131,7 @@ def add_scores(updates: Updates, scores: Mapping[str, Scores]) -> list[list[Rank
 
 
 class FetchedBatches:
-    """The batches that a rank has fetched in this epoch, cached so that passes and updates fetch each sample only
-    once."""
+    """The batches that a rank has fetched in this epoch. With them, passes and updates fetch a sample only once."""
 
     def __init__(self) -> None:
         self._fetched: dict[tuple, tuple[RankBatch, LocalBatch]] = {}

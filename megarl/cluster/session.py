@@ -40,12 +40,10 @@ CHECK_S = 5.0
 """Interval in seconds at which idle processes are pinged during a wait."""
 
 PING_S = 1.0
-"""Timeout of a ping, in seconds. A live process may take longer. If the process is dead, Ray returns an error
-immediately."""
+"""Timeout of a ping, in seconds. A live process may take longer; for a dead one, Ray returns an error at once."""
 
 SMALL = 4096
-"""Maximum size in bytes of a call's result that Ray sends to the caller. Larger results, such as samples, stay on the
-node that created them."""
+"""Maximum size in bytes of a result that Ray sends to the caller. Larger ones, such as samples, stay on their node."""
 
 HEALTH_CHECKS = {
     "health_check_period_ms": 2000,

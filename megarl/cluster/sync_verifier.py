@@ -11,8 +11,7 @@ from megarl.resharding.piece import num_elements
 from megarl.resharding.verification import Checksum, Region, sample
 
 NUM_REGIONS, NUM_ELEMENTS = 256, 4096
-"""Number of sampled regions, and number of elements in each. Checksums of these one million elements take well under
-0.1 s."""
+"""Number of sampled regions, and of elements in each. Checksums of a million elements take well under 0.1 s."""
 
 
 class SyncVerifier:
@@ -73,8 +72,7 @@ class SyncVerifier:
         return not any(fnmatch(region.tensor, pattern) for pattern in self._frozen)
 
     def _check_moved(self, regions: Sequence[Region], rate: float) -> None:
-        """If the sampled elements have not changed, check that other weights have. The sample's tokens or experts may
-        have no gradient."""
+        """If the sampled elements are unchanged, check the others: the sampled ones may have no gradient."""
         self._movement += rate
         # AdamW changes an element by up to the learning rate, and rounding to bfloat16 may lose this change. Once the
         # expected total change in the sample is 1, hundreds of elements change: their last digit is about 1/1000.

@@ -67,8 +67,7 @@ class Workers:
         self.actor.export(self.export_plan, out)
 
     def switch_to_rollout(self) -> dict[str, Metric]:
-        """Offload the trained models as their `offload` keys require, and resume the engines. Return the number of
-        bytes offloaded, as metrics."""
+        """Offload the trained models as `offload` requires, and resume the engines. Return metrics of the bytes."""
         offloaded = self.trained.offload_all().result()
         self.engines.resume().result()
         return offloaded
@@ -85,8 +84,7 @@ class Workers:
             self.engines.resume().result()
 
     def switch_to_training(self) -> None:
-        """Put the engines to sleep after the last sampling round in a step, unless they already sleep. A refit follows
-        before they sample again."""
+        """Put the engines to sleep after a step's last sampling round, unless they sleep. A refit follows."""
         if not self.rewards_share_devices:
             self._suspend(keeps_weights=False)
 
@@ -105,8 +103,7 @@ class Workers:
         return {f"idle/{name}": Metric(pending.result()) for name, pending in shares.items()}
 
     def close(self) -> None:
-        """Destroy the process groups on all ranks. Engines have no process groups to destroy and stop with their
-        processes."""
+        """Destroy the process groups on all ranks. Engines have none to destroy and stop with their processes."""
         self.trained.close()
         if isinstance(self.reward_model, RewardModelGroup):
             self.reward_model.close().result()
@@ -173,8 +170,7 @@ def launch_workers(
 
 
 def _await_starts(starting: dict[str, Pending[Any]], elapsed: ElapsedTime) -> None:
-    """Wait until all groups in `starting` have started, and empty it. Print a line for each group as soon as it has
-    started."""
+    """Wait until all groups in `starting` have started, print a line for each, and empty `starting`."""
     while starting:
         started = first(list(starting.values()))
         started.result()

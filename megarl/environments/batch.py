@@ -21,8 +21,7 @@ def is_judged(sample: Sample) -> bool:
 
 
 async def judge_single(pool: FunctionPool, functions: Sequence[str], sample: Sample) -> dict[str, Result]:
-    """Call the functions that apply to the sample's data source, concurrently. Return their results, keyed by function
-    name."""
+    """Call the functions that apply to the sample's data source concurrently. Return their results by name."""
     prompt, columns = sample.prompt, columns_of(sample)
     judging = [name for name in functions if pool.judges(name, prompt)]
     calls = [

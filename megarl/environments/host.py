@@ -35,8 +35,7 @@ class Host:
         """Running agents, keyed by rollout id."""
 
     async def handle(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Handle a request and return the fields of the response: a value, or a failure with the environment's stack
-        trace."""
+        """Handle a request. Return the fields of the response: a value, or a failure with a stack trace."""
         method, rollout = request["method"], request["rollout"]
         try:
             methods = {"reset": self._reset, "step": self._step, "run": self._run, "close": self._close}
@@ -82,8 +81,7 @@ class Host:
         return _rewards(await self._runs[rollout])
 
     async def _close(self, rollout: str, request: Mapping[str, Any]) -> dict[str, int]:
-        """Close the rollout's environment, cancel its agent if it is still running, and return the number of tool calls
-        per status."""
+        """Close the rollout's environment, cancel its running agent, and return the number of tool calls per status."""
         environment = self._environments.pop(rollout, None)
         if environment is None:  # its constructor raised
             return {}

@@ -112,8 +112,7 @@ class Toolbox:
         return [describe(name, method) for name, method in self._methods.items()]
 
     async def call_all(self, calls: Sequence[ToolCall | MalformedCall]) -> list[Message]:
-        """Run the calls sequentially and return one message per call. The message for a failed call describes the error
-        to the model."""
+        """Run the calls sequentially. Return one message per call, which describes the error if the call failed."""
         return [await self._message(call) for call in calls]
 
     async def _message(self, call: ToolCall | MalformedCall) -> Message:

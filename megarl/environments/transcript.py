@@ -13,8 +13,7 @@ from megarl.core.types import NO_ROUTE, CandidateIds, Completion, Episode, Finis
 
 
 class Transcript:
-    """A prompt followed by sampled turns, with context between them. Only the turns are trained on. Tokens are only
-    ever appended, never changed."""
+    """A prompt, and sampled turns with context between them. Only turns are trained on. Tokens are only appended."""
 
     def __init__(self, prompt_ids: Sequence[int]):
         self.ids: list[int] = list(prompt_ids)

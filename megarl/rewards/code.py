@@ -87,8 +87,7 @@ async def code_stdin_stdout(prompt: str, response: str, answer: Any, *, sandbox:
 
 
 def last_code_block(response: str) -> str | None:
-    """Return the last closed fenced block that is marked as Python or has no language, or None if there is no such
-    block."""
+    """Return the last closed fenced block that is marked as Python or has no language, or None if there is none."""
     block, opened, lines = None, None, []
     for line in response.splitlines():
         fence = _FENCE.fullmatch(line)

@@ -13,8 +13,7 @@ _WRAPPED = re.compile(r"\$+(?P<inner>[^$]*)\$+|\\\((?P<paren>.*)\\\)|\\\[(?P<bra
 _BOXED = "\\boxed{"
 
 MOST_BETWEEN = 16
-"""Maximum number of characters between adjacent boxes, such as "$, $" or "$ and $". math-verify decides whether
-adjacent boxes form one answer."""
+"""Maximum number of characters between adjacent boxes, such as " and ". math-verify may join them to one answer."""
 
 
 class MathMatch:

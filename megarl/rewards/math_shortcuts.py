@@ -25,8 +25,7 @@ _NUMBER = re.compile(
 """Numbers with so few digits that math-verify, which compares 15 digits, never considers different numbers equal."""
 
 LARGEST = 1e6
-"""Largest absolute value of a number or power in evaluated expressions. Up to this size, rounding errors are far below
-NOTICEABLE."""
+"""Largest absolute value in evaluated expressions. Up to it, rounding errors are far below NOTICEABLE."""
 
 MOST_POWER = 9
 

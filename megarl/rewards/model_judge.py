@@ -58,8 +58,7 @@ class ModelJudge:
         return reading_of(sample, ids, len(ids) - 1, (len(sample.text),))
 
     def reward(self, sample: Sample, scores: Sequence[int], reading: Reading | None = None) -> ModelReward:
-        """Return the sample's reward, or a failure if the judge gave no rating. `scores` contains the token ids of the
-        answer."""
+        """Return the sample's reward, or a failure if the answer with the token ids `scores` has no rating."""
         try:
             return ModelReward(rating(self._tokenizer.decode(scores, skip_special_tokens=True), self._judge.scale))
         except ValueError as reason:

@@ -11,8 +11,7 @@ from megarl.core.errors import UserError
 NO_OPTIONS: Mapping[str, Any] = {}
 
 SINGLE, BATCH = ("prompt", "response", "answer"), ("prompts", "responses", "answers")
-"""Leading parameters of functions that take single samples and of functions that take whole batches. They cannot be
-options."""
+"""Leading parameters, which cannot be options, of functions that score single samples and whole batches."""
 
 NUM_ARGUMENTS = len(SINGLE)
 

@@ -21,15 +21,13 @@ from megarl.usercode.child_process import IMPORT_S, ChildFailure, ChildProcess, 
 NO_COLUMNS: Mapping[str, Any] = {}
 
 SANDBOX_SHARE = 0.9
-"""Fraction of a call's time limit after which its sandboxes are stopped. A program that hangs then scores as wrong
-instead of failing the call."""
+"""Fraction of a call's time limit after which its sandboxes stop. A hanging program is then wrong, not a failure."""
 
 MOST_PROCESSES = 512
 """Maximum number of processes per call: far more than a function needs, far fewer than a fork bomb starts."""
 
 WATCH_S = 0.25
-"""Interval in seconds at which each call's processes are counted. A Python fork bomb starts a few hundred processes in
-that time."""
+"""Interval in seconds at which processes are counted. A fork bomb in Python starts a few hundred in that time."""
 
 
 class FunctionPool:
@@ -129,8 +127,7 @@ class FunctionPool:
         return self._threads.submit(results)
 
     def _run(self, function: str, arguments: Sequence[Any], columns: Any) -> dict[str, Any]:
-        """Run a call in an idle process. Return the process's reply, or the fields of a Result that describes the
-        failure."""
+        """Run a call in an idle process. Return its reply, or the fields of a Result that describes the failure."""
         child = self._idle.get()
         try:
             return child.call(pickle.dumps((function, tuple(arguments), columns)), self._timeout_s)
@@ -199,8 +196,7 @@ def function_pool(config: Config, num_processes: int) -> FunctionPool:
 
 
 def columns_of(sample: Sample) -> dict[str, Any]:
-    """Return the values that functions may use besides prompt, response and answer: the data row's columns and the
-    number of response tokens."""
+    """Return the values that functions may use: the data row's columns and the number of response tokens."""
     return {**sample.prompt.columns, NUM_TOKENS: len(sample.response_ids)}
 
 

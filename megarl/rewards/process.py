@@ -53,8 +53,7 @@ def turn_ends(mask: ArrayLike) -> list[int]:
 
 
 def on_turns(rewards: Sequence[float], mask: ArrayLike) -> list[float]:
-    """Convert one reward per turn to per-token rewards. The turn's last token gets its reward, all other tokens get
-    NaN."""
+    """Convert rewards per turn to rewards per token: a turn's last token gets its reward, all other tokens get NaN."""
     return on_trained_tokens(dict(zip(turn_ends(mask), rewards, strict=True)), mask)
 
 

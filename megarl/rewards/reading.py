@@ -134,8 +134,7 @@ class Reader:
             raise Unreadable(f"the chat template rejects the messages: {error}") from error
 
     def _response(self, sample: Sample, text: str) -> tuple[int, int, int]:
-        """Return the start and end of the response in the text, and the number of characters missing at its
-        beginning."""
+        """Return the start and end of the response in the text, and the number of characters missing before it."""
         if self._settings.input_format == "text":
             return len(text) - len(sample.text), len(text), 0
         span = response_span(text, self._rendered(sample, MARK), sample.text)

@@ -28,8 +28,7 @@ class RegexMatch:
         self._compares = "answer" in self._pattern.groupindex
 
     def __call__(self, prompt: str, response: str, answer: Any) -> bool:
-        """Score the response. Raise ValueError if the pattern has a group named `answer` but the prompt has no
-        answer."""
+        """Score the response. Raise ValueError if the pattern has a group `answer`, but the prompt has no answer."""
         if self._compares and answer is None:
             raise ValueError("regex_match: the pattern has a group named answer, but the prompt has no answer (null)")
         match = self._last_match(response)

@@ -75,8 +75,7 @@ def resolve(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> RewardFunctio
 
 
 def _verifier(name: str, verifier: Any) -> RewardFunction:
-    """Return the function for the option `verifier`, which is a name as in rewards.functions or
-    `{function, options}`."""
+    """Return the function for the option `verifier`: a name as in rewards.functions, or `{function, options}`."""
     entry = {"function": verifier} if isinstance(verifier, str) else dict(verifier)
     key = f"rewards.functions: {name}: options.verifier={verifier!r}"
     if "function" not in entry or entry.keys() - {"function", "options"}:

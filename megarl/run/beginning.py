@@ -35,8 +35,7 @@ def check_beginning(config: Config) -> str | None:
 
 
 def find_model_paths(config: Config) -> Config:
-    """Return the config with resolved model paths. Paths that an earlier attempt resolved are reused
-    (`reuse_earlier_folders`)."""
+    """Return the config with resolved model paths. Paths that an earlier attempt resolved are reused."""
     folders = {} if config.resume == "never" else RunFolder.of(config).resolved_models
     return reuse_earlier_folders(config, folders)
 

@@ -88,8 +88,7 @@ def _adapter_bytes(config: Config, settings: Trained, hf_config: Mapping[str, An
 
 
 def _holder(config: Config, layout: Layout, hf_config: Mapping[str, Any], tp: int, etp: int) -> Holder:
-    """Return the weights on the first of `tp` tensor-parallel ranks that hold all layers and experts. The vocabulary is
-    padded as in `layout`."""
+    """Return the weights on the first of `tp` ranks with all layers and experts, and the vocabulary of `layout`."""
     rank_layout = layout.model_copy(update=ONE_PROCESS | {"tp": tp, "etp": etp})
     multiple = VOCABULARY_MULTIPLE * layout.tp // tp
     return megatron_holder(hf_config, rank_layout, 0, dtype=config.model.dtype, vocab_multiple=multiple)
@@ -100,8 +99,7 @@ def _elements(holder: Holder) -> dict[str, int]:
 
 
 def _trained(settings: Trained, hf_config: Mapping[str, Any], holder: Holder) -> list[str]:
-    """Return the names of the parameters that have optimizer states. Router biases have none because they receive no
-    gradients."""
+    """Return the names of the parameters with optimizer states. Router biases receive no gradients."""
     key = f"{settings.section}.frozen"
     selected = select_tensors(key, settings.frozen_patterns, huggingface_holder(hf_config).shapes)
     frozen = set(whole_parameters(key, selected, holder))

@@ -77,8 +77,7 @@ class Checkpoints:
         return folder
 
     def commit(self, step: int, state: Mapping[str, Any], files: Iterable[FileRecord]) -> Checkpoint:
-        """Give the folder of the checkpoint of `step` its final name and point `latest` to it. All `files` must already
-        be on disk."""
+        """Rename the hidden folder of `step` and point `latest` to it. All `files` must already be on disk."""
         hidden, final = self._hidden(step), self._named(step)
         assert final != self.latest(), f"{final} already exists and is the latest checkpoint"
         write_manifest(hidden, step, state, files)

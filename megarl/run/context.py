@@ -218,8 +218,7 @@ class RunContext:
             raise KeyboardInterrupt
 
     def export(self, write: Callable[[Path], None]) -> None:
-        """Export the trained model with `write` if run.export is set. Otherwise remove any earlier export. Then mark
-        the run as finished."""
+        """Export the model with `write` if run.export is set, else remove an earlier one. Mark the run finished."""
         if self.config.run.export:
             with self.folder.new_model() as path:
                 write(path)

@@ -48,8 +48,7 @@ class EffectiveShare:
         self._lasted = _completed_s(run)
 
     def metrics(self, step_metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return the goodput metric at the end of a step, or an empty mapping outside a Slurm job. `step_metrics` must
-        include time/step."""
+        """Return the goodput at the end of a step, if it runs in a Slurm job. `step_metrics` has time/step."""
         if ALLOCATED not in os.environ:
             return {}
         self._lasted += step_metrics["time/step"]
@@ -66,8 +65,7 @@ def _completed_s(run: Path) -> float:
 
 
 def allocated_s(run: Path, now: float) -> float:
-    """Return the total time of all allocations. An allocation lasts until its last heartbeat, the newest one until
-    `now`."""
+    """Return the total time of all allocations. Each lasts until its last heartbeat, the newest one until `now`."""
     spans: dict[tuple[str, int], tuple[float, float]] = {}
     for attempt, seen in Attempts(run).all():
         allocation = attempt.job, attempt.restart

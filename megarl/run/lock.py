@@ -57,8 +57,7 @@ def run_lock(folder: Path, patience_s: float = 0.0) -> Iterator[None]:
 
 
 def _lock(stream: IO[str]) -> bool:
-    """Try to lock the file and return whether this process may use it. If the file system does not support locks, print
-    a warning and return True."""
+    """Try to lock the file. Return whether this process may use it, also if its file system has no locks."""
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -151,8 +151,7 @@ def _find_models(config: Config) -> ModelFolders:
     check_all_selections(config, models.trained(config))
     check_gpu_memory(config, models)
     check_host_memory(config, models)
-    if not config.is_offline:
-        check_engine_kernels(config, models)
+    check_engine_kernels(config, models)
     check_megatron_settings(config, models)
     return models
 
@@ -187,8 +186,7 @@ def _function_pool(config: Config) -> FunctionPool | None:
 
 
 def _find_folder(config: Config) -> RunFolder:
-    """Return the run folder, which need not exist. Raise UserError if the folder is not writable or belongs to a
-    different run."""
+    """Return the run folder, which need not exist. Raise UserError if it is not writable or of a different run."""
     RunFolder.require_free(config)
     folder = RunFolder.of(config)
     parent = next(path for path in folder.path.parents if os.path.lexists(path))

@@ -30,8 +30,7 @@ def no_files(_: Path) -> Sequence[FileRecord]:
 
 
 class Saver:
-    """Saves a checkpoint every checkpoint.every_steps steps, after the last step, and on request. At most one save is
-    in progress at a time."""
+    """Saves checkpoints every checkpoint.every_steps steps, after the last step, and on request, one at a time."""
 
     def __init__(
         self,
@@ -100,14 +99,12 @@ class Saver:
             self._evaluated[step] = metrics[name]
 
     def commit(self) -> None:
-        """Complete the checkpoint in progress if all its files are written. Unless checkpoint.background is set, wait
-        for the files."""
+        """Complete the checkpoint in progress if its files are written or checkpoint.background is not set."""
         if self._unfinished and (not self._config.checkpoint.background or self._unfinished.is_written()):
             self.finish()
 
     def finish(self) -> None:
-        """Wait for the checkpoint in progress, if any, and complete it. Then remove the oldest checkpoints beyond
-        checkpoint.keep."""
+        """Wait for the checkpoint in progress, if any, complete it, and remove those beyond checkpoint.keep."""
         if self._unfinished is None:
             return
         unfinished = self._unfinished
@@ -198,7 +195,6 @@ class Unfinished:
         return all(join(pending).result())
 
     def files(self) -> list[FileRecord] | None:
-        """Return the records of all files, or None if some files are not yet written. This method makes no remote
-        calls."""
+        """Return the records of all files without remote calls, or None if some files are not yet written."""
         parts = [group.written_files(self.folder) for group in self.groups]
         return None if None in parts else [*self.others, *(record for part in parts for record in part)]

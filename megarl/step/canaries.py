@@ -83,8 +83,7 @@ class Canaries:
         return {name: Answers.of(samples) for name, samples in groups.items()}
 
     def measure(self, answers: Mapping[str, Answers]) -> dict[str, Evidence]:
-        """Return evidence with each engine's log-prob differences from the trainer, but without data on their
-        causes."""
+        """Return evidence with each engine's log-prob differences from the trainer, but not on their causes."""
         greedy, sampled = self._differences(answers, [(kind, self._scoring(kind)) for kind in KINDS])
         return {name: Evidence(self.limit, greedy[name], sampled[name]) for name in answers}
 
@@ -143,8 +142,7 @@ class Canaries:
         return Scoring(1.0 if kind == GREEDY else self.config.rollout.temperature)
 
     def _other_scorings(self) -> dict[str, Scoring]:
-        """Return the ways in which an engine may score tokens by mistake. Each key completes the phrase "the trainer's
-        ..."."""
+        """Return the mistaken ways in which an engine may score tokens, as completions of "the trainer's ..."."""
         default = self._scoring(SAMPLED)
         temperatures = dict.fromkeys((1.0, default.temperature**2, 1 / default.temperature))
         others = {

@@ -174,8 +174,7 @@ class ScoredRollout:
 
 
 def result(settings: EvaluationSet, groups: Sequence[Sequence[SampleRef]], scores: Sequence[Score]) -> SetResult:
-    """Return the result of an evaluation set. groups: the samples by prompt. scores: the scores of all samples, in
-    order."""
+    """Return the result of an evaluation set. groups: the samples by prompt. scores: their scores, in order."""
     remaining = iter(scores)
     by_prompt = [scored_rollouts([(sample, next(remaining)) for sample in group]) for group in groups]
     rollouts = [rollout for group in by_prompt for rollout in group]

@@ -38,8 +38,7 @@ class LogprobCheck:
             )
 
     def after_refit(self, step: int) -> Metrics:
-        """Check the canary prompts after a step's refit, if configured. Return metrics. Raises RunFailure like
-        `begin`."""
+        """Check the canary prompts after a step's refit, if configured. Return metrics, or raise like `begin`."""
         is_due = self._has_gate and self._config.logprob_check.canaries == "refits"
         return self._gate(f"after the refit of step {step}") if is_due else {}
 
@@ -116,8 +115,7 @@ def excess(config: Config, metrics: Mapping[str, Metric]) -> str | None:
 
 
 def describe_differences(explained: Mapping[str, Evidence]) -> str:
-    """Describe each engine's difference from the trainer on canary prompts. Rank the causes for the largest
-    difference."""
+    """Describe the engines' differences from the trainer on canary prompts. Rank the causes for the largest one."""
     name, worst = max(explained.items(), key=lambda item: max(item[1].greedy, item[1].sampled))
     differing = [engine for engine, evidence in explained.items() if not evidence.agrees]
     return (

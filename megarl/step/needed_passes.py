@@ -1,5 +1,4 @@
-"""The forward-only passes that a run needs. A pass is skipped, with a reason, if the result is provably the same
-without it."""
+"""The forward-only passes that a run needs. A pass is skipped, with a reason, if it provably changes nothing."""
 
 from __future__ import annotations
 

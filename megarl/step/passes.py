@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 
 
 def describe(config: Config) -> list[str]:
-    """Return one line for the passes that run and one for the passes that are skipped. A line is left out if it has no
-    passes."""
+    """Return one line for the passes that run and one for those that are skipped, unless there are none."""
     by_need = {"passes": True, "skipped passes": False}
     chosen = {label: [p for p in passes(config) if p.needed == need] for label, need in by_need.items()}
     return [
@@ -35,6 +34,5 @@ def policies(config: Config) -> list[Policy]:
 
 
 def make_policy_passes(config: Config, actor: TrainerGroup, updates: Updates) -> Pending[dict[str, Scores]]:
-    """Submit a forward-only pass for each needed policy. The log-probs stay on the ranks. See
-    TrainerGroup.keep_log_probs."""
+    """Submit a pass for each needed policy. The log-probs stay on the ranks. See TrainerGroup.keep_log_probs."""
     return join([actor.keep_log_probs(policy, updates) for policy in policies(config)]).then(join_named_scores)

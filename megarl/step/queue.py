@@ -49,8 +49,7 @@ class Group:
 
 @dataclass(slots=True)
 class Dropped:
-    """Counts of samples and tokens in rollouts that were dropped as stale, and of those that were aborted among
-    them."""
+    """Counts of samples and tokens in rollouts dropped as stale, and of those aborted among them."""
 
     samples: int = 0
     tokens: int = 0
@@ -123,8 +122,7 @@ class RolloutQueue:
             self._schedule.begin(groups[i], number - 1, turn=item.version, again=i < num_again)
 
     def take(self, number: int, wanted: int, meanwhile: Callable[[], object]) -> list[list[SampleRef]]:
-        """Wait for the groups that this step trains on, and return their samples in the order in which the groups
-        started."""
+        """Wait for the groups that this step trains on. Return their samples in the order of their starts."""
         taken: list[Group] = []
         while len(taken) < wanted:
             self._note_finished()
@@ -209,8 +207,7 @@ class RolloutQueue:
         return [[i] for i in numbers] if self.config.prompts_ahead else [numbers]
 
     def _sample(self, groups: Sequence[Sequence[SamplingRequest]]) -> Pending[list[Sampled]]:
-        """Submit the requests for each prompt to the engines or the environments. Rewards are computed for each sample
-        as soon as it is finished."""
+        """Submit the requests for each prompt. Rewards are computed for each sample as soon as it is finished."""
         workers = self.workers
         source = workers.environments if self.config.has_environment else workers.engines
         return source.generate(groups, workers.rewards.listener)

@@ -105,8 +105,7 @@ def record_advantages(workers: Workers, rollouts: Path) -> Pending[None]:
 
 
 def further_prompts(missing: int, num_informative: int, seen: int, most: int) -> int:
-    """Return the number of prompts expected to yield the missing informative ones, extrapolated from the informative
-    fraction so far."""
+    """Return the number of prompts expected to yield the missing ones at the informative fraction so far."""
     return min(most, ceil(missing * max(seen, 1) / max(num_informative, 1)))
 
 

@@ -67,14 +67,12 @@ def reward_tokens(
 
 
 def _score_and_train(group: TrainerGroup, batches: Updates) -> Pending:
-    """Submit calls that score the batches with a model and then train it on them. The result is ((scores, totals),
-    metrics)."""
+    """Submit calls that score the batches with a model, then train it. The result is ((scores, totals), metrics)."""
     scored, trained, ended = group.score_tokens(batches), group.train([batches]), group.end_step()
     return join([scored, trained, ended]).then(lambda results: results[:2])
 
 
 def _score_kl(config: Config, actor: TrainerGroup, batches: Updates) -> Pending:
-    """Submit the policies' passes and the computation of KL rewards. The result is ((KL rewards, their totals),
-    log-probs)."""
+    """Submit the policies' passes and the KL rewards. The result is ((KL rewards, their totals), log-probs)."""
     passes, scored = make_policy_passes(config, actor, batches), actor.score_tokens(batches)
     return passes.then(lambda log_probs: scored.then(lambda of_kl: (of_kl, log_probs)))

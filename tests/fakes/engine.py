@@ -18,7 +18,7 @@ import torch
 from tokenizers import Tokenizer
 
 from megarl.cluster.groups.engine_actor import EngineProcess
-from megarl.cluster.groups.group import CALLS_AT_ONCE
+from megarl.cluster.groups.group import ASYNC_OPTIONS
 from megarl.config.schema import Config
 from megarl.core.types import Completion, Sample, VersionRun
 from megarl.models.folder import read_config
@@ -173,7 +173,7 @@ class FakeEngine:
         return EngineInfo("float32", tuple(ids), "an engine without vLLM")
 
 
-@ray.remote(num_cpus=0, max_restarts=0, max_concurrency=CALLS_AT_ONCE)
+@ray.remote(**ASYNC_OPTIONS)
 class EngineActor(EngineProcess):
     """The actor of a FakeEngine. Its process has the same title as one with vLLM."""
 

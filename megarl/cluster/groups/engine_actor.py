@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.actor import ActorHandle
 
-from megarl.cluster.groups.group import CALLS_AT_ONCE, TimedResult
+from megarl.cluster.groups.group import ASYNC_OPTIONS, TimedResult
 from megarl.cluster.groups.vllm import VllmActor, end_process
 from megarl.cluster.supervision import segments
 from megarl.cluster.supervision.scratch import own_scratch
@@ -123,7 +123,7 @@ class EngineProcess(VllmActor):
             raise
 
 
-@ray.remote(num_cpus=0, max_restarts=0, max_concurrency=CALLS_AT_ONCE)
+@ray.remote(**ASYNC_OPTIONS)
 class EngineActor(EngineProcess):
     """One rollout engine on vLLM."""
 

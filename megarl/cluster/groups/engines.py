@@ -56,10 +56,16 @@ Sampled = Group | Aborted
 Requests = Sequence[Sequence[SamplingRequest]]
 """The requests of each group."""
 
-Answered = dict[str, list[list[SampleRef]] | Aborted]
+Answered = dict[str, list[Group] | Aborted]
 """The samples of each rollout, or Aborted, by engine name."""
 
 Run = Callable[[Mapping[str, Sequence[SamplingRequest]]], Pending[Answered]]
+
+
+def completed(sampled: list[T] | Aborted) -> list[T]:
+    """Return the samples of rollouts that cannot be aborted, because their caller waits for them."""
+    assert not isinstance(sampled, Aborted), "the rollouts were aborted while their caller waits for them"
+    return sampled
 
 
 class EngineGroup(VllmGroup):
@@ -181,8 +187,7 @@ class EngineGroup(VllmGroup):
         return pending.then(lambda answers: replace(answers, values=self._session.trace.add(method.name, answers)))
 
     def _switch_to_loader(self, reason: str, names: Sequence[str]) -> None:
-        """Make every worker receive the whole model as checkpoint tensors. names: the parameters or kernels that make
-        this necessary."""
+        """Make every worker receive whole checkpoint tensors, because of the named parameters or kernels."""
         print(
             "refit: loading whole tensors through vLLM's own loader, which is slower than writing in place, because "
             f"{reason}: {'; '.join(names[:MAX_NAMED])}{'; …' if len(names) > MAX_NAMED else ''}",
@@ -279,7 +284,7 @@ class EngineGroup(VllmGroup):
 
         def collect(answers: Answered) -> dict[str, Group]:
             self.drop(requests.keys() - answers.keys(), "rollout")
-            return {name: [sample for [sample] in rollouts] for name, rollouts in answers.items()}
+            return {name: [sample for [sample] in completed(answers[name])] for name in answers}
 
         return self._sample(None, requests).then(collect)
 
@@ -288,8 +293,7 @@ class EngineGroup(VllmGroup):
         return self._run_on_each(self._info, texts)
 
     def differing(self, expected: Mapping[Region, Checksum]) -> Pending[dict[str, list[str] | None]]:
-        """Compare the weights in every engine with checksums. The result has the differing regions, by engine name. See
-        Engine.differing."""
+        """Compare every engine's weights with checksums. The result has Engine.differing's lines by engine name."""
         return self._run_on_each(self._differing, share(expected))
 
     def _run_on_each(self, call: RemoteCall[T, Any, *Ts], *arguments: *Ts) -> Pending[dict[str, T]]:
@@ -371,8 +375,7 @@ class EngineGroup(VllmGroup):
         return f"Continuing with {len(self._actors)} of {len(self._processes)} engines"
 
     def _watch(self) -> None:
-        """If only one engine is left, watch it so that its loss ends every wait. With several engines, a loss is
-        noticed at the next call."""
+        """If one engine is left, watch it: its loss then ends every wait. Otherwise, the next call notices a loss."""
         self._session.unwatch(self._processes)
         if len(self._actors) == 1:
             self._session.watch(self._actors)

@@ -19,9 +19,9 @@ from megarl.cluster.placement import VISIBLE, Process
 from megarl.cluster.session import Session
 from megarl.cluster.supervision.logs import log_to
 
-CALLS_AT_ONCE = 100_000
-"""Maximum number of concurrent calls in an async actor. Each prompt in flight is one call, and these calls must not
-block other calls. Ray's default is 1,000."""
+ASYNC_OPTIONS: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": 100_000}
+"""Ray's options for async actors. Each prompt in flight is one call, and these calls must not block other calls. By
+default, an async actor runs at most 1,000 calls at once."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,8 +70,7 @@ class TrainerActor(RankActor):
         self._worker.end_epoch()
 
     def end_step(self) -> None:
-        """End the step in the worker. Drop the step's batches first, so that the worker can free their device
-        memory."""
+        """End the step in the worker. Drop the step's batches first, to let the worker free their device memory."""
         self._batches.clear()
         self._worker.end_step()
 
@@ -231,8 +230,7 @@ class TrainerGroup(RankGroup):
     def _write_part(self, plan: CompactPlan, folder: Path) -> None: ...
 
     def load_checkpoint(self, checkpoint: Checkpoint) -> Pending[list[None]]:
-        """Load the checkpoint on all ranks, after verifying the files' checksums. Raise UserError if a file is
-        corrupt."""
+        """Verify the checkpoint's files, then load it on all ranks. Raise UserError if a file is corrupt."""
         return self._check_checkpoint(checkpoint).then(lambda _: self._load_checkpoint(checkpoint))
 
     def publish(self, for_refit: bool) -> Pending[dict[str, Published]]:
@@ -271,8 +269,7 @@ class TrainerGroup(RankGroup):
         return self._differences.on_each(arguments)
 
     def score_tokens(self, updates: Updates) -> Pending[tuple[Scores, dict[str, TokenTotals]]]:
-        """Score the samples' tokens. The result has references to the scores and, by sample id, totals over the trained
-        tokens."""
+        """Score the samples' tokens. The result has the scores and, by sample id, totals over the trained tokens."""
         scored = [self._score_tokens.on_each(self._by_rank(batches)) for batches in updates]
         return join(scored).then(_join_scores)
 
@@ -328,8 +325,7 @@ class TrainerGroup(RankGroup):
 
 
 def readers_of(plan: Plan) -> dict[str, dict[str, set[str]]]:
-    """Return a mapping: source holder -> destination holder -> names of the source's parameters that the destination
-    reads."""
+    """Return a mapping: source holder -> destination holder -> names of the source's parameters that it reads."""
     readers: dict[str, dict[str, set[str]]] = {source: {} for source in plan.sources}
     for destination in plan.destinations:
         for copy in plan.into(destination).copies:

@@ -27,14 +27,13 @@ class ModelParameters:
         self._lora = lora
         self.hf_config = hf_config
         self.shape = ModelShape.of(hf_config)
-        self.count = sum(_elements(huggingface_holder(hf_config)))
+        self.count = sum(map(prod, huggingface_holder(hf_config).shapes.values()))
         self._stages: dict[tuple, RankParameters] = {}
         self._layers: dict[tuple, list[list[range]]] = {}
         self._engines: dict[tuple, int] = {}
 
     def of_stage(self, layout: Layout, stage: int) -> RankParameters:
-        """Return the parameter counts for each rank in a pipeline stage. Raises UserError if the model cannot be split
-        evenly."""
+        """Return the parameter counts of a pipeline stage's ranks. Raise UserError for an uneven split of the model."""
         layers = [layer for chunk in self._chunks(layout) for layer in chunk[stage]]
         kinds = tuple(self.shape.has_experts(layer) for layer in layers)
         key = (layout.tp, layout.ep, layout.expert_tp, kinds, stage == 0, stage == layout.pp - 1)
@@ -66,12 +65,7 @@ def engine_holder(config: Config, hf_config: Mapping[str, Any], rank: int) -> Ho
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """The models in a run.
-
-    Attributes:
-        trained: the trained models, by role.
-        reward: the reward model's config.json, None without a reward model.
-    """
+    """The trained models in a run, and the reward model's config.json."""
 
     trained: Mapping[Role, ModelParameters]
     reward: Mapping[str, Any] | None = None
@@ -83,21 +77,9 @@ class Models:
         reward: Mapping[str, Any] | None = None,
         lora: Lora | None = None,
     ) -> Models:
-        """Create the models from their configs.
-
-        Args:
-            trained: config.json of each trained model, including its head.
-            reward: the reward model's config.json, None without a reward model.
-            lora: the actor's adapters, None without adapters.
-        """
-        adapters = {"actor": lora}
-        models = {role: ModelParameters(hf_config, adapters.get(role)) for role, hf_config in trained.items()}
-        return cls(models, reward)
+        """Create the models from their config.json files, which include heads. `lora` are the actor's adapters."""
+        return cls({role: ModelParameters(c, lora if role == "actor" else None) for role, c in trained.items()}, reward)
 
     @property
     def actor(self) -> ModelParameters:
         return self.trained["actor"]
-
-
-def _elements(holder: Holder) -> list[int]:
-    return [prod(shape) for shape in holder.shapes.values()]

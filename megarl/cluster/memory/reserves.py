@@ -37,8 +37,7 @@ for CUDA 13 on an RTX 6000 Ada, which has about as many multiprocessors as an H1
 1053)."""
 
 KERNELS = 0.25 * GIB
-"""Bytes by which a process's CUDA context grows during computation, for lazily loaded kernels and cuBLAS workspaces. An
-assumption."""
+"""Growth of a process's CUDA context during computation, for lazy kernels and cuBLAS workspaces. An assumption."""
 
 FRAGMENT_BYTES = GIB
 """Bytes that a trainer's allocator reserves beyond its tensors at peak memory. An assumption."""
@@ -49,8 +48,7 @@ CHANNELS, CHANNELS_OVER_NODES = 24, 16
 of tree connections is added. NCCL now creates tree connections lazily."""
 
 EXCHANGE_CHANNELS_OVER_NODES = 2
-"""Number of channels between two ranks on a node if the communicator also has ranks on other nodes (NCCL issue
-1189)."""
+"""Number of channels between two ranks on a node if the communicator also spans other nodes (NCCL issue 1189)."""
 
 MULTICAST = 16 * 2 * 8 * 128 * 1024
 """Bytes of NVLink SHARP buffers for each rank on the node: 16 channels in both directions, with 8 steps of
@@ -60,8 +58,7 @@ CAPTURED = 512
 """Largest batch size for which vLLM captures CUDA graphs by default on GPUs before Blackwell (config/vllm.py)."""
 
 GRAPH_SETS = 2
-"""Number of CUDA graph sets: full graphs for decoding steps, and piecewise graphs (split at attention) for steps with
-prompts."""
+"""Number of CUDA graph sets: full graphs for decoding steps, and graphs split at attention for steps with prompts."""
 
 LAYER_GRAPH = 0.38 * MIB
 """Bytes per layer in a captured graph: vLLM logged 0.21 GiB for 35 graphs of Llama-3.2-1B, which has 16 layers
@@ -100,7 +97,8 @@ def gpu_reserve(
     if "actor" in held and config.rollout.quantization is not None and not config.is_offline:
         items.append({SENT: held["actor"][1] * (1 + 4 / FP8_BLOCK**2)})
     if "actor" in held and not config.is_offline:
-        items.append(_readers_reserve(config, gpus_per_node))
+        # Engine ranks on other GPUs that read the actor's weights have CUDA contexts on this GPU (cuda_memory.py).
+        items.append({} if config.sends_weights else {CONTEXTS: CONTEXT * _num_readers(config, gpus_per_node)})
     if engine is not None:
         items.append(engine_reserve(config, engine, gpus_per_node))
     if reward is not None:
@@ -131,8 +129,7 @@ def _trainer_communicators(layout: Layout, shape: ModelShape, gpus_per_node: int
 
 
 def parallel_groups(layout: Layout, has_experts: bool) -> dict[str, tuple[int, int]]:
-    """Return (number of ranks, stride) for Megatron's process groups that every step uses, by name, without groups of
-    one rank."""
+    """Return (number of ranks, stride) for the process groups of several ranks that every step uses, by name."""
     tp, cp, dp, ep, etp = layout.tp, layout.cp, layout.dp, layout.ep, layout.expert_tp
     stage = tp * cp * dp
     groups = {"tp": (tp, 1), "cp": (cp, tp), "dp_cp": (dp * cp, tp), "pp": (layout.pp, stage)}
@@ -182,12 +179,6 @@ def _fp8_copies(settings: Placed, matrices: int) -> float:
     if settings.fp8 is None or settings.megatron_overrides.model.get("disable_parameter_transpose_cache"):
         return 0
     return 2 * matrices * (33 / 32 if settings.fp8 == "mxfp8" else 1)
-
-
-def _readers_reserve(config: Config, gpus_per_node: int) -> dict[str, float]:
-    """Return the CUDA contexts on this GPU that belong to engine ranks on other GPUs, which read the actor's weights
-    (cuda_memory.py)."""
-    return {} if config.sends_weights else {CONTEXTS: CONTEXT * _num_readers(config, gpus_per_node)}
 
 
 def _num_readers(config: Config, gpus_per_node: int) -> int:

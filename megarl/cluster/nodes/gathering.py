@@ -26,9 +26,8 @@ def gather(rendezvous: NodeRendezvous, count: int, timeout_s: float, run_folder:
     deadline, announced = time.monotonic() + timeout_s, set[str]()
     while True:
         reports = rendezvous.reports()
-        if problems := [report for report in reports if report.problem is not None]:
-            kind = RunFailure if any(report.is_failure for report in problems) else UserError
-            raise kind("\n".join(report.problem for report in problems))
+        if problems := {report.problem: report.is_failure for report in reports if report.problem is not None}:
+            raise (RunFailure if any(problems.values()) else UserError)("\n".join(problems))
         addresses = alive_nodes()
         joined = [report for report in reports if report.address in addresses]
         for report in joined:

@@ -40,7 +40,9 @@ class Interrupts:
     @property
     def left_s(self) -> float:
         """Seconds left in the grace period; 0 after a second signal."""
-        return max(0.0, self._signaled_at + self._grace_s - time.monotonic()) if self._can_cut_short else 0.0
+        if self._signaled_at is None or not self._can_cut_short:
+            return 0.0
+        return max(0.0, self._signaled_at + self._grace_s - time.monotonic())
 
     def listen(self, signals: Iterable[int]) -> None:
         """Install handlers for these signals. Processes forked later use the default action."""

@@ -105,7 +105,7 @@ def _has_ended(pid: int) -> bool:
     except ProcessLookupError:
         return True
     except PermissionError:  # it exists, but belongs to a different user
-        return False
+        pass
     return False
 
 
@@ -139,7 +139,7 @@ def request_stacks(files: Collection[Path], patience_s: float = 5.0, elsewhere: 
     expected, local = Counter(dict.fromkeys(sizes, 1)), Counter[Path]()
     for pid in descendants():
         file = _standard_error(pid)
-        if file in files and _catches(pid, SIGNAL):
+        if file is not None and file in files and _catches(pid, SIGNAL):
             sizes.setdefault(file, file.stat().st_size)
             local[file] += 1
             _signal(pid, SIGNAL)
@@ -169,8 +169,7 @@ def _standard_error(pid: int) -> Path | None:
 
 
 def _catches(pid: int, number: int) -> bool:
-    """Return whether the process has a handler for the signal. Without one, the signal's default action would end
-    it."""
+    """Return whether the process has a handler for the signal, whose default action would end the process."""
     try:
         lines = (PROC / str(pid) / "status").read_text().splitlines()
     except OSError:

@@ -36,12 +36,10 @@ def note_earlier(scratch: Path) -> None:
 
 
 def name_semaphores(scratch: Path) -> None:
-    """Make this process and its descendants name new semaphores after the scratch folder.
-
-    Such semaphores can be removed even if the process is killed before it records them.
-    """
-    # Python passes this prefix to all processes that multiprocessing starts from this process.
-    multiprocessing.current_process()._config["semprefix"] = f"/{scratch.name}"
+    """Make this process and its descendants name new semaphores after the scratch folder. Such semaphores can be
+    removed even if the process is killed before it records them."""
+    process = multiprocessing.current_process()  # passes its config to all processes that it starts
+    process._config["semprefix"] = f"/{scratch.name}"  # pyright: ignore[reportAttributeAccessIssue]  # not in typeshed
 
 
 def note(scratch: Path) -> None:

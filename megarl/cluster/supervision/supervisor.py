@@ -19,8 +19,7 @@ from megarl.cluster.supervision.interrupts import REPEAT_S, interrupts
 from megarl.cluster.supervision.scratch import VARIABLE, make_scratch, sweep
 
 DEADLINE_S = 15
-"""Seconds from the end of the grace period after an interrupt until the child is killed, because one of its calls may
-hang."""
+"""Seconds from the end of an interrupt's grace period until the child is killed, because a call may hang."""
 
 INTERRUPTED = "interrupted; stopping the run"
 
@@ -72,8 +71,7 @@ def supervised(grace_s: float = 0.0) -> Iterator[Path]:
 
 
 def _guard(child: int, scratch: Path, signals: Collection[int], grace_s: float) -> int:
-    """Wait for the child, end its remaining processes, and return the exit status. `signals` are the blocked signals
-    that end a run."""
+    """Wait for the child, end its remaining processes, and return the exit status. `signals` are blocked."""
 
     signaled_at: list[float] = []
 
@@ -123,8 +121,7 @@ def _handled_signals() -> list[int]:
 
 
 def _end(scratch: Path) -> None:
-    """End all processes started by this process or its lost child, and remove their shared memory and scratch
-    folder."""
+    """End all processes of this process or its lost child. Remove their shared memory and scratch folder."""
     mapped = segments.mapped()
     processes.end_descendants()
     segments.remove(segments.created(scratch, mapped))

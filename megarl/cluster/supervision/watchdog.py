@@ -16,8 +16,7 @@ from megarl.cluster.supervision.processes import descendants
 
 POLL_S = 1.0
 SIGNAL_S = 1.0
-"""Seconds to wait for a signal in the driver when Ray's processes have ended: the signal may have been sent to all
-processes in the run."""
+"""Seconds to wait for a signal when Ray's processes have ended: it may have been sent to the driver as well."""
 FATAL = ("raylet", "gcs_server")
 
 

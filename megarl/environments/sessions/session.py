@@ -41,8 +41,7 @@ class TurnTokens(Tokens, Protocol):
 CLOSED = ApiError(401, "invalid_api_key", "no session is open for this api_key. The session may have been closed")
 
 TokensOf = Callable[[Sequence[Mapping[str, Any]]], TurnTokens]
-"""Function that returns the renderer for a set of tools. It raises UserError for tools that the chat template does not
-support."""
+"""Function that returns the renderer for a set of tools, or raises UserError if the chat template rejects them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,8 +44,7 @@ class VerifiersAgent(Agent):
         self._path = tuple(map(os.path.abspath, path))  # child processes of verifiers change directories
 
     async def run(self, task: Task, base_url: str, api_key: str, model: str) -> Mapping[str, float] | None:
-        """Run the task whose index is in the row's `idx` column, or a task selected by the seed. Return its rewards,
-        keyed by name."""
+        """Run the task with the row's `idx`, or one selected by the seed. Return its rewards, keyed by name."""
         program = await _program(self._python, self._path, self._arguments)
         selection = {"index": task.columns.get("idx"), "seed": task.seed}
         return await program.run(base_url=base_url, api_key=api_key, model=model, **selection) or None
@@ -90,8 +89,7 @@ _programs: dict[tuple[Any, ...], asyncio.Task[_Program]] = {}
 
 
 async def _program(*arguments: Any) -> _Program:
-    """Return the process for these arguments. The first rollout starts it, and later rollouts restart it if it has
-    exited."""
+    """Return the process for these arguments. The first rollout starts it; later ones restart it if it has exited."""
     start = _programs.get(arguments)
     if start is None or (start.done() and (start.cancelled() or start.exception() or start.result().is_over)):
         start = _programs[arguments] = asyncio.create_task(_Program.start(*arguments))

@@ -146,8 +146,7 @@ class TextGameEnvironment(Environment):
 
 
 def read_command(text: str) -> str | None:
-    """Return the last command in the text, or the command that starts with the text if it is a single letter. Return
-    None if there is no command."""
+    """Return the last command in the text, or the command that a single letter abbreviates. None if there is none."""
     text = text.strip().lower()
     if len(text) == 1:
         return next((command for command in COMMANDS if command[0] == text), None)

@@ -21,8 +21,7 @@ from megarl.rollout.vllm.environment import ENDS_WITH_PARENT
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One of an engine's parts, all of which have the same size. `host` and `port` are the address of the store through
-    which the ranks connect."""
+    """One of an engine's parts of equal size. Its ranks connect through the store at `host` and `port`."""
 
     number: int
     count: int

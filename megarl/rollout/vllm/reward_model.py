@@ -1,5 +1,4 @@
-"""Run a classifier or an LLM judge in vLLM. The process must set the variables in `environment` before it imports this
-module."""
+"""Run a classifier or an LLM judge in vLLM. Before importing this module, set the variables in `environment`."""
 
 from __future__ import annotations
 
@@ -20,8 +19,7 @@ from megarl.rollout.vllm.engine_arguments import engine_arguments
 
 
 def judge_arguments(config: Config, folder: Path, **specific: Any) -> dict[str, Any]:
-    """Return the arguments of `vllm.LLM` for a judge, with additional `specific` ones. Raise UserError like
-    `engine_arguments`."""
+    """Return the arguments of `vllm.LLM` for a judge, and `specific` ones. Raise UserError like `engine_arguments`."""
     settings = config.reward_model
     return engine_arguments(
         "reward_model",

@@ -81,8 +81,7 @@ def table(stages: list[Stage]) -> str:
 
 
 def verdict(stages: list[Stage]) -> str:
-    """Describe the first stage that differs, the size of the difference, and the implementation that probably causes
-    it."""
+    """Describe the first stage that differs, by how much, and the implementation that probably causes it."""
     first = first_different(stages)
     if first is None:
         worst = max(stages, key=lambda stage: stage.differences["trainer", "engine"] / stage.limit)

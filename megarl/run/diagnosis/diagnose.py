@@ -26,8 +26,7 @@ from megarl.run.evaluate import with_engines_only
 from megarl.run.folder import ROLLOUTS
 
 MAX_TOKENS = 512
-"""Maximum number of leading tokens to compare. The number is limited because each implementation keeps the outputs of
-all layers in memory."""
+"""Maximum number of leading tokens to compare. An implementation keeps all layers' outputs in memory."""
 
 DEADLINE_S = 3600.0
 
@@ -146,8 +145,7 @@ def find_rollout(folder: Path, step: int | None, sample: str | None) -> Rollout:
 
 
 def find_weights(folder: Path, config: Config, model: Path | None) -> Path:
-    """Return the folder with the weights: `model` if given, else the exported model if there is one, else the initial
-    model."""
+    """Return the folder with the weights: `model`, else the exported model, else the initial model."""
     if model is not None:
         if not (model / "config.json").is_file():
             raise UserError(

@@ -30,8 +30,7 @@ class Request:
 
 
 def compute(side: str, request: Request, scratch: Path) -> Mapping[str, np.ndarray]:
-    """Return the outputs of each model stage. Imports are local because each implementation needs a different
-    library."""
+    """Return the outputs of each model stage. Each implementation needs a different library."""
     if side == "trainer":
         from megarl.megatron.layer_outputs import layer_outputs as trainer_outputs
 

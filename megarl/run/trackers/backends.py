@@ -192,8 +192,7 @@ BACKENDS: Mapping[str, type[Backend]] = {
 
 
 def mlflow_name(metric: str) -> str:
-    """Return a metric name that contains only characters that MLflow allows. Metric names for custom reward functions
-    contain a file path."""
+    """Return the name in characters that MLflow allows. Names for custom reward functions contain a path."""
     return posixpath.normpath(re.sub(r"[^\w\-./ :]", "_", metric))
 
 

@@ -35,8 +35,7 @@ RESTART_S = 60.0
 """Seconds to wait before restarting a process that has hung or died."""
 
 INTERRUPTED_S = 3.0
-"""Time limit in seconds for closing all trackers if the run ends early. It is short because little time is left after a
-termination signal."""
+"""Limit in seconds for closing all trackers after an early end, such as a signal, which leaves little time."""
 
 Row = tuple[int, dict[str, float]]
 
@@ -65,8 +64,7 @@ class Tracker:
         self._thread.start()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Queue the metrics of a step. NaN and infinite values are removed because some trackers do not support
-        them."""
+        """Queue the metrics of a step without NaN and infinite values, which some trackers do not support."""
         self._num_rows += 1
         finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
         if self._queue.qsize() < QUEUED_ROWS:
@@ -79,8 +77,7 @@ class Tracker:
         self._queue.put(None)
 
     def end(self, deadline: float) -> None:
-        """Wait until the tracker is closed or the deadline has passed. Kill the process at the deadline, and print the
-        number of lost rows."""
+        """Wait until the tracker is closed. Kill its process at the deadline, and print the number of lost rows."""
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
             self._is_over = True
@@ -160,8 +157,7 @@ def check_trackers(config: Config) -> None:
 
 @contextmanager
 def open_trackers(config: Config, folder: RunFolder, step: int) -> Iterator[list[Tracker]]:
-    """Open and yield the trackers for a run that resumes after `step`. On exit, close them within
-    trackers.timeout_s."""
+    """Yield the trackers for a run that resumes after `step`. On exit, close them within trackers.timeout_s."""
     timeout_s = config.trackers.timeout_s
     trackers = [
         Tracker(_settings(config, folder, name, step), folder.logs / f"tracker_{name}.log", timeout_s)

@@ -91,8 +91,8 @@ class Groups:
         self.reward_engines = RewardEngineGroup(session, self.config, folder, [Process("engine", 0, 1, devices=(0,))])
         for group in (self.actor, self.reward_model):
             group._data_parallel_ranks, group.packing = [0], None
-        self.rewards = RewardGroup(session, self.config, Process("rewards", 0, 1), None, None)
-        self.judged = RewardGroup(session, self.config, Process("rewards", 0, 1), self.reward_model, None)
+        self.rewards = RewardGroup(session, self.config, [Process("rewards", 0, 1)], None, None)
+        self.judged = RewardGroup(session, self.config, [Process("rewards", 0, 1)], self.reward_model, None)
         self.judged._reads_ids = False
         self.refit = Refit(session, load(QUICKSTART, ["rollout.verify_refit=off"]), self.actor, self.engines, None)
 
@@ -133,7 +133,7 @@ CASES: dict[str, tuple[TimeoutKind, Callable[[Groups, Path], Any]]] = {
 
 def connect(refit: Refit) -> None:
     """Replacement for Refit._connect."""
-    refit._plan, refit._connected = SimpleNamespace(crosses_nodes=False), refit._engines.names
+    refit._planned, refit._connected = (None, None), refit._engines.names
 
 
 @pytest.fixture
