@@ -73,7 +73,7 @@ class HostProcess(ConcurrentChild):
         host.tools, host.is_agent = hello["tools"], hello["is_agent"]
         return host
 
-    async def call(self, method: str, rollout: str, timeout_s: float, **arguments: Any) -> Any:
+    async def invoke(self, method: str, rollout: str, timeout_s: float, **arguments: Any) -> Any:
         """Call a method of the rollout's environment and return its result. Raise HostFailure if it raises or hangs."""
         ended = "the environment's process " + ("has exited" if self.is_over else "exited")
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -16,7 +16,6 @@ class Outcome:
     """The outcome of a rollout.
 
     Attributes:
-        stop_reason: why the rollout ended.
         turn_rewards: one entry per turn: rewards keyed by name ("" if unnamed), or None for a turn without a reward.
         rewards: rewards for the whole rollout, keyed by name.
         tool_calls: number of tool calls per status.
@@ -38,13 +37,7 @@ class Outcome:
 
     def samples(self, name: str, prompt: Prompt, parts: Sequence[Part]) -> list[Sample]:
         """Return one sample per part that has a turn, or one empty sample if no part has one. Reward functions score
-        the sample with the last turn.
-
-        Args:
-            name: id of the rollout and of its first sample.
-            prompt: the rollout's prompt.
-            parts: the rollout's sequences.
-        """
+        the sample with the last turn. `name` is the id of the rollout and of its first sample."""
         parts = [part for part in parts if part.transcript.num_turns]
         transcripts = [part.transcript for part in parts]
         info = RolloutInfo(
@@ -70,11 +63,11 @@ class Outcome:
         ]
 
     def _episode(self, info: RolloutInfo, part: Part | None, is_last: bool) -> Episode:
-        totals: Counter[str] = Counter()
+        totals: defaultdict[str, float] = defaultdict(float)
         for rewards in (*self.turn_rewards, self.rewards):
             for name, value in (rewards or {}).items():
                 totals[name] += value
-        del totals[""]
+        totals.pop("", None)
         return Episode(
             info=info,
             rewards=tuple(None if rewards is None else sum(rewards.values()) for rewards in self.turn_rewards),

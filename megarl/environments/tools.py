@@ -131,11 +131,12 @@ class Toolbox:
         try:
             arguments = self._arguments[call.name].model_validate(dict(call.arguments))
         except ValidationError as error:
-            return "bad_arguments", f"arguments of {call.name}: {_problems(error)}"
+            problems = (f"{'.'.join(map(str, item['loc'])) or 'it'}: {item['msg']}" for item in error.errors())
+            return "bad_arguments", f"arguments of {call.name}: {'; '.join(problems)}"
         values = {name: getattr(arguments, name) for name in type(arguments).model_fields}
         method = self._methods[call.name]
         try:
-            return "ok", _text(await asyncio.wait_for(run(method, **values), self.timeout_s))
+            return "ok", as_text(await asyncio.wait_for(run(method, **values), self.timeout_s))
         except TimeoutError:
             self.has_hung_thread |= not inspect.iscoroutinefunction(method)
             return "timed_out", f"{call.name} did not return within {self.timeout_s:g} s"
@@ -150,9 +151,6 @@ async def run(method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     return await asyncio.to_thread(method, *arguments, **named)
 
 
-def _problems(error: ValidationError) -> str:
-    return "; ".join(f"{'.'.join(map(str, item['loc'])) or 'it'}: {item['msg']}" for item in error.errors())
-
-
-def _text(value: Any) -> str:
+def as_text(value: Any) -> str:
+    """Return a string as it is, and any other value as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

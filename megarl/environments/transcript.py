@@ -55,15 +55,8 @@ class Transcript:
         self.ids += token_ids
 
     def sample(self, name: str, prompt: Prompt, text: str, rollout_id: str, episode: Episode | None) -> Sample:
-        """Return the sample: all tokens up to the end of the last turn, with a mask that selects the turns.
-
-        Args:
-            name: id of the sample.
-            prompt: the data row's prompt. Its tokens are replaced with the transcript's prompt tokens.
-            text: text of the last turn.
-            rollout_id: id of the rollout.
-            episode: the episode that the sample belongs to, or None.
-        """
+        """Return the sample with this id: all tokens up to the end of the last turn, with a mask that selects the
+        turns. `text` is that of the last turn. The transcript's tokens replace those of the data row's prompt."""
         start = self._num_prompt_tokens
         end = self._turns[-1][0] + len(self._turns[-1][1].token_ids)
         logprobs, mask = np.zeros(end - start, np.float32), np.zeros(end - start, np.bool_)

@@ -55,8 +55,8 @@ def configure(name: str, function: Callable[..., Any], options: Mapping[str, Any
     A function's parameters with defaults are always options, never data columns. Raise UserError if an option is
     unknown or missing, or has an invalid value.
     """
-    parameters = list(inspect.signature(function).parameters.values())
-    if not inspect.isclass(function):
+    parameters, is_class = list(inspect.signature(function).parameters.values()), inspect.isclass(function)
+    if not is_class:
         known = parameters[NUM_ARGUMENTS:]
         _require_known(name, known, options)
         defaults = {p.name: p.default for p in known if p.default is not p.empty}

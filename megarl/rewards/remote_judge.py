@@ -89,7 +89,7 @@ class GenerativeJudge:
         """Return the judge's answer. Raise ValueError with the server's response if there is none."""
         import httpx
 
-        body = self._question | {"messages": [{"role": "user", "content": content}]}
+        body, failure = self._question | {"messages": [{"role": "user", "content": content}]}, ""
         for attempt in range(self._retries + 1):
             if attempt:
                 await asyncio.sleep(FIRST_PAUSE_S * 2 ** (attempt - 1))

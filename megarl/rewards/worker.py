@@ -14,7 +14,8 @@ import numbers
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, BinaryIO
+from io import BufferedRWPair
+from typing import Any
 
 from megarl.config import schema
 from megarl.core.errors import UserError
@@ -33,7 +34,7 @@ SANDBOX = "sandbox"
 
 
 def main(
-    parent: BinaryIO,
+    parent: BufferedRWPair,
     functions: Sequence[tuple[str, str, Mapping[str, Any]]],
     judge: str | None,
     sandbox: Mapping[str, Any] | None,

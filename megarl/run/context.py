@@ -135,7 +135,7 @@ class RunContext:
         """Update the sampling weights of prompts, given their solve rates by prompt id. Return metrics on the weights,
         or an empty mapping if prompts are not drawn by weight."""
         cursor = self.state.cursor
-        if not isinstance(cursor, WeightedCursor):
+        if not isinstance(cursor, WeightedCursor) or not isinstance(self.data, PromptSet):
             return {}
         cursor.note({i: rates[name] for i in range(len(self.data)) if (name := self.data[i].id) in rates})
         return cursor.metrics()

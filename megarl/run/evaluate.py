@@ -165,7 +165,7 @@ def _finite(estimate: Estimate) -> dict[str, float | None]:
 
 def table(results: list[SetResult]) -> str:
     """Return a table with one row per estimate, including its 95 % confidence interval."""
-    rows = [("set", "samples", "failed", "", "value", "95 % interval")]
+    rows: list[tuple[str, ...]] = [("set", "samples", "failed", "", "value", "95 % interval")]
     for result in results:
         size = f"{result.num_prompts} × {result.settings.samples_per_prompt}"
         first = (result.settings.name, size, f"{result.shares['failed_frac']:.1%}")

@@ -114,7 +114,7 @@ def _load_evaluation_set(config: Config, settings: EvaluationSet, model_folder: 
     try:
         pool = _function_pool(set_config)
         with nullcontext() if pool is None else closing(pool):
-            prompts = _load_data(set_config, model_folder, pool)
+            prompts = _load_prompts(set_config, model_folder, pool)
             trial = None if pool is None else try_rewards(set_config, pool, prompts[0])
         if set_config.has_environment:
             _check_environment(set_config, model_folder)
@@ -157,10 +157,11 @@ def _find_models(config: Config) -> ModelFolders:
 
 
 def _load_data(config: Config, model_folder: Path, pool: FunctionPool | None) -> PromptSet | OfflineData:
-    """Load the offline data or the prompts. Prompts keep all columns if the run uses an environment, else only the
-    columns that the reward functions need."""
-    if config.is_offline:
-        return load_offline_data(config, model_folder)
+    return load_offline_data(config, model_folder) if config.is_offline else _load_prompts(config, model_folder, pool)
+
+
+def _load_prompts(config: Config, model_folder: Path, pool: FunctionPool | None) -> PromptSet:
+    """Load the prompts, with all columns for an environment, else only those that the reward functions need."""
     columns = NO_COLUMNS if pool is None else pool.columns
     return load_prompts(config, model_folder, {ALL_COLUMNS: None, **columns} if config.has_environment else columns)
 

@@ -50,25 +50,25 @@ def start(config: Config, data: PromptSet | OfflineData, num_bytes: int, models:
     checkpoint = find_checkpoint(config, data, models)
     checkpoints = Checkpoints(RunFolder.of(config).checkpoints)
     state = _fresh(config, data) if checkpoint is None else RunState.restore(checkpoint.state["run"], config, data)
-    continues_run = checkpoint is not None and _is_of_this_run(checkpoint, checkpoints)
+    own = checkpoint if checkpoint is not None and _is_of_this_run(checkpoint, checkpoints) else None
     if checkpoint is not None:
         for key, earlier in _moved_models(config, checkpoint, models).items():
             print(f"{key}={model_paths(config)[key]}: same weights as {earlier}, from which the run started")
-    if continues_run:
-        RunFolder.of(config).metrics_until(checkpoint.step)  # raise for invalid lines before modifying the folder
-        if checkpoints.steps()[-1] > checkpoint.step:
-            checkpoint.verify(checkpoint.files)  # before removing later checkpoints: they may be the only valid ones
+    if own is not None:
+        RunFolder.of(config).metrics_until(own.step)  # raise for invalid lines before modifying the folder
+        if checkpoints.steps()[-1] > own.step:
+            own.verify(own.files)  # before removing later checkpoints: they may be the only valid ones
         checkpoints.sweep()
     if config.checkpoint.may_be_saved:
         keep, most = config.checkpoint.keep, config.most_checkpoints
         # Existing checkpoints beyond `keep` also count, because the oldest ones are removed to free disk space.
-        checkpoints.require_space(num_bytes, keep, number=max(0, most + 1 - (len(checkpoints) if continues_run else 0)))
-    if continues_run:
+        checkpoints.require_space(num_bytes, keep, number=max(0, most + 1 - (0 if own is None else len(checkpoints))))
+    if own is not None:
         # The order matters: if the run is killed between these calls, it can still be resumed from the same checkpoint.
         # Later checkpoints are removed last, after the folder is ready.
-        checkpoints.point_to(checkpoint.path)
-        folder = RunFolder.reopen(config, checkpoint.step, data.data_hash, models)
-        checkpoints.roll_back_to(checkpoint.step)
+        checkpoints.point_to(own.path)
+        folder = RunFolder.reopen(config, own.step, data.data_hash, models)
+        checkpoints.roll_back_to(own.step)
     else:
         folder = RunFolder.create(config, data.data_hash, models)
     return ResumePoint(folder, state, checkpoint)

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from megarl.cluster.groups.trainers import TrainerGroup
-from megarl.cluster.pending import join
+from megarl.cluster.pending import Pending, join
 from megarl.cluster.trained_models import TrainedModels
+from megarl.config.model_schema import Role
 from megarl.config.schema import Config
 from megarl.core.checkpoint import NAME, FileRecord
 from megarl.models.paths import Models
@@ -86,7 +87,11 @@ class Saver:
                 groups = trained.groups
                 start = time.perf_counter()
                 self._unfinished = Unfinished([*groups.values()], step, run, folder, start, write(folder))
-                saving = {role: partial(group.save_checkpoint, folder) for role, group in groups.items()}
+                saving: dict[Role, Callable[[], Pending]] = {
+                    role: partial(group.save_checkpoint, folder) for role, group in groups.items()
+                }
+                    role: partial(group.save_checkpoint, folder) for role, group in groups.items()
+                }
                 trained.run(saving, parts=("parameters",))
             print(f"checkpoint: copied step {step} to host memory, writing it to {folder.parent}", flush=True)
         metrics, self._metrics = self._metrics, {}
@@ -196,5 +201,6 @@ class Unfinished:
 
     def files(self) -> list[FileRecord] | None:
         """Return the records of all files without remote calls, or None if some files are not yet written."""
-        parts = [group.written_files(self.folder) for group in self.groups]
-        return None if None in parts else [*self.others, *(record for part in parts for record in part)]
+        parts = [part for group in self.groups if (part := group.written_files(self.folder)) is not None]
+        is_complete = len(parts) == len(self.groups)
+        return [*self.others, *(record for part in parts for record in part)] if is_complete else None

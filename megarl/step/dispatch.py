@@ -8,7 +8,6 @@ from dataclasses import replace
 
 from megarl.algorithms.aggregation import imitation_weights, sample_weights
 from megarl.cluster.rank_batch import RankBatch, Scores
-from megarl.config.algorithm_schema import Aggregation
 from megarl.config.model_schema import Role
 from megarl.config.schema import Config
 from megarl.core.types import SampleRef
@@ -57,13 +56,13 @@ def dispatch(
     microbatches. For pairwise objectives, the samples of a pair must be adjacent, with the better one first; they stay
     together. `scores` are token scores from other models, by name in TokenBatch. Per-token rewards among them are
     subtracted from the sample's scalar reward."""
+    objective = config.algorithm.objective
     num_tokens = [_counted_tokens(config, role, sample) for sample in samples]
     prompts = [sample.prompt_id for sample in samples]
-    empty_samples = config.algorithm.objective.empty_samples if role == "actor" else "include"
+    empty_samples = objective.empty_samples if role == "actor" else "include"
     longest = config.rollout.max_new_tokens
     weights = sample_weights(_aggregation(config, role), num_tokens, prompts, longest, empty_samples)
-    outcomes = [item.outcome for item in samples]
-    imitation = imitation_weights(num_tokens, outcomes, config.algorithm.objective.imitation_above)
+    imitation = imitation_weights(num_tokens, [item.outcome for item in samples], objective.imitation_above)
     scores = scores or {}
     dispatched = [
         replace(
@@ -75,7 +74,7 @@ def dispatch(
         )
         for item, weight, imitation_weight in zip(samples, weights, imitation, strict=True)
     ]
-    is_pairwise = role == "actor" and config.algorithm.objective.spec.is_pairwise
+    is_pairwise = role == "actor" and objective.spec.is_pairwise
     pairs = [(index, index + 1) for index in range(0, len(samples), 2)] if is_pairwise else None
     return RankBatch.split(dispatched, packing, pairs)
 
@@ -93,9 +92,9 @@ def _counted_tokens(config: Config, role: Role, sample: SampleRef) -> int:
     return 0 if skipped else sample.num_trained_tokens
 
 
-def _aggregation(config: Config, role: Role) -> Aggregation:
+def _aggregation(config: Config, role: Role) -> str:
     """Return the loss aggregation for a role. A loss on whole samples or pairs is averaged over them."""
-    sample_mean: Aggregation = "sequence_mean_of_token_sums"
+    sample_mean = "sequence_mean_of_token_sums"
     objective = config.algorithm.objective
     return {
         "actor": sample_mean if objective.spec.is_pairwise else objective.aggregation,

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 
 from megarl.algorithms.evaluation import Estimate, estimates
-from megarl.cluster.groups.engines import EngineGroup
+from megarl.cluster.groups.engines import EngineGroup, completed
 from megarl.cluster.groups.environments import EnvironmentGroup
 from megarl.cluster.groups.rewards import RewardGroup
 from megarl.cluster.workers import Workers
@@ -105,23 +105,18 @@ def evaluate_sets(
     """
     scoring = []
     for settings in sets:
-        sampling_requests, set_config = (
-            requests(config, settings, prompts[settings.name]),
-            config_of_set(config, settings),
-        )
-        groups = (
-            environments.evaluate(sampling_requests, set_config)
-            if set_config.has_environment
-            else engines.generate(sampling_requests)
-        ).result()
-        samples = [sample for group in groups for sample in group]
+        name, set_config = settings.name, config_of_set(config, settings)
+        wanted = requests(config, settings, prompts[name])
+        if environments is not None and set_config.has_environment:
+            sampled = environments.evaluate(wanted, set_config).result()
+        else:
+            sampled = engines.generate(wanted).result()
+        samples = [sample for group in sampled for sample in completed(group)]
         # Without references, so that the object store can free the samples.
-        groups = [[replace(sample, sample=None) for sample in group] for group in groups]
+        groups = [[replace(sample, sample=None) for sample in completed(group)] for group in sampled]
         versions = versions_of(groups)
-        assert versions <= {version}, f"{settings.name}: the samples have versions {versions} instead of {version}"
-        scoring.append(
-            (settings, groups, rewards.evaluate(samples, settings.name, version, file(settings.name, version)))
-        )
+        assert versions <= {version}, f"{name}: the samples have versions {versions} instead of {version}"
+        scoring.append((settings, groups, rewards.evaluate(samples, name, version, file(name, version))))
     return [result(settings, groups, scores.result()) for settings, groups, scores in scoring]
 
 

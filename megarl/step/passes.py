@@ -29,8 +29,8 @@ def needed(config: Config, name: PassName) -> bool:
 
 def policies(config: Config) -> list[Policy]:
     """Return the policies whose log-probs the algorithm needs: the old policy and the reference."""
-    names: tuple[Policy, ...] = ("old", "reference")
-    return [policy for policy in names if needed(config, f"{policy} log-probs")]
+    names: dict[Policy, PassName] = {"old": "old log-probs", "reference": "reference log-probs"}
+    return [policy for policy, name in names.items() if needed(config, name)]
 
 
 def make_policy_passes(config: Config, actor: TrainerGroup, updates: Updates) -> Pending[dict[str, Scores]]:

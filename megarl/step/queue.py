@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 
-from megarl.cluster.groups.engines import Sampled
+from megarl.cluster.groups.engines import Sampled, completed
 from megarl.cluster.pending import Pending, first, ready
 from megarl.cluster.workers import Workers
 from megarl.config.schema import Config
@@ -136,7 +136,7 @@ class RolloutQueue:
         taken.sort(key=lambda group: group.order)
         for group in taken:
             self.state.under_way.remove(group.item)
-        sampled = [group.result() for group in taken]
+        sampled = [completed(group.result()) for group in taken]
         if self.config.rollout.longest_first:
             for group, samples in zip(taken, sampled, strict=True):
                 self.state.lengths[group.item.row] = fmean(sample.num_response_tokens for sample in samples)
@@ -158,8 +158,8 @@ class RolloutQueue:
         """Write the samples of finished groups that still wait for a step to a file in a checkpoint's folder. Return
         the file records; empty if no group waits."""
         self._note_finished()
-        waiting = {group: group.result() for group in self._schedule.finished}
-        groups = [(group.item.row, group.item.version, samples) for group, samples in waiting.items()]
+        finished = self._schedule.finished
+        groups = [(group.item.row, group.item.version, completed(group.result())) for group in finished]
         return [self.workers.rewards.save_groups(groups, folder / WAITING)] if groups else []
 
     def restore(self, checkpoint: Checkpoint) -> None:
@@ -172,7 +172,8 @@ class RolloutQueue:
         for row, version, samples in self.workers.rewards.load_groups(checkpoint.path / WAITING):
             if self._schedule.has_room(version, self.state.step):
                 names = list(dict.fromkeys(sample.rollout_id for sample in samples))
-                group = Group(PendingPrompt(row, version), self._num_begun, names, ready([samples]))
+                sampled: list[Sampled] = [samples]
+                group = Group(PendingPrompt(row, version), self._num_begun, names, ready(sampled))
                 self._num_begun += 1
                 self.state.take_up(group.item)
                 self._schedule.begin(group, version)
@@ -209,7 +210,7 @@ class RolloutQueue:
     def _sample(self, groups: Sequence[Sequence[SamplingRequest]]) -> Pending[list[Sampled]]:
         """Submit the requests for each prompt. Rewards are computed for each sample as soon as it is finished."""
         workers = self.workers
-        source = workers.environments if self.config.has_environment else workers.engines
+        source = workers.engines if workers.environments is None else workers.environments
         return source.generate(groups, workers.rewards.listener)
 
 

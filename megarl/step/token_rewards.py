@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megarl.cluster.groups.trainers import TrainerGroup
-from megarl.cluster.pending import Pending, join
+from megarl.cluster.pending import Pending
 from megarl.cluster.rank_batch import Scores, Updates
 from megarl.cluster.workers import Workers
 from megarl.config.schema import Config
@@ -69,7 +69,7 @@ def reward_tokens(
 def _score_and_train(group: TrainerGroup, batches: Updates) -> Pending:
     """Submit calls that score the batches with a model, then train it. The result is ((scores, totals), metrics)."""
     scored, trained, ended = group.score_tokens(batches), group.train([batches]), group.end_step()
-    return join([scored, trained, ended]).then(lambda results: results[:2])
+    return scored.then(lambda scores: trained.then(lambda metrics: ended.then(lambda _: (scores, metrics))))
 
 
 def _score_kl(config: Config, actor: TrainerGroup, batches: Updates) -> Pending:

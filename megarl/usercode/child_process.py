@@ -46,8 +46,8 @@ class ChildFailure(Exception):
         super().__init__(reason)
         self.timed_out = timed_out
 
-    def import_error(self, name: str, limit_s: float, remedy: str = "") -> str:
-        """Return the message for a user file that the process could not import."""
+    def import_error(self, name: str, limit_s: float | None, remedy: str = "") -> str:
+        """Return the message for a user file that the process could not import within a time limit, if any."""
         if self.timed_out:
             cause, fix = f"did not finish within {limit_s:g} s", f"move slow work out of the file's top level{remedy}"
         else:
@@ -256,7 +256,7 @@ class ConcurrentChild(ChildProcess):
         try:
             while True:
                 message = await self._receive()
-                reply = self._waiting.get(message.get("id"))
+                reply = self._waiting.get(message.get("id", -1))
                 if reply is not None and not reply.done():
                     reply.set_result(message)
         except (OSError, EOFError, ValueError) as error:

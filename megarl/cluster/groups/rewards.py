@@ -57,7 +57,7 @@ class RewardActor(AsyncProcessActor):
         self._worker.forget(rollout_ids)
 
 
-WaitingGroup = tuple[int, int, Sequence[SampleRef]]
+WaitingGroup = tuple[int, int, list[SampleRef]]
 """(prompt's row in the data, weight version with which its samples started, samples)."""
 
 

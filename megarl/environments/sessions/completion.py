@@ -79,7 +79,7 @@ def _logprobs(
         return None
     sampled = completion.turn.completion
     pairs = zip(sampled.token_ids.tolist(), sampled.logprobs.tolist(), strict=True)
-    entries = [(tokenizer.decode([number]), logprob) for number, logprob in pairs]
+    entries = [(str(tokenizer.decode([number])), logprob) for number, logprob in pairs]
     return {
         "content": [
             {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}

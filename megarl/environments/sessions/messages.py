@@ -1,5 +1,4 @@
 """Chat Completions API messages: chat template format, and a canonical form in which equivalent ones are equal."""
-messages compare equal."""
 
 from __future__ import annotations
 

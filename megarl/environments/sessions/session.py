@@ -158,8 +158,7 @@ class Session:
         return self._record(request, tokens, slot, completion)
 
     async def _complete(self, slot: TurnSlot, request: ChatRequest) -> Completion:
-        limit = self._token_limit(slot)
-        seed = self._seed if slot.number == 0 else random.Random(repr((self._seed, slot.number))).getrandbits(31)
+        limit, seed = self._token_limit(slot), turn_seed(self._seed, slot.number)
         return await self._sample(slot.ids, min(limit, request.max_tokens or limit), seed, request.stop)
 
     def _token_limit(self, slot: TurnSlot) -> int:
@@ -183,13 +182,13 @@ class Session:
     ) -> ChatCompletion:
         text_ids = completion.text_ids.tolist()
         text, calls = tokens.read(text_ids, slot.ids)
-        is_malformed = any(isinstance(call, MalformedCall) for call in calls)
-        if is_malformed:
+        valid = [call for call in calls if isinstance(call, ToolCall)]
+        if len(valid) < len(calls):
             self.counts["malformed_calls"] += 1
         message: dict[str, Any] = {"role": "assistant", "content": text}
-        if calls and request.parse_tool_calls and not is_malformed:
+        if valid and request.parse_tool_calls and len(valid) == len(calls):
             message["content"] = tokens.before_calls(text_ids)
-            message["tool_calls"] = [_tool_call(call, f"call{next(self._call_numbers):05}") for call in calls]
+            message["tool_calls"] = [_tool_call(call, f"call{next(self._call_numbers):05}") for call in valid]
         elif completion.stop:
             message["content"] = text[: text.rfind(completion.stop)] if completion.stop in text else text
         reason = "tool_calls" if "tool_calls" in message else completion.finish_reason
@@ -201,6 +200,11 @@ class Session:
         return ApiError(500, "engine_failed", f"the engine failed: {self.error}")
 
 
-def _tool_call(call: ToolCall | MalformedCall, default_id: str) -> dict[str, Any]:
+def turn_seed(seed: int, number: int) -> int:
+    """Return the seed for a turn of a rollout with this seed."""
+    return seed if number == 0 else random.Random(repr((seed, number))).getrandbits(31)
+
+
+def _tool_call(call: ToolCall, default_id: str) -> dict[str, Any]:
     function = {"name": call.name, "arguments": dict(call.arguments)}
     return {"id": call.id or default_id, "type": "function", "function": function}

@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,7 @@ class VerifiersAgent(Agent):
     """
 
     def __init__(
-        self,
-        env: Mapping[str, Any],
-        num_tasks: int | None = None,
-        python: str | None = None,
-        path: Sequence[str] = (),
+        self, env: Mapping[str, Any], num_tasks: int | None = None, python: str | None = None, path: Sequence[str] = ()
     ):
         """
         Args:
@@ -52,6 +48,8 @@ class VerifiersAgent(Agent):
 
 class _Program(ConcurrentChild):
     """A verifiers process, which runs any number of rollouts concurrently."""
+
+    _rollouts: Iterator[int]
 
     @classmethod
     async def start(cls, python: str, path: Sequence[str], arguments: str) -> _Program:

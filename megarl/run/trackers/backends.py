@@ -1,7 +1,7 @@
 """Backends for experiment trackers, one class per library. They run in a separate process, so that failures in a
 library cannot affect the run.
 
-Each library is imported only when its tracker is opened.
+Each library is optional, and imported only when its tracker is opened.
 """
 
 from __future__ import annotations
@@ -84,9 +84,9 @@ class Backend(ABC):
 
 class TensorBoard(Backend):
     def __init__(self, settings: Settings):
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportMissingImports]
+        from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportMissingImports]
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter  # pyright: ignore[reportMissingImports]
 
         self._event, self._summary = Event, Summary
         self._writer = EventFileWriter(settings.folder)
@@ -106,7 +106,7 @@ class TensorBoard(Backend):
 
 class Wandb(Backend):
     def __init__(self, settings: Settings):
-        import wandb
+        import wandb  # pyright: ignore[reportMissingImports]
 
         options = settings.options
         self._run = wandb.init(
@@ -133,8 +133,8 @@ class Wandb(Backend):
 class Mlflow(Backend):
     def __init__(self, settings: Settings):
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
-        from mlflow.entities import Metric, Param, RunStatus
-        from mlflow.tracking import MlflowClient
+        from mlflow.entities import Metric, Param, RunStatus  # pyright: ignore[reportMissingImports]
+        from mlflow.tracking import MlflowClient  # pyright: ignore[reportMissingImports]
 
         uri = settings.options["tracking_uri"] or os.environ.get("MLFLOW_TRACKING_URI")
         self._client, self._metric = MlflowClient(uri or Path(settings.folder).absolute().as_uri()), Metric
@@ -161,7 +161,7 @@ class Mlflow(Backend):
 class Trackio(Backend):
     def __init__(self, settings: Settings):
         os.environ.setdefault("TRACKIO_DIR", settings.folder)
-        import trackio
+        import trackio  # pyright: ignore[reportMissingImports]
 
         # Trackio resumes runs by name, and an earlier run may have the same name.
         name = settings.read_id() or settings.save_id(f"{settings.name}-{uuid.uuid4().hex[:6]}")

@@ -99,13 +99,14 @@ class Tracker:
     def _attempt(self, request: Mapping[str, Any]) -> bool:
         """Send a request to the process, which is started if necessary. Return whether the request succeeded."""
         try:
-            if self._process is None:
+            process = self._process
+            if process is None:
                 if time.monotonic() < self._starts_at:
                     return False
-                self._start_process()
+                process = self._start_process()
                 if "open" not in request:
                     request = {"open": asdict(self._settings), **request}
-            reason = self._process.call(json.dumps(request).encode() + b"\n", self._timeout_s)["failure"]
+            reason = process.call(json.dumps(request).encode() + b"\n", self._timeout_s)["failure"]
         except ChildFailure as failure:
             no_reply = f"no response within trackers.timeout_s={self._timeout_s:g}"
             reason = no_reply if failure.timed_out else f"its process exited ({failure})"
@@ -114,7 +115,7 @@ class Tracker:
             self._warn(reason)
         return not reason
 
-    def _start_process(self) -> None:
+    def _start_process(self) -> ChildProcess:
         with self._log.open("ab") as log:
             self._process = ChildProcess(
                 [sys.executable, "-m", "megarl.run.trackers.process"],
@@ -122,6 +123,7 @@ class Tracker:
                 log,
                 is_self_cleaning=True,  # it may write its last rows if this process is killed
             )
+        return self._process
 
     def _end_process(self) -> None:
         self._starts_at = time.monotonic() + self._restart_s
