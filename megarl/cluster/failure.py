@@ -14,10 +14,8 @@ _COLOR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class RunFailure(RuntimeError):
-    """A failure not caused by the user: a lost process, a missed deadline, an error inside a worker.
-
-    Errors that the user caused are raised as UserError, in every process.
-    """
+    """A failure not caused by the user: a lost process, a missed deadline, an error inside a worker. Errors that the
+    user caused are raised as UserError, in every process."""
 
 
 def cause(errors: Mapping[str, Exception], phase: str, logs: Path) -> UserError | RunFailure:

@@ -28,11 +28,8 @@ class Answers:
 
 
 class Pending(Generic[T]):
-    """The future result of remote calls, as returned by `Session.submit`.
-
-    A wait watches every pending call: a failed call or a missed deadline ends the wait, regardless of the Pending to
-    which it belongs.
-    """
+    """The future result of remote calls, as returned by `Session.submit`. A wait watches every pending call: a failed
+    call or a missed deadline ends the wait, regardless of the Pending to which it belongs."""
 
     def __init__(
         self,

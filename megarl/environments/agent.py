@@ -8,11 +8,9 @@ from megarl.environments.protocol import Task
 
 
 class Agent:
-    """Base class for agents. A user class with a `run` method need not inherit from it.
-
-    The constructor receives `environment.options` as keyword arguments. Each rollout gets its own instance, in a
-    process next to the engines. Synchronous methods run in a thread.
-    """
+    """Base class for agents. A user class with a `run` method need not inherit from it. The constructor receives
+    `environment.options` as keyword arguments. Each rollout gets its own instance, in a process next to the engines.
+    Synchronous methods run in a thread."""
 
     async def run(self, task: Task, base_url: str, api_key: str, model: str) -> float | Mapping[str, float] | None:
         """Work on the task. Each request to `base_url` with `api_key` is one turn of the rollout. The agent may pass

@@ -6,6 +6,8 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from megarl.core.types import Episode, Prompt, RolloutInfo, Sample
 from megarl.environments.protocol import StopReason
 from megarl.environments.transcript import Part
@@ -49,7 +51,8 @@ class Outcome:
             num_cached_tokens=sum(transcript.num_cached_tokens for transcript in transcripts),
         )
         if not parts:
-            return [Sample(name, prompt, [], [], [], (), "stop", "", episode=self._episode(info, None, is_last=True))]
+            empty = np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.bool_)
+            return [Sample(name, prompt, *empty, (), "stop", "", episode=self._episode(info, None, is_last=True))]
         scored = max(parts, key=lambda part: part.last_turn)
         return [
             part.transcript.sample(

@@ -106,12 +106,9 @@ class Opening:
 
 
 class Environment:
-    """Base class for environments. A user class with these methods need not inherit from it.
-
-    The constructor receives `environment.options` as keyword arguments. Methods decorated with
-    `megarl.environments.tool` are tools that the policy may call. A class that only provides tools needs no other
-    methods.
-    """
+    """Base class for environments. A user class with these methods need not inherit from it. The constructor receives
+    `environment.options` as keyword arguments. Methods decorated with `megarl.environments.tool` are tools that the
+    policy may call. A class that only provides tools needs no other methods."""
 
     @property
     def toolbox(self) -> Toolbox:

@@ -57,7 +57,7 @@ class Transcript:
     def sample(self, name: str, prompt: Prompt, text: str, rollout_id: str, episode: Episode | None) -> Sample:
         """Return the sample with this id: all tokens up to the end of the last turn, with a mask that selects the
         turns. `text` is that of the last turn. The transcript's tokens replace those of the data row's prompt."""
-        start = self._num_prompt_tokens
+        ids, start = np.array(self.ids, np.int32), self._num_prompt_tokens
         end = self._turns[-1][0] + len(self._turns[-1][1].token_ids)
         logprobs, mask = np.zeros(end - start, np.float32), np.zeros(end - start, np.bool_)
         candidates = [np.empty(0, np.int32)] * (end - start)
@@ -75,8 +75,8 @@ class Transcript:
         has_candidates = any(turn.candidate_ids is not None for _, turn in self._turns)
         return Sample(
             id=name,
-            prompt=Prompt(prompt.id, prompt.text, self.ids[:start], prompt.answer, prompt.messages, prompt.columns),
-            response_ids=self.ids[start:end],
+            prompt=Prompt(prompt.id, prompt.text, ids[:start], prompt.answer, prompt.messages, prompt.columns),
+            response_ids=ids[start:end],
             response_logprobs=logprobs,
             response_mask=mask,
             versions=_merge_runs(versions),

@@ -6,6 +6,8 @@ import asyncio
 import json
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from megarl.config.schema import Config
 from megarl.core.types import Prompt, Sample, VersionRun
 from megarl.environments.batch import judge_batch, judge_single
@@ -60,9 +62,9 @@ def _reference_sample(prompt: Prompt) -> Sample:
     return Sample(
         id=prompt.id,
         prompt=prompt,
-        response_ids=[0],
-        response_logprobs=[0.0],
-        response_mask=[True],
+        response_ids=np.zeros(1, np.int32),
+        response_logprobs=np.zeros(1, np.float32),
+        response_mask=np.ones(1, np.bool_),
         versions=(VersionRun(0, 1),),
         finish_reason="stop",
         text=text,

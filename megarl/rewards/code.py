@@ -68,12 +68,10 @@ async def code_tests(
 
 
 async def code_stdin_stdout(prompt: str, response: str, answer: Any, *, sandbox: Provider) -> bool:
-    """Return whether the response's program prints the expected output for every input.
-
-    The answer is a list of `{"input": …, "output": …}`, or `{"inputs": […], "outputs": […]}` (as in APPS and TACO), or
-    either as JSON text. Outputs are compared line by line as sequences of words, ignoring other whitespace and empty
-    lines at the end. Testing stops at the first wrong output. Raise ValueError if the answer has no such pairs.
-    """
+    """Return whether the response's program prints the expected output for every input. The answer is a list of
+    `{"input": …, "output": …}`, or `{"inputs": […], "outputs": […]}` (as in APPS and TACO), or either as JSON text.
+    Outputs are compared line by line as sequences of words, ignoring other whitespace and empty lines at the end.
+    Testing stops at the first wrong output. Raise ValueError if the answer has no such pairs."""
     pairs = _pairs(answer)
     program = last_code_block(response)
     if program is None:

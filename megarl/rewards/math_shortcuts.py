@@ -90,11 +90,9 @@ def _value(term: Any, point: dict[Any, float], sympy: Any) -> float:
 
 
 def parse_quickly() -> None:
-    """Make math-verify's LaTeX parser try ANTLR's SLL mode first, and full LL mode if that fails.
-
-    A parse tree found in SLL mode equals the tree from LL mode. LL mode is slower because it does not cache its
-    decisions: https://www.antlr.org/papers/allstar-techreport.pdf.
-    """
+    """Make math-verify's LaTeX parser try ANTLR's SLL mode first, and full LL mode if that fails. A parse tree found in
+    SLL mode equals the tree from LL mode. LL mode is slower because it does not cache its decisions:
+    https://www.antlr.org/papers/allstar-techreport.pdf."""
     from antlr4.atn.PredictionMode import PredictionMode
     from latex2sympy2_extended import latex2sympy2
 

@@ -33,10 +33,8 @@ class WithOptions:
 
 
 def give_options(name: str, function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Bind options to a user's function. Its remaining parameters name required data columns.
-
-    Raise UserError for an option that the function does not accept.
-    """
+    """Bind options to a user's function. Its remaining parameters name required data columns. Raise UserError for an
+    option that the function does not accept."""
     if not options:
         return function
     try:
@@ -50,11 +48,9 @@ def give_options(name: str, function: Callable[..., Any], options: Mapping[str, 
 
 
 def configure(name: str, function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Bind options to a built-in function, or instantiate a built-in class with them.
-
-    A function's parameters with defaults are always options, never data columns. Raise UserError if an option is
-    unknown or missing, or has an invalid value.
-    """
+    """Bind options to a built-in function, or instantiate a built-in class with them. A function's parameters with
+    defaults are always options, never data columns. Raise UserError if an option is unknown or missing, or has an
+    invalid value."""
     parameters, is_class = list(inspect.signature(function).parameters.values()), inspect.isclass(function)
     if not is_class:
         known = parameters[NUM_ARGUMENTS:]

@@ -31,11 +31,9 @@ WATCH_S = 0.25
 
 
 class FunctionPool:
-    """A pool of processes that hold a run's reward functions. Each process handles one call at a time.
-
-    A call fails if it exceeds its time limit, if its process exits, or if it starts more than MOST_PROCESSES processes.
-    The process is then killed with all its children, and a new one replaces it immediately.
-    """
+    """A pool of processes that hold a run's reward functions. Each process handles one call at a time. A call fails if
+    it exceeds its time limit, if its process exits, or if it starts more than MOST_PROCESSES processes. The process is
+    then killed with all its children, and a new one replaces it immediately."""
 
     def __init__(
         self,

@@ -140,7 +140,8 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Any], content:
 def reading_of(sample: Sample, ids: Sequence[int], first: int, ends: tuple[int, ...]) -> Reading:
     """Return a reading with these token ids. Only scores of tokens from index `first` on are used."""
     # Each sample gets its own prompt, because the prompt extends to the first token whose score counts.
-    prompt, response = Prompt(sample.id, "", ids[:first]), ids[first:]
+    tokens = np.array(ids, np.int32)
+    prompt, response = Prompt(sample.id, "", tokens[:first]), tokens[first:]
     n = len(response)
     assert len(ends) == n, f"sample {sample.id}: {n} tokens, but {len(ends)} token ends"
     rendered = Sample(

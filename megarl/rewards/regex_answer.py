@@ -9,12 +9,10 @@ import regex
 
 
 class RegexMatch:
-    """Reward function that returns whether a pattern matches in the response.
-
-    If the pattern has a group named `answer`, the group in the last match must equal the answer, ignoring surrounding
-    whitespace. The syntax is Python's with the extensions from the `regex` package. A search that takes longer than
-    timeout_s, for example because of catastrophic backtracking, raises TimeoutError and fails only its sample.
-    """
+    """Reward function that returns whether a pattern matches in the response. If the pattern has a group named
+    `answer`, the group in the last match must equal the answer, ignoring surrounding whitespace. The syntax is Python's
+    with the extensions from the `regex` package. A search that takes longer than timeout_s, for example because of
+    catastrophic backtracking, raises TimeoutError and fails only its sample."""
 
     def __init__(self, pattern: str, whole: bool = False, ignore_case: bool = False, timeout_s: float = 1.0):
         """whole: whether the pattern must match the whole response, excluding surrounding whitespace."""

@@ -135,10 +135,8 @@ class Engine(Protocol):
         ...
 
     def pause(self) -> None:
-        """Finish the current steps and stop stepping until `resume`.
-
-        Unfinished requests are kept and new requests are queued. A paused engine may be put to sleep and refitted.
-        """
+        """Finish the current steps and stop stepping until `resume`. Unfinished requests are kept and new requests are
+        queued. A paused engine may be put to sleep and refitted."""
 
     def resume(self) -> None:
         """Resume stepping. Has no effect unless the engine is paused."""
@@ -159,10 +157,8 @@ class Engine(Protocol):
         ...
 
     def repacking(self) -> list[str]:
-        """Return the names of kernels that prevent in-place writes because they read weights in a packed layout.
-
-        The shapes and dtypes of the parameters do not reveal the packing.
-        """
+        """Return the names of kernels that prevent in-place writes because they read weights in a packed layout. The
+        shapes and dtypes of the parameters do not reveal the packing."""
         ...
 
     def connect(self, plan: CompactPlan, channel: Channel, holders: Sequence[Holder], by_loader: bool) -> None:
@@ -181,10 +177,8 @@ class Engine(Protocol):
         ...
 
     def differing(self, expected: Mapping[Region, Checksum]) -> list[str] | None:
-        """Return one message per region whose live weights do not match the expected checksum.
-
-        Return None if the weights cannot be compared because the engine transforms them after receiving them.
-        """
+        """Return one message per region whose live weights do not match the expected checksum. Return None if the
+        weights cannot be compared because the engine transforms them after receiving them."""
 
     def info(self, texts: Sequence[str]) -> EngineInfo:
         """Return the engine's properties. `texts` are tokenized without adding special tokens."""

@@ -133,10 +133,8 @@ class Router:
 
 
 class Submission:
-    """Groups that were submitted together, until each has its samples or is aborted.
-
-    Alternate `place` and `collect` until `is_done`. Groups of a lost or slow engine are placed again.
-    """
+    """Groups that were submitted together, until each has its samples or is aborted. Alternate `place` and `collect`
+    until `is_done`. Groups of a lost or slow engine are placed again."""
 
     def __init__(self, router: Router, groups: Sequence[Sequence[str]], abort: Abort):
         """Submit groups, each as the names of its rollouts. `abort` is a function that aborts them."""

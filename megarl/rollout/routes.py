@@ -11,9 +11,7 @@ from megarl.models.huggingface import Experts
 
 def expert_layer_routes(routed: Experts, routes: NDArray[np.integer]) -> NDArray[np.integer]:
     """Select the routes for layers with experts from routes for all layers, int [tokens, layers, experts per token].
-
-    vLLM reports zeros for dense layers.
-    """
+    vLLM reports zeros for dense layers."""
     return routes[:, np.flatnonzero(routed.layers)]
 
 

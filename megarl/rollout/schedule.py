@@ -106,10 +106,8 @@ class RolloutSchedule(Generic[G]):
         self._started.append(_Started(group, latest, again or not self._drops))
 
     def _can_take_by(self, latest: int, now: int) -> bool:
-        """Return whether steps can take one more group by version `latest`, and all started groups in time.
-
-        `now` is the version from which the next step starts.
-        """
+        """Return whether steps can take one more group by version `latest`, and all started groups in time. `now` is
+        the version from which the next step starts."""
         return all(
             sum(started.latest <= later for started in self._started) < (later - now + 1) * self._per_step
             for later in range(latest, now + self._max_staleness + 1)
@@ -119,10 +117,8 @@ class RolloutSchedule(Generic[G]):
         next(started for started in self._started if started.group == group).is_finished = True
 
     def take(self, version: int, wanted: int) -> G | None:
-        """Remove and return a finished group for the step from this version, which still needs `wanted` groups.
-
-        Return None if the step must wait for an unfinished group.
-        """
+        """Remove and return a finished group for the step from this version, which still needs `wanted` groups. Return
+        None if the step must wait for an unfinished group."""
         for started in self._candidates(version, wanted):
             if started.is_finished:
                 self._started.remove(started)

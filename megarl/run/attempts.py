@@ -52,8 +52,6 @@ class Attempts:
 
     def without_progress(self, step: int, job: str) -> list[Attempt]:
         """Return the job's most recent consecutive attempts that started from the checkpoint of `step`, newest first.
-
-        If that checkpoint is still the newest one, none of these attempts has made progress.
-        """
+        If that checkpoint is still the newest one, none of these attempts has made progress."""
         attempts = [attempt for attempt, _ in self.all() if attempt.job == job]
         return list(takewhile(lambda attempt: attempt.saved == step, reversed(attempts)))

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any
 
-from megarl.config.model_schema import Layout, Role, Trained
+from megarl.config.model_schema import Layout, Lora, Role, Trained
 from megarl.config.schema import Config
 from megarl.resharding.families import huggingface_holder, megatron_holder
 from megarl.resharding.families.adapters import adapter_holder
@@ -42,14 +42,12 @@ def checkpoint_bytes(config: Config, hf_configs: Mapping[Role, Mapping[str, Any]
 
 
 def _model_bytes(config: Config, settings: Trained, hf_config: Mapping[str, Any]) -> int:
-    """Return the number of bytes that one model takes in a checkpoint.
-
-    Each element is saved once, by one of the ranks that hold it. The number of saved parts depends on tensor
-    parallelism and on the ranges that data-parallel ranks save.
-    """
+    """Return the number of bytes that one model takes in a checkpoint. Each element is saved once, by one of the ranks
+    that hold it. The number of saved parts depends on tensor parallelism and on the ranges that data-parallel ranks
+    save."""
     layout = settings.layout
     if settings.adapters is not None:
-        return _adapter_bytes(config, settings, hf_config)
+        return _adapter_bytes(config, settings.layout, settings.adapters, hf_config)
     holder = _holder(config, layout, hf_config, tp=1, etp=1)
     elements, rank = _elements(holder), _elements(_holder(config, layout, hf_config, layout.tp, layout.expert_tp))
     copies = dict.fromkeys(elements, 1)
@@ -69,12 +67,9 @@ def _model_bytes(config: Config, settings: Trained, hf_config: Mapping[str, Any]
     return num_bytes + entries * ENTRY_BYTES + layout.world_size * RANK_BYTES
 
 
-def _adapter_bytes(config: Config, settings: Trained, hf_config: Mapping[str, Any]) -> int:
-    """Return the number of bytes that a model's adapters take in a checkpoint.
-
-    Adapters are saved in float32 without the frozen weights. Each piece of a PEFT tensor is saved separately.
-    """
-    layout, lora = settings.layout, settings.adapters
+def _adapter_bytes(config: Config, layout: Layout, lora: Lora, hf_config: Mapping[str, Any]) -> int:
+    """Return the number of bytes that a model's adapters take in a checkpoint. Adapters are saved in float32 without
+    the frozen weights. Each piece of a PEFT tensor is saved separately."""
     full_adapters, rank_adapters = (
         adapter_holder(_holder(config, layout, hf_config, tp, etp), lora.rank, lora.share_experts)
         for tp, etp in ((1, 1), (layout.tp, layout.expert_tp))

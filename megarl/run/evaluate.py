@@ -102,9 +102,7 @@ def run(config: Config, out: Path, scratch: Path) -> None:
 
 def with_engines_only(config: Config) -> Config:
     """Return a recipe that only runs engines. They use the first devices and load the model's weights themselves.
-
-    Evaluation sets that inherit the training run's reward functions or environment keep them.
-    """
+    Evaluation sets that inherit the training run's reward functions or environment keep them."""
     training = {
         "functions": config.rewards.functions,
         "environment": SetEnvironment(**{"class": config.environment.name, "options": config.environment.options}),

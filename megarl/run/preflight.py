@@ -67,12 +67,10 @@ class Preflight:
 
 
 def preflight(config: Config) -> Preflight:
-    """Check the machine, run folder, models, reward functions, data, checkpoint and disk.
-
-    Only the model cache is modified. If a reward function fails on the first row, the check only prints a warning,
-    because the function may need more than a bare answer. Raise UserError if at least one check failed. The message
-    contains one line per failure.
-    """
+    """Check the machine, run folder, models, reward functions, data, checkpoint and disk. Only the model cache is
+    modified. If a reward function fails on the first row, the check only prints a warning, because the function may
+    need more than a bare answer. Raise UserError if at least one check failed. The message contains one line per
+    failure."""
     with _all_errors() as attempt:
         attempt(check_machine, config)
         attempt(place_here, config)
@@ -157,7 +155,9 @@ def _find_models(config: Config) -> ModelFolders:
 
 
 def _load_data(config: Config, model_folder: Path, pool: FunctionPool | None) -> PromptSet | OfflineData:
-    return load_offline_data(config, model_folder) if config.is_offline else _load_prompts(config, model_folder, pool)
+    if config.is_offline:
+        return load_offline_data(config, model_folder)
+    return _load_prompts(config, model_folder, pool)
 
 
 def _load_prompts(config: Config, model_folder: Path, pool: FunctionPool | None) -> PromptSet:

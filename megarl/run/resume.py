@@ -129,11 +129,9 @@ def _saved_config(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _check_models(config: Config, checkpoint: Checkpoint, models: Models) -> None:
-    """Check that the models have the same weights as at the start of the run.
-
-    This check is necessary because the reference, a reward model and the initial model of an implicit reward are loaded
-    from their model folders again. Raise UserError if a model's weights have changed.
-    """
+    """Check that the models have the same weights as at the start of the run. This check is necessary because the
+    reference, a reward model and the initial model of an implicit reward are loaded from their model folders again.
+    Raise UserError if a model's weights have changed."""
     for key, saved in _saved_models(checkpoint).items():
         if key in models and (current := models[key])["hash"] != saved["hash"]:
             remedy = " (model.revision selects a commit)" if is_hub_id(config.model.path) else ""

@@ -90,8 +90,6 @@ class Saver:
                 saving: dict[Role, Callable[[], Pending]] = {
                     role: partial(group.save_checkpoint, folder) for role, group in groups.items()
                 }
-                    role: partial(group.save_checkpoint, folder) for role, group in groups.items()
-                }
                 trained.run(saving, parts=("parameters",))
             print(f"checkpoint: copied step {step} to host memory, writing it to {folder.parent}", flush=True)
         metrics, self._metrics = self._metrics, {}

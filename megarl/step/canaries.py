@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from statistics import fmean
 
+import numpy as np
+
 from megarl.cluster.pending import Pending, join
 from megarl.cluster.rank_batch import RankBatch
 from megarl.cluster.workers import Workers
@@ -70,7 +72,9 @@ class Canaries:
             tokenizer = load_tokenizer(workers.model_folder)
             room = config.rollout.context_length - config.rollout.max_new_tokens
             ids = {text: tokenizer.encode(text, add_special_tokens=False)[:room] for text in TEXTS}
-            prompts = [Prompt(f"{PURPOSE}:{text}", text, tokens) for text, tokens in ids.items() if tokens]
+            prompts = [
+                Prompt(f"{PURPOSE}:{text}", text, np.array(tokens, np.int32)) for text, tokens in ids.items() if tokens
+            ]
         return cls(config, workers, prompts, config.canary_limit)
 
     def sample(self) -> dict[str, Answers]:

@@ -26,10 +26,8 @@ def updates_of(config: Config, groups: Sequence[Group]) -> list[list[Group]]:
 
 def epochs_of(config: Config, groups: Sequence[Group], step: int) -> list[list[list[Group]]]:
     """Return the groups per update per epoch, split as in `updates_of`. The first epoch keeps the order of the groups.
-    Later epochs shuffle them with a seed derived from run.seed, the step and the epoch.
-
-    The groups within an update keep their order, so if an epoch is a single update, all epochs are identical.
-    """
+    Later epochs shuffle them with a seed derived from run.seed, the step and the epoch. The groups within an update
+    keep their order, so if an epoch is a single update, all epochs are identical."""
     orders = [range(len(groups)), *(_drawn(config, len(groups), step, n) for n in range(1, config.batch.epochs))]
     return [updates_of(config, [groups[i] for i in order]) for order in orders]
 

@@ -103,13 +103,11 @@ def record_advantages(workers: Workers, rollouts: Path) -> Pending[None]:
     """Submit a call that adds the trained samples' advantages to the step's rollout file. The ranks return each
     sample's mean over its tokens, and per-token values for a few samples."""
     advantages, details = workers.actor.take_advantages(), workers.actor.take_token_details()
-
-    def write(
-        by_sample: Mapping[str, float], of_tokens: Mapping[str, Mapping[str, list[float]]]
-    ) -> Pending[None] | None:
-        return workers.rewards.write_advantages(rollouts, by_sample, of_tokens) if by_sample else None
-
-    return advantages.then(lambda by_sample: details.then(lambda of_tokens: write(by_sample, of_tokens)))
+    return advantages.then(
+        lambda means: details.then(
+            lambda by_token: workers.rewards.write_advantages(rollouts, means, by_token) if means else None
+        )
+    )
 
 
 def further_prompts(missing: int, num_informative: int, seen: int, most: int) -> int:

@@ -70,11 +70,9 @@ def completed(sampled: list[T] | Aborted) -> list[T]:
 
 class EngineGroup(VllmGroup):
     """All engine replicas. The samples for one prompt all go to the least-loaded engine, where they share a prefix
-    cache. With rollout.max_staleness, slower engines receive fewer prompts.
-
-    When one of several engines is lost, the remaining engines take over its work while it restarts. It rejoins at the
-    next refit. An engine that shares GPUs with trainers does not restart, because training leaves no memory for it.
-    """
+    cache. With rollout.max_staleness, slower engines receive fewer prompts. When one of several engines is lost, the
+    remaining engines take over its work while it restarts. It rejoins at the next refit. An engine that shares GPUs
+    with trainers does not restart, because training leaves no memory for it."""
 
     actor_class, title, role = EngineActor, "EngineActor", "engine"
 

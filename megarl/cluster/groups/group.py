@@ -34,10 +34,8 @@ class TimedResult:
 
 
 class ProcessActor:
-    """One process in the run: a Ray actor that holds a worker and runs its methods.
-
-    Megatron and vLLM are imported in the actor's process, never in the driver's.
-    """
+    """One process in the run: a Ray actor that holds a worker and runs its methods. Megatron and vLLM are imported in
+    the actor's process, never in the driver's."""
 
     def __init__(self, process: Process, logs: Path):
         log_to(logs / f"{process.name}.log")

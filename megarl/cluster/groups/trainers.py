@@ -290,10 +290,8 @@ class TrainerGroup(RankGroup):
 
     def export(self, plan: Plan, out: Path) -> None:
         """Write the whole model as a Hugging Face folder or, if the config requires it, its adapters as a PEFT folder.
-
         The first rank writes a few tensors at a time. It reads the other ranks' parameters from shared memory or, if
-        some ranks are on other nodes, from files that those ranks write next to `out`.
-        """
+        some ranks are on other nodes, from files that those ranks write next to `out`."""
         if self._exports_adapters is not None:
             plan = self._plan_of_adapters(self._exports_adapters)
         transport: Transport

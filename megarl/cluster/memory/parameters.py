@@ -17,10 +17,8 @@ from megarl.resharding.piece import Holder
 
 
 class ModelParameters:
-    """One model's shard sizes on trainer and engine ranks.
-
-    All ranks in a pipeline stage hold the same number of parameters, regardless of context and data parallelism.
-    """
+    """One model's shard sizes on trainer and engine ranks. All ranks in a pipeline stage hold the same number of
+    parameters, regardless of context and data parallelism."""
 
     def __init__(self, hf_config: Mapping[str, Any], lora: Lora | None = None):
         """lora: the adapters that are trained instead of the model; None without adapters."""

@@ -266,11 +266,9 @@ def _experts(experts: Experts, hidden: int, layout: Layout, num_bytes: int) -> f
 
 
 def layers_in_flight(layout: Layout, stage: int, num_layers: int, num_microbatches: int) -> float:
-    """Return the number of (layer, microbatch) pairs whose activations a pipeline stage of num_layers holds at once.
-
-    In the 1F1B schedule, a stage runs ahead by one microbatch for itself and each later stage. In the interleaved
-    schedule, it runs ahead by 2 · (later stages) + (vpp − 1) · pp + 1 chunks (Narayanan et al., arXiv:2104.04473).
-    """
+    """Return the number of (layer, microbatch) pairs whose activations a pipeline stage of num_layers holds at once. In
+    the 1F1B schedule, a stage runs ahead by one microbatch for itself and each later stage. In the interleaved
+    schedule, it runs ahead by 2 · (later stages) + (vpp − 1) · pp + 1 chunks (Narayanan et al., arXiv:2104.04473)."""
     if layout.vpp == 1:
         return num_layers * min(layout.pp - stage, num_microbatches)
     ahead = 2 * (layout.pp - stage - 1) + (layout.vpp - 1) * layout.pp + 1

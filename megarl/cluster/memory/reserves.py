@@ -113,12 +113,10 @@ def trainer_reserve(settings: Placed, shape: ModelShape, matrices: int, gpus_per
 
 
 def _trainer_communicators(layout: Layout, shape: ModelShape, gpus_per_node: int) -> float:
-    """Return the size of the communicators that every step uses, in bytes.
-
-    NCCL creates a communicator, and the connections for an algorithm, on first use (NCCL_RUNTIME_CONNECT). Two
-    communicators span all ranks, for errors and for the gradient norm, and carry only scalars. Each expert-parallel
-    rank exchanges tokens with all other expert-parallel ranks; neighboring pipeline stages exchange activations.
-    """
+    """Return the size of the communicators that every step uses, in bytes. NCCL creates a communicator, and the
+    connections for an algorithm, on first use (NCCL_RUNTIME_CONNECT). Two communicators span all ranks, for errors and
+    for the gradient norm, and carry only scalars. Each expert-parallel rank exchanges tokens with all other
+    expert-parallel ranks; neighboring pipeline stages exchange activations."""
     groups = parallel_groups(layout, has_experts=shape.experts is not None)
     exchanged = {"ep": layout.ep, "pp": 2}
     total = 2.0 * _rings(layout.world_size, 1, gpus_per_node)
@@ -171,11 +169,9 @@ def _in_node(ranks: int, stride: int, gpus_per_node: int) -> int:
 
 def _fp8_copies(settings: Placed, matrices: int) -> float:
     """Return the size of the fp8 weight copies that Transformer Engine caches, in bytes (module/base.py:
-    _fp8_workspaces).
-
-    It caches a row-wise and a column-wise copy and, with mxfp8, a scale per 32 elements. The copies are not parameters,
-    so they stay on the GPU when parameters are offloaded. With disable_parameter_transpose_cache they are not cached.
-    """
+    _fp8_workspaces). It caches a row-wise and a column-wise copy and, with mxfp8, a scale per 32 elements. The copies
+    are not parameters, so they stay on the GPU when parameters are offloaded. With disable_parameter_transpose_cache
+    they are not cached."""
     if settings.fp8 is None or settings.megatron_overrides.model.get("disable_parameter_transpose_cache"):
         return 0
     return 2 * matrices * (33 / 32 if settings.fp8 == "mxfp8" else 1)
@@ -202,22 +198,16 @@ def _num_readers(config: Config, gpus_per_node: int) -> int:
 
 
 def engine_reserve(config: Config, shape: ModelShape, gpus_per_node: int) -> dict[str, float]:
-    """Return an engine rank's items that stay on the GPU while the engine sleeps.
-
-    vLLM's sleep mode releases weights and KV cache, which are in vLLM's own allocator. It releases CUDA graphs only
-    with sleep_mode_offload_cudagraph.
-    """
+    """Return an engine rank's items that stay on the GPU while the engine sleeps. vLLM's sleep mode releases weights
+    and KV cache, which are in vLLM's own allocator. It releases CUDA graphs only with sleep_mode_offload_cudagraph."""
     rollout = config.rollout
     return _engine_process(rollout.vllm_overrides, shape, rollout.tp, batched_tokens(rollout), gpus_per_node)
 
 
 def _refit_buffers(config: Config, is_engine: bool, gpus_per_node: int) -> float:
     """Return the size in bytes of the communicators with which an actor rank sends weights, or an engine rank receives
-    and forwards them.
-
-    A shard that several ranks on a node need is sent to one of them, which forwards it. `megarl reshard` counts the
-    communicators in a plan.
-    """
+    and forwards them. A shard that several ranks on a node need is sent to one of them, which forwards it. `megarl
+    reshard` counts the communicators in a plan."""
     engines, nodes = config.rollout.replicas * config.rollout.tp, -(-num_devices(config) // gpus_per_node)
     if nodes == 1:
         others = engines - 1 + config.actor.layout.world_size if is_engine else engines
@@ -255,10 +245,8 @@ def _engine_process(
 
 
 def _num_graphs(overrides: Mapping[str, Any], tokens: int) -> int:
-    """Return the number of CUDA graphs that vLLM captures.
-
-    By default, it captures batch sizes 1, 2 and 4, multiples of 8 below 256, and multiples of 16 from 256 upwards.
-    """
+    """Return the number of CUDA graphs that vLLM captures. By default, it captures batch sizes 1, 2 and 4, multiples of
+    8 below 256, and multiples of 16 from 256 upwards."""
     compilation = overrides.get("compilation_config")
     compilation = compilation if isinstance(compilation, Mapping) else {}
     if overrides.get("enforce_eager") or str(compilation.get("cudagraph_mode", "")).upper() == "NONE":
@@ -309,11 +297,9 @@ def _activations(shape: ModelShape, tp: int, tokens: int) -> float:
 
 
 def _workspace(overrides: Mapping[str, Any], shape: ModelShape, tp: int, tokens: int) -> float:
-    """Return the number of elements in a rank's expert workspaces.
-
-    With hidden size h and a active experts with f rows each, a token takes a · (max(h, 2f) + max(h, f)) elements: the
-    outputs of both matrix products and the activation between them (experts/triton_moe.py: workspace_shapes).
-    """
+    """Return the number of elements in a rank's expert workspaces. With hidden size h and a active experts with f rows
+    each, a token takes a · (max(h, 2f) + max(h, f)) elements: the outputs of both matrix products and the activation
+    between them (experts/triton_moe.py: workspace_shapes)."""
     if shape.experts is None:
         return 0
     rows = shape.experts.intermediate / (1 if overrides.get("enable_expert_parallel") else tp)
@@ -321,11 +307,9 @@ def _workspace(overrides: Mapping[str, Any], shape: ModelShape, tp: int, tokens:
 
 
 def _copies_of_logits(tp: int, changed: bool) -> float:
-    """Return the maximum number of full-vocabulary float32 rows that exist at once per sequence.
-
-    The all-gather needs the rank's shard, the gathered shards, and their reordered copy (cuda_communicator.py:
-    all_gather). Sampling needs the logits and, if it changes them (temperature other than 1, top-k or top-p), a copy
-    (worker/gpu/sample/sampler.py). Log-probs are computed from the logits without a copy (logprob.py).
-    """
+    """Return the maximum number of full-vocabulary float32 rows that exist at once per sequence. The all-gather needs
+    the rank's shard, the gathered shards, and their reordered copy (cuda_communicator.py: all_gather). Sampling needs
+    the logits and, if it changes them (temperature other than 1, top-k or top-p), a copy
+    (worker/gpu/sample/sampler.py). Log-probs are computed from the logits without a copy (logprob.py)."""
     gathering = 1.0 if tp == 1 else 2 + 1 / tp
     return max(gathering, 2.0 if changed else 1.0)

@@ -60,10 +60,8 @@ def alive_nodes() -> Mapping[str, str]:
 
 
 def lost_nodes(nodes: Sequence[Report], patience_s: float) -> list[str]:
-    """Return the names of nodes that Ray has detected as lost.
-
-    A lost process is often the first sign of a lost node, so wait up to patience_s seconds until Ray detects one.
-    """
+    """Return the names of nodes that Ray has detected as lost. A lost process is often the first sign of a lost node,
+    so wait up to patience_s seconds until Ray detects one."""
     deadline = time.monotonic() + patience_s
     while nodes:
         addresses = alive_nodes()

@@ -15,11 +15,8 @@ reaches the driver twice: directly and through its parent."""
 
 
 class Interrupts:
-    """The signal handling in one process.
-
-    The first signal raises KeyboardInterrupt. Later signals are ignored, so that they do not interrupt cleanup. Inside
-    `grace`, the run has a grace period to end by itself.
-    """
+    """The signal handling in one process. The first signal raises KeyboardInterrupt. Later signals are ignored, so that
+    they do not interrupt cleanup. Inside `grace`, the run has a grace period to end by itself."""
 
     def __init__(self) -> None:
         self._driver = self._parent = 0

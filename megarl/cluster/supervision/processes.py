@@ -37,12 +37,10 @@ def interrupt_with_parent() -> None:
 
 
 def end_descendants(grace_s: float = 3.0, tracker_s: float = 10.0) -> None:
-    """End all descendants of this process and wait until they are gone.
-
-    Send SIGTERM first, because some processes then release shared memory, and SIGKILL after grace_s seconds. Python's
-    resource trackers clean up after killed processes and then exit; they have tracker_s seconds. Do not wait for
-    processes that this one may not signal because they changed their user.
-    """
+    """End all descendants of this process and wait until they are gone. Send SIGTERM first, because some processes then
+    release shared memory, and SIGKILL after grace_s seconds. Python's resource trackers clean up after killed processes
+    and then exit; they have tracker_s seconds. Do not wait for processes that this one may not signal because they
+    changed their user."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         # List the processes again for the second signal, because new ones may have started in between.
         others = [pid for pid in descendants() if not _tracks_resources(pid)]
@@ -52,11 +50,8 @@ def end_descendants(grace_s: float = 3.0, tracker_s: float = 10.0) -> None:
 
 
 def descendants() -> list[int]:
-    """Return all descendants of this process.
-
-    Processes hidden in /proc are found only if they are direct children. After `adopt_orphans`, they become direct
-    children when their parents end.
-    """
+    """Return all descendants of this process. Processes hidden in /proc are found only if they are direct children.
+    After `adopt_orphans`, they become direct children when their parents end."""
     children = defaultdict(list)
     for entry in PROC.iterdir():
         if entry.name.isdigit() and (parent := _parent(entry)) is not None:
@@ -179,11 +174,9 @@ def _catches(pid: int, number: int) -> bool:
 
 
 def memory_gb() -> tuple[float, float]:
-    """Return the resident memory of this process and its descendants, in 10⁹ bytes: (sum of RSS, sum of PSS).
-
-    RSS counts a shared page once per process. PSS splits the page between the processes, so the sum of PSS is the
-    memory in use. Processes that are not readable in /proc are not counted.
-    """
+    """Return the resident memory of this process and its descendants, in 10⁹ bytes: (sum of RSS, sum of PSS). RSS
+    counts a shared page once per process. PSS splits the page between the processes, so the sum of PSS is the memory in
+    use. Processes that are not readable in /proc are not counted."""
     rss = pss = 0
     for pid in [os.getpid(), *descendants()]:
         try:

@@ -19,11 +19,8 @@ PROGRAM = Path(__file__).with_name("verifiers_program.py")
 
 
 class VerifiersAgent(Agent):
-    """A rollout in a verifiers environment.
-
-    The dependencies of verifiers conflict with those of vLLM. Therefore, verifiers runs in a separate process, which
-    all agents in this process share.
-    """
+    """A rollout in a verifiers environment. The dependencies of verifiers conflict with those of vLLM. Therefore,
+    verifiers runs in a separate process, which all agents in this process share."""
 
     def __init__(
         self, env: Mapping[str, Any], num_tasks: int | None = None, python: str | None = None, path: Sequence[str] = ()

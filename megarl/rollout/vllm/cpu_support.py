@@ -23,11 +23,9 @@ def install() -> None:
 
 
 class DequantizingKernel(Fp8BlockScaledMMLinearKernel):
-    """A linear kernel for fp8 blocks that dequantizes the weight for each matrix multiplication.
-
-    vLLM's own CPU kernels need AMX and pack the weight, which prevents in-place writes. Like these, this kernel does
-    not quantize activations.
-    """
+    """A linear kernel for fp8 blocks that dequantizes the weight for each matrix multiplication. vLLM's own CPU kernels
+    need AMX and pack the weight, which prevents in-place writes. Like these, this kernel does not quantize
+    activations."""
 
     apply_input_quant = False
 
@@ -60,10 +58,8 @@ def _keep_weight(layer: torch.nn.Module, remove_weight: bool) -> None:
 def _rotate_heads(
     self: RotaryEmbedding, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Apply vLLM's rotary kernel to query and key, flattened to [tokens, heads * channels].
-
-    Latent attention passes [tokens, heads, channels], which the kernel would misinterpret.
-    """
+    """Apply vLLM's rotary kernel to query and key, flattened to [tokens, heads * channels]. Latent attention passes
+    [tokens, heads, channels], which the kernel would misinterpret."""
     rotated, rotated_key = _rotate(self, positions, query.flatten(1), None if key is None else key.flatten(1))
     return rotated.view(query.shape), None if key is None or rotated_key is None else rotated_key.view(key.shape)
 

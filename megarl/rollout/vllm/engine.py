@@ -53,11 +53,8 @@ class _PendingRequest:
 
 
 class VllmEngine:
-    """A vLLM engine, which starts without weights (`version` is None) and receives them through `refit`.
-
-    All calls must come from the event loop of one thread. A call that arrives during sampling is executed between two
-    vLLM steps.
-    """
+    """A vLLM engine, which starts without weights (`version` is None) and receives them through `refit`. All calls must
+    come from the event loop of one thread. A call that arrives during sampling is executed between two vLLM steps."""
 
     def __init__(self, config: Rollout, arguments: Mapping[str, Any], returns_routes: bool = False):
         """`arguments` is the result of `rollout_arguments` for the same `returns_routes`."""
@@ -256,11 +253,9 @@ class VllmEngine:
         return results
 
     def _submit(self, name: str, token_ids: list[int], request: Sampling) -> str:
-        """Submit a request to vLLM and return its vLLM request id.
-
-        The cache salt separates prefix-cache entries by refit and purpose. A request must not reuse entries from older
-        weights, which stay in the cache because interrupted samples still use and extend them.
-        """
+        """Submit a request to vLLM and return its vLLM request id. The cache salt separates prefix-cache entries by
+        refit and purpose. A request must not reuse entries from older weights, which stay in the cache because
+        interrupted samples still use and extend them."""
         prompt = tokens_input(token_ids, cache_salt=f"{self._num_refits}{request.purpose}")
         return self._llm.llm_engine.add_request(name, prompt, self._sampling(request))
 
@@ -361,8 +356,8 @@ def _completion(output: RequestOutput, routes: NDArray[np.signedinteger] | None)
     logprobs = sampled.logprobs  # each position has the sampled token first, then the most likely tokens
     assert isinstance(logprobs, FlatLogprobs) and sampled.weight_versions is not None, "the request asks for both"
     return Completion(
-        token_ids=sampled.token_ids,
-        logprobs=[logprobs.logprobs[start] for start in logprobs.start_indices],
+        token_ids=np.array(sampled.token_ids, np.int32),
+        logprobs=np.array([logprobs.logprobs[start] for start in logprobs.start_indices], np.float32),
         versions=tuple(VersionRun(int(run.version), run.end - run.start) for run in sampled.weight_versions),
         finish_reason=sampled.finish_reason,
         candidate_ids=_candidate_ids(logprobs),
@@ -373,10 +368,8 @@ def _completion(output: RequestOutput, routes: NDArray[np.signedinteger] | None)
 
 
 def _candidate_ids(logprobs: FlatLogprobs) -> CandidateIds | None:
-    """Return the candidate tokens, which are the most likely tokens with nonzero probability.
-
-    If other tokens tie with the least likely candidate, the engine samples from more tokens than it reports.
-    """
+    """Return the candidate tokens, which are the most likely tokens with nonzero probability. If other tokens tie with
+    the least likely candidate, the engine samples from more tokens than it reports."""
     starts, ends = (np.asarray(indices, np.int64) for indices in (logprobs.start_indices, logprobs.end_indices))
     is_kept = np.asarray(logprobs.logprobs) > -np.inf
     is_kept[starts] = False  # exclude the sampled token

@@ -41,10 +41,8 @@ class Part:
 
 
 def set_rendezvous_address(own_address: str) -> None:
-    """Make ranks started by this process use the given node address and connect to an existing store.
-
-    By default, the first torch rank would create the store itself.
-    """
+    """Make ranks started by this process use the given node address and connect to an existing store. By default, the
+    first torch rank would create the store itself."""
     os.environ.update(VLLM_HOST_IP=own_address, TORCHELASTIC_USE_AGENT_STORE="True")
 
 

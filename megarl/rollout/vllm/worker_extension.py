@@ -63,9 +63,7 @@ it rounds the scales to powers of two (is_deep_gemm_e8m0_used)."""
 
 def _repacking(model: torch.nn.Module) -> list[str]:
     """Return the names of fp8 kernels that do not read the checkpoint's layout, each with one layer that uses it.
-
-    Shapes and dtypes do not reveal the layout.
-    """
+    Shapes and dtypes do not reveal the layout."""
     layer_of: dict[str, str] = {}
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
@@ -103,11 +101,8 @@ class Failed:
 
 
 def _catch_error(function: Callable[..., Any], *args: Any) -> Any:
-    """Call the function and return its result, or Failed instead of raising.
-
-    If a worker raises an error, vLLM does not read the results from the remaining workers, and would mistake them for
-    the results of the next call.
-    """
+    """Call the function and return its result, or Failed instead of raising. If a worker raises an error, vLLM does not
+    read the results from the remaining workers, and would mistake them for the results of the next call."""
     try:
         return function(*args)
     except Exception as error:
@@ -145,10 +140,8 @@ class RefitExtension:
         return SyncStats(num_bytes, self._transport.staging_bytes)
 
     def _load(self, expected: Mapping[Region, Checksum] | None) -> SyncStats:
-        """Load the weights with vLLM's loader.
-
-        It processes each layer in temporary memory, and then copies the result into place.
-        """
+        """Load the weights with vLLM's loader. It processes each layer in temporary memory, and then copies the result
+        into place."""
         model, config = self.model_runner.get_model(), self.model_runner.model_config
         assembly = Assembly(self._writes, self._transport, next(model.parameters()).device)
         initialize_layerwise_reload(model)
@@ -216,10 +209,8 @@ class RefitExtension:
         }
 
     def _parameters(self) -> dict[str, torch.Tensor]:
-        """Return the parameters by name.
-
-        Stacked expert weights [experts, rows, columns] are flattened to two axes, as in the worker's holder.
-        """
+        """Return the parameters by name. Stacked expert weights [experts, rows, columns] are flattened to two axes, as
+        in the worker's holder."""
         weights = {name: p.data for name, p in self.model_runner.get_model().named_parameters()}
         return {
             name: weight.view(-1, weight.shape[-1]) if weight.dim() == 3 else weight

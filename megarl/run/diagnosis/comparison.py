@@ -41,10 +41,8 @@ class Stage:
 
 
 def difference(name: str, a: np.ndarray, b: np.ndarray) -> float:
-    """Return the largest difference over the tokens that `a` and `b` have in common.
-
-    The difference is |a − b| for log-probs and ‖a − b‖ / ‖b‖ for hidden states.
-    """
+    """Return the largest difference over the tokens that `a` and `b` have in common. The difference is |a − b| for
+    log-probs and ‖a − b‖ / ‖b‖ for hidden states."""
     count = min(len(a), len(b))
     a, b = a[:count].astype(np.float64), b[:count].astype(np.float64)
     if name == LOG_PROBS:

@@ -82,10 +82,8 @@ def diagnose(config: Config, token_ids: Sequence[int], folders: Mapping[str, Pat
 
 
 def on_one_rank(config: Config, num_tokens: int) -> Config:
-    """Return the run's config, changed so that the trainer and the engine have one rank each.
-
-    Adapters are disabled because they are already merged in exported models. The engine loads its weights unchanged.
-    """
+    """Return the run's config, changed so that the trainer and the engine have one rank each. Adapters are disabled
+    because they are already merged in exported models. The engine loads its weights unchanged."""
     single_rank = with_engines_only(config)
     budget = max(single_rank.actor.tokens_per_microbatch, num_tokens)
     changes: dict[str, dict[str, Any]] = {
