@@ -26,13 +26,8 @@ OBJECT_BYTES = 2048
 
 def object_store_mib(config: Config, experts: Experts | None) -> int:
     """Return the object store's size in MiB: cluster.object_store_mib or, by default, the size of all samples in a step
-    at maximum length, with per-token scores.
-
-    Space that shorter samples leave unused takes no memory. Ray spills to disk if the store is full.
-
-    Args:
-        experts: the actor's experts, if any; samples may carry the routes to them.
-    """
+    at maximum length, with per-token scores. Space that shorter samples leave unused takes no memory. Ray spills to
+    disk if the store is full. `experts` are the actor's experts, if any; samples may carry the routes to them."""
     if config.cluster.object_store_mib is not None:
         return config.cluster.object_store_mib
     # Evaluation sets without a known size are ignored.

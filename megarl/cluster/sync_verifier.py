@@ -37,11 +37,7 @@ class SyncVerifier:
         verify: Literal["first", "always"],
         frozen: Sequence[str],
     ):
-        """
-        Args:
-            compute: function that returns the trainer's checksums for the given regions.
-            frozen: name patterns of frozen tensors.
-        """
+        """`compute` returns the trainer's checksums for regions. `frozen` has name patterns of frozen tensors."""
         self._compute, self._verify, self._frozen = compute, verify, frozen
         self._sampled: dict[Region, int] = {}
         self._known: dict[Region, int] | None = None
@@ -51,12 +47,8 @@ class SyncVerifier:
 
     def expect(self, regions: Sequence[Region], rate: float) -> dict[Region, Checksum]:
         """Return the checksums that the engines should have after this refit. Raise RunFailure if the trainer's weights
-        do not change during training.
-
-        Args:
-            regions: all regions that the engines hold.
-            rate: learning rate in the step before this refit; 0 if nothing was learned.
-        """
+        do not change during training. `regions` are all regions that the engines hold, and `rate` is the learning rate
+        since the last refit; 0 if nothing was learned."""
         wanted = sample([region for region in regions if self._is_trained(region)], NUM_REGIONS, NUM_ELEMENTS)
         verifies_all = self._verify == "always" or not self._sampled
         checksums = dict(self._compute([*dict.fromkeys([*regions, *wanted])] if verifies_all else wanted))

@@ -26,14 +26,8 @@ class HostFailure(Exception):
 
 @dataclass(frozen=True, slots=True)
 class HostArguments:
-    """Arguments for an environment process.
-
-    Attributes:
-        name: `environment.class`.
-        options: `environment.options`.
-        tool_timeout_s: wall-clock limit for one tool call, in seconds.
-        sandbox: the config's `sandbox` section.
-    """
+    """Arguments for an environment process: `environment.class` and its options, the limit for a tool call in seconds,
+    and the config's `sandbox` section."""
 
     name: str
     options: Mapping[str, Any]

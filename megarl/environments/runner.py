@@ -26,13 +26,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RolloutRequest:
-    """A request for one rollout.
-
-    Attributes:
-        id: id of the rollout and of its first sample.
-        seed: sampling seed. With the same weights and observations it reproduces the rollout.
-        task_seed: task seed, shared by all rollouts in the prompt's group.
-    """
+    """A request for one rollout with this id, which is also that of its first sample. With the same weights and
+    observations, `seed` reproduces the rollout. All rollouts in the prompt's group share `task_seed`."""
 
     id: str
     prompt: Prompt

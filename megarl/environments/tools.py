@@ -95,11 +95,7 @@ class Toolbox:
     """The tools of one environment instance, with the number of calls per status."""
 
     def __init__(self, environment: Any, timeout_s: float = 30.0):
-        """
-        Args:
-            environment: instance with methods decorated with `tool`.
-            timeout_s: wall-clock limit for one call, in seconds.
-        """
+        """`timeout_s` is the wall-clock limit for one call, in seconds."""
         self._methods = {name: getattr(environment, name) for name in tools_of(type(environment))}
         self._arguments = {name: arguments_model(name, method) for name, method in self._methods.items()}
         self.timeout_s = timeout_s

@@ -115,15 +115,8 @@ def _merge_runs(runs: Sequence[VersionRun]) -> tuple[VersionRun, ...]:
 
 @dataclass(slots=True)
 class Part:
-    """One token sequence of a rollout, which becomes a sample.
-
-    Attributes:
-        transcript: tokens of the sequence.
-        text: text of the last turn, including tool calls.
-        messages: the conversation, for display.
-        first_turn: index of the first turn within the rollout.
-        last_turn: index of the last turn within the rollout.
-    """
+    """One token sequence of a rollout, which becomes a sample: the text of its last turn, including tool calls, the
+    conversation for display, and the indices of its first and last turn within the rollout."""
 
     transcript: Transcript
     text: str

@@ -19,12 +19,8 @@ from megarl.rewards.scorer import Scorer
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """The result of scoring one data row.
-
-    Attributes:
-        parts: reward from each function, keyed by name.
-        failure: description of the failed functions, or None if all succeeded.
-    """
+    """The result of scoring one data row: the reward from each function by name, and a description of the failed
+    ones."""
 
     parts: dict[str, float]
     failure: str | None

@@ -51,7 +51,6 @@ class FunctionPool:
         Args:
             functions: entries of rewards.functions, which are called by label, or function names.
             judge: name of the rewards.judge function, called as judge.NAME, or None.
-            num_processes: number of processes.
             timeout_s: wall-clock limit for one call, in seconds.
             memory_mib: address space in MiB that a process may use for its calls. None: unlimited.
             source_column: data column that selects the functions for a row. None: all functions apply.
@@ -107,14 +106,8 @@ class FunctionPool:
         responses: Sequence[str],
         columns: Sequence[Mapping[str, Any]] | None = None,
     ) -> Future[list[Result]]:
-        """Call a batch function once for all samples. A failed call fails every sample.
-
-        Args:
-            function: name of the function.
-            prompts: one prompt per sample.
-            responses: one response per sample.
-            columns: data columns of each sample. None: the columns of its prompt.
-        """
+        """Call a batch function once for all samples, with the data columns of each sample; None: those of its prompt.
+        A failed call fails every sample."""
         arguments = [prompt.text for prompt in prompts], list(responses), [prompt.answer for prompt in prompts]
         columns = [dict(row) for row in ([prompt.columns for prompt in prompts] if columns is None else columns)]
 

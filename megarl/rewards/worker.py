@@ -40,14 +40,9 @@ def main(
     sandbox: Mapping[str, Any] | None,
     sandbox_s: float,
 ) -> None:
-    """Serve calls until the parent closes the connection.
-
-    Args:
-        functions: label, name and options of each function.
-        judge: name of the pairwise judge function, or None.
-        sandbox: the config's `sandbox` section. None if no function may use sandboxes.
-        sandbox_s: maximum lifetime of a sandbox.
-    """
+    """Serve calls until the parent closes the connection. `functions` has the label, name and options of each function.
+    `sandbox` is the config's section, None if no function may use sandboxes, which live for at most `sandbox_s`
+    seconds."""
     try:
         loaded = {}
         for label, name, options in functions:

@@ -66,12 +66,8 @@ class SamplingRequest(Sampling):
 
 @dataclass(frozen=True, slots=True)
 class TurnRequest(Sampling):
-    """A request for one turn of a rollout.
-
-    Attributes:
-        token_ids: token ids of the context, int32 [C].
-        sample_id: the rollout's sample_id in SamplingRequest.
-    """
+    """A request for one turn of a rollout. `token_ids` is its context, int32 [C], and `sample_id` is that of the
+    rollout's SamplingRequest."""
 
     token_ids: NDArray[np.int32]
     sample_id: str = field(default="", kw_only=True)
@@ -79,12 +75,8 @@ class TurnRequest(Sampling):
 
 @dataclass(frozen=True, slots=True)
 class SyncStats:
-    """Statistics for a refit in one engine worker.
-
-    Attributes:
-        num_bytes: number of bytes written into the worker's parameters.
-        staging_bytes: peak size of the transfer buffers in bytes.
-    """
+    """Statistics for a refit in one engine worker: the bytes written into its parameters, and the peak size of its
+    buffers."""
 
     num_bytes: int
     staging_bytes: int
@@ -92,13 +84,8 @@ class SyncStats:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """Properties of an engine that are compared with those of the trainer.
-
-    Attributes:
-        head_dtype: dtype in which logits are computed.
-        token_ids: token ids of each requested text, from the engine's tokenizer.
-        description: description of the engine's kernels and settings.
-    """
+    """Properties of an engine that are compared with the trainer's: the dtype of its logits, the token ids of each
+    requested text, and a description of its kernels and settings."""
 
     head_dtype: str
     token_ids: tuple[tuple[int, ...], ...]
@@ -162,14 +149,8 @@ class Engine(Protocol):
         ...
 
     def connect(self, plan: CompactPlan, channel: Channel, holders: Sequence[Holder], by_loader: bool) -> None:
-        """Set the plan and channel for all later refits.
-
-        Args:
-            plan: copies into the engine's workers.
-            channel: transport to open in each worker.
-            holders: one holder per worker.
-            by_loader: whether the plan delivers whole checkpoint tensors to the engine's own weight loader.
-        """
+        """Set the plan and the channel for all later refits, and one holder per worker. `by_loader`: whether the plan
+        delivers whole checkpoint tensors to the engine's own weight loader."""
 
     def refit(self, version: int, expected: Mapping[Region, Checksum] | None = None) -> list[SyncStats]:
         """Write new weights into the running engine, then set its version. Return statistics for each worker. Raise

@@ -58,12 +58,8 @@ class Router:
         """Unfinished submissions of a single group, by the group's first rollout. They can be aborted and moved."""
 
     def assign(self, sizes: Mapping[Any, int], excluded: Collection[str] = ()) -> dict[str, list[Any]]:
-        """Assign each group to the engine that is expected to finish it first. Return groups by engine name.
-
-        Args:
-            sizes: number of requests in each group.
-            excluded: engines that receive groups only if no other engine is left.
-        """
+        """Assign each group to the engine that is expected to finish it first. Return groups by engine name. `sizes`
+        has the number of requests in each group. `excluded` engines receive groups only if no other engine is left."""
         load, slowness = Counter(self.load), self._slowness()
         assigned = {name: [] for name in [name for name in self.live if name not in excluded] or self.live}
         for group, size in sizes.items():

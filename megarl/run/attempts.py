@@ -18,10 +18,7 @@ class Attempt:
     """The record that an attempt writes when it starts. Times are Unix timestamps.
 
     Attributes:
-        job: Slurm job id.
         restart: number of times that Slurm has requeued the job.
-        allocated: start time of the allocation.
-        began: start time of the attempt.
         saved: step of the newest checkpoint at the start of the attempt, or 0 if there was no checkpoint.
     """
 

@@ -32,12 +32,8 @@ RANK_BYTES = 26 * 1024
 
 
 def checkpoint_bytes(config: Config, hf_configs: Mapping[Role, Mapping[str, Any]]) -> int:
-    """Return the size of a checkpoint in bytes. A checkpoint contains all trained models.
-
-    Args:
-        config: the run's config.
-        hf_configs: contents of config.json for each trained model, adjusted for its trained head.
-    """
+    """Return the size in bytes of a checkpoint, which contains all trained models. `hf_configs` has their config.json
+    files, adjusted for trained heads."""
     return sum(_model_bytes(config, config.placed(role), hf_config) for role, hf_config in hf_configs.items())
 
 

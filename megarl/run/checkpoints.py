@@ -51,14 +51,8 @@ class Checkpoints:
         return self.path / pointer.read_text(encoding="utf-8").strip() if pointer.exists() else None
 
     def require_space(self, num_bytes: int, keep: int, number: int = 1) -> None:
-        """Check that the disk has enough space for additional checkpoints. Raise UserError if the disk does not have
-        enough space.
-
-        Args:
-            num_bytes: size of each checkpoint.
-            keep: the value of checkpoint.keep, used only in the error message.
-            number: number of additional checkpoints.
-        """
+        """Check that the disk has enough space for `number` additional checkpoints. Raise UserError, which names
+        checkpoint.keep, if it does not."""
         free = shutil.disk_usage(next(path for path in (self.path, *self.path.parents) if path.exists())).free
         if free < number * num_bytes:
             raise UserError(

@@ -52,13 +52,8 @@ Evaluate = Callable[[], dict[str, float]]
 
 
 def exit_status(run: Callable[[Config, Path], None], config: Config, scratch: Path) -> int:
-    """Call `run` and return the exit code: 0 on success, 1 after a RunFailure.
-
-    Args:
-        run: function to call with the config and the folder for temporary files.
-        config: the run's config.
-        scratch: folder for temporary files.
-    """
+    """Call `run` with the config and a folder for temporary files. Return the exit code: 0 on success, 1 after a
+    RunFailure."""
     try:
         run(config, scratch)
     except RunFailure as failure:
@@ -69,12 +64,8 @@ def exit_status(run: Callable[[Config, Path], None], config: Config, scratch: Pa
 
 @dataclass(frozen=True, slots=True)
 class RunContext:
-    """The state and the training loop of one run.
-
-    Attributes:
-        resume_point: the point from which the run starts. Its state advances with each step.
-        evaluation: the prompts in each evaluation set, keyed by set name.
-    """
+    """The state and the training loop of one run. The state in `resume_point` advances with each step. `evaluation` has
+    the prompts in each evaluation set by name."""
 
     config: Config
     data: PromptSet | OfflineData
@@ -95,15 +86,8 @@ class RunContext:
     ) -> Iterator[RunContext]:
         """Lock and open the run folder, and print the run summary. No process is started. Raise UserError if the folder
         is in use, `resume` does not name a valid checkpoint, or the disk does not have enough space for the next
-        checkpoint.
-
-        Args:
-            config: the run's config.
-            models: the run's model folders.
-            data: the run's prompts or offline data.
-            config_paths: model paths that the user wrote, keyed by config key, if the config contains resolved paths.
-            evaluation: the prompts in each evaluation set, keyed by set name.
-        """
+        checkpoint. `config_paths` has the model paths that the user wrote, by config key, if the config contains
+        resolved paths."""
         num_bytes = checkpoint_bytes(config, models.trained(config))
         placement = place_here(config)
         with run_lock(RunFolder.of(config).path, LOCK_S if ALLOCATED in os.environ else 0.0):
@@ -141,18 +125,10 @@ class RunContext:
         return cursor.metrics()
 
     def run(self, trained: TrainedModels, step: Step, evaluate: Evaluate = dict, write: Write = no_files) -> None:
-        """Run all steps up to run.steps. Evaluations that are due run before the first step and after each step.
-
-        After a termination signal, the run completes the checkpoint whose state is already in host memory. If
+        """Run all steps up to run.steps. Evaluations that are due run before the first step and after each step. After
+        a termination signal, the run completes the checkpoint whose state is already in host memory. If
         checkpoint.on_signal is set, the run finishes the current step and saves a checkpoint. Both are limited to
-        checkpoint.grace_s seconds.
-
-        Args:
-            trained: the models to save in checkpoints. Their weights must be loaded.
-            step: runs one step.
-            evaluate: runs the evaluations that are due.
-            write: writes additional files to each checkpoint.
-        """
+        checkpoint.grace_s seconds. The weights of the `trained` models, which checkpoints save, must be loaded."""
         saver, settings, done = self.saver, self.config.checkpoint, self.state.step
         saver.keep()  # a killed attempt may have left more checkpoints than checkpoint.keep
         if self.state.step == 0 and (metrics := evaluate()):

@@ -17,12 +17,8 @@ ALLOCATED = "MEGARL_ALLOCATED"
 
 @dataclass(frozen=True, slots=True)
 class EffectiveTime:
-    """The effective and the allocated time of a run, in seconds.
-
-    Attributes:
-        lasted: total duration of the steps in the run's metrics.
-        allocated: total duration of all allocations so far, including startup and lost steps.
-    """
+    """The effective and the allocated time of a run in seconds: the duration of the steps in its metrics, and that of
+    all its allocations, including startup and lost steps."""
 
     lasted: float
     allocated: float

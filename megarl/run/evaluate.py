@@ -54,12 +54,9 @@ def main(config: Config, out: Path, scratch: Path) -> int:
 
 
 def run(config: Config, out: Path, scratch: Path) -> None:
-    """Evaluate config.model and write samples and results to `out`.
-
-    Raises:
-        UserError: the recipe, the model or the folder is invalid. No process has been started.
-        RunFailure: none of the samples in some set could be scored. The results are written nevertheless.
-    """
+    """Evaluate config.model and write samples and results to `out`. Raise UserError before any process starts if the
+    recipe, the model or the folder is invalid, and RunFailure after writing the results if no sample of a set could be
+    scored."""
     if not config.evaluation.sets:
         raise UserError("evaluation.sets=[]: the recipe has no evaluation sets. Fix: add sets to evaluation.sets")
     if config.cluster.nodes > 1:

@@ -39,7 +39,6 @@ class RunFolder:
     """A run folder and the paths inside it.
 
     Attributes:
-        path: the run folder.
         attempt: number of the current attempt, starting at 1. Each start or resume is an attempt with its own logs.
         moved: new path of an earlier run folder with the same name, or None if no folder was moved aside.
     """

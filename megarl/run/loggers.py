@@ -75,12 +75,7 @@ class ConsoleSink:
     updates."""
 
     def __init__(self, total_steps: int, stream: TextIO | None = None, is_offline: bool = False) -> None:
-        """
-        Args:
-            total_steps: number of steps in the run, used for the ETA.
-            stream: output stream. Default: sys.stdout.
-            is_offline: whether the run trains on offline data.
-        """
+        """`total_steps` determines the ETA. The default `stream` is sys.stdout."""
         self._columns = OFFLINE_COLUMNS if is_offline else COLUMNS
         self._total = total_steps
         self._stream = stream

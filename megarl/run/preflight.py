@@ -51,14 +51,8 @@ SHOWN_CHARACTERS = 60
 
 @dataclass(frozen=True, slots=True)
 class Preflight:
-    """The inputs of a run that has passed all checks.
-
-    Attributes:
-        models: the model folders.
-        data: the prompts or the offline data.
-        trial: the result of a trial call to the reward functions, or None if there are no reward functions.
-        evaluation: the prompts in each evaluation set, keyed by set name.
-    """
+    """The inputs of a run that has passed all checks. `trial` is the result of a trial call to the reward functions, if
+    any. `evaluation` has the prompts in each evaluation set by name."""
 
     models: ModelFolders
     data: PromptSet | OfflineData

@@ -42,15 +42,8 @@ class Saver:
         models: Models,
         evaluated: Mapping[int, float] | None = None,
     ):
-        """
-        Args:
-            folder: the checkpoint folder of the run.
-            config: the run's config.
-            num_bytes: size of one checkpoint.
-            data_hash: hash of the data. It is stored in each checkpoint.
-            models: identities of the models. They are stored in each checkpoint.
-            evaluated: earlier values of evaluation.best.metric, keyed by step.
-        """
+        """`num_bytes` is the size of one checkpoint, which also stores `data_hash` and the identities `models`.
+        `evaluated` has earlier values of evaluation.best.metric by step."""
         self._evaluated = dict(evaluated or {})
         self._config, self._num_bytes = config, num_bytes
         self._checkpoints = Checkpoints(folder)
@@ -66,19 +59,10 @@ class Saver:
         at_once: bool = False,
         write: Write = no_files,
     ) -> dict[str, float]:
-        """Start saving a checkpoint if one is due after `step`. The training state is copied to host memory first.
-
-        Args:
-            trained: the models to save.
-            step: the last completed step.
-            run: the driver's state as JSON values.
-            at_once: whether to save even if no checkpoint is due, unless this step is already saved.
-            write: writes additional files synchronously.
-
-        Returns:
-            The metrics since the last call: the seconds for which training was blocked, and the size and the duration
-            of a checkpoint that was completed.
-        """
+        """Start saving a checkpoint if one is due after `step` or, with `at_once`, if this step is not saved yet. The
+        training state is copied to host memory first. `run` is the driver's state as JSON values, and `write` writes
+        additional files. Return the metrics since the last call: the seconds for which training was blocked, and the
+        size and duration of a completed checkpoint."""
         if not self._has(step) if at_once else self._due(step):
             self.finish()
             with self._waiting():
@@ -117,15 +101,9 @@ class Saver:
             self._complete(unfinished, [*unfinished.others, *records])
 
     def finish_after_interrupt(self, done: int, left_s: Callable[[], float]) -> None:
-        """Complete the checkpoint in progress, if any, if its files are written in time.
-
-        The files are polled instead of calling the ranks, because the ranks may be in the middle of a step.
-
-        Args:
-            done: the last step whose metrics are written. A checkpoint from a later step is not completed, because the
-                run could not be resumed from it.
-            left_s: returns the number of seconds left.
-        """
+        """Complete the checkpoint in progress, if any, if its files are written before `left_s` returns 0. The files
+        are polled, because the ranks may be in the middle of a step. A checkpoint of a step after `done`, the last one
+        with metrics, is not completed, because the run could not be resumed from it."""
         unfinished = self._unfinished
         # The folder is renamed once the checkpoint is complete.
         if unfinished is None or unfinished.step > done or not unfinished.folder.exists():
@@ -177,10 +155,7 @@ class Unfinished:
     """A checkpoint in progress, whose files are being written to a hidden folder.
 
     Attributes:
-        groups: the worker groups that write the checkpoint.
-        step: the step after which the checkpoint is saved.
         run: the driver's state as JSON values.
-        folder: the hidden folder.
         start: value of time.perf_counter() at the start of the save.
         others: records of additional files, which are already written.
     """

@@ -23,12 +23,8 @@ Groups = Sequence[Sequence[SampleRef]]
 def attach_baselines(
     config: Config, groups: Groups, token_reward_totals: Totals, kl_reward_totals: Totals, average: MovingAverage
 ) -> list[SampleRef]:
-    """Return all samples in an update with their baselines. The samples in a rollout share its baseline.
-
-    Args:
-        token_reward_totals: sums over the implicit reward model's per-token rewards.
-        kl_reward_totals: sums over the per-token KL rewards.
-    """
+    """Return all samples in an update with their baselines. The samples in a rollout share its baseline. The totals are
+    sums over per-token rewards: those of the implicit reward model, and KL rewards."""
     advantage, spec = config.algorithm.advantage, config.algorithm.advantage.spec
     earlier = average.value
     rollouts = [rollouts_of(group) for group in groups]

@@ -97,12 +97,8 @@ def evaluate_sets(
     prompts: Prompts,
     file: Callable[[str, int], Path],
 ) -> list[SetResult]:
-    """Sample and score the sets in order. While one set is being scored, the next one is sampled.
-
-    Args:
-        environments: the processes that run rollouts for sets with an environment.
-        version: the engines' weight version.
-    """
+    """Sample and score the sets in order. While one set is being scored, the next one is sampled. `environments` run
+    the rollouts of sets with an environment. `version` is the engines' weight version."""
     scoring = []
     for settings in sets:
         name, set_config = settings.name, config_of_set(config, settings)

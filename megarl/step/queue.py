@@ -32,7 +32,6 @@ class Group:
     Attributes:
         item: the prompt's row in the data, and the weight version with which its rollouts started.
         order: position among all groups in this attempt.
-        names: names of the rollouts.
         place: position among the groups that were submitted together, and so in the result of `pending`.
     """
 

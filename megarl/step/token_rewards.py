@@ -26,7 +26,6 @@ class TokenRewards:
         token_reward_totals: sums over the implicit reward model's rewards, by sample id.
         kl_reward_totals: sums over the KL rewards, by sample id.
         log_probs: references to log-probs from the actor's passes, as returned by TrainerGroup.keep_log_probs.
-        metrics: metrics from training the implicit reward model.
     """
 
     scores: dict[str, Scores]
@@ -41,12 +40,8 @@ def reward_tokens(
 ) -> TokenRewards:
     """Combine the per-token rewards that are already known (from a reward model, or assigned to turns) with the
     implicit reward model's rewards and, if it is a reward, the KL to the reference. The implicit reward model trains on
-    the samples after scoring them.
-
-    Args:
-        updates: the groups in each update.
-        process_rewards: references to the known rewards; empty without any.
-    """
+    the samples after scoring them. `updates` has the groups in each update, and `process_rewards` refers to the known
+    rewards, if any."""
     samples = [samples_of(update) for update in updates]
     actor, implicit_reward, tasks = workers.actor, workers.implicit_reward, {}
     if implicit_reward is not None:

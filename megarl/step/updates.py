@@ -29,7 +29,6 @@ class StepUpdates:
     Attributes:
         batches: the batches for each epoch, by role, for every model that this step trains.
         num_samples: number of samples in one epoch or, for pairwise objectives, number of pairs.
-        metrics: metrics from preparing the updates.
     """
 
     batches: dict[Role, list[Updates]]

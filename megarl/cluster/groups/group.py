@@ -75,11 +75,7 @@ class WorkerGroup:
     """Name of the actor class, which starts the title of its processes."""
 
     def __init__(self, session: Session, role: str, actors: Mapping[str, ActorHandle]):
-        """
-        Args:
-            role: name of the group in error messages.
-            actors: actors by process name.
-        """
+        """`role` names the group in error messages, and `actors` are keyed by process name."""
         self.role, self._session, self._actors = role, session, dict(actors)
         self._share_taken = time.monotonic()
 

@@ -149,12 +149,8 @@ def _rings(ranks: int, stride: int, gpus_per_node: int) -> float:
 
 
 def _exchange(ranks: int, stride: int, gpus_per_node: int, peers: int) -> float:
-    """Return the size of a communicator for point-to-point sends, in bytes.
-
-    Args:
-        stride: distance between neighboring ranks.
-        peers: number of ranks to which each rank sends.
-    """
+    """Return the size of a communicator for point-to-point sends, in bytes. `stride` is the distance between
+    neighboring ranks, and each rank sends to `peers` ranks."""
     local = _in_node(ranks, stride, gpus_per_node)
     if local == ranks:
         return min(peers, local) * EXCHANGE_CHANNELS * CONNECTION

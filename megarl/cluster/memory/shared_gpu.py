@@ -21,13 +21,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A GPU's memory load in one phase of a step.
-
-    Attributes:
-        phase: description of the phase.
-        parts: bytes of each item on the GPU in this phase, by description.
-        remedy: fix to suggest if the load exceeds the GPU's memory.
-    """
+    """A GPU's memory load in one phase of a step. `parts` has the bytes of each item by description. `remedy` is the
+    fix to suggest if the load exceeds the memory."""
 
     phase: str
     parts: Mapping[str, float]

@@ -46,9 +46,6 @@ def join(rendezvous: NodeRendezvous, scratch: Path, timeout_s: float) -> None:
     A signal to this node does not end the process at once, because the driver may save a checkpoint first. The process
     ends when the driver has ended the run or checkpoint.grace_s has passed.
 
-    Args:
-        scratch: folder for the run's temporary files.
-
     Raises:
         UserError: this node cannot join, or no invitation arrives before the timeout.
         RunFailure: the first node is lost, or Ray has ended on this node.

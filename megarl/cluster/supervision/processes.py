@@ -121,15 +121,9 @@ def _signal(pid: int, number: int) -> bool:
 
 
 def request_stacks(files: Collection[Path], patience_s: float = 5.0, elsewhere: bool = False) -> list[Path]:
-    """Make each descendant whose standard error is one of these files write its stack traces to that file.
-
-    Args:
-        patience_s: maximum time to wait for the traces, in seconds.
-        elsewhere: whether some files may belong to processes on other nodes, which have received the same request.
-
-    Returns:
-        The files that have received stack traces.
-    """
+    """Make each descendant whose standard error is one of these files write its stack traces to that file. Return the
+    files that have received traces after at most patience_s seconds. `elsewhere`: whether some files may belong to
+    processes on other nodes, which have received the same request."""
     sizes = {file: file.stat().st_size for file in files if elsewhere and file.exists()}
     expected, local = Counter(dict.fromkeys(sizes, 1)), Counter[Path]()
     for pid in descendants():

@@ -34,10 +34,8 @@ def supervised(grace_s: float = 0.0) -> Iterator[Path]:
 
     The child and its descendants form their own process group in the same session. A signal from a terminal or Slurm to
     the run's group therefore reaches only the parent, which forwards it to the child. If the signal reached Ray's
-    processes, it would kill them and lose the state that the run must save.
-
-    Args:
-        grace_s: seconds that the body may take to end after a signal. See `interrupts`.
+    processes, it would kill them and lose the state that the run must save. The body may take `grace_s` seconds to end
+    after a signal. See `interrupts`.
     """
     sweep()
     scratch = make_scratch()

@@ -38,7 +38,6 @@ class Turn:
         number: number of the turn within the session, in the order of requests.
         context_ids: tokens between the sample's previous turn and this one.
         context: the same context as messages.
-        completion: the sampled tokens.
         message: the assistant message that the client received.
         text: text of the turn, including tool calls.
         end: number of tokens in the sample up to the end of this turn.
@@ -57,14 +56,8 @@ class Turn:
 
 @dataclass(slots=True, eq=False)
 class _OpenSample:
-    """A growing token sequence.
-
-    Attributes:
-        ids: all tokens so far.
-        turns: the turns so far.
-        inherited: messages from the sample whose token ids are a prefix of this one.
-        is_reserved: whether its next turn is being sampled.
-    """
+    """A growing token sequence. `inherited` are the messages of the sample whose token ids are a prefix of this one.
+    `is_reserved`: whether its next turn is being sampled."""
 
     ids: list[int]
     turns: list[Turn] = field(default_factory=list)
@@ -173,14 +166,7 @@ class Recording:
             self._samples.remove(slot._sample)
 
     def add(self, slot: TurnSlot, completion: Completion, message: Message, text: str) -> Turn:
-        """Record a sampled turn in its slot.
-
-        Args:
-            slot: the reserved slot.
-            completion: the sampled tokens.
-            message: the assistant message that the client receives.
-            text: text of the turn, including tool calls.
-        """
+        """Record a sampled turn in its slot. The client receives `message`; `text` also includes tool calls."""
         sample = slot._sample
         sample.ids = [*slot.ids, *completion.token_ids.tolist()]
         turn = Turn(slot.number, slot._context_ids, slot._context, completion, message, text, len(sample.ids))

@@ -71,7 +71,6 @@ class ChatCompletion:
     """The response to a chat completion request.
 
     Attributes:
-        turn: the recorded turn.
         message: the assistant message in the chat template format.
         finish_reason: "stop", "length" or "tool_calls".
         num_prompt_tokens: number of tokens before the turn.
@@ -105,13 +104,8 @@ class Session:
         """Completions, keyed by the digest of the request body."""
 
     async def create_completion(self, request: ChatRequest, body: Any, is_retry: bool) -> ChatCompletion:
-        """Return the completion for a request. Raise ApiError if the request is rejected.
-
-        Args:
-            request: the parsed request.
-            body: the request's body, which identifies retries.
-            is_retry: whether the client retries an earlier request, whose completion it then receives.
-        """
+        """Return the completion for a request, whose body identifies retries. A retry receives the completion of the
+        earlier request. Raise ApiError if the request is rejected."""
         digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).digest()
         if is_retry and digest in self._completions:
             self.counts["replayed"] += 1

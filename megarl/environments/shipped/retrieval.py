@@ -100,11 +100,7 @@ class Server:
     """
 
     def __init__(self, url: str, timeout_s: float):
-        """
-        Args:
-            url: URL of the server or of its `/retrieve` endpoint.
-            timeout_s: time limit for a request, in seconds.
-        """
+        """`url` is that of the server or of its `/retrieve` endpoint."""
         self.url = url if url.rstrip("/").endswith("/retrieve") else f"{url.rstrip('/')}/retrieve"
         self.timeout_s = timeout_s
         self._session: Any = None

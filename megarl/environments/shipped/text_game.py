@@ -26,14 +26,8 @@ _COMMAND = re.compile(rf"\b({'|'.join(COMMANDS)})\b")
 
 @dataclass(frozen=True, slots=True)
 class House:
-    """A house with a grid of rooms.
-
-    Attributes:
-        doors: pairs of neighboring rooms that a door connects, in both orders.
-        start: room in which the player starts.
-        key: room that contains the key.
-        chest: room that contains the chest.
-    """
+    """A house with a grid of rooms. `doors` has pairs of neighboring rooms in both orders; the others are the rooms of
+    the player's start, the key and the chest."""
 
     doors: frozenset[tuple[Room, Room]]
     start: Room
@@ -46,14 +40,8 @@ class House:
 
 
 def build_house(width: int, height: int, walls: float, random: Random) -> House:
-    """Return a random house in which every room can be reached.
-
-    Args:
-        width: number of columns.
-        height: number of rows.
-        walls: fraction of doors to remove, among the doors that are not needed to reach every room.
-        random: source of randomness.
-    """
+    """Return a random house in which every room can be reached. `walls` is the fraction of the doors not needed for
+    this that are removed."""
     rooms = [(x, y) for x in range(width) for y in range(height)]
     pairs = [(a, b) for a in rooms for b in ((a[0] + 1, a[1]), (a[0], a[1] + 1)) if b in rooms]
     random.shuffle(pairs)

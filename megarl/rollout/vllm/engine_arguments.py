@@ -40,12 +40,8 @@ def engine_arguments(
     **specific: Any,
 ) -> dict[str, Any]:
     """Return the arguments of `vllm.LLM`. Raise UserError if vLLM does not have an argument, the model requires a
-    different value, or vLLM does not support the model on this device.
-
-    Args:
-        extra: value of vllm_overrides in the section.
-        specific: arguments for this kind of engine.
-    """
+    different value, or vLLM does not support the model on this device. `extra` is the section's vllm_overrides, and
+    `specific` are arguments for this kind of engine."""
     arguments = dict(
         model=str(folder),
         dtype=dtype,
@@ -106,11 +102,7 @@ def rollout_arguments(
     head_dtype: Literal["float32", "model"] = "float32",
 ) -> dict[str, Any]:
     """Return the arguments of `vllm.LLM` for a rollout engine. Raise UserError like `engine_arguments`.
-
-    Args:
-        returns_routes: whether completions contain the experts chosen for each token.
-        head_dtype: value of model.head_dtype.
-    """
+    `returns_routes`: whether completions contain the experts chosen for each token."""
     if config.batch_invariant and device.capability() < INVARIANT_KERNELS:
         raise UserError(
             "rollout.batch_invariant=true: vLLM's batch-invariant kernels require a GPU with compute capability 9.0 or "

@@ -66,14 +66,7 @@ def main(folder: Path, step: int | None, sample: str | None, model: Path | None,
 
 def diagnose(config: Config, token_ids: Sequence[int], folders: Mapping[str, Path], scratch: Path) -> list[Stage]:
     """Run a token sequence through trainer, engine and transformers, one after another, and compare the outputs. Raise
-    RunFailure if an implementation fails.
-
-    Args:
-        config: the run's config.
-        token_ids: the token sequence.
-        folders: the folder with the weights for each implementation.
-        scratch: folder for temporary files.
-    """
+    RunFailure if an implementation fails. `folders` has the folder with the weights for each implementation."""
     single_rank = on_one_rank(config, len(token_ids))
     return compare(
         {side: _compute(side, Request(single_rank, folders[side], list(token_ids)), scratch) for side in SIDES},
@@ -107,16 +100,8 @@ def read_config(folder: Path) -> Config:
 
 
 def find_rollout(folder: Path, step: int | None, sample: str | None) -> Rollout:
-    """Return a saved sample with token ids.
-
-    Samples with fewer than three tokens are skipped, because they are too short for a comparison. Raise UserError if no
-    such sample exists.
-
-    Args:
-        folder: the run folder.
-        step: the step of the sample. Default: the newest step.
-        sample: the sample id. Default: the first sample with token ids.
-    """
+    """Return a saved sample with token ids, by default the first one of the newest step. Samples with fewer than three
+    tokens are too short for a comparison. Raise UserError if no such sample exists."""
     files = numbered(folder / "rollouts", ROLLOUTS)
     if not files:
         raise UserError(f"{folder}: the run has no rollouts yet. Fix: wait until it has completed a step")

@@ -28,15 +28,8 @@ MLFLOW_VALUE_CHARACTERS = 6000
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings for one tracker.
-
-    Attributes:
-        tracker: name of the tracker.
-        name: name of the run.
-        folder: subfolder in the run folder for the tracker's files and its run id.
-        step: step after which the run resumes, or 0 for a new run.
-        config: the full config of the run.
-    """
+    """The settings for one tracker. `folder` is the subfolder in the run folder for its files and its run id. The run
+    resumes after `step`; 0 for a new run."""
 
     tracker: str
     name: str

@@ -44,13 +44,8 @@ class Tracker:
     """A metrics sink that never blocks and never raises."""
 
     def __init__(self, settings: Settings, log: Path, timeout_s: float, restart_s: float = RESTART_S):
-        """
-        Args:
-            settings: the tracker's settings.
-            log: log file for the tracker process.
-            timeout_s: time limit per request in seconds.
-            restart_s: seconds to wait before a failed process is restarted.
-        """
+        """The process writes its output to `log`, handles each request within `timeout_s`, and restarts `restart_s`
+        after a failure."""
         self._settings, self._log, self._timeout_s, self._restart_s = settings, log, timeout_s, restart_s
         self._queue: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
         self._process: ChildProcess | None = None
