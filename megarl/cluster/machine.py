@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping
 
 import psutil
 
-from megarl.cluster.memory.host import least_host_bytes
-from megarl.cluster.memory.parameters import ModelParameters, Models
+from megarl.cluster.memory.parameters import ModelParameters, Models, least_host_bytes
 from megarl.cluster.memory.shared_gpu import Load, fullest_phase
 from megarl.cluster.placement import Placement, place
 from megarl.config.device_spans import ENGINE, device_spans, devices_per_node

@@ -51,9 +51,8 @@ HEALTH_CHECKS = {
     "health_check_failure_threshold": 4,
     "gcs_rpc_server_reconnect_timeout_s": 30,
 }
-"""Ray's health check settings. A node counts as lost after 4 · (2 + 5) s without an answer, which is half of Ray's
-default. This is shorter than any collective's deadline, but longer than the processes or the file system of a busy node
-may stall."""
+"""A node counts as lost after 4 · (2 + 5) s without an answer, which is half of Ray's default. This is shorter than any
+collective's deadline, but longer than the processes or the file system of a busy node may stall."""
 
 
 class Session:

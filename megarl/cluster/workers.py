@@ -117,9 +117,9 @@ def launch_workers(
     checkpoint: Checkpoint | None,
     engines: EngineGroup | None = None,
 ) -> Workers:
-    """Start all processes in parallel, and plan the export of the weights. Each model loads its model folder and then,
-    if there is a checkpoint, its state from the checkpoint. `engines` are running engines with the same config; None:
-    start new engines."""
+    """Start all processes in parallel, and plan the export of the weights. Each model loads its model folder and then
+    its state from the checkpoint, if any. `engines` are running engines with the same config; None: start new
+    engines."""
     placed: dict[Role, tuple[Path | None, Sequence[Process]]] = {
         "actor": (models.actor, placement.trainers),
         "critic": (models.critic, placement.critics),

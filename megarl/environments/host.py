@@ -18,8 +18,7 @@ from typing import Any
 
 from megarl.config import schema
 from megarl.core.errors import UserError
-from megarl.environments.agent import Agent
-from megarl.environments.protocol import Environment, Opening, Step, Task, Turn
+from megarl.environments.protocol import Agent, Environment, Opening, Step, Task, Turn
 from megarl.environments.registry import SANDBOX, check_environment, is_agent, takes_sandbox
 from megarl.environments.tools import MalformedCall, Status, ToolCall, describe, run, tools_of
 from megarl.sandbox.choice import find_provider

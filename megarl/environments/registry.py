@@ -11,8 +11,7 @@ from typing import Any
 
 from megarl.core.errors import UserError
 from megarl.core.user_file import defined_in_file
-from megarl.environments.agent import Agent
-from megarl.environments.protocol import Environment
+from megarl.environments.protocol import Agent, Environment
 from megarl.environments.tools import describe, tools_of
 
 SHIPPED = {
@@ -57,9 +56,8 @@ def environment_class(name: str) -> type[Environment] | type[Agent]:
 
 
 def check_environment(name: str, options: Mapping[str, Any]) -> type[Environment] | type[Agent]:
-    """Return the class with this name after checking for errors that would make its rollouts fail early. Raise
-    UserError for options that the constructor does not accept, incorrect method signatures, and tools that cannot be
-    described."""
+    """Return the class with this name after checking for errors that would make rollouts fail. Raise UserError for
+    options that the constructor does not accept, incorrect method signatures, and tools that cannot be described."""
     kind = environment_class(name)
     _check_options(name, kind, options)
     for method, arguments in (AGENT_METHODS if is_agent(kind) else METHODS).items():

@@ -89,9 +89,8 @@ class RolloutRunner:
         await self.pool.close()
 
     async def run(self, request: RolloutRequest, sample: Sampler) -> list[Sample]:
-        """Run a rollout and return one or more samples. Samples from a failed rollout carry the failure instead of a
-        reward. Raise UserError after environment.max_consecutive_failures consecutive failed rollouts, unless it is
-        None."""
+        """Run a rollout and return one or more samples. A failed rollout's samples carry the failure, not a reward.
+        Raise UserError after environment.max_consecutive_failures consecutive failed rollouts, unless it is None."""
         rollout = (
             _Rollout(self, request, sample)
             if self._server is None

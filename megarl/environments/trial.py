@@ -19,8 +19,7 @@ from megarl.rewards.scorer import Scorer
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """The result of scoring one data row: the reward from each function by name, and a description of the failed
-    ones."""
+    """The result of scoring one data row: the reward from each function by name, and a description of failures."""
 
     parts: dict[str, float]
     failure: str | None

@@ -9,7 +9,6 @@ from typing import Any
 
 from megarl.rewards.exact import exact_match
 from megarl.rewards.options import NUM_TOKENS, SINGLE
-from megarl.rewards.overlong import overlong_penalty
 
 
 def length_penalty(
@@ -17,6 +16,12 @@ def length_penalty(
 ) -> float:
     """Return −max(0, num_response_tokens − free_tokens) / per_tokens."""
     return -max(0, num_response_tokens - free_tokens) / per_tokens
+
+
+def overlong_penalty(num_tokens: int, max_tokens: int, buffer: int) -> float:
+    """Return 0 up to max_tokens − buffer tokens, then decrease linearly to −1 at max_tokens. DAPO
+    (https://arxiv.org/abs/2503.14476, eq. 13)."""
+    return -min(max(num_tokens - (max_tokens - buffer), 0) / buffer, 1.0)
 
 
 class SoftOverlong:

@@ -49,8 +49,7 @@ def give_options(name: str, function: Callable[..., Any], options: Mapping[str, 
 
 def configure(name: str, function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
     """Bind options to a built-in function, or instantiate a built-in class with them. A function's parameters with
-    defaults are always options, never data columns. Raise UserError if an option is unknown or missing, or has an
-    invalid value."""
+    defaults are always options, never data columns. Raise UserError if an option is unknown, missing or invalid."""
     parameters, is_class = list(inspect.signature(function).parameters.values()), inspect.isclass(function)
     if not is_class:
         known = parameters[NUM_ARGUMENTS:]

@@ -41,8 +41,7 @@ def main(
     sandbox_s: float,
 ) -> None:
     """Serve calls until the parent closes the connection. `functions` has the label, name and options of each function.
-    `sandbox` is the config's section, None if no function may use sandboxes, which live for at most `sandbox_s`
-    seconds."""
+    `sandbox` is the config's section, None if no function may use sandboxes, which live for `sandbox_s` seconds."""
     try:
         loaded = {}
         for label, name, options in functions:

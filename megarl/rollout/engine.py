@@ -75,8 +75,8 @@ class TurnRequest(Sampling):
 
 @dataclass(frozen=True, slots=True)
 class SyncStats:
-    """Statistics for a refit in one engine worker: the bytes written into its parameters, and the peak size of its
-    buffers."""
+    """Statistics for a refit in one engine worker: the bytes written into its parameters, and its buffers' peak
+    size."""
 
     num_bytes: int
     staging_bytes: int

@@ -44,8 +44,7 @@ class Router:
 
     def __init__(self, engines: Sequence[str], weighs_speed: bool):
         """Create a router for engines with these names. `weighs_speed`: whether slower engines receive fewer requests.
-        It is False if a step waits for all of its rollouts: otherwise the assignment, and so the run, would not be
-        reproducible."""
+        If a step waits for all of its rollouts, it is False: otherwise the run would not be reproducible."""
         self.engines, self.live = tuple(engines), list(engines)
         self._weighs_speed = weighs_speed
         self.losses: Counter[str] = Counter()

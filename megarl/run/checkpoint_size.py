@@ -38,9 +38,8 @@ def checkpoint_bytes(config: Config, hf_configs: Mapping[Role, Mapping[str, Any]
 
 
 def _model_bytes(config: Config, settings: Trained, hf_config: Mapping[str, Any]) -> int:
-    """Return the number of bytes that one model takes in a checkpoint. Each element is saved once, by one of the ranks
-    that hold it. The number of saved parts depends on tensor parallelism and on the ranges that data-parallel ranks
-    save."""
+    """Return the number of bytes that one model takes in a checkpoint. Each element is saved once, by a rank that holds
+    it. The number of saved parts depends on tensor parallelism and on the ranges that data-parallel ranks save."""
     layout = settings.layout
     if settings.adapters is not None:
         return _adapter_bytes(config, settings.layout, settings.adapters, hf_config)

@@ -34,8 +34,8 @@ from megarl.run.lock import run_lock
 from megarl.run.loggers import ConsoleSink, JsonlSink
 from megarl.run.resume import ResumePoint, start
 from megarl.run.saver import Saver, Write, no_files
-from megarl.run.summary import print_run_summary
 from megarl.run.trackers.tracker import Tracker, open_trackers
+from megarl.step import logprob_check, passes, queue
 from megarl.step.state import RunState
 
 LOCK_S = 180.0
@@ -51,9 +51,20 @@ Evaluate = Callable[[], dict[str, float]]
 """A function that runs the evaluations that are due after state.step and returns their metrics."""
 
 
+def print_run_summary(
+    config: Config, resume_point: ResumePoint, model_folder: Path, data: PromptSet | OfflineData, placement: str
+) -> None:
+    """Print the starting point, the processes, and the passes that the run makes or skips."""
+    if resume_point.folder.moved is not None:
+        print(f"moved the earlier run with this name to {resume_point.folder.moved}")
+    print(f"run: {resume_point.folder.path}, {resume_point.describe()}")
+    dropped = f" ({data.num_dropped} dropped because they are too long)" if data.num_dropped else ""
+    print(f"model: {model_folder}\n{config.data.format}: {len(data)}{dropped}\nprocesses: {placement}")
+    print("\n".join([*queue.describe(config), *passes.describe(config), *logprob_check.announce(config)]), flush=True)
+
+
 def exit_status(run: Callable[[Config, Path], None], config: Config, scratch: Path) -> int:
-    """Call `run` with the config and a folder for temporary files. Return the exit code: 0 on success, 1 after a
-    RunFailure."""
+    """Call `run` with the config and a scratch folder. Return the exit code: 0 on success, 1 after a RunFailure."""
     try:
         run(config, scratch)
     except RunFailure as failure:
@@ -85,9 +96,8 @@ class RunContext:
         evaluation: Mapping[str, PromptSet] = NO_SETS,
     ) -> Iterator[RunContext]:
         """Lock and open the run folder, and print the run summary. No process is started. Raise UserError if the folder
-        is in use, `resume` does not name a valid checkpoint, or the disk does not have enough space for the next
-        checkpoint. `config_paths` has the model paths that the user wrote, by config key, if the config contains
-        resolved paths."""
+        is in use, `resume` does not name a valid checkpoint, or the disk has no space for a checkpoint. `config_paths`
+        has the model paths that the user wrote, by config key, if the config contains resolved paths."""
         num_bytes = checkpoint_bytes(config, models.trained(config))
         placement = place_here(config)
         with run_lock(RunFolder.of(config).path, LOCK_S if ALLOCATED in os.environ else 0.0):

@@ -27,6 +27,7 @@ from megarl.core.timing import ElapsedTime
 from megarl.models.folder import resolve
 from megarl.models.run_models import ModelFolders
 from megarl.models.weights_hash import weights_hash
+from megarl.resharding.selection import ONE_PROCESS
 from megarl.run.context import exit_status
 from megarl.run.preflight import load_evaluation_sets
 from megarl.step.evaluation import SetResult, evaluate_sets
@@ -34,18 +35,7 @@ from megarl.step.evaluation import SetResult, evaluate_sets
 VERSION = 0
 """Weight version of the engines. It never changes because nothing is trained."""
 
-ONE_RANK = Layout(
-    tp=1,
-    pp=1,
-    vpp=1,
-    cp=1,
-    ep=1,
-    etp=None,
-    dp=1,
-    sequence_parallel=False,
-    first_stage_layers=None,
-    last_stage_layers=None,
-)
+ONE_RANK = Layout(**ONE_PROCESS, sequence_parallel=False)
 
 
 def main(config: Config, out: Path, scratch: Path) -> int:
@@ -54,7 +44,7 @@ def main(config: Config, out: Path, scratch: Path) -> int:
 
 
 def run(config: Config, out: Path, scratch: Path) -> None:
-    """Evaluate config.model and write samples and results to `out`. Raise UserError before any process starts if the
+    """Evaluate config.model and write samples and results to `out`. Raise UserError before processes start if the
     recipe, the model or the folder is invalid, and RunFailure after writing the results if no sample of a set could be
     scored."""
     if not config.evaluation.sets:

@@ -34,6 +34,16 @@ LAUNCH = "launch"
 """Subfolder for a Slurm job's files, created before the run starts."""
 
 
+class _Inside:
+    """A path in the run folder."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def __get__(self, folder: RunFolder, owner: type) -> Path:
+        return folder.path / self._name
+
+
 @dataclass(frozen=True, slots=True)
 class RunFolder:
     """A run folder and the paths inside it.
@@ -46,6 +56,13 @@ class RunFolder:
     path: Path
     attempt: int = 1
     moved: Path | None = None
+
+    config, manifest, metrics = _Inside("config.resolved.yaml"), _Inside("manifest.json"), _Inside("metrics.jsonl")
+    checkpoints, model, report = _Inside("checkpoints"), _Inside("model"), _Inside("report.html")
+    code = _Inside("code")
+    """Folder with copies of the user's advantage estimator and objective. Files are named by content hash."""
+    nodes = _Inside(NODES)
+    """Rendezvous folder for multi-node runs."""
 
     @classmethod
     def of(cls, config: Config) -> RunFolder:
@@ -170,19 +187,6 @@ class RunFolder:
         replace_text(self.manifest, json.dumps(manifest, indent=2) + "\n")
 
     @property
-    def config(self) -> Path:
-        return self.path / "config.resolved.yaml"
-
-    @property
-    def code(self) -> Path:
-        """Folder with copies of the user's advantage estimator and objective. Files are named by content hash."""
-        return self.path / "code"
-
-    @property
-    def manifest(self) -> Path:
-        return self.path / "manifest.json"
-
-    @property
     def resolved_models(self) -> dict[str, str]:
         """Resolved model folders from all attempts so far, keyed by the path that the user wrote."""
         manifests = [self.manifest, *self.path.glob(f"logs/{ATTEMPT.format('*')}/{self.manifest.name}")]
@@ -195,25 +199,8 @@ class RunFolder:
         return {model["given"]: model["folder"] for model in models if "given" in model}
 
     @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
     def logs(self) -> Path:
         return self.path / "logs" / ATTEMPT.format(self.attempt)
-
-    @property
-    def nodes(self) -> Path:
-        """Rendezvous folder for multi-node runs."""
-        return self.path / NODES
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def model(self) -> Path:
-        return self.path / "model"
 
     @contextmanager
     def new_model(self) -> Iterator[Path]:
@@ -229,10 +216,6 @@ class RunFolder:
             sync(self.path)
         finally:
             shutil.rmtree(hidden)
-
-    @property
-    def report(self) -> Path:
-        return self.path / "report.html"
 
     def profile(self, step: int) -> Path:
         """Return the folder for the profiles of `step`, which contains one file per rank."""

@@ -70,8 +70,8 @@ ETA_STEPS = 10  # short, because step time drifts with response length
 
 
 class ConsoleSink:
-    """A sink that prints one line per step and repeats the header periodically. Missing metrics are shown as "–". `cut`
-    is the fraction of truncated responses. `Δlogp` is the mean |trainer log-prob − rollout log-prob| before the step's
+    """A sink that prints one line per step and regularly the header. Missing metrics are shown as "–". `cut` is the
+    fraction of truncated responses. `Δlogp` is the mean |trainer log-prob − rollout log-prob| before the step's
     updates."""
 
     def __init__(self, total_steps: int, stream: TextIO | None = None, is_offline: bool = False) -> None:

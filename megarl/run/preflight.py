@@ -63,8 +63,7 @@ class Preflight:
 def preflight(config: Config) -> Preflight:
     """Check the machine, run folder, models, reward functions, data, checkpoint and disk. Only the model cache is
     modified. If a reward function fails on the first row, the check only prints a warning, because the function may
-    need more than a bare answer. Raise UserError if at least one check failed. The message contains one line per
-    failure."""
+    need more than a bare answer. Raise UserError with one line for each failed check."""
     with _all_errors() as attempt:
         attempt(check_machine, config)
         attempt(place_here, config)
@@ -100,8 +99,7 @@ def load_evaluation_sets(config: Config, model_folder: Path) -> dict[str, Prompt
 
 def _load_evaluation_set(config: Config, settings: EvaluationSet, model_folder: Path) -> PromptSet:
     """Return the prompts in an evaluation set, with the columns that its environment or reward functions need. The
-    reward functions are called once with the first prompt. Raise UserError if the set is invalid. The message names the
-    set."""
+    reward functions are called once with the first prompt. Raise UserError, which names the set, if it is invalid."""
     set_config = config_of_set(config, settings)
     try:
         pool = _function_pool(set_config)

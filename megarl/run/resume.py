@@ -38,9 +38,8 @@ class ResumePoint:
 
 def start(config: Config, data: PromptSet | OfflineData, num_bytes: int, models: Models) -> ResumePoint:
     """Open the run folder and return the starting point that the key `resume` selects. Raise UserError if the
-    checkpoint is missing, is corrupt or belongs to a different run, or the disk does not have enough space for further
-    checkpoints. The folder is not modified. `num_bytes` is the size of one checkpoint, and `models` are the models'
-    identities."""
+    checkpoint is missing, is corrupt or belongs to a different run, or the disk has no space for further ones. The
+    folder is not modified. `num_bytes` is the size of one checkpoint, and `models` are the models' identities."""
     checkpoint = find_checkpoint(config, data, models)
     checkpoints = Checkpoints(RunFolder.of(config).checkpoints)
     state = _fresh(config, data) if checkpoint is None else RunState.restore(checkpoint.state["run"], config, data)

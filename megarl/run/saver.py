@@ -52,12 +52,7 @@ class Saver:
         self._metrics: dict[str, float] = {}
 
     def save(
-        self,
-        trained: TrainedModels,
-        step: int,
-        run: Mapping[str, Any],
-        at_once: bool = False,
-        write: Write = no_files,
+        self, trained: TrainedModels, step: int, run: Mapping[str, Any], at_once: bool = False, write: Write = no_files
     ) -> dict[str, float]:
         """Start saving a checkpoint if one is due after `step` or, with `at_once`, if this step is not saved yet. The
         training state is copied to host memory first. `run` is the driver's state as JSON values, and `write` writes

@@ -31,12 +31,7 @@ PURPOSE = "canaries"
 GREEDY, SAMPLED = "greedy", "sampled"
 KINDS = (GREEDY, SAMPLED)
 
-TEXTS = (
-    "The capital of France is",
-    "12 + 30 =",
-    "def add(a, b):",
-    "A triangle has three sides, and a square",
-)
+TEXTS = ("The capital of France is", "12 + 30 =", "def add(a, b):", "A triangle has three sides, and a square")
 """Prompts for runs without a prompt data set, in which an environment provides the tasks."""
 
 

@@ -11,7 +11,7 @@ from megarl.config.schema import Config
 from megarl.core.errors import UserError
 from megarl.core.metrics import Metric, merge
 from megarl.core.types import SampleRef, Score
-from megarl.rewards.overlong import overlong_penalty
+from megarl.rewards.length import overlong_penalty
 
 Metrics = dict[str, Metric]
 

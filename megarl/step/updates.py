@@ -15,7 +15,6 @@ from megarl.core.metrics import Metric
 from megarl.core.types import SampleRef
 from megarl.step.baselines import attach_baselines, update_reward_average
 from megarl.step.dispatch import Group, dispatch, epochs_of
-from megarl.step.pairs import best_and_worst
 from megarl.step.passes import make_policy_passes, policies
 from megarl.step.rollouts import Rollouts
 from megarl.step.scoring import Metrics
@@ -62,6 +61,16 @@ def _prepare_pairs(
     batches = _dispatch_with_passes(config, workers, pairs, TokenRewards({}), number)
     num_groups, num_pairs = sum(map(len, epochs[0])), sum(map(len, pairs[0])) // 2
     return StepUpdates(batches, num_pairs, {"preference/tied_frac": Metric(1 - num_pairs / num_groups)})
+
+
+def best_and_worst(groups: Sequence[Sequence[SampleRef]]) -> list[SampleRef]:
+    """Return the samples with the highest and the lowest reward in each group. Ties go to the first sample. A group
+    whose rewards are all equal yields no pair."""
+    pairs = []
+    for group in groups:
+        best, worst = (choose(group, key=lambda item: item.reward) for choose in (max, min))
+        pairs += [best, worst] if best.reward > worst.reward else []
+    return pairs
 
 
 def _dispatch_with_passes(

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, TypeVarTuple, Unpack, cast, overload
 
 import ray
+from ray.actor import ActorHandle
 
 from megarl.cluster.pending import Pending
 from megarl.config.schema import TimeoutKind
 
 if TYPE_CHECKING:
-    from ray.actor import ActorHandle
-
     from megarl.cluster.groups.group import WorkerGroup
 
 T = TypeVar("T")

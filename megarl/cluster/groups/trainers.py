@@ -257,8 +257,7 @@ class TrainerGroup(RankGroup):
 
     def keep_log_probs(self, policy: Policy, updates: Updates) -> Pending[dict[str, Scores]]:
         """Submit a forward-only pass whose log-probs stay on the ranks for updates on the same samples. If a later
-        epoch may place the samples on different ranks, the result has references to the log-probs, by their name in
-        TokenBatch."""
+        epoch may place the samples on different ranks, the result refers to the log-probs by name in TokenBatch."""
         log_probs = self._old_log_probs if policy == "old" else self._reference_log_probs
         passes = [log_probs.on_each(self._by_rank(batches)) for batches in updates]
         return join(passes).then(join_named_scores)

@@ -6,17 +6,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+from megarl.config.model_schema import Layout, Lora
+from megarl.config.schema import Config
+from megarl.models.huggingface import Experts, LatentAttention
 from megarl.models.shape import ModelShape
 from megarl.ops.tile import TILE
 from megarl.resharding.families import megatron_holder
 from megarl.resharding.families.adapters import EXPERTS, SHARED, adapter_holder
-
-if TYPE_CHECKING:
-    from megarl.config.model_schema import Layout, Lora
-    from megarl.config.schema import Config
-    from megarl.models.huggingface import Experts, LatentAttention
 
 Recompute = Literal["none", "selective", "full"]
 FLOAT32 = 4

@@ -33,8 +33,7 @@ SENT = "actor: fp8 copy for the engines"
 
 CONTEXT = 426 * MIB
 """Bytes of a process's CUDA context on a GPU before its first computation. A third-party measurement with torch 2.10
-for CUDA 13 on an RTX 6000 Ada, which has about as many multiprocessors as an H100 (unslothai/unsloth-zoo, pull request
-1053)."""
+for CUDA 13 on an RTX 6000 Ada, which is about as large as an H100 (unslothai/unsloth-zoo, pull request 1053)."""
 
 KERNELS = 0.25 * GIB
 """Growth of a process's CUDA context during computation, for lazy kernels and cuBLAS workspaces. An assumption."""

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megarl.cluster.memory.parameters import engine_holder
 from megarl.cluster.memory.rank import RankMemory, RankParameters, item_bytes, rank_memory
 from megarl.cluster.memory.reserves import GIB, awake_reserve, gpu_reserve, sampling_reserve
 from megarl.config.device_spans import ENGINE, NAMES, device_spans
+from megarl.config.model_schema import Placed, Role, Trained
 from megarl.config.rules.shared_gpu import weights_travel
+from megarl.config.schema import Config
 from megarl.models.shape import ModelShape
 from megarl.resharding.families import huggingface_holder
-
-if TYPE_CHECKING:
-    from megarl.config.model_schema import Placed, Role, Trained
-    from megarl.config.schema import Config
 
 
 @dataclass(frozen=True, slots=True)

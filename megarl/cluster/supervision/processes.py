@@ -37,7 +37,7 @@ def interrupt_with_parent() -> None:
 
 
 def end_descendants(grace_s: float = 3.0, tracker_s: float = 10.0) -> None:
-    """End all descendants of this process and wait until they are gone. Send SIGTERM first, because some processes then
+    """End all descendants of this process and wait until they are gone. Send SIGTERM first, which lets processes
     release shared memory, and SIGKILL after grace_s seconds. Python's resource trackers clean up after killed processes
     and then exit; they have tracker_s seconds. Do not wait for processes that this one may not signal because they
     changed their user."""

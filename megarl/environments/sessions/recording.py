@@ -110,8 +110,7 @@ class Recording:
         if self._samples:
             is_rewritten = any(message["role"] == "assistant" for message in messages)
             self.counts["rewritten" if is_rewritten else "fresh"] += 1
-        prompt_ids = tokens.begin(messages)
-        return self._start_sample(prompt_ids, (), prompt_ids, messages, keys[-1])
+        return self._start_sample(tokens.begin(messages), messages, keys[-1])
 
     def _continue(
         self, tokens: Tokens, turns: Sequence[tuple[_OpenSample, Turn]], messages: Sequence[Message], key: bytes
@@ -124,39 +123,28 @@ class Recording:
         if context_ids is None:
             return None
         if ends:
-            sample.is_reserved = True
-            num_response_tokens = len(sample.ids) - len(sample.turns[0].context_ids) + len(context_ids)
-            return self._new_slot([*sample.ids, *context_ids], num_response_tokens, sample, context_ids, messages, key)
+            return self._new_slot(sample, context_ids, messages, key)
         self.counts["forked"] += 1
         inherited = [*sample.inherited]
         for previous in sample.turns[: sample.turns.index(turn) + 1]:
             inherited += [*previous.context, previous.message]
-        prompt_ids = [*sample.ids[: turn.end], *context_ids]
-        return self._start_sample(prompt_ids, tuple(inherited), prompt_ids, messages, key)
+        return self._start_sample([*sample.ids[: turn.end], *context_ids], messages, key, tuple(inherited))
 
     def _start_sample(
-        self,
-        prompt_ids: list[int],
-        inherited: tuple[Message, ...],
-        context_ids: Sequence[int],
-        messages: Sequence[Message],
-        key: bytes,
+        self, prompt_ids: Sequence[int], messages: Sequence[Message], key: bytes, inherited: tuple[Message, ...] = ()
     ) -> TurnSlot:
-        sample = _OpenSample(ids=[], inherited=inherited, is_reserved=True)
+        sample = _OpenSample(ids=[], inherited=inherited)
         self._samples.append(sample)
-        return self._new_slot(prompt_ids, 0, sample, context_ids, messages, key)
+        return self._new_slot(sample, prompt_ids, messages, key)
 
     def _new_slot(
-        self,
-        ids: list[int],
-        num_response_tokens: int,
-        sample: _OpenSample,
-        context_ids: Sequence[int],
-        messages: Sequence[Message],
-        key: bytes,
+        self, sample: _OpenSample, context_ids: Sequence[int], messages: Sequence[Message], key: bytes
     ) -> TurnSlot:
+        sample.is_reserved = True
         self.num_turns += 1
-        return TurnSlot(ids, num_response_tokens, next(self._numbers), sample, context_ids, messages, key)
+        ids = [*sample.ids, *context_ids]
+        num_prompt_tokens = len(sample.turns[0].context_ids) if sample.turns else len(ids)
+        return TurnSlot(ids, len(ids) - num_prompt_tokens, next(self._numbers), sample, context_ids, messages, key)
 
     def release(self, slot: TurnSlot) -> None:
         """Free a slot that received no turn."""

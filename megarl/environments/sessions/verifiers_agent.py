@@ -11,8 +11,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from megarl.environments.agent import Agent
-from megarl.environments.protocol import Task
+from megarl.environments.protocol import Agent, Task
 from megarl.usercode.child_process import ChildFailure, ConcurrentChild
 
 PROGRAM = Path(__file__).with_name("verifiers_program.py")

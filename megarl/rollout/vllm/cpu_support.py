@@ -24,8 +24,7 @@ def install() -> None:
 
 class DequantizingKernel(Fp8BlockScaledMMLinearKernel):
     """A linear kernel for fp8 blocks that dequantizes the weight for each matrix multiplication. vLLM's own CPU kernels
-    need AMX and pack the weight, which prevents in-place writes. Like these, this kernel does not quantize
-    activations."""
+    need AMX and pack the weight, which prevents in-place writes. Neither they nor it quantize activations."""
 
     apply_input_quant = False
 

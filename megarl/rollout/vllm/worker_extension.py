@@ -140,8 +140,7 @@ class RefitExtension:
         return SyncStats(num_bytes, self._transport.staging_bytes)
 
     def _load(self, expected: Mapping[Region, Checksum] | None) -> SyncStats:
-        """Load the weights with vLLM's loader. It processes each layer in temporary memory, and then copies the result
-        into place."""
+        """Load the weights with vLLM's loader. It processes layers in temporary memory before copying them."""
         model, config = self.model_runner.get_model(), self.model_runner.model_config
         assembly = Assembly(self._writes, self._transport, next(model.parameters()).device)
         initialize_layerwise_reload(model)

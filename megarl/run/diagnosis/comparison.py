@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 LIMITS = {"float32": 1e-3, "bfloat16": 0.1}
-"""Maximum relative difference between a token's hidden states that rounding alone can plausibly cause, keyed by model
-dtype. The relative rounding error of a single number is up to 6e-8 (float32) or 4e-3 (bfloat16), and errors accumulate
-over the layers."""
+"""Maximum relative difference between a token's hidden states that rounding can plausibly cause, by dtype. The relative
+rounding error of a single number is up to 6e-8 (float32) or 4e-3 (bfloat16), and errors accumulate over the layers."""
 
 LOG_PROBS = "log-probs"
 LOG_PROB_LIMITS = {"float32": 1e-3, "bfloat16": 1.5}

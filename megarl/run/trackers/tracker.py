@@ -44,8 +44,7 @@ class Tracker:
     """A metrics sink that never blocks and never raises."""
 
     def __init__(self, settings: Settings, log: Path, timeout_s: float, restart_s: float = RESTART_S):
-        """The process writes its output to `log`, handles each request within `timeout_s`, and restarts `restart_s`
-        after a failure."""
+        """The process logs to `log`, handles requests within `timeout_s`, and restarts `restart_s` after a failure."""
         self._settings, self._log, self._timeout_s, self._restart_s = settings, log, timeout_s, restart_s
         self._queue: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
         self._process: ChildProcess | None = None
