@@ -47,8 +47,7 @@ def is_cause(error: Exception) -> bool:
 
 
 def rank(error: Exception) -> int:
-    """Return the error's rank, where lower is more informative: 0 for a user error, 1 for a lost process, 2 for an
-    error that follows from a failure elsewhere."""
+    """Return the error's rank: 0 for a user error, 1 for a lost process, 2 for a consequence of another failure."""
     if isinstance(_origin(error), UserError):
         return 0
     return 1 if is_loss(error) else 2

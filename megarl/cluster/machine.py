@@ -75,8 +75,7 @@ def host_suffices(memory_bytes: int, parts: Mapping[str, int]) -> str | None:
 
 
 def check_engine_kernels(config: Config, models: ModelFolders) -> None:
-    """Raise a ValueError if vLLM's CPU build does not support the size of the model's experts. vLLM pads the
-    intermediate size, but not the hidden size."""
+    """Raise a ValueError if vLLM's CPU build, which pads only intermediate sizes, does not support the experts."""
     if device.on_cuda() or config.is_offline:
         return
     model = ModelShape.of(read_config(models.actor))

@@ -54,8 +54,7 @@ class Pending(Generic[T]):
         self._has_value = False
 
     def then(self, function: Callable[[T], U | Pending[U]]) -> Pending[U]:
-        """Apply a function to the result when it is ready, and return this Pending. If the function returns a Pending,
-        the result is that Pending's result."""
+        """Apply a function to the result when it is ready. If it returns a Pending, the result is the latter's."""
         self._steps.append(function)
         return cast(Pending[U], self)
 

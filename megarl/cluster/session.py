@@ -259,8 +259,7 @@ class Session:
             self._watchdog.check()
 
     def _overdue(self, pending: Pending) -> str:
-        """Return a message that names the processes that missed the deadline, the files with their stack traces, and
-        the key that sets the deadline."""
+        """Return a message with the overdue processes, the files with their stacks, and the key of the deadline."""
         names = list(pending.unfinished.values())
         logs = [file for name in names for file in (self.logs / f"{name}.log", *self.logs.glob(f"{name}.*.log"))]
         if self._rendezvous is not None:

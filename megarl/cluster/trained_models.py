@@ -52,8 +52,7 @@ class TrainedModels:
         join([self.groups[other].offload(PARTS) for other in self.sharing[role]]).result()
 
     def stage_actor_for_sync(self) -> None:
-        """Move the actor's weights to its devices, and offload gradients and optimizers, because engines on the same
-        devices wake up for the refit."""
+        """Load the actor's weights and offload gradients and optimizers, because the engines wake up for the refit."""
         self.offload_others("actor")
         groups = [group for group in self.groups.values() if group.offloads.intersection(UNREAD)]
         offload = join([group.offload(UNREAD) for group in groups])

@@ -47,8 +47,7 @@ class Workers:
     environments: EnvironmentGroup | None = None
     """Processes that run rollouts in environments; None if each rollout is a single response to its prompt."""
     evaluation_environments: EnvironmentGroup | None = None
-    """Processes that run evaluation rollouts in environments, shared with training. None if neither training nor any
-    evaluation set has an environment."""
+    """Processes that run training and evaluation rollouts in environments; None if there are no such rollouts."""
 
     @property
     def actor(self) -> TrainerGroup:

@@ -26,8 +26,7 @@ class HostFailure(Exception):
 
 @dataclass(frozen=True, slots=True)
 class HostArguments:
-    """Arguments for an environment process: `environment.class` and its options, the limit for a tool call in seconds,
-    and the config's `sandbox` section."""
+    """An environment process's arguments: class, options, seconds for a tool call, and the `sandbox` section."""
 
     name: str
     options: Mapping[str, Any]

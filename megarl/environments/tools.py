@@ -54,8 +54,7 @@ def describe(name: str, method: Callable[..., Any]) -> dict[str, Any]:
 
 
 def arguments_model(name: str, method: Callable[..., Any]) -> type[BaseModel]:
-    """Return the pydantic model that validates a tool's arguments. Raise UserError for an argument without an
-    annotation and for variadic arguments."""
+    """Return the model that validates a tool's arguments. Raise UserError if one has no annotation or is variadic."""
     hints, fields = get_type_hints(method), {}
     for argument, parameter in _parameters(method).items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):

@@ -21,8 +21,7 @@ Order = Literal["both", "seeded"]
 (`both`), or in a random order for each pair (`seeded`)."""
 
 Verdict = float | str
-"""Fraction of the other responses to the prompt that a response beats, with ties counted as half. A string is the
-reason why there is no such fraction."""
+"""Fraction of the prompt's other responses that a response beats (half for a tie), or why there is none."""
 
 
 @dataclass(frozen=True, slots=True)

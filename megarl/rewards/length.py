@@ -19,8 +19,7 @@ def length_penalty(
 
 
 def overlong_penalty(num_tokens: int, max_tokens: int, buffer: int) -> float:
-    """Return 0 up to max_tokens − buffer tokens, then decrease linearly to −1 at max_tokens. DAPO
-    (https://arxiv.org/abs/2503.14476, eq. 13)."""
+    """Return 0 up to max_tokens − buffer, then linearly down to −1 at max_tokens (DAPO, arXiv 2503.14476, eq. 13)."""
     return -min(max(num_tokens - (max_tokens - buffer), 0) / buffer, 1.0)
 
 

@@ -45,8 +45,7 @@ def number(text: str) -> Fraction | None:
 
 
 def differ(gold: Sequence[Any], response: Sequence[Any]) -> bool:
-    """Return whether two answers parsed by math-verify certainly differ, because they use the same variables but have
-    different values at POINT."""
+    """Return whether two answers parsed by math-verify certainly differ: same variables, other values at POINT."""
     import sympy
 
     terms = (sympy.Add, sympy.Mul, sympy.Pow)

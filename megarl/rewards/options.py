@@ -33,8 +33,7 @@ class WithOptions:
 
 
 def give_options(name: str, function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Bind options to a user's function. Its remaining parameters name required data columns. Raise UserError for an
-    option that the function does not accept."""
+    """Bind options to a user's function, whose other parameters name columns. Raise UserError for an unknown one."""
     if not options:
         return function
     try:

@@ -106,8 +106,7 @@ class FunctionPool:
         responses: Sequence[str],
         columns: Sequence[Mapping[str, Any]] | None = None,
     ) -> Future[list[Result]]:
-        """Call a batch function once for all samples, with the data columns of each sample; None: those of its prompt.
-        A failed call fails every sample."""
+        """Call a batch function once for all samples. `columns` has their data columns; None: those of the prompts."""
         arguments = [prompt.text for prompt in prompts], list(responses), [prompt.answer for prompt in prompts]
         columns = [dict(row) for row in ([prompt.columns for prompt in prompts] if columns is None else columns)]
 

@@ -51,8 +51,7 @@ def append_rollouts(
 
 
 def has_token_details(sample_id: str, num_groups: int) -> bool:
-    """Return whether a sample's line has per-token details. Only the first groups in a step have them. `sample_id` has
-    the form STEP.GROUP.NUMBER."""
+    """Return whether a sample, STEP.GROUP.NUMBER, is in the first groups of its step, which have token details."""
     group = sample_id.split(".")[1:2]
     return bool(group) and int(group[0]) < num_groups
 

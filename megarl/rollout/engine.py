@@ -75,8 +75,7 @@ class TurnRequest(Sampling):
 
 @dataclass(frozen=True, slots=True)
 class SyncStats:
-    """Statistics for a refit in one engine worker: the bytes written into its parameters, and its buffers' peak
-    size."""
+    """Statistics for a refit in one engine worker: the bytes written into parameters, and the peak size of buffers."""
 
     num_bytes: int
     staging_bytes: int

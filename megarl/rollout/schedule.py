@@ -77,8 +77,7 @@ class RolloutSchedule(Generic[G]):
         return latest >= now and self._can_take_by(latest, now)
 
     def num_to_begin(self, wanted: int, steps_left: int) -> int:
-        """Return the number of groups to start now. The step still needs `wanted` ones, and `steps_left` steps follow
-        it."""
+        """Return the number of groups to start now. The step still needs `wanted`, and `steps_left` steps follow."""
         ahead = min(self._num_ahead, steps_left * self._per_step + self._num_beyond_room)
         return max(0, wanted + ahead - len(self._started))
 

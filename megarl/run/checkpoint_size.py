@@ -32,8 +32,7 @@ RANK_BYTES = 26 * 1024
 
 
 def checkpoint_bytes(config: Config, hf_configs: Mapping[Role, Mapping[str, Any]]) -> int:
-    """Return the size in bytes of a checkpoint, which contains all trained models. `hf_configs` has their config.json
-    files, adjusted for trained heads."""
+    """Return the size of a checkpoint in bytes. `hf_configs` has the trained models' configs with their heads."""
     return sum(_model_bytes(config, config.placed(role), hf_config) for role, hf_config in hf_configs.items())
 
 

@@ -51,8 +51,7 @@ class Checkpoints:
         return self.path / pointer.read_text(encoding="utf-8").strip() if pointer.exists() else None
 
     def require_space(self, num_bytes: int, keep: int, number: int = 1) -> None:
-        """Check that the disk has enough space for `number` additional checkpoints. Raise UserError, which names
-        checkpoint.keep, if it does not."""
+        """Raise UserError, which names checkpoint.keep, if the disk has no space for `number` more checkpoints."""
         free = shutil.disk_usage(next(path for path in (self.path, *self.path.parents) if path.exists())).free
         if free < number * num_bytes:
             raise UserError(

@@ -93,8 +93,7 @@ class RunFolder:
 
     @classmethod
     def require_free(cls, config: Config) -> None:
-        """Check that the run may use its folder. Raise UserError if an earlier run has the same name, and the config
-        neither resumes nor replaces that run."""
+        """Raise UserError if an earlier run has the same name, and the config neither resumes nor replaces it."""
         folder = cls.of(config)
         if config.resume == "auto" or config.run.replace or not folder.is_taken:
             return
@@ -279,8 +278,7 @@ def _manifest(config: Config, data_hash: str | None) -> dict[str, Any]:
 
 
 def _git_state(source: Path) -> dict[str, Any] | None:
-    """Return the commit of the Git checkout at `source` and whether the checkout has uncommitted changes. Return None
-    if `source` is not a checkout."""
+    """Return the commit of the Git checkout at `source`, if it is one, and whether it has uncommitted changes."""
     if not (source / ".git").exists():  # an installed package may be inside an unrelated checkout
         return None
 

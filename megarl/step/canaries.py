@@ -73,8 +73,7 @@ class Canaries:
         return cls(config, workers, prompts, config.canary_limit)
 
     def sample(self) -> dict[str, Answers]:
-        """Sample responses on every engine, greedily and with the run's sampling settings, then put the engines to
-        sleep. Return the responses by engine name."""
+        """Sample responses of both kinds on every engine, then put the engines to sleep. Return them by engine name."""
         workers = self.workers
         workers.switch_to_rollout()
         groups = workers.engines.generate_on_each(self._requests).result()

@@ -142,8 +142,7 @@ class RolloutQueue:
         return sampled
 
     def drop(self, number: int) -> None:
-        """Abort the rollouts that are too old for the next step, and wait until the engines have stopped them. Their
-        prompts restart before new ones."""
+        """Abort the rollouts that are too old for the next step. Their prompts restart before new ones."""
         expired = self._schedule.expire(number)
         if not expired:
             return
@@ -154,8 +153,7 @@ class RolloutQueue:
         self.state.put_back([group.item for group in expired], number)
 
     def save(self, folder: Path) -> list[FileRecord]:
-        """Write the samples of finished groups that still wait for a step to a file in a checkpoint's folder. Return
-        the file records; empty if no group waits."""
+        """Write the samples of finished groups to a file in a checkpoint's folder. Return its record, if any waits."""
         self._note_finished()
         finished = self._schedule.finished
         groups = [(group.item.row, group.item.version, completed(group.result())) for group in finished]

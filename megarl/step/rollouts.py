@@ -89,8 +89,7 @@ def collect_rollouts(
 
 
 def solve_rates(config: Config, groups: Sequence[Sequence[SampleRef]]) -> dict[str, float]:
-    """Return the fraction of each prompt's rollouts whose outcome is above data.solved_above, by prompt id. Prompts
-    without a scored rollout are left out."""
+    """Return the fraction of rollouts with an outcome above data.solved_above, by prompt id, for scored prompts."""
     above = config.data.solved_above
     return {
         group[0].prompt_id: fmean(rollout[0].outcome > above for rollout in rollouts_of(group))

@@ -64,8 +64,7 @@ def _prepare_pairs(
 
 
 def best_and_worst(groups: Sequence[Sequence[SampleRef]]) -> list[SampleRef]:
-    """Return the samples with the highest and the lowest reward in each group. Ties go to the first sample. A group
-    whose rewards are all equal yields no pair."""
+    """Return the first best and worst sample in each group, unless all of its rewards are equal."""
     pairs = []
     for group in groups:
         best, worst = (choose(group, key=lambda item: item.reward) for choose in (max, min))

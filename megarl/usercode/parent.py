@@ -20,8 +20,7 @@ SELF_CLEANING = "MEGARL_SELF_CLEANING"
 
 
 def connect() -> BufferedRWPair:
-    """Return the connection to the parent, whose file descriptor is the last command-line argument. It ends when the
-    parent exits or kills this process."""
+    """Return the connection to the parent, which ends when the parent exits or kills this process."""
     if SELF_CLEANING not in os.environ:
         signal_with_parent(signal.SIGKILL)
     faulthandler.enable()

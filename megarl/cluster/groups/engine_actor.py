@@ -43,8 +43,7 @@ class _Generating:
 
 
 class EngineProcess(VllmActor):
-    """One engine. Because it has async methods, Ray runs all calls in one event loop, so other calls can run while
-    `generate` waits for its samples."""
+    """One engine. Ray runs its calls in one event loop, so others can run while `generate` waits for its samples."""
 
     @abstractmethod
     def _make_engine(self, arguments: Mapping[str, Any]) -> Engine:

@@ -276,8 +276,7 @@ class EngineGroup(VllmGroup):
         return self._submit(GENERATE, {name: own[0] for name, own in refs.items()}).then(by_engine)
 
     def generate_on_each(self, requests_of: Callable[[str], Sequence[SamplingRequest]]) -> Pending[dict[str, Group]]:
-        """Sample requests on every engine. The result has the samples by engine name, without lost engines.
-        `requests_of` maps an engine's name to its requests."""
+        """Sample requests on every live engine, given by engine name. The result has the samples by engine name."""
         requests = {name: requests_of(name) for name in self.names}
 
         def collect(answers: Answered) -> dict[str, Group]:

@@ -310,8 +310,7 @@ class TrainerGroup(RankGroup):
         return make_plan(holders, [peft_holder(read_config(self._model_folder), lora.rank, lora.share_experts)])
 
     def save_checkpoint(self, checkpoint: Path) -> Pending[list[None]]:
-        """Start writing the model's state to the role's folder inside this checkpoint. The Pending is ready when all
-        ranks have copied their state."""
+        """Start writing the model's state to a checkpoint. The Pending is ready when all ranks have copied it."""
         (checkpoint / self._checkpoint_folder).mkdir()
         return self._save_checkpoint(checkpoint)
 

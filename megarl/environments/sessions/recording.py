@@ -167,8 +167,7 @@ class Recording:
         return turn
 
     def parts(self) -> list[Part]:
-        """Return the sequences in the order of their first turns. Trailing turns that the client never received are
-        dropped, because nothing depends on them."""
+        """Return the sequences in the order of their first turns, without trailing turns that were not delivered."""
         recorded = []
         for sample in self._samples:
             turns = sample.turns[:]

@@ -40,8 +40,7 @@ class House:
 
 
 def build_house(width: int, height: int, walls: float, random: Random) -> House:
-    """Return a random house in which every room can be reached. `walls` is the fraction of the doors not needed for
-    this that are removed."""
+    """Return a random house. `walls` is the fraction of removed doors among those not needed to reach all rooms."""
     rooms = [(x, y) for x in range(width) for y in range(height)]
     pairs = [(a, b) for a in rooms for b in ((a[0] + 1, a[1]), (a[0], a[1] + 1)) if b in rooms]
     random.shuffle(pairs)

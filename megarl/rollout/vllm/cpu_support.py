@@ -24,7 +24,7 @@ def install() -> None:
 
 class DequantizingKernel(Fp8BlockScaledMMLinearKernel):
     """A linear kernel for fp8 blocks that dequantizes the weight for each matrix multiplication. vLLM's own CPU kernels
-    need AMX and pack the weight, which prevents in-place writes. Neither they nor it quantize activations."""
+    need AMX and pack the weight, which prevents in-place writes. It does not quantize activations either."""
 
     apply_input_quant = False
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 
 ENDS_WITH_PARENT = "MEGARL_ENDS_WITH_PARENT"
-"""If set, a rank exits when its parent process exits. Ranks of remote parts need this, because their engine is on a
-different node and cannot stop them."""
+"""If set, a rank exits with its parent. Ranks of remote parts need this: their engine cannot stop them."""
 
 
 def environment(

@@ -208,8 +208,7 @@ class RefitExtension:
         }
 
     def _parameters(self) -> dict[str, torch.Tensor]:
-        """Return the parameters by name. Stacked expert weights [experts, rows, columns] are flattened to two axes, as
-        in the worker's holder."""
+        """Return the parameters by name. Stacked expert weights are flattened to two axes, as in the holder."""
         weights = {name: p.data for name, p in self.model_runner.get_model().named_parameters()}
         return {
             name: weight.view(-1, weight.shape[-1]) if weight.dim() == 3 else weight

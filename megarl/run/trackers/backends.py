@@ -28,8 +28,7 @@ MLFLOW_VALUE_CHARACTERS = 6000
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings for one tracker. `folder` is the subfolder in the run folder for its files and its run id. The run
-    resumes after `step`; 0 for a new run."""
+    """One tracker's settings. Its files and run id are in `folder`. The run resumes after `step`; 0: a new run."""
 
     tracker: str
     name: str

@@ -137,8 +137,7 @@ class Tracker:
 
 
 def check_trackers(config: Config) -> None:
-    """Check that the configured trackers are installed. Raise UserError if some trackers are not installed. The message
-    contains one line per tracker."""
+    """Raise UserError with one line for each configured tracker that is not installed."""
     missing = [name for name in config.run.trackers if find_spec(name) is None]
     if missing:
         listed = ", ".join(config.run.trackers)
