@@ -35,13 +35,13 @@ Scores = dict[str, ScoreRef]
 """References to a model's scores for response tokens: sample id -> float32 [R], or int64 [A] for a judge's answers."""
 
 
-def put_scores(scores: Mapping[str, torch.Tensor]) -> Scores:
+def put_scores(scores: Mapping[str, torch.Tensor | Sequence[float]]) -> Scores:
     """Put scores into Ray's object store, which keeps them while a reference to any of them exists."""
-    import torch
-
     if not scores:
         return {}
-    ref = ray.put(torch.cat(list(scores.values())))
+    import torch
+
+    ref = ray.put(torch.cat(list(map(torch.as_tensor, scores.values()))))
     ends = list(accumulate(map(len, scores.values())))
     return {sample: ScoreRef(ref, begin, end) for sample, begin, end in zip(scores, [0, *ends[:-1]], ends, strict=True)}
 

@@ -49,7 +49,8 @@ class SyncVerifier:
         """Return the checksums that the engines should have after this refit. Raise RunFailure if the trainer's weights
         do not change during training. `regions` are all regions that the engines hold, and `rate` is the learning rate
         since the last refit; 0 if nothing was learned."""
-        wanted = sample([region for region in regions if self._is_trained(region)], NUM_REGIONS, NUM_ELEMENTS)
+        trained = [r for r in regions if not any(fnmatch(r.tensor, pattern) for pattern in self._frozen)]
+        wanted = sample(trained, NUM_REGIONS, NUM_ELEMENTS)
         verifies_all = self._verify == "always" or not self._sampled
         checksums = dict(self._compute([*dict.fromkeys([*regions, *wanted])] if verifies_all else wanted))
         sampled = _values(checksums, wanted)
@@ -59,9 +60,6 @@ class SyncVerifier:
             self._known, self._movement = (_values(checksums, regions) if verifies_all else None), 0.0
         self._sampled = sampled
         return checksums
-
-    def _is_trained(self, region: Region) -> bool:
-        return not any(fnmatch(region.tensor, pattern) for pattern in self._frozen)
 
     def _check_moved(self, regions: Sequence[Region], rate: float) -> None:
         """If the sampled elements are unchanged, check the others: the sampled ones may have no gradient."""

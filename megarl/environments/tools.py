@@ -102,10 +102,6 @@ class Toolbox:
         self.has_hung_thread = False
         """Whether a synchronous tool timed out. Its thread cannot be stopped."""
 
-    @property
-    def descriptions(self) -> list[dict[str, Any]]:
-        return [describe(name, method) for name, method in self._methods.items()]
-
     async def call_all(self, calls: Sequence[ToolCall | MalformedCall]) -> list[Message]:
         """Run the calls sequentially. Return one message per call, which describes the error if the call failed."""
         return [await self._message(call) for call in calls]

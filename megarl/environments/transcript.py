@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -104,13 +105,8 @@ class Transcript:
 
 def _merge_runs(runs: Sequence[VersionRun]) -> tuple[VersionRun, ...]:
     """Merge adjacent runs with the same version."""
-    merged: list[VersionRun] = []
-    for run in runs:
-        if merged and merged[-1].version == run.version:
-            merged[-1] = VersionRun(run.version, merged[-1].count + run.count)
-        else:
-            merged.append(run)
-    return tuple(merged)
+    groups = groupby(runs, key=lambda run: run.version)
+    return tuple(VersionRun(version, sum(run.count for run in group)) for version, group in groups)
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megarl.sandbox.provider import Provider
-from megarl.sandbox.sandbox import Finished, Sandbox
+from megarl.sandbox.sandbox import Finished
 
 _FENCE = re.compile(r" {0,3}(?P<marks>`{3,}|~{3,})(?P<info>.*)")
 _PYTHON = ("", "python", "python3", "py")
@@ -79,7 +79,7 @@ async def code_stdin_stdout(prompt: str, response: str, answer: Any, *, sandbox:
     async with await sandbox.start() as box:
         await box.upload(PROGRAM, program)
         for stdin, expected in pairs:
-            if not _prints(await _run(box, stdin), expected):
+            if not _prints(await box.run([box.python, PROGRAM], _encoded(stdin)), expected):
                 return False
     return True
 
@@ -99,10 +99,6 @@ def last_code_block(response: str) -> str | None:
         else:
             lines.append(line)
     return block
-
-
-async def _run(box: Sandbox, stdin: str) -> Finished:
-    return await box.run([box.python, PROGRAM], _encoded(stdin))
 
 
 def _prints(finished: Finished, expected: str) -> bool:

@@ -173,16 +173,9 @@ class FunctionPool:
 
 def function_pool(config: Config, num_processes: int) -> FunctionPool:
     """Create a pool for the run's reward functions."""
-    rewards = config.rewards
-    return FunctionPool(
-        rewards.functions,
-        rewards.judge,
-        num_processes,
-        rewards.timeout_s,
-        rewards.memory_mib,
-        config.data.source_column,
-        config.sandbox,
-    )
+    rewards, source = config.rewards, config.data.source_column
+    limits = num_processes, rewards.timeout_s, rewards.memory_mib
+    return FunctionPool(rewards.functions, rewards.judge, *limits, source, config.sandbox)
 
 
 def columns_of(sample: Sample) -> dict[str, Any]:

@@ -39,12 +39,8 @@ LONGEST_CHARACTER = 8
 TokenTexts = Callable[[Sample], "list[str] | None"]
 
 
-def no_texts(sample: Sample) -> None:
-    return None
-
-
 def append_rollouts(
-    path: Path, step: int, scored: Iterable[tuple[Sample, Score]], texts_of: TokenTexts = no_texts
+    path: Path, step: int, scored: Iterable[tuple[Sample, Score]], texts_of: TokenTexts = lambda _: None
 ) -> None:
     """Append samples with their scores. `texts_of` returns the text of each token in a sample, or None."""
     append_rows(path, (_row(step, sample, score, texts_of(sample)) for sample, score in scored))

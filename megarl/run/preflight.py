@@ -28,13 +28,13 @@ from megarl.config.explain import explain
 from megarl.config.schema import Config
 from megarl.core import device
 from megarl.core.errors import UserError
-from megarl.core.types import Prompt
+from megarl.core.types import Prompt, Score
 from megarl.data.files import ALL_COLUMNS, NO_COLUMNS
 from megarl.data.offline import OfflineData, load_offline_data
 from megarl.data.prompts import PromptSet, load_prompts
 from megarl.environments.hosts import HostPool, host_arguments
 from megarl.environments.runner import turn_tokens
-from megarl.environments.trial import Trial, try_rewards
+from megarl.environments.trial import try_rewards
 from megarl.models.run_models import ModelFolders, find_models
 from megarl.models.tokenizer import load_tokenizer
 from megarl.resharding.selection import check_all_selections
@@ -56,7 +56,7 @@ class Preflight:
 
     models: ModelFolders
     data: PromptSet | OfflineData
-    trial: Trial | None
+    trial: Score | None
     evaluation: Mapping[str, PromptSet] = field(default_factory=dict)
 
 

@@ -100,6 +100,7 @@ def _rollout_metrics(samples: Sequence[SampleRef]) -> dict[str, float]:
     for rollout in rollouts:
         calls += Counter(rollout.tool_calls)
     num_calls, num_context = calls.total(), sum(rollout.num_context_tokens for rollout in rollouts)
+    num_cached = sum(rollout.num_cached_tokens for rollout in rollouts)
     return {
         "environment/turns_mean": fmean(rollout.num_turns for rollout in rollouts),
         "environment/turns_max": max(rollout.num_turns for rollout in rollouts),
@@ -115,7 +116,5 @@ def _rollout_metrics(samples: Sequence[SampleRef]) -> dict[str, float]:
             for status, count in sorted(calls.items())
             if status != "ok"
         },
-        "environment/prefix_hit_frac": sum(rollout.num_cached_tokens for rollout in rollouts) / num_context
-        if num_context
-        else 0.0,
+        "environment/prefix_hit_frac": num_cached / num_context if num_context else 0.0,
     }

@@ -20,16 +20,11 @@ class Pass:
 
 
 def passes(config: Config) -> tuple[Pass, ...]:
+    coefficient = config.implicit_reward.coefficient
     return (
         _old_log_probs(config),
         _reference_log_probs(config),
-        Pass(
-            "implicit rewards",
-            config.has_implicit_reward,
-            f"implicit_reward.coefficient={config.implicit_reward.coefficient:g}"
-            if config.has_implicit_reward
-            else "implicit_reward.coefficient=0",
-        ),
+        Pass("implicit rewards", config.has_implicit_reward, f"implicit_reward.coefficient={coefficient:g}"),
         _critic_values(config),
     )
 

@@ -129,15 +129,9 @@ class EngineActor(EngineProcess):
     def _arguments(self) -> dict[str, Any]:
         from megarl.rollout.vllm.engine_arguments import rollout_arguments
 
-        config = self._config
-        return rollout_arguments(
-            config.rollout,
-            self._model_folder,
-            config.model.dtype,
-            config.run.seed,
-            config.actor.experts.replay_routes,
-            config.model.head_dtype,
-        )
+        config, model, routes = self._config, self._config.model, self._config.actor.experts.replay_routes
+        settings = model.dtype, config.run.seed, routes, model.head_dtype
+        return rollout_arguments(config.rollout, self._model_folder, *settings)
 
     @staticmethod
     def is_batch_invariant(config: Config) -> bool:

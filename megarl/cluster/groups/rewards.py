@@ -144,7 +144,7 @@ class RewardWorker:
             for sample, (_, token_rewards) in zip(samples, scores, strict=True)
             if token_rewards is not None
         }
-        return [score for score, _ in scores], _put(by_token)
+        return [score for score, _ in scores], put_scores(by_token)
 
     async def evaluate(self, refs: Sequence[ray.ObjectRef], name: str, version: int, file: Path) -> list[Score]:
         """Score samples from the evaluation set with this name. See SetScorer.score."""
@@ -209,15 +209,6 @@ def classifier_reward(config: Config, folder: Path, reader: Reader | None = None
     """Return the reward computed by the classifier in this folder."""
     rewards_tokens = config.algorithm.advantage.credits_to_go
     return ClassifierReward(_kind(folder), config.reward_model, load_tokenizer(folder), reader, rewards_tokens)
-
-
-def _put(by_token: Mapping[str, list[float]]) -> Scores:
-    """Put per-token rewards, by sample id, into Ray's object store as float32 [R]."""
-    if not by_token:
-        return {}
-    import torch
-
-    return put_scores({name: torch.tensor(rewards) for name, rewards in by_token.items()})
 
 
 def model_reader(config: Config, folder: Path, actor_folder: Path) -> Reader | None:

@@ -78,16 +78,16 @@ class VllmActor(ProcessActor):
         if len(parts) == 1:
             return {}
         from megarl.cluster.store import open_store
-        from megarl.rollout.vllm.part import Part, set_rendezvous_address
+        from megarl.rollout.vllm.part import part_arguments, set_rendezvous_address
 
         host = ray.util.get_node_ip_address()
         set_rendezvous_address(host)
         self._store = open_store(host, None, self._config.cluster.timeouts.start)
         print(f"{self._process.name}: rendezvous of its parts at {host}:{self._store.port}", flush=True)
-        first, *others = [Part(part.part_number, len(parts), host, self._store.port).arguments for part in parts]
-        for process, node, part_arguments in zip(self._process.rest, self._other_nodes, others, strict=True):
+        first, *others = [part_arguments(part.part_number, len(parts), host, self._store.port) for part in parts]
+        for process, node, own in zip(self._process.rest, self._other_nodes, others, strict=True):
             actor = PartActor.options(scheduling_strategy=node).remote(process, self._logs, self._is_batch_invariant)
-            self._others[process.name] = actor, actor.serve.remote(dict(arguments) | part_arguments)
+            self._others[process.name] = actor, actor.serve.remote(dict(arguments) | own)
         threading.Thread(target=self._end_with_others, name="other parts", daemon=True).start()
         return first
 

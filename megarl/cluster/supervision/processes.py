@@ -15,7 +15,6 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from megarl.core.parent import signal_with_parent
 from megarl.core.stacks import SIGNAL
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -29,11 +28,6 @@ ONE_THREAD = b"Current thread "
 def adopt_orphans() -> None:
     """Make this process the parent of orphaned descendants, so that `end_descendants` finds them."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
-def interrupt_with_parent() -> None:
-    """Make the kernel send SIGINT to this process when its parent ends for any reason."""
-    signal_with_parent(signal.SIGINT)
 
 
 def end_descendants(grace_s: float = 3.0, tracker_s: float = 10.0) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from megarl.cluster.supervision import processes, segments
 from megarl.cluster.supervision.interrupts import REPEAT_S, interrupts
 from megarl.cluster.supervision.scratch import VARIABLE, make_scratch, sweep
+from megarl.core.parent import signal_with_parent
 
 DEADLINE_S = 15
 """Seconds from the end of an interrupt's grace period until the child is killed, because a call may hang."""
@@ -52,7 +53,7 @@ def supervised(grace_s: float = 0.0) -> Iterator[Path]:
     for number in (signal.SIGTTIN, signal.SIGTTOU):
         signal.signal(number, signal.SIG_IGN)  # these signals stop background process groups that use the terminal
     processes.adopt_orphans()
-    processes.interrupt_with_parent()
+    signal_with_parent(signal.SIGINT)  # if the parent ends for any reason
     interrupts.listen({signal.SIGINT, *signals})
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
     try:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from vllm import EngineArgs
@@ -19,25 +18,10 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from megarl.rollout.vllm.environment import ENDS_WITH_PARENT
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One of an engine's parts of equal size. Its ranks connect through the store at `host` and `port`."""
-
-    number: int
-    count: int
-    host: str
-    port: int
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """The vLLM engine arguments with which a process runs the ranks of this part."""
-        return dict(
-            nnodes=self.count,
-            node_rank=self.number,
-            master_addr=self.host,
-            master_port=self.port,
-            distributed_executor_backend="mp",
-        )
+def part_arguments(number: int, count: int, host: str, port: int) -> dict[str, Any]:
+    """Return the vLLM engine arguments with which a process runs the ranks of one of `count` parts of equal size. They
+    connect through the store at `host` and `port`."""
+    return dict(nnodes=count, node_rank=number, master_addr=host, master_port=port, distributed_executor_backend="mp")
 
 
 def set_rendezvous_address(own_address: str) -> None:

@@ -175,12 +175,7 @@ class Trackio(Backend):
         self._run.finish()
 
 
-BACKENDS: Mapping[str, type[Backend]] = {
-    "tensorboard": TensorBoard,
-    "wandb": Wandb,
-    "mlflow": Mlflow,
-    "trackio": Trackio,
-}
+BACKENDS: Mapping[str, type[Backend]] = dict(tensorboard=TensorBoard, wandb=Wandb, mlflow=Mlflow, trackio=Trackio)
 
 
 def mlflow_name(metric: str) -> str:

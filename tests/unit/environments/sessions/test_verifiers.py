@@ -18,7 +18,8 @@ from megarl.core.types import Prompt
 from megarl.data.turns import ChatTokens
 from megarl.environments import Task
 from megarl.environments.hosts import HostArguments, HostFailure, HostPool
-from megarl.environments.sessions import SessionLimits, SessionServer
+from megarl.environments.sessions.server import SessionServer
+from megarl.environments.sessions.session import SessionLimits
 from megarl.environments.transcript import Part
 from tests.paths import VERIFIERS
 from tests.scripted_policy import ScriptedPolicy, call, hermes_tokenizer
