@@ -115,13 +115,10 @@ class FakeEngine:
     def num_unfinished_tokens(self, sample_ids: Collection[str]) -> int:
         return sum(self._unfinished.get(name, 0) for name in sample_ids)
 
-    def take_seconds(self) -> float:
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds
-
-    def take_num_steps(self) -> int:
-        steps, self._num_steps = self._num_steps, 0
-        return steps
+    def take_work(self) -> tuple[float, int]:
+        work = self._seconds, self._num_steps
+        self._seconds, self._num_steps = 0.0, 0
+        return work
 
     def pause(self) -> None:
         self._is_paused = True

@@ -60,10 +60,6 @@ class EngineProcess(VllmActor):
         with self._end_if_rank_died():
             return super().call(method, *arguments)
 
-    def take_work(self) -> tuple[float, int]:
-        """Return the seconds spent sampling and the number of sampling steps since the last call."""
-        return self._worker.take_seconds(), self._worker.take_num_steps()
-
     def describe_parameters(self) -> tuple[list[Parameters], list[str]]:
         """Return the parameters in each worker, and the names of kernels that repack parameters."""
         return self._worker.parameters(), self._worker.repacking()

@@ -64,9 +64,9 @@ class VllmEngine:
         self._stepping: asyncio.Task[None] | None = None
         self._is_paused = False
         self._seconds, self._seconds_until = 0.0, 0.0
-        """Time spent sampling in seconds since the last `take_seconds`, and the timestamp up to which it is counted."""
+        """Time spent sampling in seconds since the last `take_work`, and the timestamp up to which it is counted."""
         self._num_steps = 0
-        """Number of vLLM steps since the last `take_num_steps`. A step samples one token for every running request."""
+        """Number of vLLM steps since the last `take_work`. A step samples one token for every running request."""
         self._numbers = count()
         self._num_refits = 0
         self._llm = LLM(**arguments)
@@ -159,15 +159,11 @@ class VllmEngine:
     def _may_step(self) -> bool:
         return self.version is not None and not self._is_paused
 
-    def take_seconds(self) -> float:
-        """Return and reset the time spent sampling since the last call in seconds, excluding pauses."""
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds
-
-    def take_num_steps(self) -> int:
-        """Return and reset the number of vLLM steps since the last call."""
-        steps, self._num_steps = self._num_steps, 0
-        return steps
+    def take_work(self) -> tuple[float, int]:
+        """Return the seconds spent sampling, without pauses, and the number of vLLM steps since the last call."""
+        work = self._seconds, self._num_steps
+        self._seconds, self._num_steps = 0.0, 0
+        return work
 
     async def _yield_to_callers(self) -> None:
         """Let callers process the completions of a step before the next step starts."""

@@ -5,7 +5,6 @@ import pytest
 
 from megarl.environments import Step, ToolCall
 from megarl.environments.registry import check_environment
-from megarl.environments.shipped.calculator import CalculatorEnvironment
 from megarl.environments.tools import describe, tools_of
 from tests.unit.environments.shipped.turns import question, task, turn
 
