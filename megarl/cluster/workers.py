@@ -117,8 +117,7 @@ def launch_workers(
     engines: EngineGroup | None = None,
 ) -> Workers:
     """Start all processes in parallel, and plan the export of the weights. Each model loads its model folder and then
-    its state from the checkpoint, if any. `engines` are running engines with the same config; None: start new
-    engines."""
+    its state from the checkpoint, if any. `engines` are running engines with the same config; None: start new ones."""
     placed: dict[Role, tuple[Path | None, Sequence[Process]]] = {
         "actor": (models.actor, placement.trainers),
         "critic": (models.critic, placement.critics),

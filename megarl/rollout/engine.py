@@ -66,8 +66,7 @@ class SamplingRequest(Sampling):
 
 @dataclass(frozen=True, slots=True)
 class TurnRequest(Sampling):
-    """A request for one turn of a rollout. `token_ids` is its context, int32 [C], and `sample_id` is that of the
-    rollout's SamplingRequest."""
+    """A request for one turn of a rollout: its context, int32 [C], and the sample_id of the SamplingRequest."""
 
     token_ids: NDArray[np.int32]
     sample_id: str = field(default="", kw_only=True)

@@ -44,8 +44,7 @@ def main(config: Config, out: Path, scratch: Path) -> int:
 
 def run(config: Config, out: Path, scratch: Path) -> None:
     """Evaluate config.model and write samples and results to `out`. Raise UserError before processes start if the
-    recipe, the model or the folder is invalid, and RunFailure after writing the results if no sample of a set could be
-    scored."""
+    recipe, the model or the folder is invalid, and RunFailure after writing the results if a set has no score."""
     if not config.evaluation.sets:
         raise UserError("evaluation.sets=[]: the recipe has no evaluation sets. Fix: add sets to evaluation.sets")
     if config.cluster.nodes > 1:

@@ -70,7 +70,7 @@ ETA_STEPS = 10  # short, because step time drifts with response length
 
 
 class ConsoleSink:
-    """A sink that prints one line per step and regularly the header. Missing metrics are shown as "–". `cut` is the
+    """A sink that prints a line per step, and regularly the header. Missing metrics are shown as "–". `cut` is the
     fraction of truncated responses. `Δlogp` is the mean |trainer log-prob − rollout log-prob| before the step's
     updates."""
 

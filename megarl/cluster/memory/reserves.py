@@ -165,8 +165,7 @@ def _in_node(ranks: int, stride: int, gpus_per_node: int) -> int:
 def _fp8_copies(settings: Placed, matrices: int) -> float:
     """Return the size of the fp8 weight copies that Transformer Engine caches, in bytes (module/base.py:
     _fp8_workspaces). It caches a row-wise and a column-wise copy and, with mxfp8, a scale per 32 elements. The copies
-    are not parameters, so they stay on the GPU when parameters are offloaded. With disable_parameter_transpose_cache
-    they are not cached."""
+    are not parameters, so offloading does not move them. With disable_parameter_transpose_cache they are not cached."""
     if settings.fp8 is None or settings.megatron_overrides.model.get("disable_parameter_transpose_cache"):
         return 0
     return 2 * matrices * (33 / 32 if settings.fp8 == "mxfp8" else 1)

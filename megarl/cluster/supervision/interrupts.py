@@ -50,8 +50,8 @@ class Interrupts:
 
     @contextmanager
     def grace(self, seconds: float, is_awaited: bool) -> Iterator[None]:
-        """Give the body a grace period after the first signal. KeyboardInterrupt is raised in the body when the period
-        is over or a second signal arrives. `is_awaited`: whether the body continues after the first signal and checks
+        """Give the body a grace period after the first signal. The body gets KeyboardInterrupt when the period is over
+        or a second signal arrives. `is_awaited`: whether the body continues after the first signal and checks
         `is_signaled` itself."""
         self._grace_s, self._is_awaited, self._can_cut_short = seconds, is_awaited, True
         try:

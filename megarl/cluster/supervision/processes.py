@@ -33,8 +33,7 @@ def adopt_orphans() -> None:
 def end_descendants(grace_s: float = 3.0, tracker_s: float = 10.0) -> None:
     """End all descendants of this process and wait until they are gone. Send SIGTERM first, which lets processes
     release shared memory, and SIGKILL after grace_s seconds. Python's resource trackers clean up after killed processes
-    and then exit; they have tracker_s seconds. Do not wait for processes that this one may not signal because they
-    changed their user."""
+    and then exit; they have tracker_s seconds. Processes of other users are not awaited."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         # List the processes again for the second signal, because new ones may have started in between.
         others = [pid for pid in descendants() if not _tracks_resources(pid)]
