@@ -37,7 +37,7 @@ class ModelJudge:
         prompt = text_of(self._actor_tokenizer, sample.prompt.token_ids.tolist())
         content = question(self._template, prompt, sample.text, sample.prompt.answer)
         message = {"role": "user", "content": content}
-        text = render(self._tokenizer, [message], "question", add_generation_prompt=True)
+        text = render(self._tokenizer, [message], "question", opens_turn=True)
         ids = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         if len(ids) + self._judge.max_new_tokens > self._longest:
             raise Unreadable(

@@ -64,6 +64,7 @@ def _model_bytes(config: Config, settings: Trained, hf_config: Mapping[str, Any]
 def _adapter_bytes(config: Config, layout: Layout, lora: Lora, hf_config: Mapping[str, Any]) -> int:
     """Return the number of bytes that a model's adapters take in a checkpoint. Adapters are saved in float32 without
     the frozen weights. Each piece of a PEFT tensor is saved separately."""
+    assert lora.rank is not None, "actor.lora.rank is not set"
     full_adapters, rank_adapters = (
         adapter_holder(_holder(config, layout, hf_config, tp, etp), lora.rank, lora.share_experts)
         for tp, etp in ((1, 1), (layout.tp, layout.expert_tp))

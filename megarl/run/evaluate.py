@@ -18,7 +18,6 @@ from megarl.cluster.pending import join
 from megarl.cluster.session import Session
 from megarl.config.evaluation_schema import SetEnvironment
 from megarl.config.load import dump
-from megarl.config.model_schema import Layout
 from megarl.config.schema import Config, Roles
 from megarl.core.errors import RunFailure, UserError
 from megarl.core.files import replace_text
@@ -33,8 +32,6 @@ from megarl.step.evaluation import SetResult, evaluate_sets
 
 VERSION = 0
 """Weight version of the engines. It never changes because nothing is trained."""
-
-ONE_RANK = Layout(**ONE_PROCESS, sequence_parallel=False)
 
 
 def main(config: Config, out: Path, scratch: Path) -> int:
@@ -104,6 +101,7 @@ def with_engines_only(config: Config) -> Config:
         "quantization": None,
         "vllm_overrides": config.rollout.vllm_overrides | {"load_format": "auto"},
     }
+    one_rank = config.actor.layout.model_copy(update=ONE_PROCESS | {"sequence_parallel": False})
     changes: dict[str, dict[str, Any]] = {
         "evaluation": {"sets": sets},
         "batch": {"oversampling": None},
@@ -113,12 +111,12 @@ def with_engines_only(config: Config) -> Config:
         "reward_model": {"path": None},
         "implicit_reward": {"coefficient": 0.0},
         "actor": {
-            "layout": ONE_RANK,
+            "layout": one_rank,
             "offload": [],
             "lora": config.actor.lora.model_copy(update={"rank": None}),
             "experts": config.actor.experts.model_copy(update={"replay_routes": False}),
         },
-        "critic": {"layout": ONE_RANK, "offload": []},
+        "critic": {"layout": one_rank, "offload": []},
         "cluster": {"placement": "colocated", "roles": Roles(**dict.fromkeys(Roles.model_fields))},
     }
     sections = {name: getattr(config, name).model_copy(update=update) for name, update in changes.items()}

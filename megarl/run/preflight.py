@@ -81,6 +81,7 @@ def preflight(config: Config) -> Preflight:
                 attempt(_check_resume_and_disk, config, models, data)
             trial = None if data is None or pool is None else attempt(try_rewards, config, pool, data[0])
         evaluation = None if models is None else attempt(load_evaluation_sets, config, models.actor)
+    assert models is not None and data is not None and evaluation is not None, "failed checks have raised their errors"
     if trial is not None and trial.failure is not None:
         warning = f"{trial.failure} (megarl used the row's answer as the response in this trial)"
         print(f"megarl: warning: {warning}", file=sys.stderr, flush=True)

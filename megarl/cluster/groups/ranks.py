@@ -23,7 +23,7 @@ from megarl.data.packing import Packing
 from megarl.resharding.piece import Holder
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch.distributed.distributed_c10d import Store
 
     from megarl.megatron.workers.model import ModelWorker
 

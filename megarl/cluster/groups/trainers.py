@@ -97,6 +97,10 @@ def _join_scores(parts: Sequence[tuple[Scores, dict[str, TokenTotals]]]) -> tupl
     return join_by_sample([scores for scores, _ in parts]), join_by_sample([totals for _, totals in parts])
 
 
+def _join_files(parts: Sequence[Sequence[FileRecord]]) -> list[FileRecord]:
+    return [record for part in parts for record in part]
+
+
 def _add_checksums(parts: Sequence[Mapping[Region, Checksum]]) -> dict[Region, Checksum]:
     whole: dict[Region, Checksum] = {}
     for part in parts:
@@ -218,7 +222,7 @@ class TrainerGroup(RankGroup):
         """Return whether every rank has finished writing its files or has failed to do so."""
         ...
 
-    @remote(timeout="checkpoint", join=lambda parts: [record for part in parts for record in part])
+    @remote(timeout="checkpoint", join=_join_files)
     def finish_checkpoint(self, checkpoint: Path) -> list[FileRecord]:
         """Wait until the files from all ranks are on disk, and return their records."""
         ...
@@ -306,6 +310,7 @@ class TrainerGroup(RankGroup):
         self._export.on_first(plan, transport, out).result()
 
     def _plan_of_adapters(self, lora: Lora) -> Plan:
+        assert lora.rank is not None, "actor.lora.rank is not set"
         holders = [adapter_holder(holder, lora.rank, lora.share_experts) for holder in self.holders]
         return make_plan(holders, [peft_holder(read_config(self._model_folder), lora.rank, lora.share_experts)])
 

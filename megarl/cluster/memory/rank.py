@@ -94,6 +94,7 @@ class RankParameters:
         holder = megatron_holder(hf_config, layout, rank)
         adapters, expert_adapters = None, 0
         if lora is not None:
+            assert lora.rank is not None, "actor.lora.rank is not set"
             factors = adapter_holder(holder, lora.rank, lora.share_experts).shapes
             adapters = sum(map(prod, factors.values()))
             expert_adapters = sum(prod(s) for name, s in factors.items() if EXPERTS in name and SHARED not in name)

@@ -44,9 +44,9 @@ def _register_hooks(worker: Any) -> None:
 
     def keep(stage: str, adds_residual: bool = False) -> Callable[..., None]:
         def hook(module: Any, arguments: Any, output: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
-            parts = output if isinstance(output, tuple) else (output,)
+            first, *others = output if isinstance(output, tuple) else (output,)
             # vLLM layers return the output and the residual separately; the next layer adds them.
-            total = parts[0].float() + parts[1].float() if adds_residual and len(parts) > 1 else parts[0].float()
+            total = first.float() + others[0].float() if adds_residual and others else first.float()
             outputs.setdefault(stage, total.cpu().numpy().copy())
 
         return hook
