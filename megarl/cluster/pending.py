@@ -59,13 +59,9 @@ class Pending(Generic[T]):
         return cast(Pending[U], self)
 
     def result(self, meanwhile: Callable[[], object] | None = None) -> T:
-        """Wait for the calls and return their result. `meanwhile` is called from time to time during a long wait. It
-        may wait for other calls.
-
-        Raises:
-            UserError: a worker raised a UserError.
-            RunFailure: any other error occurred. The message names the process and the phase.
-        """
+        """Wait for the calls and return their result. During a long wait, `meanwhile` is called from time to time and
+        may wait for other calls. Raise UserError if a worker raised one, and RunFailure, which names process and phase,
+        for any other error."""
         return first([self], meanwhile)._value
 
     def advance(self) -> bool:

@@ -63,16 +63,12 @@ class Session:
     def __init__(
         self, config: Config, logs: Path, scratch: Path, rendezvous: Path | None = None, routed: Experts | None = None
     ):
-        """Start Ray and wait for the other nodes.
+        """Start Ray and wait for the other nodes. Raise UserError if one cannot join, and RunFailure after a timeout.
 
         Args:
             scratch: folder for files that are not needed after the run.
             rendezvous: rendezvous folder for the nodes in a multi-node run.
             routed: the actor's experts; samples may carry their indices.
-
-        Raises:
-            UserError: a node cannot join.
-            RunFailure: nodes are missing after the timeout.
         """
         self.logs = logs.resolve()
         self._timeouts = config.cluster.timeouts

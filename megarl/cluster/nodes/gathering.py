@@ -16,12 +16,8 @@ VERDICT_S = 30.0
 
 
 def gather(rendezvous: NodeRendezvous, count: int, timeout_s: float, run_folder: str) -> list[Report]:
-    """Wait until `count` additional nodes have joined Ray, and return their reports sorted by node name.
-
-    Raises:
-        UserError: a node cannot join.
-        RunFailure: a node failed, or nodes are missing after timeout_s.
-    """
+    """Wait until `count` additional nodes have joined Ray, and return their reports sorted by node name. Raise
+    UserError if a node cannot join, and RunFailure if one has failed or nodes are missing after timeout_s."""
     deadline, announced = time.monotonic() + timeout_s, set[str]()
     while True:
         reports = rendezvous.reports()
