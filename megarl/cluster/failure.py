@@ -14,7 +14,7 @@ _COLOR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def cause(errors: Mapping[str, Exception], phase: str, logs: Path) -> UserError | RunFailure:
-    """Return the most informative error by process name: user errors rank first, then lost processes."""
+    """Return the most informative of the errors by process name: user errors rank first, then lost processes."""
     name, error = min(errors.items(), key=lambda item: rank(item[1]))
     origin = _origin(error)
     if isinstance(origin, UserError):

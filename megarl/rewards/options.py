@@ -33,7 +33,7 @@ class WithOptions:
 
 
 def give_options(name: str, function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Bind options to a user's function, whose other parameters name columns. Raise UserError for an unknown one."""
+    """Bind options to a user's function; its other parameters name columns. Raise UserError for unknown options."""
     if not options:
         return function
     try:
