@@ -14,8 +14,7 @@ _COLOR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def cause(errors: Mapping[str, Exception], phase: str, logs: Path) -> UserError | RunFailure:
-    """Return the most informative of these errors, keyed by process name. User errors rank first, then lost processes,
-    then errors of their peers."""
+    """Return the most informative of the errors by process name: user errors rank first, then lost processes."""
     name, error = min(errors.items(), key=lambda item: rank(item[1]))
     origin = _origin(error)
     if isinstance(origin, UserError):
@@ -43,8 +42,7 @@ def is_cause(error: Exception) -> bool:
 
 
 def rank(error: Exception) -> int:
-    """Return the error's rank, where lower is more informative: 0 for a user error, 1 for a lost process, 2 for an
-    error that follows from a failure elsewhere."""
+    """Return the error's rank: 0 for a user error, 1 for a lost process, 2 for a consequence of another failure."""
     if isinstance(_origin(error), UserError):
         return 0
     return 1 if is_loss(error) else 2

@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping
 
 import psutil
 
-from megarl.cluster.memory.host import least_host_bytes
-from megarl.cluster.memory.parameters import ModelParameters, Models
+from megarl.cluster.memory.parameters import ModelParameters, Models, least_host_bytes
 from megarl.cluster.memory.shared_gpu import Load, fullest_phase
 from megarl.cluster.placement import Placement, place
 from megarl.config.device_spans import ENGINE, device_spans, devices_per_node
@@ -36,8 +35,7 @@ def check_machine(config: Config) -> None:
 
 
 def check_gpu_memory(config: Config, models: ModelFolders) -> None:
-    """Raise a UserError if a shared GPU has too little memory for the models and engines that are on it at the same
-    time."""
+    """Raise a UserError if a shared GPU has too little memory for the models and engines on it at the same time."""
     if not device.on_cuda() or not config.is_colocated or config.is_offline:
         return
     trained = models.trained(config)
@@ -77,8 +75,7 @@ def host_suffices(memory_bytes: int, parts: Mapping[str, int]) -> str | None:
 
 
 def check_engine_kernels(config: Config, models: ModelFolders) -> None:
-    """Raise a ValueError if vLLM's CPU build does not support the size of the model's experts. vLLM pads the
-    intermediate size, but not the hidden size."""
+    """Raise a ValueError if vLLM's CPU build, which pads only intermediate sizes, does not support the experts."""
     if device.on_cuda() or config.is_offline:
         return
     model = ModelShape.of(read_config(models.actor))

@@ -88,8 +88,7 @@ def listen(host: str) -> socket.socket:
 
 
 def socket_environment(address: str) -> dict[str, str]:
-    """Return the environment variables that make Gloo and NCCL use the interface with this address. Values set by the
-    user take precedence."""
+    """Return the variables that make Gloo and NCCL use this address's interface. The user's values take precedence."""
     interface = interface_of(address)
     defaults = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
     return {name: os.environ.get(name, value) for name, value in defaults.items()}

@@ -18,8 +18,7 @@ OFFSET_BYTES = 4
 """Bytes per token for the offset to its candidate tokens, with rollout.top_k."""
 
 TEXT_BYTES = 6
-"""Assumed upper bound on the mean UTF-8 bytes in a token's text: four or five in English, and about the same in
-Chinese."""
+"""Assumed upper bound on the mean UTF-8 bytes in a token's text: four or five in English, similar in Chinese."""
 
 OBJECT_BYTES = 2048
 """Bytes per sample besides its tokens and text: names, shapes, reference answers, and metadata of its scores."""
@@ -27,16 +26,13 @@ OBJECT_BYTES = 2048
 
 def object_store_mib(config: Config, experts: Experts | None) -> int:
     """Return the object store's size in MiB: cluster.object_store_mib or, by default, the size of all samples in a step
-    at maximum length, with per-token scores.
-
-    Space that shorter samples leave unused takes no memory. Ray spills to disk if the store is full.
-
-    Args:
-        experts: the actor's experts, if any; samples may carry the routes to them.
-    """
+    at maximum length, with per-token scores. Space that shorter samples leave unused takes no memory. Ray spills to
+    disk if the store is full. `experts` are the actor's experts, if any; samples may carry the routes to them."""
     if config.cluster.object_store_mib is not None:
         return config.cluster.object_store_mib
-    at_once = max(num_samples(config), _num_ahead(config) + most_evaluated(config))
+    # Evaluation sets without a known size are ignored.
+    evaluated = [(settings.size or 0) * settings.samples_per_prompt for settings in config.evaluation.sets]
+    at_once = max(num_samples(config), _num_ahead(config) + max(evaluated, default=0))
     return FLOOR_MIB + math.ceil(at_once * sample_bytes(config, experts) / 2**20)
 
 
@@ -53,11 +49,6 @@ def num_samples(config: Config) -> int:
 def _num_ahead(config: Config) -> int:
     """Return the number of samples started for later steps, which continue during an evaluation."""
     return config.prompts_ahead * (config.batch.samples_per_prompt + config.samples_greedily)
-
-
-def most_evaluated(config: Config) -> int:
-    """Return the number of samples in the largest evaluation set. Sets without a known size are ignored."""
-    return max(((settings.size or 0) * settings.samples_per_prompt for settings in config.evaluation.sets), default=0)
 
 
 def sample_bytes(config: Config, experts: Experts | None) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import ray
 from ray.exceptions import RayError
@@ -28,11 +28,8 @@ class Answers:
 
 
 class Pending(Generic[T]):
-    """The future result of remote calls, as returned by `Session.submit`.
-
-    A wait watches every pending call: a failed call or a missed deadline ends the wait, regardless of the Pending to
-    which it belongs.
-    """
+    """The future result of remote calls, as returned by `Session.submit`. A wait watches every pending call: a failed
+    call or a missed deadline ends the wait, regardless of the Pending to which it belongs."""
 
     def __init__(
         self,
@@ -50,31 +47,22 @@ class Pending(Generic[T]):
         self.errors: dict[str, Exception] = {}
         self._answers: dict[str, Any] = {}
         """Return values of finished calls, cached because every read from Ray takes as long as the first one."""
-        self._session, self._calls = session, tuple(calls)
+        self.session, self._calls = session, tuple(calls)
         self._steps: list[Callable[[Any], Any]] = []
         """Functions that convert the return values into the result, applied in order."""
         self._value: Any = None
         self._has_value = False
 
     def then(self, function: Callable[[T], U | Pending[U]]) -> Pending[U]:
-        """Apply a function to the result when it is ready, and return this Pending. If the function returns a Pending,
-        the result is that Pending's result."""
+        """Apply a function to the result when it is ready. If it returns a Pending, the result is the latter's."""
         self._steps.append(function)
-        return self
+        return cast(Pending[U], self)
 
     def result(self, meanwhile: Callable[[], object] | None = None) -> T:
-        """Wait for the calls and return their result.
-
-        Args:
-            meanwhile: called from time to time during a long wait. It may wait for other calls.
-
-        Raises:
-            UserError: a worker raised a UserError.
-            RunFailure: any other error occurred. The message names the process and the phase.
-        """
-        if not self.advance():
-            self.current._session.wait(self, meanwhile)
-        return self._value
+        """Wait for the calls and return their result. During a long wait, `meanwhile` is called from time to time and
+        may wait for other calls. Raise UserError if a worker raised one, and RunFailure, which names process and phase,
+        for any other error."""
+        return first([self], meanwhile)._value
 
     def advance(self) -> bool:
         """Process the results of finished calls. Return whether the result is ready."""
@@ -114,8 +102,7 @@ class Pending(Generic[T]):
                 self.errors[name] = error
 
     def fatal_errors(self) -> dict[str, Exception]:
-        """Return the errors that end the run, by process name. Excludes errors that follow from the loss of a process
-        that is allowed to fail."""
+        """Return the errors that end the run, by process name, without consequences of tolerated losses."""
         lost = self.lost
         if not lost:
             return self.errors
@@ -140,10 +127,13 @@ def join(pendings: Sequence[Pending[T]]) -> Pending[list[T]]:
 
 def first(pendings: Sequence[Pending[T]], meanwhile: Callable[[], object] | None = None) -> Pending[T]:
     """Wait until one of these is ready, and return the first ready one in the list. See Pending.result."""
-    for pending in pendings:
-        if pending.advance():
-            return pending
-    return pendings[0].current._session.first(pendings, meanwhile)
+    while True:
+        for pending in pendings:
+            if pending.advance():
+                return pending
+        current = pendings[0].current
+        assert current.session is not None, "a Pending without calls is ready"
+        current.session.wait(current, meanwhile)
 
 
 def outcome(ref: ray.ObjectRef) -> tuple[Any, Exception | None]:

@@ -14,16 +14,14 @@ from megarl.core.cores import usable_cores
 from megarl.resharding.piece import Holder
 
 MOST_REWARDS = 16
-"""Default limit, on machines with many cores, on the processes for reward functions, and on the environment processes
-per engine."""
+"""Default limit on the processes for reward functions, and on the environment processes per engine."""
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One machine in the run. Devices are numbered across all nodes. Without GPUs, a device is a slot for one rank in
-    each role."""
+    """One machine in the run. Devices are numbered across nodes. Without GPUs, each role has one rank per device."""
 
     number: int
     devices: range
@@ -68,11 +66,7 @@ class Process:
 
     def environment(self, inherited: str | None) -> dict[str, str]:
         """Return the environment variables that make GPUs visible to the process: first its own GPUs, then the GPUs
-        that it reads.
-
-        Args:
-            inherited: the node's value of CUDA_VISIBLE_DEVICES.
-        """
+        that it reads. `inherited` is the node's value of CUDA_VISIBLE_DEVICES."""
         if not self.gpus:
             return {}
         numbers = [gpu - self.node.devices.start for gpu in (*self.gpus, *self.reads)]
@@ -88,10 +82,8 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The processes in a run. Without engines, there is no process for rewards.
-
-    On CPU, models and engines take turns, so each of them may use all cores on its node.
-    """
+    """The processes in a run. Without engines, there is no process for rewards. On CPU, models and engines take turns,
+    so each of them may use all cores on its node."""
 
     nodes: tuple[Node, ...]
     trainers: tuple[Process, ...]
@@ -99,14 +91,13 @@ class Placement:
     reward_models: tuple[Process, ...]
     implicit_rewards: tuple[Process, ...]
     engines: tuple[Process, ...]
-    rewards: Process | None
+    rewards: tuple[Process, ...]
     environments: tuple[Process, ...] = ()
 
     @property
     def groups(self) -> Iterator[tuple[Process, ...]]:
-        rewards = (self.rewards,) if self.rewards is not None else ()
         ranks = (self.trainers, self.critics, self.reward_models, self.implicit_rewards, self.engines)
-        return (group for group in (*ranks, self.environments, rewards) if group)
+        return (group for group in (*ranks, self.environments, self.rewards) if group)
 
     def describe(self) -> str:
         """Return a line with the roles and, for several nodes, a line per node with its processes."""
@@ -123,22 +114,19 @@ class Placement:
 def place(
     config: Config, cores: int | None = None, on_gpus: bool = False, gpus_per_node: int | None = None
 ) -> Placement:
-    """Place all processes in a run on its nodes, which are assumed to be identical.
+    """Place all processes in a run on its nodes, which are assumed to be identical. Raise UserError if the layouts do
+    not fill the nodes, or a tensor-parallel group crosses a node boundary.
 
     Args:
         cores: number of cores on each node; None: the cores available to this process.
         gpus_per_node: number of GPUs on each node; None: a single node with as many GPUs as needed.
-
-    Raises:
-        UserError: the layouts do not fill the nodes, or a tensor-parallel group crosses a node boundary.
     """
     nodes = _nodes(config, cores or usable_cores(), gpus_per_node if on_gpus else None)
     check_nodes(config, nodes)
     spans = device_spans(config)
 
     def ranks(settings: Placed) -> tuple[Process, ...]:
-        """Return one process per rank or, for a reward model in vLLM, one per engine, because engines start their
-        ranks."""
+        """Return one process per rank or, for a reward model in vLLM, one per engine, which starts its ranks."""
         role = NAMES[settings.section]
         is_engine = isinstance(settings, RewardModel) and settings.engine == "vllm"
         return processes(role, settings.layout.tp if is_engine else 1, settings.threads)
@@ -158,9 +146,8 @@ def place(
             result.append(replace(parts[0], rest=tuple(parts[1:])))
         return tuple(result)
 
-    engines = (
-        () if config.is_offline else processes(ENGINE, config.rollout.tp, config.rollout.threads, spans[NAMES["actor"]])
-    )
+    rollout, actors = config.rollout, spans[NAMES["actor"]]
+    engines = () if config.is_offline else processes(ENGINE, rollout.tp, rollout.threads, actors)
     return Placement(
         nodes=nodes,
         trainers=ranks(config.actor),
@@ -168,17 +155,15 @@ def place(
         reward_models=ranks(config.reward_model) if config.has_reward_model else (),
         implicit_rewards=ranks(config.implicit_reward) if config.has_implicit_reward else (),
         engines=engines,
-        rewards=None if config.is_offline else _rewards(config, nodes[0]),
+        rewards=() if config.is_offline else (_rewards(config, nodes[0]),),
         environments=_environments(config, engines) if config.plays_in_environments else (),
     )
 
 
 def _nodes(config: Config, cores: int, gpus: int | None) -> tuple[Node, ...]:
-    """Return the nodes. gpus: number of GPUs on each node. None: each node has a device for each rank in its equal
-    share."""
-    count = config.cluster.nodes
+    """Return the nodes with `gpus` GPUs each. None: each node has a device for each rank in its equal share."""
     devices = gpus or devices_per_node(config)
-    return tuple(Node(i, range(i * devices, (i + 1) * devices), cores) for i in range(count))
+    return tuple(Node(i, range(i * devices, (i + 1) * devices), cores) for i in range(config.cluster.nodes))
 
 
 def check_nodes(config: Config, nodes: Sequence[Node]) -> None:
@@ -226,8 +211,7 @@ def check_nodes(config: Config, nodes: Sequence[Node]) -> None:
 
 
 def _first_torn(span: range, tp: int, each: int) -> int | None:
-    """Return the first device in the first tensor-parallel group of tp ranks that crosses a node boundary, or None.
-    Each node has `each` devices."""
+    """Return the first device of the first tensor-parallel group that crosses nodes of `each` devices, or None."""
     groups = range(span.start, span.stop, tp)
     return next((first for first in groups if first // each != (first + tp - 1) // each), None)
 
@@ -241,15 +225,11 @@ def _rewards(config: Config, node: Node) -> Process:
 def _environments(config: Config, engines: Sequence[Process]) -> tuple[Process, ...]:
     """Return one process per engine. Its `threads` attribute is the number of environment processes that it starts."""
     on_node = Counter(engine.node.number for engine in engines)
-    return tuple(
-        Process(
-            "environments",
-            engine.index,
-            config.environment.processes or min(MOST_REWARDS, max(1, engine.node.cores // on_node[engine.node.number])),
-            engine.node,
-        )
-        for engine in engines
-    )
+
+    def threads(node: Node) -> int:
+        return config.environment.processes or min(MOST_REWARDS, max(1, node.cores // on_node[node.number]))
+
+    return tuple(Process("environments", engine.index, threads(engine.node), engine.node) for engine in engines)
 
 
 def _parts(group: Sequence[Process]) -> list[Process]:

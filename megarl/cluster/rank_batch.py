@@ -9,16 +9,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from megarl.core.types import Sample, SampleRef
-from megarl.data.packing import Microbatch
+from megarl.data.packing import Lengths, Microbatch, Packing, schedule
 
 if TYPE_CHECKING:
     import ray
     import torch
 
     from megarl.data.local_batch import LocalBatch
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +37,14 @@ Scores = dict[str, ScoreRef]
 """References to a model's scores for response tokens: sample id -> float32 [R], or int64 [A] for a judge's answers."""
 
 
-def put_scores(scores: Mapping[str, torch.Tensor]) -> Scores:
+def put_scores(scores: Mapping[str, torch.Tensor | Sequence[float]]) -> Scores:
     """Put scores into Ray's object store, which keeps them while a reference to any of them exists."""
+    if not scores:
+        return {}
     import ray
     import torch
 
-    if not scores:
-        return {}
-    ref = ray.put(torch.cat(list(scores.values())))
+    ref = ray.put(torch.cat(list(map(torch.as_tensor, scores.values()))))
     ends = list(accumulate(map(len, scores.values())))
     return {sample: ScoreRef(ref, begin, end) for sample, begin, end in zip(scores, [0, *ends[:-1]], ends, strict=True)}
 
@@ -53,15 +55,15 @@ def get_scores(scores: Scores) -> dict[str, torch.Tensor]:
     return {sample: fetched[part.scores][part.begin : part.end] for sample, part in scores.items()}
 
 
-def join_scores(parts: Sequence[Scores]) -> Scores:
-    """Merge scores from several processes."""
-    return {sample: ref for part in parts for sample, ref in part.items()}
+def join_by_sample(parts: Sequence[Mapping[str, T]]) -> dict[str, T]:
+    """Merge scores or other results by sample id from several processes."""
+    return {sample: value for part in parts for sample, value in part.items()}
 
 
 def join_named_scores(parts: Sequence[Mapping[str, Scores]]) -> dict[str, Scores]:
     """Merge scores from several processes, separately for each name."""
     names = dict.fromkeys(name for part in parts for name in part)
-    return {name: join_scores([part.get(name, {}) for part in parts]) for name in names}
+    return {name: join_by_sample([part.get(name, {}) for part in parts]) for name in names}
 
 
 def put_sample(sample: Sample) -> SampleRef:
@@ -77,6 +79,13 @@ class RankBatch:
 
     samples: tuple[SampleRef, ...]
     microbatches: tuple[Microbatch, ...]
+
+    @classmethod
+    def split(
+        cls, samples: Sequence[SampleRef], packing: Packing, units: Sequence[Sequence[int]] | None = None
+    ) -> list[RankBatch]:
+        """Return the batches of all data-parallel ranks. See `schedule`."""
+        return [cls.of(samples, members) for members in schedule(list(map(Lengths.of, samples)), packing, units)]
 
     @classmethod
     def of(cls, sample_refs: Sequence[SampleRef], microbatches: Sequence[Microbatch]) -> RankBatch:
@@ -100,11 +109,7 @@ class RankBatch:
 
     def fetch_samples(self, samples: Sequence[Sample] | None = None) -> list[SampleRef]:
         """Fetch all objects referenced by the batch in one call. Return its samples with the objects in place of the
-        references.
-
-        Args:
-            samples: the batch's samples if already fetched; None: fetch them.
-        """
+        references. `samples` are the batch's samples if already fetched; None: fetch them."""
         wanted = [part.scores for item in self.samples for part in item.scores.values()]
         fetched = _get([*(item.sample for item in self.samples if samples is None), *wanted])
         samples = [fetched[item.sample] for item in self.samples] if samples is None else samples
@@ -131,8 +136,7 @@ def add_scores(updates: Updates, scores: Mapping[str, Scores]) -> list[list[Rank
 
 
 class FetchedBatches:
-    """The batches that a rank has fetched in this epoch, cached so that passes and updates fetch each sample only
-    once."""
+    """The batches that a rank has fetched in this epoch. With them, passes and updates fetch a sample only once."""
 
     def __init__(self) -> None:
         self._fetched: dict[tuple, tuple[RankBatch, LocalBatch]] = {}

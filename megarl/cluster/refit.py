@@ -46,34 +46,28 @@ class Refit:
             None if verify == "off" else SyncVerifier(self._checksums, verify, config.actor.frozen_patterns)
         )
         self._connected: Collection[Generation] = ()
-        self._plan: Plan | None = None
-        self._compact: CompactPlan | None = None
+        self._planned: tuple[Plan, CompactPlan] | None = None
         self._rendezvous: Rendezvous | None = None
-        """Rendezvous for the plan's senders and receivers."""
+        """Rendezvous for the plan's senders and receivers; None if the plan sends nothing."""
         self._parameters_move = "parameters" in config.actor.offload
         self._connections = 0
 
     def run(self, version: int, rate: float = 0.0) -> dict[str, Metric]:
-        """Write the weights into every engine in place, as this version. Return metrics.
-
-        Args:
-            rate: learning rate of the updates since the last refit; 0 if nothing was learned.
-
-        Raises:
-            RunFailure: a call failed, the weights did not arrive (see SyncVerifier), or the last engine is lost.
-        """
+        """Write the weights into every engine in place, as this version. Return metrics. `rate` is the learning rate of
+        the updates since the last refit; 0 if nothing was learned. Raise RunFailure if a call failed, the weights did
+        not arrive (see SyncVerifier), or the last engine is lost."""
         self._engines.rejoin_restarted()
         if self._quantizes or self._config.actor.adapters is not None:
             self._trainers.prepare_refit().result()
         expected = None if self._verifier is None else self._verifier.expect(regions(self._engines.holders), rate)
         while True:
             if self._connected != self._engines.generations:
-                self._plan = None
-            if self._plan is None or (self._reads_on_gpu and self._parameters_move):
+                self._planned = None
+            if self._planned is None or (self._reads_on_gpu and self._parameters_move):
                 self._connect()
                 if not self._connected:  # an engine was lost: plan without it
                     continue
-            sending = self._trainers.send.start() if self._sends else {}
+            sending = {} if self._rendezvous is None else self._trainers.send.start()
             calls = sending | self._engines.start_refit(version, expected)
             answers = self._session.submit(calls, "refit", "refit", may_fail=self._engines.may_fail).result()
             if not answers.lost:
@@ -97,15 +91,10 @@ class Refit:
 
     @property
     def transport(self) -> str:
-        """Name of the plan's transport. Engines read weights directly from the memory of trainers on their own node,
-        unless all weights are sent."""
+        """Name of the plan's transport. Unless all weights are sent, engines read those of trainers on their node."""
         if self._config.sends_weights:
             return "p2p"
-        return device.memory_transport() + (" within nodes, p2p between nodes" if self._sends else "")
-
-    @property
-    def _sends(self) -> bool:
-        return self._config.sends_weights or self._plan.crosses_nodes
+        return device.memory_transport() + ("" if self._rendezvous is None else " within nodes, p2p between nodes")
 
     @property
     def _reads_on_gpu(self) -> bool:
@@ -125,36 +114,38 @@ class Refit:
         return CompactPlan.of(plan)
 
     def _connect(self) -> None:
-        if self._plan is None:
-            self._plan = self._make_plan()
-            if self._sends:
-                self._plan = ordered(self._plan)
-            self._compact = CompactPlan.of(self._plan)
-            if self._sends:
-                self._rendezvous = self._new_rendezvous()
-                self._trainers.connect(self._compact, self._rendezvous).result()
-        connected = self._engines.connect(self._compact, self._channel()).result()
+        if self._planned is None:
+            self._planned = self._make_plan()
+        plan, compact = self._planned
+        connected = self._engines.connect(compact, self._channel(plan)).result()
         self._connected = self._engines.generations if connected else ()
 
-    def _channel(self) -> Channel:
-        if self._config.sends_weights:
-            return self._rendezvous
+    def _channel(self, plan: Plan) -> Channel:
+        remote = self._rendezvous
+        if remote is not None and not isinstance(remote, RemoteRendezvous):
+            return remote
         local: Channel
         if self._reads_on_gpu:
-            local = CudaMemory(self._trainers.publish_on_gpu(self._plan.node_local).result(), self._parameters_move)
+            local = CudaMemory(self._trainers.publish_on_gpu(plan.node_local).result(), self._parameters_move)
         else:
             local = SharedMemory(self._trainers.publish(for_refit=True).result())
-        return HybridTransport(local, self._rendezvous) if self._sends else local
+        return local if remote is None else HybridTransport(local, remote)
 
-    def _make_plan(self) -> Plan:
+    def _make_plan(self) -> tuple[Plan, CompactPlan]:
+        """Return a new plan. If it sends weights, the trainers join its rendezvous."""
         bucket_mib = self._config.rollout.refit_bucket_mib
-        bucket_bytes = None if bucket_mib is None else bucket_mib * 2**20
-        return make_plan(self._sources, self._engines.holders, bucket_bytes)
+        plan = make_plan(self._sources, self._engines.holders, None if bucket_mib is None else bucket_mib * 2**20)
+        if not self._config.sends_weights and not plan.crosses_nodes:
+            self._rendezvous = None
+            return plan, CompactPlan.of(plan)
+        plan = ordered(plan)
+        compact, self._rendezvous = CompactPlan.of(plan), self._new_rendezvous()
+        self._trainers.connect(compact, self._rendezvous).result()
+        return plan, compact
 
     def _new_rendezvous(self) -> Rendezvous:
         """Return a new rendezvous. The next plan cannot reuse a rendezvous that a process has left."""
         self._connections += 1
         host, port = self._trainers.store_address
-        name, timeout_s = f"refit.{self._connections}", self._config.rollout.refit_timeout_s
         kind = Rendezvous if self._config.sends_weights else RemoteRendezvous
-        return kind(host, port, name, timeout_s)
+        return kind(host, port, f"refit.{self._connections}", self._config.rollout.refit_timeout_s)

@@ -41,12 +41,10 @@ CHECK_S = 5.0
 """Interval in seconds at which idle processes are pinged during a wait."""
 
 PING_S = 1.0
-"""Timeout of a ping, in seconds. A live process may take longer. If the process is dead, Ray returns an error
-immediately."""
+"""Timeout of a ping, in seconds. A live process may take longer; for a dead one, Ray returns an error at once."""
 
 SMALL = 4096
-"""Maximum size in bytes of a call's result that Ray sends to the caller. Larger results, such as samples, stay on the
-node that created them."""
+"""Maximum size in bytes of a result that Ray sends to the caller. Larger ones, such as samples, stay on their node."""
 
 HEALTH_CHECKS = {
     "health_check_period_ms": 2000,
@@ -54,9 +52,8 @@ HEALTH_CHECKS = {
     "health_check_failure_threshold": 4,
     "gcs_rpc_server_reconnect_timeout_s": 30,
 }
-"""Ray's health check settings. A node counts as lost after 4 · (2 + 5) s without an answer, which is half of Ray's
-default. This is shorter than any collective's deadline, but longer than the processes or the file system of a busy node
-may stall."""
+"""A node counts as lost after 4 · (2 + 5) s without an answer, which is half of Ray's default. This is shorter than any
+collective's deadline, but longer than the processes or the file system of a busy node may stall."""
 
 
 class Session:
@@ -64,23 +61,14 @@ class Session:
     diagnosis. It runs inside `supervised`, which ends remaining processes."""
 
     def __init__(
-        self,
-        config: Config,
-        logs: Path,
-        scratch: Path,
-        rendezvous: Path | None = None,
-        routed: Experts | None = None,
+        self, config: Config, logs: Path, scratch: Path, rendezvous: Path | None = None, routed: Experts | None = None
     ):
-        """Start Ray and wait for the other nodes.
+        """Start Ray and wait for the other nodes. Raise UserError if one cannot join, and RunFailure after a timeout.
 
         Args:
             scratch: folder for files that are not needed after the run.
             rendezvous: rendezvous folder for the nodes in a multi-node run.
             routed: the actor's experts; samples may carry their indices.
-
-        Raises:
-            UserError: a node cannot join.
-            RunFailure: nodes are missing after the timeout.
         """
         self.logs = logs.resolve()
         self._timeouts = config.cluster.timeouts
@@ -119,8 +107,10 @@ class Session:
         self._ray_ids = [ray.get_runtime_context().get_node_id()]
         """Ray's id for each node, by node number."""
         self._others: Sequence[Report] = ()
-        self._rendezvous = None if address is None else NodeRendezvous(rendezvous)
-        if self._rendezvous is not None:
+        self._rendezvous: NodeRendezvous | None = None
+        if address is not None:
+            assert rendezvous is not None, "a multi-node run has a rendezvous folder"
+            self._rendezvous = NodeRendezvous(rendezvous)
             with ExitStack() as stack:
                 stack.push(self.__exit__)  # if nodes are missing, Ray is shut down as at the end of a run
                 self._gather(self._rendezvous, config, store_bytes)
@@ -177,11 +167,7 @@ class Session:
             self._watched.pop(name, None)
 
     def submit(
-        self,
-        calls: Mapping[str, ray.ObjectRef],
-        phase: str,
-        timeout: TimeoutKind,
-        may_fail: Collection[str] = (),
+        self, calls: Mapping[str, ray.ObjectRef], phase: str, timeout: TimeoutKind, may_fail: Collection[str] = ()
     ) -> Pending[Answers]:
         """Return the future for these remote calls.
 
@@ -196,25 +182,9 @@ class Session:
         self._pending.append(pending)
         return pending
 
-    def wait(self, pending: Pending, meanwhile: Callable[[], object] | None = None) -> None:
-        """Wait until `pending` is ready. See Pending.result."""
-        while not pending.advance():
-            self._wait_once(pending.current, meanwhile)
-
-    def first(self, pendings: Sequence[Pending], meanwhile: Callable[[], object] | None = None) -> Pending:
-        """Wait until one of these is ready, and return the first ready one in the list."""
-        while True:
-            for pending in pendings:
-                if pending.advance():
-                    return pending
-            self._wait_once(pendings[0].current, meanwhile)
-
-    def _wait_once(self, wanted: Pending, meanwhile: Callable[[], object] | None) -> None:
-        """Wait until any pending call ends, or for CHECK_S seconds.
-
-        Args:
-            wanted: the Pending that the caller waits for. Errors name it if no specific call has failed.
-        """
+    def wait(self, wanted: Pending, meanwhile: Callable[[], object] | None) -> None:
+        """Wait until any pending call ends, or for CHECK_S seconds. If no specific call has failed, errors name
+        `wanted`, the Pending that the caller waits for."""
         self._pending = [pending for pending in self._pending if pending.unfinished]
         self._watchdog.phase = wanted.phase
         most_urgent = min(self._pending, key=lambda pending: pending.deadline)
@@ -236,11 +206,10 @@ class Session:
         self._take(refs, timeout_s=0)
         return True
 
-    def _take(self, refs: Sequence[ray.ObjectRef], timeout_s: float) -> None:
+    def _take(self, refs: list[ray.ObjectRef], timeout_s: float) -> None:
         ended, _ = ray.wait(refs, num_returns=len(refs), timeout=timeout_s) if refs else ([], [])
-        ended = set(ended)
         for pending in self._pending:
-            pending.take(ended)
+            pending.take(set(ended))
 
     def _working(self) -> list[str]:
         """Return the names of the processes with pending calls."""
@@ -262,7 +231,7 @@ class Session:
                 return
         for pending in failed:
             write_stacks(pending.fatal_errors(), self.logs)
-        if lost:
+        if self._rendezvous is not None and lost:
             self._rendezvous.note_lost(lost)
             nodes = ", ".join(f"node {name}" for name in lost)
             raise RunFailure(
@@ -287,8 +256,7 @@ class Session:
             self._watchdog.check()
 
     def _overdue(self, pending: Pending) -> str:
-        """Return a message that names the processes that missed the deadline, the files with their stack traces, and
-        the key that sets the deadline."""
+        """Return a message with the overdue processes, the files with their stacks, and the key of the deadline."""
         names = list(pending.unfinished.values())
         logs = [file for name in names for file in (self.logs / f"{name}.log", *self.logs.glob(f"{name}.*.log"))]
         if self._rendezvous is not None:
@@ -302,7 +270,7 @@ class Session:
 
     def _lost(self, idle: Collection[str]) -> dict[str, Exception]:
         """Return the errors of idle processes that have died."""
-        pings = {self._watched[name].__ray_ready__.remote(): name for name in idle}
+        pings: dict[ray.ObjectRef, str] = {self._watched[name].__ray_ready__.remote(): name for name in idle}
         answered, _ = ray.wait(list(pings), num_returns=len(pings), timeout=PING_S) if pings else ([], [])
         return {pings[ref]: error for ref in answered if (error := outcome(ref)[1]) is not None}
 

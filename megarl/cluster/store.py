@@ -4,23 +4,18 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-import torch.distributed as dist
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  # documented, but not in __all__
 
 from megarl.cluster.network import listen
 
 
-def open_store(host: str, world_size: int | None, timeout_s: float) -> dist.TCPStore:
+def open_store(host: str, world_size: int | None, timeout_s: float) -> TCPStore:
     """Open the store for a new process group. It listens only on the interface with this address, whereas torch listens
-    on all interfaces by default.
-
-    Args:
-        world_size: number of processes in the group; None: any number may join.
-    """
+    on all interfaces by default. `world_size` is the number of processes in the group; None: any number may join."""
     listener = listen(host)
-    port = listener.getsockname()[1]
-    return dist.TCPStore(
+    return TCPStore(
         host,
-        port,
+        listener.getsockname()[1],
         world_size,
         is_master=True,
         wait_for_workers=False,
@@ -29,13 +24,13 @@ def open_store(host: str, world_size: int | None, timeout_s: float) -> dist.TCPS
     )
 
 
-def join_store(host: str, port: int, world_size: int | None, timeout_s: float) -> dist.TCPStore:
-    return dist.TCPStore(
+def join_store(host: str, port: int, world_size: int | None, timeout_s: float) -> TCPStore:
+    return TCPStore(
         host, port, world_size, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
     )
 
 
-def is_open(store: dist.TCPStore) -> bool:
+def is_open(store: TCPStore) -> bool:
     """Return whether the process that opened the store still serves it."""
     try:
         store.num_keys()

@@ -11,8 +11,7 @@ from megarl.resharding.piece import num_elements
 from megarl.resharding.verification import Checksum, Region, sample
 
 NUM_REGIONS, NUM_ELEMENTS = 256, 4096
-"""Number of sampled regions, and number of elements in each. Checksums of these one million elements take well under
-0.1 s."""
+"""Number of sampled regions, and of elements in each. Checksums of a million elements take well under 0.1 s."""
 
 
 class SyncVerifier:
@@ -38,11 +37,7 @@ class SyncVerifier:
         verify: Literal["first", "always"],
         frozen: Sequence[str],
     ):
-        """
-        Args:
-            compute: function that returns the trainer's checksums for the given regions.
-            frozen: name patterns of frozen tensors.
-        """
+        """`compute` returns the trainer's checksums for regions. `frozen` has name patterns of frozen tensors."""
         self._compute, self._verify, self._frozen = compute, verify, frozen
         self._sampled: dict[Region, int] = {}
         self._known: dict[Region, int] | None = None
@@ -51,16 +46,11 @@ class SyncVerifier:
         """Sum of the learning rates in the steps since the last change to the sample."""
 
     def expect(self, regions: Sequence[Region], rate: float) -> dict[Region, Checksum]:
-        """Return the checksums that the engines should have after this refit.
-
-        Args:
-            regions: all regions that the engines hold.
-            rate: learning rate in the step before this refit; 0 if nothing was learned.
-
-        Raises:
-            RunFailure: the trainer's weights do not change during training.
-        """
-        wanted = sample([region for region in regions if self._is_trained(region)], NUM_REGIONS, NUM_ELEMENTS)
+        """Return the checksums that the engines should have after this refit. Raise RunFailure if the trainer's weights
+        do not change during training. `regions` are all regions that the engines hold, and `rate` is the learning rate
+        since the last refit; 0 if nothing was learned."""
+        trained = [r for r in regions if not any(fnmatch(r.tensor, pattern) for pattern in self._frozen)]
+        wanted = sample(trained, NUM_REGIONS, NUM_ELEMENTS)
         verifies_all = self._verify == "always" or not self._sampled
         checksums = dict(self._compute([*dict.fromkeys([*regions, *wanted])] if verifies_all else wanted))
         sampled = _values(checksums, wanted)
@@ -71,12 +61,8 @@ class SyncVerifier:
         self._sampled = sampled
         return checksums
 
-    def _is_trained(self, region: Region) -> bool:
-        return not any(fnmatch(region.tensor, pattern) for pattern in self._frozen)
-
     def _check_moved(self, regions: Sequence[Region], rate: float) -> None:
-        """If the sampled elements have not changed, check that other weights have. The sample's tokens or experts may
-        have no gradient."""
+        """If the sampled elements are unchanged, check the others: the sampled ones may have no gradient."""
         self._movement += rate
         # AdamW changes an element by up to the learning rate, and rounding to bfloat16 may lose this change. Once the
         # expected total change in the sample is 1, hundreds of elements change: their last digit is about 1/1000.

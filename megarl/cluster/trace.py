@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -34,7 +34,7 @@ class Trace:
 
     def __init__(self, logs: Path):
         self._path = logs / FILE
-        self._seconds: Counter[str] = Counter()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
 
     def record(self, task: str, begin: float, end: float) -> None:
         """Write a span for a task in the driver."""

@@ -23,28 +23,18 @@ UNREAD: tuple[Part, ...] = ("gradients", "optimizer")
 
 @dataclass(frozen=True, slots=True)
 class TrainedModels:
-    """The trainer groups by role, including the actor's.
-
-    The parts of a model's state that its key `offload` lists are in host memory during rollouts, and while a different
-    model computes on the same devices. During a refit, all of them except the actor's weights are in host memory. A
-    task moves them back.
-
-    Attributes:
-        sharing: for each role, the other roles on the same devices, with which it takes turns.
-    """
+    """The trainer groups by role, including the actor's. The parts of a model's state that its key `offload` lists are
+    in host memory during rollouts, and while a different model computes on the same devices. During a refit, all of
+    them except the actor's weights are in host memory. A task moves them back. `sharing` has, for each role, the other
+    roles on the same devices, with which it takes turns."""
 
     groups: Mapping[Role, TrainerGroup]
     sharing: Mapping[Role, Collection[Role]]
 
     def run(self, tasks: Mapping[Role, Callable[[], Pending[Any]]], parts: Collection[Part] = PARTS) -> dict[Role, Any]:
-        """Run one task for each of these models, and return the results. The tasks are independent of each other.
-
-        On shared devices, a task starts when the previous one has finished: concurrent tasks would take as long and
-        need the memory of both.
-
-        Args:
-            parts: the parts of a model's state that its task needs on the devices.
-        """
+        """Run one task for each of these models, and return the results. The tasks are independent of each other. On
+        shared devices, a task starts when the previous one has finished: concurrent tasks would take as long and need
+        the memory of both. `parts` are the parts of a model's state that its task needs on the devices."""
         running: dict[Role, Pending[Any]] = {}
         for role, task in tasks.items():
             for other in self.sharing[role]:
@@ -62,8 +52,7 @@ class TrainedModels:
         join([self.groups[other].offload(PARTS) for other in self.sharing[role]]).result()
 
     def stage_actor_for_sync(self) -> None:
-        """Move the actor's weights to its devices, and offload gradients and optimizers, because engines on the same
-        devices wake up for the refit."""
+        """Load the actor's weights and offload gradients and optimizers, because the engines wake up for the refit."""
         self.offload_others("actor")
         groups = [group for group in self.groups.values() if group.offloads.intersection(UNREAD)]
         offload = join([group.offload(UNREAD) for group in groups])

@@ -9,11 +9,10 @@ from typing import Any
 
 from megarl.cluster.groups.engines import EngineGroup
 from megarl.cluster.groups.environments import EnvironmentGroup
-from megarl.cluster.groups.reward_engines import RewardEngineGroup
-from megarl.cluster.groups.reward_model import RewardModelGroup
+from megarl.cluster.groups.reward_models import RewardEngineGroup, RewardModelGroup
 from megarl.cluster.groups.rewards import RewardGroup
 from megarl.cluster.groups.trainers import TrainerGroup
-from megarl.cluster.pending import Pending
+from megarl.cluster.pending import Pending, first
 from megarl.cluster.placement import Placement, Process
 from megarl.cluster.refit import Refit
 from megarl.cluster.session import Session
@@ -48,8 +47,7 @@ class Workers:
     environments: EnvironmentGroup | None = None
     """Processes that run rollouts in environments; None if each rollout is a single response to its prompt."""
     evaluation_environments: EnvironmentGroup | None = None
-    """Processes that run evaluation rollouts in environments, shared with training. None if neither training nor any
-    evaluation set has an environment."""
+    """Processes that run training and evaluation rollouts in environments; None if there are no such rollouts."""
 
     @property
     def actor(self) -> TrainerGroup:
@@ -68,18 +66,14 @@ class Workers:
         self.actor.export(self.export_plan, out)
 
     def switch_to_rollout(self) -> dict[str, Metric]:
-        """Offload the trained models as their `offload` keys require, and resume the engines. Return the number of
-        bytes offloaded, as metrics."""
+        """Offload the trained models as `offload` requires, and resume the engines. Return metrics of the bytes."""
         offloaded = self.trained.offload_all().result()
         self.engines.resume().result()
         return offloaded
 
     def switch_to_scoring(self, is_last: bool) -> None:
-        """Put the engines to sleep after a sampling round if a reward model shares their devices.
-
-        Args:
-            is_last: whether a refit follows before the engines sample again.
-        """
+        """Put the engines to sleep after a sampling round if a reward model shares their devices. `is_last`: whether a
+        refit follows before the engines sample again."""
         if self.rewards_share_devices:
             self._suspend(keeps_weights=not is_last)
 
@@ -89,8 +83,7 @@ class Workers:
             self.engines.resume().result()
 
     def switch_to_training(self) -> None:
-        """Put the engines to sleep after the last sampling round in a step, unless they already sleep. A refit follows
-        before they sample again."""
+        """Put the engines to sleep after a step's last sampling round, unless they sleep. A refit follows."""
         if not self.rewards_share_devices:
             self._suspend(keeps_weights=False)
 
@@ -109,8 +102,7 @@ class Workers:
         return {f"idle/{name}": Metric(pending.result()) for name, pending in shares.items()}
 
     def close(self) -> None:
-        """Destroy the process groups on all ranks. Engines have no process groups to destroy and stop with their
-        processes."""
+        """Destroy the process groups on all ranks. Engines have none to destroy and stop with their processes."""
         self.trained.close()
         if isinstance(self.reward_model, RewardModelGroup):
             self.reward_model.close().result()
@@ -124,22 +116,17 @@ def launch_workers(
     checkpoint: Checkpoint | None,
     engines: EngineGroup | None = None,
 ) -> Workers:
-    """Start all processes in parallel, and plan the export of the weights. Each model loads its model folder and then,
-    if there is a checkpoint, its state from the checkpoint.
-
-    Args:
-        engines: running engines with the same config; None: start new engines.
-    """
-
+    """Start all processes in parallel, and plan the export of the weights. Each model loads its model folder and then
+    its state from the checkpoint, if any. `engines` are running engines with the same config; None: start new ones."""
     placed: dict[Role, tuple[Path | None, Sequence[Process]]] = {
         "actor": (models.actor, placement.trainers),
         "critic": (models.critic, placement.critics),
         "implicit_reward": (models.implicit_reward, placement.implicit_rewards),
     }
-    groups = {
+    groups: dict[Role, TrainerGroup] = {
         role: TrainerGroup(session, config, role, folder, processes)
         for role, (folder, processes) in placed.items()
-        if processes
+        if folder is not None and processes
     }
     elapsed = ElapsedTime()
     starting: dict[str, Pending[Any]] = {}
@@ -147,7 +134,7 @@ def launch_workers(
         engines = EngineGroup(session, config, models.actor, placement.engines)
         starting["engines"] = engines.start()
         if config.is_colocated and device.on_cuda():
-            _await_starts(session, starting, elapsed)  # sleeping engines free memory on shared devices for the models
+            _await_starts(starting, elapsed)  # sleeping engines free memory on shared devices for the models
     reward_model = _reward_model(session, config, models.reward_model, placement.reward_models)
     rewards = RewardGroup(session, config, placement.rewards, reward_model, models)
     for name, group in (("reward model", reward_model), ("rewards", rewards)):
@@ -161,9 +148,9 @@ def launch_workers(
     for role, group in groups.items():
         starting[role.replace("_", " ")] = _start_trained(group, checkpoint)
         if trained.sharing[role] and group.offloads:  # before the next model on these devices loads its state
-            _await_starts(session, starting, elapsed)
+            _await_starts(starting, elapsed)
             group.offload(PARTS).result()
-    _await_starts(session, starting, elapsed)
+    _await_starts(starting, elapsed)
     actor = groups["actor"]
     export_plan = make_plan(actor.holders, [huggingface_holder(models.hf_config, config.model.dtype)])
     return Workers(
@@ -180,11 +167,10 @@ def launch_workers(
     )
 
 
-def _await_starts(session: Session, starting: dict[str, Pending[Any]], elapsed: ElapsedTime) -> None:
-    """Wait until all groups in `starting` have started, and empty it. Print a line for each group as soon as it has
-    started."""
+def _await_starts(starting: dict[str, Pending[Any]], elapsed: ElapsedTime) -> None:
+    """Wait until all groups in `starting` have started, print a line for each, and empty `starting`."""
     while starting:
-        started = session.first(list(starting.values()))
+        started = first(list(starting.values()))
         started.result()
         name = next(name for name, pending in starting.items() if pending is started)
         del starting[name]

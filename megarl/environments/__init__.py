@@ -1,7 +1,6 @@
 """Environments and agents: their protocols, their tools, and the processes that run user code."""
 
-from megarl.environments.agent import Agent
-from megarl.environments.protocol import Environment, Opening, Step, StopReason, Task, Turn
+from megarl.environments.protocol import Agent, Environment, Opening, Step, StopReason, Task, Turn
 from megarl.environments.tools import MalformedCall, ToolCall, tool
 
 __all__ = ["Agent", "Environment", "MalformedCall", "Opening", "Step", "StopReason", "Task", "ToolCall", "Turn", "tool"]

@@ -34,7 +34,7 @@ class AgentRollout:
         access = {"base_url": self._server.base_url, "api_key": session.token, "model": MODEL}
         try:
             limit_s = self._config.environment.agent_timeout_s
-            self.outcome.rewards = await host.call("run", request.key, limit_s, task=asdict(task), **access) or {}
+            self.outcome.rewards = await host.invoke("run", request.key, limit_s, task=asdict(task), **access) or {}
             self.outcome.stop_reason = session.stop_reason
         except HostFailure:
             if session.error is None:  # otherwise an engine error made the agent fail

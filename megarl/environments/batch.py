@@ -15,14 +15,12 @@ from megarl.rewards.result import Result
 
 
 def is_judged(sample: Sample) -> bool:
-    """Return whether reward functions score the sample. In an environment rollout they score only the last sample, and
-    no sample if the rollout failed."""
+    """Return whether reward functions score the sample: in an environment, the last one of a successful rollout."""
     return sample.episode is None or (sample.episode.is_last and sample.episode.failure is None)
 
 
 async def judge_single(pool: FunctionPool, functions: Sequence[str], sample: Sample) -> dict[str, Result]:
-    """Call the functions that apply to the sample's data source, concurrently. Return their results, keyed by function
-    name."""
+    """Call the functions that apply to the sample's data source concurrently. Return their results by name."""
     prompt, columns = sample.prompt, columns_of(sample)
     judging = [name for name in functions if pool.judges(name, prompt)]
     calls = [
@@ -33,8 +31,7 @@ async def judge_single(pool: FunctionPool, functions: Sequence[str], sample: Sam
 
 
 async def judge_batch(pool: FunctionPool, samples: Sequence[Sample]) -> list[dict[str, Result]]:
-    """Call the pool's batch functions concurrently, each once with all samples that it applies to. Return each sample's
-    results, keyed by function name."""
+    """Call the batch functions concurrently, each once with all its samples. Return each sample's results by name."""
     results: list[dict[str, Result]] = [{} for _ in samples]
 
     async def call(name: str) -> None:

@@ -13,14 +13,14 @@ import threading
 import traceback
 from collections.abc import Mapping
 from concurrent.futures import Future
-from typing import Any, BinaryIO
+from io import BufferedRWPair
+from typing import Any
 
 from megarl.config import schema
 from megarl.core.errors import UserError
-from megarl.environments.agent import Agent
-from megarl.environments.protocol import Environment, Opening, Step, Task, Turn
+from megarl.environments.protocol import Agent, Environment, Opening, Step, Task, Turn
 from megarl.environments.registry import SANDBOX, check_environment, is_agent, takes_sandbox
-from megarl.environments.tools import MalformedCall, ToolCall, describe, run, tools_of
+from megarl.environments.tools import MalformedCall, Status, ToolCall, describe, run, tools_of
 from megarl.sandbox.choice import find_provider
 from megarl.usercode.parent import connect, send
 
@@ -35,8 +35,7 @@ class Host:
         """Running agents, keyed by rollout id."""
 
     async def handle(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Handle a request and return the fields of the response: a value, or a failure with the environment's stack
-        trace."""
+        """Handle a request. Return the fields of the response: a value, or a failure with a stack trace."""
         method, rollout = request["method"], request["rollout"]
         try:
             methods = {"reset": self._reset, "step": self._step, "run": self._run, "close": self._close}
@@ -47,6 +46,7 @@ class Host:
 
     async def _reset(self, rollout: str, request: Mapping[str, Any]) -> dict[str, Any]:
         environment = self._environments[rollout] = self._kind(**self._options)
+        assert isinstance(environment, Environment), "agents have no reset"
         environment.toolbox.timeout_s = self._tool_timeout_s
         opening = await run(environment.reset, Task(**request["task"]))
         if isinstance(opening, Opening):
@@ -56,6 +56,7 @@ class Host:
 
     async def _step(self, rollout: str, request: Mapping[str, Any]) -> dict[str, Any]:
         environment, turn = self._environments[rollout], request["turn"]
+        assert isinstance(environment, Environment), "agents have no step"
         calls = tuple(ToolCall(**call) if "arguments" in call else MalformedCall(**call) for call in turn["tool_calls"])
         step = await run(environment.step, Turn(**{**turn, "tool_calls": calls}))
         if not isinstance(step, Step):
@@ -77,13 +78,13 @@ class Host:
     async def _run(self, rollout: str, request: Mapping[str, Any]) -> dict[str, float] | None:
         """Run an agent to completion and return its rewards."""
         agent = self._environments[rollout] = self._kind(**self._options)
+        assert isinstance(agent, Agent), "environments have no run"
         access = (request[name] for name in ("base_url", "api_key", "model"))
         self._runs[rollout] = asyncio.create_task(run(agent.run, Task(**request["task"]), *access))
         return _rewards(await self._runs[rollout])
 
-    async def _close(self, rollout: str, request: Mapping[str, Any]) -> dict[str, int]:
-        """Close the rollout's environment, cancel its agent if it is still running, and return the number of tool calls
-        per status."""
+    async def _close(self, rollout: str, request: Mapping[str, Any]) -> Mapping[Status, int]:
+        """Close the rollout's environment, cancel its running agent, and return the number of tool calls per status."""
         environment = self._environments.pop(rollout, None)
         if environment is None:  # its constructor raised
             return {}
@@ -92,9 +93,7 @@ class Host:
             agent_run.cancel()
             await asyncio.wait([agent_run])
         await run(environment.close)
-        if isinstance(environment, Agent):
-            return {}
-        return dict(environment.toolbox.counts)
+        return {} if isinstance(environment, Agent) else environment.toolbox.counts
 
 
 def _plain(messages: Any) -> list[dict[str, Any]]:
@@ -113,7 +112,7 @@ def _rewards(reward: Any) -> dict[str, float] | None:
     return {name: float(value) for name, value in (reward.items() if isinstance(reward, Mapping) else [("", reward)])}
 
 
-async def serve(host: Host, parent: BinaryIO) -> None:
+async def serve(host: Host, parent: BufferedRWPair) -> None:
     """Serve requests until the parent closes the connection, which ends this process."""
     loop, pending = asyncio.get_running_loop(), set[Future[None]]()
 
@@ -132,7 +131,7 @@ async def serve(host: Host, parent: BinaryIO) -> None:
 
 
 def main(
-    parent: BinaryIO, name: str, options: Mapping[str, Any], tool_timeout_s: float, sandbox: Mapping[str, Any]
+    parent: BufferedRWPair, name: str, options: Mapping[str, Any], tool_timeout_s: float, sandbox: Mapping[str, Any]
 ) -> None:
     try:
         kind = check_environment(name, options)

@@ -17,11 +17,7 @@ TOOLS_S = 5.0
 
 
 class HostFailure(Exception):
-    """A failed call to an environment process.
-
-    Attributes:
-        stack: stack trace of the environment's exception, or "".
-    """
+    """A failed call to an environment process. `stack` is the stack trace of the environment's exception, or ""."""
 
     def __init__(self, reason: str, stack: str = ""):
         super().__init__(reason)
@@ -30,14 +26,7 @@ class HostFailure(Exception):
 
 @dataclass(frozen=True, slots=True)
 class HostArguments:
-    """Arguments for an environment process.
-
-    Attributes:
-        name: `environment.class`.
-        options: `environment.options`.
-        tool_timeout_s: wall-clock limit for one tool call, in seconds.
-        sandbox: the config's `sandbox` section.
-    """
+    """An environment process's arguments: class, options, seconds for a tool call, and the `sandbox` section."""
 
     name: str
     options: Mapping[str, Any]
@@ -59,8 +48,7 @@ class HostProcess(ConcurrentChild):
         super().__init__([sys.executable, "-m", "megarl.environments.host"])
         self.num_rollouts = 0
         self.is_retiring = False
-        """Whether something in the process hangs. A retiring process accepts no new rollouts and is killed after its
-        last rollout."""
+        """Whether something in the process hangs. It then accepts no new rollouts and is killed after its last one."""
         self.tools: Sequence[Mapping[str, Any]] = ()
         self.is_agent = False
 
@@ -78,9 +66,8 @@ class HostProcess(ConcurrentChild):
         host.tools, host.is_agent = hello["tools"], hello["is_agent"]
         return host
 
-    async def call(self, method: str, rollout: str, timeout_s: float, **arguments: Any) -> Any:
-        """Call a method of the rollout's environment and return its result. Raise HostFailure if the method raises or
-        times out."""
+    async def invoke(self, method: str, rollout: str, timeout_s: float, **arguments: Any) -> Any:
+        """Call a method of the rollout's environment and return its result. Raise HostFailure if it raises or hangs."""
         ended = "the environment's process " + ("has exited" if self.is_over else "exited")
         try:
             response = await self.request(timeout_s, method=method, rollout=rollout, **arguments)
@@ -122,8 +109,7 @@ class HostPool:
         return self._hosts[0].is_agent
 
     async def take(self) -> HostProcess:
-        """Assign a new rollout to the process with the fewest rollouts and return that process. Replace exited and
-        retiring processes first."""
+        """Assign a rollout to the process with the fewest ones. Replace exited and retiring processes first."""
         await asyncio.shield(self._replace_ended())  # an aborted rollout must not leave a process half started
         host = min(self._hosts, key=lambda host: host.num_rollouts)
         host.num_rollouts += 1
@@ -138,8 +124,7 @@ class HostPool:
                         await host.end()
 
     async def give_back(self, host: HostProcess) -> None:
-        """Release a process at the end of a rollout. If the process has been replaced, kill it after its last
-        rollout."""
+        """Release a process at the end of a rollout. Kill a replaced process after its last rollout."""
         host.num_rollouts -= 1
         if host not in self._hosts and not host.num_rollouts:
             await host.end()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from megarl.core.types import Episode, Prompt, RolloutInfo, Sample
 from megarl.environments.protocol import StopReason
@@ -16,7 +18,6 @@ class Outcome:
     """The outcome of a rollout.
 
     Attributes:
-        stop_reason: why the rollout ended.
         turn_rewards: one entry per turn: rewards keyed by name ("" if unnamed), or None for a turn without a reward.
         rewards: rewards for the whole rollout, keyed by name.
         tool_calls: number of tool calls per status.
@@ -38,13 +39,7 @@ class Outcome:
 
     def samples(self, name: str, prompt: Prompt, parts: Sequence[Part]) -> list[Sample]:
         """Return one sample per part that has a turn, or one empty sample if no part has one. Reward functions score
-        the sample with the last turn.
-
-        Args:
-            name: id of the rollout and of its first sample.
-            prompt: the rollout's prompt.
-            parts: the rollout's sequences.
-        """
+        the sample with the last turn. `name` is the id of the rollout and of its first sample."""
         parts = [part for part in parts if part.transcript.num_turns]
         transcripts = [part.transcript for part in parts]
         info = RolloutInfo(
@@ -56,7 +51,8 @@ class Outcome:
             num_cached_tokens=sum(transcript.num_cached_tokens for transcript in transcripts),
         )
         if not parts:
-            return [Sample(name, prompt, [], [], [], (), "stop", "", episode=self._episode(info, None, is_last=True))]
+            empty = np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.bool_)
+            return [Sample(name, prompt, *empty, (), "stop", "", episode=self._episode(info, None, is_last=True))]
         scored = max(parts, key=lambda part: part.last_turn)
         return [
             part.transcript.sample(
@@ -70,11 +66,11 @@ class Outcome:
         ]
 
     def _episode(self, info: RolloutInfo, part: Part | None, is_last: bool) -> Episode:
-        totals: Counter[str] = Counter()
+        totals: defaultdict[str, float] = defaultdict(float)
         for rewards in (*self.turn_rewards, self.rewards):
             for name, value in (rewards or {}).items():
                 totals[name] += value
-        del totals[""]
+        totals.pop("", None)
         return Episode(
             info=info,
             rewards=tuple(None if rewards is None else sum(rewards.values()) for rewards in self.turn_rewards),

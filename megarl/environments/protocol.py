@@ -1,7 +1,7 @@
-"""The environment protocol: a task, followed by policy turns. The environment responds to each turn with a step.
+"""The protocols of environments, which respond to each turn of the policy with a step, and of agents.
 
-Each rollout gets its own environment instance, in a process next to the engines. Methods may be async. Synchronous
-methods run in a thread so that they do not block other environments in the process.
+Each rollout gets its own instance, in a process next to the engines. Methods may be async. Synchronous methods run in a
+thread so that they do not block other instances in the process.
 """
 
 from __future__ import annotations
@@ -106,12 +106,9 @@ class Opening:
 
 
 class Environment:
-    """Base class for environments. A user class with these methods need not inherit from it.
-
-    The constructor receives `environment.options` as keyword arguments. Methods decorated with
-    `megarl.environments.tool` are tools that the policy may call. A class that only provides tools needs no other
-    methods.
-    """
+    """Base class for environments. A user class with these methods need not inherit from it. The constructor receives
+    `environment.options` as keyword arguments. Methods decorated with `megarl.environments.tool` are tools that the
+    policy may call. A class that only provides tools needs no other methods."""
 
     @property
     def toolbox(self) -> Toolbox:
@@ -136,3 +133,17 @@ class Environment:
 
     async def close(self) -> None:
         """Release the environment's resources. Called once at the end of every rollout."""
+
+
+class Agent:
+    """Base class for agents, programs that call the policy through an OpenAI-compatible endpoint. A user class with a
+    `run` method need not inherit from it. The constructor receives `environment.options` as keyword arguments."""
+
+    async def run(self, task: Task, base_url: str, api_key: str, model: str) -> float | Mapping[str, float] | None:
+        """Work on the task. Each request to `base_url` with `api_key` is one turn of the rollout. The agent may pass
+        the URL and the key to sub-agents and other programs. Return the reward, or named rewards, which are summed.
+        None leaves scoring to the reward functions, which read the last sample."""
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        """Release the agent's resources. Called once at the end of every rollout, including one that timed out."""

@@ -11,8 +11,7 @@ from typing import Any
 
 from megarl.core.errors import UserError
 from megarl.core.user_file import defined_in_file
-from megarl.environments.agent import Agent
-from megarl.environments.protocol import Environment
+from megarl.environments.protocol import Agent, Environment
 from megarl.environments.tools import describe, tools_of
 
 SHIPPED = {
@@ -41,9 +40,8 @@ def is_agent(kind: type) -> bool:
 
 
 def environment_class(name: str) -> type[Environment] | type[Agent]:
-    """Return the class with this name in SHIPPED, or load `path/to/file.py:Class`. A user class that inherits from
-    neither Environment nor Agent is combined with the matching base class. Raise UserError if the class does not exist,
-    or has no step, run or tool."""
+    """Return the class in SHIPPED or in `path/to/file.py:Class`, combined with Environment or Agent if it inherits from
+    neither. Raise UserError if it does not exist or has no step, run or tool."""
     if name in SHIPPED:
         module, _, class_name = SHIPPED[name].partition(":")
         return getattr(importlib.import_module(module), class_name)
@@ -58,9 +56,8 @@ def environment_class(name: str) -> type[Environment] | type[Agent]:
 
 
 def check_environment(name: str, options: Mapping[str, Any]) -> type[Environment] | type[Agent]:
-    """Return the class with this name after checking for errors that would make its rollouts fail early. Raise
-    UserError for options that the constructor does not accept, incorrect method signatures, and tools that cannot be
-    described."""
+    """Return the class with this name after checking for errors that would make rollouts fail. Raise UserError for
+    options that the constructor does not accept, incorrect method signatures, and tools that cannot be described."""
     kind = environment_class(name)
     _check_options(name, kind, options)
     for method, arguments in (AGENT_METHODS if is_agent(kind) else METHODS).items():
@@ -77,7 +74,7 @@ def check_environment(name: str, options: Mapping[str, Any]) -> type[Environment
     return kind
 
 
-def _class_from_file(name: str) -> type[Environment]:
+def _class_from_file(name: str) -> type[Environment] | type[Agent]:
     path, class_name, kind = defined_in_file(CLASS, name)
     if not inspect.isclass(kind):
         raise UserError(
@@ -91,11 +88,8 @@ def _class_from_file(name: str) -> type[Environment]:
     if issubclass(kind, Environment | Agent):
         return kind
     base = Agent if is_agent(kind) else Environment
-    return types.new_class(kind.__name__, (kind, base), exec_body=lambda body: body.update(_attributes(kind)))
-
-
-def _attributes(kind: type) -> dict[str, Any]:
-    return {"__doc__": kind.__doc__, "__module__": kind.__module__}
+    attributes = {"__doc__": kind.__doc__, "__module__": kind.__module__}
+    return types.new_class(kind.__name__, (kind, base), exec_body=lambda body: body.update(attributes))
 
 
 def _check_options(name: str, kind: type, options: Mapping[str, Any]) -> None:
@@ -134,6 +128,6 @@ def _hint(name: str, known: Collection[str]) -> str:
     return f"Did you mean {close[0]}? " if close else ""
 
 
-def takes_sandbox(kind: type[Environment]) -> bool:
+def takes_sandbox(kind: type) -> bool:
     """Return whether the constructor accepts the sandbox provider."""
     return SANDBOX in inspect.signature(kind).parameters

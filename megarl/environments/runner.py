@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -18,6 +17,7 @@ from megarl.environments.hosts import TOOLS_S, HostFailure, HostPool, HostProces
 from megarl.environments.outcome import Outcome
 from megarl.environments.protocol import StopReason, Task
 from megarl.environments.sessions.server import SessionServer
+from megarl.environments.sessions.session import turn_seed
 from megarl.environments.transcript import Part, Transcript
 
 if TYPE_CHECKING:
@@ -26,14 +26,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RolloutRequest:
-    """A request for one rollout.
-
-    Attributes:
-        id: id of the rollout and of its first sample.
-        prompt: the rollout's prompt.
-        seed: sampling seed. With the same weights and observations it reproduces the rollout.
-        task_seed: task seed, shared by all rollouts in the prompt's group.
-    """
+    """A request for one rollout with this id, which is also that of its first sample. With the same weights and
+    observations, `seed` reproduces the rollout. All rollouts in the prompt's group share `task_seed`."""
 
     id: str
     prompt: Prompt
@@ -53,6 +47,7 @@ class Sampler(Protocol):
         self, token_ids: Sequence[int], max_new_tokens: int, seed: int, stop: Sequence[str] = ()
     ) -> Completion:
         """Sample a completion for these tokens."""
+        ...
 
 
 def turn_tokens(config: Config, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]]):
@@ -71,7 +66,7 @@ class RolloutRunner:
     """Runs any number of rollouts concurrently, in environments that live in a pool of processes."""
 
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase, pool: HostPool):
-        """Create a runner. Raise UserError if turn_tokens does."""
+        """Create a runner. Raise UserError like `turn_tokens`."""
         self.config, self.tokenizer, self.pool = config, tokenizer, pool
         self.tokens = turn_tokens(config, tokenizer, pool.tools)
         self._server: SessionServer | None = None
@@ -94,9 +89,8 @@ class RolloutRunner:
         await self.pool.close()
 
     async def run(self, request: RolloutRequest, sample: Sampler) -> list[Sample]:
-        """Run a rollout and return one or more samples. Samples from a failed rollout carry the failure instead of a
-        reward. Raise UserError after environment.max_consecutive_failures consecutive failed rollouts, unless it is
-        None."""
+        """Run a rollout and return one or more samples. A failed rollout's samples carry the failure, not a reward.
+        Raise UserError after environment.max_consecutive_failures consecutive failed rollouts, unless it is None."""
         rollout = (
             _Rollout(self, request, sample)
             if self._server is None
@@ -117,7 +111,7 @@ class RolloutRunner:
     async def _close(self, host: HostProcess, key: str, outcome: Outcome) -> None:
         """Close the rollout's environment and release its process."""
         try:
-            outcome.tool_calls.update(await host.call("close", key, self.config.environment.timeout_s))
+            outcome.tool_calls.update(await host.invoke("close", key, self.config.environment.timeout_s))
         except HostFailure as failure:
             outcome.fail(str(failure), failure.stack)
         finally:
@@ -167,7 +161,7 @@ class _Rollout:
     async def _reset(self, host: HostProcess) -> None:
         prompt, request = self._request.prompt, self._request
         task = Task(prompt.id, prompt.messages, prompt.answer, prompt.columns, request.task_seed)
-        reset = host.call("reset", request.key, self._config.environment.timeout_s, task=asdict(task))
+        reset = host.invoke("reset", request.key, self._config.environment.timeout_s, task=asdict(task))
         opening = await _uninterrupted(reset)
         if opening["token_ids"] is not None:
             self._start_sample([], opening["token_ids"])
@@ -197,8 +191,7 @@ class _Rollout:
         """Sample a turn and return the fields of the Turn that the environment receives."""
         part, number = self._parts[-1], len(self.outcome.turn_rewards)
         transcript = part.transcript
-        seed = self._request.seed if number == 0 else _turn_seed(self._request.seed, number)
-        completion = await self._sample(transcript.ids, self._num_tokens_left, seed)
+        completion = await self._sample(transcript.ids, self._num_tokens_left, turn_seed(self._request.seed, number))
         context = transcript.ids[:]
         transcript.add_turn(completion)
         sampled_ids = completion.text_ids.tolist()
@@ -218,7 +211,7 @@ class _Rollout:
         """Return the environment's Step in its serialized form."""
         settings = self._config.environment
         limit_s = settings.timeout_s + len(turn["tool_calls"]) * (settings.tool_timeout_s + TOOLS_S)
-        step = await _uninterrupted(host.call("step", self._request.key, limit_s, turn=turn))
+        step = await _uninterrupted(host.invoke("step", self._request.key, limit_s, turn=turn))
         host.is_retiring |= step["is_stuck"]
         return step
 
@@ -261,7 +254,3 @@ async def _uninterrupted(call: Coroutine[Any, Any, Any]) -> Any:
     except asyncio.CancelledError:
         await asyncio.wait([task])
         raise
-
-
-def _turn_seed(*key: int) -> int:
-    return random.Random(repr(key)).getrandbits(31)

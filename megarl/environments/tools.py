@@ -54,8 +54,7 @@ def describe(name: str, method: Callable[..., Any]) -> dict[str, Any]:
 
 
 def arguments_model(name: str, method: Callable[..., Any]) -> type[BaseModel]:
-    """Return the pydantic model that validates a tool's arguments. Raise UserError for an argument without an
-    annotation and for variadic arguments."""
+    """Return the model that validates a tool's arguments. Raise UserError if one has no annotation or is variadic."""
     hints, fields = get_type_hints(method), {}
     for argument, parameter in _parameters(method).items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
@@ -95,11 +94,7 @@ class Toolbox:
     """The tools of one environment instance, with the number of calls per status."""
 
     def __init__(self, environment: Any, timeout_s: float = 30.0):
-        """
-        Args:
-            environment: instance with methods decorated with `tool`.
-            timeout_s: wall-clock limit for one call, in seconds.
-        """
+        """`timeout_s` is the wall-clock limit for one call, in seconds."""
         self._methods = {name: getattr(environment, name) for name in tools_of(type(environment))}
         self._arguments = {name: arguments_model(name, method) for name, method in self._methods.items()}
         self.timeout_s = timeout_s
@@ -107,13 +102,8 @@ class Toolbox:
         self.has_hung_thread = False
         """Whether a synchronous tool timed out. Its thread cannot be stopped."""
 
-    @property
-    def descriptions(self) -> list[dict[str, Any]]:
-        return [describe(name, method) for name, method in self._methods.items()]
-
     async def call_all(self, calls: Sequence[ToolCall | MalformedCall]) -> list[Message]:
-        """Run the calls sequentially and return one message per call. The message for a failed call describes the error
-        to the model."""
+        """Run the calls sequentially. Return one message per call, which describes the error if the call failed."""
         return [await self._message(call) for call in calls]
 
     async def _message(self, call: ToolCall | MalformedCall) -> Message:
@@ -132,11 +122,12 @@ class Toolbox:
         try:
             arguments = self._arguments[call.name].model_validate(dict(call.arguments))
         except ValidationError as error:
-            return "bad_arguments", f"arguments of {call.name}: {_problems(error)}"
+            problems = (f"{'.'.join(map(str, item['loc'])) or 'it'}: {item['msg']}" for item in error.errors())
+            return "bad_arguments", f"arguments of {call.name}: {'; '.join(problems)}"
         values = {name: getattr(arguments, name) for name in type(arguments).model_fields}
         method = self._methods[call.name]
         try:
-            return "ok", _text(await asyncio.wait_for(run(method, **values), self.timeout_s))
+            return "ok", as_text(await asyncio.wait_for(run(method, **values), self.timeout_s))
         except TimeoutError:
             self.has_hung_thread |= not inspect.iscoroutinefunction(method)
             return "timed_out", f"{call.name} did not return within {self.timeout_s:g} s"
@@ -151,9 +142,6 @@ async def run(method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     return await asyncio.to_thread(method, *arguments, **named)
 
 
-def _problems(error: ValidationError) -> str:
-    return "; ".join(f"{'.'.join(map(str, item['loc'])) or 'it'}: {item['msg']}" for item in error.errors())
-
-
-def _text(value: Any) -> str:
+def as_text(value: Any) -> str:
+    """Return a string as it is, and any other value as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,7 @@ from megarl.core.types import NO_ROUTE, CandidateIds, Completion, Episode, Finis
 
 
 class Transcript:
-    """A prompt followed by sampled turns, with context between them. Only the turns are trained on. Tokens are only
-    ever appended, never changed."""
+    """A prompt, and sampled turns with context between them. Only turns are trained on. Tokens are only appended."""
 
     def __init__(self, prompt_ids: Sequence[int]):
         self.ids: list[int] = list(prompt_ids)
@@ -56,16 +56,9 @@ class Transcript:
         self.ids += token_ids
 
     def sample(self, name: str, prompt: Prompt, text: str, rollout_id: str, episode: Episode | None) -> Sample:
-        """Return the sample: all tokens up to the end of the last turn, with a mask that selects the turns.
-
-        Args:
-            name: id of the sample.
-            prompt: the data row's prompt. Its tokens are replaced with the transcript's prompt tokens.
-            text: text of the last turn.
-            rollout_id: id of the rollout.
-            episode: the episode that the sample belongs to, or None.
-        """
-        start = self._num_prompt_tokens
+        """Return the sample with this id: all tokens up to the end of the last turn, with a mask that selects the
+        turns. `text` is that of the last turn. The transcript's tokens replace those of the data row's prompt."""
+        ids, start = np.array(self.ids, np.int32), self._num_prompt_tokens
         end = self._turns[-1][0] + len(self._turns[-1][1].token_ids)
         logprobs, mask = np.zeros(end - start, np.float32), np.zeros(end - start, np.bool_)
         candidates = [np.empty(0, np.int32)] * (end - start)
@@ -83,8 +76,8 @@ class Transcript:
         has_candidates = any(turn.candidate_ids is not None for _, turn in self._turns)
         return Sample(
             id=name,
-            prompt=Prompt(prompt.id, prompt.text, self.ids[:start], prompt.answer, prompt.messages, prompt.columns),
-            response_ids=self.ids[start:end],
+            prompt=Prompt(prompt.id, prompt.text, ids[:start], prompt.answer, prompt.messages, prompt.columns),
+            response_ids=ids[start:end],
             response_logprobs=logprobs,
             response_mask=mask,
             versions=_merge_runs(versions),
@@ -112,26 +105,14 @@ class Transcript:
 
 def _merge_runs(runs: Sequence[VersionRun]) -> tuple[VersionRun, ...]:
     """Merge adjacent runs with the same version."""
-    merged: list[VersionRun] = []
-    for run in runs:
-        if merged and merged[-1].version == run.version:
-            merged[-1] = VersionRun(run.version, merged[-1].count + run.count)
-        else:
-            merged.append(run)
-    return tuple(merged)
+    groups = groupby(runs, key=lambda run: run.version)
+    return tuple(VersionRun(version, sum(run.count for run in group)) for version, group in groups)
 
 
 @dataclass(slots=True)
 class Part:
-    """One token sequence of a rollout, which becomes a sample.
-
-    Attributes:
-        transcript: tokens of the sequence.
-        text: text of the last turn, including tool calls.
-        messages: the conversation, for display.
-        first_turn: index of the first turn within the rollout.
-        last_turn: index of the last turn within the rollout.
-    """
+    """One token sequence of a rollout, which becomes a sample: the text of its last turn, including tool calls, the
+    conversation for display, and the indices of its first and last turn within the rollout."""
 
     transcript: Transcript
     text: str

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
+
+import numpy as np
 
 from megarl.config.schema import Config
-from megarl.core.types import Prompt, Sample, VersionRun
+from megarl.core.types import Prompt, Sample, Score, VersionRun
 from megarl.environments.batch import judge_batch, judge_single
 from megarl.rewards import judge
 from megarl.rewards.pool import FunctionPool
@@ -15,20 +17,7 @@ from megarl.rewards.result import Result
 from megarl.rewards.scorer import Scorer
 
 
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """The result of scoring one data row.
-
-    Attributes:
-        parts: reward from each function, keyed by name.
-        failure: description of the failed functions, or None if all succeeded.
-    """
-
-    parts: dict[str, float]
-    failure: str | None
-
-
-def try_rewards(config: Config, pool: FunctionPool, prompt: Prompt) -> Trial:
+def try_rewards(config: Config, pool: FunctionPool, prompt: Prompt) -> Score:
     """Score the prompt's reference answer as if it were a response, without the reward model. Batch functions receive a
     batch of one, and the judge compares the answer with itself."""
     rewards = config.rewards
@@ -49,8 +38,7 @@ def try_rewards(config: Config, pool: FunctionPool, prompt: Prompt) -> Trial:
         calls = [pool.call(judge.NAME, *item.arguments, columns=item.columns) for item in comparisons]
         judged = zip(comparisons, [call.result() for call in calls], strict=True)
         verdict = judge.verdicts(samples, judged)[sample.id]
-    score, _ = scorer.score(sample, results, verdict=verdict)
-    return Trial(score.parts, score.failure)
+    return scorer.score(sample, results, verdict=verdict)[0]
 
 
 def _reference_sample(prompt: Prompt) -> Sample:
@@ -60,9 +48,9 @@ def _reference_sample(prompt: Prompt) -> Sample:
     return Sample(
         id=prompt.id,
         prompt=prompt,
-        response_ids=[0],
-        response_logprobs=[0.0],
-        response_mask=[True],
+        response_ids=np.zeros(1, np.int32),
+        response_logprobs=np.zeros(1, np.float32),
+        response_mask=np.ones(1, np.bool_),
         versions=(VersionRun(0, 1),),
         finish_reason="stop",
         text=text,

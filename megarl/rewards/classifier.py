@@ -46,23 +46,14 @@ class ClassifierReward:
         reader: Reader | None,
         rewards_tokens: bool,
     ):
-        """Create a converter from a reward model's settings.
-
-        Args:
-            kind: the kind of classifier.
-            tokenizer: the classifier's tokenizer.
-            reader: None if the classifier reads the sampled ids directly.
-            rewards_tokens: whether the advantage estimator uses per-token rewards.
-        """
+        """`reader` is None if the classifier reads the sampled ids directly. `rewards_tokens`: whether the advantage
+        estimator uses per-token rewards."""
         self._kind, self._settings, self._tokenizer, self._reader = kind, settings, tokenizer, reader
         self._by_token = rewards_tokens and kind == "token" and settings.aggregation is None
 
     def reward(self, sample: Sample, scores: Sequence[float], reading: Reading | None = None) -> ModelReward:
-        """Return the sample's reward.
-
-        `scores` has one score per sampled response token, or per token of the reading if there is one. A sequence
-        classifier's last score is the sample's score.
-        """
+        """Return the sample's reward. `scores` has one score per sampled response token, or per token of the reading if
+        there is one. A sequence classifier's last score is the sample's score."""
         if self._kind == "sequence":
             return ModelReward(scores[-1])
         scored = self._scored(sample) if reading is None else self._scored_in_reading(sample, reading)
@@ -70,7 +61,9 @@ class ClassifierReward:
         if not self._by_token or not math.isfinite(value):
             return ModelReward(value)
         try:
-            indexes = scored if reading is None else self._reader.sampled(sample, [reading.ends[i] for i in scored])
+            indexes = scored
+            if reading is not None and self._reader is not None:
+                indexes = self._reader.sampled(sample, [reading.ends[i] for i in scored])
         except Unreadable as reason:
             return ModelReward(None, failure=str(reason))
         score_by_index = dict(zip(indexes, (scores[i] for i in scored), strict=True))
@@ -81,7 +74,7 @@ class ClassifierReward:
         """Return the indices of the sampled tokens whose scores are used."""
         if self._settings.step_end is None:
             return range(len(sample.response_ids))
-        pieces = [self._tokenizer.decode([token]) for token in sample.response_ids.tolist()]
+        pieces = [str(self._tokenizer.decode([token])) for token in sample.response_ids.tolist()]
         return step_ends(pieces, self._settings.step_end)
 
     def _scored_in_reading(self, sample: Sample, reading: Reading) -> Sequence[int]:

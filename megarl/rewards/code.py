@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megarl.sandbox.provider import Provider
-from megarl.sandbox.sandbox import Finished, Sandbox
+from megarl.sandbox.sandbox import Finished
 
 _FENCE = re.compile(r" {0,3}(?P<marks>`{3,}|~{3,})(?P<info>.*)")
 _PYTHON = ("", "python", "python3", "py")
@@ -49,10 +49,7 @@ async def code_tests(
     The answer contains the tests as Python source, a string or a list of strings, such as `assert` lines (as in MBPP).
     They run in the program's namespace, after the optional column `test_setup_code`. With a column `entry_point` that
     names a function, the tests define `check`, which is called with that function (as in HumanEval). Code under a
-    `__name__ == "__main__"` guard does not run.
-
-    Raises:
-        ValueError: the answer has no tests.
+    `__name__ == "__main__"` guard does not run. Raise ValueError if the answer has no tests.
     """
     tests = [answer] if isinstance(answer, str) else answer
     if not isinstance(tests, list | tuple) or not all(isinstance(test, str) for test in tests) or not "".join(tests):
@@ -71,15 +68,10 @@ async def code_tests(
 
 
 async def code_stdin_stdout(prompt: str, response: str, answer: Any, *, sandbox: Provider) -> bool:
-    """Return whether the response's program prints the expected output for every input.
-
-    The answer is a list of `{"input": …, "output": …}`, or `{"inputs": […], "outputs": […]}` (as in APPS and TACO), or
-    either as JSON text. Outputs are compared line by line as sequences of words, ignoring other whitespace and empty
-    lines at the end. Testing stops at the first wrong output.
-
-    Raises:
-        ValueError: the answer has no such pairs.
-    """
+    """Return whether the response's program prints the expected output for every input. The answer is a list of
+    `{"input": …, "output": …}`, or `{"inputs": […], "outputs": […]}` (as in APPS and TACO), or either as JSON text.
+    Outputs are compared line by line as sequences of words, ignoring other whitespace and empty lines at the end.
+    Testing stops at the first wrong output. Raise ValueError if the answer has no such pairs."""
     pairs = _pairs(answer)
     program = last_code_block(response)
     if program is None:
@@ -87,14 +79,13 @@ async def code_stdin_stdout(prompt: str, response: str, answer: Any, *, sandbox:
     async with await sandbox.start() as box:
         await box.upload(PROGRAM, program)
         for stdin, expected in pairs:
-            if not _prints(await _run(box, stdin), expected):
+            if not _prints(await box.run([box.python, PROGRAM], _encoded(stdin)), expected):
                 return False
     return True
 
 
 def last_code_block(response: str) -> str | None:
-    """Return the last closed fenced block that is marked as Python or has no language, or None if there is no such
-    block."""
+    """Return the last closed fenced block that is marked as Python or has no language, or None if there is none."""
     block, opened, lines = None, None, []
     for line in response.splitlines():
         fence = _FENCE.fullmatch(line)
@@ -108,10 +99,6 @@ def last_code_block(response: str) -> str | None:
         else:
             lines.append(line)
     return block
-
-
-async def _run(box: Sandbox, stdin: str) -> Finished:
-    return await box.run([box.python, PROGRAM], _encoded(stdin))
 
 
 def _prints(finished: Finished, expected: str) -> bool:

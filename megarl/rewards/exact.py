@@ -6,13 +6,8 @@ from typing import Any
 
 
 def exact_match(prompt: str, response: str, answer: Any) -> bool:
-    """Return whether the response equals str(answer) after stripping surrounding whitespace from both.
-
-    Nothing else is normalized: case, punctuation and the notation of numbers ("12" and "12.0") matter.
-
-    Raises:
-        ValueError: the prompt has no answer.
-    """
+    """Return whether the response equals str(answer), apart from surrounding whitespace. Case, punctuation and the
+    notation of numbers ("12" and "12.0") matter. Raise ValueError if the prompt has no answer."""
     if answer is None:
         raise ValueError("exact_match: the prompt has no answer (null). Fix: add an answer to the row")
     return response.strip() == str(answer).strip()

@@ -21,8 +21,7 @@ Order = Literal["both", "seeded"]
 (`both`), or in a random order for each pair (`seeded`)."""
 
 Verdict = float | str
-"""Fraction of the other responses to the prompt that a response beats, with ties counted as half. A string is the
-reason why there is no such fraction."""
+"""Fraction of the prompt's other responses that a response beats (half for a tie), or why there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,17 +61,11 @@ def verdicts(samples: Sequence[Sample], results: Iterable[tuple[Comparison, Resu
     failures: dict[str, Verdict] = {}
     for comparison, result in results:
         first, second = comparison.first.id, comparison.second.id
-        failure = result.failure
-        if failure is None and not _is_probability(result.value):
-            failure = f"returned {result.returned} instead of a bool or a probability"
-        if failure is not None:
-            failures |= dict.fromkeys((first, second), f"{failure} on samples {first} and {second}")
-        else:
+        if result.failure is None and isinstance(result.value, float) and 0 <= result.value <= 1:
             wins[first].append(result.value)
             wins[second].append(1 - result.value)
+        else:
+            failure = result.failure or f"returned {result.returned} instead of a bool or a probability"
+            failures |= dict.fromkeys((first, second), f"{failure} on samples {first} and {second}")
     alone: Verdict = "has no second response to compare with"
     return {name: fmean(shares) if shares else alone for name, shares in wins.items()} | failures
-
-
-def _is_probability(value: float | list[float] | None) -> bool:
-    return isinstance(value, float) and 0 <= value <= 1

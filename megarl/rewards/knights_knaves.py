@@ -23,14 +23,12 @@ def knights_knaves(
     """Score the roles that the response assigns to the people in the puzzle.
 
     Logic-RL's answer reward (https://arxiv.org/abs/2502.14768, §2.2). The answer and the text between the answer tags
-    have a form such as "(1) Zoey is a knave (2) Oliver is a knight" or "Zoey is a knave, and Oliver is a knight."
+    have a form such as "(1) Zoey is a knave (2) Oliver is a knight" or "Zoey is a knave, and Oliver is a knight." Raise
+    ValueError if the answer does not have this form.
 
     Returns:
         `right` if all roles are correct, `wrong` if one is not, and `unparseable` if the response does not have the
         form `<think>…</think><answer>…</answer>` or does not assign exactly one role to each person.
-
-    Raises:
-        ValueError: the answer does not have this form.
     """
     expected = _roles(str(answer))
     if not expected:
@@ -45,8 +43,7 @@ def knights_knaves(
 
 
 def _roles(text: str) -> dict[str, str] | None:
-    """Map names to roles, both in lowercase. Return None if the text is ambiguous because it mentions additional
-    roles."""
+    """Map names to roles, both in lowercase. Return None for an ambiguous text, which mentions additional roles."""
     statements = [(match["name"].lower(), match["role"].lower()) for match in _STATEMENT.finditer(text)]
     roles = dict(statements)
     return roles if len(_ROLE.findall(text)) == len(roles) == len(statements) else None

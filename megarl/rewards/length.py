@@ -9,7 +9,6 @@ from typing import Any
 
 from megarl.rewards.exact import exact_match
 from megarl.rewards.options import NUM_TOKENS, SINGLE
-from megarl.rewards.overlong import overlong_penalty
 
 
 def length_penalty(
@@ -19,12 +18,15 @@ def length_penalty(
     return -max(0, num_response_tokens - free_tokens) / per_tokens
 
 
-class SoftOverlong:
-    """DAPO's soft overlong punishment (https://arxiv.org/abs/2503.14476, eq. 13) with a configurable token limit.
+def overlong_penalty(num_tokens: int, max_tokens: int, buffer: int) -> float:
+    """Return 0 up to max_tokens − buffer, then linearly down to −1 at max_tokens (DAPO, arXiv 2503.14476, eq. 13)."""
+    return -min(max(num_tokens - (max_tokens - buffer), 0) / buffer, 1.0)
 
-    The reward is 0 up to max_tokens − buffer and decreases linearly to −1 at max_tokens. rewards.overlong_buffer
-    applies the same penalty with the limit rollout.max_new_tokens, but does not affect whether prompts are informative.
-    """
+
+class SoftOverlong:
+    """DAPO's soft overlong punishment (https://arxiv.org/abs/2503.14476, eq. 13) with a configurable token limit. The
+    reward is 0 up to max_tokens − buffer and decreases linearly to −1 at max_tokens. rewards.overlong_buffer applies
+    the same penalty with the limit rollout.max_new_tokens, but does not affect whether prompts are informative."""
 
     def __init__(self, max_tokens: int, buffer: int):
         for name, value, most in (("max_tokens", max_tokens, None), ("buffer", buffer, max_tokens)):
@@ -38,12 +40,10 @@ class SoftOverlong:
 
 
 class CosineLength:
-    """The cosine reward of "Demystifying Long Chain-of-Thought Reasoning" (https://arxiv.org/abs/2502.03373, §3.1).
-
-    For n tokens, r = end + ½ (start − end) (1 + cos(π n / max_tokens)), which changes from `start` to `end`:
-    right_start to right_end for a correct response, wrong_start to wrong_end for a wrong one. From max_tokens on, r is
-    `too_long`. The defaults are the paper's: correct responses should be short, wrong ones may be longer.
-    """
+    """The cosine reward of "Demystifying Long Chain-of-Thought Reasoning" (https://arxiv.org/abs/2502.03373, §3.1). For
+    n tokens, r = end + ½ (start − end) (1 + cos(π n / max_tokens)), which changes from `start` to `end`: right_start to
+    right_end for a correct response, wrong_start to wrong_end for a wrong one. From max_tokens on, r is `too_long`. The
+    defaults are the paper's: correct responses should be short, wrong ones may be longer."""
 
     def __init__(
         self,

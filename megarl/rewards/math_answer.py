@@ -13,8 +13,7 @@ _WRAPPED = re.compile(r"\$+(?P<inner>[^$]*)\$+|\\\((?P<paren>.*)\\\)|\\\[(?P<bra
 _BOXED = "\\boxed{"
 
 MOST_BETWEEN = 16
-"""Maximum number of characters between adjacent boxes, such as "$, $" or "$ and $". math-verify decides whether
-adjacent boxes form one answer."""
+"""Maximum number of characters between adjacent boxes, such as " and ". math-verify may join them to one answer."""
 
 
 class MathMatch:
@@ -53,7 +52,7 @@ class MathMatch:
         expected, end = str(answer).strip(), response[-self._last_characters :]
         boxes, bare = _last_boxes(end), _bare(expected)
         boxed = end[boxes[-1]].removeprefix(_BOXED)[:-1].strip() if boxes else None
-        gold_number, boxed_number = number(bare), number(boxed) if len(boxes) == 1 else None
+        gold_number, boxed_number = number(bare), None if boxed is None or len(boxes) > 1 else number(boxed)
         if gold_number is not None and boxed_number is not None:
             return gold_number == boxed_number
         self._gold(expected)  # raises if the answer cannot be parsed, regardless of the response
@@ -64,11 +63,7 @@ class MathMatch:
     def _compare(self, response: str, answer: str) -> bool:
         gold, parsed = self._gold(answer), self._parsed(response)
         return not differ(gold, parsed) and self._verify(
-            gold,
-            parsed,
-            float_rounding=self._digits,
-            timeout_seconds=self._limit(),
-            raise_on_error=True,
+            gold, parsed, float_rounding=self._digits, timeout_seconds=self._limit(), raise_on_error=True
         )
 
     def _parsed_answer(self, answer: str) -> list[Any]:
@@ -81,7 +76,8 @@ class MathMatch:
         return parsed
 
     def _parsed(self, text: str) -> list[Any]:
-        return self._parse(text, parsing_timeout=self._limit(), raise_on_error=True)
+        limit: Any = self._limit()  # math-verify accepts None, but declares int
+        return self._parse(text, parsing_timeout=limit, raise_on_error=True)
 
     def _limit(self) -> int | None:
         return self._timeout_s if threading.current_thread() is threading.main_thread() else None

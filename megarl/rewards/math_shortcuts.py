@@ -10,10 +10,7 @@ import math
 import re
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    import sympy
+from typing import Any
 
 _NUMBER = re.compile(
     r"(?P<sign>-?)(?:"
@@ -25,8 +22,7 @@ _NUMBER = re.compile(
 """Numbers with so few digits that math-verify, which compares 15 digits, never considers different numbers equal."""
 
 LARGEST = 1e6
-"""Largest absolute value of a number or power in evaluated expressions. Up to this size, rounding errors are far below
-NOTICEABLE."""
+"""Largest absolute value in evaluated expressions. Up to it, rounding errors are far below NOTICEABLE."""
 
 MOST_POWER = 9
 
@@ -49,13 +45,11 @@ def number(text: str) -> Fraction | None:
 
 
 def differ(gold: Sequence[Any], response: Sequence[Any]) -> bool:
-    """Return whether two answers parsed by math-verify certainly differ.
-
-    Two answers certainly differ if they use the same variables but have different values at POINT.
-    """
+    """Return whether two answers parsed by math-verify certainly differ: same variables, other values at POINT."""
     import sympy
 
-    if len(gold) != 2 or len(response) != 2 or not all(_is_term(answer[0], sympy) for answer in (gold, response)):
+    terms = (sympy.Add, sympy.Mul, sympy.Pow)
+    if not all(len(answer) == 2 and isinstance(answer[0], terms) for answer in (gold, response)):
         return False
     symbols = sorted(gold[0].free_symbols, key=str)
     if set(symbols) != response[0].free_symbols or len(symbols) > len(POINT):
@@ -68,15 +62,11 @@ def differ(gold: Sequence[Any], response: Sequence[Any]) -> bool:
     return abs(first - second) > NOTICEABLE * max(1.0, abs(first), abs(second))
 
 
-def _is_term(parsed: Any, sympy: Any) -> bool:
-    return isinstance(parsed, sympy.Add | sympy.Mul | sympy.Pow)
-
-
 class _Unknown(Exception):
     """Raised for an expression with a part that cannot be evaluated here."""
 
 
-def _value(term: sympy.Basic, point: dict[sympy.Symbol, float], sympy: Any) -> float:
+def _value(term: Any, point: dict[Any, float], sympy: Any) -> float:
     """Evaluate sums, products and small powers of numbers and variables. Raise _Unknown for anything else."""
     if isinstance(term, sympy.Rational):
         value = float(term) if max(abs(term.p), term.q) <= LARGEST else math.inf
@@ -99,11 +89,9 @@ def _value(term: sympy.Basic, point: dict[sympy.Symbol, float], sympy: Any) -> f
 
 
 def parse_quickly() -> None:
-    """Make math-verify's LaTeX parser try ANTLR's SLL mode first, and full LL mode if that fails.
-
-    A parse tree found in SLL mode equals the tree from LL mode. LL mode is slower because it does not cache its
-    decisions: https://www.antlr.org/papers/allstar-techreport.pdf.
-    """
+    """Make math-verify's LaTeX parser try ANTLR's SLL mode first, and full LL mode if that fails. A parse tree found in
+    SLL mode equals the tree from LL mode. LL mode is slower because it does not cache its decisions:
+    https://www.antlr.org/papers/allstar-techreport.pdf."""
     from antlr4.atn.PredictionMode import PredictionMode
     from latex2sympy2_extended import latex2sympy2
 

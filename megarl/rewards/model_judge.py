@@ -9,7 +9,7 @@ from megarl.config.model_schema import RewardModel
 from megarl.core.types import Sample
 from megarl.rewards.classifier import ModelReward
 from megarl.rewards.rating import TEMPLATE, question, rating
-from megarl.rewards.reading import Reading, Unreadable, reading_of
+from megarl.rewards.reading import Reading, Unreadable, reading_of, render, text_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -25,32 +25,19 @@ class ModelJudge:
         tokenizer: PreTrainedTokenizerBase,
         actor_tokenizer: PreTrainedTokenizerBase,
     ):
-        """Create a judge from the reward model's settings.
-
-        Args:
-            longest: maximum number of tokens in the question and the answer combined.
-            tokenizer: the judge's tokenizer, with a chat template.
-        """
+        """`longest` is the maximum number of tokens in the question and the answer combined."""
         self._judge, self._longest = settings.judge, longest
         self._tokenizer, self._actor_tokenizer = tokenizer, actor_tokenizer
         self._template = TEMPLATE if settings.judge.template is None else settings.judge.template
 
     def read(self, sample: Sample) -> Reading:
-        """Return the question as a user message, followed by the header of the judge's turn.
-
-        Raises:
-            Unreadable: the question leaves too few tokens for an answer, or the chat template rejects it.
-        """
-        from jinja2.exceptions import TemplateError
-
+        """Return the question as a user message, followed by the header of the judge's turn. Raise Unreadable if the
+        question leaves too few tokens for an answer, or the chat template rejects it."""
         # Special tokens of the actor's chat template are dropped, because the judge may use the same ones.
-        prompt = self._actor_tokenizer.decode(sample.prompt.token_ids.tolist(), skip_special_tokens=True)
+        prompt = text_of(self._actor_tokenizer, sample.prompt.token_ids.tolist())
         content = question(self._template, prompt, sample.text, sample.prompt.answer)
         message = {"role": "user", "content": content}
-        try:
-            text = self._tokenizer.apply_chat_template([message], add_generation_prompt=True, tokenize=False)
-        except TemplateError as error:
-            raise Unreadable(f"the chat template rejects the question: {error}") from error
+        text = render(self._tokenizer, [message], "question", opens_turn=True)
         ids = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         if len(ids) + self._judge.max_new_tokens > self._longest:
             raise Unreadable(
@@ -61,9 +48,8 @@ class ModelJudge:
         return reading_of(sample, ids, len(ids) - 1, (len(sample.text),))
 
     def reward(self, sample: Sample, scores: Sequence[int], reading: Reading | None = None) -> ModelReward:
-        """Return the sample's reward, or a failure if the judge gave no rating. `scores` contains the token ids of the
-        answer."""
+        """Return the sample's reward, or a failure if the answer with the token ids `scores` has no rating."""
         try:
-            return ModelReward(rating(self._tokenizer.decode(scores, skip_special_tokens=True), self._judge.scale))
+            return ModelReward(rating(text_of(self._tokenizer, list(scores)), self._judge.scale))
         except ValueError as reason:
             return ModelReward(None, failure=str(reason))

@@ -18,13 +18,9 @@ _NUMBER = re.compile(rf"(?P<sign>(?<![\w)\]}}])[+\-−])?(?P<numerator>{_UNSIGNE
 
 def numeric_match(prompt: str, response: str, answer: Any) -> bool:
     """Return whether the last number in the response equals the answer as an exact rational: 1/2 = 0.5, but 0.33 ≠ 1/3.
-
     A number may have a sign, thousands separators (1,234), a decimal part (.5, 1.50), an exponent (1e-3) and a
-    denominator (3/4). Surrounding text ($12, 12%, 12 km) is ignored. A response without a number is wrong.
-
-    Raises:
-        ValueError: the answer is not a number in this format.
-    """
+    denominator (3/4). Surrounding text ($12, 12%, 12 km) is ignored. A response without a number is wrong. Raise
+    ValueError if the answer is not a number in this format."""
     expected = _NUMBER.fullmatch(str(answer).strip())
     value = None if expected is None else _value(expected)
     if value is None:

@@ -11,8 +11,7 @@ from megarl.core.errors import UserError
 NO_OPTIONS: Mapping[str, Any] = {}
 
 SINGLE, BATCH = ("prompt", "response", "answer"), ("prompts", "responses", "answers")
-"""Leading parameters of functions that take single samples and of functions that take whole batches. They cannot be
-options."""
+"""Leading parameters, which cannot be options, of functions that score single samples and whole batches."""
 
 NUM_ARGUMENTS = len(SINGLE)
 
@@ -34,10 +33,7 @@ class WithOptions:
 
 
 def give_options(name: str, function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Bind options to a user's function. Its remaining parameters name required data columns.
-
-    Raise UserError for an option that the function does not accept.
-    """
+    """Bind options to a user's function; its other parameters name columns. Raise UserError for unknown options."""
     if not options:
         return function
     try:
@@ -51,15 +47,10 @@ def give_options(name: str, function: Callable[..., Any], options: Mapping[str, 
 
 
 def configure(name: str, function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
-    """Bind options to a built-in function, or instantiate a built-in class with them.
-
-    A function's parameters with defaults are always options, never data columns.
-
-    Raises:
-        UserError: an option is unknown or missing, or has an invalid value.
-    """
-    parameters = list(inspect.signature(function).parameters.values())
-    if not inspect.isclass(function):
+    """Bind options to a built-in function, or instantiate a built-in class with them. A function's parameters with
+    defaults are always options, never data columns. Raise UserError if an option is unknown, missing or invalid."""
+    parameters, is_class = list(inspect.signature(function).parameters.values()), inspect.isclass(function)
+    if not is_class:
         known = parameters[NUM_ARGUMENTS:]
         _require_known(name, known, options)
         defaults = {p.name: p.default for p in known if p.default is not p.empty}

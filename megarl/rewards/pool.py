@@ -21,23 +21,19 @@ from megarl.usercode.child_process import IMPORT_S, ChildFailure, ChildProcess, 
 NO_COLUMNS: Mapping[str, Any] = {}
 
 SANDBOX_SHARE = 0.9
-"""Fraction of a call's time limit after which its sandboxes are stopped. A program that hangs then scores as wrong
-instead of failing the call."""
+"""Fraction of a call's time limit after which its sandboxes stop. A hanging program is then wrong, not a failure."""
 
 MOST_PROCESSES = 512
 """Maximum number of processes per call: far more than a function needs, far fewer than a fork bomb starts."""
 
 WATCH_S = 0.25
-"""Interval in seconds at which each call's processes are counted. A Python fork bomb starts a few hundred processes in
-that time."""
+"""Interval in seconds at which processes are counted. A fork bomb in Python starts a few hundred in that time."""
 
 
 class FunctionPool:
-    """A pool of processes that hold a run's reward functions. Each process handles one call at a time.
-
-    A call fails if it exceeds its time limit, if its process exits, or if it starts more than MOST_PROCESSES processes.
-    The process is then killed with all its children, and a new one replaces it immediately.
-    """
+    """A pool of processes that hold a run's reward functions. Each process handles one call at a time. A call fails if
+    it exceeds its time limit, if its process exits, or if it starts more than MOST_PROCESSES processes. The process is
+    then killed with all its children, and a new one replaces it immediately."""
 
     def __init__(
         self,
@@ -55,7 +51,6 @@ class FunctionPool:
         Args:
             functions: entries of rewards.functions, which are called by label, or function names.
             judge: name of the rewards.judge function, called as judge.NAME, or None.
-            num_processes: number of processes.
             timeout_s: wall-clock limit for one call, in seconds.
             memory_mib: address space in MiB that a process may use for its calls. None: unlimited.
             source_column: data column that selects the functions for a row. None: all functions apply.
@@ -100,11 +95,8 @@ class FunctionPool:
         return self._entries[function].applies_to(source)
 
     def call(self, function: str, *arguments: Any, columns: Mapping[str, Any] = NO_COLUMNS) -> Future[Result]:
-        """Call the function as soon as a process is free. Calls start in the order of submission.
-
-        Args:
-            columns: the data row's columns. The function receives the columns that its parameters name.
-        """
+        """Call the function as soon as a process is free. Calls start in the order of submission. The function receives
+        those of the data row's columns that its parameters name."""
         return self._threads.submit(lambda: Result(**self._run(function, arguments, dict(columns))))
 
     def call_batch(
@@ -114,14 +106,7 @@ class FunctionPool:
         responses: Sequence[str],
         columns: Sequence[Mapping[str, Any]] | None = None,
     ) -> Future[list[Result]]:
-        """Call a batch function once for all samples. A failed call fails every sample.
-
-        Args:
-            function: name of the function.
-            prompts: one prompt per sample.
-            responses: one response per sample.
-            columns: data columns of each sample. None: the columns of its prompt.
-        """
+        """Call a batch function once for all samples. `columns` has their data columns; None: those of the prompts."""
         arguments = [prompt.text for prompt in prompts], list(responses), [prompt.answer for prompt in prompts]
         columns = [dict(row) for row in ([prompt.columns for prompt in prompts] if columns is None else columns)]
 
@@ -132,8 +117,7 @@ class FunctionPool:
         return self._threads.submit(results)
 
     def _run(self, function: str, arguments: Sequence[Any], columns: Any) -> dict[str, Any]:
-        """Run a call in an idle process. Return the process's reply, or the fields of a Result that describes the
-        failure."""
+        """Run a call in an idle process. Return its reply, or the fields of a Result that describes the failure."""
         child = self._idle.get()
         try:
             return child.call(pickle.dumps((function, tuple(arguments), columns)), self._timeout_s)
@@ -189,21 +173,13 @@ class FunctionPool:
 
 def function_pool(config: Config, num_processes: int) -> FunctionPool:
     """Create a pool for the run's reward functions."""
-    rewards = config.rewards
-    return FunctionPool(
-        rewards.functions,
-        rewards.judge,
-        num_processes,
-        rewards.timeout_s,
-        rewards.memory_mib,
-        config.data.source_column,
-        config.sandbox,
-    )
+    rewards, source = config.rewards, config.data.source_column
+    limits = num_processes, rewards.timeout_s, rewards.memory_mib
+    return FunctionPool(rewards.functions, rewards.judge, *limits, source, config.sandbox)
 
 
 def columns_of(sample: Sample) -> dict[str, Any]:
-    """Return the values that functions may use besides prompt, response and answer: the data row's columns and the
-    number of response tokens."""
+    """Return the values that functions may use: the data row's columns and the number of response tokens."""
     return {**sample.prompt.columns, NUM_TOKENS: len(sample.response_ids)}
 
 

@@ -29,11 +29,8 @@ def aggregated(aggregation: Aggregation, scores: Sequence[float]) -> float:
 
 def on_trained_tokens(scores: Mapping[int, float], mask: ArrayLike) -> list[float]:
     """Convert the scores of some tokens, keyed by token index, to one reward per token. Tokens without a reward get
-    NaN.
-
-    Untrained tokens are not actions, so their scores are added to the preceding trained token. Scores before the first
-    trained token do not result from an action, so they are dropped.
-    """
+    NaN. Untrained tokens are not actions, so their scores are added to the preceding trained token. Scores before the
+    first trained token do not result from an action, so they are dropped."""
     flags = np.asarray(mask, np.bool_).tolist()
     rewards, action = [math.nan] * len(flags), None
     for i, trained in enumerate(flags):
@@ -44,17 +41,14 @@ def on_trained_tokens(scores: Mapping[int, float], mask: ArrayLike) -> list[floa
 
 
 def turn_ends(mask: ArrayLike) -> list[int]:
-    """Return the indices of the tokens that end a turn, in ascending order.
-
-    A turn is a run of trained tokens. Tokens between turns, such as a tool's output, are not sampled by the policy.
-    """
+    """Return the indices of the tokens that end a turn, in ascending order. A turn is a run of trained tokens. Tokens
+    between turns, such as a tool's output, are not sampled by the policy."""
     trained = np.append(np.asarray(mask, np.bool_), False)
     return np.flatnonzero(trained[:-1] & ~trained[1:]).tolist()
 
 
 def on_turns(rewards: Sequence[float], mask: ArrayLike) -> list[float]:
-    """Convert one reward per turn to per-token rewards. The turn's last token gets its reward, all other tokens get
-    NaN."""
+    """Convert rewards per turn to rewards per token: a turn's last token gets its reward, all other tokens get NaN."""
     return on_trained_tokens(dict(zip(turn_ends(mask), rewards, strict=True)), mask)
 
 
@@ -65,11 +59,8 @@ def together(rewards: Sequence[Sequence[float]]) -> list[float]:
 
 
 def step_ends(pieces: Sequence[str], step_end: str) -> list[int]:
-    """Return the indices of the tokens that end a step, in ascending order.
-
-    A step ends at each token in which an occurrence of `step_end` ends, and at the last token. `pieces` contains the
-    text of each response token.
-    """
+    """Return the indices of the tokens that end a step, in ascending order. A step ends at each token in which an
+    occurrence of `step_end` ends, and at the last token. `pieces` contains the text of each response token."""
     ends = list(accumulate(map(len, pieces)))
     stops = step_stops("".join(pieces), step_end)
     return sorted({*(bisect_left(ends, stop) for stop in stops), len(pieces) - 1})

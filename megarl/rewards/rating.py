@@ -32,10 +32,8 @@ def question(template: str, prompt: str, response: str, answer: Any) -> str:
 
 
 def rating(text: str, scale: Sequence[float]) -> float:
-    """Return (rating − lowest) / (highest − lowest), from 0 to 1, for the last [[number]] in the judge's text.
-
-    `scale` contains the lowest and the highest rating. Raise ValueError if the text has no rating in this range.
-    """
+    """Return (rating − lowest) / (highest − lowest), from 0 to 1, for the last [[number]] in the judge's text. `scale`
+    contains the lowest and the highest rating. Raise ValueError if the text has no rating in this range."""
     lowest, highest = scale
     numbers = _RATING.findall(text)
     value = float(numbers[-1]) if numbers else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -49,21 +49,13 @@ class Reader:
         tokenizer: PreTrainedTokenizerBase,
         actor_tokenizer: PreTrainedTokenizerBase,
     ):
-        """Create a reader from the reward model's settings.
-
-        Args:
-            kind: the kind of classifier.
-            longest: maximum number of reward model tokens per sample.
-        """
+        """`longest` is the maximum number of reward model tokens per sample."""
         self._kind, self._settings, self._longest = kind, settings, longest
         self._tokenizer, self._actor_tokenizer = tokenizer, actor_tokenizer
 
     def read(self, sample: Sample) -> Reading:
-        """Tokenize the sample for the reward model.
-
-        A sequence classifier uses the last token's score, and a token classifier uses the scores of the response
-        tokens. Raise Unreadable if the sample cannot be rendered.
-        """
+        """Tokenize the sample for the reward model: a sequence classifier, which scores the last token, or a token
+        classifier, which scores the response tokens. Raise Unreadable if the sample cannot be rendered."""
         text = self._text(sample)
         encoded = self._tokenizer(
             text, add_special_tokens=self._settings.input_format == "text", return_offsets_mapping=True, verbose=False
@@ -86,17 +78,17 @@ class Reader:
         return reading_of(sample, ids[: counted[-1] + 1], counted[0], ends)
 
     def sampled(self, sample: Sample, ends: Sequence[int]) -> list[int]:
-        """Return the indices of the sampled tokens that end at these offsets in the response text.
-
-        The last offset maps to the last token. Raise Unreadable if an offset lies within a sampled token.
-        """
+        """Return the indices of the sampled tokens that end at these offsets in the response text. The last offset maps
+        to the last token. Raise Unreadable if an offset lies within a sampled token."""
         return [self._sampled(sample, end) for end in ends[:-1]] + [len(sample.response_ids) - 1]
 
     def _sampled(self, sample: Sample, end: int) -> int:
+        def length(count: int) -> int:
+            return len(self._decoded(sample, count))
+
         counts = range(len(sample.response_ids) + 1)
-        lengths = dict(key=lambda count: len(self._decoded(sample, count)))
         # If a character consists of several tokens, several counts match, and the last one completes the character.
-        for count in counts[bisect_left(counts, end, **lengths) : bisect_right(counts, end, **lengths)]:
+        for count in counts[bisect_left(counts, end, key=length) : bisect_right(counts, end, key=length)]:
             if self._decoded(sample, count) == sample.text[:end]:
                 return count - 1
         raise Unreadable(
@@ -105,37 +97,23 @@ class Reader:
         )
 
     def _decoded(self, sample: Sample, count: int) -> str:
-        """Return the text of the first `count` response tokens, decoded after the end of the prompt.
-
-        Some tokenizers drop the space before the first token of a text.
-        """
+        """Return the text of the first `count` response tokens, decoded after the end of the prompt, because some
+        tokenizers drop the space before the first token of a text."""
         context = sample.prompt.token_ids[-CONTEXT:].tolist()
-        before, full_text = (
-            self._actor_tokenizer.decode([*context, *ids], skip_special_tokens=True)
-            for ids in ((), sample.response_ids[:count].tolist())
-        )
-        return full_text[len(before) :]
+        before = text_of(self._actor_tokenizer, context)
+        return text_of(self._actor_tokenizer, [*context, *sample.response_ids[:count].tolist()])[len(before) :]
 
     def _text(self, sample: Sample) -> str:
         if self._settings.input_format == "chat":
             return self._rendered(sample, sample.text)
-        return self._prompt_text(sample) + sample.text
-
-    def _prompt_text(self, sample: Sample) -> str:
-        return self._actor_tokenizer.decode(sample.prompt.token_ids.tolist(), skip_special_tokens=True)
+        return text_of(self._actor_tokenizer, sample.prompt.token_ids.tolist()) + sample.text
 
     def _rendered(self, sample: Sample, response: str) -> str:
-        from jinja2.exceptions import TemplateError
-
         messages = [*sample.prompt.messages, {"role": "assistant", "content": response}]
-        try:
-            return self._tokenizer.apply_chat_template(messages, tokenize=False)
-        except TemplateError as error:
-            raise Unreadable(f"the chat template rejects the messages: {error}") from error
+        return render(self._tokenizer, messages, "messages")
 
     def _response(self, sample: Sample, text: str) -> tuple[int, int, int]:
-        """Return the start and end of the response in the text, and the number of characters missing at its
-        beginning."""
+        """Return the start and end of the response in the text, and the number of characters missing before it."""
         if self._settings.input_format == "text":
             return len(text) - len(sample.text), len(text), 0
         span = response_span(text, self._rendered(sample, MARK), sample.text)
@@ -144,10 +122,27 @@ class Reader:
         return span
 
 
+def text_of(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
+    """Return the text of these tokens without special tokens."""
+    return str(tokenizer.decode(ids, skip_special_tokens=True))
+
+
+def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Any], content: str, opens_turn: bool = False) -> str:
+    """Render messages with the chat template. Raise Unreadable, which names their `content`, if it rejects them.
+    `opens_turn`: whether to append the header of the assistant's turn."""
+    from jinja2.exceptions import TemplateError
+
+    try:
+        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=opens_turn))
+    except TemplateError as error:
+        raise Unreadable(f"the chat template rejects the {content}: {error}") from error
+
+
 def reading_of(sample: Sample, ids: Sequence[int], first: int, ends: tuple[int, ...]) -> Reading:
     """Return a reading with these token ids. Only scores of tokens from index `first` on are used."""
     # Each sample gets its own prompt, because the prompt extends to the first token whose score counts.
-    prompt, response = Prompt(sample.id, "", ids[:first]), ids[first:]
+    tokens = np.array(ids, np.int32)
+    prompt, response = Prompt(sample.id, "", tokens[:first]), tokens[first:]
     n = len(response)
     assert len(ends) == n, f"sample {sample.id}: {n} tokens, but {len(ends)} token ends"
     rendered = Sample(

@@ -22,12 +22,8 @@ class ReasoningGym:
     """
 
     def __init__(self, reads: str = "tags"):
-        """Create the function with its options.
-
-        Args:
-            reads: "tags" scores the last `<answer>…</answer>` (empty if there is none); "response" scores the whole
-                response.
-        """
+        """Create the function with its options. With reads="tags", the function scores the last `<answer>…</answer>`
+        (empty if there is none); with reads="response", the whole response."""
         if reads not in READS:
             raise ValueError(f"options.reads={reads!r}: must be one of {', '.join(READS)}")
         self._extract = load_gym().utils.extract_answer if reads == "tags" else str.strip

@@ -51,10 +51,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 def resolve(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> RewardFunction:
-    """Return a function from FUNCTIONS or from `path/to/file.py:function`, with its options bound.
-
-    Raise UserError if there is no such function or option.
-    """
+    """Return a function from FUNCTIONS or a file with its options bound. Raise UserError if any of them is unknown."""
     if name in FUNCTIONS:
         if FUNCTIONS[name] is CosineLength and "verifier" in options:
             options = {**options, "verifier": _verifier(name, options["verifier"])}
@@ -75,9 +72,8 @@ def resolve(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> RewardFunctio
 
 
 def _verifier(name: str, verifier: Any) -> RewardFunction:
-    """Return the function for the option `verifier`, which is a name as in rewards.functions or
-    `{function, options}`."""
-    entry = {"function": verifier} if isinstance(verifier, str) else dict(verifier)
+    """Return the function for the option `verifier`: a name as in rewards.functions, or `{function, options}`."""
+    entry: dict[str, Any] = {"function": verifier} if isinstance(verifier, str) else dict(verifier)
     key = f"rewards.functions: {name}: options.verifier={verifier!r}"
     if "function" not in entry or entry.keys() - {"function", "options"}:
         raise UserError(f"{key}: expected a function's name or {{function, options}}")
@@ -89,11 +85,9 @@ def _verifier(name: str, verifier: Any) -> RewardFunction:
     return function
 
 
-def from_file(key: str, name: str, arguments: Sequence[str]) -> Callable[..., float | bool]:
-    """Load the function from `path/to/file.py:function`, which is the value of a config key.
-
-    Raise UserError if there is no such function, or if it cannot be called with these arguments.
-    """
+def from_file(key: str, name: str, arguments: Sequence[str]) -> Callable[..., Any]:
+    """Load the function from `path/to/file.py:function`, the value of a config key. Raise UserError if there is no such
+    function, or if it cannot be called with these arguments."""
     path, name_in_file, function = defined_in_file(key, name)
     definition = f"define it as {name_in_file}({', '.join(arguments)})"
     if not callable(function):

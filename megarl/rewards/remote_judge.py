@@ -16,12 +16,10 @@ FIRST_PAUSE_S = 0.5
 
 
 class GenerativeJudge:
-    """Reward function that returns a judge's ratings, scaled to (rating − lowest) / (highest − lowest), from 0 to 1.
-
-    As in "Judging LLM-as-a-Judge" (https://arxiv.org/abs/2306.05685, single-answer grading). The requests in a scoring
+    """Reward function that returns a judge's ratings, scaled to (rating − lowest) / (highest − lowest), from 0 to 1. As
+    in "Judging LLM-as-a-Judge" (https://arxiv.org/abs/2306.05685, single-answer grading). The requests in a scoring
     pass run concurrently, and rewards.timeout_s covers all of them. If the server does not answer, or its answer has no
-    rating within the scale, the sample fails instead of scoring 0.
-    """
+    rating within the scale, the sample fails instead of scoring 0."""
 
     def __init__(
         self,
@@ -89,7 +87,7 @@ class GenerativeJudge:
         """Return the judge's answer. Raise ValueError with the server's response if there is none."""
         import httpx
 
-        body = self._question | {"messages": [{"role": "user", "content": content}]}
+        body, failure = self._question | {"messages": [{"role": "user", "content": content}]}, ""
         for attempt in range(self._retries + 1):
             if attempt:
                 await asyncio.sleep(FIRST_PAUSE_S * 2 ** (attempt - 1))

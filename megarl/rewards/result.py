@@ -12,7 +12,6 @@ class Result:
     Attributes:
         value: the returned number or numbers, or None if the function returned something else or failed.
         returned: a short description of the returned object, for messages.
-        failure: the reason for the failure, such as "raised KeyError: 'a'", or None if the function returned.
     """
 
     value: float | list[float] | None

@@ -39,31 +39,22 @@ LONGEST_CHARACTER = 8
 TokenTexts = Callable[[Sample], "list[str] | None"]
 
 
-def no_texts(sample: Sample) -> None:
-    return None
-
-
 def append_rollouts(
-    path: Path, step: int, scored: Iterable[tuple[Sample, Score]], texts_of: TokenTexts = no_texts
+    path: Path, step: int, scored: Iterable[tuple[Sample, Score]], texts_of: TokenTexts = lambda _: None
 ) -> None:
     """Append samples with their scores. `texts_of` returns the text of each token in a sample, or None."""
     append_rows(path, (_row(step, sample, score, texts_of(sample)) for sample, score in scored))
 
 
 def has_token_details(sample_id: str, num_groups: int) -> bool:
-    """Return whether a sample's line has per-token details. Only the first groups in a step have them.
-
-    `sample_id` has the form STEP.GROUP.NUMBER.
-    """
+    """Return whether a sample, STEP.GROUP.NUMBER, is in the first groups of its step, which have token details."""
     group = sample_id.split(".")[1:2]
     return bool(group) and int(group[0]) < num_groups
 
 
 def token_texts(decode: Callable[[tuple[int, ...]], str], ids: Sequence[int]) -> list[str]:
-    """Return the text that each token adds to the previous ones.
-
-    If a character consists of several tokens, its last token adds the whole character and the others add nothing.
-    """
+    """Return the text that each token adds to the previous ones. If a character consists of several tokens, its last
+    token adds the whole character and the others add nothing."""
     texts: list[str] = []
     begin = read = 0  # decoding starts one token early, since a token's text may depend on the previous one
     for end in range(1, len(ids) + 1):
@@ -79,10 +70,8 @@ def token_texts(decode: Callable[[tuple[int, ...]], str], ids: Sequence[int]) ->
 def write_advantages(
     path: Path, advantages: Mapping[str, float], details: Mapping[str, Mapping[str, Sequence[float]]] = NO_DETAILS
 ) -> None:
-    """Write advantages, keyed by sample id, into the lines of their samples. The file is replaced atomically.
-
-    `details` contains one value per response token, keyed by sample id and name, for samples that have an advantage.
-    """
+    """Write advantages, keyed by sample id, into the lines of their samples. The file is replaced atomically. `details`
+    contains one value per response token, keyed by sample id and name, for samples that have an advantage."""
     new = path.with_name(f".{path.name}")
     with path.open("rb") as lines, new.open("wb") as out:
         for line in lines:
@@ -127,10 +116,8 @@ def _token_ids(sample: Sample) -> dict[str, list[int]]:
 
 
 def _episode_fields(sample: Sample) -> dict[str, Any]:
-    """Return the fields for a sample from an environment rollout.
-
-    `mask` is a run-length encoding: lengths of alternating runs of trained and untrained tokens, trained first.
-    """
+    """Return the fields for a sample from an environment rollout. `mask` is a run-length encoding: lengths of
+    alternating runs of trained and untrained tokens, trained first."""
     if sample.episode is None:
         return {}
     changes = np.flatnonzero(np.diff(sample.response_mask)) + 1

@@ -30,13 +30,8 @@ class Scorer:
         rewards_tokens: bool = False,
         environment_weight: float = 1.0,
     ) -> None:
-        """Create a scorer. Raise UserError if a function is listed twice.
-
-        Args:
-            model_weight: weight of the reward model's score.
-            rewards_tokens: whether the advantage estimator uses per-token rewards.
-            environment_weight: weight of the environment's rewards.
-        """
+        """Create a scorer. Raise UserError if a function is listed twice. `rewards_tokens`: whether the advantage
+        estimator uses per-token rewards."""
         _require_distinct(functions)
         weights = {MODEL: model_weight, judge.NAME: 1.0, ENVIRONMENT: environment_weight}
         self._weights = {entry.label: entry.weight for entry in functions} | weights

@@ -14,7 +14,8 @@ import numbers
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, BinaryIO
+from io import BufferedRWPair
+from typing import Any
 
 from megarl.config import schema
 from megarl.core.errors import UserError
@@ -33,20 +34,14 @@ SANDBOX = "sandbox"
 
 
 def main(
-    parent: BinaryIO,
+    parent: BufferedRWPair,
     functions: Sequence[tuple[str, str, Mapping[str, Any]]],
     judge: str | None,
     sandbox: Mapping[str, Any] | None,
     sandbox_s: float,
 ) -> None:
-    """Serve calls until the parent closes the connection.
-
-    Args:
-        functions: label, name and options of each function.
-        judge: name of the pairwise judge function, or None.
-        sandbox: the config's `sandbox` section. None if no function may use sandboxes.
-        sandbox_s: maximum lifetime of a sandbox.
-    """
+    """Serve calls until the parent closes the connection. `functions` has the label, name and options of each function.
+    `sandbox` is the config's section, None if no function may use sandboxes, which live for `sandbox_s` seconds."""
     try:
         loaded = {}
         for label, name, options in functions:

@@ -50,11 +50,8 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class SamplingRequest(Sampling):
-    """A request for one completion, or for one rollout whose turns all use these parameters.
-
-    Attributes:
-        group_seed: seed for the environment's random draws; equal for all rollouts of a prompt in a step.
-    """
+    """A request for one completion, or for one rollout whose turns all use these parameters. `group_seed` is the seed
+    for the environment's random draws; it is equal for all rollouts of a prompt in a step."""
 
     sample_id: str
     prompt: Prompt
@@ -69,12 +66,7 @@ class SamplingRequest(Sampling):
 
 @dataclass(frozen=True, slots=True)
 class TurnRequest(Sampling):
-    """A request for one turn of a rollout.
-
-    Attributes:
-        token_ids: token ids of the context, int32 [C].
-        sample_id: the rollout's sample_id in SamplingRequest.
-    """
+    """A request for one turn of a rollout: its context, int32 [C], and the sample_id of the SamplingRequest."""
 
     token_ids: NDArray[np.int32]
     sample_id: str = field(default="", kw_only=True)
@@ -82,12 +74,7 @@ class TurnRequest(Sampling):
 
 @dataclass(frozen=True, slots=True)
 class SyncStats:
-    """Statistics for a refit in one engine worker.
-
-    Attributes:
-        num_bytes: number of bytes written into the worker's parameters.
-        staging_bytes: peak size of the transfer buffers in bytes.
-    """
+    """Statistics for a refit in one engine worker: the bytes written into parameters, and the peak size of buffers."""
 
     num_bytes: int
     staging_bytes: int
@@ -95,13 +82,8 @@ class SyncStats:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """Properties of an engine that are compared with those of the trainer.
-
-    Attributes:
-        head_dtype: dtype in which logits are computed.
-        token_ids: token ids of each requested text, from the engine's tokenizer.
-        description: description of the engine's kernels and settings.
-    """
+    """Properties of an engine that are compared with the trainer's: the dtype of its logits, the token ids of each
+    requested text, and a description of its kernels and settings."""
 
     head_dtype: str
     token_ids: tuple[tuple[int, ...], ...]
@@ -120,27 +102,26 @@ class Engine(Protocol):
         The engine executes other calls while it samples. After a refit, unfinished samples continue with the new
         weights; rollout.kv_cache_on_update decides whether their KV cache is kept or recomputed. After a failed refit,
         they wait for a successful one. Sample.versions records the weight version of each token. Canceling the call
-        aborts its requests.
-
-        Raises:
-            RuntimeError: `version` is None.
+        aborts its requests. Raise RuntimeError if `version` is None.
         """
+        ...
 
     def num_unfinished_tokens(self, sample_ids: Collection[str]) -> int:
         """Return the number of tokens sampled so far for the given samples, excluding finished samples and turns."""
+        ...
 
     def begin(self, request: TurnRequest) -> asyncio.Future[Completion]:
         """Start sampling a turn, under the same rules as `generate`. Canceling the future aborts the request."""
+        ...
 
     @property
     def has_lost_a_rank(self) -> bool:
         """Whether one of the engine's processes has died. The engine is then unusable."""
+        ...
 
     def pause(self) -> None:
-        """Finish the current steps and stop stepping until `resume`.
-
-        Unfinished requests are kept and new requests are queued. A paused engine may be put to sleep and refitted.
-        """
+        """Finish the current steps and stop stepping until `resume`. Unfinished requests are kept and new requests are
+        queued. A paused engine may be put to sleep and refitted."""
 
     def resume(self) -> None:
         """Resume stepping. Has no effect unless the engine is paused."""
@@ -158,35 +139,26 @@ class Engine(Protocol):
 
     def parameters(self) -> list[dict[str, tuple[tuple[int, ...], str]]]:
         """Return the parameters that a refit writes, as one mapping per worker: name -> (shape, dtype)."""
+        ...
 
     def repacking(self) -> list[str]:
-        """Return the names of kernels that prevent in-place writes because they read weights in a packed layout.
-
-        The shapes and dtypes of the parameters do not reveal the packing.
-        """
+        """Return the names of kernels that prevent in-place writes because they read weights in a packed layout. The
+        shapes and dtypes of the parameters do not reveal the packing."""
+        ...
 
     def connect(self, plan: CompactPlan, channel: Channel, holders: Sequence[Holder], by_loader: bool) -> None:
-        """Set the plan and channel for all later refits.
-
-        Args:
-            plan: copies into the engine's workers.
-            channel: transport to open in each worker.
-            holders: one holder per worker.
-            by_loader: whether the plan delivers whole checkpoint tensors to the engine's own weight loader.
-        """
+        """Set the plan and the channel for all later refits, and one holder per worker. `by_loader`: whether the plan
+        delivers whole checkpoint tensors to the engine's own weight loader."""
 
     def refit(self, version: int, expected: Mapping[Region, Checksum] | None = None) -> list[SyncStats]:
-        """Write new weights into the running engine, then set its version. Return statistics for each worker.
-
-        Raises:
-            RuntimeError: the weights do not match the `expected` checksums (None: not verified).
-        """
+        """Write new weights into the running engine, then set its version. Return statistics for each worker. Raise
+        RuntimeError if the weights do not match the `expected` checksums (None: not verified)."""
+        ...
 
     def differing(self, expected: Mapping[Region, Checksum]) -> list[str] | None:
-        """Return one message per region whose live weights do not match the expected checksum.
-
-        Return None if the weights cannot be compared because the engine transforms them after receiving them.
-        """
+        """Return one message per region whose live weights do not match the expected checksum. Return None if the
+        weights cannot be compared because the engine transforms them after receiving them."""
 
     def info(self, texts: Sequence[str]) -> EngineInfo:
         """Return the engine's properties. `texts` are tokenized without adding special tokens."""
+        ...

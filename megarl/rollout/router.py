@@ -43,12 +43,8 @@ class Router:
     """
 
     def __init__(self, engines: Sequence[str], weighs_speed: bool):
-        """Create a router for engines with these names.
-
-        Args:
-            weighs_speed: whether slower engines receive fewer requests. False if a step waits for all of its rollouts:
-                otherwise the assignment, and so the run, would not be reproducible.
-        """
+        """Create a router for engines with these names. `weighs_speed`: whether slower engines receive fewer requests.
+        If a step waits for all of its rollouts, it is False: otherwise the run would not be reproducible."""
         self.engines, self.live = tuple(engines), list(engines)
         self._weighs_speed = weighs_speed
         self.losses: Counter[str] = Counter()
@@ -61,12 +57,8 @@ class Router:
         """Unfinished submissions of a single group, by the group's first rollout. They can be aborted and moved."""
 
     def assign(self, sizes: Mapping[Any, int], excluded: Collection[str] = ()) -> dict[str, list[Any]]:
-        """Assign each group to the engine that is expected to finish it first. Return groups by engine name.
-
-        Args:
-            sizes: number of requests in each group.
-            excluded: engines that receive groups only if no other engine is left.
-        """
+        """Assign each group to the engine that is expected to finish it first. Return groups by engine name. `sizes`
+        has the number of requests in each group. `excluded` engines receive groups only if no other engine is left."""
         load, slowness = Counter(self.load), self._slowness()
         assigned = {name: [] for name in [name for name in self.live if name not in excluded] or self.live}
         for group, size in sizes.items():
@@ -91,22 +83,14 @@ class Router:
 
     def abort(self, groups: Collection[Sequence[str]]) -> None:
         """Abort groups that were submitted alone. Their submissions finish soon: with Aborted, or with samples if the
-        group had already finished.
-
-        Args:
-            groups: each group as the names of its rollouts.
-        """
+        group had already finished. Each group is given by the names of its rollouts."""
         pending = [self.submissions[group[0]] for group in groups if group[0] in self.submissions]
         for submission in pending:
             submission.is_aborted = True
         self._send_aborts(pending)
 
     def reassign_stragglers(self, groups: Collection[Sequence[str]]) -> None:
-        """Restart groups from much slower engines on idle engines.
-
-        Args:
-            groups: groups that a step waits for and that were submitted alone, each as the names of its rollouts.
-        """
+        """Restart groups from much slower engines on idle engines. Each group is given by the names of its rollouts."""
         slowness = self._slowness()
         if not any(self.load[name] == 0 and slowness[name] < MUCH_SLOWER for name in self.live):
             return
@@ -144,10 +128,8 @@ class Router:
 
 
 class Submission:
-    """Groups that were submitted together, until each has its samples or is aborted.
-
-    Alternate `place` and `collect` until `is_done`. Groups of a lost or slow engine are placed again.
-    """
+    """Groups that were submitted together, until each has its samples or is aborted. Alternate `place` and `collect`
+    until `is_done`. Groups of a lost or slow engine are placed again."""
 
     def __init__(self, router: Router, groups: Sequence[Sequence[str]], abort: Abort):
         """Submit groups, each as the names of its rollouts. `abort` is a function that aborts them."""
@@ -188,10 +170,7 @@ class Submission:
 
     def collect(self, answers: Mapping[str, Sequence[Sequence[Any]] | Aborted]) -> list[str]:
         """Record the results of the placed groups. Return the lost engines whose loss the router has not seen yet.
-
-        Args:
-            answers: samples of each rollout, or Aborted, by engine name, without lost engines.
-        """
+        `answers` has the samples of each rollout, or Aborted, by engine name, without lost engines."""
         self._router.load.subtract(self._requests)
         lost = [name for name in self._assigned if name not in answers]
         self._slow = []

@@ -11,23 +11,14 @@ from megarl.models.huggingface import Experts
 
 def expert_layer_routes(routed: Experts, routes: NDArray[np.integer]) -> NDArray[np.integer]:
     """Select the routes for layers with experts from routes for all layers, int [tokens, layers, experts per token].
-
-    vLLM reports zeros for dense layers.
-    """
+    vLLM reports zeros for dense layers."""
     return routes[:, np.flatnonzero(routed.layers)]
 
 
 def whole_routes(routed: Experts, computed: NDArray[np.integer], num_tokens: int) -> NDArray[np.signedinteger]:
-    """Return the routes for `num_tokens` tokens, padded with NO_ROUTE.
-
-    The last sampled token has no routes, because the engine has not processed it as an input.
-
-    Args:
-        computed: routes from the engine, int [processed tokens, layers with experts, experts per token].
-
-    Raises:
-        RuntimeError: an expert index is invalid. Training would otherwise use it without an error.
-    """
+    """Return the routes for `num_tokens` tokens, padded with NO_ROUTE. The last sampled token has no routes, because
+    the engine has not processed it as an input. Raise RuntimeError if an expert index is invalid. Training would use it
+    otherwise. `computed` are the engine's routes, int [processed tokens, layers with experts, experts per token]."""
     layers = sum(routed.layers)
     assert computed.shape[1:] == (layers, routed.active), f"the routes have the wrong shape {computed.shape}"
     has_duplicates = (computed[..., 0] == computed[..., -1]).any() and routed.active > 1

@@ -48,10 +48,8 @@ class RolloutSchedule(Generic[G]):
     """
 
     def __init__(self, per_step: int, max_staleness: int, num_ahead: int | None = None, drops: bool = False):
-        """
-        num_ahead   number of groups to start ahead of the current step. None: max_staleness · per_step, which is the
-                    maximum unless `drops` is set
-        """
+        """`num_ahead` is the number of groups to start ahead of the current step. None: max_staleness · per_step, which
+        is the maximum unless `drops` is set."""
         room = max_staleness * per_step
         self._per_step, self._max_staleness, self._drops = per_step, max_staleness, drops
         self._num_ahead = room if num_ahead is None else num_ahead
@@ -79,12 +77,7 @@ class RolloutSchedule(Generic[G]):
         return latest >= now and self._can_take_by(latest, now)
 
     def num_to_begin(self, wanted: int, steps_left: int) -> int:
-        """Return the number of groups to start now.
-
-        Args:
-            wanted: number of groups that the current step still needs.
-            steps_left: number of steps after the current step.
-        """
+        """Return the number of groups to start now. The step still needs `wanted`, and `steps_left` steps follow."""
         ahead = min(self._num_ahead, steps_left * self._per_step + self._num_beyond_room)
         return max(0, wanted + ahead - len(self._started))
 
@@ -108,10 +101,8 @@ class RolloutSchedule(Generic[G]):
         self._started.append(_Started(group, latest, again or not self._drops))
 
     def _can_take_by(self, latest: int, now: int) -> bool:
-        """Return whether steps can take one more group by version `latest`, and all started groups in time.
-
-        `now` is the version from which the next step starts.
-        """
+        """Return whether steps can take one more group by version `latest`, and all started groups in time. `now` is
+        the version from which the next step starts."""
         return all(
             sum(started.latest <= later for started in self._started) < (later - now + 1) * self._per_step
             for later in range(latest, now + self._max_staleness + 1)
@@ -121,10 +112,8 @@ class RolloutSchedule(Generic[G]):
         next(started for started in self._started if started.group == group).is_finished = True
 
     def take(self, version: int, wanted: int) -> G | None:
-        """Remove and return a finished group for the step from this version, which still needs `wanted` groups.
-
-        Return None if the step must wait for an unfinished group.
-        """
+        """Remove and return a finished group for the step from this version, which still needs `wanted` groups. Return
+        None if the step must wait for an unfinished group."""
         for started in self._candidates(version, wanted):
             if started.is_finished:
                 self._started.remove(started)

@@ -18,10 +18,7 @@ class Attempt:
     """The record that an attempt writes when it starts. Times are Unix timestamps.
 
     Attributes:
-        job: Slurm job id.
         restart: number of times that Slurm has requeued the job.
-        allocated: start time of the allocation.
-        began: start time of the attempt.
         saved: step of the newest checkpoint at the start of the attempt, or 0 if there was no checkpoint.
     """
 
@@ -52,8 +49,6 @@ class Attempts:
 
     def without_progress(self, step: int, job: str) -> list[Attempt]:
         """Return the job's most recent consecutive attempts that started from the checkpoint of `step`, newest first.
-
-        If that checkpoint is still the newest one, none of these attempts has made progress.
-        """
+        If that checkpoint is still the newest one, none of these attempts has made progress."""
         attempts = [attempt for attempt, _ in self.all() if attempt.job == job]
         return list(takewhile(lambda attempt: attempt.saved == step, reversed(attempts)))

@@ -17,11 +17,8 @@ from megarl.run.folder import RunFolder
 
 
 def check_beginning(config: Config) -> str | None:
-    """Return a message if resume=auto is set and the run has already finished, else None.
-
-    Raises:
-        UserError: the name belongs to an earlier run, or the finished run used an incompatible recipe.
-    """
+    """Return a message if resume=auto is set and the run has already finished, else None. Raise UserError if the name
+    belongs to an earlier run, or the finished run used an incompatible recipe."""
     folder = RunFolder.of(config)
     if not Path(config.resume).expanduser().resolve().is_relative_to(folder.path.resolve()):  # a checkpoint of this run
         RunFolder.require_free(config)
@@ -38,8 +35,7 @@ def check_beginning(config: Config) -> str | None:
 
 
 def find_model_paths(config: Config) -> Config:
-    """Return the config with resolved model paths. Paths that an earlier attempt resolved are reused
-    (`reuse_earlier_folders`)."""
+    """Return the config with resolved model paths. Paths that an earlier attempt resolved are reused."""
     folders = {} if config.resume == "never" else RunFolder.of(config).resolved_models
     return reuse_earlier_folders(config, folders)
 

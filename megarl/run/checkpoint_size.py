@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any
 
-from megarl.config.model_schema import Layout, Role, Trained
+from megarl.config.model_schema import Layout, Lora, Role, Trained
 from megarl.config.schema import Config
 from megarl.resharding.families import huggingface_holder, megatron_holder
 from megarl.resharding.families.adapters import adapter_holder
@@ -32,24 +32,16 @@ RANK_BYTES = 26 * 1024
 
 
 def checkpoint_bytes(config: Config, hf_configs: Mapping[Role, Mapping[str, Any]]) -> int:
-    """Return the size of a checkpoint in bytes. A checkpoint contains all trained models.
-
-    Args:
-        config: the run's config.
-        hf_configs: contents of config.json for each trained model, adjusted for its trained head.
-    """
+    """Return the size of a checkpoint in bytes. `hf_configs` has the trained models' configs with their heads."""
     return sum(_model_bytes(config, config.placed(role), hf_config) for role, hf_config in hf_configs.items())
 
 
 def _model_bytes(config: Config, settings: Trained, hf_config: Mapping[str, Any]) -> int:
-    """Return the number of bytes that one model takes in a checkpoint.
-
-    Each element is saved once, by one of the ranks that hold it. The number of saved parts depends on tensor
-    parallelism and on the ranges that data-parallel ranks save.
-    """
+    """Return the number of bytes that one model takes in a checkpoint. Each element is saved once, by a rank that holds
+    it. The number of saved parts depends on tensor parallelism and on the ranges that data-parallel ranks save."""
     layout = settings.layout
     if settings.adapters is not None:
-        return _adapter_bytes(config, settings, hf_config)
+        return _adapter_bytes(config, settings.layout, settings.adapters, hf_config)
     holder = _holder(config, layout, hf_config, tp=1, etp=1)
     elements, rank = _elements(holder), _elements(_holder(config, layout, hf_config, layout.tp, layout.expert_tp))
     copies = dict.fromkeys(elements, 1)
@@ -69,12 +61,10 @@ def _model_bytes(config: Config, settings: Trained, hf_config: Mapping[str, Any]
     return num_bytes + entries * ENTRY_BYTES + layout.world_size * RANK_BYTES
 
 
-def _adapter_bytes(config: Config, settings: Trained, hf_config: Mapping[str, Any]) -> int:
-    """Return the number of bytes that a model's adapters take in a checkpoint.
-
-    Adapters are saved in float32 without the frozen weights. Each piece of a PEFT tensor is saved separately.
-    """
-    layout, lora = settings.layout, settings.adapters
+def _adapter_bytes(config: Config, layout: Layout, lora: Lora, hf_config: Mapping[str, Any]) -> int:
+    """Return the number of bytes that a model's adapters take in a checkpoint. Adapters are saved in float32 without
+    the frozen weights. Each piece of a PEFT tensor is saved separately."""
+    assert lora.rank is not None, "actor.lora.rank is not set"
     full_adapters, rank_adapters = (
         adapter_holder(_holder(config, layout, hf_config, tp, etp), lora.rank, lora.share_experts)
         for tp, etp in ((1, 1), (layout.tp, layout.expert_tp))
@@ -88,8 +78,7 @@ def _adapter_bytes(config: Config, settings: Trained, hf_config: Mapping[str, An
 
 
 def _holder(config: Config, layout: Layout, hf_config: Mapping[str, Any], tp: int, etp: int) -> Holder:
-    """Return the weights on the first of `tp` tensor-parallel ranks that hold all layers and experts. The vocabulary is
-    padded as in `layout`."""
+    """Return the weights on the first of `tp` ranks with all layers and experts, and the vocabulary of `layout`."""
     rank_layout = layout.model_copy(update=ONE_PROCESS | {"tp": tp, "etp": etp})
     multiple = VOCABULARY_MULTIPLE * layout.tp // tp
     return megatron_holder(hf_config, rank_layout, 0, dtype=config.model.dtype, vocab_multiple=multiple)
@@ -100,8 +89,7 @@ def _elements(holder: Holder) -> dict[str, int]:
 
 
 def _trained(settings: Trained, hf_config: Mapping[str, Any], holder: Holder) -> list[str]:
-    """Return the names of the parameters that have optimizer states. Router biases have none because they receive no
-    gradients."""
+    """Return the names of the parameters with optimizer states. Router biases receive no gradients."""
     key = f"{settings.section}.frozen"
     selected = select_tensors(key, settings.frozen_patterns, huggingface_holder(hf_config).shapes)
     frozen = set(whole_parameters(key, selected, holder))

@@ -51,16 +51,7 @@ class Checkpoints:
         return self.path / pointer.read_text(encoding="utf-8").strip() if pointer.exists() else None
 
     def require_space(self, num_bytes: int, keep: int, number: int = 1) -> None:
-        """Check that the disk has enough space for additional checkpoints.
-
-        Args:
-            num_bytes: size of each checkpoint.
-            keep: the value of checkpoint.keep, used only in the error message.
-            number: number of additional checkpoints.
-
-        Raises:
-            UserError: the disk does not have enough space.
-        """
+        """Raise UserError, which names checkpoint.keep, if the disk has no space for `number` more checkpoints."""
         free = shutil.disk_usage(next(path for path in (self.path, *self.path.parents) if path.exists())).free
         if free < number * num_bytes:
             raise UserError(
@@ -79,8 +70,7 @@ class Checkpoints:
         return folder
 
     def commit(self, step: int, state: Mapping[str, Any], files: Iterable[FileRecord]) -> Checkpoint:
-        """Give the folder of the checkpoint of `step` its final name and point `latest` to it. All `files` must already
-        be on disk."""
+        """Rename the hidden folder of `step` and point `latest` to it. All `files` must already be on disk."""
         hidden, final = self._hidden(step), self._named(step)
         assert final != self.latest(), f"{final} already exists and is the latest checkpoint"
         write_manifest(hidden, step, state, files)

@@ -34,8 +34,8 @@ from megarl.run.lock import run_lock
 from megarl.run.loggers import ConsoleSink, JsonlSink
 from megarl.run.resume import ResumePoint, start
 from megarl.run.saver import Saver, Write, no_files
-from megarl.run.summary import print_run_summary
 from megarl.run.trackers.tracker import Tracker, open_trackers
+from megarl.step import logprob_check, passes, queue
 from megarl.step.state import RunState
 
 LOCK_S = 180.0
@@ -51,14 +51,20 @@ Evaluate = Callable[[], dict[str, float]]
 """A function that runs the evaluations that are due after state.step and returns their metrics."""
 
 
-def exit_status(run: Callable[[Config, Path], None], config: Config, scratch: Path) -> int:
-    """Call `run` and return the exit code: 0 on success, 1 after a RunFailure.
+def print_run_summary(
+    config: Config, resume_point: ResumePoint, model_folder: Path, data: PromptSet | OfflineData, placement: str
+) -> None:
+    """Print the starting point, the processes, and the passes that the run makes or skips."""
+    if resume_point.folder.moved is not None:
+        print(f"moved the earlier run with this name to {resume_point.folder.moved}")
+    print(f"run: {resume_point.folder.path}, {resume_point.describe()}")
+    dropped = f" ({data.num_dropped} dropped because they are too long)" if data.num_dropped else ""
+    print(f"model: {model_folder}\n{config.data.format}: {len(data)}{dropped}\nprocesses: {placement}")
+    print("\n".join([*queue.describe(config), *passes.describe(config), *logprob_check.announce(config)]), flush=True)
 
-    Args:
-        run: function to call with the config and the folder for temporary files.
-        config: the run's config.
-        scratch: folder for temporary files.
-    """
+
+def exit_status(run: Callable[[Config, Path], None], config: Config, scratch: Path) -> int:
+    """Call `run` with the config and a scratch folder. Return the exit code: 0 on success, 1 after a RunFailure."""
     try:
         run(config, scratch)
     except RunFailure as failure:
@@ -69,12 +75,8 @@ def exit_status(run: Callable[[Config, Path], None], config: Config, scratch: Pa
 
 @dataclass(frozen=True, slots=True)
 class RunContext:
-    """The state and the training loop of one run.
-
-    Attributes:
-        resume_point: the point from which the run starts. Its state advances with each step.
-        evaluation: the prompts in each evaluation set, keyed by set name.
-    """
+    """The state and the training loop of one run. The state in `resume_point` advances with each step. `evaluation` has
+    the prompts in each evaluation set by name."""
 
     config: Config
     data: PromptSet | OfflineData
@@ -93,19 +95,9 @@ class RunContext:
         config_paths: Mapping[str, str] = NO_PATHS,
         evaluation: Mapping[str, PromptSet] = NO_SETS,
     ) -> Iterator[RunContext]:
-        """Lock and open the run folder, and print the run summary. No process is started.
-
-        Args:
-            config: the run's config.
-            models: the run's model folders.
-            data: the run's prompts or offline data.
-            config_paths: model paths that the user wrote, keyed by config key, if the config contains resolved paths.
-            evaluation: the prompts in each evaluation set, keyed by set name.
-
-        Raises:
-            UserError: the folder is in use, `resume` does not name a valid checkpoint, or the disk does not have enough
-                space for the next checkpoint.
-        """
+        """Lock and open the run folder, and print the run summary. No process is started. Raise UserError if the folder
+        is in use, `resume` does not name a valid checkpoint, or the disk has no space for a checkpoint. `config_paths`
+        has the model paths that the user wrote, by config key, if the config contains resolved paths."""
         num_bytes = checkpoint_bytes(config, models.trained(config))
         placement = place_here(config)
         with run_lock(RunFolder.of(config).path, LOCK_S if ALLOCATED in os.environ else 0.0):
@@ -134,33 +126,19 @@ class RunContext:
         return [self.data[i] for i in self.state.cursor.take(n)]
 
     def note_solved(self, rates: Mapping[str, float]) -> dict[str, float]:
-        """Update the sampling weights of prompts.
-
-        Args:
-            rates: the solve rate of each prompt, keyed by prompt id.
-
-        Returns:
-            Metrics on the weights. Empty if prompts are not drawn by weight.
-        """
+        """Update the sampling weights of prompts, given their solve rates by prompt id. Return metrics on the weights,
+        or an empty mapping if prompts are not drawn by weight."""
         cursor = self.state.cursor
-        if not isinstance(cursor, WeightedCursor):
+        if not isinstance(cursor, WeightedCursor) or not isinstance(self.data, PromptSet):
             return {}
         cursor.note({i: rates[name] for i in range(len(self.data)) if (name := self.data[i].id) in rates})
         return cursor.metrics()
 
     def run(self, trained: TrainedModels, step: Step, evaluate: Evaluate = dict, write: Write = no_files) -> None:
-        """Run all steps up to run.steps. Evaluations that are due run before the first step and after each step.
-
-        After a termination signal, the run completes the checkpoint whose state is already in host memory. If
+        """Run all steps up to run.steps. Evaluations that are due run before the first step and after each step. After
+        a termination signal, the run completes the checkpoint whose state is already in host memory. If
         checkpoint.on_signal is set, the run finishes the current step and saves a checkpoint. Both are limited to
-        checkpoint.grace_s seconds.
-
-        Args:
-            trained: the models to save in checkpoints. Their weights must be loaded.
-            step: runs one step.
-            evaluate: runs the evaluations that are due.
-            write: writes additional files to each checkpoint.
-        """
+        checkpoint.grace_s seconds. The weights of the `trained` models, which checkpoints save, must be loaded."""
         saver, settings, done = self.saver, self.config.checkpoint, self.state.step
         saver.keep()  # a killed attempt may have left more checkpoints than checkpoint.keep
         if self.state.step == 0 and (metrics := evaluate()):
@@ -226,8 +204,7 @@ class RunContext:
             raise KeyboardInterrupt
 
     def export(self, write: Callable[[Path], None]) -> None:
-        """Export the trained model with `write` if run.export is set. Otherwise remove any earlier export. Then mark
-        the run as finished."""
+        """Export the model with `write` if run.export is set, else remove an earlier one. Mark the run finished."""
         if self.config.run.export:
             with self.folder.new_model() as path:
                 write(path)

@@ -17,12 +17,8 @@ ALLOCATED = "MEGARL_ALLOCATED"
 
 @dataclass(frozen=True, slots=True)
 class EffectiveTime:
-    """The effective and the allocated time of a run, in seconds.
-
-    Attributes:
-        lasted: total duration of the steps in the run's metrics.
-        allocated: total duration of all allocations so far, including startup and lost steps.
-    """
+    """The effective and the allocated time of a run in seconds: the duration of the steps in its metrics, and that of
+    all its allocations, including startup and lost steps."""
 
     lasted: float
     allocated: float
@@ -48,11 +44,7 @@ class EffectiveShare:
         self._lasted = _completed_s(run)
 
     def metrics(self, step_metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return the goodput metric at the end of a step, or an empty mapping outside a Slurm job.
-
-        Args:
-            step_metrics: metrics of the step, including time/step.
-        """
+        """Return the goodput at the end of a step, if it runs in a Slurm job. `step_metrics` has time/step."""
         if ALLOCATED not in os.environ:
             return {}
         self._lasted += step_metrics["time/step"]
@@ -69,8 +61,7 @@ def _completed_s(run: Path) -> float:
 
 
 def allocated_s(run: Path, now: float) -> float:
-    """Return the total time of all allocations. An allocation lasts until its last heartbeat, the newest one until
-    `now`."""
+    """Return the total time of all allocations. Each lasts until its last heartbeat, the newest one until `now`."""
     spans: dict[tuple[str, int], tuple[float, float]] = {}
     for attempt, seen in Attempts(run).all():
         allocation = attempt.job, attempt.restart

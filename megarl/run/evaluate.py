@@ -18,7 +18,6 @@ from megarl.cluster.pending import join
 from megarl.cluster.session import Session
 from megarl.config.evaluation_schema import SetEnvironment
 from megarl.config.load import dump
-from megarl.config.model_schema import Layout
 from megarl.config.schema import Config, Roles
 from megarl.core.errors import RunFailure, UserError
 from megarl.core.files import replace_text
@@ -26,25 +25,13 @@ from megarl.core.timing import ElapsedTime
 from megarl.models.folder import resolve
 from megarl.models.run_models import ModelFolders
 from megarl.models.weights_hash import weights_hash
+from megarl.resharding.selection import ONE_PROCESS
 from megarl.run.context import exit_status
 from megarl.run.preflight import load_evaluation_sets
 from megarl.step.evaluation import SetResult, evaluate_sets
 
 VERSION = 0
 """Weight version of the engines. It never changes because nothing is trained."""
-
-ONE_RANK = Layout(
-    tp=1,
-    pp=1,
-    vpp=1,
-    cp=1,
-    ep=1,
-    etp=None,
-    dp=1,
-    sequence_parallel=False,
-    first_stage_layers=None,
-    last_stage_layers=None,
-)
 
 
 def main(config: Config, out: Path, scratch: Path) -> int:
@@ -53,12 +40,8 @@ def main(config: Config, out: Path, scratch: Path) -> int:
 
 
 def run(config: Config, out: Path, scratch: Path) -> None:
-    """Evaluate config.model and write samples and results to `out`.
-
-    Raises:
-        UserError: the recipe, the model or the folder is invalid. No process has been started.
-        RunFailure: none of the samples in some set could be scored. The results are written nevertheless.
-    """
+    """Evaluate config.model and write samples and results to `out`. Raise UserError before processes start if the
+    recipe, the model or the folder is invalid, and RunFailure after writing the results if a set has no score."""
     if not config.evaluation.sets:
         raise UserError("evaluation.sets=[]: the recipe has no evaluation sets. Fix: add sets to evaluation.sets")
     if config.cluster.nodes > 1:
@@ -101,9 +84,7 @@ def run(config: Config, out: Path, scratch: Path) -> None:
 
 def with_engines_only(config: Config) -> Config:
     """Return a recipe that only runs engines. They use the first devices and load the model's weights themselves.
-
-    Evaluation sets that inherit the training run's reward functions or environment keep them.
-    """
+    Evaluation sets that inherit the training run's reward functions or environment keep them."""
     training = {
         "functions": config.rewards.functions,
         "environment": SetEnvironment(**{"class": config.environment.name, "options": config.environment.options}),
@@ -120,6 +101,7 @@ def with_engines_only(config: Config) -> Config:
         "quantization": None,
         "vllm_overrides": config.rollout.vllm_overrides | {"load_format": "auto"},
     }
+    one_rank = config.actor.layout.model_copy(update=ONE_PROCESS | {"sequence_parallel": False})
     changes: dict[str, dict[str, Any]] = {
         "evaluation": {"sets": sets},
         "batch": {"oversampling": None},
@@ -129,12 +111,12 @@ def with_engines_only(config: Config) -> Config:
         "reward_model": {"path": None},
         "implicit_reward": {"coefficient": 0.0},
         "actor": {
-            "layout": ONE_RANK,
+            "layout": one_rank,
             "offload": [],
             "lora": config.actor.lora.model_copy(update={"rank": None}),
             "experts": config.actor.experts.model_copy(update={"replay_routes": False}),
         },
-        "critic": {"layout": ONE_RANK, "offload": []},
+        "critic": {"layout": one_rank, "offload": []},
         "cluster": {"placement": "colocated", "roles": Roles(**dict.fromkeys(Roles.model_fields))},
     }
     sections = {name: getattr(config, name).model_copy(update=update) for name, update in changes.items()}
@@ -164,7 +146,7 @@ def _finite(estimate: Estimate) -> dict[str, float | None]:
 
 def table(results: list[SetResult]) -> str:
     """Return a table with one row per estimate, including its 95 % confidence interval."""
-    rows = [("set", "samples", "failed", "", "value", "95 % interval")]
+    rows: list[tuple[str, ...]] = [("set", "samples", "failed", "", "value", "95 % interval")]
     for result in results:
         size = f"{result.num_prompts} × {result.settings.samples_per_prompt}"
         first = (result.settings.name, size, f"{result.shares['failed_frac']:.1%}")

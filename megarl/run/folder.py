@@ -34,12 +34,21 @@ LAUNCH = "launch"
 """Subfolder for a Slurm job's files, created before the run starts."""
 
 
+class _Inside:
+    """A path in the run folder."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def __get__(self, folder: RunFolder, owner: type) -> Path:
+        return folder.path / self._name
+
+
 @dataclass(frozen=True, slots=True)
 class RunFolder:
     """A run folder and the paths inside it.
 
     Attributes:
-        path: the run folder.
         attempt: number of the current attempt, starting at 1. Each start or resume is an attempt with its own logs.
         moved: new path of an earlier run folder with the same name, or None if no folder was moved aside.
     """
@@ -48,13 +57,16 @@ class RunFolder:
     attempt: int = 1
     moved: Path | None = None
 
+    config, manifest, metrics = _Inside("config.resolved.yaml"), _Inside("manifest.json"), _Inside("metrics.jsonl")
+    checkpoints, model, report = _Inside("checkpoints"), _Inside("model"), _Inside("report.html")
+    code = _Inside("code")
+    """Folder with copies of the user's advantage estimator and objective. Files are named by content hash."""
+    nodes = _Inside(NODES)
+    """Rendezvous folder for multi-node runs."""
+
     @classmethod
     def of(cls, config: Config) -> RunFolder:
-        """Return the run folder run.folder/run.name, which need not exist.
-
-        Raises:
-            UserError: the name is reserved.
-        """
+        """Return the run folder run.folder/run.name, which need not exist. Raise UserError if the name is reserved."""
         if config.run.name == "latest":
             raise UserError(
                 "run.name=latest: the name latest is reserved for the link to the newest run. Fix: set a "
@@ -65,15 +77,10 @@ class RunFolder:
 
     @classmethod
     def create(cls, config: Config, data_hash: str | None = None, models: Models | None = None) -> RunFolder:
-        """Create run.folder/run.name with its config and manifest, and point the link run.folder/latest to it.
-
-        An existing folder without completed steps is reused for the next attempt. A Slurm job's folder is also reused,
-        and steps before the first checkpoint are lost. In all remaining cases, an existing folder is renamed to NAME.1,
-        NAME.2 or the next free name.
-
-        Raises:
-            UserError: see `require_free`.
-        """
+        """Create run.folder/run.name with its config and manifest, and point the link run.folder/latest to it. An
+        existing folder without completed steps is reused for the next attempt. A Slurm job's folder is also reused, and
+        steps before the first checkpoint are lost. In all remaining cases, an existing folder is renamed to NAME.1,
+        NAME.2 or the next free name. Raise UserError like `require_free`."""
         cls.require_free(config)
         earlier = cls.of(config)
         in_a_job = config.resume == "auto" and (earlier.path / LAUNCH).exists()
@@ -86,11 +93,7 @@ class RunFolder:
 
     @classmethod
     def require_free(cls, config: Config) -> None:
-        """Check that the run may use its folder.
-
-        Raises:
-            UserError: an earlier run has the same name, and the config neither resumes nor replaces that run.
-        """
+        """Raise UserError if an earlier run has the same name, and the config neither resumes nor replaces it."""
         folder = cls.of(config)
         if config.resume == "auto" or config.run.replace or not folder.is_taken:
             return
@@ -124,11 +127,8 @@ class RunFolder:
         return folder
 
     def metrics_until(self, step: int) -> list[str]:
-        """Return the lines in metrics.jsonl up to `step`. A partial last line, left by a killed run, is dropped.
-
-        Raises:
-            UserError: the file contains an invalid complete line.
-        """
+        """Return the lines in metrics.jsonl up to `step`. A partial last line, left by a killed run, is dropped. Raise
+        UserError if the file contains an invalid complete line."""
         lines = self.metrics.read_text(encoding="utf-8").splitlines(keepends=True) if self.metrics.exists() else []
         kept = []
         for number, line in enumerate(lines, start=1):
@@ -186,19 +186,6 @@ class RunFolder:
         replace_text(self.manifest, json.dumps(manifest, indent=2) + "\n")
 
     @property
-    def config(self) -> Path:
-        return self.path / "config.resolved.yaml"
-
-    @property
-    def code(self) -> Path:
-        """Folder with copies of the user's advantage estimator and objective. Files are named by content hash."""
-        return self.path / "code"
-
-    @property
-    def manifest(self) -> Path:
-        return self.path / "manifest.json"
-
-    @property
     def resolved_models(self) -> dict[str, str]:
         """Resolved model folders from all attempts so far, keyed by the path that the user wrote."""
         manifests = [self.manifest, *self.path.glob(f"logs/{ATTEMPT.format('*')}/{self.manifest.name}")]
@@ -211,25 +198,8 @@ class RunFolder:
         return {model["given"]: model["folder"] for model in models if "given" in model}
 
     @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
     def logs(self) -> Path:
         return self.path / "logs" / ATTEMPT.format(self.attempt)
-
-    @property
-    def nodes(self) -> Path:
-        """Rendezvous folder for multi-node runs."""
-        return self.path / NODES
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def model(self) -> Path:
-        return self.path / "model"
 
     @contextmanager
     def new_model(self) -> Iterator[Path]:
@@ -245,10 +215,6 @@ class RunFolder:
             sync(self.path)
         finally:
             shutil.rmtree(hidden)
-
-    @property
-    def report(self) -> Path:
-        return self.path / "report.html"
 
     def profile(self, step: int) -> Path:
         """Return the folder for the profiles of `step`, which contains one file per rank."""
@@ -312,8 +278,7 @@ def _manifest(config: Config, data_hash: str | None) -> dict[str, Any]:
 
 
 def _git_state(source: Path) -> dict[str, Any] | None:
-    """Return the commit of the Git checkout at `source` and whether the checkout has uncommitted changes. Return None
-    if `source` is not a checkout."""
+    """Return the commit of the Git checkout at `source`, if it is one, and whether it has uncommitted changes."""
     if not (source / ".git").exists():  # an installed package may be inside an unrelated checkout
         return None
 

@@ -21,18 +21,10 @@ NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 
 @contextmanager
 def run_lock(folder: Path, patience_s: float = 0.0) -> Iterator[None]:
-    """Hold the exclusive lock for a run folder inside the context.
-
-    The lock file is next to the folder, so the folder itself may be moved or recreated. The kernel releases the lock
-    when the process ends. After a node failure, a network file system may take some time to release the lock.
-
-    Args:
-        folder: the run folder.
-        patience_s: seconds to wait for the lock if another process holds it.
-
-    Raises:
-        UserError: another process holds the lock, or the lock file cannot be created.
-    """
+    """Hold the exclusive lock for a run folder inside the context. The lock file is next to the folder, so the folder
+    itself may be moved or recreated. The kernel releases the lock when the process ends. After a node failure, a
+    network file system may take some time to release the lock. Raise UserError if another process holds the lock, or
+    the lock file cannot be created. The lock waits up to `patience_s` seconds for another process that holds it."""
     file = folder.with_name(f".{folder.name}.lock")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -59,8 +51,7 @@ def run_lock(folder: Path, patience_s: float = 0.0) -> Iterator[None]:
 
 
 def _lock(stream: IO[str]) -> bool:
-    """Try to lock the file and return whether this process may use it. If the file system does not support locks, print
-    a warning and return True."""
+    """Try to lock the file. Return whether this process may use it, also if its file system has no locks."""
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

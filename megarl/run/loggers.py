@@ -14,11 +14,8 @@ from typing import Any, TextIO
 
 
 class JsonlSink:
-    """A sink that appends one JSON object per step to a file. The first key is `step`.
-
-    JSON has no NaN or infinity. Such values are written as null, and the names of these metrics are listed under
-    "nonfinite".
-    """
+    """A sink that appends one JSON object per step to a file. The first key is `step`. JSON has no NaN or infinity.
+    Such values are written as null, and the names of these metrics are listed under "nonfinite"."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -73,19 +70,12 @@ ETA_STEPS = 10  # short, because step time drifts with response length
 
 
 class ConsoleSink:
-    """A sink that prints one line per step and repeats the header periodically. Missing metrics are shown as "–".
-
-    `cut` is the fraction of truncated responses. `Δlogp` is the mean |trainer log-prob − rollout log-prob| before the
-    step's updates.
-    """
+    """A sink that prints a line per step, and regularly the header. Missing metrics are shown as "–". `cut` is the
+    fraction of truncated responses. `Δlogp` is the mean |trainer log-prob − rollout log-prob| before the step's
+    updates."""
 
     def __init__(self, total_steps: int, stream: TextIO | None = None, is_offline: bool = False) -> None:
-        """
-        Args:
-            total_steps: number of steps in the run, used for the ETA.
-            stream: output stream. Default: sys.stdout.
-            is_offline: whether the run trains on offline data.
-        """
+        """`total_steps` determines the ETA. The default `stream` is sys.stdout."""
         self._columns = OFFLINE_COLUMNS if is_offline else COLUMNS
         self._total = total_steps
         self._stream = stream

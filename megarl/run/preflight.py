@@ -28,13 +28,13 @@ from megarl.config.explain import explain
 from megarl.config.schema import Config
 from megarl.core import device
 from megarl.core.errors import UserError
-from megarl.core.types import Prompt
+from megarl.core.types import Prompt, Score
 from megarl.data.files import ALL_COLUMNS, NO_COLUMNS
 from megarl.data.offline import OfflineData, load_offline_data
 from megarl.data.prompts import PromptSet, load_prompts
 from megarl.environments.hosts import HostPool, host_arguments
 from megarl.environments.runner import turn_tokens
-from megarl.environments.trial import Trial, try_rewards
+from megarl.environments.trial import try_rewards
 from megarl.models.run_models import ModelFolders, find_models
 from megarl.models.tokenizer import load_tokenizer
 from megarl.resharding.selection import check_all_selections
@@ -51,30 +51,19 @@ SHOWN_CHARACTERS = 60
 
 @dataclass(frozen=True, slots=True)
 class Preflight:
-    """The inputs of a run that has passed all checks.
-
-    Attributes:
-        models: the model folders.
-        data: the prompts or the offline data.
-        trial: the result of a trial call to the reward functions, or None if there are no reward functions.
-        evaluation: the prompts in each evaluation set, keyed by set name.
-    """
+    """The inputs of a run that has passed all checks. `trial` is the result of a trial call to the reward functions, if
+    any. `evaluation` has the prompts in each evaluation set by name."""
 
     models: ModelFolders
     data: PromptSet | OfflineData
-    trial: Trial | None
+    trial: Score | None
     evaluation: Mapping[str, PromptSet] = field(default_factory=dict)
 
 
 def preflight(config: Config) -> Preflight:
-    """Check the machine, run folder, models, reward functions, data, checkpoint and disk.
-
-    Only the model cache is modified. If a reward function fails on the first row, the check only prints a warning,
-    because the function may need more than a bare answer.
-
-    Raises:
-        UserError: at least one check failed. The message contains one line per failure.
-    """
+    """Check the machine, run folder, models, reward functions, data, checkpoint and disk. Only the model cache is
+    modified. If a reward function fails on the first row, the check only prints a warning, because the function may
+    need more than a bare answer. Raise UserError with one line for each failed check."""
     with _all_errors() as attempt:
         attempt(check_machine, config)
         attempt(place_here, config)
@@ -92,6 +81,7 @@ def preflight(config: Config) -> Preflight:
                 attempt(_check_resume_and_disk, config, models, data)
             trial = None if data is None or pool is None else attempt(try_rewards, config, pool, data[0])
         evaluation = None if models is None else attempt(load_evaluation_sets, config, models.actor)
+    assert models is not None and data is not None and evaluation is not None, "failed checks have raised their errors"
     if trial is not None and trial.failure is not None:
         warning = f"{trial.failure} (megarl used the row's answer as the response in this trial)"
         print(f"megarl: warning: {warning}", file=sys.stderr, flush=True)
@@ -99,11 +89,8 @@ def preflight(config: Config) -> Preflight:
 
 
 def load_evaluation_sets(config: Config, model_folder: Path) -> dict[str, PromptSet]:
-    """Return the prompts in each evaluation set, keyed by set name.
-
-    Raises:
-        UserError: at least one set could not be loaded. The message contains one line per failure.
-    """
+    """Return the prompts in each evaluation set, keyed by set name. Raise UserError if at least one set could not be
+    loaded. The message contains one line per failure."""
     with _all_errors() as attempt:
         return {
             settings.name: attempt(_load_evaluation_set, config, settings, model_folder)
@@ -113,16 +100,12 @@ def load_evaluation_sets(config: Config, model_folder: Path) -> dict[str, Prompt
 
 def _load_evaluation_set(config: Config, settings: EvaluationSet, model_folder: Path) -> PromptSet:
     """Return the prompts in an evaluation set, with the columns that its environment or reward functions need. The
-    reward functions are called once with the first prompt.
-
-    Raises:
-        UserError: the set is invalid. The message names the set.
-    """
+    reward functions are called once with the first prompt. Raise UserError, which names the set, if it is invalid."""
     set_config = config_of_set(config, settings)
     try:
         pool = _function_pool(set_config)
         with nullcontext() if pool is None else closing(pool):
-            prompts = _load_data(set_config, model_folder, pool)
+            prompts = _load_prompts(set_config, model_folder, pool)
             trial = None if pool is None else try_rewards(set_config, pool, prompts[0])
         if set_config.has_environment:
             _check_environment(set_config, model_folder)
@@ -138,11 +121,8 @@ def _load_evaluation_set(config: Config, settings: EvaluationSet, model_folder: 
 
 @contextmanager
 def _all_errors() -> Iterator[Callable[..., Any]]:
-    """Yield a function that runs a check and returns its result, or None if the check raises a UserError.
-
-    Raises:
-        UserError: on exit, if any check failed. The message contains the messages of all failed checks.
-    """
+    """Yield a function that runs a check and returns its result, or None if the check raises a UserError. Raise
+    UserError if on exit, if any check failed. The message contains the messages of all failed checks."""
     lines: list[str] = []
 
     def attempt(check: Callable[..., Any], *arguments: Any) -> Any:
@@ -162,27 +142,26 @@ def _find_models(config: Config) -> ModelFolders:
     check_all_selections(config, models.trained(config))
     check_gpu_memory(config, models)
     check_host_memory(config, models)
-    if not config.is_offline:
-        check_engine_kernels(config, models)
+    check_engine_kernels(config, models)
     check_megatron_settings(config, models)
     return models
 
 
 def _load_data(config: Config, model_folder: Path, pool: FunctionPool | None) -> PromptSet | OfflineData:
-    """Load the offline data or the prompts. Prompts keep all columns if the run uses an environment, else only the
-    columns that the reward functions need."""
     if config.is_offline:
         return load_offline_data(config, model_folder)
+    return _load_prompts(config, model_folder, pool)
+
+
+def _load_prompts(config: Config, model_folder: Path, pool: FunctionPool | None) -> PromptSet:
+    """Load the prompts, with all columns for an environment, else only those that the reward functions need."""
     columns = NO_COLUMNS if pool is None else pool.columns
     return load_prompts(config, model_folder, {ALL_COLUMNS: None, **columns} if config.has_environment else columns)
 
 
 def _check_environment(config: Config, model_folder: Path) -> None:
     """Load the environment class in a separate process, and check that the model's chat template can render its turns.
-
-    Raises:
-        UserError: the class cannot be loaded or its turns cannot be rendered.
-    """
+    Raise UserError if the class cannot be loaded or its turns cannot be rendered."""
 
     async def find_tools() -> Sequence[Mapping[str, Any]]:
         pool = await HostPool.start(host_arguments(config), 1)
@@ -201,11 +180,7 @@ def _function_pool(config: Config) -> FunctionPool | None:
 
 
 def _find_folder(config: Config) -> RunFolder:
-    """Return the run folder, which need not exist.
-
-    Raises:
-        UserError: the folder is not writable or belongs to a different run.
-    """
+    """Return the run folder, which need not exist. Raise UserError if it is not writable or of a different run."""
     RunFolder.require_free(config)
     folder = RunFolder.of(config)
     parent = next(path for path in folder.path.parents if os.path.lexists(path))

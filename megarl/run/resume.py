@@ -37,51 +37,39 @@ class ResumePoint:
 
 
 def start(config: Config, data: PromptSet | OfflineData, num_bytes: int, models: Models) -> ResumePoint:
-    """Open the run folder and return the starting point that the key `resume` selects.
-
-    Args:
-        config: the run's config.
-        data: the run's prompts or offline data.
-        num_bytes: size of one checkpoint.
-        models: identities of the models.
-
-    Raises:
-        UserError: the checkpoint is missing, is corrupt or belongs to a different run, or the disk does not have enough
-            space for further checkpoints. The folder is not modified.
-    """
+    """Open the run folder and return the starting point that the key `resume` selects. Raise UserError if the
+    checkpoint is missing, is corrupt or belongs to a different run, or the disk has no space for further ones. The
+    folder is not modified. `num_bytes` is the size of one checkpoint, and `models` are the models' identities."""
     checkpoint = find_checkpoint(config, data, models)
     checkpoints = Checkpoints(RunFolder.of(config).checkpoints)
     state = _fresh(config, data) if checkpoint is None else RunState.restore(checkpoint.state["run"], config, data)
-    continues_run = checkpoint is not None and _is_of_this_run(checkpoint, checkpoints)
+    own = checkpoint if checkpoint is not None and _is_of_this_run(checkpoint, checkpoints) else None
     if checkpoint is not None:
         for key, earlier in _moved_models(config, checkpoint, models).items():
             print(f"{key}={model_paths(config)[key]}: same weights as {earlier}, from which the run started")
-    if continues_run:
-        RunFolder.of(config).metrics_until(checkpoint.step)  # raise for invalid lines before modifying the folder
-        if checkpoints.steps()[-1] > checkpoint.step:
-            checkpoint.verify(checkpoint.files)  # before removing later checkpoints: they may be the only valid ones
+    if own is not None:
+        RunFolder.of(config).metrics_until(own.step)  # raise for invalid lines before modifying the folder
+        if checkpoints.steps()[-1] > own.step:
+            own.verify(own.files)  # before removing later checkpoints: they may be the only valid ones
         checkpoints.sweep()
     if config.checkpoint.may_be_saved:
         keep, most = config.checkpoint.keep, config.most_checkpoints
         # Existing checkpoints beyond `keep` also count, because the oldest ones are removed to free disk space.
-        checkpoints.require_space(num_bytes, keep, number=max(0, most + 1 - (len(checkpoints) if continues_run else 0)))
-    if continues_run:
+        checkpoints.require_space(num_bytes, keep, number=max(0, most + 1 - (0 if own is None else len(checkpoints))))
+    if own is not None:
         # The order matters: if the run is killed between these calls, it can still be resumed from the same checkpoint.
         # Later checkpoints are removed last, after the folder is ready.
-        checkpoints.point_to(checkpoint.path)
-        folder = RunFolder.reopen(config, checkpoint.step, data.data_hash, models)
-        checkpoints.roll_back_to(checkpoint.step)
+        checkpoints.point_to(own.path)
+        folder = RunFolder.reopen(config, own.step, data.data_hash, models)
+        checkpoints.roll_back_to(own.step)
     else:
         folder = RunFolder.create(config, data.data_hash, models)
     return ResumePoint(folder, state, checkpoint)
 
 
 def find_checkpoint(config: Config, data: PromptSet | OfflineData, models: Models) -> Checkpoint | None:
-    """Return the checkpoint that the key `resume` selects, or None if the run starts at the first step.
-
-    Raises:
-        UserError: the checkpoint is missing, is corrupt or belongs to a different run.
-    """
+    """Return the checkpoint that the key `resume` selects, or None if the run starts at the first step. Raise UserError
+    if the checkpoint is missing, is corrupt or belongs to a different run."""
     path = _checkpoint_path(config)
     return None if path is None else _open(path, config, data, models)
 
@@ -94,11 +82,8 @@ def _fresh(config: Config, data: PromptSet | OfflineData) -> RunState:
 
 
 def _is_of_this_run(checkpoint: Checkpoint, checkpoints: Checkpoints) -> bool:
-    """Return whether the checkpoint belongs to this run.
-
-    Raises:
-        UserError: the checkpoint is inside the run folder, which would be moved aside, but not at its expected path.
-    """
+    """Return whether the checkpoint belongs to this run. Raise UserError if the checkpoint is inside the run folder,
+    which would be moved aside, but not at its expected path."""
     path, name = checkpoint.path.resolve(), NAME.format(checkpoint.step)
     if path == checkpoints.path.resolve() / name:
         return True
@@ -137,14 +122,9 @@ def _saved_config(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _check_models(config: Config, checkpoint: Checkpoint, models: Models) -> None:
-    """Check that the models have the same weights as at the start of the run.
-
-    This check is necessary because the reference, a reward model and the initial model of an implicit reward are loaded
-    from their model folders again.
-
-    Raises:
-        UserError: a model's weights have changed.
-    """
+    """Check that the models have the same weights as at the start of the run. This check is necessary because the
+    reference, a reward model and the initial model of an implicit reward are loaded from their model folders again.
+    Raise UserError if a model's weights have changed."""
     for key, saved in _saved_models(checkpoint).items():
         if key in models and (current := models[key])["hash"] != saved["hash"]:
             remedy = " (model.revision selects a commit)" if is_hub_id(config.model.path) else ""

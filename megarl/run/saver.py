@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from megarl.cluster.groups.trainers import TrainerGroup
-from megarl.cluster.pending import join
+from megarl.cluster.pending import Pending, join
 from megarl.cluster.trained_models import TrainedModels
+from megarl.config.model_schema import Role
 from megarl.config.schema import Config
 from megarl.core.checkpoint import NAME, FileRecord
 from megarl.models.paths import Models
@@ -30,8 +31,7 @@ def no_files(_: Path) -> Sequence[FileRecord]:
 
 
 class Saver:
-    """Saves a checkpoint every checkpoint.every_steps steps, after the last step, and on request. At most one save is
-    in progress at a time."""
+    """Saves checkpoints every checkpoint.every_steps steps, after the last step, and on request, one at a time."""
 
     def __init__(
         self,
@@ -42,15 +42,8 @@ class Saver:
         models: Models,
         evaluated: Mapping[int, float] | None = None,
     ):
-        """
-        Args:
-            folder: the checkpoint folder of the run.
-            config: the run's config.
-            num_bytes: size of one checkpoint.
-            data_hash: hash of the data. It is stored in each checkpoint.
-            models: identities of the models. They are stored in each checkpoint.
-            evaluated: earlier values of evaluation.best.metric, keyed by step.
-        """
+        """`num_bytes` is the size of one checkpoint, which also stores `data_hash` and the identities `models`.
+        `evaluated` has earlier values of evaluation.best.metric by step."""
         self._evaluated = dict(evaluated or {})
         self._config, self._num_bytes = config, num_bytes
         self._checkpoints = Checkpoints(folder)
@@ -59,26 +52,12 @@ class Saver:
         self._metrics: dict[str, float] = {}
 
     def save(
-        self,
-        trained: TrainedModels,
-        step: int,
-        run: Mapping[str, Any],
-        at_once: bool = False,
-        write: Write = no_files,
+        self, trained: TrainedModels, step: int, run: Mapping[str, Any], at_once: bool = False, write: Write = no_files
     ) -> dict[str, float]:
-        """Start saving a checkpoint if one is due after `step`. The training state is copied to host memory first.
-
-        Args:
-            trained: the models to save.
-            step: the last completed step.
-            run: the driver's state as JSON values.
-            at_once: whether to save even if no checkpoint is due, unless this step is already saved.
-            write: writes additional files synchronously.
-
-        Returns:
-            The metrics since the last call: the seconds for which training was blocked, and the size and the duration
-            of a checkpoint that was completed.
-        """
+        """Start saving a checkpoint if one is due after `step` or, with `at_once`, if this step is not saved yet. The
+        training state is copied to host memory first. `run` is the driver's state as JSON values, and `write` writes
+        additional files. Return the metrics since the last call: the seconds for which training was blocked, and the
+        size and duration of a completed checkpoint."""
         if not self._has(step) if at_once else self._due(step):
             self.finish()
             with self._waiting():
@@ -87,7 +66,9 @@ class Saver:
                 groups = trained.groups
                 start = time.perf_counter()
                 self._unfinished = Unfinished([*groups.values()], step, run, folder, start, write(folder))
-                saving = {role: partial(group.save_checkpoint, folder) for role, group in groups.items()}
+                saving: dict[Role, Callable[[], Pending]] = {
+                    role: partial(group.save_checkpoint, folder) for role, group in groups.items()
+                }
                 trained.run(saving, parts=("parameters",))
             print(f"checkpoint: copied step {step} to host memory, writing it to {folder.parent}", flush=True)
         metrics, self._metrics = self._metrics, {}
@@ -100,14 +81,12 @@ class Saver:
             self._evaluated[step] = metrics[name]
 
     def commit(self) -> None:
-        """Complete the checkpoint in progress if all its files are written. Unless checkpoint.background is set, wait
-        for the files."""
+        """Complete the checkpoint in progress if its files are written or checkpoint.background is not set."""
         if self._unfinished and (not self._config.checkpoint.background or self._unfinished.is_written()):
             self.finish()
 
     def finish(self) -> None:
-        """Wait for the checkpoint in progress, if any, and complete it. Then remove the oldest checkpoints beyond
-        checkpoint.keep."""
+        """Wait for the checkpoint in progress, if any, complete it, and remove those beyond checkpoint.keep."""
         if self._unfinished is None:
             return
         unfinished = self._unfinished
@@ -117,15 +96,9 @@ class Saver:
             self._complete(unfinished, [*unfinished.others, *records])
 
     def finish_after_interrupt(self, done: int, left_s: Callable[[], float]) -> None:
-        """Complete the checkpoint in progress, if any, if its files are written in time.
-
-        The files are polled instead of calling the ranks, because the ranks may be in the middle of a step.
-
-        Args:
-            done: the last step whose metrics are written. A checkpoint from a later step is not completed, because the
-                run could not be resumed from it.
-            left_s: returns the number of seconds left.
-        """
+        """Complete the checkpoint in progress, if any, if its files are written before `left_s` returns 0. The files
+        are polled, because the ranks may be in the middle of a step. A checkpoint of a step after `done`, the last one
+        with metrics, is not completed, because the run could not be resumed from it."""
         unfinished = self._unfinished
         # The folder is renamed once the checkpoint is complete.
         if unfinished is None or unfinished.step > done or not unfinished.folder.exists():
@@ -177,10 +150,7 @@ class Unfinished:
     """A checkpoint in progress, whose files are being written to a hidden folder.
 
     Attributes:
-        groups: the worker groups that write the checkpoint.
-        step: the step after which the checkpoint is saved.
         run: the driver's state as JSON values.
-        folder: the hidden folder.
         start: value of time.perf_counter() at the start of the save.
         others: records of additional files, which are already written.
     """
@@ -198,7 +168,7 @@ class Unfinished:
         return all(join(pending).result())
 
     def files(self) -> list[FileRecord] | None:
-        """Return the records of all files, or None if some files are not yet written. This method makes no remote
-        calls."""
-        parts = [group.written_files(self.folder) for group in self.groups]
-        return None if None in parts else [*self.others, *(record for part in parts for record in part)]
+        """Return the records of all files without remote calls, or None if some files are not yet written."""
+        parts = [part for group in self.groups if (part := group.written_files(self.folder)) is not None]
+        is_complete = len(parts) == len(self.groups)
+        return [*self.others, *(record for part in parts for record in part)] if is_complete else None

@@ -10,7 +10,7 @@ from megarl.algorithms.baselines import Member, MovingAverage
 from megarl.algorithms.specs import GroupEstimator
 from megarl.config.schema import Config
 from megarl.core.metrics import Metric
-from megarl.core.types import NO_TOTALS, Baseline, SampleRef, TokenTotals
+from megarl.core.types import NO_TOTALS, SampleRef, TokenTotals
 from megarl.step.scoring import rollouts_of
 
 Totals = Mapping[str, TokenTotals]
@@ -23,12 +23,8 @@ Groups = Sequence[Sequence[SampleRef]]
 def attach_baselines(
     config: Config, groups: Groups, token_reward_totals: Totals, kl_reward_totals: Totals, average: MovingAverage
 ) -> list[SampleRef]:
-    """Return all samples in an update with their baselines. The samples in a rollout share its baseline.
-
-    Args:
-        token_reward_totals: sums over the implicit reward model's per-token rewards.
-        kl_reward_totals: sums over the per-token KL rewards.
-    """
+    """Return all samples in an update with their baselines. The samples in a rollout share its baseline. The totals are
+    sums over per-token rewards: those of the implicit reward model, and KL rewards."""
     advantage, spec = config.algorithm.advantage, config.algorithm.advantage.spec
     earlier = average.value
     rollouts = [rollouts_of(group) for group in groups]
@@ -41,7 +37,9 @@ def attach_baselines(
     if isinstance(spec, GroupEstimator) and spec.amplify is not None:
         without_kl = [[_member(config, items, token_reward_totals, {}) for items in group] for group in rollouts]
         factor = spec.amplify(without_kl)
-        baselines = [[_amplified(baseline, factor) for baseline in group] for group in baselines]
+        baselines = [
+            [replace(b, scale=b.scale / factor, token_scale=b.token_scale / factor) for b in g] for g in baselines
+        ]
     return [
         replace(item, baseline=baseline)
         for group, compared in zip(rollouts, baselines, strict=True)
@@ -65,10 +63,6 @@ def update_reward_average(
     )
     average.add(mean, advantage.option("baseline_decay"))
     return {"reward/baseline": Metric(before)}
-
-
-def _amplified(baseline: Baseline, factor: float) -> Baseline:
-    return replace(baseline, scale=baseline.scale / factor, token_scale=baseline.token_scale / factor)
 
 
 def _member(

@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from statistics import fmean
 
+import numpy as np
+
 from megarl.cluster.pending import Pending, join
 from megarl.cluster.rank_batch import RankBatch
 from megarl.cluster.workers import Workers
 from megarl.config.schema import Config
 from megarl.core.types import Prompt, SampleRef, Scoring
-from megarl.data.packing import Lengths, schedule
 from megarl.data.prompts import PromptSet
 from megarl.models.folder import read_config
 from megarl.models.huggingface import completed, experts
@@ -30,12 +31,7 @@ PURPOSE = "canaries"
 GREEDY, SAMPLED = "greedy", "sampled"
 KINDS = (GREEDY, SAMPLED)
 
-TEXTS = (
-    "The capital of France is",
-    "12 + 30 =",
-    "def add(a, b):",
-    "A triangle has three sides, and a square",
-)
+TEXTS = ("The capital of France is", "12 + 30 =", "def add(a, b):", "A triangle has three sides, and a square")
 """Prompts for runs without a prompt data set, in which an environment provides the tasks."""
 
 
@@ -54,12 +50,8 @@ class Answers:
 
 @dataclass(frozen=True, slots=True)
 class Canaries:
-    """The canary prompts in a run.
-
-    Attributes:
-        limit: largest mean log-prob difference per token, in nats, between an engine and the trainer that rounding can
-            explain.
-    """
+    """The canary prompts in a run. `limit` is the largest mean log-prob difference per token, in nats, between an
+    engine and the trainer that rounding can explain."""
 
     config: Config
     workers: Workers
@@ -75,12 +67,13 @@ class Canaries:
             tokenizer = load_tokenizer(workers.model_folder)
             room = config.rollout.context_length - config.rollout.max_new_tokens
             ids = {text: tokenizer.encode(text, add_special_tokens=False)[:room] for text in TEXTS}
-            prompts = [Prompt(f"{PURPOSE}:{text}", text, tokens) for text, tokens in ids.items() if tokens]
+            prompts = [
+                Prompt(f"{PURPOSE}:{text}", text, np.array(tokens, np.int32)) for text, tokens in ids.items() if tokens
+            ]
         return cls(config, workers, prompts, config.canary_limit)
 
     def sample(self) -> dict[str, Answers]:
-        """Sample responses on every engine, greedily and with the run's sampling settings, then put the engines to
-        sleep. Return the responses by engine name."""
+        """Sample responses of both kinds on every engine, then put the engines to sleep. Return them by engine name."""
         workers = self.workers
         workers.switch_to_rollout()
         groups = workers.engines.generate_on_each(self._requests).result()
@@ -88,8 +81,7 @@ class Canaries:
         return {name: Answers.of(samples) for name, samples in groups.items()}
 
     def measure(self, answers: Mapping[str, Answers]) -> dict[str, Evidence]:
-        """Return evidence with each engine's log-prob differences from the trainer, but without data on their
-        causes."""
+        """Return evidence with each engine's log-prob differences from the trainer, but not on their causes."""
         greedy, sampled = self._differences(answers, [(kind, self._scoring(kind)) for kind in KINDS])
         return {name: Evidence(self.limit, greedy[name], sampled[name]) for name in answers}
 
@@ -148,8 +140,7 @@ class Canaries:
         return Scoring(1.0 if kind == GREEDY else self.config.rollout.temperature)
 
     def _other_scorings(self) -> dict[str, Scoring]:
-        """Return the ways in which an engine may score tokens by mistake. Each key completes the phrase "the trainer's
-        ..."."""
+        """Return the mistaken ways in which an engine may score tokens, as completions of "the trainer's ..."."""
         default = self._scoring(SAMPLED)
         temperatures = dict.fromkeys((1.0, default.temperature**2, 1 / default.temperature))
         others = {
@@ -180,5 +171,4 @@ class Canaries:
 
     def _batches(self, answers: Mapping[str, Answers], kind: str) -> list[RankBatch]:
         samples = list(chain.from_iterable(answers[name].samples[kind] for name in answers))
-        microbatches = schedule(list(map(Lengths.of, samples)), self.workers.actor.packing)
-        return [RankBatch.of(samples, members) for members in microbatches]
+        return RankBatch.split(samples, self.workers.actor.packing)

@@ -137,19 +137,15 @@ def _head(evidence: Evidence) -> Cause:
     name = "dtype of the head's logits"
     if trainer == engine:
         return Cause(name, Verdict.EXCLUDED, f"both use {trainer}")
-    return Cause(
-        name,
-        Verdict.FOUND,
-        f"the trainer uses {trainer}, but the engine uses {engine}. Fix: check rollout.vllm_overrides",
-    )
+    reason = f"the trainer uses {trainer}, but the engine uses {engine}. Fix: check rollout.vllm_overrides"
+    return Cause(name, Verdict.FOUND, reason)
 
 
 def _experts(evidence: Evidence) -> Cause:
     name = "expert routing"
     if evidence.other_routes is None:
-        return Cause(
-            name, Verdict.UNKNOWN, "not checked. Fix: set actor.experts.replay_routes=true to exclude this cause"
-        )
+        reason = "not checked. Fix: set actor.experts.replay_routes=true to exclude this cause"
+        return Cause(name, Verdict.UNKNOWN, reason)
     return Cause(
         name,
         Verdict.EXCLUDED,

@@ -8,11 +8,10 @@ from dataclasses import replace
 
 from megarl.algorithms.aggregation import imitation_weights, sample_weights
 from megarl.cluster.rank_batch import RankBatch, Scores
-from megarl.config.algorithm_schema import Aggregation
 from megarl.config.model_schema import Role
 from megarl.config.schema import Config
 from megarl.core.types import SampleRef
-from megarl.data.packing import Lengths, Packing, schedule
+from megarl.data.packing import Packing
 
 Group = Sequence[SampleRef]
 """The scored samples for one prompt."""
@@ -27,10 +26,8 @@ def updates_of(config: Config, groups: Sequence[Group]) -> list[list[Group]]:
 
 def epochs_of(config: Config, groups: Sequence[Group], step: int) -> list[list[list[Group]]]:
     """Return the groups per update per epoch, split as in `updates_of`. The first epoch keeps the order of the groups.
-    Later epochs shuffle them with a seed derived from run.seed, the step and the epoch.
-
-    The groups within an update keep their order, so if an epoch is a single update, all epochs are identical.
-    """
+    Later epochs shuffle them with a seed derived from run.seed, the step and the epoch. The groups within an update
+    keep their order, so if an epoch is a single update, all epochs are identical."""
     orders = [range(len(groups)), *(_drawn(config, len(groups), step, n) for n in range(1, config.batch.epochs))]
     return [updates_of(config, [groups[i] for i in order]) for order in orders]
 
@@ -55,19 +52,15 @@ def dispatch(
 ) -> list[RankBatch]:
     """Return each data-parallel rank's batch for one update: its samples, with their weights in the loss, and its
     microbatches. For pairwise objectives, the samples of a pair must be adjacent, with the better one first; they stay
-    together.
-
-    Args:
-        scores: token scores from other models, by name in TokenBatch. Per-token rewards among them are subtracted from
-            the sample's scalar reward.
-    """
+    together. `scores` are token scores from other models, by name in TokenBatch. Per-token rewards among them are
+    subtracted from the sample's scalar reward."""
+    objective = config.algorithm.objective
     num_tokens = [_counted_tokens(config, role, sample) for sample in samples]
     prompts = [sample.prompt_id for sample in samples]
-    empty_samples = config.algorithm.objective.empty_samples if role == "actor" else "include"
+    empty_samples = objective.empty_samples if role == "actor" else "include"
     longest = config.rollout.max_new_tokens
     weights = sample_weights(_aggregation(config, role), num_tokens, prompts, longest, empty_samples)
-    outcomes = [item.outcome for item in samples]
-    imitation = imitation_weights(num_tokens, outcomes, config.algorithm.objective.imitation_above)
+    imitation = imitation_weights(num_tokens, [item.outcome for item in samples], objective.imitation_above)
     scores = scores or {}
     dispatched = [
         replace(
@@ -79,8 +72,9 @@ def dispatch(
         )
         for item, weight, imitation_weight in zip(samples, weights, imitation, strict=True)
     ]
-    microbatches = schedule(list(map(Lengths.of, samples)), packing, _units(config, role, len(samples)))
-    return [RankBatch.of(dispatched, members) for members in microbatches]
+    is_pairwise = role == "actor" and objective.spec.is_pairwise
+    pairs = [(index, index + 1) for index in range(0, len(samples), 2)] if is_pairwise else None
+    return RankBatch.split(dispatched, packing, pairs)
 
 
 def _reward(item: SampleRef, role: Role, process: bool) -> float:
@@ -96,18 +90,12 @@ def _counted_tokens(config: Config, role: Role, sample: SampleRef) -> int:
     return 0 if skipped else sample.num_trained_tokens
 
 
-def _aggregation(config: Config, role: Role) -> Aggregation:
+def _aggregation(config: Config, role: Role) -> str:
     """Return the loss aggregation for a role. A loss on whole samples or pairs is averaged over them."""
-    sample_mean: Aggregation = "sequence_mean_of_token_sums"
+    sample_mean = "sequence_mean_of_token_sums"
     objective = config.algorithm.objective
     return {
         "actor": sample_mean if objective.spec.is_pairwise else objective.aggregation,
         "critic": config.algorithm.value.aggregation,
         "implicit_reward": sample_mean,
     }[role]
-
-
-def _units(config: Config, role: Role, num_samples: int) -> list[tuple[int, int]] | None:
-    if role != "actor" or not config.algorithm.objective.spec.is_pairwise:
-        return None
-    return [(index, index + 1) for index in range(0, num_samples, 2)]

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 
 from megarl.algorithms.evaluation import Estimate, estimates
-from megarl.cluster.groups.engines import EngineGroup
+from megarl.cluster.groups.engines import EngineGroup, completed
 from megarl.cluster.groups.environments import EnvironmentGroup
 from megarl.cluster.groups.rewards import RewardGroup
 from megarl.cluster.workers import Workers
@@ -71,11 +71,7 @@ def evaluate(
     config: Config, workers: Workers, number: int, prompts: Prompts, file: Callable[[str, int], Path]
 ) -> dict[str, float]:
     """Evaluate the sets that are due after step `number`, which is also the engines' weight version. Return the
-    metrics.
-
-    Args:
-        file: function that returns the file for a set's samples, given the set's name and the step.
-    """
+    metrics. `file` returns the file for a set's samples, given the set's name and the step."""
     due = config.evaluation.due(number, config.run.steps)
     if not due:
         return {}
@@ -101,31 +97,22 @@ def evaluate_sets(
     prompts: Prompts,
     file: Callable[[str, int], Path],
 ) -> list[SetResult]:
-    """Sample and score the sets in order. While one set is being scored, the next one is sampled.
-
-    Args:
-        environments: the processes that run rollouts for sets with an environment.
-        version: the engines' weight version.
-    """
+    """Sample and score the sets in order. While one set is being scored, the next one is sampled. `environments` run
+    the rollouts of sets with an environment. `version` is the engines' weight version."""
     scoring = []
     for settings in sets:
-        sampling_requests, set_config = (
-            requests(config, settings, prompts[settings.name]),
-            config_of_set(config, settings),
-        )
-        groups = (
-            environments.evaluate(sampling_requests, set_config)
-            if set_config.has_environment
-            else engines.generate(sampling_requests)
-        ).result()
-        samples = [sample for group in groups for sample in group]
+        name, set_config = settings.name, config_of_set(config, settings)
+        wanted = requests(config, settings, prompts[name])
+        if environments is not None and set_config.has_environment:
+            sampled = environments.evaluate(wanted, set_config).result()
+        else:
+            sampled = engines.generate(wanted).result()
+        samples = [sample for group in sampled for sample in completed(group)]
         # Without references, so that the object store can free the samples.
-        groups = [[replace(sample, sample=None) for sample in group] for group in groups]
+        groups = [[replace(sample, sample=None) for sample in completed(group)] for group in sampled]
         versions = versions_of(groups)
-        assert versions <= {version}, f"{settings.name}: the samples have versions {versions} instead of {version}"
-        scoring.append(
-            (settings, groups, rewards.evaluate(samples, settings.name, version, file(settings.name, version)))
-        )
+        assert versions <= {version}, f"{name}: the samples have versions {versions} instead of {version}"
+        scoring.append((settings, groups, rewards.evaluate(samples, name, version, file(name, version))))
     return [result(settings, groups, scores.result()) for settings, groups, scores in scoring]
 
 
@@ -152,8 +139,7 @@ def requests(config: Config, settings: EvaluationSet, prompts: PromptSet) -> lis
 
 
 def versions_of(groups: Sequence[Sequence[SampleRef]]) -> set[int]:
-    """Return the weight versions that generated tokens in these samples. A rollout that fails before its first turn has
-    no tokens and so no version."""
+    """Return the weight versions that generated tokens in these samples. A rollout without a turn has none."""
     samples = [sample for group in groups for sample in group if sample.num_response_tokens]
     return {version for sample in samples for version in (sample.version_oldest, sample.version_newest)}
 
@@ -178,8 +164,7 @@ class ScoredRollout:
 
 
 def result(settings: EvaluationSet, groups: Sequence[Sequence[SampleRef]], scores: Sequence[Score]) -> SetResult:
-    """Return the result of an evaluation set. groups: the samples by prompt. scores: the scores of all samples, in
-    order."""
+    """Return the result of an evaluation set. groups: the samples by prompt. scores: their scores, in order."""
     remaining = iter(scores)
     by_prompt = [scored_rollouts([(sample, next(remaining)) for sample in group]) for group in groups]
     rollouts = [rollout for group in by_prompt for rollout in group]

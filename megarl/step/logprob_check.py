@@ -27,11 +27,8 @@ class LogprobCheck:
         """Whether possible causes have been checked. A run that continues after a warning checks them only once."""
 
     def begin(self) -> None:
-        """Check the canary prompts before the first step, if logprob_check.canaries is set.
-
-        Raises:
-            RunFailure: an engine differs from the trainer by more than the limit. The message ranks the causes.
-        """
+        """Check the canary prompts before the first step, if logprob_check.canaries is set. Raise RunFailure if an
+        engine differs from the trainer by more than the limit. The message ranks the causes."""
         if self._has_gate:
             elapsed = ElapsedTime()
             greedy, sampled = (metric.value for metric in self._gate("before the first step").values())
@@ -41,8 +38,7 @@ class LogprobCheck:
             )
 
     def after_refit(self, step: int) -> Metrics:
-        """Check the canary prompts after a step's refit, if configured. Return metrics. Raises RunFailure like
-        `begin`."""
+        """Check the canary prompts after a step's refit, if configured. Return metrics, or raise like `begin`."""
         is_due = self._has_gate and self._config.logprob_check.canaries == "refits"
         return self._gate(f"after the refit of step {step}") if is_due else {}
 
@@ -53,11 +49,8 @@ class LogprobCheck:
 
     def check_step(self, metrics: Mapping[str, Metric]) -> None:
         """Warn if log-probs in a step differ by more than the limit. The first warning ranks the causes. With
-        logprob_check.action=stop, raise a RunFailure with the ranked causes instead.
-
-        Args:
-            metrics: the step's training metrics. The engines must already have the weights trained in this step.
-        """
+        logprob_check.action=stop, raise a RunFailure with the ranked causes instead. `metrics` are the step's training
+        metrics. The engines must already have the weights trained in this step."""
         message = excess(self._config, metrics)
         if message is None:
             return
@@ -122,8 +115,7 @@ def excess(config: Config, metrics: Mapping[str, Metric]) -> str | None:
 
 
 def describe_differences(explained: Mapping[str, Evidence]) -> str:
-    """Describe each engine's difference from the trainer on canary prompts. Rank the causes for the largest
-    difference."""
+    """Describe the engines' differences from the trainer on canary prompts. Rank the causes for the largest one."""
     name, worst = max(explained.items(), key=lambda item: max(item[1].greedy, item[1].sampled))
     differing = [engine for engine, evidence in explained.items() if not evidence.agrees]
     return (

@@ -17,11 +17,8 @@ from megarl.environments.protocol import StopReason
 def step_metrics(
     config: Config, groups: Sequence[Sequence[SampleRef]], watch: Stopwatch, version: int
 ) -> dict[str, float]:
-    """Return metrics on the step's samples, phase durations and weight versions.
-
-    Args:
-        groups: all samples, by prompt. Length metrics exclude greedy rollouts, which are not trained on.
-    """
+    """Return metrics on the step's samples, phase durations and weight versions. `groups` has all samples, by prompt.
+    Length metrics exclude greedy rollouts, which are not trained on."""
     samples = sampled = [sample for group in groups for sample in group]
     if config.samples_greedily:
         greedy = {group[-1].rollout_id for group in groups}
@@ -70,8 +67,7 @@ def add_effective_sample_size(metrics: Mapping[str, Metric]) -> dict[str, Metric
 
 def _version_metrics(samples: Sequence[SampleRef], trained: int, max_staleness: int) -> dict[str, float]:
     """Return staleness metrics for the samples, relative to the version `trained` from which the step's updates start.
-    The age of a sample is that of its oldest token. With max_staleness, include the fraction of samples with each
-    age."""
+    The age of a sample is that of its oldest token. With max_staleness, include the fraction of each age."""
     # A rollout that failed immediately has no tokens.
     samples = [sample for sample in samples if sample.num_response_tokens]
     if not samples:
@@ -104,6 +100,7 @@ def _rollout_metrics(samples: Sequence[SampleRef]) -> dict[str, float]:
     for rollout in rollouts:
         calls += Counter(rollout.tool_calls)
     num_calls, num_context = calls.total(), sum(rollout.num_context_tokens for rollout in rollouts)
+    num_cached = sum(rollout.num_cached_tokens for rollout in rollouts)
     return {
         "environment/turns_mean": fmean(rollout.num_turns for rollout in rollouts),
         "environment/turns_max": max(rollout.num_turns for rollout in rollouts),
@@ -119,7 +116,5 @@ def _rollout_metrics(samples: Sequence[SampleRef]) -> dict[str, float]:
             for status, count in sorted(calls.items())
             if status != "ok"
         },
-        "environment/prefix_hit_frac": sum(rollout.num_cached_tokens for rollout in rollouts) / num_context
-        if num_context
-        else 0.0,
+        "environment/prefix_hit_frac": num_cached / num_context if num_context else 0.0,
     }

@@ -1,5 +1,4 @@
-"""The forward-only passes that a run needs. A pass is skipped, with a reason, if the result is provably the same
-without it."""
+"""The forward-only passes that a run needs. A pass is skipped, with a reason, if it provably changes nothing."""
 
 from __future__ import annotations
 
@@ -21,16 +20,11 @@ class Pass:
 
 
 def passes(config: Config) -> tuple[Pass, ...]:
+    coefficient = config.implicit_reward.coefficient
     return (
         _old_log_probs(config),
         _reference_log_probs(config),
-        Pass(
-            "implicit rewards",
-            config.has_implicit_reward,
-            f"implicit_reward.coefficient={config.implicit_reward.coefficient:g}"
-            if config.has_implicit_reward
-            else "implicit_reward.coefficient=0",
-        ),
+        Pass("implicit rewards", config.has_implicit_reward, f"implicit_reward.coefficient={coefficient:g}"),
         _critic_values(config),
     )
 

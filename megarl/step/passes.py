@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 
 
 def describe(config: Config) -> list[str]:
-    """Return one line for the passes that run and one for the passes that are skipped. A line is left out if it has no
-    passes."""
+    """Return one line for the passes that run and one for those that are skipped, unless there are none."""
     by_need = {"passes": True, "skipped passes": False}
     chosen = {label: [p for p in passes(config) if p.needed == need] for label, need in by_need.items()}
     return [
@@ -30,11 +29,10 @@ def needed(config: Config, name: PassName) -> bool:
 
 def policies(config: Config) -> list[Policy]:
     """Return the policies whose log-probs the algorithm needs: the old policy and the reference."""
-    names: tuple[Policy, ...] = ("old", "reference")
-    return [policy for policy in names if needed(config, f"{policy} log-probs")]
+    names: dict[Policy, PassName] = {"old": "old log-probs", "reference": "reference log-probs"}
+    return [policy for policy, name in names.items() if needed(config, name)]
 
 
 def make_policy_passes(config: Config, actor: TrainerGroup, updates: Updates) -> Pending[dict[str, Scores]]:
-    """Submit a forward-only pass for each needed policy. The log-probs stay on the ranks. See
-    TrainerGroup.keep_log_probs."""
+    """Submit a pass for each needed policy. The log-probs stay on the ranks. See TrainerGroup.keep_log_probs."""
     return join([actor.keep_log_probs(policy, updates) for policy in policies(config)]).then(join_named_scores)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from megarl.cluster.pending import join
 from megarl.cluster.trained_models import TrainedModels
 from megarl.config.schema import Config
 
@@ -19,9 +20,7 @@ def profiled(config: Config, trained: TrainedModels, number: int, folder: Path) 
         yield
         return
     folder.mkdir(parents=True, exist_ok=True)
-    for pending in [group.start_profile(settings.ranks) for group in trained.groups.values()]:
-        pending.result()
+    join([group.start_profile(settings.ranks) for group in trained.groups.values()]).result()
     yield
-    for pending in [group.stop_profile(settings.ranks, folder) for group in trained.groups.values()]:
-        pending.result()
+    join([group.stop_profile(settings.ranks, folder) for group in trained.groups.values()]).result()
     print(f"profile: wrote the profile of step {number} to {folder}", flush=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 
-from megarl.cluster.groups.engines import Sampled
+from megarl.cluster.groups.engines import Sampled, completed
 from megarl.cluster.pending import Pending, first, ready
 from megarl.cluster.workers import Workers
 from megarl.config.schema import Config
@@ -32,7 +32,6 @@ class Group:
     Attributes:
         item: the prompt's row in the data, and the weight version with which its rollouts started.
         order: position among all groups in this attempt.
-        names: names of the rollouts.
         place: position among the groups that were submitted together, and so in the result of `pending`.
     """
 
@@ -49,8 +48,7 @@ class Group:
 
 @dataclass(slots=True)
 class Dropped:
-    """Counts of samples and tokens in rollouts that were dropped as stale, and of those that were aborted among
-    them."""
+    """Counts of samples and tokens in rollouts dropped as stale, and of those aborted among them."""
 
     samples: int = 0
     tokens: int = 0
@@ -123,8 +121,7 @@ class RolloutQueue:
             self._schedule.begin(groups[i], number - 1, turn=item.version, again=i < num_again)
 
     def take(self, number: int, wanted: int, meanwhile: Callable[[], object]) -> list[list[SampleRef]]:
-        """Wait for the groups that this step trains on, and return their samples in the order in which the groups
-        started."""
+        """Wait for the groups that this step trains on. Return their samples in the order of their starts."""
         taken: list[Group] = []
         while len(taken) < wanted:
             self._note_finished()
@@ -138,15 +135,14 @@ class RolloutQueue:
         taken.sort(key=lambda group: group.order)
         for group in taken:
             self.state.under_way.remove(group.item)
-        sampled = [group.result() for group in taken]
+        sampled = [completed(group.result()) for group in taken]
         if self.config.rollout.longest_first:
             for group, samples in zip(taken, sampled, strict=True):
                 self.state.lengths[group.item.row] = fmean(sample.num_response_tokens for sample in samples)
         return sampled
 
     def drop(self, number: int) -> None:
-        """Abort the rollouts that are too old for the next step, and wait until the engines have stopped them. Their
-        prompts restart before new ones."""
+        """Abort the rollouts that are too old for the next step. Their prompts restart before new ones."""
         expired = self._schedule.expire(number)
         if not expired:
             return
@@ -157,11 +153,10 @@ class RolloutQueue:
         self.state.put_back([group.item for group in expired], number)
 
     def save(self, folder: Path) -> list[FileRecord]:
-        """Write the samples of finished groups that still wait for a step to a file in a checkpoint's folder. Return
-        the file records; empty if no group waits."""
+        """Write the samples of finished groups to a file in a checkpoint's folder. Return its record, if any waits."""
         self._note_finished()
-        waiting = {group: group.result() for group in self._schedule.finished}
-        groups = [(group.item.row, group.item.version, samples) for group, samples in waiting.items()]
+        finished = self._schedule.finished
+        groups = [(group.item.row, group.item.version, completed(group.result())) for group in finished]
         return [self.workers.rewards.save_groups(groups, folder / WAITING)] if groups else []
 
     def restore(self, checkpoint: Checkpoint) -> None:
@@ -174,7 +169,8 @@ class RolloutQueue:
         for row, version, samples in self.workers.rewards.load_groups(checkpoint.path / WAITING):
             if self._schedule.has_room(version, self.state.step):
                 names = list(dict.fromkeys(sample.rollout_id for sample in samples))
-                group = Group(PendingPrompt(row, version), self._num_begun, names, ready([samples]))
+                sampled: list[Sampled] = [samples]
+                group = Group(PendingPrompt(row, version), self._num_begun, names, ready(sampled))
                 self._num_begun += 1
                 self.state.take_up(group.item)
                 self._schedule.begin(group, version)
@@ -209,10 +205,9 @@ class RolloutQueue:
         return [[i] for i in numbers] if self.config.prompts_ahead else [numbers]
 
     def _sample(self, groups: Sequence[Sequence[SamplingRequest]]) -> Pending[list[Sampled]]:
-        """Submit the requests for each prompt to the engines or the environments. Rewards are computed for each sample
-        as soon as it is finished."""
+        """Submit the requests for each prompt. Rewards are computed for each sample as soon as it is finished."""
         workers = self.workers
-        source = workers.environments if self.config.has_environment else workers.engines
+        source = workers.engines if workers.environments is None else workers.environments
         return source.generate(groups, workers.rewards.listener)
 
 

@@ -13,11 +13,8 @@ from megarl.rollout.engine import SamplingRequest
 
 def requests(config: Config, number: int, prompts: Sequence[Prompt], first: int = 0) -> list[list[SamplingRequest]]:
     """Return samples_per_prompt requests for each prompt, plus one for a greedy response if the estimator needs it.
-    Seeds are derived from run.seed and the sample's position in the run.
-
-    Args:
-        first: number of prompts that the step has already started.
-    """
+    Seeds are derived from run.seed and the sample's position in the run. The step has already started `first`
+    prompts."""
     groups = [
         [
             SamplingRequest(

@@ -8,7 +8,7 @@ from math import ceil
 from pathlib import Path
 from statistics import fmean
 
-from megarl.cluster.pending import Pending, join
+from megarl.cluster.pending import Pending
 from megarl.cluster.rank_batch import Scores
 from megarl.cluster.workers import Workers
 from megarl.config.schema import Config
@@ -60,7 +60,7 @@ def collect_rollouts(
     rounds = num_informative = 0
     with watch.phase("rollout"):
         offloaded = workers.switch_to_rollout()
-    while num_informative < wanted and rounds < config.batch.sampling_rounds:
+    while True:
         further = further_prompts(wanted - num_informative, num_informative, len(sampled), wanted)
         with watch.phase("rollout"):
             if rounds:
@@ -78,6 +78,8 @@ def collect_rollouts(
         process_rewards |= token_rewards
         scored, metrics = select(config, sampled, scores)
         rounds, num_informative = rounds + 1, sum(map(is_informative, scored))
+        if num_informative >= wanted or rounds == config.batch.sampling_rounds:
+            break
     with watch.phase("rollout"):
         queue.drop(number)
         workers.switch_to_training()
@@ -87,8 +89,7 @@ def collect_rollouts(
 
 
 def solve_rates(config: Config, groups: Sequence[Sequence[SampleRef]]) -> dict[str, float]:
-    """Return the fraction of each prompt's rollouts whose outcome is above data.solved_above, by prompt id. Prompts
-    without a scored rollout are left out."""
+    """Return the fraction of rollouts with an outcome above data.solved_above, by prompt id, for scored prompts."""
     above = config.data.solved_above
     return {
         group[0].prompt_id: fmean(rollout[0].outcome > above for rollout in rollouts_of(group))
@@ -100,13 +101,16 @@ def solve_rates(config: Config, groups: Sequence[Sequence[SampleRef]]) -> dict[s
 def record_advantages(workers: Workers, rollouts: Path) -> Pending[None]:
     """Submit a call that adds the trained samples' advantages to the step's rollout file. The ranks return each
     sample's mean over its tokens, and per-token values for a few samples."""
-    taken = join([workers.actor.take_advantages(), workers.actor.take_token_details()])
-    return taken.then(lambda results: workers.rewards.write_advantages(rollouts, *results) if results[0] else None)
+    advantages, details = workers.actor.take_advantages(), workers.actor.take_token_details()
+    return advantages.then(
+        lambda means: details.then(
+            lambda by_token: workers.rewards.write_advantages(rollouts, means, by_token) if means else None
+        )
+    )
 
 
 def further_prompts(missing: int, num_informative: int, seen: int, most: int) -> int:
-    """Return the number of prompts expected to yield the missing informative ones, extrapolated from the informative
-    fraction so far."""
+    """Return the number of prompts expected to yield the missing ones at the informative fraction so far."""
     return min(most, ceil(missing * max(seen, 1) / max(num_informative, 1)))
 
 

@@ -10,7 +10,7 @@ from megarl.config.schema import Config
 from megarl.core.errors import RunFailure, UserError
 from megarl.core.metrics import Metric, merge
 from megarl.core.types import SampleRef, Score
-from megarl.rewards.overlong import overlong_penalty
+from megarl.rewards.length import overlong_penalty
 
 Metrics = dict[str, Metric]
 
@@ -32,10 +32,8 @@ def select(
     config: Config, groups: Sequence[Sequence[SampleRef]], scores: Sequence[Score]
 ) -> tuple[list[list[SampleRef]], Metrics]:
     """Combine samples with their scores, by group. The last rollout in a group may be greedy, and is then not trained
-    on.
-
-    Samples are left out and counted if their reward or environment failed, or if the greedy response to their prompt
-    has no reward. The run stops if the fraction of reward failures exceeds rewards.failure_limit, or after
+    on. Samples are left out and counted if their reward or environment failed, or if the greedy response to their
+    prompt has no reward. The run stops if the fraction of reward failures exceeds rewards.failure_limit, or after
     rewards.max_consecutive_failures reward failures in a row. Environment failures do not count."""
     samples = [sample for group in groups for sample in group]
     of_rewards = [score for sample, score in zip(samples, scores, strict=True) if not sample.has_failed]

@@ -34,8 +34,7 @@ class RunState:
     under_way: list[PendingPrompt] = field(default_factory=list)
     """Rows with pending rollouts, in the order in which the rollouts started."""
     again: list[PendingPrompt] = field(default_factory=list)
-    """Rows with rollouts that were pending when the previous attempt ended, and rows with dropped rollouts. They come
-    before new rows."""
+    """Rows whose rollouts were pending when the previous attempt ended, or were dropped. They come before new rows."""
     lengths: dict[int, float] = field(default_factory=dict)
     """Mean number of response tokens for each row when it was last trained on, with rollout.longest_first."""
 
@@ -47,8 +46,7 @@ class RunState:
         return rows
 
     def take_up(self, item: PendingPrompt) -> None:
-        """Mark a row from the previous attempt as pending instead of scheduled again, because its rollouts were
-        restored."""
+        """Mark a row from the previous attempt as pending, because its rollouts were restored."""
         self.again.remove(item)
         self.under_way.append(item)
 

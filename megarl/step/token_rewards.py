@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megarl.cluster.groups.trainers import TrainerGroup
-from megarl.cluster.pending import Pending, join
+from megarl.cluster.pending import Pending
 from megarl.cluster.rank_batch import Scores, Updates
 from megarl.cluster.workers import Workers
 from megarl.config.schema import Config
@@ -26,7 +26,6 @@ class TokenRewards:
         token_reward_totals: sums over the implicit reward model's rewards, by sample id.
         kl_reward_totals: sums over the KL rewards, by sample id.
         log_probs: references to log-probs from the actor's passes, as returned by TrainerGroup.keep_log_probs.
-        metrics: metrics from training the implicit reward model.
     """
 
     scores: dict[str, Scores]
@@ -40,13 +39,8 @@ def reward_tokens(
     config: Config, workers: Workers, updates: Sequence[Sequence[Sequence[SampleRef]]], process_rewards: Scores
 ) -> TokenRewards:
     """Combine the per-token rewards that are already known (from a reward model, or assigned to turns) with the
-    implicit reward model's rewards and, if it is a reward, the KL to the reference. The implicit reward model trains on
-    the samples after scoring them.
-
-    Args:
-        updates: the groups in each update.
-        process_rewards: references to the known rewards; empty without any.
-    """
+    implicit reward model's rewards and, if it is a reward, the KL to the reference. The implicit reward model then
+    trains on the samples. `updates` has the groups in each update, and `process_rewards` the known rewards."""
     samples = [samples_of(update) for update in updates]
     actor, implicit_reward, tasks = workers.actor, workers.implicit_reward, {}
     if implicit_reward is not None:
@@ -67,14 +61,12 @@ def reward_tokens(
 
 
 def _score_and_train(group: TrainerGroup, batches: Updates) -> Pending:
-    """Submit calls that score the batches with a model and then train it on them. The result is ((scores, totals),
-    metrics)."""
+    """Submit calls that score the batches with a model, then train it. The result is ((scores, totals), metrics)."""
     scored, trained, ended = group.score_tokens(batches), group.train([batches]), group.end_step()
-    return join([scored, trained, ended]).then(lambda results: results[:2])
+    return scored.then(lambda scores: trained.then(lambda metrics: ended.then(lambda _: (scores, metrics))))
 
 
 def _score_kl(config: Config, actor: TrainerGroup, batches: Updates) -> Pending:
-    """Submit the policies' passes and the computation of KL rewards. The result is ((KL rewards, their totals),
-    log-probs)."""
+    """Submit the policies' passes and the KL rewards. The result is ((KL rewards, their totals), log-probs)."""
     passes, scored = make_policy_passes(config, actor, batches), actor.score_tokens(batches)
     return passes.then(lambda log_probs: scored.then(lambda of_kl: (of_kl, log_probs)))

@@ -15,7 +15,6 @@ from megarl.core.metrics import Metric
 from megarl.core.types import SampleRef
 from megarl.step.baselines import attach_baselines, update_reward_average
 from megarl.step.dispatch import Group, dispatch, epochs_of
-from megarl.step.pairs import best_and_worst
 from megarl.step.passes import make_policy_passes, policies
 from megarl.step.rollouts import Rollouts
 from megarl.step.scoring import Metrics
@@ -29,7 +28,6 @@ class StepUpdates:
     Attributes:
         batches: the batches for each epoch, by role, for every model that this step trains.
         num_samples: number of samples in one epoch or, for pairwise objectives, number of pairs.
-        metrics: metrics from preparing the updates.
     """
 
     batches: dict[Role, list[Updates]]
@@ -41,11 +39,8 @@ def prepare_updates(
     config: Config, workers: Workers, rollouts: Rollouts, number: int, average: MovingAverage
 ) -> StepUpdates:
     """Compute per-token rewards and baselines, dispatch the samples to the ranks, and run the forward-only passes that
-    the updates need. An implicit reward model is trained first, because it provides rewards.
-
-    Args:
-        average: moving average of earlier steps' rewards, updated with the rewards in this step.
-    """
+    the updates need. An implicit reward model is trained first, because it provides rewards. `average` is the moving
+    average of earlier steps' rewards, updated with the rewards in this step."""
     epochs = epochs_of(config, rollouts.chosen, number)
     if config.algorithm.objective.spec.is_pairwise:
         return _prepare_pairs(config, workers, epochs, number)
@@ -61,14 +56,20 @@ def _prepare_pairs(
     config: Config, workers: Workers, epochs: Sequence[Sequence[Sequence[Group]]], number: int
 ) -> StepUpdates:
     """Prepare updates on the best and the worst sample in each group. Leave out updates in which every group is tied.
-
-    Args:
-        epochs: the groups per update per epoch.
-    """
+    `epochs` has the groups per update per epoch."""
     pairs = [[samples for update in updates if (samples := best_and_worst(update))] for updates in epochs]
     batches = _dispatch_with_passes(config, workers, pairs, TokenRewards({}), number)
     num_groups, num_pairs = sum(map(len, epochs[0])), sum(map(len, pairs[0])) // 2
     return StepUpdates(batches, num_pairs, {"preference/tied_frac": Metric(1 - num_pairs / num_groups)})
+
+
+def best_and_worst(groups: Sequence[Sequence[SampleRef]]) -> list[SampleRef]:
+    """Return the first best and worst sample in each group, unless all of its rewards are equal."""
+    pairs = []
+    for group in groups:
+        best, worst = (choose(group, key=lambda item: item.reward) for choose in (max, min))
+        pairs += [best, worst] if best.reward > worst.reward else []
+    return pairs
 
 
 def _dispatch_with_passes(
@@ -80,11 +81,7 @@ def _dispatch_with_passes(
 ) -> dict[Role, list[Updates]]:
     """Dispatch the samples, and run the forward-only passes that the updates need on the first epoch's batches: the
     critic's values and the policies' log-probs. Return each epoch's batches for the models that this step trains, which
-    is only the critic in the first critic.warmup_steps steps.
-
-    Args:
-        epochs: the samples per update per epoch.
-    """
+    is only the critic in the first critic.warmup_steps steps. `epochs` has the samples per update per epoch."""
     actor, critic, trains_actor = workers.actor, workers.critic, config.trains_actor_in(number)
 
     def dispatched(group: TrainerGroup, role: Role) -> list[Updates]:

@@ -40,17 +40,14 @@ TOO_LONG = f"sent a message of more than {MOST_BYTES} bytes"
 
 class ChildFailure(Exception):
     """Raised when a child process fails. The message is its exit status, its signal, or the reason for killing it.
-
-    Attributes:
-        timed_out: whether it exceeded a time limit.
-    """
+    `timed_out`: whether it exceeded a time limit."""
 
     def __init__(self, reason: str, timed_out: bool = False):
         super().__init__(reason)
         self.timed_out = timed_out
 
-    def import_error(self, name: str, limit_s: float, remedy: str = "") -> str:
-        """Return the message for a user file that the process could not import."""
+    def import_error(self, name: str, limit_s: float | None, remedy: str = "") -> str:
+        """Return the message for a user file that the process could not import within a time limit, if any."""
         if self.timed_out:
             cause, fix = f"did not finish within {limit_s:g} s", f"move slow work out of the file's top level{remedy}"
         else:
@@ -259,7 +256,7 @@ class ConcurrentChild(ChildProcess):
         try:
             while True:
                 message = await self._receive()
-                reply = self._waiting.get(message.get("id"))
+                reply = self._waiting.get(message.get("id", -1))
                 if reply is not None and not reply.done():
                     reply.set_result(message)
         except (OSError, EOFError, ValueError) as error:

@@ -9,7 +9,8 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping
-from typing import Any, BinaryIO
+from io import BufferedRWPair
+from typing import Any
 
 from megarl.core import stacks
 from megarl.core.parent import signal_with_parent
@@ -18,9 +19,8 @@ SELF_CLEANING = "MEGARL_SELF_CLEANING"
 """Environment variable of a program that stops its own processes and exits once its connection closes."""
 
 
-def connect() -> BinaryIO:
-    """Return the connection to the parent, whose file descriptor is the last command-line argument. It ends when the
-    parent exits or kills this process."""
+def connect() -> BufferedRWPair:
+    """Return the connection to the parent, which ends when the parent exits or kills this process."""
     if SELF_CLEANING not in os.environ:
         signal_with_parent(signal.SIGKILL)
     faulthandler.enable()
@@ -30,6 +30,6 @@ def connect() -> BinaryIO:
         return connection.makefile("rwb")
 
 
-def send(parent: BinaryIO, message: Mapping[str, Any]) -> None:
+def send(parent: BufferedRWPair, message: Mapping[str, Any]) -> None:
     parent.write(json.dumps(message).encode() + b"\n")
     parent.flush()

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megarl.algorithms.baselines import MovingAverage
 from megarl.cluster.groups.ranks import worker_class
 from megarl.cluster.pending import Pending, ready
-from megarl.cluster.rank_batch import Updates, join_named_scores, join_scores
+from megarl.cluster.rank_batch import Updates, join_by_sample, join_named_scores
 from megarl.cluster.trained_models import TrainedModels
 from megarl.cluster.workers import Workers
 from megarl.config.schema import Config
@@ -57,7 +57,7 @@ class Ranks:
 
     def score_tokens(self, updates: Updates) -> Pending[tuple[dict, dict]]:
         pending = [self._worker.score_tokens(batch) for batch in self._own(updates)]
-        return ready((join_scores([part for parts in gathered(pending) for part in parts]), {}))
+        return ready((join_by_sample([part for parts in gathered(pending) for part in parts]), {}))
 
     def train(self, epochs: Sequence[Updates], begins_step: bool) -> Pending[dict[str, Metric]]:
         pending = []

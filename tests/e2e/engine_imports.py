@@ -9,6 +9,5 @@ from megarl.rollout.vllm.environment import environment
 
 os.environ.update(environment(ranks=1, threads=1, index=0))
 
-import megarl.rollout.vllm.classifier
 import megarl.rollout.vllm.engine
-import megarl.rollout.vllm.judge  # noqa: F401
+import megarl.rollout.vllm.reward_model  # noqa: F401

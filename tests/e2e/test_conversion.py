@@ -46,7 +46,8 @@ def _sample(folder: Path) -> list[Sample]:
     engine = [*overrides, "rollout.kv_cache_gib=0.05", "rollout.vllm_overrides={block_size: 32, load_format: auto}"]
     config = load(BASE, [f"model.path={folder}", "model.dtype=float32", "data.source=arithmetic", *engine])
     os.environ.update(environment(config.rollout.tp, threads=1, index=0))
-    from megarl.rollout.vllm.engine import VllmEngine, rollout_arguments
+    from megarl.rollout.vllm.engine import VllmEngine
+    from megarl.rollout.vllm.engine_arguments import rollout_arguments
 
     started = VllmEngine(config.rollout, rollout_arguments(config.rollout, folder, "float32", seed=0))
     started.hold(0)

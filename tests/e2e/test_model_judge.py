@@ -70,7 +70,7 @@ def sample(number: int) -> Sample:
 def in_vllm(config: Config, folder: Path, questions: list[Sample]) -> list[list[int]]:
     """Return the answers' token ids. Runs in a separate process."""
     os.environ.update(environment(ranks=1, threads=1, index=0))
-    from megarl.rollout.vllm.judge import VllmJudge, judge_arguments
+    from megarl.rollout.vllm.reward_model import VllmJudge, judge_arguments
 
     engine = VllmJudge(judge_arguments(config, folder), config.reward_model.judge.max_new_tokens)
     return [answer.tolist() for answer in engine.scores(questions)]

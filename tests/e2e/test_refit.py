@@ -145,7 +145,8 @@ def serve(connection: Connection, scratch: str, build, args) -> None:
 class EngineSide:
     def __init__(self, config: Config, folder: Path, start_with_weights: bool):
         os.environ.update(environment(config.rollout.tp, threads=1, index=0))
-        from megarl.rollout.vllm.engine import VllmEngine, rollout_arguments
+        from megarl.rollout.vllm.engine import VllmEngine
+        from megarl.rollout.vllm.engine_arguments import rollout_arguments
 
         extra = dict(config.rollout.vllm_overrides) | ({"load_format": "auto"} if start_with_weights else {})
         rollout = config.rollout.model_copy(update={"vllm_overrides": extra})
@@ -197,12 +198,12 @@ class EngineSide:
                 engine.refit(version)
             late = asyncio.create_task(engine.generate(requests(prompts, greedy)))
             if pauses:
-                engine.take_seconds()
+                engine.take_work()
                 await asyncio.sleep(SHORT_S)
                 engine.refit(version)
                 await asyncio.sleep(SHORT_S)
                 assert self._pending_tokens() == tokens + [0] * len(prompts)
-                assert engine.take_seconds() < SHORT_S, "the pause was counted as sampling time"
+                assert engine.take_work()[0] < SHORT_S, "the pause was counted as sampling time"
                 engine.resume()
             await asyncio.sleep(0)
             assert not early.done()

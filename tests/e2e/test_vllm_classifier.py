@@ -36,7 +36,7 @@ def config(folder: Path) -> Config:
 def in_vllm(folders: Sequence[Path]) -> list[list[list[float]]]:
     """Return each model's scores of SAMPLES. Runs in a separate process."""
     os.environ.update(environment(ranks=1, threads=1, index=0))
-    from megarl.rollout.vllm.classifier import VllmClassifier, classifier_arguments
+    from megarl.rollout.vllm.reward_model import VllmClassifier, classifier_arguments
 
     # Keep all engines alive, because the first one that ends would destroy the process group.
     engines = [VllmClassifier(classifier_arguments(config(folder), folder)) for folder in folders]

@@ -18,7 +18,7 @@ import torch
 from tokenizers import Tokenizer
 
 from megarl.cluster.groups.engine_actor import EngineProcess
-from megarl.cluster.groups.group import CALLS_AT_ONCE
+from megarl.cluster.groups.group import ASYNC_OPTIONS
 from megarl.config.schema import Config
 from megarl.core.types import Completion, Sample, VersionRun
 from megarl.models.folder import read_config
@@ -115,13 +115,10 @@ class FakeEngine:
     def num_unfinished_tokens(self, sample_ids: Collection[str]) -> int:
         return sum(self._unfinished.get(name, 0) for name in sample_ids)
 
-    def take_seconds(self) -> float:
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds
-
-    def take_num_steps(self) -> int:
-        steps, self._num_steps = self._num_steps, 0
-        return steps
+    def take_work(self) -> tuple[float, int]:
+        work = self._seconds, self._num_steps
+        self._seconds, self._num_steps = 0.0, 0
+        return work
 
     def pause(self) -> None:
         self._is_paused = True
@@ -173,7 +170,7 @@ class FakeEngine:
         return EngineInfo("float32", tuple(ids), "an engine without vLLM")
 
 
-@ray.remote(num_cpus=0, max_restarts=0, max_concurrency=CALLS_AT_ONCE)
+@ray.remote(**ASYNC_OPTIONS)
 class EngineActor(EngineProcess):
     """The actor of a FakeEngine. Its process has the same title as one with vLLM."""
 

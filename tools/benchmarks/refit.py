@@ -201,7 +201,8 @@ class Engine:
         from megarl.rollout.vllm.environment import environment
 
         os.environ.update(environment(1, threads, index=0))
-        from megarl.rollout.vllm.engine import VllmEngine, rollout_arguments
+        from megarl.rollout.vllm.engine import VllmEngine
+        from megarl.rollout.vllm.engine_arguments import rollout_arguments
 
         self._engine = VllmEngine(rollout, rollout_arguments(rollout, folder, "float32", seed=0))
         self._version = 0

@@ -38,13 +38,15 @@ def measure(folder: Path, top_k: int | None) -> dict[str, float]:
     """Return the median milliseconds to process a step's outputs in both ways, and the milliseconds to detokenize all
     complete responses."""
     from megarl.core.types import Prompt
+    from megarl.models.tokenizer import response_text
     from megarl.rollout.engine import SamplingRequest
-    from megarl.rollout.vllm import engine as module
+    from megarl.rollout.vllm.engine import VllmEngine
+    from megarl.rollout.vllm.engine_arguments import rollout_arguments
 
     settings = {"kv_cache_gib": 0.5, "context_length": 64, "max_new_tokens": TOKENS, "top_k": top_k or "null"}
     config = load_config(folder, {f"rollout.{name}": value for name, value in settings.items()})
     rollout = config.rollout.model_copy(update={"vllm_overrides": {"max_num_seqs": SEQUENCES}})
-    engine = module.VllmEngine(rollout, module.rollout_arguments(rollout, folder, "float32", seed=0))
+    engine = VllmEngine(rollout, rollout_arguments(rollout, folder, "float32", seed=0))
     engine.hold(1)
     ours = engine._sampling
     asyncio.run(engine.generate([SamplingRequest("first", Prompt("first", "", (5, 6, 7)), seed=0)]))  # warm-up
@@ -59,7 +61,7 @@ def measure(folder: Path, top_k: int | None) -> dict[str, float]:
         if name == "megarl":
             begin = time.perf_counter()
             for sample in samples:
-                module.response_text(engine._tokenizer, [5, 6, 7], sample.response_ids)
+                response_text(engine._tokenizer, [5, 6, 7], sample.response_ids)
             found["megarl_decoding_ms"] = round(1000 * (time.perf_counter() - begin), 2)
     return found
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.actor import ActorHandle
 
-from megarl.cluster.groups.group import CALLS_AT_ONCE, TimedResult
+from megarl.cluster.groups.group import ASYNC_OPTIONS, TimedResult
 from megarl.cluster.groups.vllm import VllmActor, end_process
 from megarl.cluster.supervision import segments
 from megarl.cluster.supervision.scratch import own_scratch
@@ -43,8 +43,7 @@ class _Generating:
 
 
 class EngineProcess(VllmActor):
-    """One engine. Because it has async methods, Ray runs all calls in one event loop, so other calls can run while
-    `generate` waits for its samples."""
+    """One engine. Ray runs its calls in one event loop, so others can run while `generate` waits for its samples."""
 
     @abstractmethod
     def _make_engine(self, arguments: Mapping[str, Any]) -> Engine:
@@ -60,10 +59,6 @@ class EngineProcess(VllmActor):
     def call(self, method: str, *arguments: Any) -> TimedResult:
         with self._end_if_rank_died():
             return super().call(method, *arguments)
-
-    def take_work(self) -> tuple[float, int]:
-        """Return the seconds spent sampling and the number of sampling steps since the last call."""
-        return self._worker.take_seconds(), self._worker.take_num_steps()
 
     def describe_parameters(self) -> tuple[list[Parameters], list[str]]:
         """Return the parameters in each worker, and the names of kernels that repack parameters."""
@@ -123,22 +118,16 @@ class EngineProcess(VllmActor):
             raise
 
 
-@ray.remote(num_cpus=0, max_restarts=0, max_concurrency=CALLS_AT_ONCE)
+@ray.remote(**ASYNC_OPTIONS)
 class EngineActor(EngineProcess):
     """One rollout engine on vLLM."""
 
     def _arguments(self) -> dict[str, Any]:
-        from megarl.rollout.vllm.engine import rollout_arguments
+        from megarl.rollout.vllm.engine_arguments import rollout_arguments
 
-        config = self._config
-        return rollout_arguments(
-            config.rollout,
-            self._model_folder,
-            config.model.dtype,
-            config.run.seed,
-            config.actor.experts.replay_routes,
-            config.model.head_dtype,
-        )
+        config, model, routes = self._config, self._config.model, self._config.actor.experts.replay_routes
+        settings = model.dtype, config.run.seed, routes, model.head_dtype
+        return rollout_arguments(config.rollout, self._model_folder, *settings)
 
     @staticmethod
     def is_batch_invariant(config: Config) -> bool:

@@ -57,19 +57,23 @@ Sampled = Group | Aborted
 Requests = Sequence[Sequence[SamplingRequest]]
 """The requests of each group."""
 
-Answered = dict[str, list[list[SampleRef]] | Aborted]
+Answered = dict[str, list[Group] | Aborted]
 """The samples of each rollout, or Aborted, by engine name."""
 
 Run = Callable[[Mapping[str, Sequence[SamplingRequest]]], Pending[Answered]]
 
 
+def completed(sampled: list[T] | Aborted) -> list[T]:
+    """Return the samples of rollouts that cannot be aborted, because their caller waits for them."""
+    assert not isinstance(sampled, Aborted), "the rollouts were aborted while their caller waits for them"
+    return sampled
+
+
 class EngineGroup(VllmGroup):
     """All engine replicas. The samples for one prompt all go to the least-loaded engine, where they share a prefix
-    cache. With rollout.max_staleness, slower engines receive fewer prompts.
-
-    When one of several engines is lost, the remaining engines take over its work while it restarts. It rejoins at the
-    next refit. An engine that shares GPUs with trainers does not restart, because training leaves no memory for it.
-    """
+    cache. With rollout.max_staleness, slower engines receive fewer prompts. When one of several engines is lost, the
+    remaining engines take over its work while it restarts. It rejoins at the next refit. An engine that shares GPUs
+    with trainers does not restart, because training leaves no memory for it."""
 
     actor_class, title, role = EngineActor, "EngineActor", "engine"
 
@@ -144,12 +148,8 @@ class EngineGroup(VllmGroup):
 
     def _check_parameters(self, described: tuple[Sequence[Parameters], Sequence[str]]) -> None:
         """Switch to sending whole tensors if kernels have repacked parameters, or if the parameters differ from those
-        of the model family in more than padded experts.
-
-        Args:
-            described: the parameters in each worker of the first engine, and the names of kernels that repack
-                parameters.
-        """
+        of the model family in more than padded experts. `described` holds the parameters of each worker in the first
+        engine, and the names of kernels that repack parameters."""
         workers, repacking = described
         self._holders = self._make_holders(padded_experts(workers[0]))
         mismatched = [
@@ -186,8 +186,7 @@ class EngineGroup(VllmGroup):
         return pending.then(lambda answers: replace(answers, values=self._session.trace.add(method.name, answers)))
 
     def _switch_to_loader(self, reason: str, names: Sequence[str]) -> None:
-        """Make every worker receive the whole model as checkpoint tensors. names: the parameters or kernels that make
-        this necessary."""
+        """Make every worker receive whole checkpoint tensors, because of the named parameters or kernels."""
         print(
             "refit: loading whole tensors through vLLM's own loader, which is slower than writing in place, because "
             f"{reason}: {'; '.join(names[:MAX_NAMED])}{'; …' if len(names) > MAX_NAMED else ''}",
@@ -230,11 +229,8 @@ class EngineGroup(VllmGroup):
         self, groups: Sequence[Sequence[SamplingRequest]], listener: ActorHandle | None = None
     ) -> Pending[list[Sampled]]:
         """Sample responses for the requests of each prompt. The result has their samples in the same shape and order.
-        If an engine is lost in the meantime, its requests go to the remaining engines.
-
-        Args:
-            listener: an actor whose method `begin` receives each sample as soon as it is complete.
-        """
+        If an engine is lost in the meantime, its requests go to the remaining engines. The method `begin` of the actor
+        `listener` receives each sample as soon as it is complete."""
         return self.route(groups, partial(self._sample, listener), self._abort)
 
     def route(self, groups: Requests, run: Run, abort: Abort) -> Pending[list[Sampled]]:
@@ -281,16 +277,12 @@ class EngineGroup(VllmGroup):
         return self._submit(GENERATE, {name: own[0] for name, own in refs.items()}).then(by_engine)
 
     def generate_on_each(self, requests_of: Callable[[str], Sequence[SamplingRequest]]) -> Pending[dict[str, Group]]:
-        """Sample requests on every engine. The result has the samples by engine name, without lost engines.
-
-        Args:
-            requests_of: function that maps an engine's name to its requests.
-        """
+        """Sample requests on every live engine, given by engine name. The result has the samples by engine name."""
         requests = {name: requests_of(name) for name in self.names}
 
         def collect(answers: Answered) -> dict[str, Group]:
             self.drop(requests.keys() - answers.keys(), "rollout")
-            return {name: [sample for [sample] in rollouts] for name, rollouts in answers.items()}
+            return {name: [sample for [sample] in completed(answers[name])] for name in answers}
 
         return self._sample(None, requests).then(collect)
 
@@ -299,8 +291,7 @@ class EngineGroup(VllmGroup):
         return self._run_on_each(self._info, texts)
 
     def differing(self, expected: Mapping[Region, Checksum]) -> Pending[dict[str, list[str] | None]]:
-        """Compare the weights in every engine with checksums. The result has the differing regions, by engine name. See
-        Engine.differing."""
+        """Compare every engine's weights with checksums. The result has Engine.differing's lines by engine name."""
         return self._run_on_each(self._differing, share(expected))
 
     def _run_on_each(self, call: RemoteCall[T, Any, *Ts], *arguments: *Ts) -> Pending[dict[str, T]]:
@@ -382,8 +373,7 @@ class EngineGroup(VllmGroup):
         return f"Continuing with {len(self._actors)} of {len(self._processes)} engines"
 
     def _watch(self) -> None:
-        """If only one engine is left, watch it so that its loss ends every wait. With several engines, a loss is
-        noticed at the next call."""
+        """If one engine is left, watch it: its loss then ends every wait. Otherwise, the next call notices a loss."""
         self._session.unwatch(self._processes)
         if len(self._actors) == 1:
             self._session.watch(self._actors)

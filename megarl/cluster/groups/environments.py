@@ -13,7 +13,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError
 
 from megarl.cluster.groups.engines import Answered, EngineGroup, Requests, Sampled
-from megarl.cluster.groups.group import CALLS_AT_ONCE, AsyncProcessActor, WorkerGroup
+from megarl.cluster.groups.group import ASYNC_OPTIONS, AsyncProcessActor, WorkerGroup
 from megarl.cluster.groups.remote import RemoteCall, remote
 from megarl.cluster.pending import Answers, Pending
 from megarl.cluster.placement import Process
@@ -31,7 +31,7 @@ from megarl.rollout.turns import TICK_S, RemoteTurns
 A = TypeVar("A")
 
 
-@ray.remote(num_cpus=0, max_restarts=0, max_concurrency=CALLS_AT_ONCE)
+@ray.remote(**ASYNC_OPTIONS)
 class EnvironmentActor(AsyncProcessActor):
     """A process that runs many rollouts concurrently in one event loop, with the environments in separate processes.
     The processes for training last for the whole run. An evaluation set has its own processes for one evaluation, so
@@ -71,7 +71,9 @@ class EnvironmentActor(AsyncProcessActor):
         number of concurrent rollouts is at most that of a training step, for which the machine has enough memory."""
         runner = await self._start_runner(set_config)
         try:
-            return await self._run(runner, requests, engine, _put, _rollouts_per_engine(self._config))
+            batch = self._config.batch
+            per_engine = -(-batch.prompts_per_step * batch.samples_per_prompt // self._config.rollout.replicas)
+            return await self._run(runner, requests, engine, _put, per_engine)
         finally:
             await runner.close()
 
@@ -125,8 +127,7 @@ class EnvironmentActor(AsyncProcessActor):
             self._cancel(tasks)
 
     def _cancel(self, rollouts: Sequence[asyncio.Task[list[SampleRef]]]) -> None:
-        """Cancel unfinished rollouts. Their environments close in the background, and a second cancellation would
-        interrupt that."""
+        """Cancel unfinished rollouts once: a second cancellation would interrupt the closing of environments."""
         for task in rollouts:
             if not task.done() and task not in self._closing:
                 task.cancel()
@@ -134,28 +135,17 @@ class EnvironmentActor(AsyncProcessActor):
                 task.add_done_callback(self._closing.discard)
 
 
-def _rollouts_per_engine(config: Config) -> int:
-    """Return the number of rollouts per engine in a training step."""
-    return -(-config.batch.prompts_per_step * config.batch.samples_per_prompt // config.rollout.replicas)
-
-
 def _put(samples: Sequence[Sample]) -> list[SampleRef]:
     return list(map(put_sample, samples))
 
 
 class EnvironmentGroup(WorkerGroup):
-    """The processes that run rollouts in environments, one beside each engine. The engines' router places the
-    rollouts."""
+    """The processes that run rollouts in environments, one per engine. The engines' router places the rollouts."""
 
     title = "EnvironmentActor"
 
     def __init__(
-        self,
-        session: Session,
-        config: Config,
-        model_folder: Path,
-        processes: Sequence[Process],
-        engines: EngineGroup,
+        self, session: Session, config: Config, model_folder: Path, processes: Sequence[Process], engines: EngineGroup
     ):
         actors = {p.name: session.on_node(EnvironmentActor, p).remote(p, session.logs) for p in processes}
         super().__init__(session, "environments", actors)
@@ -182,11 +172,8 @@ class EnvironmentGroup(WorkerGroup):
 
     def generate(self, groups: Requests, listener: ActorHandle) -> Pending[list[Sampled]]:
         """Run the rollouts for each prompt. The result has their samples by prompt. If an engine is lost in the
-        meantime, its rollouts restart on the remaining engines.
-
-        Args:
-            listener: an actor whose method `begin` receives each rollout's samples as soon as the rollout finishes.
-        """
+        meantime, its rollouts restart on the remaining engines. The method `begin` of the actor `listener` receives
+        each rollout's samples as soon as the rollout finishes."""
         return self._generate(groups, self._train, listener)
 
     def evaluate(self, groups: Requests, set_config: Config) -> Pending[list[Sampled]]:

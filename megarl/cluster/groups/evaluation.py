@@ -22,7 +22,7 @@ class SetScorer:
 
     def __init__(self, config: Config, pool: FunctionPool):
         """config: the evaluation set's config."""
-        self._functions = function_names(config)
+        self._functions = [entry.label for entry in config.rewards.functions]
         self._single = [name for name in self._functions if name not in pool.batch_functions]
         self._scorer = Scorer(config.rewards.functions, environment_weight=config.environment.weight)
         self._pool = pool
@@ -60,10 +60,6 @@ class EvaluationScorer:
     def close(self) -> None:
         for pool in self._pools.values():
             pool.close()
-
-
-def function_names(config: Config) -> tuple[str, ...]:
-    return tuple(entry.label for entry in config.rewards.functions)
 
 
 def _write(file: Path, version: int, samples: Sequence[Sample], scores: Sequence[Score]) -> None:

@@ -19,9 +19,9 @@ from megarl.cluster.placement import VISIBLE, Process
 from megarl.cluster.session import Session
 from megarl.cluster.supervision.logs import log_to
 
-CALLS_AT_ONCE = 100_000
-"""Maximum number of concurrent calls in an async actor. Each prompt in flight is one call, and these calls must not
-block other calls. Ray's default is 1,000."""
+ASYNC_OPTIONS: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": 100_000}
+"""Ray's options for async actors. Each prompt in flight is one call, and these calls must not block other calls. By
+default, an async actor runs at most 1,000 calls at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +34,8 @@ class TimedResult:
 
 
 class ProcessActor:
-    """One process in the run: a Ray actor that holds a worker and runs its methods.
-
-    Megatron and vLLM are imported in the actor's process, never in the driver's.
-    """
+    """One process in the run: a Ray actor that holds a worker and runs its methods. Megatron and vLLM are imported in
+    the actor's process, never in the driver's."""
 
     def __init__(self, process: Process, logs: Path):
         log_to(logs / f"{process.name}.log")
@@ -77,11 +75,7 @@ class WorkerGroup:
     """Name of the actor class, which starts the title of its processes."""
 
     def __init__(self, session: Session, role: str, actors: Mapping[str, ActorHandle]):
-        """
-        Args:
-            role: name of the group in error messages.
-            actors: actors by process name.
-        """
+        """`role` names the group in error messages, and `actors` are keyed by process name."""
         self.role, self._session, self._actors = role, session, dict(actors)
         self._share_taken = time.monotonic()
 

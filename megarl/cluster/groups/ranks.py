@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -23,6 +23,8 @@ from megarl.data.packing import Packing
 from megarl.resharding.piece import Holder
 
 if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
     from megarl.megatron.workers.model import ModelWorker
 
 
@@ -46,7 +48,8 @@ class RankActor(ProcessActor):
             # Megatron overlaps these groups' communication with GEMMs by submission order, which a GPU preserves only
             # within one hardware queue. CUDA reads the variable when it creates the context.
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-        self._config, self._role, self._model_folder = config, role, model_folder
+        self._config, self._model_folder = config, model_folder
+        self._role: MegatronRole = role
         self._batches = FetchedBatches()
 
     def _receive(self, argument: Any) -> Any:
@@ -71,12 +74,11 @@ class RankActor(ProcessActor):
         rank, world_size = self._process.index, self._config.placed(self._role).layout.world_size
         timeout_s = self._config.cluster.timeouts.start
         store = self._store if rank == 0 else join_store(host, port, world_size, timeout_s)
-        worker = role_worker(self._config, self._model_folder, rank, store, self._process.threads)
-        self._worker = worker
+        self._worker = worker = role_worker(self._config, self._model_folder, rank, store, self._process.threads)
         return Started(worker.data_parallel_rank, worker.holder, worker.packing, worker.kernels)
 
 
-def worker_class(config: Config, role: MegatronRole) -> type[ModelWorker]:
+def worker_class(config: Config, role: MegatronRole) -> Callable[[Config, Path, int, Store, int], ModelWorker]:
     from megarl.megatron.workers.actor import ActorWorker
     from megarl.megatron.workers.classifier import ClassifierWorker
     from megarl.megatron.workers.critic import CriticWorker
@@ -99,12 +101,8 @@ class RankGroup(WorkerGroup):
         self, session: Session, config: Config, role: MegatronRole, model_folder: Path, processes: Sequence[Process]
     ):
         self._processes = processes
-        actors = {
-            process.name: session.on_node(self.actor_class, process).remote(
-                config, role, model_folder, process, session.logs
-            )
-            for process in processes
-        }
+        arguments = config, role, model_folder
+        actors = {p.name: session.on_node(self.actor_class, p).remote(*arguments, p, session.logs) for p in processes}
         super().__init__(session, role.replace("_", " "), actors)
         session.watch(actors)
         self._data_parallel_ranks: list[int] = []
@@ -120,8 +118,7 @@ class RankGroup(WorkerGroup):
 
     @remote(timeout="start")
     def close(self) -> None:
-        """Leave the process group on all ranks at the same time. A rank that left alone would look like a crash to its
-        peers."""
+        """Leave the process group on all ranks at once. To its peers, leaving alone would look like a crash."""
 
     def start(self) -> Pending[None]:
         """Open the rendezvous on rank 0, then build the model on all ranks."""

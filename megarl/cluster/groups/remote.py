@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, TypeVarTuple, Unpack, cast, overload
 
 import ray
+from ray.actor import ActorHandle
 
 from megarl.cluster.pending import Pending
 from megarl.config.schema import TimeoutKind
 
 if TYPE_CHECKING:
-    from ray.actor import ActorHandle
-
     from megarl.cluster.groups.group import WorkerGroup
 
 T = TypeVar("T")
@@ -105,6 +104,5 @@ class RemoteCall(Generic[T, R, *Ts]):
 
 
 def share(value: T) -> T:
-    """Put an argument into Ray's object store once for all processes. Each process receives the value, not a
-    reference."""
+    """Put an argument into Ray's object store once. Each process receives the value, not a reference."""
     return cast(T, ray.put(value))

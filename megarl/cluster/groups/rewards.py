@@ -13,10 +13,9 @@ import ray
 from ray.actor import ActorHandle
 
 from megarl.cluster.groups.evaluation import EvaluationScorer
-from megarl.cluster.groups.group import CALLS_AT_ONCE, AsyncProcessActor, WorkerGroup
+from megarl.cluster.groups.group import ASYNC_OPTIONS, AsyncProcessActor, WorkerGroup
 from megarl.cluster.groups.remote import remote
-from megarl.cluster.groups.reward_engines import RewardEngineGroup
-from megarl.cluster.groups.reward_model import RewardModelGroup
+from megarl.cluster.groups.reward_models import RewardEngineGroup, RewardModelGroup
 from megarl.cluster.pending import Pending
 from megarl.cluster.placement import Process
 from megarl.cluster.rank_batch import Scores, get_scores, put_sample, put_scores
@@ -42,10 +41,9 @@ if TYPE_CHECKING:
     import torch
 
 
-@ray.remote(num_cpus=0, max_restarts=0, max_concurrency=CALLS_AT_ONCE)
+@ray.remote(**ASYNC_OPTIONS)
 class RewardActor(AsyncProcessActor):
-    """The process that scores samples with a RewardWorker. New samples may arrive while earlier ones are being
-    scored."""
+    """The process that scores samples with a RewardWorker. New samples may arrive while earlier ones are scored."""
 
     async def start(self, config: Config, models: ModelFolders) -> None:
         self._worker = RewardWorker(config, models, self._process.threads)
@@ -59,7 +57,7 @@ class RewardActor(AsyncProcessActor):
         self._worker.forget(rollout_ids)
 
 
-WaitingGroup = tuple[int, int, Sequence[SampleRef]]
+WaitingGroup = tuple[int, int, list[SampleRef]]
 """(prompt's row in the data, weight version with which its samples started, samples)."""
 
 
@@ -81,12 +79,13 @@ class RewardWorker:
         self._pool = function_pool(config, num_processes)
         self._single_functions = [name for name in self._functions if name not in self._pool.batch_functions]
         self._evaluation = EvaluationScorer(config, num_processes)
+        self._reader: Reader | ModelJudge | None = None
         folder = models.reward_model
         if folder is not None and config.reward_model.judges:
             self._reader = self._model_score = model_judge(config, folder, models.actor)
         elif folder is not None:
-            self._reader = model_reader(config, folder, models.actor)
-            self._model_score = classifier_reward(config, folder, self._reader)
+            self._reader = reader = model_reader(config, folder, models.actor)
+            self._model_score = classifier_reward(config, folder, reader)
 
     def begin(self, sample: Sample) -> asyncio.Task[dict[str, Result]]:
         """Start scoring a sample with the reward functions. An equal sample of the same rollout is scored only once."""
@@ -109,25 +108,18 @@ class RewardWorker:
 
     def read(self, refs: Sequence[ray.ObjectRef]) -> list[SampleRef]:
         """Return the samples retokenized for the reward model, without samples that it cannot read."""
-        self._readings = {sample.id: self._read(sample) for sample in ray.get(list(refs))}
+        reader = self._reader
+        assert reader is not None, "the reward model reads the sampled token ids"
+        self._readings = {sample.id: _read(reader, sample) for sample in ray.get(list(refs))}
         read = [reading.sample for reading in self._readings.values() if isinstance(reading, Reading)]
         return [put_sample(sample) for sample in read]
-
-    def _read(self, sample: Sample) -> Reading | Unreadable:
-        try:
-            return self._reader.read(sample)
-        except Unreadable as reason:
-            return reason
 
     async def score(
         self, refs: Sequence[ray.ObjectRef], model_scores: Scores, step: int, rollouts: Path
     ) -> tuple[list[Score], Scores]:
         """Score the samples and append them as text to a JSONL file. Return their scores, and references to per-token
-        rewards if the reward model or a reward function returns any.
-
-        Args:
-            model_scores: references to the reward model's scores; empty without a reward model.
-        """
+        rewards if the reward model or a reward function returns any. `model_scores` refers to the reward model's
+        scores, and is empty without a reward model."""
         samples: list[Sample] = await asyncio.to_thread(ray.get, list(refs))
         model_rewards = self._model_rewards(samples, model_scores)
         judged = [sample for sample in samples if is_judged(sample)]
@@ -152,7 +144,7 @@ class RewardWorker:
             for sample, (_, token_rewards) in zip(samples, scores, strict=True)
             if token_rewards is not None
         }
-        return [score for score, _ in scores], _put(by_token)
+        return [score for score, _ in scores], put_scores(by_token)
 
     async def evaluate(self, refs: Sequence[ray.ObjectRef], name: str, version: int, file: Path) -> list[Score]:
         """Score samples from the evaluation set with this name. See SetScorer.score."""
@@ -182,8 +174,7 @@ class RewardWorker:
         return load_decoder(self._models.actor)
 
     async def _verdicts(self, samples: Sequence[Sample]) -> dict[str, judge.Verdict]:
-        """Return the judge's verdicts by sample id, or an empty dict without a judge. samples: must include every
-        sample for each prompt."""
+        """Return the judge's verdicts by sample id; empty without a judge. `samples` has all samples of each prompt."""
         if self._rewards.judge is None:
             return {}
         comparisons = judge.comparisons(samples, self._rewards.judge_order, self._seed)
@@ -207,24 +198,21 @@ class RewardWorker:
         return self._model_score.reward(sample, scores.tolist(), reading)
 
 
+def _read(reader: Reader | ModelJudge, sample: Sample) -> Reading | Unreadable:
+    try:
+        return reader.read(sample)
+    except Unreadable as reason:
+        return reason
+
+
 def classifier_reward(config: Config, folder: Path, reader: Reader | None = None) -> ClassifierReward:
     """Return the reward computed by the classifier in this folder."""
     rewards_tokens = config.algorithm.advantage.credits_to_go
     return ClassifierReward(_kind(folder), config.reward_model, load_tokenizer(folder), reader, rewards_tokens)
 
 
-def _put(by_token: Mapping[str, list[float]]) -> Scores:
-    """Put per-token rewards, by sample id, into Ray's object store as float32 [R]."""
-    if not by_token:
-        return {}
-    import torch
-
-    return put_scores({name: torch.tensor(rewards) for name, rewards in by_token.items()})
-
-
 def model_reader(config: Config, folder: Path, actor_folder: Path) -> Reader | None:
-    """Return the reader that retokenizes samples for the reward model, or None if the model reads the sampled token
-    ids."""
+    """Return the reader that retokenizes samples for the reward model, or None if it reads the sampled token ids."""
     settings = config.reward_model
     if settings.input_format == "ids":
         return None
@@ -254,11 +242,11 @@ class RewardGroup(WorkerGroup):
         self,
         session: Session,
         config: Config,
-        process: Process,
+        processes: Sequence[Process],
         model: RewardModelGroup | RewardEngineGroup | None,
         models: ModelFolders,
     ):
-        actors = {process.name: session.on_node(RewardActor, process).remote(process, session.logs)}
+        actors = {p.name: session.on_node(RewardActor, p).remote(p, session.logs) for p in processes}
         super().__init__(session, "rewards", actors)
         session.watch(self._actors)
         self._model, self._config, self._models = model, config, models
@@ -312,13 +300,11 @@ class RewardGroup(WorkerGroup):
         return scored.then(lambda model_scores: self._score.on_first(refs, model_scores, step, path))
 
     def evaluate(self, samples: Sequence[SampleRef], name: str, version: int, file: Path) -> Pending[list[Score]]:
-        """Score samples from the evaluation set with this name, and write them to the file. version: the weight version
-        that generated them."""
+        """Score samples from an evaluation set, generated by this weight version, and write them to the file."""
         return self._evaluate.on_first([ref.sample for ref in samples], name, version, file.resolve())
 
     def save_groups(self, groups: Sequence[WaitingGroup], file: Path) -> FileRecord:
-        """Write groups that wait for a later step to a file in a new folder inside a checkpoint. Return the file's
-        record."""
+        """Write groups that wait for a later step to a new folder in a checkpoint. Return the file's record."""
         return self._save_groups.on_first(groups, file.resolve()).result()
 
     def load_groups(self, file: Path) -> list[WaitingGroup]:
@@ -326,10 +312,7 @@ class RewardGroup(WorkerGroup):
         return self._load_groups.on_first(file.resolve()).result()
 
     def write_advantages(
-        self,
-        rollouts: Path,
-        advantages: Mapping[str, float],
-        details: Mapping[str, Mapping[str, Sequence[float]]],
+        self, rollouts: Path, advantages: Mapping[str, float], details: Mapping[str, Mapping[str, Sequence[float]]]
     ) -> Pending[None]:
         """Add the advantages, by sample id, and per-token details to the step's rollout file."""
         return self._write_advantages.on_first(rollouts.resolve(), advantages, details)

@@ -13,7 +13,7 @@ from megarl.cluster.groups.ranks import RankActor, RankGroup
 from megarl.cluster.groups.remote import remote, share
 from megarl.cluster.pending import Pending, join
 from megarl.cluster.placement import Process
-from megarl.cluster.rank_batch import RankBatch, Scores, Updates, join_named_scores, put_scores
+from megarl.cluster.rank_batch import RankBatch, Scores, Updates, join_by_sample, join_named_scores, put_scores
 from megarl.cluster.session import Session
 from megarl.cluster.supervision import segments
 from megarl.cluster.supervision.scratch import own_scratch
@@ -70,8 +70,7 @@ class TrainerActor(RankActor):
         self._worker.end_epoch()
 
     def end_step(self) -> None:
-        """End the step in the worker. Drop the step's batches first, so that the worker can free their device
-        memory."""
+        """End the step in the worker. Drop the step's batches first, to let the worker free their device memory."""
         self._batches.clear()
         self._worker.end_step()
 
@@ -94,17 +93,12 @@ class TrainerActor(RankActor):
         return plan.part([self._worker.holder.name])
 
 
-def _by_sample(parts: Sequence[Mapping[str, T]]) -> dict[str, T]:
-    """Merge the ranks' results into one mapping by sample id."""
-    return {sample: value for part in parts for sample, value in part.items()}
-
-
-def _chain(parts: Sequence[Sequence[T]]) -> list[T]:
-    return [item for part in parts for item in part]
-
-
 def _join_scores(parts: Sequence[tuple[Scores, dict[str, TokenTotals]]]) -> tuple[Scores, dict[str, TokenTotals]]:
-    return _by_sample([scores for scores, _ in parts]), _by_sample([totals for _, totals in parts])
+    return join_by_sample([scores for scores, _ in parts]), join_by_sample([totals for _, totals in parts])
+
+
+def _join_files(parts: Sequence[Sequence[FileRecord]]) -> list[FileRecord]:
+    return [record for part in parts for record in part]
 
 
 def _add_checksums(parts: Sequence[Mapping[Region, Checksum]]) -> dict[Region, Checksum]:
@@ -134,7 +128,7 @@ class TrainerGroup(RankGroup):
     @remote(timeout="passes", phase="reference log-probs", join=join_named_scores)
     def _reference_log_probs(self, batch: RankBatch) -> dict[str, Scores]: ...
 
-    @remote(timeout="passes", phase="log-probs of canary prompts", join=_by_sample)
+    @remote(timeout="passes", phase="log-probs of canary prompts", join=join_by_sample)
     def _differences(self, batch: RankBatch, scoring: Scoring) -> dict[str, list[float]]: ...
 
     @remote(timeout="passes", join=_join_scores)
@@ -153,12 +147,12 @@ class TrainerGroup(RankGroup):
     def end_step(self) -> None:
         """Discard the scores that forward passes have kept for the step's samples."""
 
-    @remote(timeout="update", join=_by_sample)
+    @remote(timeout="update", join=join_by_sample)
     def take_advantages(self) -> dict[str, float]:
         """Take from the ranks each trained sample's mean advantage over its trained tokens, by sample id."""
         ...
 
-    @remote(timeout="update", join=_by_sample)
+    @remote(timeout="update", join=join_by_sample)
     def take_token_details(self) -> dict[str, dict[str, list[float]]]:
         """Take from the ranks the per-token details for a few samples, by sample id and name."""
         ...
@@ -228,7 +222,7 @@ class TrainerGroup(RankGroup):
         """Return whether every rank has finished writing its files or has failed to do so."""
         ...
 
-    @remote(timeout="checkpoint", join=_chain)
+    @remote(timeout="checkpoint", join=_join_files)
     def finish_checkpoint(self, checkpoint: Path) -> list[FileRecord]:
         """Wait until the files from all ranks are on disk, and return their records."""
         ...
@@ -240,11 +234,7 @@ class TrainerGroup(RankGroup):
     def _write_part(self, plan: CompactPlan, folder: Path) -> None: ...
 
     def load_checkpoint(self, checkpoint: Checkpoint) -> Pending[list[None]]:
-        """Load the checkpoint on all ranks, after verifying the files' checksums.
-
-        Raises:
-            UserError: a file is corrupt.
-        """
+        """Verify the checkpoint's files, then load it on all ranks. Raise UserError if a file is corrupt."""
         return self._check_checkpoint(checkpoint).then(lambda _: self._load_checkpoint(checkpoint))
 
     def publish(self, for_refit: bool) -> Pending[dict[str, Published]]:
@@ -271,8 +261,7 @@ class TrainerGroup(RankGroup):
 
     def keep_log_probs(self, policy: Policy, updates: Updates) -> Pending[dict[str, Scores]]:
         """Submit a forward-only pass whose log-probs stay on the ranks for updates on the same samples. If a later
-        epoch may place the samples on different ranks, the result has references to the log-probs, by their name in
-        TokenBatch."""
+        epoch may place the samples on different ranks, the result refers to the log-probs by name in TokenBatch."""
         log_probs = self._old_log_probs if policy == "old" else self._reference_log_probs
         passes = [log_probs.on_each(self._by_rank(batches)) for batches in updates]
         return join(passes).then(join_named_scores)
@@ -283,18 +272,13 @@ class TrainerGroup(RankGroup):
         return self._differences.on_each(arguments)
 
     def score_tokens(self, updates: Updates) -> Pending[tuple[Scores, dict[str, TokenTotals]]]:
-        """Score the samples' tokens. The result has references to the scores and, by sample id, totals over the trained
-        tokens."""
+        """Score the samples' tokens. The result has the scores and, by sample id, totals over the trained tokens."""
         scored = [self._score_tokens.on_each(self._by_rank(batches)) for batches in updates]
         return join(scored).then(_join_scores)
 
     def train(self, epochs: Sequence[Updates], begins_step: bool = True) -> Pending[dict[str, Metric]]:
         """Submit one optimizer step for each update in these epochs. The result has metrics aggregated over all ranks
-        and updates.
-
-        Args:
-            begins_step: whether these are the first epochs in the step, which lasts until `end_step`.
-        """
+        and updates. `begins_step`: whether these are the first epochs in the step, which lasts until `end_step`."""
         noted: list[Pending] = []
         if begins_step and self._notes_advantages:  # advantages are whitened with moments over all updates
             noted = [self._note_advantages.on_each(self._by_rank(batches)) for batches in epochs[0]]
@@ -309,10 +293,8 @@ class TrainerGroup(RankGroup):
 
     def export(self, plan: Plan, out: Path) -> None:
         """Write the whole model as a Hugging Face folder or, if the config requires it, its adapters as a PEFT folder.
-
         The first rank writes a few tensors at a time. It reads the other ranks' parameters from shared memory or, if
-        some ranks are on other nodes, from files that those ranks write next to `out`.
-        """
+        some ranks are on other nodes, from files that those ranks write next to `out`."""
         if self._exports_adapters is not None:
             plan = self._plan_of_adapters(self._exports_adapters)
         transport: Transport
@@ -328,12 +310,12 @@ class TrainerGroup(RankGroup):
         self._export.on_first(plan, transport, out).result()
 
     def _plan_of_adapters(self, lora: Lora) -> Plan:
+        assert lora.rank is not None, "actor.lora.rank is not set"
         holders = [adapter_holder(holder, lora.rank, lora.share_experts) for holder in self.holders]
         return make_plan(holders, [peft_holder(read_config(self._model_folder), lora.rank, lora.share_experts)])
 
     def save_checkpoint(self, checkpoint: Path) -> Pending[list[None]]:
-        """Start writing the model's state to the role's folder inside this checkpoint. The Pending is ready when all
-        ranks have copied their state."""
+        """Start writing the model's state to a checkpoint. The Pending is ready when all ranks have copied it."""
         (checkpoint / self._checkpoint_folder).mkdir()
         return self._save_checkpoint(checkpoint)
 
@@ -344,8 +326,7 @@ class TrainerGroup(RankGroup):
 
 
 def readers_of(plan: Plan) -> dict[str, dict[str, set[str]]]:
-    """Return a mapping: source holder -> destination holder -> names of the source's parameters that the destination
-    reads."""
+    """Return a mapping: source holder -> destination holder -> names of the source's parameters that it reads."""
     readers: dict[str, dict[str, set[str]]] = {source: {} for source in plan.sources}
     for destination in plan.destinations:
         for copy in plan.into(destination).copies:

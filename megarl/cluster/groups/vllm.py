@@ -49,8 +49,8 @@ class VllmActor(ProcessActor):
         self._is_batch_invariant = self.is_batch_invariant(config)
         _prepare(process, self._is_batch_invariant)
         self._config, self._model_folder, self._other_nodes, self._logs = config, model_folder, other_nodes, logs
-        self._others: dict[str, tuple[ActorHandle, ray.ObjectRef]] = {}
-        """Actors for the engine's other parts, each with a call that runs as long as the actor lives."""
+        self._others: dict[str, tuple[object, ray.ObjectRef]] = {}
+        """Handles that keep the actors of the engine's other parts alive, each with a call that runs as long."""
 
     @staticmethod
     def is_batch_invariant(config: Config) -> bool:
@@ -78,16 +78,16 @@ class VllmActor(ProcessActor):
         if len(parts) == 1:
             return {}
         from megarl.cluster.store import open_store
-        from megarl.rollout.vllm.part import Part, set_rendezvous_address
+        from megarl.rollout.vllm.part import part_arguments, set_rendezvous_address
 
         host = ray.util.get_node_ip_address()
         set_rendezvous_address(host)
         self._store = open_store(host, None, self._config.cluster.timeouts.start)
         print(f"{self._process.name}: rendezvous of its parts at {host}:{self._store.port}", flush=True)
-        first, *others = [Part(part.part_number, len(parts), host, self._store.port).arguments for part in parts]
-        for process, node, part_arguments in zip(self._process.rest, self._other_nodes, others, strict=True):
+        first, *others = [part_arguments(part.part_number, len(parts), host, self._store.port) for part in parts]
+        for process, node, own in zip(self._process.rest, self._other_nodes, others, strict=True):
             actor = PartActor.options(scheduling_strategy=node).remote(process, self._logs, self._is_batch_invariant)
-            self._others[process.name] = actor, actor.serve.remote(dict(arguments) | part_arguments)
+            self._others[process.name] = actor, actor.serve.remote(dict(arguments) | own)
         threading.Thread(target=self._end_with_others, name="other parts", daemon=True).start()
         return first
 
@@ -113,6 +113,7 @@ class PartActor(ProcessActor):
         super().__init__(process, logs)
         _prepare(process, batch_invariant)
 
+    @ray.method
     def serve(self, arguments: Mapping[str, Any]) -> str:
         """Start the ranks, and return an error message when a rank has died. End this process and its ranks as soon as
         the engine's first part is gone, because Ray would take half a minute longer to do so."""
@@ -136,8 +137,7 @@ def end_process() -> None:
 
 
 def _prepare(process: Process, batch_invariant: bool) -> None:
-    """Set the environment variables that vLLM reads on import. Its files and semaphores go to a scratch folder that the
-    run cleans up."""
+    """Set the variables that vLLM reads on import. Its files and semaphores go to the run's scratch folder."""
     scratch = own_scratch()
     # By default, vLLM leaves its processes' sockets and its ranks' rendezvous files behind.
     folders = {"VLLM_RPC_BASE_PATH": str(scratch), "TMPDIR": str(scratch)}

@@ -1,4 +1,4 @@
-"""Sizes of a model's shards, with sizes shared by several layouts cached."""
+"""Sizes of the models' shards, cached if several layouts share them, and of the host memory that they need."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from megarl.cluster.memory.rank import RankParameters
+from megarl.cluster.memory.rank import RankParameters, item_bytes, stage_memory
 from megarl.config.model_schema import Layout, Lora, Role
 from megarl.config.schema import Config
 from megarl.models.shape import ModelShape
@@ -17,24 +17,21 @@ from megarl.resharding.piece import Holder
 
 
 class ModelParameters:
-    """One model's shard sizes on trainer and engine ranks.
-
-    All ranks in a pipeline stage hold the same number of parameters, regardless of context and data parallelism.
-    """
+    """One model's shard sizes on trainer and engine ranks. All ranks in a pipeline stage hold the same number of
+    parameters, regardless of context and data parallelism."""
 
     def __init__(self, hf_config: Mapping[str, Any], lora: Lora | None = None):
         """lora: the adapters that are trained instead of the model; None without adapters."""
         self._lora = lora
         self.hf_config = hf_config
         self.shape = ModelShape.of(hf_config)
-        self.count = sum(_elements(huggingface_holder(hf_config)))
+        self.count = sum(map(prod, huggingface_holder(hf_config).shapes.values()))
         self._stages: dict[tuple, RankParameters] = {}
         self._layers: dict[tuple, list[list[range]]] = {}
         self._engines: dict[tuple, int] = {}
 
     def of_stage(self, layout: Layout, stage: int) -> RankParameters:
-        """Return the parameter counts for each rank in a pipeline stage. Raises UserError if the model cannot be split
-        evenly."""
+        """Return the parameter counts of a pipeline stage's ranks. Raise UserError for an uneven split of the model."""
         layers = [layer for chunk in self._chunks(layout) for layer in chunk[stage]]
         kinds = tuple(self.shape.has_experts(layer) for layer in layers)
         key = (layout.tp, layout.ep, layout.expert_tp, kinds, stage == 0, stage == layout.pp - 1)
@@ -66,12 +63,7 @@ def engine_holder(config: Config, hf_config: Mapping[str, Any], rank: int) -> Ho
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """The models in a run.
-
-    Attributes:
-        trained: the trained models, by role.
-        reward: the reward model's config.json, None without a reward model.
-    """
+    """The trained models in a run, and the reward model's config.json."""
 
     trained: Mapping[Role, ModelParameters]
     reward: Mapping[str, Any] | None = None
@@ -83,21 +75,43 @@ class Models:
         reward: Mapping[str, Any] | None = None,
         lora: Lora | None = None,
     ) -> Models:
-        """Create the models from their configs.
-
-        Args:
-            trained: config.json of each trained model, including its head.
-            reward: the reward model's config.json, None without a reward model.
-            lora: the actor's adapters, None without adapters.
-        """
-        adapters = {"actor": lora}
-        models = {role: ModelParameters(hf_config, adapters.get(role)) for role, hf_config in trained.items()}
-        return cls(models, reward)
+        """Create the models from their config.json files, which include heads. `lora` are the actor's adapters."""
+        return cls({role: ModelParameters(c, lora if role == "actor" else None) for role, c in trained.items()}, reward)
 
     @property
     def actor(self) -> ModelParameters:
         return self.trained["actor"]
 
 
-def _elements(holder: Holder) -> list[int]:
-    return [prod(shape) for shape in holder.shapes.values()]
+def least_host_bytes(config: Config, models: Models, policy: ModelParameters) -> dict[str, int]:
+    """Return the host memory in bytes that models and engines always hold, by purpose.
+
+    Activations, KV caches and the processes' own memory come on top, so a machine with less memory cannot run the
+    config.
+
+    Args:
+        policy: the actor's model as the engines hold it, without heads that exist only in the trainer.
+    """
+    num_bytes = item_bytes(config)
+    parts: dict[str, int] = {}
+    for role, model in models.trained.items():
+        settings = config.placed(role)
+        layout = settings.layout
+        stages = [
+            stage_memory(model.shape, layout, stage, model.of_stage(layout, stage), num_bytes, 1, 1, 1)
+            for stage in range(layout.pp)
+        ]
+        ranks = layout.tp * layout.cp * layout.dp
+        weights = ranks * sum(stage.weights for stage in stages)
+        trained = 0 if settings.frozen else ranks * sum(stage.gradients + stage.optimizer for stage in stages)
+        parts[f"{role}: weights, gradients, optimizer"] = weights + trained
+        if role == "actor" and config.has_reference and settings.adapters is None:
+            parts["reference: weights"] = weights
+    rollout = config.rollout
+    if not config.is_offline and rollout.quantization is not None:
+        layout, actor = config.actor.layout, models.actor
+        matrices = sum(actor.of_stage(layout, stage).matrices for stage in range(layout.pp))
+        parts["actor: fp8 copy for the engines"] = layout.tp * layout.cp * layout.dp * matrices
+    if not config.is_offline and rollout.vllm_overrides.get("quantization") is None:  # otherwise the size is unknown
+        parts["engines: weights"] = rollout.replicas * rollout.tp * policy.engine_bytes(config)
+    return parts

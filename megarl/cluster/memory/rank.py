@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+from megarl.config.model_schema import Layout, Lora
+from megarl.config.schema import Config
+from megarl.models.huggingface import Experts, LatentAttention
 from megarl.models.shape import ModelShape
 from megarl.ops.tile import TILE
 from megarl.resharding.families import megatron_holder
 from megarl.resharding.families.adapters import EXPERTS, SHARED, adapter_holder
-
-if TYPE_CHECKING:
-    from megarl.config.model_schema import Layout, Lora
-    from megarl.config.schema import Config
 
 Recompute = Literal["none", "selective", "full"]
 FLOAT32 = 4
@@ -92,14 +92,14 @@ class RankParameters:
     @classmethod
     def of(cls, hf_config: Mapping[str, Any], layout: Layout, rank: int, lora: Lora | None = None) -> RankParameters:
         holder = megatron_holder(hf_config, layout, rank)
-        shapes = holder.shapes
         adapters, expert_adapters = None, 0
         if lora is not None:
+            assert lora.rank is not None, "actor.lora.rank is not set"
             factors = adapter_holder(holder, lora.rank, lora.share_experts).shapes
             adapters = sum(map(prod, factors.values()))
             expert_adapters = sum(prod(s) for name, s in factors.items() if EXPERTS in name and SHARED not in name)
-        sizes = {name: prod(size) for name, size in shapes.items()}
-        matrices = [name for name, size in shapes.items() if ".layers." in name and len(size) > 1]
+        sizes = {name: prod(size) for name, size in holder.shapes.items()}
+        matrices = [name for name, size in holder.shapes.items() if ".layers." in name and len(size) > 1]
         return cls(
             count=sum(sizes.values()),
             experts=sum(size for name, size in sizes.items() if EXPERTS in name),
@@ -148,8 +148,7 @@ def stage_memory(
     num_microbatches: int,
     recompute: Recompute = "none",
 ) -> RankMemory:
-    """Return the peak memory on a rank in a pipeline stage. held: the rank's parameters. The other arguments are as in
-    `rank_memory`."""
+    """Return the peak memory on a pipeline stage's rank with `held` parameters. See `rank_memory` for the rest."""
     rank_tokens, rank_rows = -(-num_tokens // layout.cp), -(-num_rows // layout.cp)
     in_flight = layers_in_flight(layout, stage, len(held.layers), num_microbatches)
     return RankMemory(
@@ -168,10 +167,8 @@ def range_size(layout: Layout, held: RankParameters) -> int:
 
 
 def saved_bytes(layout: Layout, held: RankParameters, num_bytes: int) -> int:
-    """Return the number of bytes that a rank writes to a checkpoint, P / d · (b + 12).
-
-    The rank writes the weights that it updates (b bytes each), and their main weights and Adam moments in float32.
-    """
+    """Return the number of bytes that a rank writes to a checkpoint, P / d · (b + 12): the weights that it updates (b
+    bytes each), and their main weights and Adam moments in float32."""
     weight_bytes = num_bytes if held.adapters is None else FLOAT32
     return range_size(layout, held) * (weight_bytes + 3 * FLOAT32)
 
@@ -179,10 +176,8 @@ def saved_bytes(layout: Layout, held: RankParameters, num_bytes: int) -> int:
 def forward_bytes(
     shape: ModelShape, layout: Layout, held: RankParameters, num_bytes: int, num_tokens: int, num_rows: int
 ) -> int:
-    """Return the memory in bytes that a forward-only pass needs on a rank.
-
-    It holds the largest layer's activations, input and output and, on the last stage, the head's tensors.
-    """
+    """Return the memory in bytes that a forward-only pass needs on a rank: the largest layer's activations, input and
+    output and, on the last stage, the head's tensors."""
     rank_tokens, sequence = -(-num_tokens // layout.cp), layout.tp if layout.sequence_parallel else 1
     layers = [layer_bytes(shape, layout, num_bytes, has_experts=mixed) for mixed in set(held.layers)]
     hidden = 2 * shape.hidden * num_bytes / sequence
@@ -199,6 +194,7 @@ def layer_bytes(
 
         norms       (4h + 2) · 4    input and normalized input of both norms in float32, and their scales
         linear in   2h · b          inputs of attention's projections and of the MLP or router
+        MLP         3f · b          gate, up, and the activation function's output, with f rows each
 
     Tensor parallelism splits attention and MLP; sequence parallelism splits the rest. Context parallelism splits the
     tokens, but all keys and values are gathered.
@@ -208,10 +204,13 @@ def layer_bytes(
     linear = 2 * shape.hidden * num_bytes / sequence
     if recompute == "full":
         return shape.hidden * num_bytes / sequence
-    attention = _latent_attention if shape.latent else _attention
-    mlp = _experts if has_experts else _mlp
+    attention = _attention if shape.latent is None else partial(_latent_attention, shape.latent)
     kept = norms + linear + attention(shape, layout, num_bytes)
-    return kept if recompute == "selective" else kept + mlp(shape, layout, num_bytes)
+    if recompute == "selective":
+        return kept
+    if shape.experts is None or not has_experts:
+        return kept + 3 * shape.intermediate * num_bytes / layout.tp
+    return kept + _experts(shape.experts, shape.hidden, layout, num_bytes)
 
 
 def _attention(shape: ModelShape, layout: Layout, num_bytes: int) -> float:
@@ -230,7 +229,7 @@ def _attention(shape: ModelShape, layout: Layout, num_bytes: int) -> float:
     return kept + (inputs + shape.heads + shape.kv_heads) / layout.tp * FLOAT32
 
 
-def _latent_attention(shape: ModelShape, layout: Layout, num_bytes: int) -> float:
+def _latent_attention(latent: LatentAttention, shape: ModelShape, layout: Layout, num_bytes: int) -> float:
     """Return the bytes per token in latent attention.
 
     With q query rows, v value rows, p channels per head with a rotary embedding, and r the sum of the latents' ranks:
@@ -240,7 +239,7 @@ def _latent_attention(shape: ModelShape, layout: Layout, num_bytes: int) -> floa
     (4q + v + 4p) · b + heads · 4     as in `_attention`, with values padded to the width of keys, and the output
                                       truncated to the width of values
     """
-    latent, sequence = shape.latent, layout.tp if layout.sequence_parallel else 1
+    sequence = layout.tp if layout.sequence_parallel else 1
     ranks = (latent.query_rank or 0) + latent.kv_rank
     position_channels = latent.position_dim if num_bytes == FLOAT32 else 0
     latents = (2 * ranks + 2 + position_channels) * FLOAT32 + ranks * num_bytes
@@ -248,12 +247,7 @@ def _latent_attention(shape: ModelShape, layout: Layout, num_bytes: int) -> floa
     return latents / sequence + rows * num_bytes + shape.heads / layout.tp * FLOAT32
 
 
-def _mlp(shape: ModelShape, layout: Layout, num_bytes: int) -> float:
-    """Return the bytes per token in an MLP with f rows, 3f · b: gate, up, and the activation function's output."""
-    return 3 * shape.intermediate * num_bytes / layout.tp
-
-
-def _experts(shape: ModelShape, layout: Layout, num_bytes: int) -> float:
+def _experts(experts: Experts, hidden: int, layout: Layout, num_bytes: int) -> float:
     """Return the bytes per token in a mixture of experts.
 
     With e experts of f rows each, a active experts per token, and s rows in shared experts:
@@ -264,19 +258,16 @@ def _experts(shape: ModelShape, layout: Layout, num_bytes: int) -> float:
 
     Ranks that share a sequence split its tokens. Ranks that share an expert gather all tokens for that expert.
     """
-    experts = shape.experts
-    sent = experts.active * shape.hidden * layout.expert_tp / layout.tp
+    sent = experts.active * hidden * layout.expert_tp / layout.tp
     inside = 4 * experts.active * experts.intermediate / layout.tp
     shared = 3 * experts.shared_intermediate / layout.tp
     return (sent + inside + shared) * num_bytes + (9 * experts.count + 20 * experts.active) / layout.tp
 
 
 def layers_in_flight(layout: Layout, stage: int, num_layers: int, num_microbatches: int) -> float:
-    """Return the number of (layer, microbatch) pairs whose activations a pipeline stage of num_layers holds at once.
-
-    In the 1F1B schedule, a stage runs ahead by one microbatch for itself and each later stage. In the interleaved
-    schedule, it runs ahead by 2 · (later stages) + (vpp − 1) · pp + 1 chunks (Narayanan et al., arXiv:2104.04473).
-    """
+    """Return the number of (layer, microbatch) pairs whose activations a pipeline stage of num_layers holds at once. In
+    the 1F1B schedule, a stage runs ahead by one microbatch for itself and each later stage. In the interleaved
+    schedule, it runs ahead by 2 · (later stages) + (vpp − 1) · pp + 1 chunks (Narayanan et al., arXiv:2104.04473)."""
     if layout.vpp == 1:
         return num_layers * min(layout.pp - stage, num_microbatches)
     ahead = 2 * (layout.pp - stage - 1) + (layout.vpp - 1) * layout.pp + 1
@@ -295,13 +286,8 @@ def _layers(names: Iterable[str]) -> list[bool]:
 
 
 def _activations(shape, layout, has_experts, in_flight, rank_tokens, num_bytes, recompute) -> int:
-    """Return the size of the activations in a stage's layers, in bytes.
-
-    With recomputation, only one layer at a time holds the activations that it would keep without recomputation.
-
-    Args:
-        has_experts: for each layer, whether it has experts.
-    """
+    """Return the size of the activations in a stage's layers, in bytes. `has_experts` has one flag per layer. With
+    recomputation, only one layer at a time holds the activations that it would keep without recomputation."""
     if not has_experts:
         return 0
     kept = [layer_bytes(shape, layout, num_bytes, recompute, mixed) for mixed in has_experts]
@@ -312,10 +298,7 @@ def _activations(shape, layout, has_experts, in_flight, rank_tokens, num_bytes, 
 
 def _head(shape, layout, rank_tokens, rank_rows, num_bytes) -> int:
     """Return the bytes that the last stage holds after its layers: the final norm, the scored rows and one tile of
-    logits.
-
-    Only one tile of float32 logits exists at a time. If the tile's gradient is also float32, it overwrites the tile.
-    """
+    float32 logits. If the tile's gradient is also float32, it overwrites the tile."""
     norm = rank_tokens * (2 * shape.hidden + 1) * FLOAT32
     rows = rank_rows * shape.hidden * (num_bytes + FLOAT32)
     tile = min(rank_rows, TILE[0]) * min(-(-shape.vocab // layout.tp), TILE[1])

@@ -33,12 +33,10 @@ SENT = "actor: fp8 copy for the engines"
 
 CONTEXT = 426 * MIB
 """Bytes of a process's CUDA context on a GPU before its first computation. A third-party measurement with torch 2.10
-for CUDA 13 on an RTX 6000 Ada, which has about as many multiprocessors as an H100 (unslothai/unsloth-zoo, pull request
-1053)."""
+for CUDA 13 on an RTX 6000 Ada, which is about as large as an H100 (unslothai/unsloth-zoo, pull request 1053)."""
 
 KERNELS = 0.25 * GIB
-"""Bytes by which a process's CUDA context grows during computation, for lazily loaded kernels and cuBLAS workspaces. An
-assumption."""
+"""Growth of a process's CUDA context during computation, for lazy kernels and cuBLAS workspaces. An assumption."""
 
 FRAGMENT_BYTES = GIB
 """Bytes that a trainer's allocator reserves beyond its tensors at peak memory. An assumption."""
@@ -49,8 +47,7 @@ CHANNELS, CHANNELS_OVER_NODES = 24, 16
 of tree connections is added. NCCL now creates tree connections lazily."""
 
 EXCHANGE_CHANNELS_OVER_NODES = 2
-"""Number of channels between two ranks on a node if the communicator also has ranks on other nodes (NCCL issue
-1189)."""
+"""Number of channels between two ranks on a node if the communicator also spans other nodes (NCCL issue 1189)."""
 
 MULTICAST = 16 * 2 * 8 * 128 * 1024
 """Bytes of NVLink SHARP buffers for each rank on the node: 16 channels in both directions, with 8 steps of
@@ -60,8 +57,7 @@ CAPTURED = 512
 """Largest batch size for which vLLM captures CUDA graphs by default on GPUs before Blackwell (config/vllm.py)."""
 
 GRAPH_SETS = 2
-"""Number of CUDA graph sets: full graphs for decoding steps, and piecewise graphs (split at attention) for steps with
-prompts."""
+"""Number of CUDA graph sets: full graphs for decoding steps, and graphs split at attention for steps with prompts."""
 
 LAYER_GRAPH = 0.38 * MIB
 """Bytes per layer in a captured graph: vLLM logged 0.21 GiB for 35 graphs of Llama-3.2-1B, which has 16 layers
@@ -100,7 +96,8 @@ def gpu_reserve(
     if "actor" in held and config.rollout.quantization is not None and not config.is_offline:
         items.append({SENT: held["actor"][1] * (1 + 4 / FP8_BLOCK**2)})
     if "actor" in held and not config.is_offline:
-        items.append(_readers_reserve(config, gpus_per_node))
+        # Engine ranks on other GPUs that read the actor's weights have CUDA contexts on this GPU (cuda_memory.py).
+        items.append({} if config.sends_weights else {CONTEXTS: CONTEXT * _num_readers(config, gpus_per_node)})
     if engine is not None:
         items.append(engine_reserve(config, engine, gpus_per_node))
     if reward is not None:
@@ -115,12 +112,10 @@ def trainer_reserve(settings: Placed, shape: ModelShape, matrices: int, gpus_per
 
 
 def _trainer_communicators(layout: Layout, shape: ModelShape, gpus_per_node: int) -> float:
-    """Return the size of the communicators that every step uses, in bytes.
-
-    NCCL creates a communicator, and the connections for an algorithm, on first use (NCCL_RUNTIME_CONNECT). Two
-    communicators span all ranks, for errors and for the gradient norm, and carry only scalars. Each expert-parallel
-    rank exchanges tokens with all other expert-parallel ranks; neighboring pipeline stages exchange activations.
-    """
+    """Return the size of the communicators that every step uses, in bytes. NCCL creates a communicator, and the
+    connections for an algorithm, on first use (NCCL_RUNTIME_CONNECT). Two communicators span all ranks, for errors and
+    for the gradient norm, and carry only scalars. Each expert-parallel rank exchanges tokens with all other
+    expert-parallel ranks; neighboring pipeline stages exchange activations."""
     groups = parallel_groups(layout, has_experts=shape.experts is not None)
     exchanged = {"ep": layout.ep, "pp": 2}
     total = 2.0 * _rings(layout.world_size, 1, gpus_per_node)
@@ -131,8 +126,7 @@ def _trainer_communicators(layout: Layout, shape: ModelShape, gpus_per_node: int
 
 
 def parallel_groups(layout: Layout, has_experts: bool) -> dict[str, tuple[int, int]]:
-    """Return (number of ranks, stride) for Megatron's process groups that every step uses, by name, without groups of
-    one rank."""
+    """Return (number of ranks, stride) for the process groups of several ranks that every step uses, by name."""
     tp, cp, dp, ep, etp = layout.tp, layout.cp, layout.dp, layout.ep, layout.expert_tp
     stage = tp * cp * dp
     groups = {"tp": (tp, 1), "cp": (cp, tp), "dp_cp": (dp * cp, tp), "pp": (layout.pp, stage)}
@@ -154,12 +148,8 @@ def _rings(ranks: int, stride: int, gpus_per_node: int) -> float:
 
 
 def _exchange(ranks: int, stride: int, gpus_per_node: int, peers: int) -> float:
-    """Return the size of a communicator for point-to-point sends, in bytes.
-
-    Args:
-        stride: distance between neighboring ranks.
-        peers: number of ranks to which each rank sends.
-    """
+    """Return the size of a communicator for point-to-point sends, in bytes. `stride` is the distance between
+    neighboring ranks, and each rank sends to `peers` ranks."""
     local = _in_node(ranks, stride, gpus_per_node)
     if local == ranks:
         return min(peers, local) * EXCHANGE_CHANNELS * CONNECTION
@@ -174,20 +164,11 @@ def _in_node(ranks: int, stride: int, gpus_per_node: int) -> int:
 
 def _fp8_copies(settings: Placed, matrices: int) -> float:
     """Return the size of the fp8 weight copies that Transformer Engine caches, in bytes (module/base.py:
-    _fp8_workspaces).
-
-    It caches a row-wise and a column-wise copy and, with mxfp8, a scale per 32 elements. The copies are not parameters,
-    so they stay on the GPU when parameters are offloaded. With disable_parameter_transpose_cache they are not cached.
-    """
+    _fp8_workspaces). It caches a row-wise and a column-wise copy and, with mxfp8, a scale per 32 elements. The copies
+    are not parameters, so offloading does not move them. With disable_parameter_transpose_cache they are not cached."""
     if settings.fp8 is None or settings.megatron_overrides.model.get("disable_parameter_transpose_cache"):
         return 0
     return 2 * matrices * (33 / 32 if settings.fp8 == "mxfp8" else 1)
-
-
-def _readers_reserve(config: Config, gpus_per_node: int) -> dict[str, float]:
-    """Return the CUDA contexts on this GPU that belong to engine ranks on other GPUs, which read the actor's weights
-    (cuda_memory.py)."""
-    return {} if config.sends_weights else {CONTEXTS: CONTEXT * _num_readers(config, gpus_per_node)}
 
 
 def _num_readers(config: Config, gpus_per_node: int) -> int:
@@ -211,22 +192,16 @@ def _num_readers(config: Config, gpus_per_node: int) -> int:
 
 
 def engine_reserve(config: Config, shape: ModelShape, gpus_per_node: int) -> dict[str, float]:
-    """Return an engine rank's items that stay on the GPU while the engine sleeps.
-
-    vLLM's sleep mode releases weights and KV cache, which are in vLLM's own allocator. It releases CUDA graphs only
-    with sleep_mode_offload_cudagraph.
-    """
+    """Return an engine rank's items that stay on the GPU while the engine sleeps. vLLM's sleep mode releases weights
+    and KV cache, which are in vLLM's own allocator. It releases CUDA graphs only with sleep_mode_offload_cudagraph."""
     rollout = config.rollout
     return _engine_process(rollout.vllm_overrides, shape, rollout.tp, batched_tokens(rollout), gpus_per_node)
 
 
 def _refit_buffers(config: Config, is_engine: bool, gpus_per_node: int) -> float:
     """Return the size in bytes of the communicators with which an actor rank sends weights, or an engine rank receives
-    and forwards them.
-
-    A shard that several ranks on a node need is sent to one of them, which forwards it. `megarl reshard` counts the
-    communicators in a plan.
-    """
+    and forwards them. A shard that several ranks on a node need is sent to one of them, which forwards it. `megarl
+    reshard` counts the communicators in a plan."""
     engines, nodes = config.rollout.replicas * config.rollout.tp, -(-num_devices(config) // gpus_per_node)
     if nodes == 1:
         others = engines - 1 + config.actor.layout.world_size if is_engine else engines
@@ -264,10 +239,8 @@ def _engine_process(
 
 
 def _num_graphs(overrides: Mapping[str, Any], tokens: int) -> int:
-    """Return the number of CUDA graphs that vLLM captures.
-
-    By default, it captures batch sizes 1, 2 and 4, multiples of 8 below 256, and multiples of 16 from 256 upwards.
-    """
+    """Return the number of CUDA graphs that vLLM captures. By default, it captures batch sizes 1, 2 and 4, multiples of
+    8 below 256, and multiples of 16 from 256 upwards."""
     compilation = overrides.get("compilation_config")
     compilation = compilation if isinstance(compilation, Mapping) else {}
     if overrides.get("enforce_eager") or str(compilation.get("cudagraph_mode", "")).upper() == "NONE":
@@ -318,11 +291,9 @@ def _activations(shape: ModelShape, tp: int, tokens: int) -> float:
 
 
 def _workspace(overrides: Mapping[str, Any], shape: ModelShape, tp: int, tokens: int) -> float:
-    """Return the number of elements in a rank's expert workspaces.
-
-    With hidden size h and a active experts with f rows each, a token takes a · (max(h, 2f) + max(h, f)) elements: the
-    outputs of both matrix products and the activation between them (experts/triton_moe.py: workspace_shapes).
-    """
+    """Return the number of elements in a rank's expert workspaces. With hidden size h and a active experts with f rows
+    each, a token takes a · (max(h, 2f) + max(h, f)) elements: the outputs of both matrix products and the activation
+    between them (experts/triton_moe.py: workspace_shapes)."""
     if shape.experts is None:
         return 0
     rows = shape.experts.intermediate / (1 if overrides.get("enable_expert_parallel") else tp)
@@ -330,11 +301,9 @@ def _workspace(overrides: Mapping[str, Any], shape: ModelShape, tp: int, tokens:
 
 
 def _copies_of_logits(tp: int, changed: bool) -> float:
-    """Return the maximum number of full-vocabulary float32 rows that exist at once per sequence.
-
-    The all-gather needs the rank's shard, the gathered shards, and their reordered copy (cuda_communicator.py:
-    all_gather). Sampling needs the logits and, if it changes them (temperature other than 1, top-k or top-p), a copy
-    (worker/gpu/sample/sampler.py). Log-probs are computed from the logits without a copy (logprob.py).
-    """
+    """Return the maximum number of full-vocabulary float32 rows that exist at once per sequence. The all-gather needs
+    the rank's shard, the gathered shards, and their reordered copy (cuda_communicator.py: all_gather). Sampling needs
+    the logits and, if it changes them (temperature other than 1, top-k or top-p), a copy
+    (worker/gpu/sample/sampler.py). Log-probs are computed from the logits without a copy (logprob.py)."""
     gathering = 1.0 if tp == 1 else 2 + 1 / tp
     return max(gathering, 2.0 if changed else 1.0)

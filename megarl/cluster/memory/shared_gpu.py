@@ -4,30 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megarl.cluster.memory.parameters import engine_holder
 from megarl.cluster.memory.rank import RankMemory, RankParameters, item_bytes, rank_memory
 from megarl.cluster.memory.reserves import GIB, awake_reserve, gpu_reserve, sampling_reserve
 from megarl.config.device_spans import ENGINE, NAMES, device_spans
+from megarl.config.model_schema import Placed, Role, Trained
 from megarl.config.rules.shared_gpu import weights_travel
+from megarl.config.schema import Config
 from megarl.models.shape import ModelShape
 from megarl.resharding.families import huggingface_holder
-
-if TYPE_CHECKING:
-    from megarl.config.model_schema import Placed, Role, Trained
-    from megarl.config.schema import Config
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A GPU's memory load in one phase of a step.
-
-    Attributes:
-        phase: description of the phase.
-        parts: bytes of each item on the GPU in this phase, by description.
-        remedy: fix to suggest if the load exceeds the GPU's memory.
-    """
+    """A GPU's memory load in one phase of a step. `parts` has the bytes of each item by description. `remedy` is the
+    fix to suggest if the load exceeds the memory."""
 
     phase: str
     parts: Mapping[str, float]
@@ -60,7 +53,9 @@ def fullest_phase(
         trained: config.json of each trained model, including its head.
         reward: the reward model's config.json, None without a reward model.
     """
-    models = {role: _states(config, config.placed(role), model_config, gpu) for role, model_config in trained.items()}
+    models: dict[Role, Mapping[str, float]] = {
+        role: _states(config, config.placed(role), model_config, gpu) for role, model_config in trained.items()
+    }
     always = {} if reward is None else reward_model_parts(config, reward, gpu)
     weights, shape = _engine_weights(config, hf_config, gpu), ModelShape.of(hf_config)
     always |= staging_parts(config, weights, gpus_per_node) | awake_reserve(config, shape)
@@ -86,16 +81,13 @@ def _reserve(
             copied = settings.fp8 is not None or (role == "actor" and config.rollout.quantization is not None)
             rank = RankParameters.of(model_config, settings.layout, gpu - span.start) if copied else None
             held[role] = ModelShape.of(model_config), rank.matrices if rank else 0
-    scores = reward is not None and gpu in spans[NAMES["reward_model"]]
-    return gpu_reserve(config, held, engine, ModelShape.of(reward) if scores else None, gpus_per_node)
+    scorer = None if reward is None or gpu not in spans[NAMES["reward_model"]] else ModelShape.of(reward)
+    return gpu_reserve(config, held, engine, scorer, gpus_per_node)
 
 
 def staying(config: Config, role: Role, states: Mapping[str, float]) -> dict[str, float]:
     """Return the bytes of a model's state that stay on the GPU while a different model or an engine computes there.
-
-    Args:
-        states: bytes of each state, by its name in the key `offload`.
-    """
+    `states` maps each state's name in the key `offload` to its bytes."""
     return {part: size for part, size in states.items() if part not in config.placed(role).offload}
 
 
@@ -136,17 +128,14 @@ def engine_loads(
     phases: dict[Role, str] = {"actor": "while the engine receives weights"}
     if config.checkpoint.may_be_saved:
         phases |= {role: f"while the {role} is saved" for role in models if role != "actor"}
-    stay = {
-        f"{role}: {part}": size
-        for role, states in models.items()
-        for part, size in staying(config, role, states).items()
-    }
-    rollout = {**stay, "engine: weights": engine, "engine: KV cache": config.rollout.kv_cache_gib * GIB}
+    stay = {role: staying(config, role, states) for role, states in models.items()}
+    kept = {f"{role}: {part}": size for role, parts in stay.items() for part, size in parts.items()}
+    rollout = {**kept, "engine: weights": engine, "engine: KV cache": config.rollout.kv_cache_gib * GIB}
     return [
         *(Load(phase, resident_with(role), remedy) for role, phase in phases.items()),
         Load(
             "while the engine samples",
-            rollout | always | sampling,
+            {**rollout, **always, **sampling},
             "lower rollout.kv_cache_gib, or add parameters, gradients or optimizer to actor.offload",
         ),
     ]
@@ -154,10 +143,7 @@ def engine_loads(
 
 def staging_parts(config: Config, engine_bytes: float, gpus_per_node: int) -> dict[str, float]:
     """Return the size of a refit's message buckets in bytes (rollout.refit_bucket_mib); empty if the refit sends
-    nothing.
-
-    Each process holds two buckets. A colocated GPU holds the sender's and the receiver's buckets.
-    """
+    nothing. Each process holds two buckets. A colocated GPU holds the sender's and the receiver's."""
     if not weights_travel(config, gpus_per_node):
         return {}
     bucket_mib = config.rollout.refit_bucket_mib
@@ -166,10 +152,7 @@ def staging_parts(config: Config, engine_bytes: float, gpus_per_node: int) -> di
 
 
 def _states(config: Config, settings: Trained, hf_config: Mapping[str, Any], gpu: int) -> dict[str, int]:
-    """Return the bytes of each state whose size is certain, by its name in the key `offload`.
-
-    The result is empty if no rank of the model is on the GPU.
-    """
+    """Return the bytes of each state whose size is certain, by its name in `offload`; empty without a rank here."""
     span = device_spans(config)[NAMES[settings.section]]
     if gpu not in span:
         return {}
@@ -191,8 +174,7 @@ def reward_model_parts(config: Config, hf_config: Mapping[str, Any], gpu: int) -
 
 
 def _engine_weights(config: Config, hf_config: Mapping[str, Any], gpu: int) -> int:
-    """Return the size of the engine's weights in bytes; 0 if vLLM quantizes them, because their size is then
-    unknown."""
+    """Return the size of the engine's weights in bytes; 0 if vLLM quantizes them, which makes it unknown."""
     rollout = config.rollout
     if rollout.vllm_overrides.get("quantization") is not None:
         return 0

@@ -16,18 +16,13 @@ VERDICT_S = 30.0
 
 
 def gather(rendezvous: NodeRendezvous, count: int, timeout_s: float, run_folder: str) -> list[Report]:
-    """Wait until `count` additional nodes have joined Ray, and return their reports sorted by node name.
-
-    Raises:
-        UserError: a node cannot join.
-        RunFailure: a node failed, or nodes are missing after timeout_s.
-    """
+    """Wait until `count` additional nodes have joined Ray, and return their reports sorted by node name. Raise
+    UserError if a node cannot join, and RunFailure if one has failed or nodes are missing after timeout_s."""
     deadline, announced = time.monotonic() + timeout_s, set[str]()
     while True:
         reports = rendezvous.reports()
-        if problems := [report for report in reports if report.problem is not None]:
-            kind = RunFailure if any(report.is_failure for report in problems) else UserError
-            raise kind("\n".join(report.problem for report in problems))
+        if problems := {report.problem: report.is_failure for report in reports if report.problem is not None}:
+            raise (RunFailure if any(problems.values()) else UserError)("\n".join(problems))
         addresses = alive_nodes()
         joined = [report for report in reports if report.address in addresses]
         for report in joined:
@@ -60,10 +55,8 @@ def alive_nodes() -> Mapping[str, str]:
 
 
 def lost_nodes(nodes: Sequence[Report], patience_s: float) -> list[str]:
-    """Return the names of nodes that Ray has detected as lost.
-
-    A lost process is often the first sign of a lost node, so wait up to patience_s seconds until Ray detects one.
-    """
+    """Return the names of nodes that Ray has detected as lost. A lost process is often the first sign of a lost node,
+    so wait up to patience_s seconds until Ray detects one."""
     deadline = time.monotonic() + patience_s
     while nodes:
         addresses = alive_nodes()

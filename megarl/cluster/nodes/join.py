@@ -26,8 +26,7 @@ MARGIN_S = 15.0
 """Seconds that the driver may need to end the run after its grace period."""
 
 CONNECT_S, LOST_S = 2.0, 30.0
-"""Timeout for a connection to the first node, and time without a connection after which that node counts as lost, both
-in seconds."""
+"""Timeout of a connection to the first node, and time without one after which it counts as lost, in seconds."""
 
 
 def main(folder: Path, scratch: Path, timeout_s: float) -> int:
@@ -45,9 +44,6 @@ def join(rendezvous: NodeRendezvous, scratch: Path, timeout_s: float) -> None:
 
     A signal to this node does not end the process at once, because the driver may save a checkpoint first. The process
     ends when the driver has ended the run or checkpoint.grace_s has passed.
-
-    Args:
-        scratch: folder for the run's temporary files.
 
     Raises:
         UserError: this node cannot join, or no invitation arrives before the timeout.
@@ -126,8 +122,7 @@ def _reaches(invitation: Invitation) -> bool:
 
 
 def _await_invitation(rendezvous: NodeRendezvous, timeout_s: float) -> Invitation:
-    """Wait for an invitation whose Ray instance accepts connections. A killed attempt may have left a stale
-    invitation."""
+    """Wait for an invitation whose Ray instance accepts connections. A killed attempt may have left a stale one."""
     deadline = time.monotonic() + timeout_s
     while (invitation := rendezvous.invitation()) is None or not _reaches(invitation):
         if time.monotonic() > deadline:

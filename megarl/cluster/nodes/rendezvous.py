@@ -63,8 +63,7 @@ class Invitation:
     grace_s: float
 
     def differing(self) -> dict[str, tuple[str | None, str | None]]:
-        """Return the packages whose versions differ from the first node's: name -> (version there, version on this
-        node)."""
+        """Return the packages with other versions than on the first node: name -> (version there, version here)."""
         local = installed_versions(PACKAGES)
         return {name: (v, local.get(name)) for name, v in self.versions.items() if local.get(name) != v}
 
@@ -113,7 +112,8 @@ class NodeRendezvous:
         if content is None:
             return None
         # A different megarl version may have different fields. Versions are compared before any field is used.
-        return Invitation(**{field.name: content.get(field.name) for field in fields(Invitation)})
+        known: dict[str, Any] = {field.name: content.get(field.name) for field in fields(Invitation)}
+        return Invitation(**known)
 
     def report(self, report: Report) -> None:
         _write(self._folder / f"node-{report.address}.json", asdict(report))

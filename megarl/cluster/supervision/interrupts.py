@@ -15,11 +15,8 @@ reaches the driver twice: directly and through its parent."""
 
 
 class Interrupts:
-    """The signal handling in one process.
-
-    The first signal raises KeyboardInterrupt. Later signals are ignored, so that they do not interrupt cleanup. Inside
-    `grace`, the run has a grace period to end by itself.
-    """
+    """The signal handling in one process. The first signal raises KeyboardInterrupt. Later signals are ignored, so that
+    they do not interrupt cleanup. Inside `grace`, the run has a grace period to end by itself."""
 
     def __init__(self) -> None:
         self._driver = self._parent = 0
@@ -40,7 +37,9 @@ class Interrupts:
     @property
     def left_s(self) -> float:
         """Seconds left in the grace period; 0 after a second signal."""
-        return max(0.0, self._signaled_at + self._grace_s - time.monotonic()) if self._can_cut_short else 0.0
+        if self._signaled_at is None or not self._can_cut_short:
+            return 0.0
+        return max(0.0, self._signaled_at + self._grace_s - time.monotonic())
 
     def listen(self, signals: Iterable[int]) -> None:
         """Install handlers for these signals. Processes forked later use the default action."""
@@ -51,14 +50,9 @@ class Interrupts:
 
     @contextmanager
     def grace(self, seconds: float, is_awaited: bool) -> Iterator[None]:
-        """Give the body a grace period after the first signal.
-
-        KeyboardInterrupt is raised in the body when the period is over or a second signal arrives.
-
-        Args:
-            seconds: length of the grace period.
-            is_awaited: whether the body continues after the first signal and checks `is_signaled` itself.
-        """
+        """Give the body a grace period after the first signal. The body gets KeyboardInterrupt when the period is over
+        or a second signal arrives. `is_awaited`: whether the body continues after the first signal and checks
+        `is_signaled` itself."""
         self._grace_s, self._is_awaited, self._can_cut_short = seconds, is_awaited, True
         try:
             yield

@@ -10,8 +10,7 @@ INTERVAL_S = 2.0
 
 
 class MemorySampler:
-    """Samples the memory of this process and its descendants every INTERVAL_S seconds in a thread, until the context
-    exits."""
+    """Samples the memory of this process and its descendants in a thread, until the context exits."""
 
     def __init__(self) -> None:
         self._peak = (0.0, 0.0)

@@ -15,7 +15,6 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from megarl.core.parent import signal_with_parent
 from megarl.core.stacks import SIGNAL
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -31,18 +30,10 @@ def adopt_orphans() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def interrupt_with_parent() -> None:
-    """Make the kernel send SIGINT to this process when its parent ends for any reason."""
-    signal_with_parent(signal.SIGINT)
-
-
 def end_descendants(grace_s: float = 3.0, tracker_s: float = 10.0) -> None:
-    """End all descendants of this process and wait until they are gone.
-
-    Send SIGTERM first, because some processes then release shared memory, and SIGKILL after grace_s seconds. Python's
-    resource trackers clean up after killed processes and then exit; they have tracker_s seconds. Do not wait for
-    processes that this one may not signal because they changed their user.
-    """
+    """End all descendants of this process and wait until they are gone. Send SIGTERM first, which lets processes
+    release shared memory, and SIGKILL after grace_s seconds. Python's resource trackers clean up after killed processes
+    and then exit; they have tracker_s seconds. Processes of other users are not awaited."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         # List the processes again for the second signal, because new ones may have started in between.
         others = [pid for pid in descendants() if not _tracks_resources(pid)]
@@ -52,11 +43,8 @@ def end_descendants(grace_s: float = 3.0, tracker_s: float = 10.0) -> None:
 
 
 def descendants() -> list[int]:
-    """Return all descendants of this process.
-
-    Processes hidden in /proc are found only if they are direct children. After `adopt_orphans`, they become direct
-    children when their parents end.
-    """
+    """Return all descendants of this process. Processes hidden in /proc are found only if they are direct children.
+    After `adopt_orphans`, they become direct children when their parents end."""
     children = defaultdict(list)
     for entry in PROC.iterdir():
         if entry.name.isdigit() and (parent := _parent(entry)) is not None:
@@ -105,7 +93,7 @@ def _has_ended(pid: int) -> bool:
     except ProcessLookupError:
         return True
     except PermissionError:  # it exists, but belongs to a different user
-        return False
+        pass
     return False
 
 
@@ -126,20 +114,14 @@ def _signal(pid: int, number: int) -> bool:
 
 
 def request_stacks(files: Collection[Path], patience_s: float = 5.0, elsewhere: bool = False) -> list[Path]:
-    """Make each descendant whose standard error is one of these files write its stack traces to that file.
-
-    Args:
-        patience_s: maximum time to wait for the traces, in seconds.
-        elsewhere: whether some files may belong to processes on other nodes, which have received the same request.
-
-    Returns:
-        The files that have received stack traces.
-    """
+    """Make each descendant whose standard error is one of these files write its stack traces to that file. Return the
+    files that have received traces after at most patience_s seconds. `elsewhere`: whether some files may belong to
+    processes on other nodes, which have received the same request."""
     sizes = {file: file.stat().st_size for file in files if elsewhere and file.exists()}
     expected, local = Counter(dict.fromkeys(sizes, 1)), Counter[Path]()
     for pid in descendants():
         file = _standard_error(pid)
-        if file in files and _catches(pid, SIGNAL):
+        if file is not None and file in files and _catches(pid, SIGNAL):
             sizes.setdefault(file, file.stat().st_size)
             local[file] += 1
             _signal(pid, SIGNAL)
@@ -169,8 +151,7 @@ def _standard_error(pid: int) -> Path | None:
 
 
 def _catches(pid: int, number: int) -> bool:
-    """Return whether the process has a handler for the signal. Without one, the signal's default action would end
-    it."""
+    """Return whether the process has a handler for the signal, whose default action would end the process."""
     try:
         lines = (PROC / str(pid) / "status").read_text().splitlines()
     except OSError:
@@ -180,11 +161,9 @@ def _catches(pid: int, number: int) -> bool:
 
 
 def memory_gb() -> tuple[float, float]:
-    """Return the resident memory of this process and its descendants, in 10⁹ bytes: (sum of RSS, sum of PSS).
-
-    RSS counts a shared page once per process. PSS splits the page between the processes, so the sum of PSS is the
-    memory in use. Processes that are not readable in /proc are not counted.
-    """
+    """Return the resident memory of this process and its descendants, in 10⁹ bytes: (sum of RSS, sum of PSS). RSS
+    counts a shared page once per process. PSS splits the page between the processes, so the sum of PSS is the memory in
+    use. Processes that are not readable in /proc are not counted."""
     rss = pss = 0
     for pid in [os.getpid(), *descendants()]:
         try:

@@ -41,8 +41,7 @@ def make_scratch() -> Path:
 
 
 def sweep() -> None:
-    """Remove scratch folders and shared memory left by this user's dead runs, which were killed before their
-    cleanup."""
+    """Remove scratch folders and shared memory of this user's runs that were killed before their cleanup."""
     for folder in PLACE.glob(f"{PREFIX}*"):
         # A different run may sweep at the same time, and other users' folders cannot be opened.
         with suppress(OSError), (folder / LOCK).open() as lock:

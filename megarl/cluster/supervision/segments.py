@@ -36,12 +36,10 @@ def note_earlier(scratch: Path) -> None:
 
 
 def name_semaphores(scratch: Path) -> None:
-    """Make this process and its descendants name new semaphores after the scratch folder.
-
-    Such semaphores can be removed even if the process is killed before it records them.
-    """
-    # Python passes this prefix to all processes that multiprocessing starts from this process.
-    multiprocessing.current_process()._config["semprefix"] = f"/{scratch.name}"
+    """Make this process and its descendants name new semaphores after the scratch folder. Such semaphores can be
+    removed even if the process is killed before it records them."""
+    process = multiprocessing.current_process()  # passes its config to all processes that it starts
+    process._config["semprefix"] = f"/{scratch.name}"  # pyright: ignore[reportAttributeAccessIssue]  # not in typeshed
 
 
 def note(scratch: Path) -> None:
@@ -56,11 +54,9 @@ def mapped() -> set[Segment]:
 
 
 def created(scratch: Path, mapped_at_end: Set[Segment] = frozenset()) -> set[Segment]:
-    """Return the segments that the run created; empty if the scratch folder is gone.
-
-    A segment counts as the run's if one of its processes recorded it, if it is mapped at the end of the run, or if it
-    is named after the scratch folder. Segments that existed before the run are excluded.
-    """
+    """Return the segments that the run created; empty if the scratch folder is gone. A segment counts as the run's if
+    one of its processes recorded it, if it is mapped at the end of the run, or if it is named after the scratch folder.
+    Segments that existed before the run are excluded."""
     if not (scratch / EARLIER).exists():
         return set()
     noted = {segment for file in scratch.glob(f"{NOTE}.*") for segment in _read(file)}

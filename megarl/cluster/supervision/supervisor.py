@@ -17,10 +17,10 @@ from pathlib import Path
 from megarl.cluster.supervision import processes, segments
 from megarl.cluster.supervision.interrupts import REPEAT_S, interrupts
 from megarl.cluster.supervision.scratch import VARIABLE, make_scratch, sweep
+from megarl.core.parent import signal_with_parent
 
 DEADLINE_S = 15
-"""Seconds from the end of the grace period after an interrupt until the child is killed, because one of its calls may
-hang."""
+"""Seconds from the end of an interrupt's grace period until the child is killed, because a call may hang."""
 
 INTERRUPTED = "interrupted; stopping the run"
 
@@ -35,10 +35,8 @@ def supervised(grace_s: float = 0.0) -> Iterator[Path]:
 
     The child and its descendants form their own process group in the same session. A signal from a terminal or Slurm to
     the run's group therefore reaches only the parent, which forwards it to the child. If the signal reached Ray's
-    processes, it would kill them and lose the state that the run must save.
-
-    Args:
-        grace_s: seconds that the body may take to end after a signal. See `interrupts`.
+    processes, it would kill them and lose the state that the run must save. The body may take `grace_s` seconds to end
+    after a signal. See `interrupts`.
     """
     sweep()
     scratch = make_scratch()
@@ -55,7 +53,7 @@ def supervised(grace_s: float = 0.0) -> Iterator[Path]:
     for number in (signal.SIGTTIN, signal.SIGTTOU):
         signal.signal(number, signal.SIG_IGN)  # these signals stop background process groups that use the terminal
     processes.adopt_orphans()
-    processes.interrupt_with_parent()
+    signal_with_parent(signal.SIGINT)  # if the parent ends for any reason
     interrupts.listen({signal.SIGINT, *signals})
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
     try:
@@ -72,11 +70,7 @@ def supervised(grace_s: float = 0.0) -> Iterator[Path]:
 
 
 def _guard(child: int, scratch: Path, signals: Collection[int], grace_s: float) -> int:
-    """Wait for the child, end its remaining processes, and return the exit status.
-
-    Args:
-        signals: the blocked signals that end a run.
-    """
+    """Wait for the child, end its remaining processes, and return the exit status. `signals` are blocked."""
 
     signaled_at: list[float] = []
 
@@ -126,8 +120,7 @@ def _handled_signals() -> list[int]:
 
 
 def _end(scratch: Path) -> None:
-    """End all processes started by this process or its lost child, and remove their shared memory and scratch
-    folder."""
+    """End all processes of this process or its lost child. Remove their shared memory and scratch folder."""
     mapped = segments.mapped()
     processes.end_descendants()
     segments.remove(segments.created(scratch, mapped))

@@ -16,17 +16,14 @@ from megarl.cluster.supervision.processes import descendants
 
 POLL_S = 1.0
 SIGNAL_S = 1.0
-"""Seconds to wait for a signal in the driver when Ray's processes have ended: the signal may have been sent to all
-processes in the run."""
+"""Seconds to wait for a signal when Ray's processes have ended: it may have been sent to the driver as well."""
 FATAL = ("raylet", "gcs_server")
 
 
 class Watchdog:
-    """A thread that watches the raylet and the GCS.
-
-    A run cannot survive the loss of either process, and the driver's calls may hang in Ray's core. The thread therefore
-    prints an error and exits the driver. The parent process then ends all remaining processes.
-    """
+    """A thread that watches the raylet and the GCS. A run cannot survive the loss of either process, and the driver's
+    calls may hang in Ray's core. The thread therefore prints an error and exits the driver. The parent process then
+    ends all remaining processes."""
 
     def __init__(self) -> None:
         self.phase = "Ray start"

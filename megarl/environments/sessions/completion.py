@@ -33,8 +33,7 @@ def completion_body(
 def chunks(
     completion: ChatCompletion, request: ChatRequest, model: str, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[Mapping[str, Any]]:
-    """Yield the stream's `chat.completion.chunk` objects. They contain the text, each tool call, the finish reason and,
-    if requested, the usage."""
+    """Yield the stream's chunk objects: the text, each tool call, the finish reason and, if requested, the usage."""
     head = _head(completion, model, "chat.completion.chunk")
 
     def chunk(delta: Mapping[str, Any], reason: str | None = None, logprobs: Any = None) -> Mapping[str, Any]:
@@ -80,7 +79,7 @@ def _logprobs(
         return None
     sampled = completion.turn.completion
     pairs = zip(sampled.token_ids.tolist(), sampled.logprobs.tolist(), strict=True)
-    entries = [(tokenizer.decode([number]), logprob) for number, logprob in pairs]
+    entries = [(str(tokenizer.decode([number])), logprob) for number, logprob in pairs]
     return {
         "content": [
             {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}

@@ -6,13 +6,8 @@ from typing import Any
 
 
 class ApiError(Exception):
-    """A rejected request.
-
-    Attributes:
-        status: HTTP status. OpenAI clients retry after 408, 409, 429, and 500 and above.
-        code: machine-readable error code.
-        param: the invalid request parameter, or None.
-    """
+    """A rejected request, with the HTTP status (OpenAI clients retry after 408, 409, 429, and 500 and above), an error
+    code, and the invalid parameter, if any."""
 
     def __init__(self, status: int, code: str, message: str, param: str | None = None):
         super().__init__(message)

@@ -1,5 +1,4 @@
-"""Chat Completions API messages: conversion to the chat template format, and a canonical form in which equivalent
-messages compare equal."""
+"""Chat Completions API messages: chat template format, and a canonical form in which equivalent ones are equal."""
 
 from __future__ import annotations
 

@@ -38,7 +38,6 @@ class Turn:
         number: number of the turn within the session, in the order of requests.
         context_ids: tokens between the sample's previous turn and this one.
         context: the same context as messages.
-        completion: the sampled tokens.
         message: the assistant message that the client received.
         text: text of the turn, including tool calls.
         end: number of tokens in the sample up to the end of this turn.
@@ -57,14 +56,8 @@ class Turn:
 
 @dataclass(slots=True, eq=False)
 class _OpenSample:
-    """A growing token sequence.
-
-    Attributes:
-        ids: all tokens so far.
-        turns: the turns so far.
-        inherited: messages from the sample whose token ids are a prefix of this one.
-        is_reserved: whether its next turn is being sampled.
-    """
+    """A growing token sequence. `inherited` are the messages of the sample whose token ids are a prefix of this one.
+    `is_reserved`: whether its next turn is being sampled."""
 
     ids: list[int]
     turns: list[Turn] = field(default_factory=list)
@@ -117,8 +110,7 @@ class Recording:
         if self._samples:
             is_rewritten = any(message["role"] == "assistant" for message in messages)
             self.counts["rewritten" if is_rewritten else "fresh"] += 1
-        prompt_ids = tokens.begin(messages)
-        return self._start_sample(prompt_ids, (), prompt_ids, messages, keys[-1])
+        return self._start_sample(tokens.begin(messages), messages, keys[-1])
 
     def _continue(
         self, tokens: Tokens, turns: Sequence[tuple[_OpenSample, Turn]], messages: Sequence[Message], key: bytes
@@ -131,39 +123,28 @@ class Recording:
         if context_ids is None:
             return None
         if ends:
-            sample.is_reserved = True
-            num_response_tokens = len(sample.ids) - len(sample.turns[0].context_ids) + len(context_ids)
-            return self._new_slot([*sample.ids, *context_ids], num_response_tokens, sample, context_ids, messages, key)
+            return self._new_slot(sample, context_ids, messages, key)
         self.counts["forked"] += 1
         inherited = [*sample.inherited]
         for previous in sample.turns[: sample.turns.index(turn) + 1]:
             inherited += [*previous.context, previous.message]
-        prompt_ids = [*sample.ids[: turn.end], *context_ids]
-        return self._start_sample(prompt_ids, tuple(inherited), prompt_ids, messages, key)
+        return self._start_sample([*sample.ids[: turn.end], *context_ids], messages, key, tuple(inherited))
 
     def _start_sample(
-        self,
-        prompt_ids: list[int],
-        inherited: tuple[Message, ...],
-        context_ids: Sequence[int],
-        messages: Sequence[Message],
-        key: bytes,
+        self, prompt_ids: Sequence[int], messages: Sequence[Message], key: bytes, inherited: tuple[Message, ...] = ()
     ) -> TurnSlot:
-        sample = _OpenSample(ids=[], inherited=inherited, is_reserved=True)
+        sample = _OpenSample(ids=[], inherited=inherited)
         self._samples.append(sample)
-        return self._new_slot(prompt_ids, 0, sample, context_ids, messages, key)
+        return self._new_slot(sample, prompt_ids, messages, key)
 
     def _new_slot(
-        self,
-        ids: list[int],
-        num_response_tokens: int,
-        sample: _OpenSample,
-        context_ids: Sequence[int],
-        messages: Sequence[Message],
-        key: bytes,
+        self, sample: _OpenSample, context_ids: Sequence[int], messages: Sequence[Message], key: bytes
     ) -> TurnSlot:
+        sample.is_reserved = True
         self.num_turns += 1
-        return TurnSlot(ids, num_response_tokens, next(self._numbers), sample, context_ids, messages, key)
+        ids = [*sample.ids, *context_ids]
+        num_prompt_tokens = len(sample.turns[0].context_ids) if sample.turns else len(ids)
+        return TurnSlot(ids, len(ids) - num_prompt_tokens, next(self._numbers), sample, context_ids, messages, key)
 
     def release(self, slot: TurnSlot) -> None:
         """Free a slot that received no turn."""
@@ -173,14 +154,7 @@ class Recording:
             self._samples.remove(slot._sample)
 
     def add(self, slot: TurnSlot, completion: Completion, message: Message, text: str) -> Turn:
-        """Record a sampled turn in its slot.
-
-        Args:
-            slot: the reserved slot.
-            completion: the sampled tokens.
-            message: the assistant message that the client receives.
-            text: text of the turn, including tool calls.
-        """
+        """Record a sampled turn in its slot. The client receives `message`; `text` also includes tool calls."""
         sample = slot._sample
         sample.ids = [*slot.ids, *completion.token_ids.tolist()]
         turn = Turn(slot.number, slot._context_ids, slot._context, completion, message, text, len(sample.ids))
@@ -193,8 +167,7 @@ class Recording:
         return turn
 
     def parts(self) -> list[Part]:
-        """Return the sequences in the order of their first turns. Trailing turns that the client never received are
-        dropped, because nothing depends on them."""
+        """Return the sequences in the order of their first turns, without trailing turns that were not delivered."""
         recorded = []
         for sample in self._samples:
             turns = sample.turns[:]

@@ -29,12 +29,8 @@ class ChatRequest:
 
     Attributes:
         messages: conversation in the chat template format.
-        tools: tool descriptions.
         max_tokens: token limit from the request, or None.
-        stop: stop strings.
-        stream: whether to stream the response.
         include_usage: whether the stream ends with a usage chunk.
-        logprobs: whether to return log-probs.
         parse_tool_calls: whether to parse tool calls (`tool_choice` is not "none").
         ignored: names of the ignored parameters.
     """
@@ -51,13 +47,8 @@ class ChatRequest:
 
 
 def read_request(body: Any, sampling: Mapping[str, Any]) -> ChatRequest:
-    """Parse a request body. Raise ApiError if it is invalid.
-
-    Args:
-        body: the decoded JSON body.
-        sampling: the run's sampling parameters, keyed by API name. A parameter with the same value in the request is
-            not counted as ignored.
-    """
+    """Parse a request body. Raise ApiError if it is invalid. `sampling` has the run's sampling parameters by API name;
+    one with the same value in the request is not counted as ignored."""
     if not isinstance(body, dict):
         raise invalid("body", "the request body must be a JSON object")
     parameters = {name: value for name, value in body.items() if value is not None}

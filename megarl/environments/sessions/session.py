@@ -41,8 +41,7 @@ class TurnTokens(Tokens, Protocol):
 CLOSED = ApiError(401, "invalid_api_key", "no session is open for this api_key. The session may have been closed")
 
 TokensOf = Callable[[Sequence[Mapping[str, Any]]], TurnTokens]
-"""Function that returns the renderer for a set of tools. It raises UserError for tools that the chat template does not
-support."""
+"""Function that returns the renderer for a set of tools, or raises UserError if the chat template rejects them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +71,6 @@ class ChatCompletion:
     """The response to a chat completion request.
 
     Attributes:
-        turn: the recorded turn.
         message: the assistant message in the chat template format.
         finish_reason: "stop", "length" or "tool_calls".
         num_prompt_tokens: number of tokens before the turn.
@@ -106,13 +104,8 @@ class Session:
         """Completions, keyed by the digest of the request body."""
 
     async def create_completion(self, request: ChatRequest, body: Any, is_retry: bool) -> ChatCompletion:
-        """Return the completion for a request. Raise ApiError if the request is rejected.
-
-        Args:
-            request: the parsed request.
-            body: the request's body, which identifies retries.
-            is_retry: whether the client retries an earlier request, whose completion it then receives.
-        """
+        """Return the completion for a request, whose body identifies retries. A retry receives the completion of the
+        earlier request. Raise ApiError if the request is rejected."""
         digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).digest()
         if is_retry and digest in self._completions:
             self.counts["replayed"] += 1
@@ -159,8 +152,7 @@ class Session:
         return self._record(request, tokens, slot, completion)
 
     async def _complete(self, slot: TurnSlot, request: ChatRequest) -> Completion:
-        limit = self._token_limit(slot)
-        seed = self._seed if slot.number == 0 else random.Random(repr((self._seed, slot.number))).getrandbits(31)
+        limit, seed = self._token_limit(slot), turn_seed(self._seed, slot.number)
         return await self._sample(slot.ids, min(limit, request.max_tokens or limit), seed, request.stop)
 
     def _token_limit(self, slot: TurnSlot) -> int:
@@ -184,13 +176,13 @@ class Session:
     ) -> ChatCompletion:
         text_ids = completion.text_ids.tolist()
         text, calls = tokens.read(text_ids, slot.ids)
-        is_malformed = any(isinstance(call, MalformedCall) for call in calls)
-        if is_malformed:
+        valid = [call for call in calls if isinstance(call, ToolCall)]
+        if len(valid) < len(calls):
             self.counts["malformed_calls"] += 1
         message: dict[str, Any] = {"role": "assistant", "content": text}
-        if calls and request.parse_tool_calls and not is_malformed:
+        if valid and request.parse_tool_calls and len(valid) == len(calls):
             message["content"] = tokens.before_calls(text_ids)
-            message["tool_calls"] = [_tool_call(call, f"call{next(self._call_numbers):05}") for call in calls]
+            message["tool_calls"] = [_tool_call(call, f"call{next(self._call_numbers):05}") for call in valid]
         elif completion.stop:
             message["content"] = text[: text.rfind(completion.stop)] if completion.stop in text else text
         reason = "tool_calls" if "tool_calls" in message else completion.finish_reason
@@ -202,6 +194,11 @@ class Session:
         return ApiError(500, "engine_failed", f"the engine failed: {self.error}")
 
 
-def _tool_call(call: ToolCall | MalformedCall, default_id: str) -> dict[str, Any]:
+def turn_seed(seed: int, number: int) -> int:
+    """Return the seed for a turn of a rollout with this seed."""
+    return seed if number == 0 else random.Random(repr((seed, number))).getrandbits(31)
+
+
+def _tool_call(call: ToolCall, default_id: str) -> dict[str, Any]:
     function = {"name": call.name, "arguments": dict(call.arguments)}
     return {"id": call.id or default_id, "type": "function", "function": function}

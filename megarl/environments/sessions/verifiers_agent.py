@@ -6,31 +6,23 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-from megarl.environments.agent import Agent
-from megarl.environments.protocol import Task
+from megarl.environments.protocol import Agent, Task
 from megarl.usercode.child_process import ChildFailure, ConcurrentChild
 
 PROGRAM = Path(__file__).with_name("verifiers_program.py")
 
 
 class VerifiersAgent(Agent):
-    """A rollout in a verifiers environment.
-
-    The dependencies of verifiers conflict with those of vLLM. Therefore, verifiers runs in a separate process, which
-    all agents in this process share.
-    """
+    """A rollout in a verifiers environment. The dependencies of verifiers conflict with those of vLLM. Therefore,
+    verifiers runs in a separate process, which all agents in this process share."""
 
     def __init__(
-        self,
-        env: Mapping[str, Any],
-        num_tasks: int | None = None,
-        python: str | None = None,
-        path: Sequence[str] = (),
+        self, env: Mapping[str, Any], num_tasks: int | None = None, python: str | None = None, path: Sequence[str] = ()
     ):
         """
         Args:
@@ -44,8 +36,7 @@ class VerifiersAgent(Agent):
         self._path = tuple(map(os.path.abspath, path))  # child processes of verifiers change directories
 
     async def run(self, task: Task, base_url: str, api_key: str, model: str) -> Mapping[str, float] | None:
-        """Run the task whose index is in the row's `idx` column, or a task selected by the seed. Return its rewards,
-        keyed by name."""
+        """Run the task with the row's `idx`, or one selected by the seed. Return its rewards, keyed by name."""
         program = await _program(self._python, self._path, self._arguments)
         selection = {"index": task.columns.get("idx"), "seed": task.seed}
         return await program.run(base_url=base_url, api_key=api_key, model=model, **selection) or None
@@ -53,6 +44,8 @@ class VerifiersAgent(Agent):
 
 class _Program(ConcurrentChild):
     """A verifiers process, which runs any number of rollouts concurrently."""
+
+    _rollouts: Iterator[int]
 
     @classmethod
     async def start(cls, python: str, path: Sequence[str], arguments: str) -> _Program:
@@ -90,8 +83,7 @@ _programs: dict[tuple[Any, ...], asyncio.Task[_Program]] = {}
 
 
 async def _program(*arguments: Any) -> _Program:
-    """Return the process for these arguments. The first rollout starts it, and later rollouts restart it if it has
-    exited."""
+    """Return the process for these arguments. The first rollout starts it; later ones restart it if it has exited."""
     start = _programs.get(arguments)
     if start is None or (start.done() and (start.cancelled() or start.exception() or start.result().is_over)):
         start = _programs[arguments] = asyncio.create_task(_Program.start(*arguments))

@@ -17,10 +17,11 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, BinaryIO
+from io import BufferedRWPair
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import verifiers.v1 as vf
+    import verifiers.v1 as vf  # pyright: ignore[reportMissingImports]  # in its own environment
 
 ROLLOUTS_PER_SERVING = 64
 """Number of rollouts after which an environment's servers are restarted, because they keep a client per API key."""
@@ -32,10 +33,8 @@ GRACE_S = 10.0
 class Serving:
     """An environment and its servers."""
 
-    def __init__(self, config: vf.EnvConfig):
-        import verifiers.v1 as vf
-
-        self.env = vf.load_environment(config)
+    def __init__(self, env: vf.Environment):
+        self.env = env
         self.num_left, self.num_running = ROLLOUTS_PER_SERVING, 0
         self.is_up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._is_over = asyncio.Event()
@@ -59,9 +58,9 @@ class Rollouts:
     """The running rollouts and the environment that they use."""
 
     def __init__(self, env: Mapping[str, Any], num_tasks: int | None):
-        import verifiers.v1 as vf
+        import verifiers.v1 as vf  # pyright: ignore[reportMissingImports]  # in its own environment
 
-        self._config = vf.resolve_env_config(dict(env))
+        self._vf, self._config = vf, vf.resolve_env_config(dict(env))
         taskset = vf.load_environment(self._config).taskset
         if num_tasks is not None:
             taskset = taskset.take(num_tasks)
@@ -71,7 +70,7 @@ class Rollouts:
         self._serving: Serving | None = None
         self._pending: dict[int, asyncio.Task[None]] = {}
 
-    def start(self, request: Mapping[str, Any], connection: BinaryIO) -> None:
+    def start(self, request: Mapping[str, Any], connection: BufferedRWPair) -> None:
         number = request["rollout"]
         if request["method"] == "cancel":
             if number in self._pending:
@@ -90,9 +89,7 @@ class Rollouts:
 
     async def _run(self, request: Mapping[str, Any]) -> dict[str, float]:
         """Run an episode and return its rewards, keyed by name and averaged over the trained agents."""
-        import verifiers.v1 as vf
-
-        index = request["index"]
+        vf, index = self._vf, request["index"]
         if index is None:
             index = random.Random(request["seed"]).randrange(len(self.tasks))
         key = f"MEGARL_SESSION_{request['rollout']}"  # verifiers reads API keys from environment variables
@@ -130,7 +127,7 @@ class Rollouts:
 
     def _acquire_serving(self) -> Serving:
         if self._serving is None or self._serving.num_left == 0 or self._serving.task.done():
-            self._serving = Serving(self._config)
+            self._serving = Serving(self._vf.load_environment(self._config))
         self._serving.num_left -= 1
         self._serving.num_running += 1
         return self._serving
@@ -150,12 +147,12 @@ class Rollouts:
             await asyncio.gather(self._serving.task, return_exceptions=True)
 
 
-def send(connection: BinaryIO, message: Mapping[str, Any]) -> None:
+def send(connection: BufferedRWPair, message: Mapping[str, Any]) -> None:
     connection.write(json.dumps(message).encode() + b"\n")
     connection.flush()
 
 
-async def serve(rollouts: Rollouts, connection: BinaryIO) -> None:
+async def serve(rollouts: Rollouts, connection: BufferedRWPair) -> None:
     """Serve requests until the connection closes."""
     loop, is_closed = asyncio.get_running_loop(), asyncio.Event()
 
@@ -186,7 +183,7 @@ def descendants(process: int) -> Iterator[int]:
                 yield from descendants(child)
 
 
-def main(connection: BinaryIO, env: Mapping[str, Any], num_tasks: int | None) -> None:
+def main(connection: BufferedRWPair, env: Mapping[str, Any], num_tasks: int | None) -> None:
     async def run() -> None:
         try:
             rollouts = Rollouts(env, num_tasks)

@@ -9,8 +9,7 @@ from megarl.sandbox.tools import CodeTools
 
 
 class CodeEnvironment(Environment):
-    """An environment with the tools `python` and `shell`. A turn without a tool call ends the rollout, and reward
-    functions score it."""
+    """The tools `python` and `shell`. A turn without a tool call ends the rollout, and reward functions score it."""
 
     def __init__(self, sandbox: Provider, keeps_files: bool = True):
         """

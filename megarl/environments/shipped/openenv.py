@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megarl.environments.protocol import Environment, Step, Task, Turn
-from megarl.environments.tools import Message
+from megarl.environments.tools import Message, as_text
 
 REFUSED = "VALIDATION_ERROR"
 """Error code for an invalid action. The model receives the error message and may try again."""
@@ -56,7 +56,7 @@ class OpenEnvEnvironment(Environment):
             return Step(f"error: an action is a JSON object, but this is not valid JSON: {error}", reward=0.0)
         response = await self._exchange("step", action)
         if response["type"] == "error" and response["data"].get("code") == REFUSED:
-            return Step(f"error: {_text(response['data'])}", reward=0.0)
+            return Step(f"error: {as_text(response['data'])}", reward=0.0)
         data = _data(response)
         reward = data.get("reward")
         done = bool(data.get("done"))
@@ -75,7 +75,7 @@ class OpenEnvEnvironment(Environment):
             await self._session.close()
 
     def _read(self, observation: Mapping[str, Any]) -> str:
-        return _text(observation if self.observation is None else observation[self.observation])
+        return as_text(observation if self.observation is None else observation[self.observation])
 
     async def _connect(self) -> None:
         import aiohttp
@@ -98,7 +98,3 @@ def _data(response: Mapping[str, Any]) -> Mapping[str, Any]:
     if response["type"] == "error":
         raise ServerError(f"{response['data'].get('code')}: {response['data'].get('message')}")
     return response["data"]
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

@@ -20,6 +20,7 @@ _LOADING = threading.Lock()
 class Retriever(Protocol):
     async def retrieve(self, query: str, topk: int) -> list[str]:
         """Return the `topk` best passages for the query, best first."""
+        ...
 
     async def close(self) -> None: ...
 
@@ -57,7 +58,10 @@ class Corpus:
 
 async def open_retriever(path: str | None, url: str | None, timeout_s: float) -> Retriever:
     """Return a retriever for a corpus file, shared by all rollouts in the process, or for a server."""
-    return await asyncio.to_thread(_corpus, path) if url is None else Server(url, timeout_s)
+    if url is not None:
+        return Server(url, timeout_s)
+    assert path is not None, "a search environment has a corpus or a server"
+    return await asyncio.to_thread(_corpus, path)
 
 
 def _corpus(path: str) -> Corpus:
@@ -96,11 +100,7 @@ class Server:
     """
 
     def __init__(self, url: str, timeout_s: float):
-        """
-        Args:
-            url: URL of the server or of its `/retrieve` endpoint.
-            timeout_s: time limit for a request, in seconds.
-        """
+        """`url` is that of the server or of its `/retrieve` endpoint."""
         self.url = url if url.rstrip("/").endswith("/retrieve") else f"{url.rstrip('/')}/retrieve"
         self.timeout_s = timeout_s
         self._session: Any = None

@@ -136,12 +136,8 @@ def as_text(passages: Sequence[str]) -> str:
 
 
 def exact_match(response: str, answer: Any) -> float:
-    """Return 1 if the response equals an answer up to case, punctuation, articles and whitespace, else 0.
-
-    Args:
-        response: the model's answer.
-        answer: one answer, a list of alternatives, or {"target": …} as in the Search-R1 datasets.
-    """
+    """Return 1 if the response equals an answer up to case, punctuation, articles and whitespace, else 0. The answer is
+    one text, a list of alternatives, or {"target": …} as in the Search-R1 datasets."""
     if isinstance(answer, Mapping):
         answer = answer["target"]
     if answer is None:

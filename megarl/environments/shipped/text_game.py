@@ -26,14 +26,8 @@ _COMMAND = re.compile(rf"\b({'|'.join(COMMANDS)})\b")
 
 @dataclass(frozen=True, slots=True)
 class House:
-    """A house with a grid of rooms.
-
-    Attributes:
-        doors: pairs of neighboring rooms that a door connects, in both orders.
-        start: room in which the player starts.
-        key: room that contains the key.
-        chest: room that contains the chest.
-    """
+    """A house with a grid of rooms. `doors` has pairs of neighboring rooms in both orders; the others are the rooms of
+    the player's start, the key and the chest."""
 
     doors: frozenset[tuple[Room, Room]]
     start: Room
@@ -46,14 +40,7 @@ class House:
 
 
 def build_house(width: int, height: int, walls: float, random: Random) -> House:
-    """Return a random house in which every room can be reached.
-
-    Args:
-        width: number of columns.
-        height: number of rows.
-        walls: fraction of doors to remove, among the doors that are not needed to reach every room.
-        random: source of randomness.
-    """
+    """Return a random house. `walls` is the fraction of removed doors among those not needed to reach all rooms."""
     rooms = [(x, y) for x in range(width) for y in range(height)]
     pairs = [(a, b) for a in rooms for b in ((a[0] + 1, a[1]), (a[0], a[1] + 1)) if b in rooms]
     random.shuffle(pairs)
@@ -146,8 +133,7 @@ class TextGameEnvironment(Environment):
 
 
 def read_command(text: str) -> str | None:
-    """Return the last command in the text, or the command that starts with the text if it is a single letter. Return
-    None if there is no command."""
+    """Return the last command in the text, or the command that a single letter abbreviates. None if there is none."""
     text = text.strip().lower()
     if len(text) == 1:
         return next((command for command in COMMANDS if command[0] == text), None)

@@ -23,11 +23,8 @@ def install() -> None:
 
 
 class DequantizingKernel(Fp8BlockScaledMMLinearKernel):
-    """A linear kernel for fp8 blocks that dequantizes the weight for each matrix multiplication.
-
-    vLLM's own CPU kernels need AMX and pack the weight, which prevents in-place writes. Like these, this kernel does
-    not quantize activations.
-    """
+    """A linear kernel for fp8 blocks that dequantizes the weight for each matrix multiplication. vLLM's own CPU kernels
+    need AMX and pack the weight, which prevents in-place writes. It does not quantize activations either."""
 
     apply_input_quant = False
 
@@ -41,41 +38,38 @@ class DequantizingKernel(Fp8BlockScaledMMLinearKernel):
     def apply_weights(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None, **kwargs: object
     ) -> torch.Tensor:
-        weight, scales = layer.weight, layer.weight_scale_inv
+        weight, scales = (layer.get_parameter(name) for name in ("weight", "weight_scale_inv"))
         for axis, size in enumerate(self.weight_group_shape):
             scales = scales.repeat_interleave(size, axis)[: weight.shape[0], : weight.shape[1]]
         return torch.nn.functional.linear(x, (weight.float() * scales).to(x.dtype), bias)
 
-    def apply_block_scaled_mm(self, *args: torch.Tensor) -> torch.Tensor:
+    def apply_block_scaled_mm(
+        self, A: torch.Tensor, B: torch.Tensor, As: torch.Tensor, Bs: torch.Tensor
+    ) -> torch.Tensor:
         raise AssertionError("apply_weights computes the whole product")
 
 
 def _keep_weight(layer: torch.nn.Module, remove_weight: bool) -> None:
     """Keep the weight of a linear layer. vLLM would pack it for oneDNN and free it, preventing in-place writes."""
-    layer.cpu_linear = torch.nn.functional.linear
+    layer.cpu_linear = torch.nn.functional.linear  # pyright: ignore[reportArgumentType]  # vLLM stores functions here
 
 
 def _rotate_heads(
     self: RotaryEmbedding, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Apply vLLM's rotary kernel to query and key, flattened to [tokens, heads * channels].
-
-    Latent attention passes [tokens, heads, channels], which the kernel would misinterpret.
-    """
+    """Apply vLLM's rotary kernel to query and key, flattened to [tokens, heads * channels]. Latent attention passes
+    [tokens, heads, channels], which the kernel would misinterpret."""
     rotated, rotated_key = _rotate(self, positions, query.flatten(1), None if key is None else key.flatten(1))
-    return rotated.view(query.shape), None if key is None else rotated_key.view(key.shape)
+    return rotated.view(query.shape), None if key is None or rotated_key is None else rotated_key.view(key.shape)
 
 
 def pack_experts(layer: RoutedExperts) -> bool:
-    """Pack a layer's expert weights for vLLM's CPU kernel, as vLLM does after loading.
-
-    Return whether the weights have been packed.
-
-    On GPU, no packing is needed: engines use the only MoE backend that reads unpacked weights.
-    """
-    kernel = layer.quant_method.moe_kernel.fused_experts
-    needs_packing = isinstance(kernel, CPUUnquantizedExperts)
-    if needs_packing:
-        for weight in (layer.w13_weight, layer.w2_weight):
-            weight.data.copy_(cpu_prepack_moe_weight(weight.data, kernel.isa))
-    return needs_packing
+    """Pack a layer's expert weights for vLLM's CPU kernel, as vLLM does after loading. Return whether that was needed.
+    On GPU, it is not: engines use the only MoE backend that reads unpacked weights."""
+    kernel = layer.quant_method.moe_kernel
+    if kernel is None or not isinstance(kernel.fused_experts, CPUUnquantizedExperts):
+        return False
+    for name in ("w13_weight", "w2_weight"):
+        weight = layer.get_parameter(name).data
+        weight.copy_(cpu_prepack_moe_weight(weight, kernel.fused_experts.isa))
+    return True

@@ -19,21 +19,17 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
 from megarl.config.schema import Rollout
-from megarl.config.vllm_arguments import batched_tokens
 from megarl.core import device
-from megarl.core.errors import UserError
 from megarl.core.types import CandidateIds, Completion, Sample, VersionRun
 from megarl.models.folder import read_config
 from megarl.models.huggingface import completed, experts
 from megarl.models.tokenizer import response_text
-from megarl.resharding.families.quantized import quantization_config
 from megarl.resharding.piece import Holder
 from megarl.resharding.planning.compact import CompactPlan
 from megarl.resharding.transports.transport import Channel, dtype_name
 from megarl.resharding.verification import Checksum, Region
 from megarl.rollout.engine import EngineInfo, Sampling, SamplingRequest, SyncStats, TurnRequest
 from megarl.rollout.routes import expert_layer_routes, whole_routes
-from megarl.rollout.vllm.engine_arguments import engine_arguments
 from megarl.rollout.vllm.worker_extension import Failed, RefitExtension
 
 T = TypeVar("T")
@@ -42,79 +38,8 @@ ROUNDS_PER_STEP = 2
 """Number of event-loop iterations between two steps: in the first, completions reach the tasks that wait for them; in
 the second, these tasks forward them."""
 
-INVARIANT_KERNELS = (9, 0)
-"""Minimum compute capability for vLLM's batch-invariant mode (VLLM_BATCH_INVARIANT in its envs.py)."""
-
 PAUSE_S = 0.05
 """Seconds between checks of whether an engine that is paused or has no valid weights may step again."""
-
-
-def rollout_arguments(
-    config: Rollout,
-    model_folder: Path,
-    dtype: str,
-    seed: int,
-    returns_routes: bool = False,
-    head_dtype: Literal["float32", "model"] = "float32",
-) -> dict[str, Any]:
-    """Return the arguments of `vllm.LLM` for a rollout engine.
-
-    Args:
-        returns_routes: whether completions contain the experts chosen for each token.
-        head_dtype: value of model.head_dtype.
-
-    Raises:
-        UserError: under the same conditions as `engine_arguments`.
-    """
-    if config.batch_invariant:
-        _require_invariant_kernels()
-    quantization = {} if config.quantization is None else _quantization(config.quantization, model_folder)
-    return engine_arguments(
-        "rollout",
-        model_folder,
-        dtype,
-        config.tp,
-        config.context_length,
-        config.kv_cache_gib,
-        config.vllm_overrides,
-        load_format="dummy",
-        # Report log-probs of the sampling distribution, after temperature, top-p and top-k.
-        logprobs_mode="processed_logprobs",
-        max_logprobs=config.top_k or 0,
-        max_num_batched_tokens=batched_tokens(config),
-        # Must equal the trainer's head dtype. vLLM defaults to the model's dtype.
-        hf_overrides={"head_dtype": head_dtype} | quantization,
-        # On GPU, only this MoE backend keeps expert weights unpacked, so that refits can write in place.
-        moe_backend="triton" if device.on_cuda() else "auto",
-        # On CPU, vLLM has no sleep mode, and the calls do not release memory.
-        enable_sleep_mode=config.sleep and device.on_cuda(),
-        seed=seed,
-        **(_route_arguments() if returns_routes else {}),
-    )
-
-
-def _require_invariant_kernels() -> None:
-    if device.capability() < INVARIANT_KERNELS:
-        raise UserError(
-            "rollout.batch_invariant=true: vLLM's batch-invariant kernels require a GPU with compute capability 9.0 or "
-            "higher, such as an H100. Fix: set rollout.batch_invariant=false"
-        )
-
-
-def _route_arguments() -> dict[str, Any]:
-    """Return the arguments for reporting routes. On GPU, vLLM itself reports them; on CPU, RouteCapture does."""
-    return dict(enable_return_routed_experts=True) if device.on_cuda() else dict(enable_prefix_caching=False)
-
-
-def _quantization(name: str, model_folder: Path) -> dict[str, Any]:
-    """Return the hf_overrides for an engine that receives quantized weights."""
-    hf_config = read_config(model_folder)
-    if not device.on_cuda() and experts(completed(hf_config)) is not None:
-        raise UserError(
-            f"rollout.quantization={name}: {model_folder} has experts, but vLLM's CPU kernels for quantized experts do "
-            "not support refits. Fix: set rollout.quantization=null, or run this model on GPUs"
-        )
-    return {"quantization_config": quantization_config(hf_config)}
 
 
 @dataclass(slots=True)
@@ -128,25 +53,20 @@ class _PendingRequest:
 
 
 class VllmEngine:
-    """A vLLM engine, which starts without weights (`version` is None) and receives them through `refit`.
-
-    All calls must come from the event loop of one thread. A call that arrives during sampling is executed between two
-    vLLM steps.
-    """
+    """A vLLM engine, which starts without weights (`version` is None) and receives them through `refit`. All calls must
+    come from the event loop of one thread. A call that arrives during sampling is executed between two vLLM steps."""
 
     def __init__(self, config: Rollout, arguments: Mapping[str, Any], returns_routes: bool = False):
-        """
-        arguments   result of `rollout_arguments` for the same `returns_routes`
-        """
+        """`arguments` is the result of `rollout_arguments` for the same `returns_routes`."""
         self.version: int | None = None
         self._config = config
         self._pending: dict[str, _PendingRequest] = {}
         self._stepping: asyncio.Task[None] | None = None
         self._is_paused = False
         self._seconds, self._seconds_until = 0.0, 0.0
-        """Time spent sampling in seconds since the last `take_seconds`, and the timestamp up to which it is counted."""
+        """Time spent sampling in seconds since the last `take_work`, and the timestamp up to which it is counted."""
         self._num_steps = 0
-        """Number of vLLM steps since the last `take_num_steps`. A step samples one token for every running request."""
+        """Number of vLLM steps since the last `take_work`. A step samples one token for every running request."""
         self._numbers = count()
         self._num_refits = 0
         self._llm = LLM(**arguments)
@@ -179,14 +99,17 @@ class VllmEngine:
         return await asyncio.gather(*map(sample, requests))
 
     def num_unfinished_tokens(self, sample_ids: Collection[str]) -> int:
-        states = self._llm.llm_engine.output_processor.request_states
         requested = [item for item in self._pending.values() if item.request.sample_id in sample_ids]
         return sum(
-            len(item.completion.result().token_ids)
-            if item.completion.done()
-            else states[item.vllm_id].detokenizer.num_output_tokens()
+            len(item.completion.result().token_ids) if item.completion.done() else self._num_tokens(item)
             for item in requested
         )
+
+    def _num_tokens(self, item: _PendingRequest) -> int:
+        """Return the number of tokens sampled so far for an unfinished request."""
+        detokenizer = self._llm.llm_engine.output_processor.request_states[item.vllm_id].detokenizer
+        assert detokenizer is not None, "only pooling requests have no detokenizer"
+        return detokenizer.num_output_tokens()
 
     def begin(self, request: TurnRequest) -> asyncio.Future[Completion]:
         if not self._pending:
@@ -221,7 +144,8 @@ class VllmEngine:
             while any(not item.completion.done() for item in self._pending.values()):
                 if self._may_step:
                     self._step()
-                    self._count_seconds()
+                    now = time.monotonic()
+                    self._seconds, self._seconds_until = self._seconds + now - self._seconds_until, now
                     self._num_steps += 1
                 await self._yield_to_callers()
         except Exception as error:  # a vLLM error; re-raised for all waiting callers
@@ -235,19 +159,11 @@ class VllmEngine:
     def _may_step(self) -> bool:
         return self.version is not None and not self._is_paused
 
-    def _count_seconds(self) -> None:
-        now = time.monotonic()
-        self._seconds, self._seconds_until = self._seconds + now - self._seconds_until, now
-
-    def take_seconds(self) -> float:
-        """Return and reset the time spent sampling since the last call in seconds, excluding pauses."""
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds
-
-    def take_num_steps(self) -> int:
-        """Return and reset the number of vLLM steps since the last call."""
-        steps, self._num_steps = self._num_steps, 0
-        return steps
+    def take_work(self) -> tuple[float, int]:
+        """Return the seconds spent sampling, without pauses, and the number of vLLM steps since the last call."""
+        work = self._seconds, self._num_steps
+        self._seconds, self._num_steps = 0.0, 0
+        return work
 
     async def _yield_to_callers(self) -> None:
         """Let callers process the completions of a step before the next step starts."""
@@ -294,7 +210,8 @@ class VllmEngine:
         stats = self._call_workers(RefitExtension.refit, expected)
         self._num_refits += 1
         if self._config.kv_cache_on_update == "recompute":
-            self._recompute_kv_cache()
+            # Running requests compute the KV cache of their prompts and tokens again before their next token.
+            self._llm.llm_engine.reset_prefix_cache(reset_running_requests=True)
         else:
             self._resubmit_tokenless()
         self.hold(version)
@@ -317,7 +234,6 @@ class VllmEngine:
 
     @property
     def has_lost_a_rank(self) -> bool:
-        """See Engine."""
         return getattr(self._llm.llm_engine.model_executor, "is_failed", False)
 
     def checksums(self) -> list[dict[str, str]]:
@@ -333,11 +249,9 @@ class VllmEngine:
         return results
 
     def _submit(self, name: str, token_ids: list[int], request: Sampling) -> str:
-        """Submit a request to vLLM and return its vLLM request id.
-
-        The cache salt separates prefix-cache entries by refit and purpose. A request must not reuse entries from older
-        weights, which stay in the cache because interrupted samples still use and extend them.
-        """
+        """Submit a request to vLLM and return its vLLM request id. The cache salt separates prefix-cache entries by
+        refit and purpose. A request must not reuse entries from older weights, which stay in the cache because
+        interrupted samples still use and extend them."""
         prompt = tokens_input(token_ids, cache_salt=f"{self._num_refits}{request.purpose}")
         return self._llm.llm_engine.add_request(name, prompt, self._sampling(request))
 
@@ -345,7 +259,8 @@ class VllmEngine:
         self._llm.llm_engine.abort_request([self._pending[name].vllm_id for name in names], internal=True)
 
     def _step(self) -> None:
-        outputs = [output for output in self._llm.llm_engine.step() if output.request_id in self._pending]
+        stepped = [output for output in self._llm.llm_engine.step() if isinstance(output, RequestOutput)]
+        outputs = [output for output in stepped if output.request_id in self._pending]
         for output, routes in zip(outputs, self._routes_of(outputs), strict=True):
             item = self._pending[output.request_id]
             if not item.completion.done():
@@ -364,10 +279,12 @@ class VllmEngine:
             names = [self._pending[output.request_id].vllm_id for output in outputs]
             computed = self._call_workers(RefitExtension.take_routes, names)[0]
         else:
-            computed = [expert_layer_routes(self._routed, output.outputs[0].routed_experts) for output in outputs]
+            reported = [output.outputs[0].routed_experts for output in outputs]
+            computed = [expert_layer_routes(self._routed, routes) for routes in reported if routes is not None]
+        prompts = [self._pending[output.request_id].token_ids for output in outputs]
         return [
-            whole_routes(self._routed, routes, len(output.prompt_token_ids) + len(output.outputs[0].token_ids))
-            for routes, output in zip(computed, outputs, strict=True)
+            whole_routes(self._routed, routes, len(prompt) + len(output.outputs[0].token_ids))
+            for prompt, routes, output in zip(prompts, computed, outputs, strict=True)
         ]
 
     def _sample(self, request: SamplingRequest, completion: Completion) -> Sample:
@@ -380,7 +297,11 @@ class VllmEngine:
             response_mask=np.ones(len(ids), np.bool_),
             versions=completion.versions,
             finish_reason=completion.finish_reason,
-            text=response_text(self._tokenizer, request.prompt.token_ids.tolist(), completion.text_ids.tolist()),
+            text=response_text(
+                self._tokenizer,  # pyright: ignore[reportArgumentType]  # vLLM's protocol for tokenizers lacks methods
+                request.prompt.token_ids.tolist(),
+                completion.text_ids.tolist(),
+            ),
             candidate_ids=completion.candidate_ids,
             routes=completion.routes,
         )
@@ -392,20 +313,12 @@ class VllmEngine:
             self._step()
         self._llm.wake_up(tags=["scheduling"])
 
-    def _recompute_kv_cache(self) -> None:
-        """Make vLLM recompute the KV cache of all running requests, including prompts, before their next token."""
-        self._llm.llm_engine.reset_prefix_cache(reset_running_requests=True)
-
     def _resubmit_tokenless(self) -> None:
         """Resubmit requests that have no tokens yet, so samples from the new weights do not use an older KV cache."""
-        states = self._llm.llm_engine.output_processor.request_states
         unfinished = {name: item for name, item in self._pending.items() if not item.completion.done()}
-        tokenless = [
-            name for name, item in unfinished.items() if not states[item.vllm_id].detokenizer.num_output_tokens()
-        ]
-        self._abort(tokenless)
-        for name in tokenless:
-            item = unfinished[name]
+        tokenless = {name: item for name, item in unfinished.items() if not self._num_tokens(item)}
+        self._abort(list(tokenless))
+        for name, item in tokenless.items():
             item.vllm_id = self._submit(name, item.token_ids, item.request)
 
     def _sampling(self, request: Sampling) -> SamplingParams:
@@ -417,7 +330,8 @@ class VllmEngine:
             max_tokens=_value_or(request.max_new_tokens, self._config.max_new_tokens),
             stop=stop,
             include_stop_str_in_output=True,
-            logprobs=self._num_candidates(request),
+            # The most likely tokens besides the sampled one. A request with its own top_k has no candidate tokens.
+            logprobs=0 if request.is_greedy or request.top_k is not None else self._config.top_k or 0,
             flat_logprobs=True,
             # vLLM matches stop strings in the decoded text. Without stop strings, skip decoding, which vLLM would do
             # between steps for every sampled token and candidate token.
@@ -427,10 +341,6 @@ class VllmEngine:
             skip_clone=True,  # these parameters are not shared between requests
         )
 
-    def _num_candidates(self, request: Sampling) -> int:
-        """Return the number of most likely tokens to report besides the sampled token: rollout.top_k, if it applies."""
-        return 0 if request.is_greedy or request.top_k is not None else self._config.top_k or 0
-
 
 def _value_or(value: T | None, default: T) -> T:
     return default if value is None else value
@@ -439,10 +349,11 @@ def _value_or(value: T | None, default: T) -> T:
 def _completion(output: RequestOutput, routes: NDArray[np.signedinteger] | None) -> Completion:
     [sampled] = output.outputs
     assert sampled.finish_reason in ("stop", "length"), f"request {output.request_id}: {sampled.finish_reason}"
-    logprobs = sampled.logprobs  # flat; each position has the sampled token first, then the most likely tokens
+    logprobs = sampled.logprobs  # each position has the sampled token first, then the most likely tokens
+    assert isinstance(logprobs, FlatLogprobs) and sampled.weight_versions is not None, "the request asks for both"
     return Completion(
-        token_ids=sampled.token_ids,
-        logprobs=[logprobs.logprobs[start] for start in logprobs.start_indices],
+        token_ids=np.array(sampled.token_ids, np.int32),
+        logprobs=np.array([logprobs.logprobs[start] for start in logprobs.start_indices], np.float32),
         versions=tuple(VersionRun(int(run.version), run.end - run.start) for run in sampled.weight_versions),
         finish_reason=sampled.finish_reason,
         candidate_ids=_candidate_ids(logprobs),
@@ -453,10 +364,8 @@ def _completion(output: RequestOutput, routes: NDArray[np.signedinteger] | None)
 
 
 def _candidate_ids(logprobs: FlatLogprobs) -> CandidateIds | None:
-    """Return the candidate tokens, which are the most likely tokens with nonzero probability.
-
-    If other tokens tie with the least likely candidate, the engine samples from more tokens than it reports.
-    """
+    """Return the candidate tokens, which are the most likely tokens with nonzero probability. If other tokens tie with
+    the least likely candidate, the engine samples from more tokens than it reports."""
     starts, ends = (np.asarray(indices, np.int64) for indices in (logprobs.start_indices, logprobs.end_indices))
     is_kept = np.asarray(logprobs.logprobs) > -np.inf
     is_kept[starts] = False  # exclude the sampled token

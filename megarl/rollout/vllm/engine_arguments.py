@@ -1,4 +1,4 @@
-"""Build the arguments that all vLLM engines share: rollout engines, judges and classifiers."""
+"""Build the arguments of vLLM engines: rollout engines, judges and classifiers."""
 
 from __future__ import annotations
 
@@ -6,15 +6,20 @@ import dataclasses
 import difflib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from vllm import EngineArgs
 
-from megarl.config.vllm_arguments import ADJUSTABLE, MANAGED, EngineSection
+from megarl.config.schema import Rollout
+from megarl.config.vllm_arguments import ADJUSTABLE, MANAGED, EngineSection, batched_tokens
 from megarl.core import device
 from megarl.core.errors import UserError
 from megarl.models.folder import read_config
-from megarl.models.huggingface import completed, latent_attention
+from megarl.models.huggingface import completed, experts, latent_attention
+from megarl.resharding.families.quantized import quantization_config
+
+INVARIANT_KERNELS = (9, 0)
+"""Minimum compute capability for vLLM's batch-invariant mode (VLLM_BATCH_INVARIANT in its envs.py)."""
 
 FREE_SHARE = 0.01
 """Fraction of GPU memory that vLLM requires to be free at startup. vLLM's default is nearly all of it, which fails on
@@ -34,16 +39,9 @@ def engine_arguments(
     extra: Mapping[str, Any],
     **specific: Any,
 ) -> dict[str, Any]:
-    """Return the arguments of `vllm.LLM`.
-
-    Args:
-        extra: value of vllm_overrides in the section.
-        specific: arguments for this kind of engine.
-
-    Raises:
-        UserError: vLLM does not have an argument, the model requires a different value, or vLLM does not support the
-            model on this device.
-    """
+    """Return the arguments of `vllm.LLM`. Raise UserError if vLLM does not have an argument, the model requires a
+    different value, or vLLM does not support the model on this device. `extra` is the section's vllm_overrides, and
+    `specific` are arguments for this kind of engine."""
     arguments = dict(
         model=str(folder),
         dtype=dtype,
@@ -66,7 +64,7 @@ def engine_arguments(
     )
     assert not MANAGED[section].keys() & extra.keys(), "a config rule should have refused this"
     _check_extra(section, extra, latent)
-    return arguments | latent | extra
+    return {**arguments, **latent, **extra}
 
 
 def _check_extra(section: EngineSection, extra: Mapping[str, Any], latent: Mapping[str, Any]) -> None:
@@ -82,10 +80,7 @@ def _check_extra(section: EngineSection, extra: Mapping[str, Any], latent: Mappi
 
 def _latent_attention_arguments(folder: Path) -> dict[str, Any]:
     """Return the argument that selects a latent attention kernel on CPU with which kv_b_proj can be written in place.
-
-    Raises:
-        UserError: vLLM has no kernel for the model's latent size.
-    """
+    Raise UserError if vLLM has no kernel for the model's latent size."""
     latent = None if device.on_cuda() else latent_attention(completed(read_config(folder)))
     if latent is None:
         return {}
@@ -96,3 +91,58 @@ def _latent_attention_arguments(folder: Path) -> dict[str, Any]:
             f"CPU build only supports a sum of {CPU_LATENT_SIZE}. Fix: run this model on GPUs"
         )
     return dict(attention_backend="CPU_MLA")
+
+
+def rollout_arguments(
+    config: Rollout,
+    model_folder: Path,
+    dtype: str,
+    seed: int,
+    returns_routes: bool = False,
+    head_dtype: Literal["float32", "model"] = "float32",
+) -> dict[str, Any]:
+    """Return the arguments of `vllm.LLM` for a rollout engine. Raise UserError like `engine_arguments`.
+    `returns_routes`: whether completions contain the experts chosen for each token."""
+    if config.batch_invariant and device.capability() < INVARIANT_KERNELS:
+        raise UserError(
+            "rollout.batch_invariant=true: vLLM's batch-invariant kernels require a GPU with compute capability 9.0 or "
+            "higher, such as an H100. Fix: set rollout.batch_invariant=false"
+        )
+    if not returns_routes:
+        routes = {}
+    else:  # on CPU, RouteCapture reports them
+        routes = dict(enable_return_routed_experts=True) if device.on_cuda() else dict(enable_prefix_caching=False)
+    quantization = {} if config.quantization is None else _quantization(config.quantization, model_folder)
+    return engine_arguments(
+        "rollout",
+        model_folder,
+        dtype,
+        config.tp,
+        config.context_length,
+        config.kv_cache_gib,
+        config.vllm_overrides,
+        load_format="dummy",
+        # Report log-probs of the sampling distribution, after temperature, top-p and top-k.
+        logprobs_mode="processed_logprobs",
+        max_logprobs=config.top_k or 0,
+        max_num_batched_tokens=batched_tokens(config),
+        # Must equal the trainer's head dtype. vLLM defaults to the model's dtype.
+        hf_overrides={"head_dtype": head_dtype} | quantization,
+        # On GPU, only this MoE backend keeps expert weights unpacked, so that refits can write in place.
+        moe_backend="triton" if device.on_cuda() else "auto",
+        # On CPU, vLLM has no sleep mode, and the calls do not release memory.
+        enable_sleep_mode=config.sleep and device.on_cuda(),
+        seed=seed,
+        **routes,
+    )
+
+
+def _quantization(name: str, model_folder: Path) -> dict[str, Any]:
+    """Return the hf_overrides for an engine that receives quantized weights."""
+    hf_config = read_config(model_folder)
+    if not device.on_cuda() and experts(completed(hf_config)) is not None:
+        raise UserError(
+            f"rollout.quantization={name}: {model_folder} has experts, but vLLM's CPU kernels for quantized experts do "
+            "not support refits. Fix: set rollout.quantization=null, or run this model on GPUs"
+        )
+    return {"quantization_config": quantization_config(hf_config)}

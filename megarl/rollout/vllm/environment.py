@@ -5,21 +5,15 @@ from __future__ import annotations
 import os
 
 ENDS_WITH_PARENT = "MEGARL_ENDS_WITH_PARENT"
-"""If set, a rank exits when its parent process exits. Ranks of remote parts need this, because their engine is on a
-different node and cannot stop them."""
+"""If set, a rank exits with its parent. Ranks of remote parts need this: their engine cannot stop them."""
 
 
 def environment(
     ranks: int, threads: int, index: int, on_gpu: bool = False, batch_invariant: bool = False
 ) -> dict[str, str]:
-    """Return the environment variables for an engine's process. GPU engines ignore the CPU variables.
-
-    Args:
-        ranks: number of ranks that the process starts.
-        threads: CPU threads per rank.
-        index: index of the engine among the engines of the same kind.
-        batch_invariant: whether kernels use a summation order that does not depend on the batch.
-    """
+    """Return the environment variables for an engine's process. GPU engines ignore the CPU variables. The process
+    starts `ranks` ranks with `threads` threads each, and `index` counts the engines of its kind. With
+    `batch_invariant`, kernels sum in an order that does not depend on the batch."""
     # On CPU, vLLM compiles a function that counts tokens, and the C++ compiler would add seconds to the startup.
     # On GPU, vLLM by default rounds DeepGEMM's scales to powers of two. This would requantize fp8 blocks (an error of
     # 3.7 % instead of 2.6 % in the weights), and parameters would no longer equal the values that a refit writes.
@@ -36,10 +30,8 @@ def environment(
 
 
 def _binding(ranks: int, threads: int, index: int) -> str:
-    """Return the CPU cores for each rank in vLLM's format, with one core per thread.
-
-    The ranks of all engines are assigned consecutive cores; after the last core, assignment wraps around to the first.
-    """
+    """Return the CPU cores for each rank in vLLM's format, with one core per thread. The ranks of all engines are
+    assigned consecutive cores; after the last core, assignment wraps around to the first."""
     cores = sorted(os.sched_getaffinity(0))
     size = min(threads, len(cores))
     starts = [(index * ranks + rank) * size for rank in range(ranks)]

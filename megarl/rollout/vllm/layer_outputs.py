@@ -10,32 +10,31 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from vllm import LLM, SamplingParams
-from vllm.inputs import tokens_input
+from vllm.inputs import TokensPrompt
 
 from megarl.config.schema import Config
-from megarl.rollout.vllm.engine import rollout_arguments
+from megarl.rollout.vllm.engine_arguments import rollout_arguments
 
 
 def layer_outputs(config: Config, folder: Path, token_ids: Sequence[int]) -> dict[str, np.ndarray]:
-    """Return the outputs in order of computation: stage -> float32 [T − 1, hidden] for all tokens except the last.
-
-    The last stage, "log-probs", is float32 [T − 2]: the log-probs of all tokens except the first and the last.
-
-    Args:
-        config: config for a single-rank engine that loads the weights in its folder.
-    """
+    """Return the outputs in order of computation: stage -> float32 [T − 1, hidden] for all tokens except the last. The
+    last stage, "log-probs", is float32 [T − 2]: the log-probs of all tokens except the first and the last. `config` is
+    for a single-rank engine that loads the weights in its folder."""
     arguments = rollout_arguments(
         config.rollout, folder, config.model.dtype, config.run.seed, head_dtype=config.model.head_dtype
     )
-    engine = LLM(**arguments | {"enforce_eager": True})  # compiled layers do not call hooks
+    arguments["enforce_eager"] = True  # compiled layers do not call hooks
+    engine = LLM(**arguments)
     engine.collective_rpc(_register_hooks)
     context = list(token_ids[:-1])
     sampling = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
-    [result] = engine.generate([tokens_input(context)], sampling, use_tqdm=False)
+    [result] = engine.generate([TokensPrompt(prompt_token_ids=context)], sampling, use_tqdm=False)
     [outputs] = engine.collective_rpc(_take)
-    log_probs = [result.prompt_logprobs[i][token].logprob for i, token in enumerate(context) if i]
-    return {stage: values[: len(context)] for stage, values in outputs.items()} | {"log-probs": np.float32(log_probs)}
+    rows = zip(result.prompt_logprobs or (), context, strict=True)
+    log_probs = np.array([row[token].logprob for row, token in rows if row is not None], np.float32)
+    return {stage: values[: len(context)] for stage, values in outputs.items()} | {"log-probs": log_probs}
 
 
 def _register_hooks(worker: Any) -> None:
@@ -44,10 +43,10 @@ def _register_hooks(worker: Any) -> None:
     worker.layer_outputs = outputs
 
     def keep(stage: str, adds_residual: bool = False) -> Callable[..., None]:
-        def hook(module, arguments, output) -> None:
-            parts = output if isinstance(output, tuple) else (output,)
+        def hook(module: Any, arguments: Any, output: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
+            first, *others = output if isinstance(output, tuple) else (output,)
             # vLLM layers return the output and the residual separately; the next layer adds them.
-            total = parts[0].float() + parts[1].float() if adds_residual and len(parts) > 1 else parts[0].float()
+            total = first.float() + others[0].float() if adds_residual and others else first.float()
             outputs.setdefault(stage, total.cpu().numpy().copy())
 
         return hook

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from vllm import EngineArgs
@@ -19,36 +18,15 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from megarl.rollout.vllm.environment import ENDS_WITH_PARENT
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One of an engine's parts, all of which have the same size.
-
-    Attributes:
-        host, port: address of the store through which the ranks connect.
-    """
-
-    number: int
-    count: int
-    host: str
-    port: int
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """The vLLM engine arguments with which a process runs the ranks of this part."""
-        return dict(
-            nnodes=self.count,
-            node_rank=self.number,
-            master_addr=self.host,
-            master_port=self.port,
-            distributed_executor_backend="mp",
-        )
+def part_arguments(number: int, count: int, host: str, port: int) -> dict[str, Any]:
+    """Return the vLLM engine arguments with which a process runs the ranks of one of `count` parts of equal size. They
+    connect through the store at `host` and `port`."""
+    return dict(nnodes=count, node_rank=number, master_addr=host, master_port=port, distributed_executor_backend="mp")
 
 
 def set_rendezvous_address(own_address: str) -> None:
-    """Make ranks started by this process use the given node address and connect to an existing store.
-
-    By default, the first torch rank would create the store itself.
-    """
+    """Make ranks started by this process use the given node address and connect to an existing store. By default, the
+    first torch rank would create the store itself."""
     os.environ.update(VLLM_HOST_IP=own_address, TORCHELASTIC_USE_AGENT_STORE="True")
 
 
@@ -56,9 +34,7 @@ class PartRanks:
     """The running ranks in a part other than the first."""
 
     def __init__(self, arguments: Mapping[str, Any]):
-        """
-        arguments   vLLM arguments for the engine and the part
-        """
+        """`arguments` are the vLLM arguments for the engine and the part."""
         os.environ[ENDS_WITH_PARENT] = "1"
         # The usage context determines defaults such as max_num_seqs. LLM uses this one, and all parts must agree.
         config = EngineArgs(**arguments).create_engine_config(UsageContext.LLM_CLASS, headless=True)

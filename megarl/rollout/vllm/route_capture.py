@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from vllm.model_executor.layers.fused_moe.layer import MoERunner
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -38,10 +38,7 @@ class RouteCapture:
         runner.execute_model = self._step
 
     def take(self, names: Sequence[str]) -> list[NDArray[np.int64]]:
-        """Remove and return the routes for these requests.
-
-        Each array is [processed tokens, layers with experts, experts per token].
-        """
+        """Remove and return the routes for these requests, [processed tokens, layers with experts, active experts]."""
         return [self._joined(self._parts.pop(name)) for name in names]
 
     @staticmethod
@@ -55,22 +52,20 @@ class RouteCapture:
     def _keep(self, layer: int, experts: torch.Tensor) -> None:
         self._experts[layer] = experts.clone()
 
-    def _step(self, scheduled: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
+    def _step(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
         """Execute the runner's step and record the routes for its tokens, which are concatenated by request."""
-        for name in scheduled.finished_req_ids:
+        for name in scheduler_output.finished_req_ids:
             self._parts.pop(name, None)  # aborted: routes for completed requests have already been taken
-        output = self._execute(scheduled, *args, **kwargs)
-        if scheduled.total_num_scheduled_tokens:
-            routes = torch.stack([self._experts[layer] for layer in sorted(self._experts)], dim=1).numpy()
-            self._add_parts(scheduled, routes)
-        return output
-
-    def _add_parts(self, scheduled: SchedulerOutput, routes: NDArray[np.int64]) -> None:
-        cached = scheduled.scheduled_cached_reqs
+        output = self._execute(scheduler_output, *args, **kwargs)
+        if not scheduler_output.total_num_scheduled_tokens:
+            return output
+        routes = torch.stack([self._experts[layer] for layer in sorted(self._experts)], dim=1).numpy()
+        cached = scheduler_output.scheduled_cached_reqs
         starts = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        starts |= {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
+        starts |= {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
         row = 0
         for name in self._runner.input_batch.req_ids:
-            count = scheduled.num_scheduled_tokens[name]
+            count = scheduler_output.num_scheduled_tokens[name]
             self._parts.setdefault(name, []).append((starts[name], routes[row : row + count]))
             row += count
+        return output

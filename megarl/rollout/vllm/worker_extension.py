@@ -17,11 +17,11 @@ import torch
 import vllm
 from numpy.typing import NDArray
 from vllm.model_executor.kernels.linear import (
-    CutlassFp8BlockScaledMMKernel,
     DeepGemmFp8BlockScaledMMKernel,
     FlashInferFp8DeepGEMMDynamicBlockScaledKernel,
-    TritonFp8BlockScaledMMKernel,
 )
+from vllm.model_executor.kernels.linear.scaled_mm.cutlass import CutlassFp8BlockScaledMMKernel
+from vllm.model_executor.kernels.linear.scaled_mm.triton import TritonFp8BlockScaledMMKernel
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
@@ -52,7 +52,6 @@ if ENDS_WITH_PARENT in os.environ:
 DERIVED = ("W_UV", "W_UK_T")
 """Names of the parameters that latent attention derives from kv_b_proj."""
 
-
 CHECKPOINT_LAYOUT_KERNELS = (
     CutlassFp8BlockScaledMMKernel,
     TritonFp8BlockScaledMMKernel,
@@ -64,9 +63,7 @@ it rounds the scales to powers of two (is_deep_gemm_e8m0_used)."""
 
 def _repacking(model: torch.nn.Module) -> list[str]:
     """Return the names of fp8 kernels that do not read the checkpoint's layout, each with one layer that uses it.
-
-    Shapes and dtypes do not reveal the layout.
-    """
+    Shapes and dtypes do not reveal the layout."""
     layer_of: dict[str, str] = {}
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
@@ -104,11 +101,8 @@ class Failed:
 
 
 def _catch_error(function: Callable[..., Any], *args: Any) -> Any:
-    """Call the function and return its result, or Failed instead of raising.
-
-    If a worker raises an error, vLLM does not read the results from the remaining workers, and would mistake them for
-    the results of the next call.
-    """
+    """Call the function and return its result, or Failed instead of raising. If a worker raises an error, vLLM does not
+    read the results from the remaining workers, and would mistake them for the results of the next call."""
     try:
         return function(*args)
     except Exception as error:
@@ -124,7 +118,6 @@ class RefitExtension:
     """The worker's model runner, which has this type even on CPU."""
 
     def connect(self, plan: CompactPlan, channel: Channel, holders: Sequence[Holder], by_loader: bool) -> Failed | None:
-        """See Engine.connect."""
         return _catch_error(self._connect, plan, channel, holders, by_loader)
 
     def refit(self, expected: Mapping[Region, Checksum] | None) -> SyncStats | Failed:
@@ -147,16 +140,14 @@ class RefitExtension:
         return SyncStats(num_bytes, self._transport.staging_bytes)
 
     def _load(self, expected: Mapping[Region, Checksum] | None) -> SyncStats:
-        """Load the weights with vLLM's loader.
-
-        It processes each layer in temporary memory, and then copies the result into place.
-        """
+        """Load the weights with vLLM's loader. It processes layers in temporary memory before copying them."""
         model, config = self.model_runner.get_model(), self.model_runner.model_config
         assembly = Assembly(self._writes, self._transport, next(model.parameters()).device)
         initialize_layerwise_reload(model)
         names = {name for name, _ in model.named_parameters()}
         try:
-            loaded = model.load_weights(self._checked(assembly, expected))
+            weights = self._checked(assembly, expected)
+            loaded = model.load_weights(weights)  # pyright: ignore[reportCallIssue]  # vLLM declares a plain Module
         finally:
             finalize_layerwise_reload(model, config)  # otherwise the next refit would continue an incomplete reload
         # Parameters added by quantization are computed, not loaded.
@@ -206,7 +197,7 @@ class RefitExtension:
             f"vLLM {vllm.__version__}, attention {', '.join(attention)}, {dtype_name(settings.model_config.dtype)}, "
             f"KV cache {settings.cache_config.cache_dtype}, compilation mode {settings.compilation_config.mode}, "
             f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}, float32 matmul precision "
-            f"{torch.backends.fp32_precision}"
+            f"{torch.backends.fp32_precision}"  # pyright: ignore[reportAttributeAccessIssue]  # not in torch's stubs
         )
 
     def checksums(self) -> dict[str, str]:
@@ -217,10 +208,7 @@ class RefitExtension:
         }
 
     def _parameters(self) -> dict[str, torch.Tensor]:
-        """Return the parameters by name.
-
-        Stacked expert weights [experts, rows, columns] are flattened to two axes, as in the worker's holder.
-        """
+        """Return the parameters by name. Stacked expert weights are flattened to two axes, as in the holder."""
         weights = {name: p.data for name, p in self.model_runner.get_model().named_parameters()}
         return {
             name: weight.view(-1, weight.shape[-1]) if weight.dim() == 3 else weight

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 LIMITS = {"float32": 1e-3, "bfloat16": 0.1}
-"""Maximum relative difference between a token's hidden states that rounding alone can plausibly cause, keyed by model
-dtype. The relative rounding error of a single number is up to 6e-8 (float32) or 4e-3 (bfloat16), and errors accumulate
-over the layers."""
+"""Maximum relative difference between a token's hidden states that rounding can plausibly cause, by dtype. The relative
+rounding error of a single number is up to 6e-8 (float32) or 4e-3 (bfloat16), and errors accumulate over the layers."""
 
 LOG_PROBS = "log-probs"
 LOG_PROB_LIMITS = {"float32": 1e-3, "bfloat16": 1.5}
@@ -41,10 +40,8 @@ class Stage:
 
 
 def difference(name: str, a: np.ndarray, b: np.ndarray) -> float:
-    """Return the largest difference over the tokens that `a` and `b` have in common.
-
-    The difference is |a − b| for log-probs and ‖a − b‖ / ‖b‖ for hidden states.
-    """
+    """Return the largest difference over the tokens that `a` and `b` have in common. The difference is |a − b| for
+    log-probs and ‖a − b‖ / ‖b‖ for hidden states."""
     count = min(len(a), len(b))
     a, b = a[:count].astype(np.float64), b[:count].astype(np.float64)
     if name == LOG_PROBS:
@@ -81,8 +78,7 @@ def table(stages: list[Stage]) -> str:
 
 
 def verdict(stages: list[Stage]) -> str:
-    """Describe the first stage that differs, the size of the difference, and the implementation that probably causes
-    it."""
+    """Describe the first stage that differs, by how much, and the implementation that probably causes it."""
     first = first_different(stages)
     if first is None:
         worst = max(stages, key=lambda stage: stage.differences["trainer", "engine"] / stage.limit)

@@ -25,8 +25,7 @@ from megarl.run.evaluate import with_engines_only
 from megarl.run.folder import ROLLOUTS
 
 MAX_TOKENS = 512
-"""Maximum number of leading tokens to compare. The number is limited because each implementation keeps the outputs of
-all layers in memory."""
+"""Maximum number of leading tokens to compare. An implementation keeps all layers' outputs in memory."""
 
 DEADLINE_S = 3600.0
 
@@ -65,17 +64,8 @@ def main(folder: Path, step: int | None, sample: str | None, model: Path | None,
 
 
 def diagnose(config: Config, token_ids: Sequence[int], folders: Mapping[str, Path], scratch: Path) -> list[Stage]:
-    """Run a token sequence through trainer, engine and transformers, one after another, and compare the outputs.
-
-    Args:
-        config: the run's config.
-        token_ids: the token sequence.
-        folders: the folder with the weights for each implementation.
-        scratch: folder for temporary files.
-
-    Raises:
-        RunFailure: an implementation fails.
-    """
+    """Run a token sequence through trainer, engine and transformers, one after another, and compare the outputs. Raise
+    RunFailure if an implementation fails. `folders` has the folder with the weights for each implementation."""
     single_rank = on_one_rank(config, len(token_ids))
     return compare(
         {side: _compute(side, Request(single_rank, folders[side], list(token_ids)), scratch) for side in SIDES},
@@ -84,10 +74,8 @@ def diagnose(config: Config, token_ids: Sequence[int], folders: Mapping[str, Pat
 
 
 def on_one_rank(config: Config, num_tokens: int) -> Config:
-    """Return the run's config, changed so that the trainer and the engine have one rank each.
-
-    Adapters are disabled because they are already merged in exported models. The engine loads its weights unchanged.
-    """
+    """Return the run's config, changed so that the trainer and the engine have one rank each. Adapters are disabled
+    because they are already merged in exported models. The engine loads its weights unchanged."""
     single_rank = with_engines_only(config)
     budget = max(single_rank.actor.tokens_per_microbatch, num_tokens)
     changes: dict[str, dict[str, Any]] = {
@@ -111,18 +99,8 @@ def read_config(folder: Path) -> Config:
 
 
 def find_rollout(folder: Path, step: int | None, sample: str | None) -> Rollout:
-    """Return a saved sample with token ids.
-
-    Samples with fewer than three tokens are skipped, because they are too short for a comparison.
-
-    Args:
-        folder: the run folder.
-        step: the step of the sample. Default: the newest step.
-        sample: the sample id. Default: the first sample with token ids.
-
-    Raises:
-        UserError: no such sample exists.
-    """
+    """Return a saved sample with token ids, by default the first one of the newest step. Samples with fewer than three
+    tokens are too short for a comparison. Raise UserError if no such sample exists."""
     files = numbered(folder / "rollouts", ROLLOUTS)
     if not files:
         raise UserError(f"{folder}: the run has no rollouts yet. Fix: wait until it has completed a step")
@@ -149,8 +127,7 @@ def find_rollout(folder: Path, step: int | None, sample: str | None) -> Rollout:
 
 
 def find_weights(folder: Path, config: Config, model: Path | None) -> Path:
-    """Return the folder with the weights: `model` if given, else the exported model if there is one, else the initial
-    model."""
+    """Return the folder with the weights: `model`, else the exported model, else the initial model."""
     if model is not None:
         if not (model / "config.json").is_file():
             raise UserError(

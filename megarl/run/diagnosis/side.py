@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -30,8 +31,7 @@ class Request:
 
 
 def compute(side: str, request: Request, scratch: Path) -> Mapping[str, np.ndarray]:
-    """Return the outputs of each model stage. Imports are local because each implementation needs a different
-    library."""
+    """Return the outputs of each model stage. Each implementation needs a different library."""
     if side == "trainer":
         from megarl.megatron.layer_outputs import layer_outputs as trainer_outputs
 
@@ -53,7 +53,8 @@ def compute(side: str, request: Request, scratch: Path) -> Mapping[str, np.ndarr
 
 def main(side: str, scratch: Path) -> None:
     request = pickle.loads((scratch / REQUEST).read_bytes())
-    np.savez(scratch / OUTPUTS, **compute(side, request, scratch))
+    outputs: Mapping[str, Any] = compute(side, request, scratch)  # numpy's stubs confuse them with allow_pickle
+    np.savez(scratch / OUTPUTS, **outputs)
 
 
 if __name__ == "__main__":

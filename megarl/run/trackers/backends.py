@@ -1,7 +1,7 @@
 """Backends for experiment trackers, one class per library. They run in a separate process, so that failures in a
 library cannot affect the run.
 
-Each library is imported only when its tracker is opened.
+Each library is optional, and imported only when its tracker is opened.
 """
 
 from __future__ import annotations
@@ -28,15 +28,7 @@ MLFLOW_VALUE_CHARACTERS = 6000
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings for one tracker.
-
-    Attributes:
-        tracker: name of the tracker.
-        name: name of the run.
-        folder: subfolder in the run folder for the tracker's files and its run id.
-        step: step after which the run resumes, or 0 for a new run.
-        config: the full config of the run.
-    """
+    """One tracker's settings. Its files and run id are in `folder`. The run resumes after `step`; 0: a new run."""
 
     tracker: str
     name: str
@@ -84,9 +76,9 @@ class Backend(ABC):
 
 class TensorBoard(Backend):
     def __init__(self, settings: Settings):
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportMissingImports]
+        from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportMissingImports]
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter  # pyright: ignore[reportMissingImports]
 
         self._event, self._summary = Event, Summary
         self._writer = EventFileWriter(settings.folder)
@@ -106,7 +98,7 @@ class TensorBoard(Backend):
 
 class Wandb(Backend):
     def __init__(self, settings: Settings):
-        import wandb
+        import wandb  # pyright: ignore[reportMissingImports]
 
         options = settings.options
         self._run = wandb.init(
@@ -133,8 +125,8 @@ class Wandb(Backend):
 class Mlflow(Backend):
     def __init__(self, settings: Settings):
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
-        from mlflow.entities import Metric, Param, RunStatus
-        from mlflow.tracking import MlflowClient
+        from mlflow.entities import Metric, Param, RunStatus  # pyright: ignore[reportMissingImports]
+        from mlflow.tracking import MlflowClient  # pyright: ignore[reportMissingImports]
 
         uri = settings.options["tracking_uri"] or os.environ.get("MLFLOW_TRACKING_URI")
         self._client, self._metric = MlflowClient(uri or Path(settings.folder).absolute().as_uri()), Metric
@@ -161,7 +153,7 @@ class Mlflow(Backend):
 class Trackio(Backend):
     def __init__(self, settings: Settings):
         os.environ.setdefault("TRACKIO_DIR", settings.folder)
-        import trackio
+        import trackio  # pyright: ignore[reportMissingImports]
 
         # Trackio resumes runs by name, and an earlier run may have the same name.
         name = settings.read_id() or settings.save_id(f"{settings.name}-{uuid.uuid4().hex[:6]}")
@@ -183,17 +175,11 @@ class Trackio(Backend):
         self._run.finish()
 
 
-BACKENDS: Mapping[str, type[Backend]] = {
-    "tensorboard": TensorBoard,
-    "wandb": Wandb,
-    "mlflow": Mlflow,
-    "trackio": Trackio,
-}
+BACKENDS: Mapping[str, type[Backend]] = dict(tensorboard=TensorBoard, wandb=Wandb, mlflow=Mlflow, trackio=Trackio)
 
 
 def mlflow_name(metric: str) -> str:
-    """Return a metric name that contains only characters that MLflow allows. Metric names for custom reward functions
-    contain a file path."""
+    """Return the name in characters that MLflow allows. Names for custom reward functions contain a path."""
     return posixpath.normpath(re.sub(r"[^\w\-./ :]", "_", metric))
 
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 import json
 import traceback
 from collections.abc import Mapping
-from typing import Any, BinaryIO
+from io import BufferedRWPair
+from typing import Any
 
 from megarl.run.trackers.backends import BACKENDS, Backend, Settings
 from megarl.usercode.parent import connect, send
@@ -31,7 +32,7 @@ class Server:
             self._backend.close()
 
 
-def main(parent: BinaryIO) -> None:
+def main(parent: BufferedRWPair) -> None:
     server = Server()
     for line in parent:
         try:

@@ -35,8 +35,7 @@ RESTART_S = 60.0
 """Seconds to wait before restarting a process that has hung or died."""
 
 INTERRUPTED_S = 3.0
-"""Time limit in seconds for closing all trackers if the run ends early. It is short because little time is left after a
-termination signal."""
+"""Limit in seconds for closing all trackers after an early end, such as a signal, which leaves little time."""
 
 Row = tuple[int, dict[str, float]]
 
@@ -45,13 +44,7 @@ class Tracker:
     """A metrics sink that never blocks and never raises."""
 
     def __init__(self, settings: Settings, log: Path, timeout_s: float, restart_s: float = RESTART_S):
-        """
-        Args:
-            settings: the tracker's settings.
-            log: log file for the tracker process.
-            timeout_s: time limit per request in seconds.
-            restart_s: seconds to wait before a failed process is restarted.
-        """
+        """The process logs to `log`, handles requests within `timeout_s`, and restarts `restart_s` after a failure."""
         self._settings, self._log, self._timeout_s, self._restart_s = settings, log, timeout_s, restart_s
         self._queue: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
         self._process: ChildProcess | None = None
@@ -65,8 +58,7 @@ class Tracker:
         self._thread.start()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Queue the metrics of a step. NaN and infinite values are removed because some trackers do not support
-        them."""
+        """Queue the metrics of a step without NaN and infinite values, which some trackers do not support."""
         self._num_rows += 1
         finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
         if self._queue.qsize() < QUEUED_ROWS:
@@ -79,8 +71,7 @@ class Tracker:
         self._queue.put(None)
 
     def end(self, deadline: float) -> None:
-        """Wait until the tracker is closed or the deadline has passed. Kill the process at the deadline, and print the
-        number of lost rows."""
+        """Wait until the tracker is closed. Kill its process at the deadline, and print the number of lost rows."""
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
             self._is_over = True
@@ -102,13 +93,14 @@ class Tracker:
     def _attempt(self, request: Mapping[str, Any]) -> bool:
         """Send a request to the process, which is started if necessary. Return whether the request succeeded."""
         try:
-            if self._process is None:
+            process = self._process
+            if process is None:
                 if time.monotonic() < self._starts_at:
                     return False
-                self._start_process()
+                process = self._start_process()
                 if "open" not in request:
                     request = {"open": asdict(self._settings), **request}
-            reason = self._process.call(json.dumps(request).encode() + b"\n", self._timeout_s)["failure"]
+            reason = process.call(json.dumps(request).encode() + b"\n", self._timeout_s)["failure"]
         except ChildFailure as failure:
             no_reply = f"no response within trackers.timeout_s={self._timeout_s:g}"
             reason = no_reply if failure.timed_out else f"its process exited ({failure})"
@@ -117,7 +109,7 @@ class Tracker:
             self._warn(reason)
         return not reason
 
-    def _start_process(self) -> None:
+    def _start_process(self) -> ChildProcess:
         with self._log.open("ab") as log:
             self._process = ChildProcess(
                 [sys.executable, "-m", "megarl.run.trackers.process"],
@@ -125,6 +117,7 @@ class Tracker:
                 log,
                 is_self_cleaning=True,  # it may write its last rows if this process is killed
             )
+        return self._process
 
     def _end_process(self) -> None:
         self._starts_at = time.monotonic() + self._restart_s
@@ -144,11 +137,7 @@ class Tracker:
 
 
 def check_trackers(config: Config) -> None:
-    """Check that the configured trackers are installed.
-
-    Raises:
-        UserError: some trackers are not installed. The message contains one line per tracker.
-    """
+    """Raise UserError with one line for each configured tracker that is not installed."""
     missing = [name for name in config.run.trackers if find_spec(name) is None]
     if missing:
         listed = ", ".join(config.run.trackers)
@@ -163,8 +152,7 @@ def check_trackers(config: Config) -> None:
 
 @contextmanager
 def open_trackers(config: Config, folder: RunFolder, step: int) -> Iterator[list[Tracker]]:
-    """Open and yield the trackers for a run that resumes after `step`. On exit, close them within
-    trackers.timeout_s."""
+    """Yield the trackers for a run that resumes after `step`. On exit, close them within trackers.timeout_s."""
     timeout_s = config.trackers.timeout_s
     trackers = [
         Tracker(_settings(config, folder, name, step), folder.logs / f"tracker_{name}.log", timeout_s)

@@ -28,7 +28,7 @@ def test_processes_have_role_index_and_name() -> None:
     placement = placed("actor.layout.dp=2", "rollout.replicas=2", cores=8)
     assert [process.name for process in placement.trainers] == ["trainer-0", "trainer-1", "trainer-2", "trainer-3"]
     assert [process.name for process in placement.engines] == ["engine-0", "engine-1"]
-    assert placement.rewards.name == "rewards-0"
+    assert placement.rewards[0].name == "rewards-0"
     assert placement.describe() == "4 trainer × 2 threads, 2 engine × 4 threads, 1 rewards × 8 threads"
 
 
@@ -82,7 +82,7 @@ def test_placement_decides_whether_roles_share_gpus(where: str, firsts: list[int
     for group, first, size in zip(groups, firsts, sizes, strict=True):
         assert [len(process.gpus) for process in group] == size
         assert [gpu for process in group for gpu in process.gpus] == list(range(first, first + sum(size)))
-    assert placement.rewards.gpus == ()
+    assert placement.rewards[0].gpus == ()
 
 
 def test_description_lists_the_gpus_of_each_role() -> None:
@@ -107,7 +107,7 @@ def test_engine_sees_its_gpus_then_those_of_the_weights(where: str, visible: lis
     # The run itself may be restricted to some of the machine's GPUs.
     of_run = "GPU-a,GPU-b,GPU-c,GPU-d,4,5,6,7"
     assert placement.trainers[2].environment(of_run) == {"CUDA_VISIBLE_DEVICES": "GPU-c"}
-    assert placement.rewards.environment(of_run) == {}
+    assert placement.rewards[0].environment(of_run) == {}
     assert placed(*settings).engines[0].environment(of_run) == {}, "on CPU"
 
 
@@ -159,7 +159,7 @@ def test_ranks_fill_the_nodes_in_order() -> None:
     placement = on_nodes(*settings, gpus=4)
     assert [process.node.number for process in placement.trainers] == [0, 0, 0, 0, 1, 1, 1, 1]
     assert [process.node.number for process in placement.engines] == [2, 2, 3, 3]
-    assert placement.rewards.node.number == 0
+    assert placement.rewards[0].node.number == 0
     assert placement.describe().splitlines()[1:] == [
         "node 0: trainer-0 to 3 on GPUs 0-3, rewards-0",
         "node 1: trainer-4 to 7 on GPUs 4-7",

@@ -320,8 +320,8 @@ def test_roles_start_concurrently_unless_they_share_memory(
     for name in ("TrainerGroup", "EngineGroup", "RewardGroup"):
         monkeypatch.setattr(module, name, lambda *_, name=name: FakeWorkerGroup(name, log))
     FakeWorkerGroup.holders = megatron_holders(ModelFolders(folder, None, None, None).hf_config, layout_of(), "float32")
-    session = SimpleNamespace(first=lambda pendings: pendings[-1])
-    launch_workers(session, config, ModelFolders(folder, None, None, None), place(config), None)
+    monkeypatch.setattr(module, "first", lambda pendings: pendings[-1])
+    launch_workers(SimpleNamespace(), config, ModelFolders(folder, None, None, None), place(config), None)
     started = [line.partition(": started in ")[0] for line in capsys.readouterr().out.splitlines()]
     assert started == (["engines", "actor", "rewards"] if on_gpus else ["actor", "rewards", "engines"])
     asleep, actor_begins = log.index("EngineGroup is waited for"), log.index("TrainerGroup begins")
@@ -338,7 +338,7 @@ def test_models_on_shared_devices_start_one_after_another(monkeypatch: pytest.Mo
         monkeypatch.setattr(module, name, lambda *_, name=name: FakeWorkerGroup(name, log))
     monkeypatch.setattr(module, "TrainerGroup", lambda _session, _config, role, *_: FakeWorkerGroup(role, log))
     FakeWorkerGroup.holders = megatron_holders(ModelFolders(folder, None, None, None).hf_config, layout_of(), "float32")
-    session = SimpleNamespace(first=lambda pendings: pendings[-1])
-    launch_workers(session, config, ModelFolders(folder, folder, None, None), place(config), None)
+    monkeypatch.setattr(module, "first", lambda pendings: pendings[-1])
+    launch_workers(SimpleNamespace(), config, ModelFolders(folder, folder, None, None), place(config), None)
     turns = [line for line in log if line.startswith(("actor", "critic"))]
     assert turns == [f"{role} {what}" for role in ("actor", "critic") for what in ("begins", "is waited for", "leaves")]

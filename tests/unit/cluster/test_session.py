@@ -14,7 +14,7 @@ from ray.exceptions import ActorDiedError, OutOfMemoryError, RayTaskError
 from megarl.cluster import pending as pending_module
 from megarl.cluster import session as module
 from megarl.cluster.object_store import object_store_mib
-from megarl.cluster.pending import Answers, join
+from megarl.cluster.pending import Answers, first, join
 from megarl.cluster.session import Session
 from megarl.config.load import load
 from megarl.config.schema import Timeouts
@@ -227,7 +227,7 @@ def test_pending_results_may_be_awaited_in_any_order(session: Session, ray: Fake
     slow, fast = (
         session.submit({name: Call(at, name)}, name, "update") for name, at in (("trainer-0", 30), ("engine-0", 10))
     )
-    assert session.first([slow, fast]) is fast
+    assert first([slow, fast]) is fast
     assert ray.now == 10
     assert not slow.advance() and fast.result().values == {"engine-0": "engine-0"}
     assert slow.result().values == {"trainer-0": "trainer-0"}
@@ -242,7 +242,7 @@ def test_follow_up_calls_belong_to_the_pending_result(session: Session, ray: Fak
         session.submit({"trainer-0": Call(2, 7)}, "address", "start").then(start).then(lambda a: a.values["trainer-1"])
     )
     other = session.submit({"engine-0": Call(20)}, "rollout", "rollout")
-    assert session.first([other, pending]) is pending
+    assert first([other, pending]) is pending
     assert (pending.result(), ray.now) == (8, 7)
 
 

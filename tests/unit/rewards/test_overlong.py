@@ -2,7 +2,7 @@
 
 import pytest
 
-from megarl.rewards.overlong import overlong_penalty
+from megarl.rewards.length import overlong_penalty
 
 
 @pytest.mark.parametrize(("tokens", "penalty"), [(0, 0), (80, 0), (81, -0.05), (90, -0.5), (100, -1), (120, -1)])

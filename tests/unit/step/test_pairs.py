@@ -1,7 +1,7 @@
 """Pairs of sampled responses for preference objectives."""
 
 from megarl.core.types import SampleRef
-from megarl.step.pairs import best_and_worst
+from megarl.step.updates import best_and_worst
 
 
 def group(*rewards: float) -> list[SampleRef]:

@@ -42,14 +42,13 @@ class Rollouts:
         self.under_way.append(pendings)
         return pendings
 
-    def first(self, pendings, meanwhile):
+    def wait(self, wanted, meanwhile):
         meanwhile()
-        return self.end(self.rng.choice(pendings))
+        self.end(self.rng.choice(self.under_way))
 
     def end(self, pending):
         pending.ended = self.version
         self.under_way.remove(pending)
-        return pending
 
     def reassign_stragglers(self, groups):
         """Check that the given samples, which a step waits for, are pending."""
@@ -78,7 +77,7 @@ class Submitted:
 
     @property
     def current(self):
-        return SimpleNamespace(_session=self.rollouts)
+        return SimpleNamespace(session=self.rollouts)
 
     def advance(self) -> bool:
         return self.ended is not None
@@ -312,7 +311,7 @@ def test_stale_groups_are_aborted_counted_and_requeued(max_staleness):
     for pending in [*rollouts.under_way[2:]]:
         rollouts.end(pending)
     if not max_staleness:
-        rollouts.first = lambda *_: end_one()
+        rollouts.wait = lambda *_: end_one()
         taken = queue.take(state.step, PER_STEP, lambda: None)
         assert waited == ["0", "1"] == [group[0].prompt_id for group in taken[:2]]
 

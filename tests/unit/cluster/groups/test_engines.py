@@ -109,11 +109,8 @@ class FakeEngine:
             own["model.other.weight"] = own.pop("model.norm.weight")
         return [own]
 
-    def take_seconds(self) -> float:
-        return FakeActor.sampled[self._name][0]
-
-    def take_num_steps(self) -> int:
-        return FakeActor.sampled[self._name][1]
+    def take_work(self) -> tuple[float, int]:
+        return FakeActor.sampled[self._name]
 
     def repacking(self) -> list[str]:
         return FakeActor.repacking

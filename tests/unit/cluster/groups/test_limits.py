@@ -11,10 +11,10 @@ from typing import Any, get_args
 
 import pytest
 
-from megarl.cluster.groups import remote, reward_model, rewards
+from megarl.cluster import rank_batch
+from megarl.cluster.groups import remote, rewards
 from megarl.cluster.groups.engines import EngineGroup
-from megarl.cluster.groups.reward_engines import RewardEngineGroup
-from megarl.cluster.groups.reward_model import RewardModelGroup
+from megarl.cluster.groups.reward_models import RewardEngineGroup, RewardModelGroup
 from megarl.cluster.groups.rewards import RewardGroup
 from megarl.cluster.groups.trainers import TrainerGroup
 from megarl.cluster.pending import Pending
@@ -91,8 +91,8 @@ class Groups:
         self.reward_engines = RewardEngineGroup(session, self.config, folder, [Process("engine", 0, 1, devices=(0,))])
         for group in (self.actor, self.reward_model):
             group._data_parallel_ranks, group.packing = [0], None
-        self.rewards = RewardGroup(session, self.config, Process("rewards", 0, 1), None, None)
-        self.judged = RewardGroup(session, self.config, Process("rewards", 0, 1), self.reward_model, None)
+        self.rewards = RewardGroup(session, self.config, [Process("rewards", 0, 1)], None, None)
+        self.judged = RewardGroup(session, self.config, [Process("rewards", 0, 1)], self.reward_model, None)
         self.judged._reads_ids = False
         self.refit = Refit(session, load(QUICKSTART, ["rollout.verify_refit=off"]), self.actor, self.engines, None)
 
@@ -133,7 +133,7 @@ CASES: dict[str, tuple[TimeoutKind, Callable[[Groups, Path], Any]]] = {
 
 def connect(refit: Refit) -> None:
     """Replacement for Refit._connect."""
-    refit._plan, refit._connected = SimpleNamespace(crosses_nodes=False), refit._engines.names
+    refit._planned, refit._connected = (None, None), refit._engines.names
 
 
 @pytest.fixture
@@ -142,7 +142,7 @@ def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Groups:
         monkeypatch.setattr(group, "actor_class", Handle())
     monkeypatch.setattr(rewards, "RewardActor", Handle())
     monkeypatch.setattr(remote, "ray", SimpleNamespace(put=lambda value: value))
-    monkeypatch.setattr(reward_model, "schedule", lambda *_: [()])
+    monkeypatch.setattr(rank_batch, "schedule", lambda *_: [()])
     monkeypatch.setattr(Refit, "_connect", connect)
     (tmp_path / "config.json").write_text(json.dumps(config_of()))
     return Groups(tmp_path, HangingSession())

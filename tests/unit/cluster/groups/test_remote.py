@@ -14,8 +14,12 @@ from megarl.cluster.groups.engines import EngineGroup
 from megarl.cluster.groups.environments import EnvironmentActor, EnvironmentGroup
 from megarl.cluster.groups.group import AsyncProcessActor, ProcessActor, TimedResult, WorkerGroup
 from megarl.cluster.groups.remote import Declaration, remote
-from megarl.cluster.groups.reward_engines import RewardEngineActor, RewardEngineGroup
-from megarl.cluster.groups.reward_model import RewardModelActor, RewardModelGroup
+from megarl.cluster.groups.reward_models import (
+    RewardEngineActor,
+    RewardEngineGroup,
+    RewardModelActor,
+    RewardModelGroup,
+)
 from megarl.cluster.groups.rewards import RewardActor, RewardGroup, RewardWorker
 from megarl.cluster.groups.trainers import TrainerActor, TrainerGroup
 from megarl.cluster.pending import Answers, ready

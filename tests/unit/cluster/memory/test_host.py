@@ -6,8 +6,7 @@ import pytest
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from megarl.cluster.memory.host import least_host_bytes
-from megarl.cluster.memory.parameters import ModelParameters, Models
+from megarl.cluster.memory.parameters import ModelParameters, Models, least_host_bytes
 from megarl.config.load import load
 from tests.paths import BASE
 

@@ -16,7 +16,8 @@ import pytest
 
 from megarl.core.types import Prompt, VersionRun
 from megarl.data.turns import ChatTokens
-from megarl.environments.sessions import Session, SessionLimits, SessionServer
+from megarl.environments.sessions.server import SessionServer
+from megarl.environments.sessions.session import Session, SessionLimits
 from megarl.environments.transcript import Part
 from tests.scripted_policy import ScriptedPolicy, call, hermes_tokenizer
 

@@ -18,7 +18,8 @@ from megarl.core.types import Prompt
 from megarl.data.turns import ChatTokens
 from megarl.environments import Task
 from megarl.environments.hosts import HostArguments, HostFailure, HostPool
-from megarl.environments.sessions import SessionLimits, SessionServer
+from megarl.environments.sessions.server import SessionServer
+from megarl.environments.sessions.session import SessionLimits
 from megarl.environments.transcript import Part
 from tests.paths import VERIFIERS
 from tests.scripted_policy import ScriptedPolicy, call, hermes_tokenizer
@@ -78,10 +79,10 @@ def test_verifiers_environment_plays_through_the_endpoint(surroundings: Path) ->
         task = asdict(Task("a", [], None, {"idx": idx}, 3))
         given = {"base_url": server.base_url, "api_key": session.token, "model": "policy"}
         try:
-            rewards = await host.call("run", str(idx), 300, task=task, **given)
+            rewards = await host.invoke("run", str(idx), 300, task=task, **given)
         except HostFailure as failure:
             rewards = failure
-        await host.call("close", str(idx), 10)
+        await host.invoke("close", str(idx), 10)
         return rewards, await server.close(session)
 
     async def main() -> list[tuple[Any, list[Part]]]:
@@ -120,7 +121,7 @@ def test_missing_verifiers_environment_is_reported(surroundings: Path) -> None:
         host = await pool.take()
         given = {"base_url": "http://127.0.0.1:9/v1", "api_key": "none", "model": "policy"}
         try:
-            await host.call("run", "a", WAIT_S, task=asdict(Task("a", [], None, {}, 3)), **given)
+            await host.invoke("run", "a", WAIT_S, task=asdict(Task("a", [], None, {}, 3)), **given)
         finally:
             await pool.close()
 

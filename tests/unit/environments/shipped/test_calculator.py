@@ -5,6 +5,7 @@ import pytest
 
 from megarl.environments import Step, ToolCall
 from megarl.environments.registry import check_environment
+from megarl.environments.tools import describe, tools_of
 from tests.unit.environments.shipped.turns import question, task, turn
 
 CalculatorEnvironment = check_environment("calculator", {"low": 2, "high": 99})
@@ -50,7 +51,7 @@ def test_question_of_the_data_row_is_used():
 
 
 def test_tool_descriptions_include_the_arguments():
-    described = [one["function"] for one in CalculatorEnvironment().toolbox.descriptions]
+    described = [describe(name, tool)["function"] for name, tool in tools_of(CalculatorEnvironment).items()]
     assert [one["name"] for one in described] == ["add", "multiply"]
     assert described[0]["description"] == "Returns the sum of two numbers."
     assert described[0]["parameters"]["properties"] == {

@@ -27,7 +27,7 @@ from vllm.usage.usage_lib import UsageContext
 from megarl.config.load import load
 from megarl.core.errors import UserError
 from megarl.rollout.vllm import worker_extension
-from megarl.rollout.vllm.engine import rollout_arguments
+from megarl.rollout.vllm.engine_arguments import rollout_arguments
 from tests.paths import BASE
 from tests.tiny_model import write_tiny_experts, write_tiny_llama
 
@@ -177,7 +177,7 @@ def test_batch_invariant_engines_need_a_supported_gpu(monkeypatch, tmp_path: Pat
     folder = write_tiny_llama(tmp_path)
     keys = [f"model.path={folder}", "data.source=arithmetic", "rollout.context_length=64", "rollout.max_new_tokens=32"]
     rollout = load(BASE, [*keys, "rollout.batch_invariant=true"]).rollout
-    monkeypatch.setattr("megarl.rollout.vllm.engine.device.capability", lambda: capability)
+    monkeypatch.setattr("megarl.rollout.vllm.engine_arguments.device.capability", lambda: capability)
     refusal = pytest.raises(
         UserError, match=r"rollout.batch_invariant=true: vLLM's batch-invariant kernels require .* 9\.0 or higher"
     )

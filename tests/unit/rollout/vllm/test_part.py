@@ -12,7 +12,7 @@ from vllm import LLM
 
 from megarl.config.load import load
 from megarl.rollout.vllm import part
-from megarl.rollout.vllm.engine import rollout_arguments
+from megarl.rollout.vllm.engine_arguments import rollout_arguments
 from tests.paths import BASE
 from tests.tiny_model import write_tiny_llama
 
@@ -38,7 +38,7 @@ def test_all_parts_have_the_same_configuration(monkeypatch: pytest.MonkeyPatch, 
 
     monkeypatch.setattr(entrypoint, "LLMEngine", SimpleNamespace(from_engine_args=capture_first))
     monkeypatch.setattr(part, "MultiprocExecutor", capture_other)
-    first, other = (part.Part(number, 2, "127.0.0.1", 1).arguments for number in (0, 1))
+    first, other = (part.part_arguments(number, 2, "127.0.0.1", 1) for number in (0, 1))
     with pytest.raises(Stop):
         LLM(**arguments | first)
     assert part.PartRanks(arguments | other).died.is_set()

@@ -1,4 +1,4 @@
-"""A reward model in vLLM."""
+"""A reward model, in Megatron or in vLLM."""
 
 from __future__ import annotations
 
@@ -8,18 +8,42 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from megarl.cluster.groups.ranks import RankActor, RankGroup
 from megarl.cluster.groups.remote import remote
 from megarl.cluster.groups.vllm import VllmActor, VllmGroup
 from megarl.cluster.pending import Pending
-from megarl.cluster.rank_batch import Scores, join_scores, put_scores
+from megarl.cluster.rank_batch import RankBatch, Scores, join_by_sample, put_scores
 from megarl.cluster.supervision import segments
 from megarl.cluster.supervision.scratch import own_scratch
 from megarl.core.types import SampleRef
 from megarl.rollout.router import Router
 
 if TYPE_CHECKING:
-    from megarl.rollout.vllm.classifier import VllmClassifier
-    from megarl.rollout.vllm.judge import VllmJudge
+    from megarl.data.local_batch import LocalBatch
+    from megarl.rollout.vllm.reward_model import VllmClassifier, VllmJudge
+
+
+@ray.remote(num_cpus=0, max_restarts=0)
+class RewardModelActor(RankActor):
+    """One rank in a reward model."""
+
+    def score_tokens(self, batch: LocalBatch) -> Scores:
+        """Score samples without caching them for later passes."""
+        self._batches.clear()
+        return put_scores(self._worker.score_tokens(batch))
+
+
+class RewardModelGroup(RankGroup):
+    """All ranks in a reward model."""
+
+    actor_class, title = RewardModelActor, "RewardModelActor"
+
+    @remote(timeout="rewards", join=join_by_sample)
+    def _score_tokens(self, batch: RankBatch) -> Scores: ...
+
+    def scores(self, samples: Sequence[SampleRef]) -> Pending[Scores]:
+        """Score each response token, float32 [R], or, with a sequence classifier, each sample, float32 [1]."""
+        return self._score_tokens.on_each(self._by_rank(RankBatch.split(samples, self.packing)))
 
 
 @ray.remote(num_cpus=0, max_restarts=0)
@@ -27,22 +51,15 @@ class RewardEngineActor(VllmActor):
     """One classifier or judge model on vLLM."""
 
     def _arguments(self) -> dict[str, Any]:
-        if self._judges:
-            from megarl.rollout.vllm.judge import judge_arguments
+        from megarl.rollout.vllm.reward_model import classifier_arguments, judge_arguments
 
-            return judge_arguments(self._config, self._model_folder)
-        from megarl.rollout.vllm.classifier import classifier_arguments
-
-        return classifier_arguments(self._config, self._model_folder)
+        return (judge_arguments if self._judges else classifier_arguments)(self._config, self._model_folder)
 
     def _load(self, arguments: Mapping[str, Any]) -> VllmClassifier | VllmJudge:
-        if self._judges:
-            from megarl.rollout.vllm.judge import VllmJudge
+        from megarl.rollout.vllm.reward_model import VllmClassifier, VllmJudge
 
-            return VllmJudge(arguments, self._config.reward_model.judge.max_new_tokens)
-        from megarl.rollout.vllm.classifier import VllmClassifier
-
-        return VllmClassifier(arguments)
+        judge = self._config.reward_model.judge
+        return VllmJudge(arguments, judge.max_new_tokens) if self._judges else VllmClassifier(arguments)
 
     def score(self, samples: Sequence[SampleRef]) -> Scores:
         scores = self._worker.scores(ray.get([ref.sample for ref in samples])) if samples else []
@@ -59,7 +76,7 @@ class RewardEngineGroup(VllmGroup):
 
     actor_class, title, role = RewardEngineActor, "RewardEngineActor", "reward model"
 
-    @remote(timeout="rewards", join=join_scores)
+    @remote(timeout="rewards", join=join_by_sample)
     def _score(self, samples: Sequence[SampleRef]) -> Scores: ...
 
     def scores(self, samples: Sequence[SampleRef]) -> Pending[Scores]:
