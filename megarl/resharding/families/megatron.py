@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from megarl.config.divisors import divisibility_error, divisors
@@ -61,7 +62,7 @@ def megatron_holder(
         UserError: the model cannot be split evenly over the layout. In a run, the config rules reject such a layout
             earlier, with an error that names its role.
     """
-    return _holders(hf_config, layout, [rank], dtype, transformer_engine, vocab_multiple)[0]
+    return megatron_holders(hf_config, layout, dtype, transformer_engine, vocab_multiple, [rank])[0]
 
 
 def megatron_holders(
@@ -70,24 +71,14 @@ def megatron_holders(
     dtype: str | None = None,
     transformer_engine: bool = False,
     vocab_multiple: int = VOCABULARY_MULTIPLE,
+    ranks: Iterable[int] | None = None,
 ) -> list[Holder]:
-    """Return the holders for all ranks. See `megatron_holder` for the arguments."""
-    return _holders(hf_config, layout, range(layout.world_size), dtype, transformer_engine, vocab_multiple)
-
-
-def _holders(
-    hf_config: Mapping[str, Any],
-    layout: Layout,
-    ranks: Iterable[int],
-    dtype: str | None,
-    transformer_engine: bool,
-    vocab_multiple: int,
-) -> list[Holder]:
+    """Return the holders for these ranks; None means all ranks. See `megatron_holder` for the remaining arguments."""
     canonical = Canonical(hf_config)
     _check_sizes(canonical.model, layout)
     shards: dict[Coordinates, Shard] = {}
     holders = []
-    for rank in ranks:
+    for rank in range(layout.world_size) if ranks is None else ranks:
         coordinates = Coordinates.of(layout, rank)
         if coordinates not in shards:
             builder = ShardBuilder(canonical, dtype or weights_dtype(hf_config))
@@ -141,19 +132,16 @@ def chunk_layers(num_layers: int, layout: Layout) -> list[list[range]]:
     Raises:
         UserError: the layers cannot be split evenly.
     """
-    chunks: list[list[range]] = []
-    start = 0
-    for virtual in range(layout.vpp):
-        chunks.append([])
-        for stage, count in enumerate(stage_sizes(num_layers, layout)):
-            if count % layout.vpp:
-                raise UserError(
-                    f"vpp={layout.vpp}: the {count} layers of pipeline stage {stage} are not divisible by {layout.vpp}"
-                    f". Fix: set vpp to a divisor of {count}"
-                )
-            chunks[virtual].append(range(start, start + count // layout.vpp))
-            start += count // layout.vpp
-    return chunks
+    sizes = stage_sizes(num_layers, layout)
+    for stage, count in enumerate(sizes):
+        if count % layout.vpp:
+            raise UserError(
+                f"vpp={layout.vpp}: the {count} layers of pipeline stage {stage} are not divisible by {layout.vpp}"
+                f". Fix: set vpp to a divisor of {count}"
+            )
+    ends = accumulate(count // layout.vpp for _ in range(layout.vpp) for count in sizes)
+    chunks = [range(*span) for span in pairwise((0, *ends))]
+    return [chunks[i : i + layout.pp] for i in range(0, len(chunks), layout.pp)]
 
 
 def stage_sizes(num_layers: int, layout: Layout) -> list[int]:

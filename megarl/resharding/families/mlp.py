@@ -5,20 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megarl.models.shape import ModelShape
-from megarl.resharding.families.part import Part
+from megarl.resharding.families.part import Part, norm
 from megarl.resharding.families.tiling import Fused, Split, Whole
 
 _GATE_UP = ("mlp.gate_proj.weight", "mlp.up_proj.weight")
 _GATE_UP_BIAS = ("mlp.gate_proj.bias", "mlp.up_proj.bias")
 _FUSED, _ROWS = "mlp.gate_up_proj.weight", ("intermediate", "intermediate")
-_NORM = Whole(("post_attention_layernorm.weight",))
 
-NORM = Part(
-    tensors={"post_attention_layernorm.weight": ("hidden",)},
-    megatron={"pre_mlp_layernorm.weight": _NORM},
-    transformer_engine={"mlp.linear_fc1.layer_norm_weight": _NORM},
-    vllm={"post_attention_layernorm.weight": _NORM},
-)
+NORM = norm("post_attention_layernorm.weight", "hidden", "pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")
 WEIGHTS = Part(
     tensors={
         "mlp.gate_proj.weight": ("intermediate", "hidden"),
@@ -38,8 +32,8 @@ _FUSED_GATE_UP = Fused(tensors=(_FUSED,), tiling=Split(()), parts=_ROWS)
 FUSED_WEIGHTS = replace(
     WEIGHTS,
     tensors={_FUSED: (_ROWS, "hidden"), "mlp.down_proj.weight": ("hidden", "intermediate")},
-    megatron=WEIGHTS.megatron | {"mlp.linear_fc1.weight": _FUSED_GATE_UP},
-    vllm=WEIGHTS.vllm | {_FUSED: _FUSED_GATE_UP},
+    megatron={**WEIGHTS.megatron, "mlp.linear_fc1.weight": _FUSED_GATE_UP},
+    vllm={**WEIGHTS.vllm, _FUSED: _FUSED_GATE_UP},
 )
 BIAS = Part(
     tensors={

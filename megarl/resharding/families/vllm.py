@@ -67,12 +67,7 @@ def padded_experts(parameters: Mapping[str, tuple[tuple[int, ...], str]]) -> int
 
 
 def _shard(
-    hf_config: Mapping[str, Any],
-    tp: int,
-    rank: int,
-    dtype: str | None,
-    expert_parallel: bool,
-    padded: int | None,
+    hf_config: Mapping[str, Any], tp: int, rank: int, dtype: str | None, expert_parallel: bool, padded: int | None
 ) -> Shard:
     canonical = Canonical(hf_config)
     model = canonical.model
@@ -102,17 +97,14 @@ def _expert_range(count: int, parts: int, part: int) -> range:
 
 
 def _check_tp(model: ModelShape, padded_vocab: int, tp: int, expert_parallel: bool) -> None:
-    experts = model.experts
-    dense = {} if experts and all(experts.layers) else {"MLP rows (intermediate_size)": model.intermediate}
-    routed = {"MLP rows of an expert": experts.intermediate} if experts and not expert_parallel else {}
-    shared = {"MLP rows of the shared experts": experts.shared_intermediate} if experts else {}
-    sizes = {
-        "attention heads": model.heads,
-        **dense,
-        **routed,
-        **shared,
-        f"vocabulary rows (vocab_size padded to a multiple of {VOCABULARY_MULTIPLE})": padded_vocab,
-    }
+    experts, sizes = model.experts, {"attention heads": model.heads}
+    if not experts or not all(experts.layers):
+        sizes["MLP rows (intermediate_size)"] = model.intermediate
+    if experts and not expert_parallel:
+        sizes["MLP rows of an expert"] = experts.intermediate
+    if experts:
+        sizes["MLP rows of the shared experts"] = experts.shared_intermediate
+    sizes[f"vocabulary rows (vocab_size padded to a multiple of {VOCABULARY_MULTIPLE})"] = padded_vocab
     for name, size in sizes.items():
         if message := divisibility_error("rollout.tp", tp, name, size, divisors(size)):
             raise UserError(message)
