@@ -45,11 +45,7 @@ def scale_of(deviation: float, std_epsilon: float) -> float:
 
 def standard_deviation(rewards: Sequence[float], std: str) -> float:
     """Return the standard deviation of the rewards. It is exactly 0 for equal rewards, even if rounding makes their
-    mean differ from them.
-
-    Args:
-        std: "sample" divides the squared deviations by n − 1, "population" by n.
-    """
+    mean differ from them. std="sample" divides the squared deviations by n − 1, "population" by n."""
     if min(rewards) == max(rewards):
         return 0.0
     average = mean(rewards)

@@ -92,10 +92,8 @@ def adapted(coefficient: float, divergence: float, target: float, num_samples: i
     """Return β·(1 + e·num_samples/horizon) with e = clip(divergence/target − 1, −0.2, 0.2), which moves the divergence
     towards its target.
 
-    Ziegler et al. (https://arxiv.org/abs/1909.08593, section 2.2); counting samples follows their published code.
-
-    Args:
-        divergence: the step's mean KL estimate.
+    Ziegler et al. (https://arxiv.org/abs/1909.08593, section 2.2); counting samples follows their published code. The
+    divergence is the step's mean KL estimate.
     """
     error = min(max(divergence / target - 1, -0.2), 0.2)
     return coefficient * (1 + error * num_samples / horizon)

@@ -9,11 +9,8 @@ if TYPE_CHECKING:
 
 
 def margins(rewards: torch.Tensor) -> torch.Tensor:
-    """Return better − worse for each pair, float32 [P].
-
-    Args:
-        rewards: float32 [2·P], one pair after another, the better response first.
-    """
+    """Return better − worse for each pair, float32 [P]. `rewards`, float32 [2·P], holds one pair after another, the
+    better response first."""
     if rewards.ndim != 1 or len(rewards) % 2:
         raise ValueError(f"rewards must have shape [2·P], got {tuple(rewards.shape)}")
     better, worse = rewards.view(-1, 2).unbind(-1)
@@ -22,11 +19,7 @@ def margins(rewards: torch.Tensor) -> torch.Tensor:
 
 def bradley_terry(margin: torch.Tensor, label_smoothing: float) -> torch.Tensor:
     """Return ℓ = −(1 − ε)·log σ(m) − ε·log σ(−m): the cross-entropy of the preference if the better response wins with
-    probability σ(m) and a fraction ε of the pairs is mislabeled.
-
-    Args:
-        margin: float32 [P], m.
-    """
+    probability σ(m) and a fraction ε of the pairs is mislabeled. The margin m is float32 [P]."""
     from torch.nn.functional import logsigmoid
 
     require_pairs(margin)

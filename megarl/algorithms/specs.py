@@ -147,10 +147,7 @@ class EstimatorSpec(Spec):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleEstimator(EstimatorSpec):
     """An estimator of one advantage per sample: (reward − center) / scale, shared by all tokens in the sample.
-
-    Args:
-        compare: (group, **arguments) -> the Baseline of each member.
-    """
+    `compare` maps (group, **arguments) to the Baseline of each member."""
 
     compare: Callable[..., list[Baseline]]
 
@@ -215,12 +212,9 @@ class GroupEstimator(SampleEstimator):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenEstimator(EstimatorSpec):
-    """An estimator of one advantage per token. The sample's reward is assigned to its last trained token.
-
-    Args:
-        estimate: (reward [N], mask [N], row_sample [N], **arguments) -> TokenAdvantages; with comparison="values" also
-            value [N], by keyword.
-    """
+    """An estimator of one advantage per token. The sample's reward is assigned to its last trained token. `estimate`
+    maps (reward [N], mask [N], row_sample [N], **arguments) to TokenAdvantages; with comparison="values" it also takes
+    value [N], by keyword."""
 
     estimate: Callable[..., TokenAdvantages]
 

@@ -22,10 +22,8 @@ def with_advantages(
 ) -> list[TokenBatch]:
     """Return this rank's microbatches with advantages and, if there is a critic, the returns that it is trained on.
 
-    Collective over the data-parallel ranks if advantages are whitened over the update.
-
-    Args:
-        step_moments: `moments` of all updates in the step, summed over all ranks. Required with whiten_over=step.
+    Collective over the data-parallel ranks if advantages are whitened over the update. step_moments holds the `moments`
+    of all updates in the step, summed over all ranks. It is required with whiten_over=step.
     """
     config, estimated = algorithm.advantage, estimate_advantages(algorithm, batches)
     if not config.option("whiten"):
@@ -57,11 +55,7 @@ def sum_over_replicas(values: torch.Tensor) -> torch.Tensor:
 
 def mean_advantages(batch: TokenBatch, names: Sequence[str]) -> dict[str, float]:
     """Return sample name -> mean advantage over the sample's trained tokens. Samples without trained tokens are
-    omitted.
-
-    Args:
-        names: sample names, in batch order.
-    """
+    omitted. `names` are the sample names in batch order."""
     counts = _sample_sums(batch, torch.ones_like(batch.advantage))
     means = _sample_sums(batch, batch.advantage) / counts
     return {name: mean for name, mean, count in zip(names, means.tolist(), counts.tolist(), strict=True) if count > 0}

@@ -26,10 +26,7 @@ def mean(values: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torc
     """Return the weighted mean. The sum of the weights becomes the metric's weight when microbatches are merged.
 
     With a mask as the weight, the result is the mean over trained tokens. Values with weight 0 are excluded, even if
-    they are NaN.
-
-    Args:
-        weight: bool or non-negative float32.
+    they are NaN. The weight is bool or non-negative float32.
     """
     total_weight = weight.sum()
     weighted_sum = (values.detach() * weight).where(weight > 0, 0.0).sum()

@@ -37,11 +37,7 @@ class Offload:
 
     def move_out(self, part: Part) -> int:
         """Offload a part and return the number of bytes freed on the device, including storages that were already
-        offloaded.
-
-        Raises:
-            UserError: the part is published in shared memory.
-        """
+        offloaded. Raise a UserError if the part is published in shared memory."""
         present = [storage for storage in self._storages(part) if storage.nbytes()]
         if any(storage.device.type == "cpu" and storage.is_shared() for storage in present):
             raise UserError(

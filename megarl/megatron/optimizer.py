@@ -40,11 +40,8 @@ def build_optimizer(
     without_decay: Collection[torch.nn.Parameter] = (),
 ) -> MegatronOptimizer:
     """Build the optimizer. Its float32 state is sharded over the data-parallel ranks. For 16-bit parameters, the main
-    weights start as copies of the parameters; see main_weights.py. Loss scaling is separate; see loss_scale.py.
-
-    Args:
-        without_decay: additional parameters without weight decay, besides biases and norms.
-    """
+    weights start as copies of the parameters; see main_weights.py. Loss scaling is separate; see loss_scale.py. The
+    parameters in `without_decay`, biases and norms have no weight decay."""
     for parameter in without_decay:
         parameter.without_decay = True
     optimizer = get_megatron_optimizer(

@@ -48,11 +48,7 @@ def checked(key: str, extra: Mapping[str, Any], target: type, reserved: Mapping[
 
 
 def build(settings: str, target: type[T], fields: Mapping[str, Any]) -> T:
-    """Build the dataclass.
-
-    Raises:
-        UserError: the dataclass rejects its fields. The message names `settings`.
-    """
+    """Build the dataclass. Raise a UserError that names `settings` if the dataclass rejects its fields."""
     try:
         return target(**fields)
     except (AssertionError, ValueError) as error:

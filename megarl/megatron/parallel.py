@@ -19,11 +19,8 @@ _host_group: dist.ProcessGroup | None = None
 
 
 def initialize(layout: Layout, store: dist.Store, rank: int, seed: int, timeout_s: float) -> None:
-    """Join the process group and create Megatron's tensor-, pipeline- and data-parallel groups.
-
-    Args:
-        timeout_s: timeout for every collective in seconds, after which a rank with a dead peer fails.
-    """
+    """Join the process group and create Megatron's tensor-, pipeline- and data-parallel groups. After timeout_s seconds
+    in a collective, a rank with a dead peer fails."""
     cpu_support.install()
     dist.init_process_group(
         device.backend(),

@@ -25,9 +25,7 @@ def with_selection(
     Of the tokens in the update's loss, select the fraction `covariance_share` with the highest selection keys, and at
     least one token. Tokens that tie with the last one selected are included. Tokens whose keys differ by less than the
     rounding error may be selected under one layout but not under another. Collective over the data-parallel ranks.
-
-    Args:
-        members: the samples in each microbatch.
+    `members` holds the samples in each microbatch.
     """
     objective, selection = algorithm.objective, algorithm.objective.spec.selection
     olds = [batch.rollout_logprobs if algorithm.correction.old == "rollout" else batch.old for batch in batches]

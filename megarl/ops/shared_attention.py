@@ -22,10 +22,7 @@ def pack_mask(document_tokens: torch.Tensor, boundaries: torch.Tensor) -> BlockM
     Documents that share tokens form a tree, stored in the pack depth first: all continuations of a token directly
     follow it. A token is therefore visible to a contiguous range of tokens, from itself to the end of its last
     document. The block masks are computed from the ends of these ranges, without a mask whose size is quadratic in the
-    pack length.
-
-    Args:
-        document_tokens, boundaries: as in TokenBatch.
+    pack length. `document_tokens` and `boundaries` are as in TokenBatch.
     """
     device, tokens, bounds = document_tokens.device, document_tokens.cpu(), boundaries.long().cpu()
     num_tokens, lengths = int(tokens.max()) + 1, bounds.diff()

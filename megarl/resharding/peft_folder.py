@@ -26,12 +26,8 @@ class PeftFolder(AbstractContextManager):
     """The adapters in a PEFT folder, as a context manager that closes the file."""
 
     def __init__(self, folder: Path, lora: Lora, whole: Holder, num_experts: int):
-        """
-        whole   holder of all adapter tensors for the model
-
-        Raises:
-            UserError: the folder is not a PEFT folder, or its adapters do not match the config.
-        """
+        """`whole` is the holder of all adapter tensors for the model. Raise a UserError if the folder is not a PEFT
+        folder, or if its adapters do not match the config."""
         self._folder, self._num_experts = folder, num_experts
         check_adapter_config(folder, lora)
         self._file = safe_open(folder / WEIGHTS, framework="pt")
@@ -54,11 +50,8 @@ class PeftFolder(AbstractContextManager):
         self._file.__exit__(None, None, None)
 
     def read(self, tensor: str, rectangle: Rectangle) -> torch.Tensor | None:
-        """Return a rectangle of a tensor, or None if the folder has no adapter for its layer.
-
-        Raises:
-            UserError: experts that share an adapter have different weights in the folder.
-        """
+        """Return a rectangle of a tensor, or None if the folder has no adapter for its layer. Raise a UserError if
+        experts that share an adapter have different weights in the folder."""
         names = [name for name in expert_tensor_names(tensor, self._num_experts) if name in self._names]
         if not names:
             return None

@@ -28,11 +28,8 @@ G = TypeVar("G", bound=Hashable)
 
 
 class QuantizedCopy(Generic[G]):
-    """The quantized weights and scales that a source sends instead of its own parameters.
-
-    Attributes:
-        tensors: parameter name in the quantized shard -> tensor; valid after `fill` until the weights change.
-    """
+    """The quantized weights and scales that a source sends instead of its own parameters. `tensors` maps parameter
+    names in the quantized shard to tensors, which are valid after `fill` until the weights change."""
 
     def __init__(
         self,
@@ -74,11 +71,8 @@ class QuantizedCopy(Generic[G]):
 
     @torch.no_grad()
     def fill(self, parameters: Mapping[str, torch.Tensor], reduce_max: Callable[[torch.Tensor, G], None]) -> None:
-        """Quantize the source's parameters.
-
-        Args:
-            reduce_max: function that all-reduces a float32 tensor in place to its maximum over a process group.
-        """
+        """Quantize the source's parameters. `reduce_max` all-reduces a float32 tensor in place to its maximum over a
+        process group."""
         for largest in self._largest.values():
             largest.zero_()
         for piece in self._pieces:

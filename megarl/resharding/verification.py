@@ -83,11 +83,8 @@ def _corner(rectangle: Rectangle, num_elements: int) -> Rectangle:
 def source_checksums(
     wanted: Sequence[Region], plan: Plan, member: str, parameters: Mapping[str, torch.Tensor]
 ) -> dict[Region, Checksum]:
-    """Return one source's contribution to the checksums of the regions.
-
-    Args:
-        plan: plan for an export to a Hugging Face folder, which assigns each element to exactly one source.
-    """
+    """Return one source's contribution to the checksums of the regions. `plan` exports to a Hugging Face folder, which
+    assigns each element to exactly one source."""
     tensor_regions: dict[str, list[Region]] = defaultdict(list)
     for region in wanted:
         tensor_regions[region.tensor].append(region)
@@ -107,11 +104,8 @@ def source_checksums(
 
 @torch.no_grad()
 def check_weights(holder: Holder, parameters: Mapping[str, torch.Tensor], expected: Mapping[Region, Checksum]) -> None:
-    """Verify a destination's parameters in the expected regions.
-
-    Raises:
-        RuntimeError: a checksum differs. The message contains the first such region and both of its checksums.
-    """
+    """Raise a RuntimeError if one of a destination's parameters has a wrong checksum in an expected region. The message
+    contains the first such region and both of its checksums."""
     if wrong := differing_regions(holder, parameters, expected):
         raise RuntimeError(
             f"engine and trainer weights differ in {len(wrong)} regions. The first is {wrong[0]}. Fix: check the "

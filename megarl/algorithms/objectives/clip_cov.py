@@ -27,10 +27,7 @@ def clip_cov(
     bounds.
 
     Clip-Cov (https://arxiv.org/abs/2505.22617, eq. 11 to 13). The paper excludes tokens that the clip already stops;
-    here tokens are selected before the ratio is known.
-
-    Args:
-        selected: bool [N].
+    here tokens are selected before the ratio is known. `selected` is bool [N].
     """
     require_one_shape(log_prob=log_prob, selected=selected)
     clipped = clip(log_prob, old, advantage, clip_low, clip_high)

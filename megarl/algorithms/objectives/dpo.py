@@ -15,10 +15,8 @@ def dpo(margin: torch.Tensor, label_smoothing: float) -> torch.Tensor:
     """Return ℓ = −(1 − ε)·log σ(m) − ε·log σ(−m), where m = β·h and h is the log-ratio of the better response minus
     that of the worse one.
 
-    DPO (https://arxiv.org/abs/2305.18290, eq. 7). A label_smoothing ε > 0 gives conservative DPO (Mitchell, 2023).
-
-    Args:
-        margin: float32 [P], m.
+    DPO (https://arxiv.org/abs/2305.18290, eq. 7). A label_smoothing ε > 0 gives conservative DPO (Mitchell, 2023). The
+    margin m is float32 [P].
     """
     return bradley_terry(margin, label_smoothing)
 

@@ -24,9 +24,7 @@ def dppo_tv(
     exceeds divergence_limit, else 1.
 
     DPPO-Binary-TV (https://arxiv.org/abs/2602.04879), where π_old is the policy that sampled the token.
-
-    Args:
-        divergence_limit_negative: the limit where A < 0; None uses divergence_limit.
+    divergence_limit_negative is the limit where A < 0; None uses divergence_limit.
     """
     ratio = policy_ratio(log_prob, old, advantage)
     divergence = (log_prob.detach().exp() - old.exp()).abs()

@@ -19,10 +19,8 @@ def kl_cov(
 ) -> PolicyLoss:
     """Return ℓ = −ρ·A, plus penalty·|log ρ| for the selected tokens, which are those with the highest covariance.
 
-    KL-Cov (https://arxiv.org/abs/2505.22617, eq. 14 and 15), with the authors' estimate of the divergence.
-
-    Args:
-        selected: bool [N].
+    KL-Cov (https://arxiv.org/abs/2505.22617, eq. 14 and 15), with the authors' estimate of the divergence. `selected`
+    is bool [N].
     """
     require_one_shape(log_prob=log_prob, old=old, advantage=advantage, selected=selected)
     log_ratio = log_prob - old

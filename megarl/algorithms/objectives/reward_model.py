@@ -14,10 +14,8 @@ if TYPE_CHECKING:
 def reward_model(margin: torch.Tensor, label_smoothing: float) -> torch.Tensor:
     """Return ℓ = −(1 − ε)·log σ(m) − ε·log σ(−m), where m is the better response's score minus the worse one's.
 
-    InstructGPT (https://arxiv.org/abs/2203.02155, eq. 1), where the label_smoothing ε is 0.
-
-    Args:
-        margin: float32 [P], m.
+    InstructGPT (https://arxiv.org/abs/2203.02155, eq. 1), where the label_smoothing ε is 0. The margin m is float32
+    [P].
     """
     return bradley_terry(margin, label_smoothing)
 

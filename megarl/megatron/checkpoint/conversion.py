@@ -97,11 +97,8 @@ def layout_of_files(
     first_stage_layers: int | None = None,
     last_stage_layers: int | None = None,
 ) -> Layout:
-    """Return a layout with the fewest data-parallel ranks that the expert-parallel sizes allow.
-
-    Raises:
-        UserError: the sizes are incompatible.
-    """
+    """Return a layout with the fewest data-parallel ranks that the expert-parallel sizes allow. Raise a UserError if
+    the sizes are incompatible."""
     experts = ep * (tp if etp is None else etp)
     layout = Layout(
         tp=tp,

@@ -46,11 +46,7 @@ class Description:
 
 
 def describe(path: Path) -> Description:
-    """Describe the checkpoint at `path`.
-
-    Raises:
-        UserError: `path` is not a complete checkpoint.
-    """
+    """Describe the checkpoint at `path`. Raise a UserError if `path` is not a complete checkpoint."""
     path = model_path(path)
     with TorchDistFolder(path) as folder:
         tensors = {key: (tensor.shape, tensor.dtype, len(tensor.rectangles)) for key, tensor in folder.tensors.items()}

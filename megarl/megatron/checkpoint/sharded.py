@@ -74,11 +74,7 @@ class Saving:
 
     def finish(self, checkpoint: Path) -> list[FileRecord]:
         """Wait for the thread and return this rank's files, which are then on disk. Re-raise the thread's error, if
-        any.
-
-        Args:
-            checkpoint: the folder to which the files' paths are relative.
-        """
+        any. The files' paths are relative to the folder `checkpoint`."""
         try:
             records = self._written.result()
         except torch_checkpoint.CheckpointException as error:

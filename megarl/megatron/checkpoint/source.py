@@ -73,11 +73,8 @@ class CheckpointSource:
         return stream.getvalue()
 
     def check_files(self, progress: Progress) -> None:
-        """Verify the files in a run's checkpoint.
-
-        Raises:
-            UserError: a file's content differs from what the run wrote. The message names the file.
-        """
+        """Verify the files in a run's checkpoint. Raise a UserError that names the first file whose content differs
+        from what the run wrote."""
         if self.sealed is not None:
             records = _records(self.sealed, self.path)
             for record in records:

@@ -51,11 +51,8 @@ def write_extents(
     folder: Path,
 ) -> None:
     """Write each rank's entries and empty objects (given by key) into an empty folder, as if the ranks had saved them.
-
-    Args:
-        tensor: returns an entry's elements; called right before they are written. The next call may overwrite the
-            result.
-    """
+    `tensor` returns an entry's elements and is called right before they are written; the next call may overwrite the
+    result."""
     writer = FileSystemWriter(folder, sync_files=False, per_thread_copy_ahead=0)
     writer.set_up_storage_writer(is_coordinator=True)
     planner = LazyPlanner({entry.index: entry for rank in ranks for entry in rank}, tensor)

@@ -26,11 +26,7 @@ exported model would compute a different function."""
 
 
 def architecture(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the architecture fields for a config.
-
-    Raises:
-        UserError: the model has an unsupported feature.
-    """
+    """Return the architecture fields for a config. Raise a UserError if the model has an unsupported feature."""
     shape, model = ModelShape.of(hf_config), completed(hf_config)
     return dict(
         **_experts(shape, model),

@@ -137,11 +137,7 @@ def build_chunk(
     config: TransformerConfig, hf_config: Mapping[str, Any], stage: int, context_length: int, fused: bool | None = None
 ) -> GPTModel:
     """Build this rank's layers for one virtual stage (0 if the pipeline stage is not divided), with Megatron's output
-    layer.
-
-    Args:
-        fused: whether to use Transformer Engine's layers; None uses them if Transformer Engine is installed.
-    """
+    layer. `fused` selects Transformer Engine's layers; None uses them if Transformer Engine is installed."""
     if config.gradient_accumulation_fusion:
         kernels.fuse_weight_gradients()
     shape = ModelShape.of(hf_config)

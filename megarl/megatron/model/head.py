@@ -170,11 +170,7 @@ def replace_output_layer(
     model: GPTModel, hf_config: Mapping[str, Any], temperature: float, logits_dtype: torch.dtype = torch.float32
 ) -> None:
     """Replace a GPTModel's output layer with our head, before DDP wraps the model. Only the last stage has an output
-    layer.
-
-    Args:
-        temperature, logits_dtype: settings for a language model's head, as in log_prob_and_entropy.
-    """
+    layer. `temperature` and `logits_dtype` apply to a language model's head, as in log_prob_and_entropy."""
     if not model.post_process:
         return
     score_head = score_head_of(hf_config)

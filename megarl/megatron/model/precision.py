@@ -20,11 +20,8 @@ CAPABILITIES = {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0), "m
 
 
 def precision(dtype: torch.dtype, settings: Trained) -> dict[str, Any]:
-    """Return the TransformerConfig fields for numeric precision.
-
-    Raises:
-        UserError: this machine does not support the fp8 recipe.
-    """
+    """Return the TransformerConfig fields for numeric precision. Raise a UserError if this machine does not support the
+    fp8 recipe."""
     fields: dict[str, Any] = dict(
         params_dtype=dtype,
         pipeline_dtype=dtype,

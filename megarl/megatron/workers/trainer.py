@@ -168,11 +168,8 @@ class TrainerWorker(ModelWorker, ABC):
     def update(self, batch: LocalBatch) -> dict[str, Metric]:
         """Take one optimizer step on the loss Σ w·ℓ over the microbatches on all ranks, or skip it if the gradient is
         non-finite. Return metrics on the ranks that report for their replica, and an empty dict on all other ranks. A
-        skipped update has no loss metrics.
-
-        Raises:
-            RuntimeError: on all ranks, after optimizer.nonfinite_limit consecutive skipped updates.
-        """
+        skipped update has no loss metrics. After optimizer.nonfinite_limit consecutive skipped updates, raise a
+        RuntimeError on all ranks."""
         batches = self._training_batches(batch)
         optimizer = self._settings.optimizer
         rate = learning_rate(optimizer, self.num_updates, self._config.num_updates(self._settings))
@@ -204,10 +201,7 @@ class TrainerWorker(ModelWorker, ABC):
 
     def _apply_gradients(self, batches: Sequence[TokenBatch], sums: Sequence[Sums]) -> tuple[float, dict[str, Metric]]:
         """Take the optimizer step unless the gradient is non-finite. Return the gradient norm and additional metrics.
-
-        Args:
-            batches, sums: the microbatches, and the loss metrics for each.
-        """
+        `sums` holds the loss metrics for each microbatch."""
         return step.apply_gradients(self.optimizer), {}
 
     def _take_rounding_metrics(self) -> dict[str, Metric]:
@@ -298,11 +292,8 @@ class TrainerWorker(ModelWorker, ABC):
 
     def check_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Verify this rank's share of the role's files. If the layout has not changed, these are the files that the
-        rank wrote and loads next, so the load finds them in the page cache.
-
-        Raises:
-            UserError: a file is corrupt. The message names the file.
-        """
+        rank wrote and loads next, so the load finds them in the page cache. Raise a UserError that names the first
+        corrupt file."""
         files = [record for record in checkpoint.files if record.path.startswith(f"{self.role}/")]
         own_files, num_ranks = self._has_layout_of(checkpoint), self._settings.layout.world_size
         checkpoint.verify(

@@ -59,12 +59,9 @@ def is_factor(name: str) -> bool:
 
 
 def adapted_weights(holder: Holder, share_experts: bool) -> list[AdaptedWeight]:
-    """Return the holder's weights that have adapters: those of all linear layers in the decoder except routers.
-
-    Args:
-        share_experts: whether the experts in a layer share the factor next to the hidden states: A for gate and up
-            projections, B for down projections.
-    """
+    """Return the holder's weights that have adapters: those of all linear layers in the decoder except routers. With
+    `share_experts`, the experts in a layer share the factor next to the hidden states: A for gate and up projections, B
+    for down projections."""
     pieces: dict[str, list[Piece]] = {}
     for piece in holder.pieces:
         if _LAYER in piece.local and _ROUTER not in piece.local and len(piece.local_rectangle) == 2:

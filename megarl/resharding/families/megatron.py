@@ -127,10 +127,8 @@ def _shard(
 def chunk_layers(num_layers: int, layout: Layout) -> list[list[range]]:
     """Return the layers in each model chunk, as [virtual stage][pipeline stage].
 
-    A microbatch passes through all pipeline stages once per virtual stage; layers are numbered in this order.
-
-    Raises:
-        UserError: the layers cannot be split evenly.
+    A microbatch passes through all pipeline stages once per virtual stage; layers are numbered in this order. Raise a
+    UserError if the layers cannot be split evenly.
     """
     sizes = stage_sizes(num_layers, layout)
     for stage, count in enumerate(sizes):

@@ -48,11 +48,8 @@ class Part:
         }
 
     def vllm_tilings(self, experts: Iterable[int], padded: int | None = None) -> dict[str, Tiling]:
-        """Return local parameter -> tiling for a worker with these experts (global indices).
-
-        Args:
-            padded: size to which the worker pads its share of the experts' intermediate size.
-        """
+        """Return local parameter -> tiling for a worker with these experts (global indices). `padded` is the size to
+        which the worker pads its share of the experts' intermediate size."""
         if not self.per_expert:
             return dict(self.vllm)
         return {local: replace(tiling.for_experts(experts), padded=padded) for local, tiling in self.vllm.items()}
@@ -69,11 +66,8 @@ def renamed(
     quantized: bool = True,
     float32: tuple[str, ...] = (),
 ) -> Part:
-    """Declare one tensor that has the same name in vLLM as in the checkpoint, and a different name in Megatron.
-
-    Args:
-        tiling: the tiling of the parameter; None means that every rank has the complete tensor.
-    """
+    """Declare one tensor that has the same name in vLLM as in the checkpoint, and a different name in Megatron. Without
+    a tiling, every rank has the complete tensor."""
     tiling = tiling or Whole((canonical,))
     return Part({canonical: dims}, {megatron: tiling}, {canonical: tiling}, float32=float32, quantized=quantized)
 

@@ -56,11 +56,8 @@ def quantized_sources(hf_config: Mapping[str, Any], holders: Sequence[Holder]) -
 
 
 def quantized_destinations(hf_config: Mapping[str, Any], holders: Sequence[Holder]) -> list[Holder]:
-    """Return the destination holders (engine workers or a folder) with their weights replaced with fp8 weights.
-
-    Raises:
-        UserError: a shard boundary splits a block.
-    """
+    """Return the destination holders (engine workers or a folder) with their weights replaced with fp8 weights. Raise a
+    UserError if a shard boundary splits a block."""
     tensors = quantized_tensors(hf_config)
     return _with_shards(holders, lambda shard: _destination(shard, tensors))
 

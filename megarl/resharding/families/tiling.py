@@ -55,11 +55,8 @@ class Whole(Tiling):
 
 @dataclass(frozen=True, slots=True)
 class Split(Tiling):
-    """The rank's share of each tensor, concatenated: [gate_r; up_r].
-
-    Attributes:
-        padded: size to which each share is padded with zeros (None: no padding).
-    """
+    """The rank's share of each tensor, concatenated: [gate_r; up_r]. Each share is padded with zeros to the size
+    `padded` (None: no padding)."""
 
     padded: int | None = None
 
@@ -113,11 +110,8 @@ class Padded(Tiling):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fused(Tiling):
-    """Applies `tiling` to the consecutive parts of one fused tensor, as if each part were a separate tensor.
-
-    Attributes:
-        parts: number of rows in each part, given as names of ModelShape attributes.
-    """
+    """Applies `tiling` to the consecutive parts of one fused tensor, as if each part were a separate tensor. `parts`
+    contains the number of rows in each part, as names of ModelShape attributes."""
 
     tiling: Tiling
     parts: tuple[str, ...]

@@ -36,9 +36,7 @@ class Balance:
     """
 
     def __init__(self, nodes: Sequence[int], devices: Sequence[int | None]):
-        """
-        nodes, devices   node and device of each holder
-        """
+        """`nodes` and `devices` contain the node and the device of each holder."""
         self._nodes, self._devices = nodes, devices
         self._ahead = [0.0] * len(nodes)
         """Number of bytes that each holder has sent, minus its fair share."""

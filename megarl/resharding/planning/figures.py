@@ -129,11 +129,8 @@ def _demand(sources: Sequence[Holder], destinations: Sequence[Holder]) -> Demand
 def _shares(
     senders: tuple[int, ...], receivers: tuple[int, ...], places: Sequence[tuple[int, int | None]]
 ) -> tuple[int, dict[int, float]]:
-    """Return the number of nodes that a rectangle must enter, and how often each sender sends it on average.
-
-    Args:
-        places: (node, device) of each holder.
-    """
+    """Return the number of nodes that a rectangle must enter, and how often each sender sends it on average. `places`
+    contains the (node, device) of each holder."""
     senders_by_node: dict[int, list[int]] = defaultdict(list)
     for holder in senders:
         senders_by_node[places[holder][0]].append(holder)

@@ -78,10 +78,8 @@ def schedule(plan: Plan, bandwidth: Bandwidth, messages: Sequence[int] = ()) -> 
     Every process has one port per direction for transfers between nodes, and one per direction inside its node. A port
     carries one bucket at a time, in plan order. A transfer inside a node occupies both directions of both processes,
     because a process executes the operations in a communicator one by one. Forwarding starts when the bucket has
-    arrived. Casts, packing and copies within a device are assumed to take no time.
-
-    Args:
-        messages: number of messages per bucket, which adds latency; empty to ignore latency.
+    arrived. Casts, packing and copies within a device are assumed to take no time. `messages` contains the number of
+    messages per bucket, which adds latency; empty ignores latency.
     """
     assert plan.order or not plan.buckets, "the plan has no order. Call ordered() first"
     speeds = bandwidth.inter, bandwidth.intra

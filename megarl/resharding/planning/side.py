@@ -27,10 +27,7 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "
 
 def side_holders(option: str, text: str, hf_config: Mapping[str, Any], is_source: bool) -> list[Holder]:
     """Return the holders for a description such as "tp=8,pp=16,ep=32,etp=1,dp=4", "vllm:tp=8,replicas=32" or "hf".
-
-    Raises:
-        UserError: the text is invalid or does not fit the model. The message contains the command-line option.
-    """
+    Raise a UserError that contains the command-line option if the text is invalid or does not fit the model."""
     kind, _, values = text.rpartition(":") if ":" in text or text != "hf" else ("hf", "", "")
     try:
         if kind == "hf":
@@ -52,12 +49,8 @@ def on_nodes(holders: list[Holder], ranks_per_node: int, first: int = 0) -> list
 def colocate(
     source: str, sources: Sequence[Holder], destination: str, destinations: Sequence[Holder]
 ) -> tuple[list[Holder], list[Holder]]:
-    """Place source rank i and destination rank i on device i. Error messages contain the option values `source` and
-    `destination`.
-
-    Raises:
-        UserError: a device does not have exactly one source rank and one destination rank.
-    """
+    """Place source rank i and destination rank i on device i. Raise a UserError, which contains the option values
+    `source` and `destination`, if a device does not have exactly one source rank and one destination rank."""
     for option, text in (("--from", source), ("--to", destination)):
         if text == "hf":
             raise UserError(f"--colocated: {option} hf is a folder, which has no devices. Fix: omit --colocated")
@@ -84,11 +77,8 @@ def _remedy(num_sources: int, destinations: Sequence[Holder]) -> str:
 
 
 def bytes_per_second(option: str, text: str, names: Sequence[str]) -> dict[str, float]:
-    """Parse bandwidths such as "inter=50GB/s,intra=400Gb/s" (B: bytes, b: bits).
-
-    Raises:
-        UserError: the text is invalid.
-    """
+    """Parse bandwidths such as "inter=50GB/s,intra=400Gb/s" (B: bytes, b: bits). Raise a UserError if the text is
+    invalid."""
     values = dict(item.partition("=")[::2] for item in text.split(","))
     if values.keys() != set(names):
         raise UserError(

@@ -16,12 +16,8 @@ from megarl.resharding.transports.transport import view
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One end of a move.
-
-    Attributes:
-        start: byte offset in the buffer; None if the elements are contiguous in the parameter, so they are sent from or
-            received into it directly.
-    """
+    """One end of a move. `start` is the byte offset in the buffer; None if the elements are contiguous in the
+    parameter, so they are sent from or received into it directly."""
 
     move: Move
     place: Place

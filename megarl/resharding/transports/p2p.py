@@ -148,11 +148,8 @@ class PointToPoint:
 
     @torch.no_grad()
     def deliver(self, copies: Sequence[Copy]) -> Delivery:
-        """Deliver all copies into this member.
-
-        Raises:
-            RuntimeError: a peer fails or does not respond in time. The message contains its name.
-        """
+        """Deliver all copies into this member. Raise a RuntimeError that names the peer if a peer fails or does not
+        respond in time."""
         self.sent_bytes = 0
         self._tags.clear()
         try:
@@ -183,11 +180,8 @@ class PointToPoint:
         return lay_out(self._places(bucket), self._parameters)
 
     def _places(self, bucket: Bucket) -> list[tuple[Move, Place]]:
-        """Return the moves in the bucket with the places of their elements at this member.
-
-        Raises:
-            ValueError: a source parameter does not have the planned dtype.
-        """
+        """Return the moves in the bucket with the places of their elements at this member. Raise a ValueError if a
+        source parameter does not have the planned dtype."""
         is_source = any(link.source == self._rank for link in bucket.links)
         for move in bucket.moves if is_source else ():
             actual = self._parameters[move.source.parameter].dtype

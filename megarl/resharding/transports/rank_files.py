@@ -21,9 +21,7 @@ class RankFiles(Readable):
     """
 
     def __init__(self, folders: Mapping[str, Path]):
-        """
-        folders   name of the source -> its folder
-        """
+        """`folders` maps source names to folders."""
         self._folders = folders
         self._opened: dict[str, SafetensorsFolder] = {}
 

@@ -34,10 +34,7 @@ class SafetensorsFolder(Readable):
     """
 
     def __init__(self, folder: Path):
-        """
-        Raises:
-            UserError: the folder has no safetensors weights, or shards are missing.
-        """
+        """Raise a UserError if the folder has no safetensors weights, or if shards are missing."""
         self._folder = folder
         self._files = _files_by_tensor(folder)
         self._open: dict[Path, Any] = {}
@@ -51,11 +48,8 @@ class SafetensorsFolder(Readable):
         self._stack.close()
 
     def with_file_dtypes(self, holder: Holder) -> Holder:
-        """Return the holder with the dtypes in the files.
-
-        Raises:
-            UserError: a tensor is missing or has the wrong shape.
-        """
+        """Return the holder with the dtypes in the files. Raise a UserError if a tensor is missing or has the wrong
+        shape."""
         for name, shape in holder.shapes.items():
             stored = tuple(self._slice(name).get_shape())
             if stored != shape:
@@ -117,11 +111,8 @@ def write_file(
     dtypes: Mapping[str, str],
     tensor: Callable[[str], torch.Tensor],
 ) -> None:
-    """Write a safetensors file one tensor at a time. The library's own writer needs all tensors at once.
-
-    Args:
-        tensor: function that returns the tensor with a given name; called in the order of `shapes`.
-    """
+    """Write a safetensors file one tensor at a time. The library's own writer needs all tensors at once. `tensor`
+    returns the tensor with a given name and is called in the order of `shapes`."""
     names = {dtype_name(dtype): name for name, dtype in DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0

@@ -44,10 +44,7 @@ def publish(parameters: Mapping[str, torch.Tensor]) -> Published[Segment]:
     """Move the storages of CPU tensors into shared memory, in place. Idempotent.
 
     The caller must keep the tensors alive and must not reallocate them. Addresses change, so no raw pointers to the
-    tensors may exist.
-
-    Raises:
-        UserError: /dev/shm is too small.
+    tensors may exist. Raise a UserError if /dev/shm is too small.
     """
     return {
         name: PublishedParameter.of(tensor, _shared(tensor.untyped_storage())) for name, tensor in parameters.items()

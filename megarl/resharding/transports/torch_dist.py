@@ -38,10 +38,7 @@ class TorchDistFolder:
     """A checkpoint folder, as a context manager that unmaps its files on exit. Tensors are views of these files."""
 
     def __init__(self, folder: Path):
-        """
-        Raises:
-            UserError: the folder is not a torch_dist checkpoint, or a file is missing or truncated.
-        """
+        """Raise a UserError if the folder is not a torch_dist checkpoint, or if a file is missing or truncated."""
         self._folder = folder
         metadata = _metadata(folder)
         self._items = {(index.fqn, tuple(index.offset or ())): info for index, info in metadata.storage_data.items()}
