@@ -21,10 +21,6 @@ def token_reward(log_prob: torch.Tensor, reference: torch.Tensor, beta: float) -
 
 
 def outcome_cross_entropy(reward: torch.Tensor, success: torch.Tensor) -> torch.Tensor:
-    """Return ℓ_i = −o_i·log σ(r_i) − (1 − o_i)·log(1 − σ(r_i)) for each sample, float32 [S].
-
-    Args:
-        reward: float32 [S], the sum of each sample's token rewards.
-        success: float32 [S], 1 for a successful sample, else 0.
-    """
+    """Return ℓ_i = −o_i·log σ(r_i) − (1 − o_i)·log(1 − σ(r_i)) for each sample, float32 [S]. The reward r_i, float32
+    [S], is the sum of each sample's token rewards; the success o_i is 1 for a successful sample, else 0."""
     return binary_cross_entropy(reward, success)

@@ -349,12 +349,9 @@ class ImitationObjective(ObjectiveSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabelObjective(ObjectiveSpec):
-    """An objective that learns the data's labels for steps in responses. The actor is a token classifier.
-
-    Args:
-        loss: (score [N], label [N], **arguments) -> float32 [N].
-        labeled: the tokens in a step that receive its label: only the last one, or all.
-    """
+    """An objective that learns the data's labels for steps in responses. The actor is a token classifier. `loss` maps
+    (score [N], label [N], **arguments) to float32 [N]. Only the last token in a step, or all of its tokens, receive its
+    label, as `labeled` determines."""
 
     loss: Callable[..., torch.Tensor]
     rows: tuple[Rows, ...] = ("labels",)

@@ -42,12 +42,8 @@ class Scalar(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A loss and its metrics.
-
-    Args:
-        terms: (batch, scored) -> Terms. scored: the head's output for each row, float32 [N, columns].
-        metrics: (batch, terms) -> the microbatch's metrics.
-    """
+    """A loss and its metrics. `terms` maps a batch and the head's output for each row, float32 [N, columns], to the
+    Terms, and `metrics` maps the batch and the terms to the microbatch's metrics."""
 
     terms: Callable[[TokenBatch, torch.Tensor], Any]
     metrics: Callable[[TokenBatch, Any], Sums]

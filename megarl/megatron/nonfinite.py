@@ -19,12 +19,8 @@ from megarl.megatron.model.build import named_parameters, named_weights
 
 
 class SkippedUpdates:
-    """Counts skipped updates.
-
-    Attributes:
-        total: number of updates skipped since the start of the run.
-        in_a_row: number of updates skipped since the last applied update.
-    """
+    """Counts skipped updates. `total` counts those since the start of the run, and `in_a_row` those since the last
+    applied update."""
 
     def __init__(self) -> None:
         self.total = self.in_a_row = 0

@@ -70,11 +70,9 @@ def take_step(
     ranks. Requires prepared gradients.
 
     β starts at √(2·limit / x·F·x), where the quadratic model of the divergence reaches the limit. It is halved until
-    the loss is below the loss at θ and the divergence is within the limit.
-
-    Args:
-        objective: the loss, with metrics policy/loss and policy/kl_old. The batches have old log-probs.
-        sums: the objective's metrics at θ, for each microbatch.
+    the loss is below the loss at θ and the divergence is within the limit. The objective has the metrics policy/loss
+    and policy/kl_old, and the batches have old log-probs. `sums` holds the objective's metrics at θ for each
+    microbatch.
     """
     shards = Shards(chunks, optimizer)
     gradient, start = shards.gradient(), shards.copy()

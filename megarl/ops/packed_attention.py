@@ -37,12 +37,8 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Documents:
-    """The documents in a pack.
-
-    Attributes:
-        buckets: the documents, each in one bucket.
-        outputs: int64 [n], the index of each query's output in the flattened and concatenated bucket outputs.
-    """
+    """The documents in a pack. Each document is in one bucket. `outputs`, int64 [n], holds the index of each query's
+    output in the flattened and concatenated bucket outputs."""
 
     buckets: tuple[Bucket, ...]
     outputs: torch.Tensor

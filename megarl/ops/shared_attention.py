@@ -54,12 +54,8 @@ def _check_order(tokens: torch.Tensor, bounds: torch.Tensor, ends: torch.Tensor)
 
 def _blocks(ends: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return two masks over blocks of queries × keys, bool [count, count] each: blocks with at least one visible pair,
-    and blocks in which all pairs are visible.
-
-    Args:
-        ends: int64 [T], the position after the last query that attends to each key.
-        count: number of blocks per dimension.
-    """
+    and blocks in which all pairs are visible. `ends`, int64 [T], holds the position after the last query that attends
+    to each key, and `count` is the number of blocks per dimension."""
     # Consecutive keys with the same end form a rectangle of queries × keys. Only its part up to the diagonal counts.
     starts = torch.cat((torch.zeros(1, dtype=torch.long), (ends.diff() != 0).nonzero()[:, 0] + 1))
     stops = torch.cat((starts[1:], torch.tensor([len(ends)])))

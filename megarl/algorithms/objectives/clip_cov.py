@@ -38,12 +38,7 @@ def random_between_bounds(
     covariance: torch.Tensor, draw: torch.Tensor, covariance_low: float, covariance_high: float
 ) -> torch.Tensor:
     """Return the selection key, float32 [N]; the tokens with the highest keys are selected. The key is the random draw,
-    or −∞ where the covariance is out of bounds.
-
-    Args:
-        covariance: float32 [N].
-        draw: float32 [N], uniform in [0, 1).
-    """
+    or −∞ where the covariance is out of bounds. The covariance and the draw, uniform in [0, 1), are float32 [N]."""
     require_one_shape(covariance=covariance, draw=draw)
     is_inside = (covariance >= covariance_low) & (covariance <= covariance_high)
     return draw.where(is_inside, -math.inf)

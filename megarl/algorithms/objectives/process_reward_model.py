@@ -16,11 +16,7 @@ def process_reward_model(score: torch.Tensor, label: torch.Tensor) -> torch.Tens
     label.
 
     Let's Verify Step by Step (https://arxiv.org/abs/2305.20050) uses human labels, 0 or 1. Math-Shepherd
-    (https://arxiv.org/abs/2312.08935, eq. 2) uses estimated labels, hard or soft.
-
-    Args:
-        score: float32 [N].
-        label: float32 [N].
+    (https://arxiv.org/abs/2312.08935, eq. 2) uses estimated labels, hard or soft. Scores and labels are float32 [N].
     """
     return binary_cross_entropy(score, label)
 

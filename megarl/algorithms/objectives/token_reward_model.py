@@ -16,11 +16,7 @@ def token_reward_model(score: torch.Tensor, label: torch.Tensor) -> torch.Tensor
     to.
 
     The loss of a process reward model (Let's Verify Step by Step, https://arxiv.org/abs/2305.20050), applied to every
-    token.
-
-    Args:
-        score: float32 [N].
-        label: float32 [N].
+    token. Scores and labels are float32 [N].
     """
     return binary_cross_entropy(score, label)
 

@@ -49,12 +49,8 @@ def sharded(
     optimizer: MegatronOptimizer, models: Mapping[Parameter, Shard], on_device: OnDevice
 ) -> dict[str, ShardedTensor]:
     """Return the tensors that this rank writes for the trained parameters, copied to host memory: the weights and
-    optimizer state in its ranges.
-
-    Args:
-        models: sharding description of each parameter.
-        on_device: brings a parameter's offloaded state to the device while it is read.
-    """
+    optimizer state in its ranges. `models` holds the sharding description of each parameter, and `on_device` brings a
+    parameter's offloaded state to the device while it is read."""
     written: dict[str, ShardedTensor] = {}
     for owned in _owned_ranges(optimizer):
         shard = models[owned.parameter]

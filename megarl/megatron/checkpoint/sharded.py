@@ -152,11 +152,8 @@ def load(
     """Load a checkpoint written under any layout, in place, and return its counters. Collective over all ranks.
 
     Each data-parallel rank reads its own range of the trained parameters and receives the remaining ranges from its
-    peers.
-
-    Args:
-        same_layout: whether the checkpoint was written under this layout, so that each rank can restore its RNG state.
-        adapters: see `save`.
+    peers. If the checkpoint was written under this layout (same_layout), each rank restores its RNG state. For
+    `adapters`, see `save`.
     """
     models = _sharded_models(chunks) if adapters is None else {}
     shards = adapters or _by_parameter(models)

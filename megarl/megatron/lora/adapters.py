@@ -29,12 +29,8 @@ CHUNK = 2**24
 
 
 class Adapters:
-    """The adapters for one rank's weights.
-
-    Attributes:
-        holder: describes this rank's factors.
-        whole: describes the unsharded factors, as in a PEFT folder.
-    """
+    """The adapters for one rank's weights. `holder` describes this rank's factors, and `whole` the unsharded factors,
+    as in a PEFT folder."""
 
     def __init__(self, lora: Lora, hf_config: Mapping[str, Any], weights: Holder):
         """`weights` describes the base model's weights on this rank."""

@@ -128,12 +128,8 @@ def can_share_prompts(context_ranks: int) -> bool:
 def block_spec(
     config: TransformerConfig, shape: ModelShape, virtual: int | None, fused: bool
 ) -> TransformerBlockSubmodules:
-    """Return the spec for the decoder layers in this rank's pipeline stage, or in one of its virtual stages.
-
-    Args:
-        virtual: the virtual stage; None if the pipeline stage is not divided.
-        fused: whether to use Transformer Engine's layers.
-    """
+    """Return the spec for the decoder layers in this rank's pipeline stage, or in one of its virtual stages. `virtual`
+    is the virtual stage; None if the pipeline stage is not divided. `fused` selects Transformer Engine's layers."""
     first = get_transformer_layer_offset(config, vp_stage=virtual)
     numbers = range(first, first + get_num_layers_to_build(config, vp_stage=virtual))
     specs = {mixed: layer_spec(shape, mixed, fused) for mixed in {shape.has_experts(number) for number in numbers}}

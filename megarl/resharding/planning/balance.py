@@ -12,12 +12,8 @@ from megarl.resharding.planning.plan import Link
 
 
 class Route(NamedTuple):
-    """The links over which a rectangle is sent.
-
-    Attributes:
-        links: from sources to destinations.
-        forwards: from destinations to different destinations on the same node.
-    """
+    """The links over which a rectangle is sent. `links` start at sources, and `forwards` connect two destinations on
+    the same node."""
 
     links: tuple[Link, ...]
     forwards: tuple[Link, ...]

@@ -68,12 +68,8 @@ class Hop(NamedTuple):
 
 
 class Communicator(NamedTuple):
-    """An NCCL communicator.
-
-    Attributes:
-        members: indices of the participating holders, in rank order.
-        is_inside: whether it is used for links inside a node; otherwise for links between nodes.
-    """
+    """An NCCL communicator. `members` holds the indices of the participating holders, in rank order. If `is_inside`, it
+    is used for links inside a node, otherwise for links between nodes."""
 
     members: tuple[int, ...]
     is_inside: bool

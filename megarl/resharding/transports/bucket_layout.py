@@ -68,12 +68,8 @@ class BucketLayout:
 
 
 def lay_out(moves: Iterable[tuple[Move, Place]], parameters: Mapping[str, torch.Tensor]) -> BucketLayout:
-    """Lay out a bucket. The messages are the same at all holders.
-
-    Args:
-        moves: the bucket's moves, each with the place of its elements at this holder.
-        parameters: parameters of this holder; moves for missing parameters use the buffer.
-    """
+    """Lay out a bucket. The messages are the same at all holders. `moves` holds the bucket's moves, each with the place
+    of its elements at this holder. Moves for parameters that are missing in `parameters` use the buffer."""
     unpacked, packed = [], []
     offset, min_bytes = 0, messages.UNPACKED_BYTES_NCCL if device.uses_nccl() else messages.UNPACKED_BYTES
     for move, place in sorted(moves, key=lambda item: (not messages.is_unpacked(item[0], min_bytes), *_size_key(item))):
