@@ -84,9 +84,8 @@ def whole_parameters(key: str, selected: Collection[str], holder: Holder) -> lis
     """Return the local names of the holder's parameters that consist of selected tensors. Raise a UserError if a
     parameter contains both selected and unselected tensors."""
     parts: dict[str, dict[str, None]] = {name: {} for name in holder.shapes}
-    for piece in holder.pieces:
-        if piece.canonical is not None:
-            parts[piece.local][piece.canonical] = None
+    for tensor, piece in holder.shard.canonical_pieces:
+        parts[piece.local][tensor] = None
     chosen = []
     for local, tensors in parts.items():
         inside = [name for name in tensors if name in selected]

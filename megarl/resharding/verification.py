@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -35,7 +36,8 @@ class Region(NamedTuple):
         return f"{self.tensor}[{spans}] ({self.dtype})"
 
 
-class Checksum(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Checksum:
     """A sum modulo 2⁶⁴, and the holders and parameters that contribute to it."""
 
     value: int
@@ -54,12 +56,11 @@ NOTHING = Checksum(0, ())
 def regions(holders: Iterable[Holder]) -> list[Region]:
     """Return the distinct regions that the holders store."""
     shards = dict.fromkeys(holder.shard for holder in holders)
-    stored = [
-        Region(piece.canonical, piece.canonical_rectangle, shard.dtypes[piece.local])
+    stored = (
+        Region(tensor, piece.canonical_rectangle, shard.dtypes[piece.local])
         for shard in shards
-        for piece in shard.pieces
-        if piece.canonical is not None
-    ]
+        for tensor, piece in shard.canonical_pieces
+    )
     return list(dict.fromkeys(stored))
 
 
@@ -88,10 +89,8 @@ def source_checksums(
     tensor_regions: dict[str, list[Region]] = defaultdict(list)
     for region in wanted:
         tensor_regions[region.tensor].append(region)
-    number = plan.holders.index(member)
     checksums: dict[Region, Checksum] = {}
-    moves = (move for b in plan.buckets if any(link.source == number for link in b.links) for move in b.moves)
-    for source, (tensor, rectangle), *_ in moves:
+    for source, (tensor, rectangle), *_ in plan.moves_from(member):
         for region in tensor_regions[tensor]:
             common = intersect(region.rectangle, rectangle)
             if common is not None:

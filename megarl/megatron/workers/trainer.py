@@ -286,9 +286,8 @@ class TrainerWorker(ModelWorker, ABC):
     def write_part(self, plan: Plan, folder: Path) -> None:
         """Write the parameters that an export reads from this rank to files, for ranks on remote nodes. `plan` is this
         rank's part of the export plan."""
-        number = plan.holders.index(self.holder.name)
-        moves = (move for b in plan.buckets if any(link.source == number for link in b.links) for move in b.moves)
-        write_parameters(self._exported_weights(), sorted({move.source.parameter for move in moves}), folder)
+        names = sorted({move.source.parameter for move in plan.moves_from(self.holder.name)})
+        write_parameters(self._exported_weights(), names, folder)
 
     def check_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Verify this rank's share of the role's files. If the layout has not changed, these are the files that the

@@ -120,7 +120,10 @@ class Fused(Tiling):
         rows = [getattr(model, part) for part in self.parts]
         starts = list(accumulate(rows, initial=0))
         parts = self.tiling.blocks(rows, model, tp, rank)
-        return [Block(0, starts[part] + start, starts[part] + stop) for part, start, stop in parts]
+        return [
+            Block(None, start, stop) if part is None else Block(0, starts[part] + start, starts[part] + stop)
+            for part, start, stop in parts
+        ]
 
 
 def _share(tensor: int, size: int, parts: int, part: int) -> Block:

@@ -92,12 +92,9 @@ class _Check:
         senders = {self._shards[link.source] for link in bucket.links}
         receivers = {self._shards[link.destination] for link in (*bucket.links, *bucket.forwards)}
         for move in bucket.moves:
-            sent = {self._canonical(shard, move.source, move.source_dtype, move) for shard in senders}
-            stored = {self._canonical(shard, move.destination, move.destination_dtype, move) for shard in receivers}
-            if None in sent:
-                raise PlanError(f"the source does not have the elements of {move}")
-            if None in stored:
-                raise PlanError(f"the destination does not store the elements of {move}")
+            source, destination = (move.source, move.source_dtype), (move.destination, move.destination_dtype)
+            sent = {self._canonical(shard, *source, move, "source does not have") for shard in senders}
+            stored = {self._canonical(shard, *destination, move, "destination does not store") for shard in receivers}
             if len(sent | stored) != 1:
                 raise PlanError(f"the source sends {sorted(sent)}, but the destination stores {sorted(stored)}: {move}")
         size = sum(
@@ -106,9 +103,11 @@ class _Check:
         if size != bucket.num_bytes:
             raise PlanError(f"a bucket declares num_bytes={bucket.num_bytes}, but its moves have {size} bytes")
 
-    def _canonical(self, shard: Shard, place: Place, dtype: str, move: Move) -> tuple[str, Rectangle] | None:
+    def _canonical(self, shard: Shard, place: Place, dtype: str, move: Move, lacks: str) -> tuple[str, Rectangle]:
         canonical = self._parameters[shard].canonical(place)
-        if canonical is not None and shard.dtypes[place.parameter] != dtype:
+        if canonical is None:
+            raise PlanError(f"the {lacks} the elements of {move}")
+        if shard.dtypes[place.parameter] != dtype:
             actual = shard.dtypes[place.parameter]
             raise PlanError(f"{place.parameter} is {actual}, but the move declares {dtype}: {move}")
         return canonical
@@ -184,11 +183,7 @@ class _Parameters:
     """Maps places in a shard's parameters to canonical coordinates."""
 
     def __init__(self, shard: Shard):
-        self._pieces: dict[str, list[Piece]] = defaultdict(list)
-        for piece in shard.pieces:
-            self._pieces[piece.local].append(piece)
-        for pieces in self._pieces.values():
-            pieces.sort(key=_start)
+        self._pieces = {name: sorted(pieces, key=_start) for name, pieces in shard.by_parameter().items()}
 
     def canonical(self, place: Place) -> tuple[str, Rectangle] | None:
         """Return the canonical coordinates of a place, or None for padding and for elements that no piece covers."""

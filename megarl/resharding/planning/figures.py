@@ -31,12 +31,11 @@ class Figures:
         floor_seconds: lower bound for the duration: bytes through the busiest port, divided by its bandwidth.
         communicators: maximum number of NCCL communicators per rank.
         communicator_bytes: estimated maximum memory for communicators per GPU, in bytes.
-    neighbors            maximum number of ranks with which one rank exchanges messages
-    operations            maximum number of NCCL messages that one rank sends and receives
-    peak_staging_bytes    maximum size of a rank's staging buffers in bytes, which hold the current bucket between nodes
-                          and the next bucket
-    ranks_source, ranks_destination    number of processes on each side
-    plan_hash             SHA-256 of the plan; see Plan.plan_hash
+        neighbors: maximum number of ranks with which one rank exchanges messages.
+        operations: maximum number of NCCL messages that one rank sends and receives.
+        peak_staging_bytes: maximum size of a rank's staging buffers, which hold the current and the next bucket between
+            nodes.
+        ranks_source, ranks_destination: number of processes on each side.
     """
 
     bytes_total: int

@@ -204,6 +204,11 @@ class Plan:
         fills = (Fill(name, place) for padding in self.padding if holder in padding.holders for place in padding.places)
         return Writes(copies, tuple(fills))
 
+    def moves_from(self, name: str) -> Iterator[Move]:
+        """Yield the moves that a source sends."""
+        number = self.holders.index(name)
+        return (move for b in self.buckets if any(link.source == number for link in b.links) for move in b.moves)
+
     def is_local(self, link: Link) -> bool:
         """Return whether both ends of the link share a device."""
         return bool(self.devices) and self.devices[link.source] == self.devices[link.destination] is not None

@@ -11,6 +11,7 @@ from megarl.core.errors import UserError
 from megarl.resharding.piece import ITEM_BYTES, Holder, Place, Rectangle, cut, num_elements
 from megarl.resharding.planning.balance import Balance, Route
 from megarl.resharding.planning.holdings import Held, divide, holdings, shards_of
+from megarl.resharding.planning.messages import move_bytes
 from megarl.resharding.planning.plan import Bucket, Link, Move, Padding, Plan
 
 MIB = 2**20
@@ -135,7 +136,7 @@ class _Buckets:
         self._full: dict[Route, list[Bucket]] = defaultdict(list)
 
     def add(self, route: Route, move: Move) -> None:
-        num_bytes = num_elements(move.destination.rectangle) * ITEM_BYTES[move.destination_dtype]
+        num_bytes = move_bytes(move)
         moves, size = self._open.get(route, ([], 0))
         if moves and size + num_bytes > self._limit:
             self._full[route].append(Bucket(*route, tuple(moves), size))

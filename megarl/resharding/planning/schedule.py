@@ -217,7 +217,8 @@ class _Simulation:
         outs, ins = self._touched
         sides = ((self._in, ins), (self._out, outs))
         waiting = [(-side.pending_seconds[port], i, port) for i, (side, ports) in enumerate(sides) for port in ports]
-        outs.clear(), ins.clear()
+        outs.clear()
+        ins.clear()
         for _, is_out, port in sorted(waiting):
             same, opposite = (self._out, self._in) if is_out else (self._in, self._out)
             if same.is_free(port):

@@ -59,8 +59,10 @@ def colocate(
             f"--colocated: {source} has {len(sources):,} ranks, but {destination} has {len(destinations):,}. Each "
             f"device must have one source rank and one destination rank. Fix: {_remedy(len(sources), destinations)}"
         )
-    on_devices = [[replace(holder, device=i) for i, holder in enumerate(side)] for side in (sources, destinations)]
-    return on_devices[0], on_devices[1]
+    sources, destinations = (
+        [replace(holder, device=i) for i, holder in enumerate(side)] for side in (sources, destinations)
+    )
+    return sources, destinations
 
 
 def _remedy(num_sources: int, destinations: Sequence[Holder]) -> str:
@@ -79,7 +81,7 @@ def _remedy(num_sources: int, destinations: Sequence[Holder]) -> str:
 def bytes_per_second(option: str, text: str, names: Sequence[str]) -> dict[str, float]:
     """Parse bandwidths such as "inter=50GB/s,intra=400Gb/s" (B: bytes, b: bits). Raise a UserError if the text is
     invalid."""
-    values = dict(item.partition("=")[::2] for item in text.split(","))
+    values = {name: value for name, _, value in (item.partition("=") for item in text.split(","))}
     if values.keys() != set(names):
         raise UserError(
             f"{option} {text}: expected {' and '.join(names)}. Fix: pass both, for example inter=50GB/s,intra=400GB/s"
@@ -98,7 +100,7 @@ def _engines(text: str, hf_config: Mapping[str, Any]) -> list[Holder]:
     fields = _fields(text, ("tp", "replicas", "ep", "fp8"))
     whole_experts, quantized = (_switch(name, fields.pop(name, "false")) for name in ("ep", "fp8"))
     sizes = {"tp": 1, "replicas": 1} | {name: _positive(name, value) for name, value in fields.items()}
-    holders = vllm_holders(hf_config, **sizes, expert_parallel=whole_experts)
+    holders = vllm_holders(hf_config, sizes["tp"], sizes["replicas"], expert_parallel=whole_experts)
     return quantized_destinations(hf_config, holders) if quantized else holders
 
 
@@ -110,7 +112,7 @@ def _switch(name: str, value: str) -> bool:
 
 def _layout(text: str, hf_config: Mapping[str, Any]) -> Layout:
     sizes = {name: _positive(name, value) for name, value in _fields(text, ONE_PROCESS).items()}
-    layout = Layout(**{**ONE_PROCESS, **sizes}, sequence_parallel=False)
+    layout = Layout.model_validate(ONE_PROCESS | sizes | {"sequence_parallel": False})
     check_layout("", layout)
     _check_stages(layout, completed(hf_config)["num_hidden_layers"])
     return layout

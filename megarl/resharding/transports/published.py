@@ -28,7 +28,7 @@ class PublishedParameter(Generic[S]):
 
     @classmethod
     def of(cls, tensor: torch.Tensor, segment: S) -> PublishedParameter[S]:
-        return cls(segment, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        return cls(segment, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
 Published = Mapping[str, PublishedParameter[S]]

@@ -86,5 +86,6 @@ def _mapped(segment: Segment) -> torch.UntypedStorage:
                 f"process {segment.pid} has exited or released its shared weights. Fix: look for the first error in "
                 "the logs of the run's trainers"
             )
-        _mappings[segment] = torch.UntypedStorage.from_file(segment.path, True, segment.num_bytes)
+        mapped = torch.UntypedStorage.from_file(segment.path, True, segment.num_bytes)
+        _mappings[segment] = mapped  # pyright: ignore[reportArgumentType]  # torch annotates a base class
     return _mappings[segment]
