@@ -28,7 +28,7 @@ class PolicyLoss(NamedTuple):
         low: torch.Tensor | None = None,
         high: torch.Tensor | None = None,
     ) -> PolicyLoss:
-        none_clipped = loss.new_zeros(loss.shape, dtype=bool)
+        none_clipped = loss.new_zeros(loss.shape).bool()
         return cls(loss, ratio.detach(), none_clipped if low is None else low, none_clipped if high is None else high)
 
 

@@ -188,8 +188,9 @@ def expert_dispatch() -> None:
                 setattr(self, name, sizes.numpy())
         return tokens_per_expert
 
-    MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = object()
-    MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = on_host
+    replacements = {"cuda_dtoh_stream": object(), "_maybe_dtoh_and_synchronize": on_host}
+    for name, replacement in replacements.items():
+        setattr(MoEAlltoAllTokenDispatcher, name, replacement)
 
 
 def _resolve(entry: str) -> Callable[..., Any]:

@@ -7,20 +7,23 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch.distributed import FileStore
+from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]  # documented, but not in __all__
 
 from megarl.config.schema import Config
 from megarl.core.types import Prompt, Sample, SampleRef, VersionRun
 from megarl.data.local_batch import LocalBatch
+from megarl.megatron.routes import model_of
 from megarl.megatron.workers.model import ModelWorker
-from megarl.models.folder import read_config
 
 
 class ForwardOnlyActor(ModelWorker):
     """The actor's model, for forward passes only."""
 
     role = "actor"
-    temperature = 1.0
+
+    @property
+    def temperature(self) -> float:
+        return 1.0
 
 
 def layer_outputs(config: Config, folder: Path, token_ids: Sequence[int], scratch: Path) -> dict[str, np.ndarray]:
@@ -28,9 +31,9 @@ def layer_outputs(config: Config, folder: Path, token_ids: Sequence[int], scratc
     embedding, each layer and the final norm. The last entry holds the log-probs of all tokens after the first, float32
     [T − 1]. The layout in the config has a single rank. Only this process uses the folder `scratch`."""
     store = FileStore(str(scratch / "store"), 1)
-    worker = ForwardOnlyActor(config, read_config(folder), folder, 0, store, torch.get_num_threads())
+    worker = ForwardOnlyActor(config, folder, 0, store, torch.get_num_threads())
     [chunk] = worker.chunks
-    model, count = chunk.module, len(token_ids) - 1
+    model, count = model_of(chunk), len(token_ids) - 1
     outputs: dict[str, np.ndarray] = {}
 
     def keep(stage: str) -> Callable[..., None]:

@@ -15,9 +15,10 @@ from megarl.megatron.losses import (
     LabelTerms,
     PairTerms,
     PolicyTerms,
+    PreferenceTerms,
     ValueTerms,
 )
-from megarl.megatron.metric_sums import Sums, largest, mean, total
+from megarl.megatron.metric_sums import Sum, Sums, largest, mean, total
 
 
 def policy_metrics(
@@ -95,17 +96,17 @@ def start_metrics(
 
 def value_metrics(batch: TokenBatch, terms: ValueTerms) -> Sums:
     """Return the critic's metrics. `explained_variance` is computed from the moments of the returns and of the
-    residuals, which are returns minus the values before the step."""
-    value, mask, error = terms.value, batch.mask, batch.returns - batch.values
+    residuals."""
+    mask, returns, residual = batch.mask, terms.returns, terms.residual.double()
     return {
         "value/loss": total(terms.loss),
-        "value/mean": mean(value, mask),
-        "value/return_mean": mean(batch.returns, mask),
-        "value/error_abs_mean": mean((value - batch.returns).abs(), mask),
+        "value/mean": mean(terms.value, mask),
+        "value/return_mean": mean(returns, mask),
+        "value/error_abs_mean": mean((terms.value - returns).abs(), mask),
         "value/clip_frac": mean(terms.clipped, mask),
-        "value/return_square_mean": mean(batch.returns.double().square(), mask),
-        "value/residual_mean": mean(error.double(), mask),
-        "value/residual_square_mean": mean(error.double().square(), mask),
+        "value/return_square_mean": mean(returns.double().square(), mask),
+        "value/residual_mean": mean(residual, mask),
+        "value/residual_square_mean": mean(residual.square(), mask),
     }
 
 
@@ -142,11 +143,11 @@ def reward_model_metrics(batch: TokenBatch, terms: PairTerms) -> Sums:
 
 
 def preference_metrics(
-    batch: TokenBatch, terms: PairTerms, *, mismatch_threshold: float | None, has_moved: bool
+    batch: TokenBatch, terms: PreferenceTerms, *, mismatch_threshold: float | None, has_moved: bool
 ) -> Sums:
     """Return the metrics for a policy trained on preference pairs. `mismatch_threshold` is as in policy_metrics; None
     if the pairs were not sampled by an engine."""
-    sums: Sums = {"policy/loss": _whole_loss(terms.loss), **_pair_metrics(terms)}
+    sums: Sums = {"policy/loss": _whole_loss(terms.loss), **_pair_metrics(terms.pairs)}
     sums["policy/entropy"] = mean(terms.entropy, batch.mask)
     if mismatch_threshold is None:
         return sums
@@ -164,7 +165,7 @@ def _pair_metrics(terms: PairTerms) -> Sums:
     }
 
 
-def _whole_loss(loss: torch.Tensor) -> tuple[torch.Tensor, None, str]:
+def _whole_loss(loss: torch.Tensor) -> Sum:
     """Return the metric for a loss on whole samples. Every context-parallel rank has computed the full loss, so each
     reports 1/cp of it."""
     return total(loss / parallel_state.get_context_parallel_world_size())
@@ -172,11 +173,12 @@ def _whole_loss(loss: torch.Tensor) -> tuple[torch.Tensor, None, str]:
 
 def _correction_metrics(batch: TokenBatch, correction: Factors) -> Sums:
     sums: Sums = {}
-    if correction.weight is not None:
-        sums["correction/weight_mean"] = mean(correction.weight, batch.mask)
-        sums["correction/weight_square_mean"] = mean(correction.weight.square(), batch.mask)
-        sums["correction/weight_max"] = largest(correction.weight, batch.mask)
-        sums["correction/limited_frac"] = mean(correction.limited, batch.mask)
+    weight, limited = correction.weight, correction.limited
+    if weight is not None and limited is not None:
+        sums["correction/weight_mean"] = mean(weight, batch.mask)
+        sums["correction/weight_square_mean"] = mean(weight.square(), batch.mask)
+        sums["correction/weight_max"] = largest(weight, batch.mask)
+        sums["correction/limited_frac"] = mean(limited, batch.mask)
     if correction.masked is not None:
         sums["correction/masked_frac"] = mean(correction.masked, batch.mask)
     return sums

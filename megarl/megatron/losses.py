@@ -32,6 +32,7 @@ class Terms(Protocol):
     @property
     def loss(self) -> torch.Tensor:
         """Σ w·ℓ over the microbatch."""
+        ...
 
 
 class Scalar(NamedTuple):
@@ -45,17 +46,19 @@ class Loss:
     """A loss and its metrics. `terms` maps a batch and the head's output for each row, float32 [N, columns], to the
     Terms, and `metrics` maps the batch and the terms to the microbatch's metrics."""
 
-    terms: Callable[[TokenBatch, torch.Tensor], Any]
+    terms: Callable[[TokenBatch, torch.Tensor], Terms]
     metrics: Callable[[TokenBatch, Any], Sums]
 
 
 class ValueTerms(NamedTuple):
-    """The critic's loss, with the predicted `value`, float32 [N], and `clipped`, bool [N], true where clipping removed
-    the gradient."""
+    """The critic's loss, with float32 [N] tensors: the predicted value, the returns, and the residuals, which are
+    returns minus the values before the step. `clipped`, bool [N], is true where clipping removed the gradient."""
 
     loss: torch.Tensor
     value: torch.Tensor
     clipped: torch.Tensor
+    returns: torch.Tensor
+    residual: torch.Tensor
 
 
 class PolicyTerms(NamedTuple):
@@ -100,7 +103,7 @@ def policy_loss(
     has_moved: bool,
     correct: Callable[[torch.Tensor, SampleSegments], Factors],
     exclude: Callable[[torch.Tensor, SampleSegments], torch.Tensor] | None,
-    estimate_kl: Callable[[TokenBatch, torch.Tensor, SampleSegments], torch.Tensor],
+    estimate_kl: Callable[[TokenBatch, torch.Tensor, torch.Tensor, SampleSegments], torch.Tensor],
     kl_coefficient: float | None,
     entropy_coefficient: float,
     imitation_coefficient: float,
@@ -119,7 +122,6 @@ def policy_loss(
         estimate_kl: `token_kl` with its options bound.
         kl_coefficient: β; None if the KL is part of the reward.
     """
-    assert batch.advantage is not None, "the batch has no advantages"
     trained = _of_trained(batch, scored)
     log_prob, entropy, samples = trained[:, 0], trained[:, 1], sample_segments(batch)
     start = log_prob.detach() if batch.old is None and not has_moved else batch.old
@@ -128,23 +130,25 @@ def policy_loss(
         f"{objective.name}: the batch has no token selection"
     )
     inputs = [{"samples": samples, "selected": batch.selected}[name] for name in objective.inputs]
-    policy = objective.loss(log_prob, old, batch.advantage, *inputs, **options)
+    policy = objective.loss(log_prob, old, advantage_of(batch), *inputs, **options)
     correction = correct(old - _at_trained(batch, batch.rollout_logprobs, old), samples)
     factor, excluded = correction.factor, None
     if exclude is not None:
+        assert start is not None, "the batch has no log-probs from the start of the step"
         known = _at_trained(batch, start, log_prob)
         excluded = exclude(known - _at_trained(batch, batch.rollout_logprobs, known), samples)
         factor = factor.masked_fill(excluded, 0.0)
     loss = (batch.weight * factor * policy.loss).sum()
     imitation = None
     if imitation_coefficient:
+        assert batch.imitation_weight is not None, "the batch has no imitation weights"
         imitation = -(batch.imitation_weight * log_prob).sum()
         loss = loss + imitation_coefficient * imitation
     if entropy_coefficient:
         loss = loss - entropy_coefficient * (batch.weight * entropy).sum()
     kl_estimate = None
     if batch.reference is not None:
-        kl_estimate = estimate_kl(batch, log_prob, samples)
+        kl_estimate = estimate_kl(batch, batch.reference, log_prob, samples)
         if kl_coefficient is not None:
             loss = loss + kl_coefficient * (batch.weight * kl_estimate).sum()
     whole, value = loss, None
@@ -155,8 +159,14 @@ def policy_loss(
     return PolicyTerms(*parts, policy, correction, excluded, imitation, kl_estimate, value)
 
 
+def advantage_of(batch: TokenBatch) -> torch.Tensor:
+    assert batch.advantage is not None, "the batch has no advantages"
+    return batch.advantage
+
+
 def token_kl(
     batch: TokenBatch,
+    reference: torch.Tensor,
     log_prob: torch.Tensor,
     samples: SampleSegments,
     *,
@@ -171,7 +181,7 @@ def token_kl(
     if in_reward:
         assert batch.old is not None, "the batch has no old log-probs"
         log_prob = batch.old
-    log_ratio = samples.at_level(level, log_prob - _at_trained(batch, batch.reference, log_prob))
+    log_ratio = samples.at_level(level, log_prob - _at_trained(batch, reference, log_prob))
     return kl.estimate(estimator, log_ratio, straight_through, limit)
 
 
@@ -180,7 +190,8 @@ def value_loss(batch: TokenBatch, scored: torch.Tensor, *, coefficient: float, c
     assert batch.values is not None and batch.returns is not None, "the batch has no returns"
     [value] = _of_trained(batch, scored).unbind(-1)
     error = squared_error(value, _at_trained(batch, batch.values, value), batch.returns, clip)
-    return ValueTerms(coefficient * (batch.weight * error.loss).sum(), value, error.clipped)
+    loss = coefficient * (batch.weight * error.loss).sum()
+    return ValueTerms(loss, value, error.clipped, batch.returns, batch.returns - batch.values)
 
 
 class ImplicitRewardTerms(NamedTuple):
@@ -241,19 +252,23 @@ def label_loss(batch: TokenBatch, scored: torch.Tensor, *, token_loss: Callable[
 
 
 class PairTerms(NamedTuple):
-    """The loss on an update's pairs, with each pair's loss, margin and the rewards of both samples, float32 [P].
-
-    log_prob, entropy and start are as in PolicyTerms; they are None for a classifier.
-    """
+    """The loss on an update's pairs, with each pair's loss, margin and the rewards of both samples, float32 [P]."""
 
     loss: torch.Tensor
     losses: torch.Tensor
     margin: torch.Tensor
     chosen: torch.Tensor
     rejected: torch.Tensor
-    log_prob: torch.Tensor | None = None
-    entropy: torch.Tensor | None = None
-    start: torch.Tensor | None = None
+
+
+class PreferenceTerms(NamedTuple):
+    """A policy's loss on an update's pairs. log_prob, entropy and start are as in PolicyTerms."""
+
+    loss: torch.Tensor
+    pairs: PairTerms
+    log_prob: torch.Tensor
+    entropy: torch.Tensor
+    start: torch.Tensor | None
 
 
 def reward_model_loss(
@@ -274,7 +289,7 @@ def preference_loss(
     beta: float | None,
     length_normalised: bool,
     has_moved: bool,
-) -> PairTerms:
+) -> PreferenceTerms:
     """Compute a policy's loss on sample pairs. A sample's reward is its log-prob, or β times its log-ratio to the
     reference.
 
@@ -292,8 +307,8 @@ def preference_loss(
     if length_normalised:
         rewards = rewards / samples.count.clamp(min=1)
     start = log_prob.detach() if batch.old is None and not has_moved else batch.old
-    terms = _pair_loss(batch, samples, rewards, objective, options)
-    return terms._replace(log_prob=log_prob, entropy=entropy, start=start)
+    pairs = _pair_loss(batch, samples, rewards, objective, options)
+    return PreferenceTerms(pairs.loss, pairs, log_prob, entropy, start)
 
 
 def _pair_loss(

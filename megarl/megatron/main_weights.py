@@ -55,14 +55,18 @@ def begin_main_weights(
     """
     inexact = {name: parameter for name, parameter in parameters.items() if name not in exact}
     for parameter in inexact.values():
-        parameter.main_grad.copy_(parameter)
+        main_grad(parameter).copy_(parameter)
     for piece in holder.pieces:
         if piece.canonical is not None and piece.local in inexact:
-            values = view(inexact[piece.local].main_grad, piece.local_rectangle)
+            values = view(main_grad(inexact[piece.local]), piece.local_rectangle)
             _place(values, inexact[piece.local].dtype, piece.canonical, piece.canonical_rectangle)
     for part in parts_of(optimizer):
         for main, parameter, span in _main_weights(part):
-            main.copy_(parameter.main_grad.flatten()[span])
+            main.copy_(main_grad(parameter).flatten()[span])
+
+
+def main_grad(parameter: torch.nn.Parameter) -> torch.Tensor:
+    return parameter.main_grad  # pyright: ignore[reportAttributeAccessIssue]  # DDP adds the buffer
 
 
 def _place(values: torch.Tensor, dtype: torch.dtype, tensor: str, rectangle: Rectangle) -> None:

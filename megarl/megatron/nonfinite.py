@@ -37,7 +37,8 @@ class SkippedUpdates:
     def restore(self, counters: Mapping[str, float]) -> None:
         """Restore the counts from a checkpoint. Checkpoint format 1 has no counts, because runs then ended at the first
         non-finite gradient."""
-        self.total, self.in_a_row = counters.get("skipped_updates", 0), counters.get("skipped_in_a_row", 0)
+        self.total = int(counters.get("skipped_updates", 0))
+        self.in_a_row = int(counters.get("skipped_in_a_row", 0))
 
 
 class RouterBiases:

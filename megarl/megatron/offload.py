@@ -14,6 +14,7 @@ from megatron.core.optimizer import MegatronOptimizer
 
 from megarl.core import device
 from megarl.core.errors import UserError
+from megarl.megatron.optimizer import parts_of
 
 Part = Literal["parameters", "gradients", "optimizer"]
 
@@ -91,7 +92,7 @@ class Offload:
         """Yield each storage in a part once. With float32 parameters, the optimizer's main weights are views of the
         parameters and count as parameters."""
         tensors: dict[Part, Iterable[torch.Tensor]] = {
-            "parameters": chain.from_iterable(chunk.parameters() for chunk in self._chunks),
+            "parameters": (parameter for chunk in self._chunks for parameter in chunk.parameters()),
             "gradients": (buffer.grad_data for buffer in self._buffers()),
             "optimizer": self._optimizer_tensors(),
         }
@@ -108,9 +109,7 @@ class Offload:
             yield from (*chunk.buffers, *chunk.expert_parallel_buffers)
 
     def _optimizer_tensors(self) -> Iterator[torch.Tensor]:
-        for part in self._optimizer.chained_optimizers:
-            if part.optimizer is None:  # a stage without trainable parameters
-                continue
+        for part in () if self._optimizer is None else parts_of(self._optimizer):
             yield from chain.from_iterable(param_group["params"] for param_group in part.optimizer.param_groups)
             for state in part.optimizer.state.values():
                 yield from (value for value in state.values() if isinstance(value, torch.Tensor))

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from torch.distributed.distributed_c10d import Store
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megarl.config.model_schema import Layout
@@ -18,21 +20,17 @@ from megarl.megatron import cpu_support, random_state
 _host_group: dist.ProcessGroup | None = None
 
 
-def initialize(layout: Layout, store: dist.Store, rank: int, seed: int, timeout_s: float) -> None:
+def initialize(layout: Layout, store: Store, rank: int, seed: int, timeout_s: float) -> None:
     """Join the process group and create Megatron's tensor-, pipeline- and data-parallel groups. After timeout_s seconds
     in a collective, a rank with a dead peer fails."""
     cpu_support.install()
-    dist.init_process_group(
-        device.backend(),
-        store=store,
-        rank=rank,
-        world_size=layout.world_size,
-        timeout=timedelta(seconds=timeout_s),
-    )
+    timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group(device.backend(), store=store, rank=rank, world_size=layout.world_size, timeout=timeout)
     _subdivide(layout, distributed_timeout_minutes=timeout_s / 60)
     random_state.seed(seed)
     global _host_group
-    _host_group = dist.new_group(backend=device.HOST_BACKEND, timeout=timedelta(seconds=timeout_s))
+    # torch annotates that the result may be an int, which only ranks outside the group receive.
+    _host_group = dist.new_group(backend=device.HOST_BACKEND, timeout=timeout)  # pyright: ignore[reportAssignmentType]
 
 
 @contextmanager
@@ -49,7 +47,7 @@ def pretended(layout: Layout, rank: int) -> Iterator[None]:
         destroy()
 
 
-def _subdivide(layout: Layout, **options: float) -> None:
+def _subdivide(layout: Layout, **options: Any) -> None:
     # Only Megatron's own optimizer checkpoints need gloo groups.
     parallel_state.initialize_model_parallel(**sizes(layout), create_gloo_process_groups=False, **options)
 
@@ -89,9 +87,20 @@ def local_part(tokens: torch.Tensor) -> torch.Tensor:
 
 def tensor_group(is_expert: bool) -> dist.ProcessGroup:
     """Return the process group whose ranks shard a tensor. Experts have a separate tensor-parallel group."""
+    # pyright infers the groups as None, because Megatron's globals have no annotations.
     if is_expert:
-        return parallel_state.get_expert_tensor_parallel_group()
-    return parallel_state.get_tensor_model_parallel_group()
+        return parallel_state.get_expert_tensor_parallel_group()  # pyright: ignore[reportReturnType]
+    return parallel_state.get_tensor_model_parallel_group()  # pyright: ignore[reportReturnType]
+
+
+def context_group() -> dist.ProcessGroup:
+    return parallel_state.get_context_parallel_group()  # pyright: ignore[reportReturnType]
+
+
+def mark(parameter: torch.Tensor, **marks: bool) -> None:
+    """Set the attributes from which Megatron concludes how a parameter is sharded and its gradient reduced."""
+    for name, value in marks.items():
+        setattr(parameter, name, value)
 
 
 def reduce_max(tensor: torch.Tensor, process_group: dist.ProcessGroup) -> None:

@@ -19,8 +19,8 @@ class _SwiGLU(torch.autograd.Function):
         return F.silu(gate).mul_(up)
 
     @staticmethod
-    def backward(ctx, gradient):
-        (gate_and_up,) = ctx.saved_tensors
+    def backward(ctx, *grad_outputs):
+        [gradient], [gate_and_up] = grad_outputs, ctx.saved_tensors
         gate, up = gate_and_up.chunk(2, dim=-1)
         both = torch.empty_like(gate_and_up)
         gate_grad, up_grad = both.chunk(2, dim=-1)

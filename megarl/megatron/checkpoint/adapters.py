@@ -86,7 +86,7 @@ class MergedWeights(Readable):
     def read(self, source: str, parameter: str, rectangle: Rectangle) -> torch.Tensor:
         weight = self._base.read(source, parameter, rectangle).to(getattr(torch, self._weights.dtypes[parameter]))
         inner, outer = self._factor(parameter, A), self._factor(parameter, B)
-        if inner is None:
+        if inner is None or outer is None:
             return weight
         rows, columns = (slice(start, stop) for start, stop in rectangle)
         return torch.addmm(weight.float(), outer[rows], inner[:, columns], alpha=self._scale)

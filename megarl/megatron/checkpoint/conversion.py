@@ -19,12 +19,7 @@ from megarl.core.errors import UserError
 from megarl.core.files import Progress, new_folder, no_progress, require_room
 from megarl.megatron.checkpoint.blueprint import RankBlueprint, blueprint
 from megarl.megatron.checkpoint.sharded import FORMAT
-from megarl.megatron.checkpoint.source import (
-    COMMON,
-    DESCRIPTION,
-    open_checkpoint,
-    refuse_unexpected,
-)
+from megarl.megatron.checkpoint.source import COMMON, DESCRIPTION, open_checkpoint, refuse_unexpected
 from megarl.megatron.checkpoint.writer import Entry, write_extents
 from megarl.models.classifier import score_head_of
 from megarl.models.folder import read_config, resolve
@@ -145,7 +140,8 @@ def megatron_to_huggingface(
         if options.dtype is None:
             stored = _dtypes(source.holder)
             kept = {name: stored[name] for name in destination.shapes if name in stored}
-            destination = replace(destination, shard=replace(destination.shard, dtypes=destination.dtypes | kept))
+            dtypes = {**destination.dtypes, **kept}
+            destination = replace(destination, shard=replace(destination.shard, dtypes=dtypes))
         plan = _proven(source.holder, destination)
         if options.verify:
             require_room(out, plan.num_bytes)  # fail before reading all tensors
@@ -255,7 +251,7 @@ def _entries(rank: RankBlueprint, dtypes: Mapping[str, Mapping[str, str]]) -> li
 
 def _dtypes(holder: Holder) -> dict[str, str]:
     """Return canonical tensor name -> dtype for a holder's tensors."""
-    return {piece.canonical: holder.dtypes[piece.local] for piece in holder.pieces if piece.canonical is not None}
+    return {tensor: holder.dtypes[piece.local] for tensor, piece in holder.shard.canonical_pieces}
 
 
 def _dtypes_by_key(ranks: Sequence[RankBlueprint], kept: Mapping[str, str] | None) -> dict[str, str]:
@@ -272,12 +268,11 @@ def _kept(holder: Holder, dtypes: Mapping[str, str]) -> dict[str, str]:
     """Return parameter name -> dtype of the parameter's canonical tensors. Parameters that consist of padding only are
     omitted."""
     by_parameter: dict[str, str] = {}
-    for piece in holder.pieces:
-        if piece.canonical is not None:
-            dtype = dtypes[piece.canonical]
-            if by_parameter.setdefault(piece.local, dtype) != dtype:
-                raise UserError(
-                    f"{piece.canonical}: the tensor is {dtype}, but other tensors of the same Megatron parameter are "
-                    f"{by_parameter[piece.local]}. Fix: pass --dtype to convert all tensors to one dtype"
-                )
+    for tensor, piece in holder.shard.canonical_pieces:
+        dtype = dtypes[tensor]
+        if by_parameter.setdefault(piece.local, dtype) != dtype:
+            raise UserError(
+                f"{tensor}: the tensor is {dtype}, but other tensors of the same Megatron parameter are "
+                f"{by_parameter[piece.local]}. Fix: pass --dtype to convert all tensors to one dtype"
+            )
     return by_parameter

@@ -42,6 +42,7 @@ class CanonicalShard:
                 resizable=False,
             )
             for piece in self.pieces
+            if piece.canonical is not None
         ]
 
 
@@ -76,7 +77,7 @@ def _extent(tensor: ShardedTensor, parameter: str, rectangle: Rectangle) -> Exte
 def _rectangle(view: torch.Tensor, meta: torch.Tensor) -> Rectangle:
     """Return the rectangle that a view covers in its contiguous base tensor."""
     assert view._base is meta and view.stride() == meta.stride(), "not a rectangle of the parameter"
-    rectangle, left = [], view.storage_offset()
+    rectangle, left = [], int(view.storage_offset())
     for stride, size in zip(view.stride(), view.shape, strict=True):
         start, left = divmod(left, stride)
         rectangle.append((start, start + size))

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as torch_checkpoint
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -32,7 +31,9 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.utils import unwrap_model
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
 from megarl.core.checkpoint import FileRecord, seal, write_note
 from megarl.core.errors import UserError
@@ -41,6 +42,7 @@ from megarl.megatron.checkpoint import optimizer_state
 from megarl.megatron.checkpoint.extents import CanonicalShard, Shard
 from megarl.megatron.checkpoint.optimizer_state import OnDevice
 from megarl.megatron.model.build import named_tensors
+from megarl.megatron.routes import model_of
 from megarl.megatron.weight_snapshots import WeightSnapshots
 
 # Save each layer under its own name. As slices of one tensor, frozen layers would leave holes in the optimizer state.
@@ -65,6 +67,7 @@ class Saving:
         self._folder = folder
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         write = request.async_fn  # holds the only references to the copies
+        assert write is not None, "the request writes nothing"
         self._written: Future[list[FileRecord]] = self._thread.submit(_write, folder, write, dist.get_rank())
 
     @property
@@ -77,7 +80,7 @@ class Saving:
         any. The files' paths are relative to the folder `checkpoint`."""
         try:
             records = self._written.result()
-        except torch_checkpoint.CheckpointException as error:
+        except CheckpointException as error:
             reason, _ = next(iter(error.failures.values()))
             # torch's message for a full disk does not mention disk space.
             free = shutil.disk_usage(self._folder).free / 1e9
@@ -128,7 +131,7 @@ def save(
     snapshots = _sharded_snapshots(weight_snapshots, chunks, models)
     untrained = _untrained(models, optimizer)
     for shard in _shards([untrained, snapshots]):
-        if is_main_replica(shard.replica_id):
+        if is_main_replica(shard.replica_id) and shard.data is not None:
             shard.data = shard.data.detach().to("cpu", copy=True)
     state = {
         **untrained,
@@ -138,7 +141,9 @@ def save(
         RANDOM: _sharded_random(),
     }
     strategy = ThreadStrategy(*BACKEND)
-    return Saving(folder, dist_checkpointing.save(state, str(folder), strategy, async_sharded_save=True))
+    request = dist_checkpointing.save(state, str(folder), strategy, async_sharded_save=True)
+    assert request is not None, "an asynchronous save returns a request"
+    return Saving(folder, request)
 
 
 def load(
@@ -161,7 +166,8 @@ def load(
     state = {**untrained, SNAPSHOTS: _sharded_snapshots(weight_snapshots, chunks, models)}
     if same_layout:
         state[RANDOM] = _sharded_random()
-    loaded, missing, unexpected = dist_checkpointing.load(state, str(folder), strict=StrictHandling.RETURN_ALL)
+    result: Any = dist_checkpointing.load(state, str(folder), strict=StrictHandling.RETURN_ALL)
+    loaded, missing, unexpected = result
     if unexpected:
         raise UserError(
             f"{folder}: checkpoint of a different model: only one of the two models has {sorted(unexpected)[0]}. Fix: "
@@ -169,7 +175,7 @@ def load(
         )
     for index, chunk in enumerate(chunks):
         # Not strict: trained parameters are loaded below. The keys were checked above.
-        unwrap_model(chunk).load_state_dict(loaded.get(f"model{index}", {}), strict=False)
+        model_of(chunk).load_state_dict(loaded.get(f"model{index}", {}), strict=False)
     weight_snapshots.restore(loaded.get(SNAPSHOTS, {}))
     trained_keys = {key for key in missing if not key.startswith(RANDOM)}
     optimizer_state.restore(optimizer, shards, loaded["counters"]["num_updates"], folder, trained_keys)
@@ -190,12 +196,11 @@ class ThreadStrategy(TorchDistSaveShardedStrategy):
         state = mcore_to_pyt_state_dict(keyed)
 
         def write() -> None:
-            torch_checkpoint.save(
-                state,
-                storage_writer=torch_checkpoint.FileSystemWriter(checkpoint_dir, sync_files=True),
-                planner=MCoreSavePlanner(flatten_state_dict=False),
-                process_group=parallel.host_group(),
+            writer, planner = (
+                FileSystemWriter(checkpoint_dir, sync_files=True),
+                MCoreSavePlanner(flatten_state_dict=False),
             )
+            save_state(state, storage_writer=writer, planner=planner, process_group=parallel.host_group())
 
         # Megatron's finalization callbacks are skipped: they are collectives, and training is using those groups.
         return AsyncRequest(write, (), [])
@@ -204,7 +209,7 @@ class ThreadStrategy(TorchDistSaveShardedStrategy):
 def _sharded_models(chunks: Sequence[DistributedDataParallel]) -> dict[str, Any]:
     """Return each chunk's sharded state. Layers are numbered through the whole model, so that chunks under a different
     layout find their layers."""
-    return {f"model{i}": unwrap_model(chunk).sharded_state_dict(metadata=FORMAT) for i, chunk in enumerate(chunks)}
+    return {f"model{i}": model_of(chunk).sharded_state_dict(metadata=FORMAT) for i, chunk in enumerate(chunks)}
 
 
 def _untrained(models: Mapping[str, Any], optimizer: MegatronOptimizer) -> dict[str, Any]:
@@ -237,10 +242,10 @@ def _like(model: Shard, prefix: str, tensor: torch.Tensor) -> Shard:
 
 
 def _by_parameter(models: Mapping[str, Any]) -> dict[torch.Tensor, Shard]:
-    return {shard.data: shard for shard in _shards(models)}
+    return {shard.data: shard for shard in _shards(models) if shard.data is not None}
 
 
-def _shards(state: Any) -> Iterator[Shard]:
+def _shards(state: Any) -> Iterator[ShardedTensor | ShardedTensorFactory]:
     return (shard for shard in nested_values(state) if isinstance(shard, ShardedTensor | ShardedTensorFactory))
 
 

@@ -113,7 +113,9 @@ def open_checkpoint(path: Path, huggingface: Path | None = None) -> Iterator[Che
             )
         files, hf_config = _described(path, huggingface, sealed)
         hf_config = add_value_head(hf_config) if any("value_head." in key for key in folder.tensors) else hf_config
-        plan = blueprint(hf_config, Layout(**ONE_PROCESS, sequence_parallel=False), 0, _format(folder))
+        # Megatron's default format stores all layers as slices of one tensor.
+        form = FORMAT if any(re.match(r"decoder\.layers\.\d", key) for key in folder.tensors) else {}
+        plan = blueprint(hf_config, Layout.model_validate(ONE_PROCESS | {"sequence_parallel": False}), 0, form)
         companions = _companions(path, folder, {extent.key for extent in plan.extents})
         _check(path, hf_config, plan.extents, folder)
         rectangles = {key: tensor.rectangles for key, tensor in folder.tensors.items()}
@@ -155,17 +157,11 @@ def _described(path: Path, huggingface: Path | None, sealed: Checkpoint | None) 
         raise UserError(
             f"{path}: a different version of megarl wrote the run's config. Fix: pass --hf with the base model's folder"
         ) from None
-    role = path.name
+    role = next(role for role in get_args(Role) if role == path.name)
     model_source = config.model.path if role == "actor" else getattr(config, role).path or config.model.path
     revision = config.model.revision if model_source == config.model.path else None
     files = resolve(model_source, key="--hf", revision=revision)
     return files, trained_hf_config(config, role, read_config(files))
-
-
-def _format(folder: TorchDistFolder) -> dict[str, Any]:
-    """Return the format that Megatron saved the checkpoint in. Megatron's default format stores all layers as slices of
-    one tensor."""
-    return FORMAT if any(re.match(r"decoder\.layers\.\d", key) for key in folder.tensors) else {}
 
 
 def _check(path: Path, hf_config: Mapping[str, Any], extents: Sequence[Extent], folder: TorchDistFolder) -> None:
@@ -181,7 +177,7 @@ def _check(path: Path, hf_config: Mapping[str, Any], extents: Sequence[Extent], 
 def _companions(path: Path, folder: TorchDistFolder, parameters: Collection[str]) -> list[str]:
     prefixes = {key: companion_prefix(key, parameters) for key in folder.tensors.keys() - parameters}
     refuse_unexpected(path, sorted(key for key, prefix in prefixes.items() if prefix is None))
-    return sorted(set(prefixes.values()))
+    return sorted({prefix for prefix in prefixes.values() if prefix is not None})
 
 
 def companion_prefix(key: str, parameters: Collection[str]) -> str | None:

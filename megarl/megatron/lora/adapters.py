@@ -20,7 +20,7 @@ from megarl.megatron.lora.attach import attach_adapters
 from megarl.models.shape import ModelShape
 from megarl.resharding.families.adapters import EXPERTS, SHARED, A, adapter_holder, peft_holder
 from megarl.resharding.peft_folder import PeftFolder, write_peft_folder
-from megarl.resharding.piece import Holder, Piece
+from megarl.resharding.piece import Holder
 from megarl.resharding.planning.plan import Plan
 from megarl.resharding.transports.transport import Transport, view
 
@@ -34,12 +34,18 @@ class Adapters:
 
     def __init__(self, lora: Lora, hf_config: Mapping[str, Any], weights: Holder):
         """`weights` describes the base model's weights on this rank."""
+        assert lora.rank is not None, "actor.lora.rank is not set"
         self._lora, self._weights = lora, weights
         self.holder = adapter_holder(weights, lora.rank, lora.share_experts)
         self.whole = peft_holder(hf_config, lora.rank, lora.share_experts)
         experts = ModelShape.of(hf_config).experts
         self.num_experts = experts.count if experts else 0
         self._by_weight: dict[str, Adapter] = {}
+
+    @property
+    def exports_factors(self) -> bool:
+        """Whether exports write the factors instead of the merged weights."""
+        return self._lora.export == "adapters"
 
     def attach(self, models: Sequence[GPTModel]) -> None:
         """Attach the adapters to this rank's model chunks. All factors are zero."""
@@ -50,10 +56,10 @@ class Adapters:
         """Initialize the factors as PEFT does: A uniformly in ±1/√columns, B with zeros, so that the adapters have no
         effect at first. Values depend only on the seed and the tensor's name, so they are the same under every
         layout."""
-        for piece in self.holder.pieces:
-            if f".{A}." in piece.canonical:
-                rows, columns = self.whole.shapes[piece.canonical]
-                generator = torch.Generator().manual_seed(crc32(f"{seed} {piece.canonical}".encode()))
+        for tensor, piece in self.holder.shard.canonical_pieces:
+            if f".{A}." in tensor:
+                rows, columns = self.whole.shapes[tensor]
+                generator = torch.Generator().manual_seed(crc32(f"{seed} {tensor}".encode()))
                 numbers = torch.rand(rows, columns, generator=generator).mul_(2).sub_(1).div_(columns**0.5)
                 view(factors[piece.local], piece.local_rectangle).copy_(view(numbers, piece.canonical_rectangle))
 
@@ -61,8 +67,8 @@ class Adapters:
     def load(self, factors: Mapping[str, torch.Tensor], folder: Path) -> None:
         """Load the factors that a PEFT folder contains; the remaining factors are unchanged."""
         with PeftFolder(folder, self._lora, self.whole, self.num_experts) as stored:
-            for piece in self.holder.pieces:
-                values = stored.read(piece.canonical, piece.canonical_rectangle)
+            for tensor, piece in self.holder.shard.canonical_pieces:
+                values = stored.read(tensor, piece.canonical_rectangle)
                 if values is not None:
                     view(factors[piece.local], piece.local_rectangle).copy_(values)
 
@@ -72,9 +78,7 @@ class Adapters:
 
     def sharded(self, factors: Mapping[str, torch.Tensor]) -> dict[torch.Tensor, CanonicalShard]:
         """Return factor -> sharding description for a checkpoint, which stores PEFT's tensors."""
-        pieces: dict[str, list[Piece]] = {}
-        for piece in self.holder.pieces:
-            pieces.setdefault(piece.local, []).append(piece)
+        pieces = self.holder.shard.by_parameter()
         return {
             factor: CanonicalShard(name, factor, _replica(name, factor), tuple(pieces[name]), self.whole.shapes)
             for name, factor in factors.items()

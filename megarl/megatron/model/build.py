@@ -10,7 +10,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from megarl.config.model_schema import Layout, Trained
+from megarl.config.model_schema import Layout, Placed
 from megarl.core import device
 from megarl.megatron import parallel
 from megarl.megatron.model import kernels
@@ -56,7 +56,7 @@ RECOMPUTE = {"none": None, "selective": "selective", "full": "full"}
 
 
 def build_model(
-    settings: Trained,
+    settings: Placed,
     hf_config: Mapping[str, Any],
     dtype: torch.dtype,
     temperature: float,
@@ -166,7 +166,7 @@ def _only_or_all(functions: list[Callable]) -> Callable | list[Callable]:
     return functions if len(functions) > 1 else functions[0]
 
 
-def transformer_config(settings: Trained, hf_config: Mapping[str, Any], dtype: torch.dtype) -> TransformerConfig:
+def transformer_config(settings: Placed, hf_config: Mapping[str, Any], dtype: torch.dtype) -> TransformerConfig:
     """Build the TransformerConfig: the architecture comes from the Hugging Face config, the parallelism from the
     layout, and all remaining fields from megatron_overrides."""
     section = settings.section
@@ -190,7 +190,7 @@ def transformer_config(settings: Trained, hf_config: Mapping[str, Any], dtype: t
     return build(described(section, key, extra), config_class, fields)
 
 
-def data_parallel_config(settings: Trained) -> DistributedDataParallelConfig:
+def data_parallel_config(settings: Placed) -> DistributedDataParallelConfig:
     """Build DDP's config. Gradients are accumulated and reduced in float32, even for bfloat16 parameters."""
     section, overlap = settings.section, settings.overlap_communication
     overlapped = dict(overlap_grad_reduce=overlap, overlap_param_gather=overlap)
@@ -219,7 +219,7 @@ def parallelism(layout: Layout) -> dict[str, Any]:
     )
 
 
-def _recomputed_layers(settings: Trained, shape: ModelShape) -> dict[str, Any]:
+def _recomputed_layers(settings: Placed, shape: ModelShape) -> dict[str, Any]:
     """Return the fields that select which activations are recomputed.
 
     full: recompute each layer separately and keep only its input. selective: recompute the MLPs, which hold most

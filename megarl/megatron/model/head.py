@@ -61,13 +61,15 @@ class LogProbHead(ColumnParallelLinear):
             hidden = gather_from_sequence_parallel_region(input_, group=self.tp_group)
         else:
             hidden = copy_to_tensor_model_parallel_region(input_, group=self.tp_group)
+        weight = self.weight if weight is None else weight
+        assert weight is not None, "the output layer has no weight"
         scored = log_prob_and_entropy(
             take(hidden[:, 0], request.rows),
-            self.weight if weight is None else weight,
+            weight,
             request.targets,
             self.temperature,
             self.vocab_size,
-            self.tp_group,
+            self.tp_group,  # pyright: ignore[reportArgumentType]  # Megatron's function may return an int
             self.bias,
             request.candidate_ids,
             self.logits_dtype,
@@ -110,8 +112,8 @@ class Float32Linear(torch.nn.Linear):
     a parameter's all-gather when its module is called.
     """
 
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return F.linear(rows, self.weight.float(), self.bias.float())
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return F.linear(input, self.weight.float(), self.bias.float())
 
 
 class ValueHead(torch.nn.Module):
@@ -173,12 +175,13 @@ def replace_output_layer(
     layer. `temperature` and `logits_dtype` apply to a language model's head, as in log_prob_and_entropy."""
     if not model.post_process:
         return
-    score_head = score_head_of(hf_config)
+    score_head, layer = score_head_of(hf_config), model.output_layer
     if score_head is not None:
-        model.output_layer = ScoreLayer(score_head, model.config, model.output_layer.tp_group)
+        scores = ScoreLayer(score_head, model.config, layer.tp_group)
+        model.output_layer = scores  # pyright: ignore[reportAttributeAccessIssue]  # inferred from Megatron's assignment
         return
-    model.output_layer.__class__ = LogProbHead
-    model.output_layer.temperature, model.output_layer.logits_dtype = temperature, logits_dtype
-    model.output_layer.vocab_size = ModelShape.of(hf_config).vocab
-    has_values = bool(value_head_shapes(hf_config))
-    model.output_layer.value_head = ValueHead(model.config, model.output_layer.tp_group) if has_values else None
+    layer.__class__ = LogProbHead
+    assert isinstance(layer, LogProbHead)
+    layer.temperature, layer.logits_dtype = temperature, logits_dtype
+    layer.vocab_size = ModelShape.of(hf_config).vocab
+    layer.value_head = ValueHead(model.config, layer.tp_group) if value_head_shapes(hf_config) else None

@@ -10,9 +10,9 @@ import importlib.util
 import math
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
@@ -30,6 +30,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 from torch.nn.attention.flex_attention import BlockMask
 
 from megarl.core import device
+from megarl.megatron import parallel
 from megarl.models.shape import ModelShape
 from megarl.ops.packed_attention import Documents, packed_attention
 from megarl.ops.shared_attention import shared_attention
@@ -57,7 +58,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel
+        parallel.mark(self.weight, sequence_parallel=config.sequence_parallel)
 
 
 class ReplicatedLinear(torch.nn.Linear):
@@ -67,10 +68,12 @@ class ReplicatedLinear(torch.nn.Linear):
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, init_method, bias: bool, **_):
         super().__init__(input_size, output_size, bias=bias, dtype=config.params_dtype)
         init_method(self.weight)
-        self.weight.sequence_parallel = config.sequence_parallel
+        parallel.mark(self.weight, sequence_parallel=config.sequence_parallel)
 
-    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return super().forward(hidden), None
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  # Megatron's linear layers also return a bias
+        self, input: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
+        return super().forward(input), None
 
 
 if importlib.util.find_spec("transformer_engine") is None:
@@ -90,7 +93,8 @@ class DocumentAttention(torch.nn.Module):
 
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_):
         super().__init__()
-        self.context_group = parallel_state.get_context_parallel_group()
+        assert config.kv_channels is not None, "Megatron derives kv_channels"
+        self.context_group = parallel.context_group()
         self.scale = softmax_scale or 1 / math.sqrt(config.kv_channels)
         self.dropout = config.attention_dropout
 
@@ -99,8 +103,9 @@ class DocumentAttention(torch.nn.Module):
         query, key, value = (x.reshape(num_tokens, -1, x.shape[-1]) for x in (query, key, value))
         if self.context_group.size() > 1:
             key, value = (gather_from_sequence_parallel_region(x, group=self.context_group) for x in (key, value))
-        dropout = self.dropout if self.training else 0.0
-        out = packed_attention(query, key, value, packed_seq_params.documents, self.scale, dropout)
+        dropout, documents = self.dropout if self.training else 0.0, packed_seq_params.documents
+        assert isinstance(documents, Documents), "the microbatch was prepared for Transformer Engine"
+        out = packed_attention(query, key, value, documents, self.scale, dropout)
         return out.reshape(num_tokens, -1)  # the shape of Transformer Engine's output
 
 
@@ -134,36 +139,39 @@ def block_spec(
     numbers = range(first, first + get_num_layers_to_build(config, vp_stage=virtual))
     specs = {mixed: layer_spec(shape, mixed, fused) for mixed in {shape.has_experts(number) for number in numbers}}
     layers = [specs[shape.has_experts(number)] for number in numbers]
-    return TransformerBlockSubmodules(layers, layer_norm=_fused_norm() if fused else RMSNorm)
+    norm: Any = _fused_norm() if fused else RMSNorm  # Megatron's annotation omits types
+    return TransformerBlockSubmodules(layers, layer_norm=norm)
 
 
 def layer_spec(shape: ModelShape, has_experts: bool, fused: bool) -> ModuleSpec:
-    num_experts = shape.experts.count if has_experts else None
-    attention = dict(multi_latent_attention=shape.latent is not None, qk_layernorm=bool(shape.latent or shape.qk_norm))
+    num_experts = shape.experts.count if shape.experts and has_experts else None
+    latent, has_norms = shape.latent is not None, bool(shape.latent or shape.qk_norm)
+    attention: dict[str, Any] = dict(multi_latent_attention=latent, qk_layernorm=has_norms)
     if fused:
         layer = get_gpt_layer_with_transformer_engine_spec(num_experts, moe_grouped_gemm=has_experts, **attention)
-        layer.submodules.self_attention.submodules.core_attention = _fused_attention()
+        _submodules(_submodules(layer).self_attention).core_attention = _fused_attention()
     else:
         layer = get_gpt_layer_local_spec(num_experts, normalization="RMSNorm", **attention)
-        _use_our_layers(layer.submodules, shape)
-        layer.submodules.sharded_state_dict_keys_map = fused_names(shape, has_experts)
+        _use_our_layers(_submodules(layer), shape)
+        _submodules(layer).sharded_state_dict_keys_map = fused_names(shape, has_experts)
     if shape.latent:
-        layer.submodules.self_attention.module = LatentAttention
+        _submodules(layer).self_attention.module = LatentAttention
     if shape.attention_out_bias or shape.mlp_bias:
-        _drop_biases(layer.submodules, shape)
+        _drop_biases(_submodules(layer), shape)
     return layer
 
 
 def fused_names(shape: ModelShape, has_experts: bool) -> dict[str, str]:
     """Return parameter name in our layers -> name in Transformer Engine's layers. Checkpoints use the latter, so that
     either implementation can load them."""
-    parts = [part for part in parts_of_layer(shape, has_experts) if part.transformer_engine and not part.per_expert]
-    return {name: fused for part in parts for name, fused in zip(part.megatron, part.transformer_engine, strict=True)}
+    parts = (part for part in parts_of_layer(shape, has_experts) if not part.per_expert)
+    pairs = (zip(part.megatron, part.transformer_engine, strict=True) for part in parts if part.transformer_engine)
+    return {name: fused for part_pairs in pairs for name, fused in part_pairs}
 
 
 def _drop_biases(layer: TransformerLayerSubmodules, shape: ModelShape) -> None:
     """Remove the biases that the model lacks. TransformerConfig adds biases to all linear layers or to none."""
-    attention, mlp = layer.self_attention.submodules, _submodules(layer.mlp)
+    attention, mlp = _submodules(layer.self_attention), _submodules(layer.mlp)
     if not shape.qkv_bias:
         attention.linear_qkv = without_bias(attention.linear_qkv)
     if not shape.attention_out_bias:
@@ -172,9 +180,9 @@ def _drop_biases(layer: TransformerLayerSubmodules, shape: ModelShape) -> None:
         mlp.linear_fc1, mlp.linear_fc2 = without_bias(mlp.linear_fc1), without_bias(mlp.linear_fc2)
 
 
-def _submodules(spec: ModuleSpec | partial) -> object:
-    """Return a spec's submodules. Since megatron-core 0.17, an MLP's spec is a functools.partial that builds the
-    MLP."""
+def _submodules(spec: Any) -> Any:
+    """Return a spec's submodules, which Megatron declares as objects. Since megatron-core 0.17, an MLP's spec is a
+    functools.partial that builds the MLP."""
     return spec.keywords["submodules"] if isinstance(spec, partial) else spec.submodules
 
 
@@ -189,7 +197,7 @@ def without_bias(linear: type) -> type:
 
 
 def _use_our_layers(layer: TransformerLayerSubmodules, shape: ModelShape) -> None:
-    attention = layer.self_attention.submodules
+    attention = _submodules(layer.self_attention)
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     attention.core_attention = DocumentAttention
     if shape.latent:
@@ -216,11 +224,13 @@ def _fused_attention() -> type:
         shared prompts."""
 
         def forward(self, query, key, value, *args, packed_seq_params: PackedDocuments, **kwargs):
-            if packed_seq_params.documents is None:
+            documents = packed_seq_params.documents
+            if documents is None:
                 return super().forward(query, key, value, *args, packed_seq_params=packed_seq_params, **kwargs)
+            assert isinstance(documents, BlockMask), "the microbatch was prepared for torch layers"
             num_tokens = query.shape[0]
             query, key, value = (x.reshape(num_tokens, -1, x.shape[-1]) for x in (query, key, value))
-            out = shared_attention(query, key, value, packed_seq_params.documents, self.softmax_scale)
+            out = shared_attention(query, key, value, documents, self.softmax_scale)
             return out.reshape(num_tokens, -1)
 
     return FusedAttention

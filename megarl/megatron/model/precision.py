@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from megarl.config.model_schema import Trained
+from megarl.config.model_schema import Placed
 from megarl.core import device
 from megarl.core.errors import UserError
 from megarl.megatron.model.layer_spec import uses_transformer_engine
@@ -19,7 +19,7 @@ CAPABILITIES = {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0), "m
 """fp8 recipe -> minimum CUDA compute capability (Ada, Hopper or Blackwell)."""
 
 
-def precision(dtype: torch.dtype, settings: Trained) -> dict[str, Any]:
+def precision(dtype: torch.dtype, settings: Placed) -> dict[str, Any]:
     """Return the TransformerConfig fields for numeric precision. Raise a UserError if this machine does not support the
     fp8 recipe."""
     fields: dict[str, Any] = dict(

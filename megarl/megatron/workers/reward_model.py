@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch.distributed import Store
+from torch.distributed.distributed_c10d import Store
 
 from megarl.config.device_spans import is_alone
 from megarl.config.schema import Config
@@ -17,7 +17,6 @@ from megarl.megatron import parallel
 from megarl.megatron.offload import Offload
 from megarl.megatron.workers.model import ModelWorker
 from megarl.models.classifier import score_head_of
-from megarl.models.folder import read_config
 
 
 class RewardModelWorker(ModelWorker):
@@ -25,8 +24,10 @@ class RewardModelWorker(ModelWorker):
     reads = "tokens"
 
     def __init__(self, config: Config, model_folder: Path, rank: int, store: Store, threads: int):
-        super().__init__(config, read_config(model_folder), model_folder, rank, store, threads)
-        self._kind = score_head_of(self._hf_config).kind
+        super().__init__(config, model_folder, rank, store, threads)
+        head = score_head_of(self._hf_config)
+        assert head is not None, "the reward model is not a classifier"
+        self._kind = head.kind
         self._offload = Offload(self.chunks)
         if freed := self._move_out():
             print(f"reward_model: offloaded {freed / 1e9:.3f} GB to host memory while it is idle", flush=True)
@@ -36,7 +37,7 @@ class RewardModelWorker(ModelWorker):
         sequence classifier returns only the last token's score, [1]. One rank per data-parallel replica returns the
         scores."""
         with self._present():
-            scores = {name: columns[:, 0] for name, columns in self._forward(batch).items()}
+            scores = self._first_column(batch)
         if not parallel.returns_results():
             return {}
         first = -1 if self._kind == "sequence" else 0

@@ -8,14 +8,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch.distributed import ProcessGroup, Store
+from torch.distributed.distributed_c10d import ProcessGroup, Store
 
 from megarl.config.device_spans import is_alone
 from megarl.config.learning_rate import learning_rate
-from megarl.config.model_schema import Role
+from megarl.config.model_schema import Trained
 from megarl.config.schema import Config
 from megarl.core import device
 from megarl.core.checkpoint import Checkpoint, FileRecord
@@ -28,7 +27,7 @@ from megarl.megatron.advantages import estimate_advantages
 from megarl.megatron.checkpoint import sharded
 from megarl.megatron.loss_scale import LossScale
 from megarl.megatron.losses import Loss
-from megarl.megatron.main_weights import begin_main_weights, rounded_parameters
+from megarl.megatron.main_weights import begin_main_weights, main_grad, rounded_parameters
 from megarl.megatron.metric_sums import Sums, read
 from megarl.megatron.model.build import adapter_parameters, named_parameters, named_weights
 from megarl.megatron.nonfinite import RouterBiases, SkippedUpdates, describe_worst
@@ -61,21 +60,11 @@ class TrainerWorker(ModelWorker, ABC):
     """One rank of a trained model. Each role defines the model, the loss, and the scores that a forward-only pass
     returns."""
 
-    role: Role
     metrics: str
     """Prefix for the names of the role's metrics."""
 
-    def __init__(
-        self,
-        config: Config,
-        hf_config: Mapping[str, Any],
-        model_folder: Path,
-        rank: int,
-        store: Store,
-        threads: int,
-    ):
-        """`hf_config` is the config for the role's model. Its head may differ from the head in `model_folder`."""
-        super().__init__(config, hf_config, model_folder, rank, store, threads)
+    def __init__(self, config: Config, model_folder: Path, rank: int, store: Store, threads: int):
+        super().__init__(config, model_folder, rank, store, threads)
         settings = self._settings
         self._kept: dict[str, dict[str, torch.Tensor]] = {}
         """Scores from passes over this step's samples: name in TokenBatch -> sample id -> float32 [R]."""
@@ -103,6 +92,11 @@ class TrainerWorker(ModelWorker, ABC):
     def loss(self) -> Loss:
         """The loss for the next update."""
 
+    @property
+    def _settings(self) -> Trained:
+        sections = self._config.actor, self._config.critic, self._config.implicit_reward
+        return next(section for section in sections if section.section == self.role)
+
     def prepare_refit(self) -> None:
         """Prepare the weights for a refit: merge adapters and quantize. Collective over all ranks."""
         if self.adapters is not None:
@@ -128,13 +122,13 @@ class TrainerWorker(ModelWorker, ABC):
     @property
     def _whole_weights(self) -> Mapping[str, torch.Tensor]:
         """The trained model's weights, with the adapters merged if it has any."""
-        return self.parameters() | ({} if self.adapters is None else self.adapters.merged)
+        return {**self.parameters(), **({} if self.adapters is None else self.adapters.merged)}
 
     @property
     def _refit_weights(self) -> Mapping[str, torch.Tensor]:
         """Name -> tensor for the tensors that engines receive."""
         quantized = {} if self._config.rollout.quantization is None else self._quantized_copy.tensors
-        return self._whole_weights | quantized
+        return {**self._whole_weights, **quantized}
 
     def publish(self, for_refit: bool) -> Published:
         """Publish weights in shared memory for readers on this machine: the weights that a refit sends if `for_refit`,
@@ -270,7 +264,7 @@ class TrainerWorker(ModelWorker, ABC):
         """Return name -> current weight for the weights that an export writes."""
         if self.adapters is None:
             return self.parameters()
-        if self._settings.adapters.export == "adapters":
+        if self.adapters.exports_factors:
             return {name: factor.detach() for name, factor in adapter_parameters(self.chunks).items()}
         self.adapters.merge(self.parameters())
         return self._whole_weights
@@ -278,7 +272,7 @@ class TrainerWorker(ModelWorker, ABC):
     def export(self, plan: Plan, transport: Transport, out: Path) -> None:
         """Write the model as a Hugging Face folder, or its adapters as a PEFT folder. `transport` reads the weights
         from all ranks."""
-        if self.adapters is not None and self._settings.adapters.export == "adapters":
+        if self.adapters is not None and self.adapters.exports_factors:
             self.adapters.write(plan, transport, self._config.model.path, out)
             return
         write_folder(plan, transport, without_value_head(self._hf_config), self._folder, out)
@@ -347,7 +341,7 @@ class TrainerWorker(ModelWorker, ABC):
         return {"num_updates": self.num_updates} | self._skipped.counters() | self._loss_scale.counters()
 
     def _restore_counters(self, counters: Mapping[str, float]) -> None:
-        self.num_updates = counters["num_updates"]
+        self.num_updates = int(counters["num_updates"])
         self._skipped.restore(counters)
         self._loss_scale.restore(counters)
 
@@ -362,7 +356,7 @@ class TrainerWorker(ModelWorker, ABC):
                 tensors[piece.local].add(piece.canonical)
         with self._opened_folder() as (transport, source):
             finer = {name for name, dtype in source.dtypes.items() if ITEM_BYTES[dtype] > self.dtype.itemsize}
-            exact = {name: rounded[name].main_grad for name, dtypes in tensors.items() if dtypes - {None} <= finer}
+            exact = {name: main_grad(rounded[name]) for name, dtypes in tensors.items() if dtypes - {None} <= finer}
             if exact:
                 holder = replace(self.holder, shard=self.holder.shard.only(exact, "float32"))
                 execute(make_plan([source], [holder]).into(holder.name), exact, transport)
