@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megarl.core.types import NO_TOTALS, TokenTotals
+from megarl.core.types import NO_TOTALS, Baseline, TokenTotals
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,11 @@ class Member:
 
 def mean(rewards: Sequence[float]) -> float:
     return math.fsum(rewards) / len(rewards)
+
+
+def group_mean(group: Sequence[Member]) -> list[Baseline]:
+    """Return b = mean(r) for each sample of the group."""
+    return [Baseline(mean([member.reward for member in group]))] * len(group)
 
 
 def means_of_others(rewards: Sequence[float]) -> list[float]:

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from megarl.algorithms.policy_loss import PolicyLoss
 
 Option = float | int | str | bool | None
-Options = Mapping[str, Option]
-"""Option name -> value."""
+Options = Mapping[str, Any]
+"""Option name -> value, whose type is in the entry's `parameters`."""
 
 Parameters = Mapping[str, tuple[Any, Option]]
 """Option name -> (type, default), as `pydantic.create_model` takes them. The default is the paper's value."""

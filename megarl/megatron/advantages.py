@@ -9,10 +9,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megarl.algorithms.relative import sample_advantages, token_advantages
+from megarl.algorithms.relative import mean_and_std, sample_advantages, token_advantages, whiten
 from megarl.algorithms.returns import at_last_token, reward_to_go, sum_of_sample
 from megarl.algorithms.specs import TokenEstimator
-from megarl.algorithms.whitening import mean_and_std, whiten
 from megarl.config.algorithm_schema import Advantage, Algorithm
 from megarl.core.token_batch import TokenBatch
 from megarl.megatron.losses import advantage_of

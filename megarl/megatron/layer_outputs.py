@@ -43,14 +43,13 @@ def layer_outputs(config: Config, folder: Path, token_ids: Sequence[int], scratc
 
         return hook
 
-    model.embedding.register_forward_hook(keep("embedding"))
-    for number, layer in enumerate(model.decoder.layers):
+    model.get_submodule("embedding").register_forward_hook(keep("embedding"))
+    for number, layer in enumerate(model.get_submodule("decoder.layers").children()):
         layer.register_forward_hook(keep(f"layer {number}"))
-    model.decoder.final_layernorm.register_forward_hook(keep("final norm"))
-    run = (VersionRun(0, count),)
-    response = token_ids[1:]
-    prompt = Prompt("diagnose", "", token_ids[:1])
-    sample = Sample("diagnose", prompt, response, [0.0] * count, [True] * count, run, "length", "")
+    model.get_submodule("decoder.final_layernorm").register_forward_hook(keep("final norm"))
+    ids, run = np.array(token_ids, np.int32), (VersionRun(0, count),)
+    zeros, ones = np.zeros(count, np.float32), np.ones(count, np.bool_)
+    sample = Sample("diagnose", Prompt("diagnose", "", ids[:1]), ids[1:], zeros, ones, run, "length", "")
     batch = LocalBatch([SampleRef.of(sample, sample)], [(0,)])
     scored = worker._forward(batch)["diagnose"]
     worker.close()

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from megarl.algorithms import implicit_reward, kl
+from megarl.algorithms import kl
 from megarl.algorithms.corrections import Factors
-from megarl.algorithms.pairs import margins
 from megarl.algorithms.policy_loss import PolicyLoss
+from megarl.algorithms.rewards import binary_cross_entropy, margins, token_reward
 from megarl.algorithms.sample_segments import SampleSegments
 from megarl.algorithms.value_loss import squared_error
 from megarl.core.token_batch import TokenBatch
@@ -210,9 +210,9 @@ def implicit_reward_loss(
     entropy."""
     assert batch.reference is not None, "the batch has no reference log-probs"
     samples = sample_segments(batch)
-    reward = samples.of_each(implicit_reward.token_reward(scored[:, 0], batch.reference, beta))
+    reward = samples.of_each(token_reward(scored[:, 0], batch.reference, beta))
     success = (batch.reward > success_above).float()
-    losses = implicit_reward.outcome_cross_entropy(reward, success)
+    losses = binary_cross_entropy(reward, success)
     return ImplicitRewardTerms((_sample_weight(batch, samples) * losses).sum(), samples, reward, success)
 
 

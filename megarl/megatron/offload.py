@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -106,7 +106,8 @@ class Offload:
 
     def _buffers(self) -> Iterator:
         for chunk in self._chunks:
-            yield from (*chunk.buffers, *chunk.expert_parallel_buffers)
+            buffers: Any = chunk.buffers  # DDP replaces Module.buffers with a list
+            yield from (*buffers, *chunk.expert_parallel_buffers)
 
     def _optimizer_tensors(self) -> Iterator[torch.Tensor]:
         for part in () if self._optimizer is None else parts_of(self._optimizer):

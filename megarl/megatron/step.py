@@ -19,6 +19,7 @@ from megarl.core import device
 from megarl.core.token_batch import TokenBatch
 from megarl.megatron.losses import Loss
 from megarl.megatron.metric_sums import Sums
+from megarl.megatron.model.head import LogProbHead, ScoreLayer
 from megarl.megatron.model.inputs import ModelInput
 from megarl.megatron.routes import model_of, routed
 
@@ -90,7 +91,8 @@ def _run(
         item = next(iterator)
         unwrapped = model_of(chunk)
         if unwrapped.post_process:
-            unwrapped.output_layer.request = item.head
+            head: LogProbHead | ScoreLayer = unwrapped.output_layer  # pyright: ignore[reportAssignmentType]  # ours
+            head.request = item.head
         with routed(unwrapped, item.routes):
             output = chunk(
                 input_ids=item.tokens,

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megarl.algorithms.covariance import covariance
+from megarl.algorithms.relative import covariance
 from megarl.algorithms.specs import PolicyObjective
 from megarl.config.algorithm_schema import Algorithm
 from megarl.core.token_batch import TokenBatch

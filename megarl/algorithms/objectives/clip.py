@@ -13,6 +13,8 @@ from megarl.core.ranges import PositiveFloat
 if TYPE_CHECKING:
     import torch
 
+DualClip = Annotated[float, Field(gt=1, allow_inf_nan=False)]
+
 
 def clip(
     log_prob: torch.Tensor,
@@ -45,6 +47,6 @@ SPEC = PolicyObjective(
     parameters={
         "clip_low": (ClipLow, 0.2),
         "clip_high": (PositiveFloat, 0.2),
-        "dual_clip": (Annotated[float, Field(gt=1, allow_inf_nan=False)] | None, None),
+        "dual_clip": (DualClip | None, None),
     },
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megarl.algorithms.pairs import require_pairs
+from megarl.algorithms.rewards import require_pairs
 from megarl.algorithms.specs import PairObjective
 from megarl.core.ranges import PositiveFloat
 

@@ -105,7 +105,7 @@ class Adapters:
 
 def _replica(name: str, factor: torch.Tensor) -> tuple[int, int, int]:
     """Return a factor's replica id. A factor that is not sharded has one replica on each tensor-parallel rank."""
-    if factor.tensor_model_parallel and not getattr(factor, "shared", False):
+    if getattr(factor, "tensor_model_parallel", False) and not getattr(factor, "shared", False):
         return (0, 0, 0)
     is_expert = EXPERTS in name and SHARED not in name
     return (0, parallel.tensor_group(is_expert).rank(), 0)

@@ -179,4 +179,4 @@ def _shared_by_experts(model: GPTModel, adapted: AdaptedWeight, shared: str, new
         mark(new.weight, allreduce=True, shared=False, tensor_model_parallel=False, sequence_parallel=in_sequence)
         new.partial_over = None
         factors[name] = new
-    return factors[name]
+    return factors[name]  # pyright: ignore[reportReturnType]  # ModuleDict is not generic

@@ -94,8 +94,13 @@ def build_model(
     ]
     config.finalize_model_grads_func = finalize_model_grads
     if settings.overlap_communication:
-        config.no_sync_func = _only_or_all([chunk.no_sync for chunk in wrapped])
-        config.grad_sync_func = _only_or_all([chunk.start_grad_sync for chunk in wrapped])
+        # Megatron's annotations omit that its schedules read lists for several chunks.
+        config.no_sync_func = _only_or_all(  # pyright: ignore[reportAttributeAccessIssue]
+            [chunk.no_sync for chunk in wrapped]
+        )
+        config.grad_sync_func = _only_or_all(  # pyright: ignore[reportAttributeAccessIssue]
+            [chunk.start_grad_sync for chunk in wrapped]
+        )
     return wrapped
 
 
@@ -143,9 +148,10 @@ def build_chunk(
     shape = ModelShape.of(hf_config)
     multiple = VOCABULARY_MULTIPLE * config.tensor_model_parallel_size
     virtual = stage if config.virtual_pipeline_model_parallel_size else None
+    spec: Any = block_spec(config, shape, virtual, uses_transformer_engine() if fused is None else fused)
     model = GPTModel(
         config,
-        block_spec(config, shape, virtual, uses_transformer_engine() if fused is None else fused),
+        spec,  # Megatron's annotation omits specs of whole blocks
         vocab_size=-(-shape.vocab // multiple) * multiple,
         max_sequence_length=context_length,
         pre_process=parallel.is_first_stage(virtual),

@@ -65,20 +65,18 @@ def _power_of_two(least: int) -> int:
 def set_rotary(model: GPTModel, hf_config: Mapping[str, Any]) -> None:
     """Install the rotary embedding described by config.json in the model and, with latent attention, in every layer."""
     shape, rope = ModelShape.of(hf_config), rope_parameters(completed(hf_config))
-    readers: list[torch.nn.Module] = [model]
-    if shape.latent:
-        readers = [layer.self_attention for layer in model.decoder.layers]
-        model.rotary_pos_emb = readers[0].rotary_pos_emb
-        for attention in readers:
-            attention.rotary_pos_emb = model.rotary_pos_emb
+    readers: list[Any] = [layer.self_attention for layer in model.decoder.layers] if shape.latent else [model]
+    rotary = readers[0].rotary_pos_emb
+    for reader in (model, *readers):
+        reader.rotary_pos_emb = rotary
     if rope["rope_type"] != "yarn":
-        model.rotary_pos_emb.inv_freq = inverse_frequencies(rope, shape.rotary_dim)
-    model.rotary_pos_emb.__class__ = DocumentYarn if rope["rope_type"] == "yarn" else DocumentRotary
+        rotary.inv_freq = inverse_frequencies(rope, shape.rotary_dim)
+    rotary.__class__ = DocumentYarn if rope["rope_type"] == "yarn" else DocumentRotary
     for reader in readers:
         reader.register_forward_pre_hook(_set_positions, with_kwargs=True)
 
 
-def _set_positions(reader: torch.nn.Module, _: tuple, keywords: dict[str, Any]) -> None:
+def _set_positions(reader: Any, _: tuple, keywords: dict[str, Any]) -> None:
     reader.rotary_pos_emb.positions = keywords["packed_seq_params"].positions
 
 

@@ -11,8 +11,7 @@ from typing import Any, Literal
 import torch
 from torch.distributed.distributed_c10d import Store
 
-from megarl.algorithms.kl import adapted, adapted_penalty, usual_estimator
-from megarl.algorithms.kl_reward import kl_reward
+from megarl.algorithms.kl import adapted, adapted_penalty, kl_reward, usual_estimator
 from megarl.config.schema import Config
 from megarl.core import device
 from megarl.core.metrics import Metric
@@ -37,7 +36,7 @@ from megarl.megatron.losses import Loss
 from megarl.megatron.main_weights import ChangedShare
 from megarl.megatron.metric_sums import Sums
 from megarl.megatron.model.build import adapter_parameters
-from megarl.megatron.model.head import scored_at
+from megarl.megatron.model.head import LogProbHead, scored_at
 from megarl.megatron.routes import model_of
 from megarl.megatron.token_details import TokenDetails
 from megarl.megatron.token_selection import with_selection
@@ -232,5 +231,6 @@ class ActorWorker(TrainerWorker):
             if path is not None:
                 self.adapters.load(factors, Path(path))
         for model in map(model_of, self.chunks):
-            if self._config.actor_has_values and model.post_process:
-                model.output_layer.value_head.initialize(self._config.run.seed)
+            head = model.output_layer if model.post_process else None
+            if isinstance(head, LogProbHead) and head.value_head is not None:
+                head.value_head.initialize(self._config.run.seed)

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch.distributed.distributed_c10d import Store
 
-from megarl.algorithms.implicit_reward import token_reward
+from megarl.algorithms.rewards import token_reward
 from megarl.config.schema import Config
 from megarl.core.token_batch import TokenBatch
 from megarl.data.local_batch import LocalBatch

@@ -8,7 +8,7 @@ import pickle
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, EnumMeta
 from pathlib import Path
 from typing import Any
 
@@ -254,5 +254,4 @@ class _Placeholder:
 
 def _enum_member(kind: Any, name: str) -> Enum | type[_Placeholder]:
     """Return an enum member. Replaces getattr, which Python before 3.11.4 uses to pickle enum members."""
-    is_enum = isinstance(kind, type) and issubclass(kind, Enum)
-    return kind[name] if is_enum and name in kind.__members__ else _Placeholder
+    return kind.__members__.get(name, _Placeholder) if isinstance(kind, EnumMeta) else _Placeholder
