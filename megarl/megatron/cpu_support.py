@@ -104,8 +104,7 @@ def random_state() -> None:
 
 
 def device_literals() -> None:
-    """Replace device literals in function constants in place, so that modules that imported the functions by name are
-    also patched.
+    """Replace device literals in function constants in place, which also patches modules that imported them by name.
 
     The assertion catches entries that a new megatron-core has made obsolete.
     """
@@ -124,8 +123,7 @@ def device_literals() -> None:
 
 def uneven_collectives() -> None:
     """Emulate uneven collectives. Sharded experts gather and scatter a different number of tokens per rank, but gloo
-    requires equal sizes. Gathering pads every part to the largest; scattering sums whole tensors and keeps this rank's
-    part."""
+    requires equal sizes. Gathering pads all parts to one size; scattering sums whole tensors and keeps one part."""
     from megatron.core.tensor_parallel import mappings
 
     even_gather, even_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
@@ -165,8 +163,7 @@ def lone_ranks() -> None:
 
 
 def rotary_shares() -> None:
-    """Replace the function that selects a context-parallel rank's rotary angles, because it uses an index in pinned
-    memory."""
+    """Replace the selection of a context-parallel rank's rotary angles, which uses an index in pinned memory."""
     from megatron.core.models.common.embeddings import rope_utils
 
     def share(pos_emb, seq_dim, cp_group):

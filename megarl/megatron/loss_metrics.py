@@ -95,8 +95,7 @@ def start_metrics(
 
 
 def value_metrics(batch: TokenBatch, terms: ValueTerms) -> Sums:
-    """Return the critic's metrics. `explained_variance` is computed from the moments of the returns and of the
-    residuals."""
+    """Return the critic's metrics. The moments of returns and residuals give explained_variance."""
     mask, returns, residual = batch.mask, terms.returns, terms.residual.double()
     return {
         "value/loss": total(terms.loss),
@@ -166,8 +165,7 @@ def _pair_metrics(terms: PairTerms) -> Sums:
 
 
 def _whole_loss(loss: torch.Tensor) -> Sum:
-    """Return the metric for a loss on whole samples. Every context-parallel rank has computed the full loss, so each
-    reports 1/cp of it."""
+    """Return the metric for a loss on whole samples. Each context-parallel rank reports 1/cp of the full loss."""
     return total(loss / parallel_state.get_context_parallel_world_size())
 
 

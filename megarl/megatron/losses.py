@@ -206,8 +206,7 @@ class ImplicitRewardTerms(NamedTuple):
 def implicit_reward_loss(
     batch: TokenBatch, scored: torch.Tensor, *, beta: float, success_above: float
 ) -> ImplicitRewardTerms:
-    """Compute the implicit reward model's loss, a mean over the update's samples. `scored` holds log-prob and
-    entropy."""
+    """Compute the implicit reward model's loss, a mean over samples. `scored` holds log-prob and entropy."""
     assert batch.reference is not None, "the batch has no reference log-probs"
     samples = sample_segments(batch)
     reward = samples.of_each(token_reward(scored[:, 0], batch.reference, beta))
@@ -242,8 +241,7 @@ class LabelTerms(NamedTuple):
 
 
 def label_loss(batch: TokenBatch, scored: torch.Tensor, *, token_loss: Callable[..., torch.Tensor]) -> LabelTerms:
-    """Compute a reward model's loss on labeled tokens, which are the trained tokens. `scored` holds one score per row,
-    [N, 1]."""
+    """Compute a reward model's loss on the labeled (trained) tokens. `scored`, [N, 1], holds one score per row."""
     assert batch.labels is not None, "the batch has no labels"
     [score] = _of_trained(batch, scored).unbind(-1)
     label = batch.labels.where(batch.mask, 0.0)
@@ -290,8 +288,7 @@ def preference_loss(
     length_normalised: bool,
     has_moved: bool,
 ) -> PreferenceTerms:
-    """Compute a policy's loss on sample pairs. A sample's reward is its log-prob, or β times its log-ratio to the
-    reference.
+    """Compute a policy's loss on sample pairs. A sample's reward is its log-prob, or β times its log-ratio.
 
     Args:
         scored: log-prob and entropy for each row.

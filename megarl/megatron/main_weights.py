@@ -32,8 +32,7 @@ CHUNK = 2**20
 def rounded_parameters(
     optimizer: MegatronOptimizer, parameters: Mapping[str, torch.nn.Parameter]
 ) -> dict[str, torch.nn.Parameter]:
-    """Return name -> parameter for parameters whose main weights have a different dtype and are at least partly on this
-    rank."""
+    """Return name -> parameter for parameters with main weights of a different dtype, at least partly on this rank."""
     rounded = {parameter for part in parts_of(optimizer) for _, parameter, _ in _main_weights(part)}
     return {name: parameter for name, parameter in parameters.items() if parameter in rounded}
 
@@ -112,8 +111,7 @@ class ChangedShare:
             part._copy_main_params_to_model_params = self._after_count(part, part._copy_main_params_to_model_params)
 
     def take(self) -> float | None:
-        """Return the fraction of elements, over all ranks, that changed since the last call; None if no parameter is
-        rounded. Collective."""
+        """Return the fraction of elements changed since the last call; None if no parameter is rounded. Collective."""
         dist.all_reduce(self._counts)
         changed, total = self._counts.tolist()
         self._counts.zero_()

@@ -1,5 +1,4 @@
-"""Microbatch metrics as device tensors. They are read only after the last microbatch, so no microbatch synchronizes
-with the device."""
+"""Microbatch metrics as device tensors. Reading them only after the last microbatch avoids synchronization."""
 
 from __future__ import annotations
 

@@ -19,15 +19,13 @@ from megarl.megatron.model.build import named_parameters, named_weights
 
 
 class SkippedUpdates:
-    """Counts skipped updates. `total` counts those since the start of the run, and `in_a_row` those since the last
-    applied update."""
+    """Counts skipped updates. `total` starts with the run, `in_a_row` with the last applied update."""
 
     def __init__(self) -> None:
         self.total = self.in_a_row = 0
 
     def add(self, is_skipped: bool, counts: bool = True) -> None:
-        """Record an update. `counts` is false for updates skipped to reduce the loss scale, which do not increase
-        `in_a_row`."""
+        """Record an update. Without `counts`, for updates skipped to reduce the loss scale, in_a_row stays."""
         self.total += is_skipped
         self.in_a_row = self.in_a_row + counts if is_skipped else 0
 
@@ -35,8 +33,7 @@ class SkippedUpdates:
         return {"skipped_updates": self.total, "skipped_in_a_row": self.in_a_row}
 
     def restore(self, counters: Mapping[str, float]) -> None:
-        """Restore the counts from a checkpoint. Checkpoint format 1 has no counts, because runs then ended at the first
-        non-finite gradient."""
+        """Restore the counts from a checkpoint. Checkpoint format 1 has none."""
         self.total = int(counters.get("skipped_updates", 0))
         self.in_a_row = int(counters.get("skipped_in_a_row", 0))
 

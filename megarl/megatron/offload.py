@@ -55,8 +55,7 @@ class Offload:
         return sum(kept if isinstance(kept, int) else kept.numel() for _, kept in offloaded.values())
 
     def move_in(self, part: Part) -> int:
-        """Restore a part and return the number of bytes that it occupies on the device. No-op if the part is not
-        offloaded."""
+        """Restore a part and return its bytes on the device. No-op if the part is not offloaded."""
         offloaded = self._offloaded.pop(part, {}).values()
         for storage, kept in offloaded:
             _restore(storage, kept)

@@ -65,8 +65,7 @@ def sizes(layout: Layout) -> dict[str, int | None]:
 
 
 def host_group() -> dist.ProcessGroup:
-    """Return the process group of all ranks for host tensors. A thread can use it while training uses the remaining
-    groups."""
+    """Return the process group of all ranks for host tensors. A thread can use it during training."""
     assert _host_group is not None, "call initialize first"
     return _host_group
 
@@ -113,8 +112,7 @@ def data_parallel_rank() -> int:
 
 
 def is_first_stage(virtual: int | None) -> bool:
-    """Return whether this rank's virtual stage is the model's first stage. `virtual` is None if there are no virtual
-    stages."""
+    """Return whether this virtual stage is the model's first stage. Without virtual stages, `virtual` is None."""
     return parallel_state.is_pipeline_first_stage(ignore_virtual=virtual is None, vp_stage=virtual)
 
 
@@ -129,6 +127,5 @@ def reports_metrics() -> bool:
 
 
 def returns_results() -> bool:
-    """Return whether this rank returns the results for all rows in its data-parallel replica. Exactly one rank per
-    replica does."""
+    """Return whether this rank returns its data-parallel replica's results. Exactly one rank per replica does."""
     return reports_metrics() and parallel_state.get_context_parallel_rank() == 0

@@ -8,8 +8,7 @@ import torch
 
 
 class Profiler:
-    """Records operators and kernels between `start` and `stop`. Shapes, stacks and memory are not recorded, to limit
-    the overhead."""
+    """Records operators and kernels between `start` and `stop`. Shapes, stacks and memory would add overhead."""
 
     def __init__(self) -> None:
         self._profile: torch.profiler.profile | None = None

@@ -69,8 +69,7 @@ def score(chunks: Sequence[DistributedDataParallel], batches: Sequence[TokenBatc
 
 
 def evaluate(chunks: Sequence[DistributedDataParallel], loss: Loss, batches: Sequence[TokenBatch]) -> list[Sums]:
-    """Run a forward-only pass and return the loss metrics for each microbatch on this rank (empty before the last
-    stage)."""
+    """Run a forward-only pass and return each microbatch's loss metrics (empty before the last stage)."""
     return _run(chunks, batches, partial(_loss_and_metrics, loss, 1), forward_only=True)
 
 

@@ -17,8 +17,7 @@ from megarl.megatron.metric_sums import Sums
 from megarl.rewards.rollout_file import has_token_details
 
 ADVANTAGES, DIFFERENCES = "token_advantages", "logprob_differences"
-"""Names of the details in a rollout row. A log-prob difference is the trainer's log-prob at the start of the step minus
-the engine's."""
+"""Names of the details in a rollout row. A difference is the trainer's log-prob before the step minus the engine's."""
 
 
 class TokenDetails:

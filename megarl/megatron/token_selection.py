@@ -74,8 +74,7 @@ def _draw(item: SampleRef) -> torch.Tensor:
 
 
 def _kth_largest(values: torch.Tensor, k: int) -> torch.Tensor:
-    """Return the k-th largest value over the data-parallel ranks, or −∞ if there are fewer than k values.
-    Collective."""
+    """Return the k-th largest value over the data-parallel ranks, or −∞ if there are fewer. Collective."""
     largest = torch.full((k,), -torch.inf, device=values.device)
     top = values.topk(min(k, len(values))).values
     largest[: len(top)] = top

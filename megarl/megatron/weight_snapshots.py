@@ -60,8 +60,7 @@ class WeightSnapshots:
             self._exchange(name)
 
     def _exchange(self, name: str) -> None:
-        """Exchange the live weights with the named snapshot, one parameter at a time, so that at most one parameter is
-        on the device twice."""
+        """Exchange the live weights with the named snapshot. At most one parameter is on the device twice."""
         kept = self._sets[name]
         for key, live in self._live():
             previous = live.clone()

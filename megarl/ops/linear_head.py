@@ -135,8 +135,7 @@ class _Tokens:
             yield _Tokens(self.hidden[part], self.targets[part], *(None if x is None else x[part] for x in optional))
 
     def keeps(self, start: int, width: int) -> torch.Tensor | None:
-        """Return the candidate mask, bool [n, width], for the tile that starts at column `start`; None if every token
-        is a candidate."""
+        """Return the candidate mask, bool [n, width], for the tile at column `start`; None for all candidates."""
         if self.candidate_ids is None or self.all_candidates is None:
             return None
         columns = self.candidate_ids - start
@@ -283,8 +282,7 @@ def _add_gradients(
 def _tiles(
     tokens: _Tokens, weight: torch.Tensor, bias: torch.Tensor | None, logits_dtype: torch.dtype
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Yield, for each tile, the first row, the weight rows and the logits, float32 [n, v], before the temperature is
-    applied.
+    """Yield, for each tile, the first row, the weight rows and the logits, float32 [n, v], before the temperature.
 
     All tiles share one logits buffer. With logits_dtype=bfloat16, adjacent logits near 20 are 0.06 to 0.13 apart.
     """

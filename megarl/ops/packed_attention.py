@@ -112,8 +112,7 @@ def _bucket(documents: list[_Document]) -> Bucket:
 
 
 def _padded(rows: list[torch.Tensor], fill: int | None = None) -> torch.Tensor:
-    """Stack the rows into [D, longest]. Shorter rows are padded with `fill`, or with their last element if `fill` is
-    None."""
+    """Stack the rows into [D, longest]. Shorter rows are padded with `fill`, by default their last element."""
     longest = max(map(len, rows))
     return torch.stack(
         [F.pad(row, (0, longest - len(row)), value=int(row[-1]) if fill is None else fill) for row in rows]

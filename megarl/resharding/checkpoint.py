@@ -63,8 +63,7 @@ class Extent:
 
 
 def checkpoint_holder(name: str, ranks: Iterable[tuple[Holder, Sequence[Extent]]], dtypes: Mapping[str, str]) -> Holder:
-    """Return the checkpoint as a holder whose parameters are the extents of all ranks. `dtypes` maps checkpoint keys to
-    dtypes."""
+    """Return the checkpoint as a holder of all ranks' extents. `dtypes` maps checkpoint keys to dtypes."""
     shapes: dict[str, tuple[int, ...]] = {}
     pieces: list[Piece] = []
     extent_dtypes: dict[str, str] = {}

@@ -92,8 +92,7 @@ def write_description(hf_config: Mapping[str, Any], dtype: str, source: Path, fo
 
 
 def _shards(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
-    """Assign the tensors, given by name -> bytes, in order to files of at most `limit` bytes. Return the names per
-    file."""
+    """Assign the tensors, name -> bytes, in order to files of at most `limit` bytes. Return the names per file."""
     shards: list[list[str]] = []
     room = 0
     for name, size in sizes.items():

@@ -74,8 +74,7 @@ class QuantizedCopy(Generic[G]):
 
     @torch.no_grad()
     def fill(self, parameters: Mapping[str, torch.Tensor], reduce_max: Callable[[torch.Tensor, G], None]) -> None:
-        """Quantize the source's parameters. `reduce_max` all-reduces a float32 tensor in place to its maximum over a
-        process group."""
+        """Quantize the source's parameters. `reduce_max` reduces a tensor in place to its maximum over a group."""
         for largest in self._largest.values():
             largest.zero_()
         for tensor, piece in self._pieces:

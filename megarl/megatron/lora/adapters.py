@@ -29,8 +29,7 @@ CHUNK = 2**24
 
 
 class Adapters:
-    """The adapters for one rank's weights. `holder` describes this rank's factors, and `whole` the unsharded factors,
-    as in a PEFT folder."""
+    """The adapters for one rank's weights. `holder` describes this rank's factors, and `whole` the unsharded ones."""
 
     def __init__(self, lora: Lora, hf_config: Mapping[str, Any], weights: Holder):
         """`weights` describes the base model's weights on this rank."""
@@ -53,9 +52,8 @@ class Adapters:
 
     @torch.no_grad()
     def initialize(self, factors: Mapping[str, torch.Tensor], seed: int) -> None:
-        """Initialize the factors as PEFT does: A uniformly in ±1/√columns, B with zeros, so that the adapters have no
-        effect at first. Values depend only on the seed and the tensor's name, so they are the same under every
-        layout."""
+        """Initialize the factors as PEFT does: A uniformly in ±1/√columns, B with zeros, so that they have no effect at
+        first. Values depend only on the seed and the tensor's name, not on the layout."""
         for tensor, piece in self.holder.shard.canonical_pieces:
             if f".{A}." in tensor:
                 rows, columns = self.whole.shapes[tensor]
@@ -96,8 +94,7 @@ class Adapters:
         return {name: part.view(shape) for (name, shape), part in parts}
 
     def merge(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Recompute the merged weights from the model's base weights, so that rounding errors do not accumulate over
-        updates."""
+        """Recompute the merged weights from the base weights, so that rounding errors do not accumulate."""
         for name, adapter in self._by_weight.items():
             weight = weights[name]
             adapter.merged(weight, self.merged[name], max(1, CHUNK // weight.shape[1]))

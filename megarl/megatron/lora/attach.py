@@ -81,8 +81,7 @@ def _add_output(adapter: Adapter, layer: torch.nn.Module, inputs: tuple, outputs
 def _add_expert_outputs(
     adapters: torch.nn.ModuleList, layer: torch.nn.Module, inputs: tuple, outputs: tuple
 ) -> tuple | None:
-    """Forward hook that adds the adapters' outputs to a layer with several experts. Each expert's tokens are
-    consecutive."""
+    """Forward hook that adds the adapters' outputs to a layer with experts. Each expert's tokens are consecutive."""
     if not all(adapter.is_on for adapter in adapters):
         return None
     tokens, counts = inputs
@@ -127,8 +126,7 @@ def _adapter(
 
 
 def _cut(layer: torch.nn.Module) -> str | None:
-    """Return the dimension along which tensor parallelism shards a layer's weight, "rows" or "columns"; None if the
-    weight is replicated."""
+    """Return how tensor parallelism shards a layer's weight, by "rows" or "columns"; None if it is replicated."""
     names = " ".join(base.__name__ for base in type(layer).__mro__)  # Transformer Engine may not be installed
     if "ColumnParallel" in names:
         return "rows"

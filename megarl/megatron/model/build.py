@@ -49,8 +49,7 @@ PLACEMENT = (
 """TransformerConfig fields that would make the layers or tokens on a rank differ from the layout."""
 
 ROUTING = dict(moe_router_bias_update_rate=0.0)
-"""Router bias updates are off: a bias that follows expert load, as in pretraining, would change the policy without a
-gradient."""
+"""Router bias updates are off: a bias that follows expert load would change the policy without a gradient."""
 
 RECOMPUTE = {"none": None, "selective": "selective", "full": "full"}
 

@@ -117,8 +117,7 @@ class Float32Linear(torch.nn.Linear):
 
 
 class ValueHead(torch.nn.Module):
-    """An MLP that computes a value for each row from a language model's hidden states, float32 [N, 1]. Replicated on
-    every rank."""
+    """An MLP that computes a value for each row from hidden states, float32 [N, 1]. Replicated on every rank."""
 
     def __init__(self, config: TransformerConfig, tp_group):
         super().__init__()
@@ -142,8 +141,7 @@ class ValueHead(torch.nn.Module):
 
 
 def _replicated_rows(hidden: torch.Tensor, rows: torch.Tensor, sequence_parallel: bool, tp_group) -> torch.Tensor:
-    """Return the requested rows in the pack, float32 [N, hidden], for a head that is replicated on every
-    tensor-parallel rank.
+    """Return the requested rows, float32 [N, hidden], for a head replicated on every tensor-parallel rank.
 
     Each rank computes the full gradients for the head's weight and the hidden states. Under sequence parallelism, each
     rank's part of the hidden-state gradient flows back; nothing is summed over the ranks.
@@ -155,8 +153,7 @@ def _replicated_rows(hidden: torch.Tensor, rows: torch.Tensor, sequence_parallel
 
 @contextmanager
 def scored_at(chunks: Sequence[torch.nn.Module], temperature: float) -> Iterator[None]:
-    """Return a context manager that makes language model heads use a different temperature while entered. The chunks
-    may be wrapped."""
+    """Return a context manager that changes the temperature of language model heads. The chunks may be wrapped."""
     heads = [module for chunk in chunks for module in chunk.modules() if isinstance(module, LogProbHead)]
     before = [head.temperature for head in heads]
     for head in heads:

@@ -53,8 +53,7 @@ class PackedDocuments(PackedSeqParams):
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm, with its weight marked so that Megatron sums the weight's gradient over sequence-parallel
-    ranks."""
+    """torch's RMSNorm, marked so that Megatron sums the weight's gradient over sequence-parallel ranks."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
@@ -85,8 +84,7 @@ if importlib.util.find_spec("transformer_engine") is None:
 
 
 class DocumentAttention(torch.nn.Module):
-    """Causal attention within each document of a pack ("thd": query [T, heads, d], optionally with a batch dimension of
-    1).
+    """Causal attention within each document of a pack ("thd": query [T, heads, d] or [T, 1, heads, d]).
 
     Under context parallelism, a rank holds the queries for its own tokens and gathers all keys and values.
     """
@@ -111,8 +109,7 @@ class DocumentAttention(torch.nn.Module):
 
 class LatentAttention(multi_latent_attention.MLASelfAttention):
     """Latent attention with the norms and projections from the layer spec. Since 0.19, megatron-core requires norms for
-    both queries and key-value latents, or for neither. However, queries without a latent have no norm, while key-value
-    latents do."""
+    both queries and key-value latents, or for neither. Queries without a latent have none."""
 
     def _resolve_qk_norm_config(self, submodules: multi_latent_attention.MLASelfAttentionSubmodules) -> dict[str, type]:
         names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
@@ -220,8 +217,7 @@ def _fused_attention() -> type:
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
     class FusedAttention(TEDotProductAttention):
-        """Uses Transformer Engine's attention for packs of consecutive documents, and our attention for packs with
-        shared prompts."""
+        """Uses Transformer Engine's attention for consecutive documents, and ours for shared prompts."""
 
         def forward(self, query, key, value, *args, packed_seq_params: PackedDocuments, **kwargs):
             documents = packed_seq_params.documents

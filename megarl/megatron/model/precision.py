@@ -20,8 +20,7 @@ CAPABILITIES = {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0), "m
 
 
 def precision(dtype: torch.dtype, settings: Placed) -> dict[str, Any]:
-    """Return the TransformerConfig fields for numeric precision. Raise a UserError if this machine does not support the
-    fp8 recipe."""
+    """Return the TransformerConfig fields. Raise a UserError if this machine does not support the fp8 recipe."""
     fields: dict[str, Any] = dict(
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -52,8 +51,7 @@ def check_fp8(key: str, recipe: str) -> None:
 
 
 def token_multiple(fp8: str | None) -> int:
-    """Return the required divisor of a pack's token count on one tensor-parallel rank: the block size of fp8 matrix
-    products."""
+    """Return the required divisor of a rank's tokens in a pack: the block size of fp8 matrix products."""
     if fp8 is None:
         return 1
     return 32 if fp8 == "mxfp8" else 16

@@ -37,8 +37,7 @@ class DocumentRotary(RotaryEmbedding):
 
 
 class DocumentYarn(YarnRotaryEmbedding):
-    """A DocumentRotary with YaRN scaling (arXiv 2309.00071). It additionally returns the factor that multiplies cosines
-    and sines."""
+    """A DocumentRotary with YaRN (arXiv 2309.00071). It also returns the factor that multiplies cosines and sines."""
 
     positions: torch.Tensor | None = None
     table: torch.Tensor | None = None

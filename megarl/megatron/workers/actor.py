@@ -60,8 +60,7 @@ class ActorWorker(TrainerWorker):
         self.kl_coefficient = kl.coefficient
         """The KL coefficient. It changes between steps if algorithm.kl.adaptive_target is set."""
         self._penalty: float | None = None
-        """The penalty in kl_penalty after adaptation to algorithm.objective.penalty_target; None before the first
-        adaptation."""
+        """The penalty in kl_penalty after adaptation to penalty_target; None before the first adaptation."""
         if config.has_reference and self.adapters is None:
             self._weight_snapshots.keep("reference", None if kl.renew_steps is None else kl.renew_share)
         self._token_details = TokenDetails(config.num_detailed_groups)

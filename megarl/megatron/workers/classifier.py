@@ -16,8 +16,7 @@ class ClassifierWorker(TrainerWorker):
     reads = "tokens"
 
     def _model_config(self, hf_config: dict[str, Any]) -> dict[str, Any]:
-        """The folder contains a classifier with one label, or a language model, for which the score head starts at
-        0."""
+        """The folder contains a classifier with one label, or a language model, whose score head starts at 0."""
         kind = self._config.algorithm.objective.spec.classifier
         assert kind is not None, "the objective does not train a classifier"
         return as_classifier(hf_config, kind)

@@ -19,8 +19,7 @@ class CriticWorker(TrainerWorker):
     metrics = "value"
 
     def _model_config(self, hf_config: dict[str, Any]) -> dict[str, Any]:
-        """The folder contains a classifier with one label, or a language model, for which the value head starts at
-        0."""
+        """The folder contains a classifier with one label, or a language model, whose value head starts at 0."""
         return as_classifier(hf_config)
 
     @property
@@ -28,8 +27,7 @@ class CriticWorker(TrainerWorker):
         return configured_value_loss(self._config.algorithm.value)
 
     def score_tokens(self, batch: LocalBatch) -> dict[str, torch.Tensor]:
-        """Run a forward-only pass and return sample id -> value of the state before each response token, float32 [R] on
-        the host.
+        """Run a forward-only pass and return sample id -> value before each response token, float32 [R] on the host.
 
         Each last-stage rank keeps the values for the update on the same samples. One rank per data-parallel replica
         returns them.

@@ -53,6 +53,5 @@ class ImplicitRewardWorker(TrainerWorker):
         }
 
     def _training_batches(self, batch: LocalBatch) -> list[TokenBatch]:
-        """Return the update's microbatches. They have no advantages, because the model learns from the samples'
-        rewards."""
+        """Return the update's microbatches, without advantages: the model learns from the samples' rewards."""
         return self._scored(batch, self._kept)

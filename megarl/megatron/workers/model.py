@@ -127,8 +127,7 @@ class ModelWorker:
         self, batch: LocalBatch, replays: bool | None = None, truncates: bool | None = None
     ) -> dict[str, torch.Tensor]:
         """Run a forward-only pass and return sample id -> the head's output for the response tokens, float32 [R,
-        columns]; empty before the last stage. `replays` and `truncates` override the class attributes; None keeps
-        them."""
+        columns]; empty before the last stage. `replays` and `truncates` override the class attributes."""
         scored = step.score(self.chunks, self._collate(batch, replays, truncates))
         results = {}
         for members, columns in zip(batch.members, scored, strict=False):

@@ -34,8 +34,7 @@ class RewardModelWorker(ModelWorker):
 
     def score_tokens(self, batch: LocalBatch) -> dict[str, torch.Tensor]:
         """Run a forward-only pass and return sample id -> score for each response token, float32 [R] on the host. A
-        sequence classifier returns only the last token's score, [1]. One rank per data-parallel replica returns the
-        scores."""
+        sequence classifier returns the last token's score, [1]. One rank per replica returns the scores."""
         with self._present():
             scores = self._first_column(batch)
         if not parallel.returns_results():
@@ -45,8 +44,7 @@ class RewardModelWorker(ModelWorker):
 
     @contextmanager
     def _present(self) -> Iterator[None]:
-        """Return a context manager that keeps the parts listed in `reward_model.offload` on the device while
-        entered."""
+        """Return a context manager that keeps the parts in `reward_model.offload` on the device."""
         for part in set(self._settings.offload):
             self._offload.move_in(part)
         yield

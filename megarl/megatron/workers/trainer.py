@@ -155,8 +155,7 @@ class TrainerWorker(ModelWorker, ABC):
         return self._transport.send()
 
     def checksums(self, wanted: Sequence[Region], plan: Plan) -> dict[Region, Checksum]:
-        """Return this rank's contribution to the expected checksums of the engines' weights. `plan` exports the weights
-        that a refit sends."""
+        """Return this rank's part of the expected checksums of the engines. `plan` exports a refit's weights."""
         return source_checksums(wanted, plan, self.holder.name, self._refit_weights)
 
     def update(self, batch: LocalBatch) -> dict[str, Metric]:
@@ -270,8 +269,7 @@ class TrainerWorker(ModelWorker, ABC):
         return self._whole_weights
 
     def export(self, plan: Plan, transport: Transport, out: Path) -> None:
-        """Write the model as a Hugging Face folder, or its adapters as a PEFT folder. `transport` reads the weights
-        from all ranks."""
+        """Write the model as a Hugging Face folder, or its adapters as a PEFT folder, with weights from all ranks."""
         if self.adapters is not None and self.adapters.exports_factors:
             self.adapters.write(plan, transport, self._config.model.path, out)
             return
@@ -346,8 +344,7 @@ class TrainerWorker(ModelWorker, ABC):
         self._loss_scale.restore(counters)
 
     def _begin_main_weights(self, rounded: Mapping[str, torch.nn.Parameter]) -> None:
-        """Initialize the main weights of rounded parameters. Weights that the model folder stores in float32 are read
-        from it."""
+        """Initialize the main weights of rounded parameters, from the folder's float32 weights if it has them."""
         if not rounded:
             return
         tensors: dict[str, set[str | None]] = {name: set() for name in rounded}
@@ -372,8 +369,7 @@ class TrainerWorker(ModelWorker, ABC):
         return whole_parameters(key, selected, self.holder)
 
     def _training_batches(self, batch: LocalBatch) -> list[TokenBatch]:
-        """Return an update's microbatches, with the scores from previous passes and from other models, and with
-        advantages."""
+        """Return an update's microbatches with advantages and with the scores of previous passes and other models."""
         batches = self._with_all_scores(batch)
         # Only the last stage has the critic's values and reads advantages.
         estimated = self._config.algorithm.objective.spec.is_policy_objective and parallel.is_last_stage(None)
@@ -392,7 +388,6 @@ class TrainerWorker(ModelWorker, ABC):
         return [add_scores(token_batch, members, scores) for token_batch, members in pairs]
 
     def _keep(self, name: str, scores: Mapping[str, torch.Tensor]) -> None:
-        """Keep scores for the update on the same samples. Only the last stage keeps them, because only it computes and
-        reads scores."""
+        """Keep scores for the update on the same samples, on the last stage, which computes and reads them."""
         if parallel.is_last_stage(None):
             self._kept.setdefault(name, {}).update(scores)

@@ -59,9 +59,9 @@ def is_factor(name: str) -> bool:
 
 
 def adapted_weights(holder: Holder, share_experts: bool) -> list[AdaptedWeight]:
-    """Return the holder's weights that have adapters: those of all linear layers in the decoder except routers. With
-    `share_experts`, the experts in a layer share the factor next to the hidden states: A for gate and up projections, B
-    for down projections."""
+    """Return the adapted weights: those of all linear layers in the decoder except routers. With `share_experts`, the
+    experts in a layer share the factor next to the hidden states: A for gate and up projections, B for down
+    projections."""
     return [
         _adapted(name, pieces, share_experts)
         for name, pieces in holder.shard.by_parameter().items()

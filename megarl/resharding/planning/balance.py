@@ -12,8 +12,7 @@ from megarl.resharding.planning.plan import Link
 
 
 class Route(NamedTuple):
-    """The links over which a rectangle is sent. `links` start at sources, and `forwards` connect two destinations on
-    the same node."""
+    """The links over which a rectangle is sent. `links` start at sources, `forwards` at destinations."""
 
     links: tuple[Link, ...]
     forwards: tuple[Link, ...]
@@ -75,8 +74,7 @@ class Balance:
         return self._holders_by_node[holders]
 
     def _turn(self, destinations: tuple[int, ...], num_bytes: int) -> int:
-        """Return which of the destinations on each node receives for the node, as an index into the destinations
-        there."""
+        """Return the index, among the destinations on each node, of the one that receives for the node."""
         size = max(map(len, self.by_node(destinations)))
         if size == 1:
             return 0

@@ -127,8 +127,7 @@ class _Check:
             _check_tiling(self._plan.holders[holder], shard, places)
 
     def _written(self) -> dict[tuple[int, ...], list[Place]]:
-        """Return the places that moves write, keyed by the receivers. A holder that receives a bucket twice is listed
-        twice."""
+        """Return receivers -> written places. A holder that receives a bucket twice is listed twice."""
         written: dict[tuple[int, ...], list[Place]] = defaultdict(list)
         for bucket in self._plan.buckets:
             receivers = tuple(link.destination for link in (*bucket.links, *bucket.forwards))

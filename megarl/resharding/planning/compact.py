@@ -1,7 +1,6 @@
 """Encode a plan as a few arrays, which are cheap to send. Each process decodes only its own part.
 
-Pickling the objects of a large plan is slow: its moves contain a million names and rectangles, and most of these
-repeat.
+Pickling the objects of a large plan is slow: its moves contain a million repeated names and rectangles.
 
 Plans are not cached on disk. Planning DeepSeek-V3 from 512 to 256 ranks takes 13 s of a startup of several minutes, and
 a cache lookup would take 6 s to describe and hash all holders.

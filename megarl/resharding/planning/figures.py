@@ -162,8 +162,7 @@ class _Traffic(NamedTuple):
 
 def _traffic(plan: Plan, messages: Sequence[int]) -> _Traffic:
     """Count the messages that each rank exchanges. `messages` contains each bucket's number of messages per link. If
-    sources and destinations share devices, destinations read the sources on their own node directly, without
-    messages."""
+    sources and destinations share devices, destinations read sources on their own node without messages."""
     traffic = _Traffic([set() for _ in plan.holders], [0] * len(plan.holders))
     for bucket, count in zip((plan.remote if plan.devices else plan).buckets, messages, strict=True):
         for source, destination in (*bucket.links, *bucket.forwards):

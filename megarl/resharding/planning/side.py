@@ -79,8 +79,7 @@ def _remedy(num_sources: int, destinations: Sequence[Holder]) -> str:
 
 
 def bytes_per_second(option: str, text: str, names: Sequence[str]) -> dict[str, float]:
-    """Parse bandwidths such as "inter=50GB/s,intra=400Gb/s" (B: bytes, b: bits). Raise a UserError if the text is
-    invalid."""
+    """Parse bandwidths such as "inter=50GB/s,intra=400Gb/s" (B: bytes, b: bits). Raise a UserError if invalid."""
     values = {name: value for name, _, value in (item.partition("=") for item in text.split(","))}
     if values.keys() != set(names):
         raise UserError(

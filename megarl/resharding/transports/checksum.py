@@ -30,8 +30,7 @@ def raw_bytes(tensor: torch.Tensor) -> memoryview:
 def verify(
     checksums: Mapping[str, int], read: Callable[[str], torch.Tensor], folder: Path, progress: Progress, total: int
 ) -> None:
-    """Read the tensors back and raise a UserError if a checksum differs from the one computed when the tensor was
-    written."""
+    """Read the tensors back and raise a UserError if a checksum differs from that of the written data."""
     for name, expected in checksums.items():
         tensor = read(name)
         if checksum(tensor) != expected:

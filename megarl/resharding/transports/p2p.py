@@ -150,8 +150,7 @@ class PointToPoint:
 
     @torch.no_grad()
     def deliver(self, copies: Sequence[Copy]) -> Delivery:
-        """Deliver all copies into this member. Raise a RuntimeError that names the peer if a peer fails or does not
-        respond in time."""
+        """Deliver all copies into this member. Raise a RuntimeError that names a peer that fails or is too slow."""
         self.sent_bytes = 0
         self._tags.clear()
         try:

@@ -42,8 +42,7 @@ class SafetensorsFolder(Readable):
         self._stack.close()
 
     def with_file_dtypes(self, holder: Holder) -> Holder:
-        """Return the holder with the dtypes in the files. Raise a UserError if a tensor is missing or has the wrong
-        shape."""
+        """Return the holder with the files' dtypes. Raise a UserError if a tensor is missing or has a wrong shape."""
         for name, shape in holder.shapes.items():
             stored = tuple(self._slice(name).get_shape())
             if stored != shape:
