@@ -188,11 +188,7 @@ class GroupEstimator(SampleEstimator):
         return [(self.compare, 1, self.parameters), (self.compare_tokens, 1, self.parameters)]
 
     def shared_parameters(self) -> Parameters:
-        return {
-            "gamma": (Share, 1.0),
-            "credit": (Credit, "whole"),
-            "group_of_one": (Literal["zero", "reward"], "zero"),
-        }
+        return {**SampleEstimator.shared_parameters(self), "group_of_one": (Literal["zero", "reward"], "zero")}
 
     def baselines(self, group: Sequence[Member], options: Options) -> list[Baseline]:
         """Return a baseline for each member. If only one member is left because the other rewards failed, its advantage

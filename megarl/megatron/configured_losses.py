@@ -44,15 +44,7 @@ def configured_policy_loss(
         options=options,
         old_is_rollout=correction.old == "rollout",
         has_moved=has_moved,
-        correct=partial(
-            corrections.factors,
-            weight=correction.weight,
-            weight_limit=correction.weight_limit,
-            mask=correction.mask,
-            mask_low=correction.mask_low,
-            mask_high=correction.mask_high,
-            weight_floor=correction.weight_floor,
-        ),
+        correct=partial(corrections.factors, **correction.model_dump(exclude={"old"})),
         exclude=None
         if tolerance.mask is None
         else partial(corrections.disagreeing, threshold=tolerance.threshold, level=tolerance.mask),

@@ -65,7 +65,6 @@ def install() -> None:
         return
     for patch in (
         device_queries,
-        tensor_moves,
         random_state,
         device_literals,
         uneven_collectives,
@@ -80,15 +79,10 @@ def install() -> None:
 def device_queries() -> None:
     """Replace CUDA device queries. Megatron allocates buffers on torch.cuda.current_device(), and pipeline
     communication synchronizes with the device. Since megatron-core 0.19, gradient reduction requests a stream, which
-    only CUDA graphs use."""
+    only CUDA graphs use. Under pipeline parallelism, it calls cuda() on the weight of tied embeddings."""
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.synchronize = lambda device=None: None
     torch.cuda.current_stream = lambda device=None: None
-
-
-def tensor_moves() -> None:
-    """Make tensor.cuda() return the tensor. Megatron calls it on the weight of tied embeddings under pipeline
-    parallelism."""
     torch.Tensor.cuda = lambda self, *args, **kwargs: self
 
 

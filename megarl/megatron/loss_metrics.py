@@ -9,21 +9,13 @@ from megarl.algorithms import kl
 from megarl.algorithms.corrections import Factors
 from megarl.algorithms.ratio import ratio_of
 from megarl.core.token_batch import TokenBatch
-from megarl.megatron.losses import (
-    ImitationTerms,
-    ImplicitRewardTerms,
-    LabelTerms,
-    PairTerms,
-    PolicyTerms,
-    PreferenceTerms,
-    ValueTerms,
-)
+from megarl.megatron import losses
 from megarl.megatron.metric_sums import Sum, Sums, largest, mean, total
 
 
 def policy_metrics(
     batch: TokenBatch,
-    terms: PolicyTerms,
+    terms: losses.PolicyTerms,
     *,
     mismatch_threshold: float,
     has_moved: bool,
@@ -94,7 +86,7 @@ def start_metrics(
     return sums
 
 
-def value_metrics(batch: TokenBatch, terms: ValueTerms) -> Sums:
+def value_metrics(batch: TokenBatch, terms: losses.ValueTerms) -> Sums:
     """Return the critic's metrics. The moments of returns and residuals give explained_variance."""
     mask, returns, residual = batch.mask, terms.returns, terms.residual.double()
     return {
@@ -109,7 +101,7 @@ def value_metrics(batch: TokenBatch, terms: ValueTerms) -> Sums:
     }
 
 
-def implicit_reward_metrics(batch: TokenBatch, terms: ImplicitRewardTerms) -> Sums:
+def implicit_reward_metrics(batch: TokenBatch, terms: losses.ImplicitRewardTerms) -> Sums:
     trained = terms.samples.count > 0
     return {
         "implicit_reward/loss": _whole_loss(terms.loss),
@@ -118,7 +110,7 @@ def implicit_reward_metrics(batch: TokenBatch, terms: ImplicitRewardTerms) -> Su
     }
 
 
-def imitation_metrics(batch: TokenBatch, terms: ImitationTerms) -> Sums:
+def imitation_metrics(batch: TokenBatch, terms: losses.ImitationTerms) -> Sums:
     return {
         "policy/loss": total(terms.loss),
         "policy/entropy": mean(terms.entropy, batch.mask),
@@ -126,7 +118,7 @@ def imitation_metrics(batch: TokenBatch, terms: ImitationTerms) -> Sums:
     }
 
 
-def label_metrics(batch: TokenBatch, terms: LabelTerms) -> Sums:
+def label_metrics(batch: TokenBatch, terms: losses.LabelTerms) -> Sums:
     score, label, mask = terms.score, terms.label, batch.mask
     return {
         "reward_model/loss": total(terms.loss),
@@ -137,12 +129,12 @@ def label_metrics(batch: TokenBatch, terms: LabelTerms) -> Sums:
     }
 
 
-def reward_model_metrics(batch: TokenBatch, terms: PairTerms) -> Sums:
+def reward_model_metrics(batch: TokenBatch, terms: losses.PairTerms) -> Sums:
     return {"reward_model/loss": _whole_loss(terms.loss), **_pair_metrics(terms)}
 
 
 def preference_metrics(
-    batch: TokenBatch, terms: PreferenceTerms, *, mismatch_threshold: float | None, has_moved: bool
+    batch: TokenBatch, terms: losses.PreferenceTerms, *, mismatch_threshold: float | None, has_moved: bool
 ) -> Sums:
     """Return the metrics for a policy trained on preference pairs. `mismatch_threshold` is as in policy_metrics; None
     if the pairs were not sampled by an engine."""
@@ -153,7 +145,7 @@ def preference_metrics(
     return sums | start_metrics(batch, terms.log_prob, terms.start, has_moved, mismatch_threshold)
 
 
-def _pair_metrics(terms: PairTerms) -> Sums:
+def _pair_metrics(terms: losses.PairTerms) -> Sums:
     every = torch.ones_like(terms.margin, dtype=torch.bool)
     return {
         "preference/loss": mean(terms.losses, every),

@@ -15,11 +15,8 @@ from megarl.config.model_schema import Lora
 from megarl.core.errors import UserError
 from megarl.core.files import new_folder
 from megarl.models.peft import CONFIG, WEIGHTS, adapter_config, check_adapter_config
-from megarl.resharding.execute import execute
 from megarl.resharding.families.adapters import expert_tensor_names
 from megarl.resharding.piece import Holder, Rectangle
-from megarl.resharding.planning.plan import Plan
-from megarl.resharding.transports.transport import Transport
 
 
 class PeftFolder(AbstractContextManager):
@@ -66,23 +63,9 @@ class PeftFolder(AbstractContextManager):
         return parts[0]
 
 
-def write_peft_folder(
-    plan: Plan, transport: Transport, whole: Holder, lora: Lora, base: str, num_experts: int, out: Path
-) -> None:
-    """Write adapters as a PEFT folder.
-
-    Args:
-        plan: a plan with the destination `whole`.
-        whole: holder of all adapter tensors for the model.
-        base: path or name of the base model.
-    """
-    tensors = {name: torch.empty(shape) for name, shape in whole.shapes.items()}
-    execute(plan.into(whole.name), tensors, transport)
-    save_adapters(tensors, lora, base, num_experts, out)
-
-
 def save_adapters(tensors: Mapping[str, torch.Tensor], lora: Lora, base: str, num_experts: int, out: Path) -> None:
-    """Write whole tensors as a PEFT folder, repeating a shared adapter for each expert."""
+    """Write whole tensors as a PEFT folder, repeating a shared adapter for each expert. `base` is the path or name of
+    the base model."""
     named = {
         each: tensor.clone() for name, tensor in tensors.items() for each in expert_tensor_names(name, num_experts)
     }

@@ -16,8 +16,7 @@ from megarl.config.model_schema import Layout
 from megarl.megatron import parallel
 from megarl.megatron.checkpoint.extents import extents_of
 from megarl.megatron.model.architecture import architecture
-from megarl.megatron.model.build import build_chunk, parallelism, tensors_of
-from megarl.megatron.model.dispatcher import DISPATCHER
+from megarl.megatron.model.build import DISPATCHER, build_chunk, parallelism, tensors_of
 from megarl.megatron.model.head import replace_output_layer
 from megarl.megatron.overrides import build
 from megarl.models.shape import ModelShape

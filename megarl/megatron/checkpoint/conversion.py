@@ -35,6 +35,7 @@ from megarl.resharding.piece import Holder
 from megarl.resharding.planning.check import check_plan
 from megarl.resharding.planning.plan import Plan
 from megarl.resharding.planning.planner import make_plan
+from megarl.resharding.selection import ONE_PROCESS
 from megarl.resharding.transports.checksum import checksum, verify
 from megarl.resharding.transports.reused_memory import ReusedMemory
 from megarl.resharding.transports.safetensors import SafetensorsFolder
@@ -94,19 +95,9 @@ def layout_of_files(
 ) -> Layout:
     """Return a layout with the fewest data-parallel ranks that the expert-parallel sizes allow. Raise a UserError if
     the sizes are incompatible."""
-    experts = ep * (tp if etp is None else etp)
-    layout = Layout(
-        tp=tp,
-        pp=pp,
-        vpp=vpp,
-        cp=1,
-        ep=ep,
-        etp=etp,
-        dp=lcm(tp, experts) // tp,
-        sequence_parallel=False,
-        first_stage_layers=first_stage_layers,
-        last_stage_layers=last_stage_layers,
-    )
+    sizes = dict(tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp, dp=lcm(tp, ep * (tp if etp is None else etp)) // tp)
+    stages = dict(first_stage_layers=first_stage_layers, last_stage_layers=last_stage_layers)
+    layout = Layout.model_validate(ONE_PROCESS | sizes | stages | {"sequence_parallel": False})
     check_layout("", layout)
     return layout
 

@@ -28,7 +28,7 @@ from megarl.resharding.checkpoint import Extent, as_stored, checkpoint_holder
 from megarl.resharding.families.adapters import PREFIX
 from megarl.resharding.piece import Holder
 from megarl.resharding.selection import ONE_PROCESS
-from megarl.resharding.transports.torch_dist import METADATA, StoredExtents, StoredTensor, TorchDistFolder
+from megarl.resharding.transports.torch_dist import METADATA, StoredExtents, TorchDistFolder
 
 DESCRIPTION = "huggingface"
 """Name of the folder in a checkpoint that contains the model's config.json and tokenizer."""
@@ -165,13 +165,20 @@ def _described(path: Path, huggingface: Path | None, sealed: Checkpoint | None) 
 
 
 def _check(path: Path, hf_config: Mapping[str, Any], extents: Sequence[Extent], folder: TorchDistFolder) -> None:
+    vocab = ModelShape.of(hf_config).vocab
     for extent in extents:
         if extent.key not in folder.tensors:
             raise UserError(
                 f"{path}: config.json requires {extent.key}, but the checkpoint does not contain it. Fix: pass --hf "
                 "with the folder of the checkpoint's model"
             )
-        _check_shape(path, extent, folder.tensors[extent.key], ModelShape.of(hf_config).vocab)
+        shape, expected = folder.tensors[extent.key].shape, extent.global_shape
+        repadded = extent.resizable and min(shape[0], expected[0]) >= vocab and shape[1:] == expected[1:]
+        if shape != expected and not repadded:
+            raise UserError(
+                f"{path}: {extent.key} has shape {shape}, but config.json requires {expected}. Fix: pass --hf with the "
+                "folder of the checkpoint's model"
+            )
 
 
 def _companions(path: Path, folder: TorchDistFolder, parameters: Collection[str]) -> list[str]:
@@ -194,14 +201,4 @@ def refuse_unexpected(path: Path, names: Sequence[str]) -> None:
         raise UserError(
             f"{path}: config.json does not define the stored tensor {names[0]}{more}. Fix: use the config.json of the "
             "model that these weights belong to"
-        )
-
-
-def _check_shape(path: Path, extent: Extent, stored: StoredTensor, vocab: int) -> None:
-    shape, expected = stored.shape, extent.global_shape
-    repadded = extent.resizable and min(shape[0], expected[0]) >= vocab and shape[1:] == expected[1:]
-    if shape != expected and not repadded:
-        raise UserError(
-            f"{path}: {extent.key} has shape {shape}, but config.json requires {expected}. Fix: pass --hf with the "
-            "folder of the checkpoint's model"
         )

@@ -18,8 +18,9 @@ from megarl.megatron.checkpoint.extents import CanonicalShard
 from megarl.megatron.lora.adapter import Adapter
 from megarl.megatron.lora.attach import attach_adapters
 from megarl.models.shape import ModelShape
+from megarl.resharding.execute import execute
 from megarl.resharding.families.adapters import EXPERTS, SHARED, A, adapter_holder, peft_holder
-from megarl.resharding.peft_folder import PeftFolder, write_peft_folder
+from megarl.resharding.peft_folder import PeftFolder, save_adapters
 from megarl.resharding.piece import Holder
 from megarl.resharding.planning.plan import Plan
 from megarl.resharding.transports.transport import Transport, view
@@ -72,7 +73,9 @@ class Adapters:
 
     def write(self, plan: Plan, transport: Transport, base: str, out: Path) -> None:
         """Write the factors from all ranks as a PEFT folder. `base` is the path to the base model."""
-        write_peft_folder(plan, transport, self.whole, self._lora, base, self.num_experts, out)
+        tensors = {name: torch.empty(shape) for name, shape in self.whole.shapes.items()}
+        execute(plan.into(self.whole.name), tensors, transport)
+        save_adapters(tensors, self._lora, base, self.num_experts, out)
 
     def sharded(self, factors: Mapping[str, torch.Tensor]) -> dict[torch.Tensor, CanonicalShard]:
         """Return factor -> sharding description for a checkpoint, which stores PEFT's tensors."""

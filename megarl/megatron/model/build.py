@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -12,10 +13,10 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from megarl.config.model_schema import Layout, Placed
 from megarl.core import device
+from megarl.core.errors import UserError
 from megarl.megatron import parallel
 from megarl.megatron.model import kernels
 from megarl.megatron.model.architecture import FORM, architecture
-from megarl.megatron.model.dispatcher import DISPATCHER, check_dispatcher
 from megarl.megatron.model.head import replace_output_layer
 from megarl.megatron.model.layer_spec import block_spec, replace_activations, uses_transformer_engine
 from megarl.megatron.model.precision import precision
@@ -50,6 +51,10 @@ PLACEMENT = (
 
 ROUTING = dict(moe_router_bias_update_rate=0.0)
 """Router bias updates are off: a bias that follows expert load would change the policy without a gradient."""
+
+DISPATCHER = dict(moe_token_dispatcher_type="alltoall")
+"""Our default for Megatron's field: one all-to-all in each direction, over NCCL or gloo. Megatron rejects allgather,
+the third option, because packs differ in length."""
 
 RECOMPUTE = {"none": None, "selective": "selective", "full": "full"}
 
@@ -193,6 +198,23 @@ def transformer_config(settings: Placed, hf_config: Mapping[str, Any], dtype: to
     fields |= defaults | extra
     check_dispatcher(key, fields, settings.layout)
     return build(described(section, key, extra), config_class, fields)
+
+
+def check_dispatcher(key: str, fields: dict[str, Any], layout: Layout) -> None:
+    """Raise a UserError, which names the config key of the TransformerConfig fields, if Megatron's flexible dispatcher
+    is selected but cannot work. It communicates with DeepEP (https://github.com/deepseek-ai/DeepEP), whose kernels use
+    NVLink and InfiniBand."""
+    if fields["moe_token_dispatcher_type"] != "flex":
+        return
+    wrong = None
+    if not device.on_cuda():
+        wrong = "requires a GPU, but this trainer has none"
+    elif importlib.util.find_spec("deep_ep") is None:
+        wrong = "requires the package deep_ep, which is not installed"
+    elif layout.ep * layout.expert_tp == 1:
+        wrong = "each rank in the layout has all experts (ep=1, etp=1), so there are no tokens to dispatch"
+    if wrong is not None:
+        raise UserError(f"{key}.moe_token_dispatcher_type=flex: {wrong}. Fix: remove the key to use alltoall")
 
 
 def data_parallel_config(settings: Placed) -> DistributedDataParallelConfig:

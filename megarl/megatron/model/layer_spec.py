@@ -136,7 +136,9 @@ def block_spec(
     numbers = range(first, first + get_num_layers_to_build(config, vp_stage=virtual))
     specs = {mixed: layer_spec(shape, mixed, fused) for mixed in {shape.has_experts(number) for number in numbers}}
     layers = [specs[shape.has_experts(number)] for number in numbers]
-    norm: Any = _fused_norm() if fused else RMSNorm  # Megatron's annotation omits types
+    norm: Any = RMSNorm  # Megatron's annotation omits types
+    if fused:
+        from megatron.core.extensions.transformer_engine import TENorm as norm
     return TransformerBlockSubmodules(layers, layer_norm=norm)
 
 
@@ -230,9 +232,3 @@ def _fused_attention() -> type:
             return out.reshape(num_tokens, -1)
 
     return FusedAttention
-
-
-def _fused_norm() -> type:
-    from megatron.core.extensions.transformer_engine import TENorm
-
-    return TENorm

@@ -33,7 +33,6 @@ from megarl.megatron.model.build import adapter_parameters, named_parameters, na
 from megarl.megatron.nonfinite import RouterBiases, SkippedUpdates, describe_worst
 from megarl.megatron.offload import Offload, Part
 from megarl.megatron.optimizer import build_optimizer, optimizer_config, set_rates
-from megarl.megatron.profile import Profiler
 from megarl.megatron.routes import route_metrics
 from megarl.megatron.weight_snapshots import WeightSnapshots
 from megarl.megatron.workers.model import ModelWorker
@@ -79,7 +78,6 @@ class TrainerWorker(ModelWorker, ABC):
         """Number of optimizer steps so far, which determines the learning rate."""
         self._skipped = SkippedUpdates()
         self._loss_scale = LossScale(self.chunks, self.dtype, optimizer_config(settings, self.dtype))
-        self._profiler = Profiler()
         self._has_moved = False
         """Whether this step has updated the parameters."""
         self._repeats = False
@@ -252,12 +250,17 @@ class TrainerWorker(ModelWorker, ABC):
             self._is_complete = True
 
     def start_profile(self, ranks: Sequence[int]) -> None:
+        """Record operators and kernels until `stop_profile`. Shapes, stacks and memory would add overhead."""
         if self._rank in ranks:
-            self._profiler.start()
+            self._profile = torch.profiler.profile(activities=torch.profiler.supported_activities())
+            self._profile.start()
 
     def stop_profile(self, ranks: Sequence[int], folder: Path) -> None:
+        """Write the recording as a Chrome trace."""
         if self._rank in ranks:
-            self._profiler.stop(folder / f"{self.role}-{self._rank}.json.gz")
+            self._profile.stop()
+            self._profile.export_chrome_trace(str(folder / f"{self.role}-{self._rank}.json.gz"))
+            del self._profile
 
     def _exported_weights(self) -> Mapping[str, torch.Tensor]:
         """Return name -> current weight for the weights that an export writes."""

@@ -10,18 +10,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, combinations
 
-from megarl.resharding.piece import (
-    ITEM_BYTES,
-    Holder,
-    Piece,
-    Place,
-    Rectangle,
-    Shard,
-    contains,
-    intersect,
-    num_elements,
-    whole,
-)
+from megarl.resharding.piece import Holder, Piece, Place, Rectangle, Shard, contains, intersect, num_elements, whole
+from megarl.resharding.planning.messages import move_bytes
 from megarl.resharding.planning.plan import Bucket, Hop, Link, Move, Plan
 
 
@@ -97,9 +87,7 @@ class _Check:
             stored = {self._canonical(shard, *destination, move, "destination does not store") for shard in receivers}
             if len(sent | stored) != 1:
                 raise PlanError(f"the source sends {sorted(sent)}, but the destination stores {sorted(stored)}: {move}")
-        size = sum(
-            num_elements(move.destination.rectangle) * ITEM_BYTES[move.destination_dtype] for move in bucket.moves
-        )
+        size = sum(map(move_bytes, bucket.moves))
         if size != bucket.num_bytes:
             raise PlanError(f"a bucket declares num_bytes={bucket.num_bytes}, but its moves have {size} bytes")
 
