@@ -350,13 +350,11 @@ class TrainerWorker(ModelWorker, ABC):
         """Initialize the main weights of rounded parameters, from the folder's float32 weights if it has them."""
         if not rounded:
             return
-        tensors: dict[str, set[str | None]] = {name: set() for name in rounded}
-        for piece in self.holder.pieces:
-            if piece.local in tensors:
-                tensors[piece.local].add(piece.canonical)
+        pieces = self.holder.shard.by_parameter()
         with self._opened_folder() as (transport, source):
             finer = {name for name, dtype in source.dtypes.items() if ITEM_BYTES[dtype] > self.dtype.itemsize}
-            exact = {name: main_grad(rounded[name]) for name, dtypes in tensors.items() if dtypes - {None} <= finer}
+            tensors = {name: {piece.canonical for piece in pieces[name]} - {None} for name in rounded}
+            exact = {name: main_grad(parameter) for name, parameter in rounded.items() if tensors[name] <= finer}
             if exact:
                 holder = replace(self.holder, shard=self.holder.shard.only(exact, "float32"))
                 execute(make_plan([source], [holder]).into(holder.name), exact, transport)

@@ -60,9 +60,10 @@ class _Planner:
             for wanted, destinations in rectangles.items():
                 division = divide(tuple(source_rectangles), wanted)
                 if division.missing:
+                    spans = ", ".join(f"{start}:{stop}" for start, stop in division.missing)
                     raise UserError(
-                        f"{tensor}: no source has the elements {_range(division.missing)}. Fix: use the same model "
-                        "config for source and destination"
+                        f"{tensor}: no source has the elements [{spans}]. Fix: use the same model config for source "
+                        "and destination"
                     )
                 for part, numbers in division.parts:
                     sources = [place for number in numbers for place in source_places[number]]
@@ -169,7 +170,3 @@ def _rounds(destinations: list[Held]) -> list[dict[int, Held]]:
 
 def _move(slab: Rectangle, source: Held, destination: Held) -> Move:
     return Move(source.part(slab), destination.part(slab), source.dtype, destination.dtype)
-
-
-def _range(rectangle: Rectangle) -> str:
-    return "[" + ", ".join(f"{start}:{stop}" for start, stop in rectangle) + "]"
