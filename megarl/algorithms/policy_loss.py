@@ -22,11 +22,7 @@ class PolicyLoss(NamedTuple):
 
     @classmethod
     def of(
-        cls,
-        loss: torch.Tensor,
-        ratio: torch.Tensor,
-        low: torch.Tensor | None = None,
-        high: torch.Tensor | None = None,
+        cls, loss: torch.Tensor, ratio: torch.Tensor, low: torch.Tensor | None = None, high: torch.Tensor | None = None
     ) -> PolicyLoss:
         none_clipped = loss.new_zeros(loss.shape).bool()
         return cls(loss, ratio.detach(), none_clipped if low is None else low, none_clipped if high is None else high)

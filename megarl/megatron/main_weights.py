@@ -39,10 +39,7 @@ def rounded_parameters(
 
 @torch.no_grad()
 def begin_main_weights(
-    optimizer: MegatronOptimizer,
-    parameters: Mapping[str, torch.nn.Parameter],
-    holder: Holder,
-    exact: Collection[str],
+    optimizer: MegatronOptimizer, parameters: Mapping[str, torch.nn.Parameter], holder: Holder, exact: Collection[str]
 ) -> None:
     """Initialize this rank's main weights. Call it before the first update.
 

@@ -17,12 +17,7 @@ if TYPE_CHECKING:
 
 
 def dro(
-    log_prob: torch.Tensor,
-    old: torch.Tensor,
-    advantage: torch.Tensor,
-    samples: SampleSegments,
-    tau: float,
-    level: str,
+    log_prob: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor, samples: SampleSegments, tau: float, level: str
 ) -> PolicyLoss:
     """Return ℓ = ½·(A − τ·R)², where R = Σ log ρ over the sample.
 

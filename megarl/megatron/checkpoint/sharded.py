@@ -128,13 +128,7 @@ def save(
     for shard in _shards([untrained, snapshots]):
         if is_main_replica(shard.replica_id) and shard.data is not None:
             shard.data = shard.data.detach().to("cpu", copy=True)
-    state = {
-        **untrained,
-        SNAPSHOTS: snapshots,
-        "own": optimized,
-        "counters": dict(counters),
-        RANDOM: _sharded_random(),
-    }
+    state = {**untrained, SNAPSHOTS: snapshots, "own": optimized, "counters": dict(counters), RANDOM: _sharded_random()}
     strategy = ThreadStrategy(*BACKEND)
     request = dist_checkpointing.save(state, str(folder), strategy, async_sharded_save=True)
     assert request is not None, "an asynchronous save returns a request"

@@ -23,10 +23,7 @@ WEIGHTS = Part(
         "mlp.linear_fc1.weight": Split(_GATE_UP),
         "mlp.linear_fc2.weight": Split(("mlp.down_proj.weight",), axis=1),
     },
-    vllm={
-        "mlp.gate_up_proj.weight": Split(_GATE_UP),
-        "mlp.down_proj.weight": Split(("mlp.down_proj.weight",), axis=1),
-    },
+    vllm={"mlp.gate_up_proj.weight": Split(_GATE_UP), "mlp.down_proj.weight": Split(("mlp.down_proj.weight",), axis=1)},
 )
 _FUSED_GATE_UP = Fused(tensors=(_FUSED,), tiling=Split(()), parts=_ROWS)
 FUSED_WEIGHTS = replace(
@@ -41,14 +38,8 @@ BIAS = Part(
         "mlp.up_proj.bias": ("intermediate",),
         "mlp.down_proj.bias": ("hidden",),
     },
-    megatron={
-        "mlp.linear_fc1.bias": Split(_GATE_UP_BIAS),
-        "mlp.linear_fc2.bias": Whole(("mlp.down_proj.bias",)),
-    },
-    vllm={
-        "mlp.gate_up_proj.bias": Split(_GATE_UP_BIAS),
-        "mlp.down_proj.bias": Whole(("mlp.down_proj.bias",)),
-    },
+    megatron={"mlp.linear_fc1.bias": Split(_GATE_UP_BIAS), "mlp.linear_fc2.bias": Whole(("mlp.down_proj.bias",))},
+    vllm={"mlp.gate_up_proj.bias": Split(_GATE_UP_BIAS), "mlp.down_proj.bias": Whole(("mlp.down_proj.bias",))},
 )
 
 

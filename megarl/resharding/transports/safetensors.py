@@ -97,10 +97,7 @@ def _files_by_tensor(folder: Path) -> dict[str, Path]:
 
 
 def write_file(
-    path: Path,
-    shapes: Mapping[str, tuple[int, ...]],
-    dtypes: Mapping[str, str],
-    tensor: Callable[[str], torch.Tensor],
+    path: Path, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, str], tensor: Callable[[str], torch.Tensor]
 ) -> None:
     """Write a safetensors file one tensor at a time. The library's own writer needs all tensors at once. `tensor`
     returns the tensor with a given name and is called in the order of `shapes`."""
