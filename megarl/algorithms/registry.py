@@ -24,14 +24,12 @@ AnySpec = TypeVar("AnySpec", bound=Spec)
 
 
 def find(package: ModuleType, kind: type[AnySpec], rank: Callable[[AnySpec], int]) -> dict[str, AnySpec]:
-    """Return the specs in a package by name.
+    """Return the specs in a package by name. Raise an ImportError if a file has no SPEC named after it, or if a name
+    exists in two folders.
 
     Args:
         kind: the class that each SPEC must be an instance of.
         rank: returns the sort position of a spec's kind.
-
-    Raises:
-        ImportError: a file has no SPEC named after it, or a name exists in two folders.
     """
     specs = list(_specs(package, kind))
     duplicates = {spec.name for spec in specs if [other.name for other in specs].count(spec.name) > 1}

@@ -288,13 +288,9 @@ def preference_loss(
     length_normalised: bool,
     has_moved: bool,
 ) -> PreferenceTerms:
-    """Compute a policy's loss on sample pairs. A sample's reward is its log-prob, or β times its log-ratio.
-
-    Args:
-        scored: log-prob and entropy for each row.
-        beta: None if the objective has no reference.
-        has_moved: whether the policy has been updated since the start of the step.
-    """
+    """Compute a policy's loss on sample pairs. A sample's reward is its log-prob, or β times its log-ratio. `scored`
+    holds log-prob and entropy for each row. beta is None if the objective has no reference. has_moved is true if the
+    policy has been updated since the start of the step."""
     samples, log_prob, entropy = sample_segments(batch), scored[:, 0], scored[:, 1]
     reward = log_prob
     if beta is not None:

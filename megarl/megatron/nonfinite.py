@@ -56,12 +56,8 @@ def describe_worst(members: Sequence[Sequence[SampleRef]], sums: Sequence[Sums],
     """Return a description of the worst microbatch over all ranks, which is the same on every rank. Collective.
 
     The worst microbatch is the first one with a non-finite metric. If only the gradient overflowed, it is the one with
-    the largest absolute loss.
-
-    Args:
-        members: the samples in each of this rank's microbatches.
-        sums: the metrics for each microbatch; empty before the last stage.
-        loss: name of the loss metric.
+    the largest absolute loss. `members` and `sums` hold the samples and the metrics for each of this rank's
+    microbatches (no metrics before the last stage), and `loss` is the name of the loss metric.
     """
     descriptions = [_describe(*pair, loss) for pair in zip(members, sums, strict=False)]
     gathered: list = [None] * dist.get_world_size()

@@ -17,15 +17,13 @@ T = TypeVar("T")
 
 
 def checked(key: str, extra: Mapping[str, Any], target: type, reserved: Mapping[str, str | None]) -> dict[str, Any]:
-    """Return the override fields for the dataclass `target`, with the names of dtypes and enum members resolved.
+    """Return the override fields for the dataclass `target`, with the names of dtypes and enum members resolved. Raise
+    a UserError if a field is unknown, reserved, or of the wrong type.
 
     Args:
         key: the config key that holds the fields, such as actor.megatron_overrides.model.
         reserved: field that must not be overridden -> config key from which it is derived; None if the trainer relies
             on the field's default.
-
-    Raises:
-        UserError: a field is unknown, reserved, or of the wrong type.
     """
     defaults = {field.name: field.default for field in dataclasses.fields(target)}
     hints = get_type_hints(target)

@@ -133,13 +133,8 @@ def packed_attention(
     scale: float,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """Return the attention output, [n, heads, v].
-
-    Args:
-        query: [n, heads, d].
-        key: [T, kv heads, d].
-        value: [T, kv heads, v]. The number of heads is a multiple of kv heads.
-    """
+    """Return the attention output, [n, heads, v]. query is [n, heads, d], key [T, kv heads, d] and value [T, kv heads,
+    v]. The number of heads is a multiple of kv heads."""
     value_dim, outputs = value.shape[-1], []
     # torch's fused kernels require equal channel counts; otherwise torch materializes all scores.
     value = F.pad(value, (0, max(0, query.shape[-1] - value_dim)))

@@ -92,13 +92,8 @@ def _listed(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def shared_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: BlockMask, scale: float
 ) -> torch.Tensor:
-    """Return the attention output, [T, heads, v].
-
-    Args:
-        query: [T, heads, d].
-        key: [T, kv heads, d].
-        value: [T, kv heads, v]. The number of heads is a multiple of kv heads.
-    """
+    """Return the attention output, [T, heads, v]. query is [T, heads, d], key [T, kv heads, d] and value [T, kv heads,
+    v]. The number of heads is a multiple of kv heads."""
     out = _kernel(query.device.type)(
         *(x.transpose(0, 1)[None] for x in (query, key, value)),
         block_mask=mask,

@@ -13,16 +13,14 @@ from megarl.resharding.transports.transport import Transport, dtype_name, view
 
 @torch.no_grad()
 def execute(writes: Writes, parameters: Mapping[str, torch.Tensor], transport: Transport) -> int:
-    """Write the parameters in place and return the number of bytes written.
+    """Write the parameters in place and return the number of bytes written. Raise a ValueError if a parameter is
+    missing, is unexpected or has the wrong shape, or two dtypes differ and the plan has no cast for them. No parameter
+    is modified in this case.
 
     Args:
         writes: the copies and fills into the holder, from plan.into(name).
         parameters: the holder's parameters, exactly those that the plan writes.
         transport: transport that delivers the source rectangles.
-
-    Raises:
-        ValueError: a parameter is missing, is unexpected or has the wrong shape, or two dtypes differ and the plan has
-            no cast for them. No parameter is modified in this case.
     """
     _check_shapes(writes, parameters)
     for copy in writes.copies:

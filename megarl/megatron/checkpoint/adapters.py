@@ -107,7 +107,8 @@ def adapters_to_peft(path: Path, out: Path) -> int:
 def adapters_to_huggingface(
     path: Path, out: Path, options: Options, huggingface: Path | None = None, shard_bytes: int = SHARD_BYTES
 ) -> int:
-    """Write the model with merged adapters as a Hugging Face folder, identical to the run's export at this step.
+    """Write the model with merged adapters as a Hugging Face folder, identical to the run's export at this step. Raise
+    a UserError if the base model differs from the base model that the run trained with.
 
     Args:
         options: conversion options. Here a dtype of None means the run's dtype.
@@ -115,9 +116,6 @@ def adapters_to_huggingface(
 
     Returns:
         The number of tensor bytes written.
-
-    Raises:
-        UserError: the base model differs from the base model that the run trained with.
     """
     with _open(path, huggingface) as adapters, SafetensorsFolder(adapters.base) as base:
         if adapters.base_hash != weights_hash(adapters.base):
@@ -139,14 +137,12 @@ def adapters_to_huggingface(
 
 @contextmanager
 def _open(path: Path, huggingface: Path | None) -> Iterator[StoredAdapters]:
-    """Open a checkpoint's adapters.
+    """Open a checkpoint's adapters. Raise a UserError if the checkpoint has no adapters, or a file's content differs
+    from what the run wrote.
 
     Args:
         path: a run's `checkpoints/step_…` folder.
         huggingface: the base model's folder; None uses the run's `model.path`.
-
-    Raises:
-        UserError: the checkpoint has no adapters, or a file's content differs from what the run wrote.
     """
     path = model_path(path)
     if not is_of_a_run(path):

@@ -39,14 +39,11 @@ def blueprint(
     hf_config: Mapping[str, Any], layout: Layout, rank: int, format: Mapping[str, Any], dtype: str | None = None
 ) -> RankBlueprint:
     """Return one rank's blueprint. It is built from megarl's own layers, whose checkpoint keys equal those of
-    Transformer Engine's layers.
+    Transformer Engine's layers. Raise a UserError if the model cannot be split evenly under the layout.
 
     Args:
         format: metadata for Megatron's `sharded_state_dict`.
         dtype: dtype of the holder's weights; None means the dtype in config.json.
-
-    Raises:
-        UserError: the model cannot be split evenly under the layout.
     """
     holder = megatron_holder(hf_config, layout, rank, dtype)
     with parallel.pretended(layout, rank):

@@ -103,14 +103,12 @@ def layout_of_files(
 
 
 def huggingface_to_megatron(folder: Path, out: Path, layout: Layout, options: Options = Options()) -> int:
-    """Convert a Hugging Face folder to a checkpoint and return the number of tensor bytes.
+    """Convert a Hugging Face folder to a checkpoint and return the number of tensor bytes. Raise a UserError if the
+    folder does not match its config.json. No partial output is left behind.
 
     Args:
         folder: a path or model id, as in megarl.models.folder.resolve.
         layout: the layout to write the checkpoint for.
-
-    Raises:
-        UserError: the folder does not match its config.json. No partial output is left behind.
     """
     with _open_folder(resolve(str(folder), key="--hf")) as weights:
         return _write_checkpoint(weights, layout, out, _common(), options)

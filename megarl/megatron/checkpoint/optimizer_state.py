@@ -79,14 +79,12 @@ def restore(
     folder: Path,
     stored_keys: set[str],
 ) -> None:
-    """Load the weights and optimizer state in this rank's ranges. Collective over all ranks.
+    """Load the weights and optimizer state in this rank's ranges. Collective over all ranks. Raise a UserError if the
+    checkpoint's parameters do not match the trained parameters.
 
     Args:
         num_updates: number of updates that the stored state has seen.
         stored_keys: keys of all trained weights and their state in the checkpoint.
-
-    Raises:
-        UserError: the checkpoint's parameters do not match the trained parameters.
     """
     for part in parts_of(optimizer):
         if not part.optimizer.state:  # created lazily by the first update

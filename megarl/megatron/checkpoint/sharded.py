@@ -113,12 +113,8 @@ def save(
     adapters: ShardedAdapters | None = None,
 ) -> Saving:
     """Start saving into an empty folder. Collective over all ranks. Returns once all state is copied to host memory.
-
-    Args:
-        counters: values that `load` returns, the same on all ranks; includes num_updates.
-        on_device: see optimizer_state.sharded.
-        adapters: the model's adapters; if given, no other weights are saved.
-    """
+    `counters` are values that `load` returns, the same on all ranks; they include num_updates. For on_device, see
+    optimizer_state.sharded. If adapters are given, no other weights are saved."""
     models = _sharded_models(chunks) if adapters is None else {}
     # This call makes its own copies. It looks up parameters by identity, so the model's tensors must be copied
     # afterwards.

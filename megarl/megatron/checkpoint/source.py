@@ -90,15 +90,13 @@ class CheckpointSource:
 
 @contextmanager
 def open_checkpoint(path: Path, huggingface: Path | None = None) -> Iterator[CheckpointSource]:
-    """Open a checkpoint as a source of weights.
+    """Open a checkpoint as a source of weights. Raise a UserError if the path is not a complete checkpoint of this
+    model.
 
     Args:
         path: a converted checkpoint, a run's `checkpoints/step_…` folder (which opens the actor), or a role's folder in
             it.
         huggingface: folder with the model's config.json and tokenizer; None uses those from the checkpoint or the run.
-
-    Raises:
-        UserError: the path is not a complete checkpoint of this model.
     """
     path = model_path(path)
     sealed = Checkpoint.open(path.parent) if is_of_a_run(path) else None

@@ -50,17 +50,14 @@ def megatron_holder(
     transformer_engine: bool = False,
     vocab_multiple: int = VOCABULARY_MULTIPLE,
 ) -> Holder:
-    """Return the holder of global rank `rank`, named "megatron:{rank}".
+    """Return the holder of global rank `rank`, named "megatron:{rank}". Raise a UserError if the model cannot be split
+    evenly over the layout. In a run, the config rules reject such a layout earlier, with an error that names its role.
 
     Args:
         dtype: dtype of the weights, such as "bfloat16". None: the checkpoint's dtype.
         transformer_engine: whether the model uses Transformer Engine layers, which fuse norms into the following linear
             layers.
         vocab_multiple: the vocabulary size is padded to a multiple of vocab_multiple · tp.
-
-    Raises:
-        UserError: the model cannot be split evenly over the layout. In a run, the config rules reject such a layout
-            earlier, with an error that names its role.
     """
     return megatron_holders(hf_config, layout, dtype, transformer_engine, vocab_multiple, [rank])[0]
 

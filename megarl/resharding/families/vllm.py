@@ -30,16 +30,14 @@ def vllm_holder(
     expert_parallel: bool = False,
     padded_experts: int | None = None,
 ) -> Holder:
-    """Return the holder of tensor-parallel worker `rank` of engine `replica`, named "vllm:{replica}.{rank}".
+    """Return the holder of tensor-parallel worker `rank` of engine `replica`, named "vllm:{replica}.{rank}". Raise a
+    UserError if the model cannot be split evenly over tp workers.
 
     Args:
         dtype: dtype of the weights, such as "bfloat16". None: the checkpoint's dtype.
         expert_parallel: whether each worker holds whole experts, evenly distributed, instead of a share of each expert.
         padded_experts: size to which a worker zero-pads its share of the experts' intermediate size (None: no padding).
             See `padded_experts`.
-
-    Raises:
-        UserError: the model cannot be split evenly over tp workers.
     """
     return Holder(f"vllm:{replica}.{rank}", _shard(hf_config, tp, rank, dtype, expert_parallel, padded_experts))
 

@@ -87,13 +87,9 @@ def figures(plan: Plan, sources: Sequence[Holder], destinations: Sequence[Holder
 
 
 class Demand(NamedTuple):
-    """The number of bytes that every plan for these holders must move.
-
-    Attributes:
-        stored: bytes that the destinations store, without padding.
-        entering: bytes that must enter nodes without a source for them, counted once per node.
-        fair: bytes that each source sends if all replicas send the same amount.
-    """
+    """The number of bytes that every plan for these holders must move. `stored` counts the bytes that the destinations
+    store, without padding; `entering` those that must enter nodes without a source for them, once per node; and `fair`
+    the bytes that each source sends if all replicas send the same amount."""
 
     stored: int
     entering: int

@@ -26,14 +26,12 @@ SMALLEST_PART = MIB
 def make_plan(sources: Sequence[Holder], destinations: Sequence[Holder], bucket_bytes: int | None = None) -> Plan:
     """Return a plan in which every destination element comes from exactly one source.
 
-    Elements arrive directly from the source or through a different destination on the same node.
+    Elements arrive directly from the source or through a different destination on the same node. Raise a UserError if a
+    destination needs an element that no source holds.
 
     Args:
         bucket_bytes: maximum size of a bucket in bytes. None: 1/64 of the largest destination, at least 1 MiB and at
             most 256 MiB.
-
-    Raises:
-        UserError: a destination needs an element that no source holds.
     """
     return _Planner(sources, destinations, bucket_bytes or bucket_size(destinations)).plan()
 

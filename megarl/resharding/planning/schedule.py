@@ -16,13 +16,8 @@ from megarl.resharding.planning.plan import Hop, Link, Plan
 
 @dataclass(frozen=True, slots=True)
 class Bandwidth:
-    """Bandwidth of one process in bytes per second per direction (full duplex).
-
-    Attributes:
-        inter: bandwidth between nodes.
-        intra: bandwidth inside a node.
-        latency: fixed cost of a message in seconds.
-    """
+    """Bandwidth of one process in bytes per second per direction (full duplex). `inter` applies between nodes and
+    `intra` inside a node. A message has a fixed cost of `latency` seconds."""
 
     inter: float
     intra: float
@@ -43,14 +38,9 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The simulated transfers of a plan.
-
-    Attributes:
-        transfers: transfers in plan order; each starts when its ports are free.
-        seconds: end of the last transfer.
-        floor_seconds: lower bound for all schedules of this plan: bytes through the busiest port, divided by its
-            bandwidth.
-    """
+    """The simulated transfers of a plan. Transfers are in plan order; each starts when its ports are free. `seconds` is
+    the end of the last transfer. `floor_seconds` is a lower bound for all schedules of this plan: bytes through the
+    busiest port, divided by its bandwidth."""
 
     transfers: tuple[Transfer, ...]
     seconds: float

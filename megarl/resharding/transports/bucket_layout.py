@@ -46,13 +46,8 @@ class Part:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """The layout of a bucket at one holder.
-
-    Attributes:
-        unpacked: moves that are sent as individual messages.
-        packed: moves that share the last message.
-        num_bytes: size of the buffer in bytes.
-    """
+    """The layout of a bucket at one holder. Unpacked moves are sent as individual messages, and packed moves share the
+    last message. `num_bytes` is the size of the buffer in bytes."""
 
     unpacked: tuple[Part, ...]
     packed: tuple[Part, ...]
