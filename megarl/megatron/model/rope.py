@@ -28,7 +28,7 @@ class DocumentRotary(RotaryEmbedding):
     positions: torch.Tensor | None = None
     table: torch.Tensor | None = None
 
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  # the base class wraps forward in a cache
+    def forward(  # pyright: ignore[reportIncompatibleVariableOverride]  # the base class wraps forward in a cache
         self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group=None
     ) -> torch.Tensor:
         if self.table is None or len(self.table) < max_seq_len:
@@ -43,11 +43,12 @@ class DocumentYarn(YarnRotaryEmbedding):
     table: torch.Tensor | None = None
     factor: float
 
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  # the base class wraps forward in a cache
+    def forward(  # pyright: ignore[reportIncompatibleVariableOverride]  # the base class wraps forward in a cache
         self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group=None
     ) -> tuple[torch.Tensor, float]:
         if self.table is None or len(self.table) < max_seq_len:
-            self.table, self.factor = self.get_emb(_power_of_two(max_seq_len))
+            pair: Any = self.get_emb(_power_of_two(max_seq_len))  # annotated as a single tensor
+            self.table, self.factor = pair
         return _rows(self.table, self.positions, max_seq_len), self.factor
 
 

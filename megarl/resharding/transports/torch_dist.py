@@ -8,7 +8,7 @@ import pickle
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from enum import Enum, EnumMeta
+from enum import EnumMeta
 from pathlib import Path
 from typing import Any
 
@@ -252,6 +252,6 @@ class _Placeholder:
         return
 
 
-def _enum_member(kind: Any, name: str) -> Enum | type[_Placeholder]:
+def _enum_member(kind: object, name: str) -> object:
     """Return an enum member. Replaces getattr, which Python before 3.11.4 uses to pickle enum members."""
     return kind.__members__.get(name, _Placeholder) if isinstance(kind, EnumMeta) else _Placeholder
