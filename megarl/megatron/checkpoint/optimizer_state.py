@@ -52,8 +52,8 @@ def sharded(
     written: dict[str, ShardedTensor] = {}
     for owned in _owned_ranges(optimizer):
         shard = models[owned.parameter]
-        stage, tensor_rank, _ = shard.replica_id  # pyright: ignore[reportGeneralTypeIssues]  # never an int here
-        if is_main_replica((stage, tensor_rank)):
+        # A replica_id is (pipeline stage, tensor-parallel rank, data-parallel rank).
+        if is_main_replica(shard.replica_id[:2]):  # pyright: ignore[reportIndexIssue]  # never an int here
             with on_device(owned.state()):
                 state = owned.values()
                 values = {"": owned.parameter.flatten()[owned.start : owned.stop]}

@@ -49,11 +49,14 @@ class CompactPlan:
         moves = (
             index
             for bucket in plan.buckets
-            for source, destination, *dtypes in bucket.moves
+            for (source, source_rectangle), (destination, rectangle), source_dtype, dtype in bucket.moves
             for index in (
-                *(names.setdefault(place.parameter, len(names)) for place in (source, destination)),
-                *(rectangles.setdefault(place.rectangle, len(rectangles)) for place in (source, destination)),
-                *(names.setdefault(dtype, len(names)) for dtype in dtypes),
+                names.setdefault(source, len(names)),
+                rectangles.setdefault(source_rectangle, len(rectangles)),
+                names.setdefault(destination, len(names)),
+                rectangles.setdefault(rectangle, len(rectangles)),
+                names.setdefault(source_dtype, len(names)),
+                names.setdefault(dtype, len(names)),
             )
         )
         links = (
@@ -96,10 +99,12 @@ class CompactPlan:
         sent, forwarded = (tuple(Link(*ends) for ends in kind) for kind in kinds)
         return Bucket(sent, forwarded, tuple(self._move(*row) for row in self.moves[start:end].tolist()), num_bytes)
 
-    def _move(self, *indices: int) -> Move:
-        source, destination, *dtypes = (self.names[index] for index in (*indices[:2], *indices[4:]))
-        source_rectangle, rectangle = (self.rectangles[index] for index in indices[2:4])
-        return Move(Place(source, source_rectangle), Place(destination, rectangle), dtypes[0], dtypes[1])
+    def _move(
+        self, source: int, source_rectangle: int, destination: int, rectangle: int, source_dtype: int, dtype: int
+    ) -> Move:
+        names, rectangles = self.names, self.rectangles
+        places = Place(names[source], rectangles[source_rectangle]), Place(names[destination], rectangles[rectangle])
+        return Move(*places, names[source_dtype], names[dtype])
 
 
 def _rows(rows: Iterable[tuple[int, ...]], width: int, dtype: type = np.int32) -> np.ndarray:
