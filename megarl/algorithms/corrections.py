@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from megarl.algorithms.ratio import ratio_of
+from megarl.algorithms.policy_loss import ratio_of
 from megarl.algorithms.shapes import require_one_shape
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ Schulman, "Approximating KL divergence" (http://joschu.net/blog/kl-approx.html),
     k3 = r − 1 − log r   unbiased, never negative; used in GRPO's loss (https://arxiv.org/abs/2402.03300, eq. 4)
     abs = |d|
 
-r is bounded as in ratio.py.
+r is bounded as in policy_loss.py.
 
 Papers choose the estimator by the placement of the KL. In the reward it is k1, whose mean is the divergence to subtract
 (InstructGPT, https://arxiv.org/abs/2203.02155, eq. 2; RLOO, https://arxiv.org/abs/2402.14740; REINFORCE++,
@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from megarl.algorithms.ratio import bounded
+from megarl.algorithms.policy_loss import bounded
 from megarl.algorithms.shapes import require_one_shape
 
 if TYPE_CHECKING:

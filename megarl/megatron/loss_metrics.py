@@ -7,7 +7,7 @@ from megatron.core import parallel_state
 
 from megarl.algorithms import kl
 from megarl.algorithms.corrections import Factors
-from megarl.algorithms.ratio import ratio_of
+from megarl.algorithms.policy_loss import ratio_of
 from megarl.core.token_batch import TokenBatch
 from megarl.megatron import losses
 from megarl.megatron.metric_sums import Sum, Sums, largest, mean, total
