@@ -1,4 +1,4 @@
-"""Run failures, and selection of the most informative error."""
+"""Selection of the most informative error when several processes fail."""
 
 from __future__ import annotations
 
@@ -8,16 +8,9 @@ from pathlib import Path
 
 from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 
-from megarl.core.errors import UserError
+from megarl.core.errors import RunFailure, UserError
 
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
-
-
-class RunFailure(RuntimeError):
-    """A failure not caused by the user: a lost process, a missed deadline, an error inside a worker.
-
-    Errors that the user caused are raised as UserError, in every process.
-    """
 
 
 def cause(errors: Mapping[str, Exception], phase: str, logs: Path) -> UserError | RunFailure:

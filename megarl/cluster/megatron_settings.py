@@ -6,10 +6,10 @@ import json
 import subprocess
 import sys
 
-from megarl.cluster.failure import RunFailure
 from megarl.config.model_schema import Trained
 from megarl.config.schema import Config
 from megarl.config.violations import raise_all
+from megarl.core.errors import RunFailure
 from megarl.models.run_models import ModelFolders
 
 PROGRAM = "megarl.megatron.preflight"

@@ -1,4 +1,7 @@
-"""Batches for data-parallel ranks: samples by reference, and their microbatches."""
+"""Batches for data-parallel ranks: samples by reference, and their microbatches.
+
+Only functions that use Ray's object store import Ray, so that one rank can train without it.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,11 @@ from functools import reduce
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-import ray
-
 from megarl.core.types import Sample, SampleRef
 from megarl.data.packing import Microbatch
 
 if TYPE_CHECKING:
+    import ray
     import torch
 
     from megarl.data.local_batch import LocalBatch
@@ -35,6 +37,7 @@ Scores = dict[str, ScoreRef]
 
 def put_scores(scores: Mapping[str, torch.Tensor]) -> Scores:
     """Put scores into Ray's object store, which keeps them while a reference to any of them exists."""
+    import ray
     import torch
 
     if not scores:
@@ -63,6 +66,8 @@ def join_named_scores(parts: Sequence[Mapping[str, Scores]]) -> dict[str, Scores
 
 def put_sample(sample: Sample) -> SampleRef:
     """Put the sample into Ray's object store, which keeps it while a reference to it exists."""
+    import ray
+
     return SampleRef.of(sample, ray.put(sample))
 
 
@@ -148,4 +153,8 @@ class FetchedBatches:
 
 def _get(refs: Iterable[ray.ObjectRef]) -> dict[ray.ObjectRef, Any]:
     different = list(dict.fromkeys(refs))
-    return dict(zip(different, ray.get(different), strict=True)) if different else {}
+    if not different:
+        return {}
+    import ray
+
+    return dict(zip(different, ray.get(different), strict=True))

@@ -17,7 +17,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from megarl.cluster.failure import RunFailure, cause, is_loss, rank, write_stacks
+from megarl.cluster.failure import cause, is_loss, rank, write_stacks
 from megarl.cluster.network import interface_of, own_address, own_name, socket_environment
 from megarl.cluster.nodes.gathering import VERDICT_S, alive_nodes, gather, lost_nodes
 from megarl.cluster.nodes.rendezvous import PACKAGES, Invitation, NodeRendezvous, Report
@@ -30,6 +30,7 @@ from megarl.cluster.trace import Trace
 from megarl.config.schema import Config, TimeoutKind
 from megarl.core import device
 from megarl.core.cores import usable_cores
+from megarl.core.errors import RunFailure
 from megarl.core.versions import installed_versions
 from megarl.models.huggingface import Experts
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatch
 from typing import Literal
 
-from megarl.cluster.failure import RunFailure
+from megarl.core.errors import RunFailure
 from megarl.resharding.piece import num_elements
 from megarl.resharding.verification import Checksum, Region, sample
 

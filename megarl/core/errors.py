@@ -8,3 +8,10 @@ class UserError(ValueError):
 
     Every other exception, including other ValueErrors, is a failure and is reported with its process, log and stack.
     """
+
+
+class RunFailure(RuntimeError):
+    """A failure not caused by the user: a lost process, a missed deadline, an error inside a worker.
+
+    Errors that the user caused are raised as UserError, in every process.
+    """

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.cluster.failure import RunFailure
 from megarl.cluster.machine import place_here
 from megarl.cluster.nodes.rendezvous import NodeRendezvous
 from megarl.cluster.placement import Placement
@@ -21,6 +20,7 @@ from megarl.cluster.supervision.memory import MemorySampler
 from megarl.cluster.trace import Trace
 from megarl.cluster.trained_models import TrainedModels
 from megarl.config.schema import Config
+from megarl.core.errors import RunFailure
 from megarl.core.timing import Stopwatch
 from megarl.data.offline import OfflineData
 from megarl.data.prompts import PromptSet

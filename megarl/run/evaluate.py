@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from megarl.algorithms.evaluation import Estimate
-from megarl.cluster.failure import RunFailure
 from megarl.cluster.groups.engines import EngineGroup
 from megarl.cluster.groups.environments import EnvironmentGroup
 from megarl.cluster.groups.rewards import RewardGroup
@@ -21,7 +20,7 @@ from megarl.config.evaluation_schema import SetEnvironment
 from megarl.config.load import dump
 from megarl.config.model_schema import Layout
 from megarl.config.schema import Config, Roles
-from megarl.core.errors import UserError
+from megarl.core.errors import RunFailure, UserError
 from megarl.core.files import replace_text
 from megarl.core.timing import ElapsedTime
 from megarl.models.folder import resolve

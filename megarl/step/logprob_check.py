@@ -6,9 +6,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 
-from megarl.cluster.failure import RunFailure
 from megarl.cluster.workers import Workers
 from megarl.config.schema import Config
+from megarl.core.errors import RunFailure
 from megarl.core.metrics import Metric
 from megarl.core.timing import ElapsedTime
 from megarl.data.prompts import PromptSet

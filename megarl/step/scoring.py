@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean, pstdev
 
-from megarl.cluster.failure import RunFailure
 from megarl.config.schema import Config
-from megarl.core.errors import UserError
+from megarl.core.errors import RunFailure, UserError
 from megarl.core.metrics import Metric, merge
 from megarl.core.types import SampleRef, Score
 from megarl.rewards.overlong import overlong_penalty

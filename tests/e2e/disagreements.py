@@ -13,12 +13,12 @@ from pathlib import Path
 import ray
 import torch
 
-from megarl.cluster.failure import RunFailure
 from megarl.cluster.session import Session
 from megarl.cluster.supervision.supervisor import supervised
 from megarl.cluster.workers import Workers, launch_workers
 from megarl.config.load import load
 from megarl.config.schema import Config
+from megarl.core.errors import RunFailure
 from megarl.data.prompts import load_prompts
 from megarl.models.run_models import find_models
 from megarl.run.context import RunContext

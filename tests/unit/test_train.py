@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from megarl.algorithms.baselines import MovingAverage
-from megarl.cluster.failure import RunFailure
 from megarl.cluster.pending import Pending, ready
 from megarl.cluster.rank_batch import RankBatch
 from megarl.cluster.trained_models import TrainedModels
 from megarl.cluster.workers import Workers
 from megarl.config.load import load
+from megarl.core.errors import RunFailure
 from megarl.core.metrics import Metric, merge_updates, values
 from megarl.core.types import Baseline, Prompt, SampleRef, Score, TokenTotals
 from megarl.step.baselines import attach_baselines

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
 import ray
 from ray.actor import ActorHandle
 
-from megarl.cluster.failure import RunFailure, cause, write_stacks
+from megarl.cluster.failure import cause, write_stacks
 from megarl.cluster.groups.engine_actor import EngineActor, Parameters
 from megarl.cluster.groups.remote import RemoteCall, RemoteMethod, remote, share
 from megarl.cluster.groups.vllm import VllmGroup
@@ -20,6 +20,7 @@ from megarl.cluster.placement import Process
 from megarl.cluster.session import Session
 from megarl.config.schema import Config
 from megarl.core import device
+from megarl.core.errors import RunFailure
 from megarl.core.types import SampleRef
 from megarl.models.folder import read_config
 from megarl.resharding.families import huggingface_holder, quantized_destinations, quantized_sources, vllm_holders

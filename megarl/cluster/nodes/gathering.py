@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 
 import ray
 
-from megarl.cluster.failure import RunFailure
 from megarl.cluster.nodes.rendezvous import NodeRendezvous, Report
-from megarl.core.errors import UserError
+from megarl.core.errors import RunFailure, UserError
 
 POLL_S = 0.2
 VERDICT_S = 30.0

@@ -12,7 +12,6 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from megarl.cluster.failure import RunFailure
 from megarl.cluster.network import address_towards, interface_of, own_name, socket_environment
 from megarl.cluster.nodes.rendezvous import NODES, Invitation, NodeRendezvous, Report
 from megarl.cluster.supervision import processes
@@ -20,7 +19,7 @@ from megarl.cluster.supervision.interrupts import interrupts
 from megarl.cluster.supervision.memory import MemorySampler
 from megarl.core import device
 from megarl.core.cores import usable_cores
-from megarl.core.errors import UserError
+from megarl.core.errors import RunFailure, UserError
 
 POLL_S = 0.5
 MARGIN_S = 15.0

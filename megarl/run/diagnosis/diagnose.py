@@ -12,10 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from megarl.cluster.failure import RunFailure
 from megarl.config.load import load
 from megarl.config.schema import Config
-from megarl.core.errors import UserError
+from megarl.core.errors import RunFailure, UserError
 from megarl.core.files import numbered
 from megarl.core.jsonl import read_objects
 from megarl.models.folder import resolve

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from ray.exceptions import ActorDiedError, OutOfMemoryError, RayTaskError
 
-from megarl.cluster.failure import RunFailure, cause, write_stacks
-from megarl.core.errors import UserError
+from megarl.cluster.failure import cause, write_stacks
+from megarl.core.errors import RunFailure, UserError
 
 LOGS = Path("/run/logs")
 USER = RayTaskError("score", "", UserError("rewards.functions: unknown function 'f'"))

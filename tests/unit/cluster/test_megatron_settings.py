@@ -9,10 +9,10 @@ import pytest
 import ray
 
 from megarl.cluster import megatron_settings
-from megarl.cluster.failure import RunFailure
 from megarl.cluster.megatron_settings import check_megatron_settings
 from megarl.config.load import load
 from megarl.config.schema import Config
+from megarl.core.errors import RunFailure
 from megarl.models.run_models import ModelFolders, find_models
 from megarl.train import run
 from tests.paths import BASE

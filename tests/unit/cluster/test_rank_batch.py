@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+import ray
 import torch
 
-from megarl.cluster import rank_batch
 from megarl.cluster.rank_batch import FetchedBatches, RankBatch, ScoreRef, put_scores
 from megarl.core.types import Baseline, Prompt, Sample, SampleRef, VersionRun
 from megarl.data import local_batch
@@ -50,7 +50,7 @@ def store(monkeypatch) -> list[list[str]]:
         calls.append([*refs])
         return [(SAMPLES | BLOCKS)[ref] for ref in refs]
 
-    monkeypatch.setattr(rank_batch.ray, "get", get)
+    monkeypatch.setattr(ray, "get", get)
     return calls
 
 
@@ -70,7 +70,7 @@ def token_batches(batch: local_batch.LocalBatch):
 
 def test_scores_of_a_pass_are_one_object(monkeypatch):
     put: list[torch.Tensor] = []
-    monkeypatch.setattr(rank_batch.ray, "put", lambda scores: put.append(scores) or "values")
+    monkeypatch.setattr(ray, "put", lambda scores: put.append(scores) or "values")
     assert put_scores(VALUES) == PARTS
     [scores] = put
     assert torch.equal(scores, BLOCKS["values"])

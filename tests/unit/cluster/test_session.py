@@ -13,13 +13,12 @@ from ray.exceptions import ActorDiedError, OutOfMemoryError, RayTaskError
 
 from megarl.cluster import pending as pending_module
 from megarl.cluster import session as module
-from megarl.cluster.failure import RunFailure
 from megarl.cluster.object_store import object_store_mib
 from megarl.cluster.pending import Answers, join
 from megarl.cluster.session import Session
 from megarl.config.load import load
 from megarl.config.schema import Timeouts
-from megarl.core.errors import UserError
+from megarl.core.errors import RunFailure, UserError
 from tests.paths import BASE
 
 NEVER = float("inf")

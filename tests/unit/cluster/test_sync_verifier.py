@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megarl.cluster import sync_verifier
-from megarl.cluster.failure import RunFailure
 from megarl.cluster.sync_verifier import SyncVerifier
+from megarl.core.errors import RunFailure
 from megarl.resharding.piece import whole
 from megarl.resharding.verification import Checksum, Region, checksum
 

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from megarl.cluster.failure import RunFailure
 from megarl.cluster.pending import Pending, ready
 from megarl.cluster.trained_models import TrainedModels
 from megarl.config.load import load
+from megarl.core.errors import RunFailure
 from megarl.core.types import Prompt
 from megarl.data.prompts import PromptSet
 from megarl.run.checkpoints import Checkpoints

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from megarl.cluster.failure import RunFailure
 from megarl.cluster.groups import engines, remote, vllm
 from megarl.cluster.groups.engine_actor import EngineActor
 from megarl.cluster.groups.engines import EngineGroup, Sampled
 from megarl.cluster.pending import Answers, Pending, ready
 from megarl.cluster.placement import Process
 from megarl.config.load import load
+from megarl.core.errors import RunFailure
 from megarl.core.types import SampleRef
 from megarl.resharding.families import huggingface_holder, megatron_holders, vllm_holders
 from megarl.resharding.planning.compact import CompactPlan

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from megarl.cluster.failure import RunFailure
 from megarl.cluster.nodes import gathering
 from megarl.cluster.nodes.gathering import gather, lost_nodes
 from megarl.cluster.nodes.rendezvous import INVITATION, PACKAGES, Invitation, NodeRendezvous, Report
-from megarl.core.errors import UserError
+from megarl.core.errors import RunFailure, UserError
 from megarl.core.versions import installed_versions
 
 INVITED = Invitation("a1", "10.0.0.1", 5000, "secret", installed_versions(PACKAGES), 8, 2**28, "/logs", 0.0)
