@@ -78,8 +78,7 @@ AGGREGATIONS: Mapping[str, Aggregation] = {
 
 
 def imitation_weights(num_tokens: Sequence[int], outcomes: Sequence[float], above: float) -> list[float]:
-    """Return w = 1 / Σ n_j over the samples j with outcome > above, for tokens in those samples; 0 for all other
-    tokens.
+    """Return w = 1 / Σ n_j over the samples j with outcome > above, for their tokens; 0 for all other tokens.
 
     The loss is then the mean over positive examples, as in VAPO (https://arxiv.org/abs/2504.05118, eq. 10).
     """

@@ -61,8 +61,7 @@ KL_ESTIMATORS: Mapping[str, KLEstimator] = {
 
 
 def usual_estimator(placement: str, level: str) -> str:
-    """Return the estimator that papers use for a KL with this placement ("reward" or "loss") and level ("token" or
-    "sequence")."""
+    """Return the estimator that papers use for a KL in the "reward" or "loss", of a "token" or "sequence"."""
     if placement == "reward":
         return "k1"
     return "k3" if level == "token" else "k2"
@@ -119,8 +118,7 @@ def kl_reward(
 
 
 def adapted(coefficient: float, divergence: float, target: float, num_samples: int, horizon: int) -> float:
-    """Return β·(1 + e·num_samples/horizon) with e = clip(divergence/target − 1, −0.2, 0.2), which moves the divergence
-    towards its target.
+    """Return β·(1 + e·num_samples/horizon) with e = clip(divergence/target − 1, −0.2, 0.2), to reach the target.
 
     Ziegler et al. (https://arxiv.org/abs/1909.08593, section 2.2); counting samples follows their published code. The
     divergence is the step's mean KL estimate.

@@ -11,8 +11,7 @@ if TYPE_CHECKING:
 
 
 def margins(rewards: torch.Tensor) -> torch.Tensor:
-    """Return better − worse for each pair, float32 [P]. `rewards`, float32 [2·P], holds one pair after another, the
-    better response first."""
+    """Return better − worse for each pair, float32 [P]. `rewards` is float32 [2·P], the better first."""
     if rewards.ndim != 1 or len(rewards) % 2:
         raise ValueError(f"rewards must have shape [2·P], got {tuple(rewards.shape)}")
     better, worse = rewards.view(-1, 2).unbind(-1)

@@ -1,5 +1,4 @@
-"""Spec classes, which describe estimators and objectives. The configuration reads specs, so this module does not import
-torch.
+"""Spec classes, which describe estimators and objectives. The configuration reads them, so torch is not imported.
 
 The options of an estimator or objective are the keyword arguments of its function. Recipes use the same names.
 """

@@ -1,5 +1,4 @@
-"""A recipe's losses: functions from `losses` and `loss_metrics` with their scalar arguments bound to the recipe's
-values."""
+"""A recipe's losses: functions from `losses` and `loss_metrics` with the recipe's values bound."""
 
 from __future__ import annotations
 

@@ -17,8 +17,7 @@ from packaging.version import Version
 
 
 def import_uncompiled() -> None:
-    """Import megatron.core without torch's compiler. Call it before anything else imports megatron.core. No-op where
-    CUDA is available.
+    """Import megatron.core without torch's compiler. Call it first. No-op where CUDA is available.
 
     Megatron decorates many functions for torch.compile, and importing the compiler takes as long as all other imports
     on a rank together. On CPU, compilation gains nothing: the few functions that run are small, and compiling them

@@ -272,8 +272,7 @@ class PreferenceTerms(NamedTuple):
 def reward_model_loss(
     batch: TokenBatch, scored: torch.Tensor, *, objective: PairObjective, options: Mapping[str, Any]
 ) -> PairTerms:
-    """Compute a reward model's loss on sample pairs. One token per sample is trained on, and its score is the sample's
-    score. `scored` is [N, 1]."""
+    """Compute a reward model's loss on sample pairs from the score of each sample's trained token. `scored`: [N, 1]."""
     samples = sample_segments(batch)
     return _pair_loss(batch, samples, samples.of_each(scored[:, 0]), objective, options)
 
@@ -311,8 +310,7 @@ def _pair_loss(
     objective: PairObjective,
     options: Mapping[str, Any],
 ) -> PairTerms:
-    """Compute the mean loss over pairs. `rewards`, float32 [S], lists both samples of a pair consecutively, the
-    preferred sample first."""
+    """Compute the mean loss over pairs. `rewards`, float32 [S], lists pair after pair, preferred first."""
     margin = margins(rewards)
     weight = _sample_weight(batch, samples).view(-1, 2).sum(-1)
     chosen, rejected = rewards.view(-1, 2).unbind(-1)

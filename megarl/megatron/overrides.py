@@ -56,8 +56,7 @@ def build(settings: str, target: type[T], fields: Mapping[str, Any]) -> T:
 
 
 def described(section: str, key: str, extra: Mapping[str, Any]) -> str:
-    """Return a description of a section's settings for a message: the overrides under the key, or the section name if
-    there are no overrides."""
+    """Return a description of a section's settings for a message: the overrides, or else the section."""
     return ", ".join(f"{key}.{name}={value}" for name, value in extra.items()) or section
 
 

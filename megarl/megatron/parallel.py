@@ -121,8 +121,7 @@ def is_last_stage(virtual: int | None) -> bool:
 
 
 def reports_metrics() -> bool:
-    """Return whether this rank reports loss and metrics for its data-parallel and context-parallel replica. Exactly one
-    rank per replica does."""
+    """Return whether this rank reports metrics for its data- and context-parallel replica, as exactly one does."""
     return parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
 
 

@@ -120,8 +120,7 @@ def _padded(rows: list[torch.Tensor], fill: int | None = None) -> torch.Tensor:
 
 
 def take(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Return rows[index] with a deterministic gradient. With plain indexing, the gradient sums repeated rows in a
-    nondeterministic order."""
+    """Return rows[index] with a deterministic gradient. Plain indexing sums repeated rows in any order."""
     return F.embedding(index, rows.flatten(1)).unflatten(-1, rows.shape[1:])
 
 

@@ -8,8 +8,7 @@ from megarl.core import device
 
 
 def put_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """Write a · b to `out`. `out` is float32 [m, n]; `a`, [m, k], and `b`, [k, n], are both float32, bfloat16 or
-    float16."""
+    """Write a · b to `out`, float32 [m, n]. `a`, [m, k], and `b`, [k, n], are both float32, bfloat16 or float16."""
     if a.dtype is out.dtype:
         torch.mm(a, b, out=out)
     elif device.on_cuda():

@@ -1,5 +1,4 @@
-"""Training objectives of the actor. Each file holds one objective and its SPEC: a loss per token or per pair of
-responses.
+"""Training objectives of the actor. Each file holds an objective and its SPEC: a loss per token or pair.
 
 In all policy objectives, log_prob, old and advantage are float32 [N], gradients flow into log_prob only, and the ratio
 is ρ = π/π_old = exp(log_prob − old), bounded as in policy_loss.py.

@@ -23,8 +23,7 @@ def clip_cov(
     clip_low: float,
     clip_high: float,
 ) -> PolicyLoss:
-    """Return PPO's clipped loss, with 0 for the selected tokens: a random subset of those whose covariance lies within
-    bounds.
+    """Return PPO's clipped loss, with 0 for the selected tokens: a random subset of those with covariance in bounds.
 
     Clip-Cov (https://arxiv.org/abs/2505.22617, eq. 11 to 13). The paper excludes tokens that the clip already stops;
     here tokens are selected before the ratio is known. `selected` is bool [N].

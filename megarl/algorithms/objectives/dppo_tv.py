@@ -35,8 +35,7 @@ def masked_surrogate(
     ratio: torch.Tensor, advantage: torch.Tensor, divergence: torch.Tensor, limit: float, limit_negative: float | None
 ) -> PolicyLoss:
     """Return ℓ = −M·ρ·A, where M = 0 if the divergence exceeds its limit and ρ has moved in the advantage's direction,
-    else 1. The divergence is float32 [N]. Its limit is `limit` where A > 0, and limit_negative, if given, where A <
-    0."""
+    else 1. The divergence is float32 [N]. Where A < 0, its limit is limit_negative, if given."""
     require_one_shape(ratio=ratio, advantage=advantage, divergence=divergence)
     high = (divergence > limit) & (ratio > 1) & (advantage > 0)
     low = (divergence > (limit if limit_negative is None else limit_negative)) & (ratio < 1) & (advantage < 0)

@@ -28,8 +28,7 @@ def kl_cov(
 
 
 def highest_covariance(covariance: torch.Tensor, draw: torch.Tensor) -> torch.Tensor:
-    """Return the selection key, float32 [N]: the covariance itself. The tokens with the highest keys are selected;
-    `draw` is unused."""
+    """Return the selection key, float32 [N]: the covariance itself. The highest keys are selected; `draw` is unused."""
     require_one_shape(covariance=covariance, draw=draw)
     return covariance
 

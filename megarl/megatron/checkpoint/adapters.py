@@ -57,15 +57,13 @@ class StoredAdapters:
         return experts.count if experts else 0
 
     def factors(self) -> dict[str, torch.Tensor]:
-        """Return PEFT name -> factor, as views of the checkpoint's files. The name of a factor that experts share has
-        no expert number."""
+        """Return PEFT name -> factor, as views of files. A factor that experts share has no expert number."""
         stored = {name: tensor.shape for name, tensor in self.folder.tensors.items() if name.startswith(PREFIX)}
         return {name: self.folder.read(name, whole(shape)) for name, shape in stored.items()}
 
 
 class MergedWeights(Readable):
-    """Transport for a model's weights with the adapters merged. The products are added in float32 to weights in the
-    run's dtype."""
+    """Transport for merged weights. The products are added in float32 to weights in the run's dtype."""
 
     def __init__(self, base: SafetensorsFolder, weights: Holder, adapters: StoredAdapters):
         """`weights` describes all weights of the base model, with the run's dtypes."""
@@ -96,8 +94,7 @@ class MergedWeights(Readable):
 
 
 def adapters_to_peft(path: Path, out: Path) -> int:
-    """Write the adapters as a PEFT folder and return the number of tensor bytes. See `_open` for `path` and the
-    errors."""
+    """Write the adapters as a PEFT folder and return the number of tensor bytes. See `_open` for the path."""
     with _open(path, None) as adapters:
         factors = adapters.factors()
         save_adapters(factors, adapters.lora, adapters.config.model.path, adapters.num_experts, out)

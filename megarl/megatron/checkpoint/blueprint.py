@@ -27,8 +27,7 @@ from megarl.resharding.piece import Holder
 
 @dataclass(frozen=True, slots=True)
 class RankBlueprint:
-    """The weights that a rank holds and the checkpoint entries that it writes: tensor extents, and keys of empty
-    objects."""
+    """The weights that a rank holds and the entries that it writes: tensor extents, and keys of empty objects."""
 
     holder: Holder
     extents: tuple[Extent, ...]

@@ -59,8 +59,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Companion:
-    """Tensors sharded like the parameters and stored under the parameters' keys with a prefix. `dtypes` maps parameter
-    keys to dtypes."""
+    """Tensors sharded like the parameters and stored under their keys with a prefix. `dtypes` maps keys to dtypes."""
 
     prefix: str
     transport: Transport
@@ -228,8 +227,7 @@ def _common() -> bytes:
 
 
 def _entries(rank: RankBlueprint, dtypes: Mapping[str, Mapping[str, str]]) -> list[Entry]:
-    """Return the entries that a rank writes. `dtypes` maps prefix -> key -> dtype, and omits keys whose tensors do not
-    exist."""
+    """Return the entries that a rank writes. `dtypes` maps prefix -> key -> dtype for tensors that exist."""
     return [
         Entry(extent, prefix, dtype_by_key[extent.key])
         for prefix, dtype_by_key in dtypes.items()
@@ -254,8 +252,7 @@ def _dtypes_by_key(ranks: Sequence[RankBlueprint], kept: Mapping[str, str] | Non
 
 
 def _kept(holder: Holder, dtypes: Mapping[str, str]) -> dict[str, str]:
-    """Return parameter name -> dtype of the parameter's canonical tensors. Parameters that consist of padding only are
-    omitted."""
+    """Return parameter name -> dtype of its canonical tensors. Parameters with only padding are omitted."""
     by_parameter: dict[str, str] = {}
     for tensor, piece in holder.shard.canonical_pieces:
         dtype = dtypes[tensor]

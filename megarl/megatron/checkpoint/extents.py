@@ -1,5 +1,4 @@
-"""A parameter's extents: where a checkpoint stores the parameter's elements, according to Megatron's sharding
-metadata."""
+"""A parameter's extents: where a checkpoint stores its elements, according to Megatron's sharding metadata."""
 
 from __future__ import annotations
 

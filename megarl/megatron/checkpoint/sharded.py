@@ -192,8 +192,7 @@ class ThreadStrategy(TorchDistSaveShardedStrategy):
 
 
 def _sharded_models(chunks: Sequence[DistributedDataParallel]) -> dict[str, Any]:
-    """Return each chunk's sharded state. Layers are numbered through the whole model, so that chunks under a different
-    layout find their layers."""
+    """Return each chunk's sharded state. Layer numbers count through the whole model, under every layout."""
     return {f"model{i}": model_of(chunk).sharded_state_dict(metadata=FORMAT) for i, chunk in enumerate(chunks)}
 
 
@@ -218,8 +217,7 @@ def _sharded_snapshots(
 
 
 def _like(model: Shard, prefix: str, tensor: torch.Tensor) -> Shard:
-    """Return a sharded tensor with the sharding of a model parameter, stored under the parameter's key with the
-    prefix."""
+    """Return a sharded tensor with the sharding of a parameter, stored under its key with the prefix."""
     changes: dict[str, Any] = {"key": f"{prefix}.{model.key}", "data": tensor}
     if isinstance(model, ShardedTensor):  # factories have no dtype
         changes["dtype"] = tensor.dtype

@@ -63,8 +63,7 @@ class CheckpointSource:
 
     @property
     def common(self) -> bytes:
-        """The content of the file that stores unsharded state. Newer Megatron versions store this state among the
-        objects."""
+        """The content of the file with unsharded state, which newer Megatron versions store among the objects."""
         if COMMON_OBJECT not in self.folder.objects:
             return (self.path / COMMON).read_bytes()
         [state] = torch.load(io.BytesIO(self.folder.read_object(COMMON_OBJECT)), weights_only=True)
@@ -73,8 +72,7 @@ class CheckpointSource:
         return stream.getvalue()
 
     def check_files(self, progress: Progress) -> None:
-        """Verify the files in a run's checkpoint. Raise a UserError that names the first file whose content differs
-        from what the run wrote."""
+        """Verify the files in a run's checkpoint. Raise a UserError that names the first changed file."""
         if self.sealed is not None:
             records = _records(self.sealed, self.path)
             for record in records:
@@ -90,8 +88,7 @@ class CheckpointSource:
 
 @contextmanager
 def open_checkpoint(path: Path, huggingface: Path | None = None) -> Iterator[CheckpointSource]:
-    """Open a checkpoint as a source of weights. Raise a UserError if the path is not a complete checkpoint of this
-    model.
+    """Open a checkpoint as a source of weights. Raise a UserError if it is not a complete one of this model.
 
     Args:
         path: a converted checkpoint, a run's `checkpoints/step_…` folder (which opens the actor), or a role's folder in
@@ -186,8 +183,7 @@ def _companions(path: Path, folder: TorchDistFolder, parameters: Collection[str]
 
 
 def companion_prefix(key: str, parameters: Collection[str]) -> str | None:
-    """Return the part of a key that precedes a parameter's key, or None if the key does not end with a parameter's
-    key."""
+    """Return the part of a key that precedes a parameter's key, or None if it does not end with one."""
     parts = key.split(".")
     cuts = (cut for cut in range(1, len(parts)) if ".".join(parts[cut:]) in parameters)
     return next((".".join(parts[:cut]) + "." for cut in cuts), None)

@@ -139,8 +139,7 @@ def _process_group(layer: torch.nn.Module) -> ProcessGroup | None:
 
 
 def _communication(cut: str | None, in_sequence: bool, process_group: ProcessGroup | None) -> Communication:
-    """Return the communication between an adapter's two products. `in_sequence` is true if sequence parallelism splits
-    tokens outside the layers."""
+    """Return the communication between an adapter's products. `in_sequence` means sequence parallelism."""
     if cut is None or process_group is None or process_group.size() == 1:
         return lambda hidden: hidden
     exchanges = {

@@ -40,8 +40,7 @@ DDP_DEFAULTS = (
     # These checks terminate the rank that finds a non-finite gradient while its peers wait for it.
     *("check_for_nan_in_grad", "check_for_large_grads"),
 )
-"""Fields in Megatron's TransformerConfig and DistributedDataParallelConfig on whose defaults the loss, head and weights
-rely."""
+"""Fields in TransformerConfig and DistributedDataParallelConfig on whose defaults the loss, head and weights rely."""
 
 PLACEMENT = (
     *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),

@@ -22,8 +22,7 @@ class Balance:
     """Chooses links and balances the number of bytes that replicas send.
 
     A destination receives from a source on its own device or, if there is none, from one on its own node. If the node
-    has no source, one of its destinations receives from a different node and forwards to the rest, so each byte enters
-    a node once.
+    has no source, one of its destinations receives and forwards to the rest, so each byte enters a node once.
 
     The next sender is the replica that has sent the fewest bytes relative to its fair share. The fair share of a
     transfer is equal for all replicas that could send it. Copies within one device do not count. The destinations that
