@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import weakref
 from functools import cache
 from types import ModuleType
@@ -89,6 +90,17 @@ def claim(threads: int | None) -> None:
         _torch().cuda.set_device(device())
     elif threads is not None:
         _torch().set_num_threads(threads)
+
+
+def use_expandable_segments() -> None:
+    """On GPU, let torch's allocator grow its segments, unless the environment configures the allocator. Call it before
+    the process allocates device memory.
+
+    Otherwise the lengths of packs, which differ, fragment the memory: an update of 2.3B parameters reserved 8.3 GB more
+    than its tensors, and 0.5 GB with growing segments, in the same time (H200).
+    """
+    if on_cuda() and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}.intersection(os.environ):
+        _torch().cuda.memory._set_allocator_settings("expandable_segments:True")
 
 
 def synchronize(which: torch.device | None = None) -> None:

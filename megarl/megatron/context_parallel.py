@@ -45,6 +45,8 @@ class ContextShares:
     def rows(self, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the batch rows whose tokens this rank holds: the row indices in the batch, and the index of each row's
         token among this rank's tokens."""
+        if len(self.places) == 1:
+            return torch.arange(len(batch.rows), device=batch.rows.device), batch.rows
         index = torch.full((self.places.numel(),), -1, device=self.places.device)
         index[self.local] = torch.arange(len(self.local), device=index.device)
         token_index = index[batch.rows]

@@ -15,12 +15,20 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate_and_up):
         ctx.save_for_backward(gate_and_up)
+        if gate_and_up.is_cuda:
+            from megarl.ops import swiglu_triton
+
+            return swiglu_triton.forward(gate_and_up.contiguous())
         gate, up = gate_and_up.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
     @staticmethod
     def backward(ctx, *grad_outputs):
         [gradient], [gate_and_up] = grad_outputs, ctx.saved_tensors
+        if gate_and_up.is_cuda:
+            from megarl.ops import swiglu_triton
+
+            return swiglu_triton.backward(gate_and_up.contiguous(), gradient.contiguous())
         gate, up = gate_and_up.chunk(2, dim=-1)
         both = torch.empty_like(gate_and_up)
         gate_grad, up_grad = both.chunk(2, dim=-1)

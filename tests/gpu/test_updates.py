@@ -10,6 +10,7 @@ import dataclasses
 import re
 from collections import defaultdict
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from tests.closeness import Expected, relative_error
 from tests.gpu.gpus import needs_gpus, run_on_gpus
 from tests.gpu.models import MODELS, write_model
 from tests.interpreted_head import CASES, check
+from tests.interpreted_layers import ROTATIONS, SWIGLU_SHAPES, check_rotation, check_swiglu
 from tests.packing import documents
 from tests.parity import Outcome, RankResult, canonical, config_of, plain_training, random_groups, train
 
@@ -106,6 +108,7 @@ def test_gradients_on_two_gpus_equal_plain_torch(models, references, layout):
     assert whole <= WHOLE and worst <= WORST, (whole, worst)
 
 
+@pytest.mark.skipif(find_spec("transformer_engine") is None, reason="fp8 needs Transformer Engine")
 @pytest.mark.parametrize(
     "recipe", [pytest.param(name, marks=needs_gpus(1, can_rehearse=False)) for name in ("tensorwise", "blockwise")]
 )
@@ -203,3 +206,13 @@ def test_head_kernels_equal_full_logits(dtype):
     torch.backends.cuda.matmul.allow_tf32 = False
     for case in CASES:
         check(dtype, *case, device="cuda")
+
+
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(dtype, marks=needs_gpus(1, can_rehearse=False)) for dtype in (torch.float32, torch.bfloat16)]
+)
+def test_layer_kernels_equal_plain_torch(dtype):
+    for shape in SWIGLU_SHAPES:
+        check_swiglu(dtype, shape, device="cuda")
+    for case in ROTATIONS:
+        check_rotation(dtype, *case, device="cuda")

@@ -206,8 +206,8 @@ def _set_count(part: DistributedOptimizer, num_updates: int) -> None:
     """Set the update count. torch's AdamW keeps it per parameter; the fused kernels from Transformer Engine and Apex
     keep it per parameter group."""
     if kernels.adam() == kernels.TORCH_ADAM:
-        for state in part.optimizer.state.values():
-            state["step"] = torch.tensor(float(num_updates))
+        for main, state in part.optimizer.state.items():
+            state["step"] = torch.tensor(float(num_updates), device=main.device)  # where the fused kernel reads it
     else:
         for param_group in part.optimizer.param_groups:
             param_group["step"] = num_updates

@@ -20,7 +20,7 @@ from megarl.megatron.model.architecture import FORM, architecture
 from megarl.megatron.model.head import replace_output_layer
 from megarl.megatron.model.layer_spec import block_spec, replace_activations, uses_transformer_engine
 from megarl.megatron.model.precision import precision
-from megarl.megatron.model.rope import set_rotary
+from megarl.megatron.model.rope import fuse_rotation, set_rotary
 from megarl.megatron.overrides import build, checked, described
 from megarl.megatron.routes import install_routers
 from megarl.models.shape import ModelShape
@@ -146,8 +146,7 @@ def build_chunk(
 ) -> GPTModel:
     """Build this rank's layers for one virtual stage (0 if the pipeline stage is not divided), with Megatron's output
     layer. `fused` selects Transformer Engine's layers; None uses them if Transformer Engine is installed."""
-    if config.gradient_accumulation_fusion:
-        kernels.fuse_weight_gradients()
+    kernels.fuse_weight_gradients()
     shape = ModelShape.of(hf_config)
     multiple = VOCABULARY_MULTIPLE * config.tensor_model_parallel_size
     virtual = stage if config.virtual_pipeline_model_parallel_size else None
@@ -164,6 +163,7 @@ def build_chunk(
         vp_stage=virtual,
     )
     set_rotary(model, hf_config)
+    fuse_rotation()
     if config.use_te_activation_func:
         replace_activations(model)
     return model
@@ -262,7 +262,7 @@ def _kernels(latent: bool) -> dict[str, Any]:
     zeros because they are loaded immediately afterwards."""
     fused = uses_transformer_engine()
     return dict(
-        gradient_accumulation_fusion=kernels.fuses_weight_gradients(),
+        gradient_accumulation_fusion=True,
         bias_activation_fusion=fused,
         use_te_activation_func=not fused,  # enables our activation, which has TE's interface: see replace_activations
         bias_dropout_fusion=fused,

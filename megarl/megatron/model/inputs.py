@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megarl.core import device
 from megarl.core.token_batch import TokenBatch
 from megarl.megatron.context_parallel import ContextShares, context_shares, sum_over_ranks
 from megarl.megatron.model.head import HeadRequest
@@ -68,13 +69,15 @@ def _attention(batch: TokenBatch, shares: ContextShares) -> PackedDocuments:
     own attention reads `documents`, and the rotary embedding treats the pack as a single sequence with explicit
     positions.
     """
-    num_tokens = len(batch.tokens)
-    if uses_transformer_engine() and len(batch.document_tokens) == num_tokens:
+    num_tokens, is_fused = len(batch.tokens), uses_transformer_engine()
+    if is_fused and len(batch.document_tokens) == num_tokens:
         longest = int((batch.boundaries[1:] - batch.boundaries[:-1]).max())
         return PackedDocuments("thd", batch.boundaries, batch.boundaries, max_seqlen_q=longest, max_seqlen_kv=longest)
-    whole = torch.tensor([0, num_tokens], dtype=torch.int32, device=batch.tokens.device)
+    # Megatron's rotary embedding reads the boundaries on the host, for queries and keys in every layer.
+    whole = torch.tensor([0, num_tokens], dtype=torch.int32, device=batch.tokens.device if is_fused else "cpu")
     parts = (shares.local, shares.all) if len(shares.places) > 1 else ()
-    describe = pack_mask if uses_transformer_engine() else documents_of
+    are_shared = len(batch.document_tokens) > num_tokens
+    describe = pack_mask if device.on_cuda() and are_shared and not parts else documents_of
     return PackedDocuments(
         "thd",
         whole,

@@ -21,18 +21,12 @@ def adam() -> str:
     return {"transformer_engine": "Transformer Engine's FusedAdam", "apex": "Apex's FusedAdam"}.get(origin, TORCH_ADAM)
 
 
-def fuses_weight_gradients() -> bool:
-    """Return whether the weight-gradient product accumulates directly into main_grad. This is the case in Transformer
-    Engine's layers, in Megatron's own layers if Apex is installed, and on CPU."""
-    apex = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
-    return not device.on_cuda() or apex or uses_transformer_engine()
-
-
 def fuse_weight_gradients() -> None:
-    """Let Megatron fuse weight gradients without Apex's kernel. Megatron's output layer requires the kernel, but our
-    head replaces that layer and does not use it."""
+    """Let Megatron's own layers accumulate weight gradients in the matrix product without Apex's kernel, as Transformer
+    Engine's layers do. Megatron's output layer requires the kernel, but our head replaces that layer and does not use
+    it."""
     layers._grad_accum_fusion_available = True
-    if not device.on_cuda():
+    if not device.on_cuda() or importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:
         layers.fused_weight_gradient_mlp_cuda = TorchWeightGradient
 
 
@@ -48,5 +42,4 @@ class TorchWeightGradient:
 def describe() -> str:
     """Return a one-line description of the kernels, for the log and the run summary."""
     maker = "Transformer Engine" if uses_transformer_engine() else "torch"
-    gradients = "accumulated in the matrix product" if fuses_weight_gradients() else "accumulated separately"
-    return f"{maker} layers, {adam()}, weight gradients {gradients}"
+    return f"{maker} layers, {adam()}"

@@ -101,9 +101,12 @@ class DocumentAttention(torch.nn.Module):
         query, key, value = (x.reshape(num_tokens, -1, x.shape[-1]) for x in (query, key, value))
         if self.context_group.size() > 1:
             key, value = (gather_from_sequence_parallel_region(x, group=self.context_group) for x in (key, value))
-        dropout, documents = self.dropout if self.training else 0.0, packed_seq_params.documents
-        assert isinstance(documents, Documents), "the microbatch was prepared for Transformer Engine"
-        out = packed_attention(query, key, value, documents, self.scale, dropout)
+        documents, dropout = packed_seq_params.documents, self.dropout if self.training else 0.0
+        assert documents is not None, "the microbatch was prepared for Transformer Engine"
+        if isinstance(documents, BlockMask):
+            out = shared_attention(query, key, value, documents, self.scale)
+        else:
+            out = packed_attention(query, key, value, documents, self.scale, dropout)
         return out.reshape(num_tokens, -1)  # the shape of Transformer Engine's output
 
 

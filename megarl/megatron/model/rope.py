@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import torch
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.models.gpt.gpt_model import GPTModel
 
+from megarl.core import device
 from megarl.models.huggingface import completed, rope_parameters
 from megarl.models.shape import ModelShape
 
@@ -50,6 +53,25 @@ class DocumentYarn(YarnRotaryEmbedding):
             pair: Any = self.get_emb(_power_of_two(max_seq_len))  # annotated as a single tensor
             self.table, self.factor = pair
         return _rows(self.table, self.positions, max_seq_len), self.factor
+
+
+@cache
+def fuse_rotation() -> None:
+    """On GPU, let Megatron rotate queries and keys with our kernel wherever it would use plain torch. This includes all
+    models if Transformer Engine is not installed. Interleaved channels, as in latent attention, still use plain
+    torch."""
+    if not device.on_cuda():
+        return
+    from megarl.ops.rotary_triton import rotate
+
+    in_torch = rope_utils._apply_rotary_pos_emb_bshd
+
+    def rotated(x: torch.Tensor, angles: torch.Tensor, *, mscale: float = 1.0, **interleaved: bool) -> torch.Tensor:
+        if any(interleaved.values()) or x.shape[1] != 1:
+            return in_torch(x, angles, mscale=mscale, **interleaved)
+        return rotate(x, angles[: len(x)], mscale)
+
+    rope_utils._apply_rotary_pos_emb_bshd = rotated
 
 
 def _rows(table: torch.Tensor, positions: torch.Tensor | None, max_seq_len: int) -> torch.Tensor:

@@ -51,6 +51,7 @@ class ModelWorker:
         settings = self._settings
         self.packing = packing_of(settings, self._hf_config)
         device.claim(threads)
+        device.use_expandable_segments()
         parallel.initialize(settings.layout, store, rank, config.run.seed, config.cluster.timeouts.longest)
         lora = settings.adapters
         self.adapters = None if lora is None else Adapters(lora, self._hf_config, self.holder)

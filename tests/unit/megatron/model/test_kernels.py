@@ -4,24 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.core import device
 from megarl.megatron.model import kernels
 
 pytestmark = pytest.mark.newest
 
 
 def test_kernels_are_torch_without_transformer_engine():
-    assert kernels.describe() == "torch layers, torch's fused AdamW, weight gradients accumulated in the matrix product"
-
-
-@pytest.mark.parametrize(
-    ("transformer_engine", "apex", "fuses"), [(True, False, True), (False, True, True), (False, False, False)]
-)
-def test_weight_gradients_are_fused_if_a_kernel_exists(monkeypatch, transformer_engine, apex, fuses):
-    monkeypatch.setattr(device, "on_cuda", lambda: True)
-    monkeypatch.setattr(kernels, "uses_transformer_engine", lambda: transformer_engine)
-    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: apex or None)
-    assert kernels.fuses_weight_gradients() == fuses
+    assert kernels.describe() == "torch layers, torch's fused AdamW"
 
 
 @pytest.mark.parametrize(
