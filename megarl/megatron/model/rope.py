@@ -49,10 +49,12 @@ class DocumentYarn(YarnRotaryEmbedding):
     def forward(  # pyright: ignore[reportIncompatibleVariableOverride]  # the base class wraps forward in a cache
         self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group=None
     ) -> tuple[torch.Tensor, float]:
-        if self.table is None or len(self.table) < max_seq_len:
+        table = self.table
+        if table is None or len(table) < max_seq_len:
             pair: Any = self.get_emb(_power_of_two(max_seq_len))  # annotated as a single tensor
-            self.table, self.factor = pair
-        return _rows(self.table, self.positions, max_seq_len), self.factor
+            table, self.factor = pair
+            self.table = table
+        return _rows(table, self.positions, max_seq_len), self.factor
 
 
 @cache
