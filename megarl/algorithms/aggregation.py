@@ -12,24 +12,24 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 
-def sequence_mean_of_token_means(num_tokens: Sequence[int]) -> list[float]:
+def sequence_mean_of_token_means(num_tokens: Sequence[int], *_: object) -> list[float]:
     """Return w = 1 / (S · n_i): GRPO (https://arxiv.org/abs/2402.03300, eq. 3). S includes samples without trained
     tokens."""
     return [1.0 / (len(num_tokens) * n) if n else 0.0 for n in num_tokens]
 
 
-def sequence_mean_of_token_sums(num_tokens: Sequence[int]) -> list[float]:
+def sequence_mean_of_token_sums(num_tokens: Sequence[int], *_: object) -> list[float]:
     """Return w = 1 / S: every token has the same weight, regardless of its sample's length."""
     return [1.0 / len(num_tokens) if n else 0.0 for n in num_tokens]
 
 
-def token_sum(num_tokens: Sequence[int]) -> list[float]:
+def token_sum(num_tokens: Sequence[int], *_: object) -> list[float]:
     """Return w = 1: the loss is the sum over all tokens in the update. The gradient grows with the number of tokens, so
     choose the learning rate and gradient clipping accordingly."""
     return [1.0 if n else 0.0 for n in num_tokens]
 
 
-def token_mean(num_tokens: Sequence[int]) -> list[float]:
+def token_mean(num_tokens: Sequence[int], *_: object) -> list[float]:
     """Return w = 1 / Σ n_i: DAPO (https://arxiv.org/abs/2503.14476, eq. 8)."""
     total = sum(num_tokens)
     return [1.0 / total if n else 0.0 for n in num_tokens]
@@ -41,13 +41,10 @@ def sequence_mean_over_max_tokens(num_tokens: Sequence[int], max_tokens: int) ->
     return [1.0 / (len(num_tokens) * max_tokens) if n else 0.0 for n in num_tokens]
 
 
-def prompt_mean_of_token_means(num_tokens: Sequence[int], prompts: Sequence[str]) -> list[float]:
+def prompt_mean_of_token_means(num_tokens: Sequence[int], prompts: Sequence[str], *_: object) -> list[float]:
     """Return w = 1 / (P · Σ n_j over the samples j of the same prompt): the token mean within each prompt, averaged
-    over P prompts. This is DAPO's eq. 8 applied to each prompt. P includes prompts without trained tokens.
-
-    Args:
-        prompts: the prompt of each sample.
-    """
+    over P prompts. This is DAPO's eq. 8 applied to each prompt. P includes prompts without trained tokens. `prompts`
+    holds the prompt of each sample."""
     totals: Counter[str] = Counter()
     for prompt, n in zip(prompts, num_tokens, strict=True):
         totals[prompt] += n
@@ -55,13 +52,9 @@ def prompt_mean_of_token_means(num_tokens: Sequence[int], prompts: Sequence[str]
 
 
 class Aggregation(NamedTuple):
-    """One aggregation mode.
-
-    Attributes:
-        formula: the weight of one token in an update's loss, in words.
-        weights: function (number of trained tokens in each sample, prompt of each sample, maximum response length) ->
-            weight of one token in each sample.
-    """
+    """One aggregation mode: the formula for the weight of one token in an update's loss, and the function (number of
+    trained tokens in each sample, prompt of each sample, maximum response length) -> weight of one token in each
+    sample."""
 
     formula: str
     weights: Callable[[Sequence[int], Sequence[str], int], list[float]]
@@ -69,31 +62,23 @@ class Aggregation(NamedTuple):
 
 AGGREGATIONS: Mapping[str, Aggregation] = {
     "sequence_mean_of_token_means": Aggregation(
-        "1 / (samples · tokens of the sample): GRPO, arXiv 2402.03300",
-        lambda num_tokens, prompts, max_tokens: sequence_mean_of_token_means(num_tokens),
+        "1 / (samples · tokens of the sample): GRPO, arXiv 2402.03300", sequence_mean_of_token_means
     ),
-    "sequence_mean_of_token_sums": Aggregation(
-        "1 / samples", lambda num_tokens, prompts, max_tokens: sequence_mean_of_token_sums(num_tokens)
-    ),
+    "sequence_mean_of_token_sums": Aggregation("1 / samples", sequence_mean_of_token_sums),
     "sequence_mean_over_max_tokens": Aggregation(
         "1 / (samples · rollout.max_new_tokens): Dr.GRPO, arXiv 2503.20783",
-        lambda num_tokens, prompts, max_tokens: sequence_mean_over_max_tokens(num_tokens, max_tokens),
+        lambda num_tokens, _, max_tokens: sequence_mean_over_max_tokens(num_tokens, max_tokens),
     ),
     "prompt_mean_of_token_means": Aggregation(
-        "1 / (prompts · tokens of the prompt's samples)",
-        lambda num_tokens, prompts, max_tokens: prompt_mean_of_token_means(num_tokens, prompts),
+        "1 / (prompts · tokens of the prompt's samples)", prompt_mean_of_token_means
     ),
-    "token_mean": Aggregation(
-        "1 / tokens of the update: DAPO, arXiv 2503.14476",
-        lambda num_tokens, prompts, max_tokens: token_mean(num_tokens),
-    ),
-    "token_sum": Aggregation("1", lambda num_tokens, prompts, max_tokens: token_sum(num_tokens)),
+    "token_mean": Aggregation("1 / tokens of the update: DAPO, arXiv 2503.14476", token_mean),
+    "token_sum": Aggregation("1", token_sum),
 }
 
 
 def imitation_weights(num_tokens: Sequence[int], outcomes: Sequence[float], above: float) -> list[float]:
-    """Return w = 1 / Σ n_j over the samples j with outcome > above, for tokens in those samples; 0 for all other
-    tokens.
+    """Return w = 1 / Σ n_j over the samples j with outcome > above, for their tokens; 0 for all other tokens.
 
     The loss is then the mean over positive examples, as in VAPO (https://arxiv.org/abs/2504.05118, eq. 10).
     """

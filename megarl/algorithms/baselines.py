@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megarl.core.types import NO_TOTALS, TokenTotals
+from megarl.core.types import NO_TOTALS, Baseline, TokenTotals
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,11 @@ def mean(rewards: Sequence[float]) -> float:
     return math.fsum(rewards) / len(rewards)
 
 
+def group_mean(group: Sequence[Member]) -> list[Baseline]:
+    """Return b = mean(r) for each sample of the group."""
+    return [Baseline(mean([member.reward for member in group]))] * len(group)
+
+
 def means_of_others(rewards: Sequence[float]) -> list[float]:
     """Return b_i = Σ_{j≠i} r_j / (n − 1). Requires at least two rewards."""
     return [math.fsum((*rewards[:i], *rewards[i + 1 :])) / (len(rewards) - 1) for i in range(len(rewards))]
@@ -45,11 +50,7 @@ def scale_of(deviation: float, std_epsilon: float) -> float:
 
 def standard_deviation(rewards: Sequence[float], std: str) -> float:
     """Return the standard deviation of the rewards. It is exactly 0 for equal rewards, even if rounding makes their
-    mean differ from them.
-
-    Args:
-        std: "sample" divides the squared deviations by n − 1, "population" by n.
-    """
+    mean differ from them. std="sample" divides the squared deviations by n − 1, "population" by n."""
     if min(rewards) == max(rewards):
         return 0.0
     average = mean(rewards)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from megarl.algorithms.ratio import ratio_of
+from megarl.algorithms.policy_loss import ratio_of
 from megarl.algorithms.shapes import require_one_shape
 
 if TYPE_CHECKING:
@@ -44,18 +44,14 @@ def factors(
     weight_floor: float | None = None,
 ) -> Factors:
     """Return factor = max(min(w, weight_limit), weight_floor) · 1[mask_low ≤ m ≤ mask_high], where w and m are the
-    ratio π_old/μ, each at its own level.
+    ratio π_old/μ, each at its own level: `weight` for w (None sets w = 1), `mask` for m (None disables the mask).
+    log_ratio is float32 [N], log π_old − log μ.
 
     Levels: "token" is the token's ratio, "sequence" the product over the sample, "geometric" the n-th root of that
     product. Truncated importance sampling (https://fengyao.notion.site/off-policy-rl) uses w. Decoupled PPO
     (https://arxiv.org/abs/2110.00641, eq. 10; AReaL, https://arxiv.org/abs/2505.24298) uses an unlimited token-level w.
     IcePop (https://arxiv.org/abs/2510.18855) uses an unlimited token-level w and a token-level mask. Sequence-level
     masks drop whole samples.
-
-    Args:
-        log_ratio: float32 [N], log π_old − log μ.
-        weight: the level of w; None sets w = 1.
-        mask: the level of m; None disables the mask.
     """
     require_one_shape(log_ratio=log_ratio, mask=samples.mask)
     factor, used, limited, masked = log_ratio.new_ones(log_ratio.shape), None, None, None
@@ -73,11 +69,7 @@ def factors(
 
 def disagreeing(log_ratio: torch.Tensor, samples: SampleSegments, threshold: float, level: str) -> torch.Tensor:
     """Return a mask, bool [N]. At level "token", it selects the tokens with |log π_old − log μ| above the threshold. At
-    level "sample", it selects all tokens in samples that contain such a trained token. NaN counts as above.
-
-    Args:
-        log_ratio: float32 [N].
-    """
+    level "sample", it selects all tokens in samples that contain such a trained token. NaN counts as above."""
     beyond = ~(log_ratio.detach().abs() <= threshold)
     return beyond if level == "token" else samples.total(beyond.float())[samples.row_sample] > 0
 

@@ -96,6 +96,5 @@ def wilson(share: float, draws: float) -> tuple[float, float]:
     """Return Wilson's 95 % confidence interval for a proportion observed in `draws` draws."""
     center = (share + Z * Z / (2 * draws)) / (1 + Z * Z / draws)
     half = Z / (1 + Z * Z / draws) * math.sqrt(share * (1 - share) / draws + Z * Z / (4 * draws * draws))
-    return min(share, max(0.0, center - half)), max(
-        share, min(1.0, center + half)
-    )  # must contain the proportion despite rounding
+    low, high = max(0.0, center - half), min(1.0, center + half)
+    return min(share, low), max(share, high)  # contains the proportion despite rounding

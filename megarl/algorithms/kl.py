@@ -7,7 +7,7 @@ Schulman, "Approximating KL divergence" (http://joschu.net/blog/kl-approx.html),
     k3 = r − 1 − log r   unbiased, never negative; used in GRPO's loss (https://arxiv.org/abs/2402.03300, eq. 4)
     abs = |d|
 
-r is bounded as in ratio.py.
+r is bounded as in policy_loss.py.
 
 Papers choose the estimator by the placement of the KL. In the reward it is k1, whose mean is the divergence to subtract
 (InstructGPT, https://arxiv.org/abs/2203.02155, eq. 2; RLOO, https://arxiv.org/abs/2402.14740; REINFORCE++,
@@ -21,7 +21,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from megarl.algorithms.ratio import bounded
+from megarl.algorithms.policy_loss import bounded
+from megarl.algorithms.shapes import require_one_shape
 
 if TYPE_CHECKING:
     import torch
@@ -60,8 +61,7 @@ KL_ESTIMATORS: Mapping[str, KLEstimator] = {
 
 
 def usual_estimator(placement: str, level: str) -> str:
-    """Return the estimator that papers use for a KL with this placement ("reward" or "loss") and level ("token" or
-    "sequence")."""
+    """Return the estimator that papers use for a KL in the "reward" or "loss", of a "token" or "sequence"."""
     if placement == "reward":
         return "k1"
     return "k3" if level == "token" else "k2"
@@ -88,14 +88,40 @@ def estimate(
     return value.detach() + (surrogate - surrogate.detach())
 
 
-def adapted(coefficient: float, divergence: float, target: float, num_samples: int, horizon: int) -> float:
-    """Return β·(1 + e·num_samples/horizon) with e = clip(divergence/target − 1, −0.2, 0.2), which moves the divergence
-    towards its target.
+def kl_reward(
+    old: torch.Tensor,
+    reference: torch.Tensor,
+    mask: torch.Tensor,
+    coefficient: float,
+    estimator: str,
+    level: str,
+    limit: float | None = None,
+) -> torch.Tensor:
+    """Return −coefficient · KL to the reference, float32 [R], for one sample's response; 0 where the mask is false.
 
-    Ziegler et al. (https://arxiv.org/abs/1909.08593, section 2.2); counting samples follows their published code.
+    Level "token": r_t = −β·K(d_t) with d = log π_old − log π_ref, a reward at each trained token (InstructGPT with k1,
+    arXiv 2203.02155, eq. 2; REINFORCE++, arXiv 2501.03262). Level "sequence": −β·K(Σ_t d_t) at the last trained token.
 
     Args:
-        divergence: the step's mean KL estimate.
+        old: float32 [R], log-probs under the policy that sampled the response.
+        reference: float32 [R], log-probs under the reference policy.
+        mask: bool [R], true for trained tokens.
+        limit: the bound on the estimates, as in `estimate`.
+    """
+    require_one_shape(old=old, reference=reference, mask=mask)
+    log_ratio = (old - reference).where(mask, 0.0)
+    if level == "token":
+        return (-coefficient * estimate(estimator, log_ratio, limit=limit)).where(mask, 0.0)
+    reward = old.new_zeros(old.shape)
+    reward[mask.nonzero()[-1:, 0]] = -coefficient * estimate(estimator, log_ratio.sum(), limit=limit)
+    return reward
+
+
+def adapted(coefficient: float, divergence: float, target: float, num_samples: int, horizon: int) -> float:
+    """Return β·(1 + e·num_samples/horizon) with e = clip(divergence/target − 1, −0.2, 0.2), to reach the target.
+
+    Ziegler et al. (https://arxiv.org/abs/1909.08593, section 2.2); counting samples follows their published code. The
+    divergence is the step's mean KL estimate.
     """
     error = min(max(divergence / target - 1, -0.2), 0.2)
     return coefficient * (1 + error * num_samples / horizon)

@@ -1,14 +1,27 @@
-"""The result type shared by all policy objectives."""
+"""Probability ratios from log-prob differences, and the result type shared by all policy objectives."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from megarl.algorithms.ratio import ratio_of
 from megarl.algorithms.shapes import require_one_shape
 
 if TYPE_CHECKING:
     import torch
+
+LARGEST_LOG_RATIO = 20.0
+"""Upper bound on log-ratios. A larger ratio would dominate all other tokens in an update. Beyond 88, exp overflows
+float32, and a single infinity turns all gradients into NaN (0 · ∞), even where a clip has stopped the gradient."""
+
+
+def bounded(log_ratio: torch.Tensor) -> torch.Tensor:
+    """Clamp log-ratios to at most LARGEST_LOG_RATIO. Only clamped values change, and have no gradient."""
+    return log_ratio.clamp(max=LARGEST_LOG_RATIO)
+
+
+def ratio_of(log_ratio: torch.Tensor) -> torch.Tensor:
+    """Return exp of the bounded log-ratio, which is finite and has a finite gradient."""
+    return bounded(log_ratio).exp()
 
 
 class PolicyLoss(NamedTuple):
@@ -22,13 +35,9 @@ class PolicyLoss(NamedTuple):
 
     @classmethod
     def of(
-        cls,
-        loss: torch.Tensor,
-        ratio: torch.Tensor,
-        low: torch.Tensor | None = None,
-        high: torch.Tensor | None = None,
+        cls, loss: torch.Tensor, ratio: torch.Tensor, low: torch.Tensor | None = None, high: torch.Tensor | None = None
     ) -> PolicyLoss:
-        none_clipped = loss.new_zeros(loss.shape, dtype=bool)
+        none_clipped = loss.new_zeros(loss.shape).bool()
         return cls(loss, ratio.detach(), none_clipped if low is None else low, none_clipped if high is None else high)
 
 

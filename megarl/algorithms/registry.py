@@ -24,14 +24,12 @@ AnySpec = TypeVar("AnySpec", bound=Spec)
 
 
 def find(package: ModuleType, kind: type[AnySpec], rank: Callable[[AnySpec], int]) -> dict[str, AnySpec]:
-    """Return the specs in a package by name.
+    """Return the specs in a package by name. Raise an ImportError if a file has no SPEC named after it, or if a name
+    exists in two folders.
 
     Args:
         kind: the class that each SPEC must be an instance of.
         rank: returns the sort position of a spec's kind.
-
-    Raises:
-        ImportError: a file has no SPEC named after it, or a name exists in two folders.
     """
     specs = list(_specs(package, kind))
     duplicates = {spec.name for spec in specs if [other.name for other in specs].count(spec.name) > 1}
@@ -63,15 +61,8 @@ OBJECTIVES: Mapping[str, ObjectiveSpec] = find(
 
 @cache
 def spec_in_file(key: str, name: str, kind: type[AnySpec]) -> tuple[AnySpec, str]:
-    """Return the spec that `path/to/file.py:NAME` refers to, and the file's SHA-256.
-
-    Args:
-        key: the configuration key that has this value, for error messages.
-
-    Raises:
-        UserError: if the file cannot be imported or defines no such spec, or if the spec's functions do not take its
-            parameters.
-    """
+    """Return the spec that `path/to/file.py:NAME` refers to, and the file's SHA-256. Raise a UserError that names the
+    configuration key if the file does not define it, or if its functions do not take its parameters."""
     path, inner, spec = defined_in_file(key, name)
     if not isinstance(spec, kind):
         kinds = " or ".join(subclass.__name__ for subclass in kind.__subclasses__())

@@ -1,4 +1,5 @@
-"""Advantages relative to a baseline.
+"""Advantages relative to a baseline, and whitening: advantages with mean 0 and standard deviation 1 over the trained
+tokens of an update or step.
 
 Group and sample estimators differ only in their scalar baseline and scale; the formulas are in
 `megarl.algorithms.advantages`.
@@ -6,6 +7,7 @@ Group and sample estimators differ only in their scalar baseline and scale; the 
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from megarl.algorithms.shapes import require_one_shape
@@ -37,3 +39,35 @@ def token_advantages(
     require_one_shape(reward=reward, row_sample=row_sample)
     require_one_shape(baseline=baseline, scale=scale)
     return ((reward - baseline[row_sample]) / scale[row_sample]).nan_to_num(nan=0.0)
+
+
+def covariance(old: torch.Tensor, advantage: torch.Tensor, mean_old: float, mean_advantage: float) -> torch.Tensor:
+    """Return (log π_old − mean)·(A − mean), float32 [N]. The means are over all trained tokens of the update.
+
+    The few tokens with the highest covariance account for most of the entropy loss (https://arxiv.org/abs/2505.22617,
+    eq. 10). The paper uses the current policy's log-probs, which are identical in the first update of a step.
+    """
+    require_one_shape(old=old, advantage=advantage)
+    return (old - mean_old) * (advantage - mean_advantage)
+
+
+def mean_and_std(count: float, total: float, squares: float, std: str) -> tuple[float, float]:
+    """Return the mean and standard deviation of `count` numbers, given their sum (`total`) and sum of squares.
+    std="sample" divides the squared deviations by n − 1, "population" by n. It is 1 for "none" and for too few
+    numbers."""
+    divisor = {"sample": count - 1, "population": count, "none": 0}[std]
+    mean = total / max(count, 1)
+    return mean, math.sqrt(max(squares - count * mean**2, 0.0) / divisor) if divisor > 0 else 1.0
+
+
+def whiten(advantage: torch.Tensor, mask: torch.Tensor, mean: float, std: float, std_epsilon: float) -> torch.Tensor:
+    """Return (A − mean) / (std + ε) where the mask is true, else 0. If std + ε is 0, the divisor is 1.
+
+    Args:
+        advantage: float32 [N].
+        mask: bool [N], true for trained tokens.
+        mean: mean over the trained tokens in the whole update, or in all updates of the step.
+        std: standard deviation over the same tokens.
+    """
+    require_one_shape(advantage=advantage, mask=mask)
+    return ((advantage - mean) / (std + std_epsilon or 1.0)).where(mask, 0.0)

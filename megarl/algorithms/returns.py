@@ -11,8 +11,7 @@ if TYPE_CHECKING:
 
 
 def reward_to_go(reward: torch.Tensor, mask: torch.Tensor, row_sample: torch.Tensor, gamma: float) -> torch.Tensor:
-    """Return G_t = Σ_{s≥t} γ^(s−t)·r_s over the trained tokens of row t's sample, float32 [N]; 0 where the mask is
-    false.
+    """Return G_t = Σ_{s≥t} γ^(s−t)·r_s over the trained tokens of row t's sample, float32 [N]; 0 for other rows.
 
     Args:
         reward: float32 [N]. Rewards of untrained tokens are ignored.

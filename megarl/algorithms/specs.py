@@ -1,5 +1,4 @@
-"""Spec classes, which describe estimators and objectives. The configuration reads specs, so this module does not import
-torch.
+"""Spec classes, which describe estimators and objectives. The configuration reads them, so torch is not imported.
 
 The options of an estimator or objective are the keyword arguments of its function. Recipes use the same names.
 """
@@ -23,8 +22,8 @@ if TYPE_CHECKING:
     from megarl.algorithms.policy_loss import PolicyLoss
 
 Option = float | int | str | bool | None
-Options = Mapping[str, Option]
-"""Option name -> value."""
+Options = Mapping[str, Any]
+"""Option name -> value, whose type is in the entry's `parameters`."""
 
 Parameters = Mapping[str, tuple[Any, Option]]
 """Option name -> (type, default), as `pydantic.create_model` takes them. The default is the paper's value."""
@@ -147,10 +146,7 @@ class EstimatorSpec(Spec):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleEstimator(EstimatorSpec):
     """An estimator of one advantage per sample: (reward − center) / scale, shared by all tokens in the sample.
-
-    Args:
-        compare: (group, **arguments) -> the Baseline of each member.
-    """
+    `compare` maps (group, **arguments) to the Baseline of each member."""
 
     compare: Callable[..., list[Baseline]]
 
@@ -191,11 +187,7 @@ class GroupEstimator(SampleEstimator):
         return [(self.compare, 1, self.parameters), (self.compare_tokens, 1, self.parameters)]
 
     def shared_parameters(self) -> Parameters:
-        return {
-            "gamma": (Share, 1.0),
-            "credit": (Credit, "whole"),
-            "group_of_one": (Literal["zero", "reward"], "zero"),
-        }
+        return {**SampleEstimator.shared_parameters(self), "group_of_one": (Literal["zero", "reward"], "zero")}
 
     def baselines(self, group: Sequence[Member], options: Options) -> list[Baseline]:
         """Return a baseline for each member. If only one member is left because the other rewards failed, its advantage
@@ -215,12 +207,9 @@ class GroupEstimator(SampleEstimator):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenEstimator(EstimatorSpec):
-    """An estimator of one advantage per token. The sample's reward is assigned to its last trained token.
-
-    Args:
-        estimate: (reward [N], mask [N], row_sample [N], **arguments) -> TokenAdvantages; with comparison="values" also
-            value [N], by keyword.
-    """
+    """An estimator of one advantage per token. The sample's reward is assigned to its last trained token. `estimate`
+    maps (reward [N], mask [N], row_sample [N], **arguments) to TokenAdvantages; with comparison="values" it also takes
+    value [N], by keyword."""
 
     estimate: Callable[..., TokenAdvantages]
 
@@ -355,12 +344,9 @@ class ImitationObjective(ObjectiveSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabelObjective(ObjectiveSpec):
-    """An objective that learns the data's labels for steps in responses. The actor is a token classifier.
-
-    Args:
-        loss: (score [N], label [N], **arguments) -> float32 [N].
-        labeled: the tokens in a step that receive its label: only the last one, or all.
-    """
+    """An objective that learns the data's labels for steps in responses. The actor is a token classifier. `loss` maps
+    (score [N], label [N], **arguments) to float32 [N]. Only the last token in a step, or all of its tokens, receive its
+    label, as `labeled` determines."""
 
     loss: Callable[..., torch.Tensor]
     rows: tuple[Rows, ...] = ("labels",)

@@ -43,7 +43,7 @@ def squared_error(value: torch.Tensor, old: torch.Tensor, returns: torch.Tensor,
     require_one_shape(value=value, old=old, returns=returns)
     loss = (value - returns).square()
     if clip is None:
-        return ValueLoss(loss, loss.new_zeros(loss.shape, dtype=bool))
+        return ValueLoss(loss, loss.new_zeros(loss.shape).bool())
     moved = value.minimum(old + clip).maximum(old - clip)
     clipped_loss = (moved - returns).square()
     return ValueLoss(loss.maximum(clipped_loss), (clipped_loss > loss).detach())

@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megarl.algorithms.relative import sample_advantages, token_advantages
+from megarl.algorithms.relative import mean_and_std, sample_advantages, token_advantages, whiten
 from megarl.algorithms.returns import at_last_token, reward_to_go, sum_of_sample
 from megarl.algorithms.specs import TokenEstimator
-from megarl.algorithms.whitening import mean_and_std, whiten
 from megarl.config.algorithm_schema import Advantage, Algorithm
 from megarl.core.token_batch import TokenBatch
+from megarl.megatron.losses import advantage_of
 
 
 def with_advantages(
@@ -22,10 +22,8 @@ def with_advantages(
 ) -> list[TokenBatch]:
     """Return this rank's microbatches with advantages and, if there is a critic, the returns that it is trained on.
 
-    Collective over the data-parallel ranks if advantages are whitened over the update.
-
-    Args:
-        step_moments: `moments` of all updates in the step, summed over all ranks. Required with whiten_over=step.
+    Collective over the data-parallel ranks if advantages are whitened over the update. step_moments holds the `moments`
+    of all updates in the step, summed over all ranks. It is required with whiten_over=step.
     """
     config, estimated = algorithm.advantage, estimate_advantages(algorithm, batches)
     if not config.option("whiten"):
@@ -38,14 +36,15 @@ def with_advantages(
 
 def estimate_advantages(algorithm: Algorithm, batches: Sequence[TokenBatch]) -> list[TokenBatch]:
     """Return the microbatches with unwhitened advantages, and with returns if the estimator computes them."""
-    config = algorithm.advantage
-    estimate = _estimate_tokens if isinstance(config.spec, TokenEstimator) else _estimate_samples
-    return [estimate(config, batch) for batch in batches]
+    config, spec = algorithm.advantage, algorithm.advantage.spec
+    if isinstance(spec, TokenEstimator):
+        return [_estimate_tokens(config, spec, batch) for batch in batches]
+    return [_estimate_samples(config, batch) for batch in batches]
 
 
 def moments(batches: Sequence[TokenBatch]) -> torch.Tensor:
     """Return the count, sum and sum of squares of the advantages, float64 [3], over this rank's tokens in the loss."""
-    advantages = torch.cat([batch.advantage[batch.in_loss] for batch in batches]).double()
+    advantages = torch.cat([advantage_of(batch)[batch.in_loss] for batch in batches]).double()
     return torch.stack((torch.tensor(len(advantages)).to(advantages), advantages.sum(), advantages.square().sum()))
 
 
@@ -57,13 +56,10 @@ def sum_over_replicas(values: torch.Tensor) -> torch.Tensor:
 
 def mean_advantages(batch: TokenBatch, names: Sequence[str]) -> dict[str, float]:
     """Return sample name -> mean advantage over the sample's trained tokens. Samples without trained tokens are
-    omitted.
-
-    Args:
-        names: sample names, in batch order.
-    """
-    counts = _sample_sums(batch, torch.ones_like(batch.advantage))
-    means = _sample_sums(batch, batch.advantage) / counts
+    omitted. `names` are the sample names in batch order."""
+    advantage = advantage_of(batch)
+    counts = _sample_sums(batch, torch.ones_like(advantage))
+    means = _sample_sums(batch, advantage) / counts
     return {name: mean for name, mean, count in zip(names, means.tolist(), counts.tolist(), strict=True) if count > 0}
 
 
@@ -92,10 +88,13 @@ def _estimate_samples(config: Advantage, batch: TokenBatch) -> TokenBatch:
     return replace(batch, advantage=torch.where(batch.mask, advantage, 0.0))
 
 
-def _estimate_tokens(config: Advantage, batch: TokenBatch) -> TokenBatch:
+def _estimate_tokens(config: Advantage, spec: TokenEstimator, batch: TokenBatch) -> TokenBatch:
     """Estimate advantages from token rewards, including the sample's reward on its last trained token, and from the
     critic's values if the estimator uses them."""
-    reward, spec = _token_rewards(batch), config.spec
+    reward = at_last_token(batch.reward.float(), batch.mask, batch.row_sample)
+    for rewards in (batch.implicit_reward, batch.process_reward, batch.kl_reward):
+        if rewards is not None:
+            reward = reward + rewards.nan_to_num(nan=0.0)
     value = {}
     if spec.comparison == "values":
         assert batch.values is not None or not len(reward), f"{spec.name} requires the critic's values"
@@ -104,20 +103,12 @@ def _estimate_tokens(config: Advantage, batch: TokenBatch) -> TokenBatch:
     return replace(batch, advantage=estimated.advantage, returns=estimated.returns)
 
 
-def _token_rewards(batch: TokenBatch) -> torch.Tensor:
-    """Return the sum of all rewards per token, float32 [N]. The sample's reward is on its last trained token."""
-    reward = at_last_token(batch.reward.float(), batch.mask, batch.row_sample)
-    for rewards in (batch.implicit_reward, batch.process_reward, batch.kl_reward):
-        if rewards is not None:
-            reward = reward + rewards.nan_to_num(nan=0.0)
-    return reward
-
-
 def _sample_sums(batch: TokenBatch, token_rewards: torch.Tensor) -> torch.Tensor:
     return sum_of_sample(token_rewards, batch.mask, batch.row_sample, len(batch.reward))
 
 
 def _whiten(config: Advantage, batches: Sequence[TokenBatch], total_moments: torch.Tensor) -> list[TokenBatch]:
-    mean, std = mean_and_std(*total_moments.tolist(), config.option("whiten_std"))
+    count, total, squares = total_moments.tolist()
+    mean, std = mean_and_std(count, total, squares, config.option("whiten_std"))
     epsilon = config.option("whiten_epsilon")
-    return [replace(batch, advantage=whiten(batch.advantage, batch.mask, mean, std, epsilon)) for batch in batches]
+    return [replace(batch, advantage=whiten(advantage_of(batch), batch.mask, mean, std, epsilon)) for batch in batches]

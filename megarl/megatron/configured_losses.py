@@ -1,5 +1,4 @@
-"""A recipe's losses: functions from `losses` and `loss_metrics` with their scalar arguments bound to the recipe's
-values."""
+"""A recipe's losses: functions from `losses` and `loss_metrics` with the recipe's values bound."""
 
 from __future__ import annotations
 
@@ -7,6 +6,8 @@ from functools import partial
 from typing import Any
 
 from megarl.algorithms import corrections
+from megarl.algorithms.kl import usual_estimator
+from megarl.algorithms.specs import ImitationObjective, LabelObjective, PairObjective, PolicyObjective
 from megarl.config.algorithm_schema import Algorithm, Objective, Value
 from megarl.config.logprob_check_schema import Tolerance
 from megarl.config.model_schema import ImplicitReward
@@ -31,24 +32,18 @@ def configured_policy_loss(
         penalty: the objective's penalty in this step; None uses the recipe's penalty.
     """
     objective, correction, kl = algorithm.objective, algorithm.correction, algorithm.kl
-    options: dict[str, Any] = objective.options(objective.spec.arguments)
+    spec = objective.spec
+    assert isinstance(spec, PolicyObjective), f"{spec.name} is not a policy objective"
+    options: dict[str, Any] = dict(objective.options(spec.arguments))
     if penalty is not None:
         options["penalty"] = penalty
     terms = partial(
         losses.policy_loss,
-        objective=objective.spec,
+        objective=spec,
         options=options,
         old_is_rollout=correction.old == "rollout",
         has_moved=has_moved,
-        correct=partial(
-            corrections.factors,
-            weight=correction.weight,
-            weight_limit=correction.weight_limit,
-            mask=correction.mask,
-            mask_low=correction.mask_low,
-            mask_high=correction.mask_high,
-            weight_floor=correction.weight_floor,
-        ),
+        correct=partial(corrections.factors, **correction.model_dump(exclude={"old"})),
         exclude=None
         if tolerance.mask is None
         else partial(corrections.disagreeing, threshold=tolerance.threshold, level=tolerance.mask),
@@ -56,7 +51,7 @@ def configured_policy_loss(
             losses.token_kl,
             in_reward=kl.placement == "reward",
             level=kl.level,
-            estimator=kl.estimator,
+            estimator=kl.estimator or usual_estimator(kl.placement, kl.level),
             straight_through=kl.straight_through,
             limit=kl.limit,
         ),
@@ -80,11 +75,13 @@ def configured_policy_loss(
 
 def configured_preference_loss(objective: Objective, tolerance: Tolerance | None, *, has_moved: bool = False) -> Loss:
     """Return the actor's loss on preference pairs. `tolerance` is None if the pairs were not sampled by an engine."""
+    spec = objective.spec
+    assert isinstance(spec, PairObjective), f"{spec.name} is not a pair objective"
     terms = partial(
         losses.preference_loss,
-        objective=objective.spec,
-        options=objective.options(objective.spec.arguments),
-        beta=objective.option("beta") if objective.spec.reads_reference else None,
+        objective=spec,
+        options=objective.options(spec.arguments),
+        beta=objective.option("beta") if spec.reads_reference else None,
         length_normalised=objective.option("length_normalised"),
         has_moved=has_moved,
     )
@@ -94,17 +91,19 @@ def configured_preference_loss(objective: Objective, tolerance: Tolerance | None
 
 
 def configured_imitation_loss(objective: Objective) -> Loss:
-    terms = partial(losses.imitation_loss, token_loss=objective.spec.loss)
-    return Loss(terms, loss_metrics.imitation_metrics)
+    spec = objective.spec
+    assert isinstance(spec, ImitationObjective), f"{spec.name} is not an imitation objective"
+    return Loss(partial(losses.imitation_loss, token_loss=spec.loss), loss_metrics.imitation_metrics)
 
 
 def configured_reward_model_loss(objective: Objective) -> Loss:
     """Return a reward model's loss on sample pairs or on token labels."""
-    options = objective.options(objective.spec.arguments)
-    if objective.spec.is_pairwise:
-        terms = partial(losses.reward_model_loss, objective=objective.spec, options=options)
+    spec, options = objective.spec, objective.options(objective.spec.arguments)
+    if isinstance(spec, PairObjective):
+        terms = partial(losses.reward_model_loss, objective=spec, options=options)
         return Loss(terms, loss_metrics.reward_model_metrics)
-    terms = partial(losses.label_loss, token_loss=partial(objective.spec.loss, **options))
+    assert isinstance(spec, LabelObjective), f"{spec.name} is not a label objective"
+    terms = partial(losses.label_loss, token_loss=partial(spec.loss, **options))
     return Loss(terms, loss_metrics.label_metrics)
 
 

@@ -18,12 +18,8 @@ from megarl.megatron.model.layer_spec import uses_transformer_engine
 
 @dataclass(frozen=True, slots=True)
 class ContextShares:
-    """The tokens that each context-parallel rank holds from a pack.
-
-    Attributes:
-        places: int64 [cp, T/cp], pack positions of each rank's tokens.
-        rank: this rank.
-    """
+    """The tokens that each context-parallel rank holds from a pack. `places`, int64 [cp, T/cp], holds the pack
+    positions of each rank's tokens, and `rank` is this rank."""
 
     places: torch.Tensor
     rank: int

@@ -17,8 +17,7 @@ from packaging.version import Version
 
 
 def import_uncompiled() -> None:
-    """Import megatron.core without torch's compiler. Call it before anything else imports megatron.core. No-op where
-    CUDA is available.
+    """Import megatron.core without torch's compiler. Call it first. No-op where CUDA is available.
 
     Megatron decorates many functions for torch.compile, and importing the compiler takes as long as all other imports
     on a rank together. On CPU, compilation gains nothing: the few functions that run are small, and compiling them
@@ -65,7 +64,6 @@ def install() -> None:
         return
     for patch in (
         device_queries,
-        tensor_moves,
         random_state,
         device_literals,
         uneven_collectives,
@@ -80,15 +78,10 @@ def install() -> None:
 def device_queries() -> None:
     """Replace CUDA device queries. Megatron allocates buffers on torch.cuda.current_device(), and pipeline
     communication synchronizes with the device. Since megatron-core 0.19, gradient reduction requests a stream, which
-    only CUDA graphs use."""
+    only CUDA graphs use. Under pipeline parallelism, it calls cuda() on the weight of tied embeddings."""
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.synchronize = lambda device=None: None
     torch.cuda.current_stream = lambda device=None: None
-
-
-def tensor_moves() -> None:
-    """Make tensor.cuda() return the tensor. Megatron calls it on the weight of tied embeddings under pipeline
-    parallelism."""
     torch.Tensor.cuda = lambda self, *args, **kwargs: self
 
 
@@ -104,8 +97,7 @@ def random_state() -> None:
 
 
 def device_literals() -> None:
-    """Replace device literals in function constants in place, so that modules that imported the functions by name are
-    also patched.
+    """Replace device literals in function constants in place, which also patches modules that imported them by name.
 
     The assertion catches entries that a new megatron-core has made obsolete.
     """
@@ -124,8 +116,7 @@ def device_literals() -> None:
 
 def uneven_collectives() -> None:
     """Emulate uneven collectives. Sharded experts gather and scatter a different number of tokens per rank, but gloo
-    requires equal sizes. Gathering pads every part to the largest; scattering sums whole tensors and keeps this rank's
-    part."""
+    requires equal sizes. Gathering pads all parts to one size; scattering sums whole tensors and keeps one part."""
     from megatron.core.tensor_parallel import mappings
 
     even_gather, even_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
@@ -165,8 +156,7 @@ def lone_ranks() -> None:
 
 
 def rotary_shares() -> None:
-    """Replace the function that selects a context-parallel rank's rotary angles, because it uses an index in pinned
-    memory."""
+    """Replace the selection of a context-parallel rank's rotary angles, which uses an index in pinned memory."""
     from megatron.core.models.common.embeddings import rope_utils
 
     def share(pos_emb, seq_dim, cp_group):
@@ -188,8 +178,9 @@ def expert_dispatch() -> None:
                 setattr(self, name, sizes.numpy())
         return tokens_per_expert
 
-    MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = object()
-    MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = on_host
+    replacements = {"cuda_dtoh_stream": object(), "_maybe_dtoh_and_synchronize": on_host}
+    for name, replacement in replacements.items():
+        setattr(MoEAlltoAllTokenDispatcher, name, replacement)
 
 
 def _resolve(entry: str) -> Callable[..., Any]:

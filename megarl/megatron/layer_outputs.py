@@ -7,35 +7,33 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch.distributed import FileStore
+from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]  # documented, but not in __all__
 
 from megarl.config.schema import Config
 from megarl.core.types import Prompt, Sample, SampleRef, VersionRun
 from megarl.data.local_batch import LocalBatch
+from megarl.megatron.routes import model_of
 from megarl.megatron.workers.model import ModelWorker
-from megarl.models.folder import read_config
 
 
 class ForwardOnlyActor(ModelWorker):
     """The actor's model, for forward passes only."""
 
     role = "actor"
-    temperature = 1.0
+
+    @property
+    def temperature(self) -> float:
+        return 1.0
 
 
 def layer_outputs(config: Config, folder: Path, token_ids: Sequence[int], scratch: Path) -> dict[str, np.ndarray]:
     """Return stage name -> output for all tokens but the last, float32 [T − 1, hidden], in order of computation: the
     embedding, each layer and the final norm. The last entry holds the log-probs of all tokens after the first, float32
-    [T − 1].
-
-    Args:
-        config: a config whose layout has a single rank.
-        scratch: a folder used by this process only.
-    """
+    [T − 1]. The layout in the config has a single rank. Only this process uses the folder `scratch`."""
     store = FileStore(str(scratch / "store"), 1)
-    worker = ForwardOnlyActor(config, read_config(folder), folder, 0, store, torch.get_num_threads())
+    worker = ForwardOnlyActor(config, folder, 0, store, torch.get_num_threads())
     [chunk] = worker.chunks
-    model, count = chunk.module, len(token_ids) - 1
+    model, count = model_of(chunk), len(token_ids) - 1
     outputs: dict[str, np.ndarray] = {}
 
     def keep(stage: str) -> Callable[..., None]:
@@ -45,14 +43,13 @@ def layer_outputs(config: Config, folder: Path, token_ids: Sequence[int], scratc
 
         return hook
 
-    model.embedding.register_forward_hook(keep("embedding"))
-    for number, layer in enumerate(model.decoder.layers):
+    model.get_submodule("embedding").register_forward_hook(keep("embedding"))
+    for number, layer in enumerate(model.get_submodule("decoder.layers").children()):
         layer.register_forward_hook(keep(f"layer {number}"))
-    model.decoder.final_layernorm.register_forward_hook(keep("final norm"))
-    run = (VersionRun(0, count),)
-    response = token_ids[1:]
-    prompt = Prompt("diagnose", "", token_ids[:1])
-    sample = Sample("diagnose", prompt, response, [0.0] * count, [True] * count, run, "length", "")
+    model.get_submodule("decoder.final_layernorm").register_forward_hook(keep("final norm"))
+    ids, run = np.array(token_ids, np.int32), (VersionRun(0, count),)
+    zeros, ones = np.zeros(count, np.float32), np.ones(count, np.bool_)
+    sample = Sample("diagnose", Prompt("diagnose", "", ids[:1]), ids[1:], zeros, ones, run, "length", "")
     batch = LocalBatch([SampleRef.of(sample, sample)], [(0,)])
     scored = worker._forward(batch)["diagnose"]
     worker.close()

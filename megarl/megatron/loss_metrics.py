@@ -7,22 +7,15 @@ from megatron.core import parallel_state
 
 from megarl.algorithms import kl
 from megarl.algorithms.corrections import Factors
-from megarl.algorithms.ratio import ratio_of
+from megarl.algorithms.policy_loss import ratio_of
 from megarl.core.token_batch import TokenBatch
-from megarl.megatron.losses import (
-    ImitationTerms,
-    ImplicitRewardTerms,
-    LabelTerms,
-    PairTerms,
-    PolicyTerms,
-    ValueTerms,
-)
-from megarl.megatron.metric_sums import Sums, largest, mean, total
+from megarl.megatron import losses
+from megarl.megatron.metric_sums import Sum, Sums, largest, mean, total
 
 
 def policy_metrics(
     batch: TokenBatch,
-    terms: PolicyTerms,
+    terms: losses.PolicyTerms,
     *,
     mismatch_threshold: float,
     has_moved: bool,
@@ -93,23 +86,22 @@ def start_metrics(
     return sums
 
 
-def value_metrics(batch: TokenBatch, terms: ValueTerms) -> Sums:
-    """Return the critic's metrics. `explained_variance` is computed from the moments of the returns and of the
-    residuals, which are returns minus the values before the step."""
-    value, mask, error = terms.value, batch.mask, batch.returns - batch.values
+def value_metrics(batch: TokenBatch, terms: losses.ValueTerms) -> Sums:
+    """Return the critic's metrics. The moments of returns and residuals give explained_variance."""
+    mask, returns, residual = batch.mask, terms.returns, terms.residual.double()
     return {
         "value/loss": total(terms.loss),
-        "value/mean": mean(value, mask),
-        "value/return_mean": mean(batch.returns, mask),
-        "value/error_abs_mean": mean((value - batch.returns).abs(), mask),
+        "value/mean": mean(terms.value, mask),
+        "value/return_mean": mean(returns, mask),
+        "value/error_abs_mean": mean((terms.value - returns).abs(), mask),
         "value/clip_frac": mean(terms.clipped, mask),
-        "value/return_square_mean": mean(batch.returns.double().square(), mask),
-        "value/residual_mean": mean(error.double(), mask),
-        "value/residual_square_mean": mean(error.double().square(), mask),
+        "value/return_square_mean": mean(returns.double().square(), mask),
+        "value/residual_mean": mean(residual, mask),
+        "value/residual_square_mean": mean(residual.square(), mask),
     }
 
 
-def implicit_reward_metrics(batch: TokenBatch, terms: ImplicitRewardTerms) -> Sums:
+def implicit_reward_metrics(batch: TokenBatch, terms: losses.ImplicitRewardTerms) -> Sums:
     trained = terms.samples.count > 0
     return {
         "implicit_reward/loss": _whole_loss(terms.loss),
@@ -118,7 +110,7 @@ def implicit_reward_metrics(batch: TokenBatch, terms: ImplicitRewardTerms) -> Su
     }
 
 
-def imitation_metrics(batch: TokenBatch, terms: ImitationTerms) -> Sums:
+def imitation_metrics(batch: TokenBatch, terms: losses.ImitationTerms) -> Sums:
     return {
         "policy/loss": total(terms.loss),
         "policy/entropy": mean(terms.entropy, batch.mask),
@@ -126,7 +118,7 @@ def imitation_metrics(batch: TokenBatch, terms: ImitationTerms) -> Sums:
     }
 
 
-def label_metrics(batch: TokenBatch, terms: LabelTerms) -> Sums:
+def label_metrics(batch: TokenBatch, terms: losses.LabelTerms) -> Sums:
     score, label, mask = terms.score, terms.label, batch.mask
     return {
         "reward_model/loss": total(terms.loss),
@@ -137,23 +129,23 @@ def label_metrics(batch: TokenBatch, terms: LabelTerms) -> Sums:
     }
 
 
-def reward_model_metrics(batch: TokenBatch, terms: PairTerms) -> Sums:
+def reward_model_metrics(batch: TokenBatch, terms: losses.PairTerms) -> Sums:
     return {"reward_model/loss": _whole_loss(terms.loss), **_pair_metrics(terms)}
 
 
 def preference_metrics(
-    batch: TokenBatch, terms: PairTerms, *, mismatch_threshold: float | None, has_moved: bool
+    batch: TokenBatch, terms: losses.PreferenceTerms, *, mismatch_threshold: float | None, has_moved: bool
 ) -> Sums:
     """Return the metrics for a policy trained on preference pairs. `mismatch_threshold` is as in policy_metrics; None
     if the pairs were not sampled by an engine."""
-    sums: Sums = {"policy/loss": _whole_loss(terms.loss), **_pair_metrics(terms)}
+    sums: Sums = {"policy/loss": _whole_loss(terms.loss), **_pair_metrics(terms.pairs)}
     sums["policy/entropy"] = mean(terms.entropy, batch.mask)
     if mismatch_threshold is None:
         return sums
     return sums | start_metrics(batch, terms.log_prob, terms.start, has_moved, mismatch_threshold)
 
 
-def _pair_metrics(terms: PairTerms) -> Sums:
+def _pair_metrics(terms: losses.PairTerms) -> Sums:
     every = torch.ones_like(terms.margin, dtype=torch.bool)
     return {
         "preference/loss": mean(terms.losses, every),
@@ -164,19 +156,19 @@ def _pair_metrics(terms: PairTerms) -> Sums:
     }
 
 
-def _whole_loss(loss: torch.Tensor) -> tuple[torch.Tensor, None, str]:
-    """Return the metric for a loss on whole samples. Every context-parallel rank has computed the full loss, so each
-    reports 1/cp of it."""
+def _whole_loss(loss: torch.Tensor) -> Sum:
+    """Return the metric for a loss on whole samples. Each context-parallel rank reports 1/cp of the full loss."""
     return total(loss / parallel_state.get_context_parallel_world_size())
 
 
 def _correction_metrics(batch: TokenBatch, correction: Factors) -> Sums:
     sums: Sums = {}
-    if correction.weight is not None:
-        sums["correction/weight_mean"] = mean(correction.weight, batch.mask)
-        sums["correction/weight_square_mean"] = mean(correction.weight.square(), batch.mask)
-        sums["correction/weight_max"] = largest(correction.weight, batch.mask)
-        sums["correction/limited_frac"] = mean(correction.limited, batch.mask)
+    weight, limited = correction.weight, correction.limited
+    if weight is not None and limited is not None:
+        sums["correction/weight_mean"] = mean(weight, batch.mask)
+        sums["correction/weight_square_mean"] = mean(weight.square(), batch.mask)
+        sums["correction/weight_max"] = largest(weight, batch.mask)
+        sums["correction/limited_frac"] = mean(limited, batch.mask)
     if correction.masked is not None:
         sums["correction/masked_frac"] = mean(correction.masked, batch.mask)
     return sums

@@ -13,7 +13,8 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler
-from megatron.core.utils import unwrap_model
+
+from megarl.megatron.routes import model_of
 
 DEFAULTS = {"initial_loss_scale": 2.0**16, "hysteresis": 1}
 """Our defaults for Megatron's fields. With Megatron's initial scale of 2³², about the first 16 updates would be
@@ -27,22 +28,12 @@ class LossScale:
     """The loss scale for one float16 model. Models with any other dtype have no scale, and all methods are no-ops."""
 
     def __init__(self, chunks: Sequence[DistributedDataParallel], dtype: torch.dtype, config: OptimizerConfig):
-        self._chunks, self._scaler = chunks, None
-        if dtype is torch.float16:
-            self._scaler = DynamicGradScaler(
-                initial_scale=config.initial_loss_scale,
-                min_scale=config.min_loss_scale,
-                growth_factor=2.0,
-                backoff_factor=0.5,
-                growth_interval=config.loss_scale_window,
-                hysteresis=config.hysteresis,
-            )
+        self._chunks = chunks
+        self._scaler = _scaler(config) if dtype is torch.float16 else None
+        if (scaler := self._scaler) is not None:
             # Megatron's schedules call this on the loss and use it to scale auxiliary losses.
             for chunk in chunks:
-                unwrap_model(chunk).config.grad_scale_func = self._scaled
-
-    def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        return self._scaler.scale * loss
+                model_of(chunk).config.grad_scale_func = lambda loss: scaler.scale * loss
 
     @property
     def value(self) -> float | None:
@@ -57,7 +48,7 @@ class LossScale:
         """Divide the accumulated gradients by the scale."""
         if self._scaler is not None:
             for chunk in self._chunks:
-                chunk.scale_gradients(self._scaler.inv_scale)
+                chunk.scale_gradients(self._scaler.inv_scale)  # pyright: ignore[reportArgumentType]  # takes a tensor
 
     def update(self, has_overflown: bool) -> None:
         if self._scaler is not None:
@@ -67,10 +58,21 @@ class LossScale:
         if self._scaler is None:
             return {}
         state = self._scaler.state_dict()
-        return {"loss_scale": self.value} | {name: state[tracker] for name, tracker in TRACKERS.items()}
+        return {"loss_scale": self._scaler.scale.item()} | {name: state[key] for name, key in TRACKERS.items()}
 
     def restore(self, counters: Mapping[str, float]) -> None:
         if self._scaler is not None:
             scale = torch.full_like(self._scaler.scale, counters["loss_scale"])
             trackers = {tracker: int(counters[name]) for name, tracker in TRACKERS.items()}
             self._scaler.load_state_dict({"scale": scale} | trackers)
+
+
+def _scaler(config: OptimizerConfig) -> DynamicGradScaler:
+    return DynamicGradScaler(
+        initial_scale=config.initial_loss_scale,
+        min_scale=config.min_loss_scale,
+        growth_factor=2.0,
+        backoff_factor=0.5,
+        growth_interval=config.loss_scale_window,  # pyright: ignore[reportArgumentType]  # Megatron annotates a float
+        hysteresis=config.hysteresis,
+    )

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
-from megarl.algorithms import implicit_reward, kl
+from megarl.algorithms import kl
 from megarl.algorithms.corrections import Factors
-from megarl.algorithms.pairs import margins
 from megarl.algorithms.policy_loss import PolicyLoss
+from megarl.algorithms.rewards import binary_cross_entropy, margins, token_reward
 from megarl.algorithms.sample_segments import SampleSegments
 from megarl.algorithms.value_loss import squared_error
 from megarl.core.token_batch import TokenBatch
@@ -32,6 +32,7 @@ class Terms(Protocol):
     @property
     def loss(self) -> torch.Tensor:
         """Σ w·ℓ over the microbatch."""
+        ...
 
 
 class Scalar(NamedTuple):
@@ -42,24 +43,22 @@ class Scalar(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A loss and its metrics.
+    """A loss and its metrics. `terms` maps a batch and the head's output for each row, float32 [N, columns], to the
+    Terms, and `metrics` maps the batch and the terms to the microbatch's metrics."""
 
-    Args:
-        terms: (batch, scored) -> Terms. scored: the head's output for each row, float32 [N, columns].
-        metrics: (batch, terms) -> the microbatch's metrics.
-    """
-
-    terms: Callable[[TokenBatch, torch.Tensor], Any]
+    terms: Callable[[TokenBatch, torch.Tensor], Terms]
     metrics: Callable[[TokenBatch, Any], Sums]
 
 
 class ValueTerms(NamedTuple):
-    """The critic's loss, with the predicted `value`, float32 [N], and `clipped`, bool [N], true where clipping removed
-    the gradient."""
+    """The critic's loss, with float32 [N] tensors: the predicted value, the returns, and the residuals, which are
+    returns minus the values before the step. `clipped`, bool [N], is true where clipping removed the gradient."""
 
     loss: torch.Tensor
     value: torch.Tensor
     clipped: torch.Tensor
+    returns: torch.Tensor
+    residual: torch.Tensor
 
 
 class PolicyTerms(NamedTuple):
@@ -104,7 +103,7 @@ def policy_loss(
     has_moved: bool,
     correct: Callable[[torch.Tensor, SampleSegments], Factors],
     exclude: Callable[[torch.Tensor, SampleSegments], torch.Tensor] | None,
-    estimate_kl: Callable[[TokenBatch, torch.Tensor, SampleSegments], torch.Tensor],
+    estimate_kl: Callable[[TokenBatch, torch.Tensor, torch.Tensor, SampleSegments], torch.Tensor],
     kl_coefficient: float | None,
     entropy_coefficient: float,
     imitation_coefficient: float,
@@ -123,7 +122,6 @@ def policy_loss(
         estimate_kl: `token_kl` with its options bound.
         kl_coefficient: β; None if the KL is part of the reward.
     """
-    assert batch.advantage is not None, "the batch has no advantages"
     trained = _of_trained(batch, scored)
     log_prob, entropy, samples = trained[:, 0], trained[:, 1], sample_segments(batch)
     start = log_prob.detach() if batch.old is None and not has_moved else batch.old
@@ -132,23 +130,25 @@ def policy_loss(
         f"{objective.name}: the batch has no token selection"
     )
     inputs = [{"samples": samples, "selected": batch.selected}[name] for name in objective.inputs]
-    policy = objective.loss(log_prob, old, batch.advantage, *inputs, **options)
+    policy = objective.loss(log_prob, old, advantage_of(batch), *inputs, **options)
     correction = correct(old - _at_trained(batch, batch.rollout_logprobs, old), samples)
     factor, excluded = correction.factor, None
     if exclude is not None:
+        assert start is not None, "the batch has no log-probs from the start of the step"
         known = _at_trained(batch, start, log_prob)
         excluded = exclude(known - _at_trained(batch, batch.rollout_logprobs, known), samples)
         factor = factor.masked_fill(excluded, 0.0)
     loss = (batch.weight * factor * policy.loss).sum()
     imitation = None
     if imitation_coefficient:
+        assert batch.imitation_weight is not None, "the batch has no imitation weights"
         imitation = -(batch.imitation_weight * log_prob).sum()
         loss = loss + imitation_coefficient * imitation
     if entropy_coefficient:
         loss = loss - entropy_coefficient * (batch.weight * entropy).sum()
     kl_estimate = None
     if batch.reference is not None:
-        kl_estimate = estimate_kl(batch, log_prob, samples)
+        kl_estimate = estimate_kl(batch, batch.reference, log_prob, samples)
         if kl_coefficient is not None:
             loss = loss + kl_coefficient * (batch.weight * kl_estimate).sum()
     whole, value = loss, None
@@ -159,8 +159,14 @@ def policy_loss(
     return PolicyTerms(*parts, policy, correction, excluded, imitation, kl_estimate, value)
 
 
+def advantage_of(batch: TokenBatch) -> torch.Tensor:
+    assert batch.advantage is not None, "the batch has no advantages"
+    return batch.advantage
+
+
 def token_kl(
     batch: TokenBatch,
+    reference: torch.Tensor,
     log_prob: torch.Tensor,
     samples: SampleSegments,
     *,
@@ -175,7 +181,7 @@ def token_kl(
     if in_reward:
         assert batch.old is not None, "the batch has no old log-probs"
         log_prob = batch.old
-    log_ratio = samples.at_level(level, log_prob - _at_trained(batch, batch.reference, log_prob))
+    log_ratio = samples.at_level(level, log_prob - _at_trained(batch, reference, log_prob))
     return kl.estimate(estimator, log_ratio, straight_through, limit)
 
 
@@ -184,7 +190,8 @@ def value_loss(batch: TokenBatch, scored: torch.Tensor, *, coefficient: float, c
     assert batch.values is not None and batch.returns is not None, "the batch has no returns"
     [value] = _of_trained(batch, scored).unbind(-1)
     error = squared_error(value, _at_trained(batch, batch.values, value), batch.returns, clip)
-    return ValueTerms(coefficient * (batch.weight * error.loss).sum(), value, error.clipped)
+    loss = coefficient * (batch.weight * error.loss).sum()
+    return ValueTerms(loss, value, error.clipped, batch.returns, batch.returns - batch.values)
 
 
 class ImplicitRewardTerms(NamedTuple):
@@ -199,13 +206,12 @@ class ImplicitRewardTerms(NamedTuple):
 def implicit_reward_loss(
     batch: TokenBatch, scored: torch.Tensor, *, beta: float, success_above: float
 ) -> ImplicitRewardTerms:
-    """Compute the implicit reward model's loss, a mean over the update's samples. `scored` holds log-prob and
-    entropy."""
+    """Compute the implicit reward model's loss, a mean over samples. `scored` holds log-prob and entropy."""
     assert batch.reference is not None, "the batch has no reference log-probs"
     samples = sample_segments(batch)
-    reward = samples.of_each(implicit_reward.token_reward(scored[:, 0], batch.reference, beta))
+    reward = samples.of_each(token_reward(scored[:, 0], batch.reference, beta))
     success = (batch.reward > success_above).float()
-    losses = implicit_reward.outcome_cross_entropy(reward, success)
+    losses = binary_cross_entropy(reward, success)
     return ImplicitRewardTerms((_sample_weight(batch, samples) * losses).sum(), samples, reward, success)
 
 
@@ -235,8 +241,7 @@ class LabelTerms(NamedTuple):
 
 
 def label_loss(batch: TokenBatch, scored: torch.Tensor, *, token_loss: Callable[..., torch.Tensor]) -> LabelTerms:
-    """Compute a reward model's loss on labeled tokens, which are the trained tokens. `scored` holds one score per row,
-    [N, 1]."""
+    """Compute a reward model's loss on the labeled (trained) tokens. `scored`, [N, 1], holds one score per row."""
     assert batch.labels is not None, "the batch has no labels"
     [score] = _of_trained(batch, scored).unbind(-1)
     label = batch.labels.where(batch.mask, 0.0)
@@ -245,26 +250,29 @@ def label_loss(batch: TokenBatch, scored: torch.Tensor, *, token_loss: Callable[
 
 
 class PairTerms(NamedTuple):
-    """The loss on an update's pairs, with each pair's loss, margin and the rewards of both samples, float32 [P].
-
-    log_prob, entropy and start are as in PolicyTerms; they are None for a classifier.
-    """
+    """The loss on an update's pairs, with each pair's loss, margin and the rewards of both samples, float32 [P]."""
 
     loss: torch.Tensor
     losses: torch.Tensor
     margin: torch.Tensor
     chosen: torch.Tensor
     rejected: torch.Tensor
-    log_prob: torch.Tensor | None = None
-    entropy: torch.Tensor | None = None
-    start: torch.Tensor | None = None
+
+
+class PreferenceTerms(NamedTuple):
+    """A policy's loss on an update's pairs. log_prob, entropy and start are as in PolicyTerms."""
+
+    loss: torch.Tensor
+    pairs: PairTerms
+    log_prob: torch.Tensor
+    entropy: torch.Tensor
+    start: torch.Tensor | None
 
 
 def reward_model_loss(
     batch: TokenBatch, scored: torch.Tensor, *, objective: PairObjective, options: Mapping[str, Any]
 ) -> PairTerms:
-    """Compute a reward model's loss on sample pairs. One token per sample is trained on, and its score is the sample's
-    score. `scored` is [N, 1]."""
+    """Compute a reward model's loss on sample pairs from the score of each sample's trained token. `scored`: [N, 1]."""
     samples = sample_segments(batch)
     return _pair_loss(batch, samples, samples.of_each(scored[:, 0]), objective, options)
 
@@ -278,15 +286,10 @@ def preference_loss(
     beta: float | None,
     length_normalised: bool,
     has_moved: bool,
-) -> PairTerms:
-    """Compute a policy's loss on sample pairs. A sample's reward is its log-prob, or β times its log-ratio to the
-    reference.
-
-    Args:
-        scored: log-prob and entropy for each row.
-        beta: None if the objective has no reference.
-        has_moved: whether the policy has been updated since the start of the step.
-    """
+) -> PreferenceTerms:
+    """Compute a policy's loss on sample pairs. A sample's reward is its log-prob, or β times its log-ratio. `scored`
+    holds log-prob and entropy for each row. beta is None if the objective has no reference. has_moved is true if the
+    policy has been updated since the start of the step."""
     samples, log_prob, entropy = sample_segments(batch), scored[:, 0], scored[:, 1]
     reward = log_prob
     if beta is not None:
@@ -296,8 +299,8 @@ def preference_loss(
     if length_normalised:
         rewards = rewards / samples.count.clamp(min=1)
     start = log_prob.detach() if batch.old is None and not has_moved else batch.old
-    terms = _pair_loss(batch, samples, rewards, objective, options)
-    return terms._replace(log_prob=log_prob, entropy=entropy, start=start)
+    pairs = _pair_loss(batch, samples, rewards, objective, options)
+    return PreferenceTerms(pairs.loss, pairs, log_prob, entropy, start)
 
 
 def _pair_loss(
@@ -307,8 +310,7 @@ def _pair_loss(
     objective: PairObjective,
     options: Mapping[str, Any],
 ) -> PairTerms:
-    """Compute the mean loss over pairs. `rewards`, float32 [S], lists both samples of a pair consecutively, the
-    preferred sample first."""
+    """Compute the mean loss over pairs. `rewards`, float32 [S], lists pair after pair, preferred first."""
     margin = margins(rewards)
     weight = _sample_weight(batch, samples).view(-1, 2).sum(-1)
     chosen, rejected = rewards.view(-1, 2).unbind(-1)

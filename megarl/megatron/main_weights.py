@@ -32,18 +32,14 @@ CHUNK = 2**20
 def rounded_parameters(
     optimizer: MegatronOptimizer, parameters: Mapping[str, torch.nn.Parameter]
 ) -> dict[str, torch.nn.Parameter]:
-    """Return name -> parameter for parameters whose main weights have a different dtype and are at least partly on this
-    rank."""
+    """Return name -> parameter for parameters with main weights of a different dtype, at least partly on this rank."""
     rounded = {parameter for part in parts_of(optimizer) for _, parameter, _ in _main_weights(part)}
     return {name: parameter for name, parameter in parameters.items() if parameter in rounded}
 
 
 @torch.no_grad()
 def begin_main_weights(
-    optimizer: MegatronOptimizer,
-    parameters: Mapping[str, torch.nn.Parameter],
-    holder: Holder,
-    exact: Collection[str],
+    optimizer: MegatronOptimizer, parameters: Mapping[str, torch.nn.Parameter], holder: Holder, exact: Collection[str]
 ) -> None:
     """Initialize this rank's main weights. Call it before the first update.
 
@@ -55,14 +51,18 @@ def begin_main_weights(
     """
     inexact = {name: parameter for name, parameter in parameters.items() if name not in exact}
     for parameter in inexact.values():
-        parameter.main_grad.copy_(parameter)
+        main_grad(parameter).copy_(parameter)
     for piece in holder.pieces:
         if piece.canonical is not None and piece.local in inexact:
-            values = view(inexact[piece.local].main_grad, piece.local_rectangle)
+            values = view(main_grad(inexact[piece.local]), piece.local_rectangle)
             _place(values, inexact[piece.local].dtype, piece.canonical, piece.canonical_rectangle)
     for part in parts_of(optimizer):
         for main, parameter, span in _main_weights(part):
-            main.copy_(parameter.main_grad.flatten()[span])
+            main.copy_(main_grad(parameter).flatten()[span])
+
+
+def main_grad(parameter: torch.nn.Parameter) -> torch.Tensor:
+    return parameter.main_grad  # pyright: ignore[reportAttributeAccessIssue]  # DDP adds the buffer
 
 
 def _place(values: torch.Tensor, dtype: torch.dtype, tensor: str, rectangle: Rectangle) -> None:
@@ -108,8 +108,7 @@ class ChangedShare:
             part._copy_main_params_to_model_params = self._after_count(part, part._copy_main_params_to_model_params)
 
     def take(self) -> float | None:
-        """Return the fraction of elements, over all ranks, that changed since the last call; None if no parameter is
-        rounded. Collective."""
+        """Return the fraction of elements changed since the last call; None if no parameter is rounded. Collective."""
         dist.all_reduce(self._counts)
         changed, total = self._counts.tolist()
         self._counts.zero_()

@@ -1,14 +1,16 @@
-"""Microbatch metrics as device tensors. They are read only after the last microbatch, so no microbatch synchronizes
-with the device."""
+"""Microbatch metrics as device tensors. Reading them only after the last microbatch avoids synchronization."""
 
 from __future__ import annotations
 
 import torch
 
-from megarl.core.metrics import Metric
+from megarl.core.metrics import Metric, Reduction
 
-Sums = dict[str, tuple[torch.Tensor, torch.Tensor | None, str]]
-"""Metric name -> (value, weight, reduction)."""
+Sum = tuple[torch.Tensor, torch.Tensor | None, Reduction]
+"""(value, weight, reduction) of a metric."""
+
+Sums = dict[str, Sum]
+"""Metric name -> sum."""
 
 
 def read(sums: Sums) -> dict[str, Metric]:
@@ -23,25 +25,22 @@ def read(sums: Sums) -> dict[str, Metric]:
     }
 
 
-def total(value: torch.Tensor) -> tuple[torch.Tensor, None, str]:
+def total(value: torch.Tensor) -> Sum:
     return value.detach().clone(), None, "sum"
 
 
-def mean(values: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, str]:
+def mean(values: torch.Tensor, weight: torch.Tensor) -> Sum:
     """Return the weighted mean. The sum of the weights becomes the metric's weight when microbatches are merged.
 
     With a mask as the weight, the result is the mean over trained tokens. Values with weight 0 are excluded, even if
-    they are NaN.
-
-    Args:
-        weight: bool or non-negative float32.
+    they are NaN. The weight is bool or non-negative float32.
     """
     total_weight = weight.sum()
     weighted_sum = (values.detach() * weight).where(weight > 0, 0.0).sum()
     return weighted_sum / total_weight.where(total_weight > 0, 1), total_weight, "mean"
 
 
-def largest(values: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, None, str]:
+def largest(values: torch.Tensor, mask: torch.Tensor) -> Sum:
     """Return the maximum over the tokens in the mask, or 0 if all are negative. Indexing with values[mask] would
     synchronize with the device."""
     return torch.cat((values.detach().where(mask, 0), values.new_zeros(1))).max(), None, "max"

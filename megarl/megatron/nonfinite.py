@@ -19,19 +19,13 @@ from megarl.megatron.model.build import named_parameters, named_weights
 
 
 class SkippedUpdates:
-    """Counts skipped updates.
-
-    Attributes:
-        total: number of updates skipped since the start of the run.
-        in_a_row: number of updates skipped since the last applied update.
-    """
+    """Counts skipped updates. `total` starts with the run, `in_a_row` with the last applied update."""
 
     def __init__(self) -> None:
         self.total = self.in_a_row = 0
 
     def add(self, is_skipped: bool, counts: bool = True) -> None:
-        """Record an update. `counts` is false for updates skipped to reduce the loss scale, which do not increase
-        `in_a_row`."""
+        """Record an update. Without `counts`, for updates skipped to reduce the loss scale, in_a_row stays."""
         self.total += is_skipped
         self.in_a_row = self.in_a_row + counts if is_skipped else 0
 
@@ -39,9 +33,9 @@ class SkippedUpdates:
         return {"skipped_updates": self.total, "skipped_in_a_row": self.in_a_row}
 
     def restore(self, counters: Mapping[str, float]) -> None:
-        """Restore the counts from a checkpoint. Checkpoint format 1 has no counts, because runs then ended at the first
-        non-finite gradient."""
-        self.total, self.in_a_row = counters.get("skipped_updates", 0), counters.get("skipped_in_a_row", 0)
+        """Restore the counts from a checkpoint. Checkpoint format 1 has none."""
+        self.total = int(counters.get("skipped_updates", 0))
+        self.in_a_row = int(counters.get("skipped_in_a_row", 0))
 
 
 class RouterBiases:
@@ -62,12 +56,8 @@ def describe_worst(members: Sequence[Sequence[SampleRef]], sums: Sequence[Sums],
     """Return a description of the worst microbatch over all ranks, which is the same on every rank. Collective.
 
     The worst microbatch is the first one with a non-finite metric. If only the gradient overflowed, it is the one with
-    the largest absolute loss.
-
-    Args:
-        members: the samples in each of this rank's microbatches.
-        sums: the metrics for each microbatch; empty before the last stage.
-        loss: name of the loss metric.
+    the largest absolute loss. `members` and `sums` hold the samples and the metrics for each of this rank's
+    microbatches (no metrics before the last stage), and `loss` is the name of the loss metric.
     """
     descriptions = [_describe(*pair, loss) for pair in zip(members, sums, strict=False)]
     gathered: list = [None] * dist.get_world_size()

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -14,6 +14,7 @@ from megatron.core.optimizer import MegatronOptimizer
 
 from megarl.core import device
 from megarl.core.errors import UserError
+from megarl.megatron.optimizer import parts_of
 
 Part = Literal["parameters", "gradients", "optimizer"]
 
@@ -37,11 +38,7 @@ class Offload:
 
     def move_out(self, part: Part) -> int:
         """Offload a part and return the number of bytes freed on the device, including storages that were already
-        offloaded.
-
-        Raises:
-            UserError: the part is published in shared memory.
-        """
+        offloaded. Raise a UserError if the part is published in shared memory."""
         present = [storage for storage in self._storages(part) if storage.nbytes()]
         if any(storage.device.type == "cpu" and storage.is_shared() for storage in present):
             raise UserError(
@@ -58,8 +55,7 @@ class Offload:
         return sum(kept if isinstance(kept, int) else kept.numel() for _, kept in offloaded.values())
 
     def move_in(self, part: Part) -> int:
-        """Restore a part and return the number of bytes that it occupies on the device. No-op if the part is not
-        offloaded."""
+        """Restore a part and return its bytes on the device. No-op if the part is not offloaded."""
         offloaded = self._offloaded.pop(part, {}).values()
         for storage, kept in offloaded:
             _restore(storage, kept)
@@ -95,7 +91,7 @@ class Offload:
         """Yield each storage in a part once. With float32 parameters, the optimizer's main weights are views of the
         parameters and count as parameters."""
         tensors: dict[Part, Iterable[torch.Tensor]] = {
-            "parameters": chain.from_iterable(chunk.parameters() for chunk in self._chunks),
+            "parameters": (parameter for chunk in self._chunks for parameter in chunk.parameters()),
             "gradients": (buffer.grad_data for buffer in self._buffers()),
             "optimizer": self._optimizer_tensors(),
         }
@@ -109,12 +105,11 @@ class Offload:
 
     def _buffers(self) -> Iterator:
         for chunk in self._chunks:
-            yield from (*chunk.buffers, *chunk.expert_parallel_buffers)
+            buffers: Any = chunk.buffers  # DDP replaces Module.buffers with a list
+            yield from (*buffers, *chunk.expert_parallel_buffers)
 
     def _optimizer_tensors(self) -> Iterator[torch.Tensor]:
-        for part in self._optimizer.chained_optimizers:
-            if part.optimizer is None:  # a stage without trainable parameters
-                continue
+        for part in () if self._optimizer is None else parts_of(self._optimizer):
             yield from chain.from_iterable(param_group["params"] for param_group in part.optimizer.param_groups)
             for state in part.optimizer.state.values():
                 yield from (value for value in state.values() if isinstance(value, torch.Tensor))

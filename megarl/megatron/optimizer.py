@@ -18,7 +18,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megarl.config.model_schema import Trained
 from megarl.core import device
-from megarl.megatron import loss_scale
+from megarl.megatron import loss_scale, parallel
 from megarl.megatron.model import kernels
 from megarl.megatron.overrides import build, checked, described
 
@@ -42,17 +42,14 @@ def build_optimizer(
     without_decay: Collection[torch.nn.Parameter] = (),
 ) -> MegatronOptimizer:
     """Build the optimizer. Its float32 state is sharded over the data-parallel ranks. For 16-bit parameters, the main
-    weights start as copies of the parameters; see main_weights.py. Loss scaling is separate; see loss_scale.py.
-
-    Args:
-        without_decay: additional parameters without weight decay, besides biases and norms.
-    """
+    weights start as copies of the parameters; see main_weights.py. Loss scaling is separate; see loss_scale.py. The
+    parameters in `without_decay`, biases and norms have no weight decay."""
     for parameter in without_decay:
-        parameter.without_decay = True
+        parallel.mark(parameter, without_decay=True)
     optimizer = get_megatron_optimizer(
         optimizer_config(settings, dtype),
         list(chunks),
-        config_overrides={WITHOUT_DECAY: {"wd_mult": 0.0}},
+        config_overrides={WITHOUT_DECAY: {"wd_mult": 0.0}},  # pyright: ignore[reportArgumentType]  # a partial override
         use_gloo_process_groups=False,
     )
     if kernels.adam() == kernels.TORCH_ADAM:
@@ -92,7 +89,8 @@ def optimizer_config(settings: Trained, dtype: torch.dtype) -> OptimizerConfig:
 def parts_of(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
     """Return the optimizer parts that hold parameters. Under some layouts, a model with experts has a second part for
     the experts. Parts without parameters are omitted."""
-    return [part for part in optimizer.chained_optimizers if part.optimizer is not None]
+    parts = optimizer.chained_optimizers  # pyright: ignore[reportAttributeAccessIssue]  # a ChainedOptimizer
+    return [part for part in parts if part.optimizer is not None]
 
 
 def set_rates(optimizer: MegatronOptimizer, lr: float, weight_decay: float) -> None:

@@ -17,15 +17,13 @@ T = TypeVar("T")
 
 
 def checked(key: str, extra: Mapping[str, Any], target: type, reserved: Mapping[str, str | None]) -> dict[str, Any]:
-    """Return the override fields for the dataclass `target`, with the names of dtypes and enum members resolved.
+    """Return the override fields for the dataclass `target`, with the names of dtypes and enum members resolved. Raise
+    a UserError if a field is unknown, reserved, or of the wrong type.
 
     Args:
         key: the config key that holds the fields, such as actor.megatron_overrides.model.
         reserved: field that must not be overridden -> config key from which it is derived; None if the trainer relies
             on the field's default.
-
-    Raises:
-        UserError: a field is unknown, reserved, or of the wrong type.
     """
     defaults = {field.name: field.default for field in dataclasses.fields(target)}
     hints = get_type_hints(target)
@@ -48,11 +46,7 @@ def checked(key: str, extra: Mapping[str, Any], target: type, reserved: Mapping[
 
 
 def build(settings: str, target: type[T], fields: Mapping[str, Any]) -> T:
-    """Build the dataclass.
-
-    Raises:
-        UserError: the dataclass rejects its fields. The message names `settings`.
-    """
+    """Build the dataclass. Raise a UserError that names `settings` if the dataclass rejects its fields."""
     try:
         return target(**fields)
     except (AssertionError, ValueError) as error:
@@ -62,8 +56,7 @@ def build(settings: str, target: type[T], fields: Mapping[str, Any]) -> T:
 
 
 def described(section: str, key: str, extra: Mapping[str, Any]) -> str:
-    """Return a description of a section's settings for a message: the overrides under the key, or the section name if
-    there are no overrides."""
+    """Return a description of a section's settings for a message: the overrides, or else the section."""
     return ", ".join(f"{key}.{name}={value}" for name, value in extra.items()) or section
 
 

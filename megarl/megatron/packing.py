@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.config.model_schema import Trained
+from megarl.config.model_schema import Placed
 from megarl.data.packing import Packing
 from megarl.megatron.model.layer_spec import can_share_prompts, uses_transformer_engine
 from megarl.megatron.model.precision import token_multiple
 from megarl.models.token_cost import TokenCost
 
 
-def packing_of(settings: Trained, hf_config: Mapping[str, Any]) -> Packing:
+def packing_of(settings: Placed, hf_config: Mapping[str, Any]) -> Packing:
     layout = settings.layout
     # Context parallelism gives each rank two chunks; sequence parallelism splits each rank's tokens into tp parts.
     chunks = 2 * layout.cp if layout.cp > 1 else 1

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from torch.distributed.distributed_c10d import Store
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megarl.config.model_schema import Layout
@@ -18,24 +20,17 @@ from megarl.megatron import cpu_support, random_state
 _host_group: dist.ProcessGroup | None = None
 
 
-def initialize(layout: Layout, store: dist.Store, rank: int, seed: int, timeout_s: float) -> None:
-    """Join the process group and create Megatron's tensor-, pipeline- and data-parallel groups.
-
-    Args:
-        timeout_s: timeout for every collective in seconds, after which a rank with a dead peer fails.
-    """
+def initialize(layout: Layout, store: Store, rank: int, seed: int, timeout_s: float) -> None:
+    """Join the process group and create Megatron's tensor-, pipeline- and data-parallel groups. After timeout_s seconds
+    in a collective, a rank with a dead peer fails."""
     cpu_support.install()
-    dist.init_process_group(
-        device.backend(),
-        store=store,
-        rank=rank,
-        world_size=layout.world_size,
-        timeout=timedelta(seconds=timeout_s),
-    )
+    timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group(device.backend(), store=store, rank=rank, world_size=layout.world_size, timeout=timeout)
     _subdivide(layout, distributed_timeout_minutes=timeout_s / 60)
     random_state.seed(seed)
     global _host_group
-    _host_group = dist.new_group(backend=device.HOST_BACKEND, timeout=timedelta(seconds=timeout_s))
+    # torch annotates that the result may be an int, which only ranks outside the group receive.
+    _host_group = dist.new_group(backend=device.HOST_BACKEND, timeout=timeout)  # pyright: ignore[reportAssignmentType]
 
 
 @contextmanager
@@ -52,7 +47,7 @@ def pretended(layout: Layout, rank: int) -> Iterator[None]:
         destroy()
 
 
-def _subdivide(layout: Layout, **options: float) -> None:
+def _subdivide(layout: Layout, **options: Any) -> None:
     # Only Megatron's own optimizer checkpoints need gloo groups.
     parallel_state.initialize_model_parallel(**sizes(layout), create_gloo_process_groups=False, **options)
 
@@ -70,8 +65,7 @@ def sizes(layout: Layout) -> dict[str, int | None]:
 
 
 def host_group() -> dist.ProcessGroup:
-    """Return the process group of all ranks for host tensors. A thread can use it while training uses the remaining
-    groups."""
+    """Return the process group of all ranks for host tensors. A thread can use it during training."""
     assert _host_group is not None, "call initialize first"
     return _host_group
 
@@ -92,9 +86,20 @@ def local_part(tokens: torch.Tensor) -> torch.Tensor:
 
 def tensor_group(is_expert: bool) -> dist.ProcessGroup:
     """Return the process group whose ranks shard a tensor. Experts have a separate tensor-parallel group."""
+    # pyright infers the groups as None, because Megatron's globals have no annotations.
     if is_expert:
-        return parallel_state.get_expert_tensor_parallel_group()
-    return parallel_state.get_tensor_model_parallel_group()
+        return parallel_state.get_expert_tensor_parallel_group()  # pyright: ignore[reportReturnType]
+    return parallel_state.get_tensor_model_parallel_group()  # pyright: ignore[reportReturnType]
+
+
+def context_group() -> dist.ProcessGroup:
+    return parallel_state.get_context_parallel_group()  # pyright: ignore[reportReturnType]
+
+
+def mark(parameter: torch.Tensor, **marks: bool) -> None:
+    """Set the attributes from which Megatron concludes how a parameter is sharded and its gradient reduced."""
+    for name, value in marks.items():
+        setattr(parameter, name, value)
 
 
 def reduce_max(tensor: torch.Tensor, process_group: dist.ProcessGroup) -> None:
@@ -107,8 +112,7 @@ def data_parallel_rank() -> int:
 
 
 def is_first_stage(virtual: int | None) -> bool:
-    """Return whether this rank's virtual stage is the model's first stage. `virtual` is None if there are no virtual
-    stages."""
+    """Return whether this virtual stage is the model's first stage. Without virtual stages, `virtual` is None."""
     return parallel_state.is_pipeline_first_stage(ignore_virtual=virtual is None, vp_stage=virtual)
 
 
@@ -117,12 +121,10 @@ def is_last_stage(virtual: int | None) -> bool:
 
 
 def reports_metrics() -> bool:
-    """Return whether this rank reports loss and metrics for its data-parallel and context-parallel replica. Exactly one
-    rank per replica does."""
+    """Return whether this rank reports metrics for its data- and context-parallel replica, as exactly one does."""
     return parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
 
 
 def returns_results() -> bool:
-    """Return whether this rank returns the results for all rows in its data-parallel replica. Exactly one rank per
-    replica does."""
+    """Return whether this rank returns its data-parallel replica's results. Exactly one rank per replica does."""
     return reports_metrics() and parallel_state.get_context_parallel_rank() == 0

@@ -18,8 +18,7 @@ from megarl.megatron.optimizer import optimizer_config
 
 
 def refusals(config: Config, hf_configs: Mapping[Role, Mapping[str, Any]]) -> list[str]:
-    """Return one message for each Megatron dataclass that rejects its settings. `hf_configs` maps roles to model
-    configs."""
+    """Return one message for each Megatron dataclass that rejects its settings, given the roles' model configs."""
     dtype, messages = getattr(torch, config.model.dtype), []
     for role, hf_config in hf_configs.items():
         settings = config.placed(role)

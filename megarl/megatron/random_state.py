@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
 from megarl.core import device
 
@@ -30,7 +31,7 @@ def capture() -> dict[str, Any]:
         "python": random.getstate(),
         "torch": torch.get_rng_state(),
         "device": device.random_state(),
-        "regions": get_cuda_rng_tracker().get_states(),
+        "regions": _regions().get_states(),
     }
 
 
@@ -38,4 +39,8 @@ def restore(states: dict[str, Any]) -> None:
     random.setstate(states["python"])
     torch.set_rng_state(states["torch"])
     device.set_random_state(states["device"])
-    get_cuda_rng_tracker().set_states(states["regions"])
+    _regions().set_states(states["regions"])
+
+
+def _regions() -> CudaRNGStatesTracker:
+    return get_cuda_rng_tracker()  # pyright: ignore[reportReturnType]  # Megatron's global is inferred as None

@@ -75,9 +75,9 @@ class LayerRouter:
         self,
         scores: torch.Tensor,
         topk: int,
-        num_groups: int | None = None,
-        group_topk: int | None = None,
-        default_compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
+        num_groups: int | None,
+        group_topk: int | None,
+        default_compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return scores and indices of each token's experts. Replayed experts are scored like the router's own choice,
         with a gradient, because their scores are gathered from `scores` rather than from the router's top-k."""
@@ -96,8 +96,7 @@ class LayerRouter:
 
     @torch.no_grad()
     def _count(self, preferred: torch.Tensor, chosen: torch.Tensor, routes: Routes) -> None:
-        """Count the tokens per expert, the replayed tokens whose experts differ from the router's choice, and all
-        replayed tokens."""
+        """Count the tokens per expert, the replayed tokens that the router would send elsewhere, and all replayed."""
         if self._counts is None:
             self._counts = torch.zeros(self._num_experts + 2, dtype=torch.int64, device=preferred.device)
         is_sampled = routes.is_sampled.long()
@@ -121,25 +120,32 @@ class LayerRouter:
 
 def install_routers(model: GPTModel, shape: ModelShape) -> None:
     """Install a LayerRouter in each router in a chunk."""
-    routers = [module for module in model.modules() if isinstance(module, TopKRouter)]
-    for router in routers:
+    layer_routers: list[LayerRouter] = []
+    for router in (module for module in model.modules() if isinstance(module, TopKRouter)):
+        assert router.layer_number is not None, "the router has no layer number"
         layer = router.layer_number - 1  # Megatron numbers layers from 1 across all stages
-        assert shape.has_experts(layer), f"layer {layer} has no experts"
-        router.router_replay = LayerRouter(router, sum(shape.experts.layers[:layer]), shape.experts.count)
-    model.layer_routers = [router.router_replay for router in routers]
+        assert shape.experts is not None and shape.has_experts(layer), f"layer {layer} has no experts"
+        layer_routers.append(LayerRouter(router, sum(shape.experts.layers[:layer]), shape.experts.count))
+        router.router_replay = layer_routers[-1]  # pyright: ignore[reportAttributeAccessIssue]  # duck typing
+    vars(model)["layer_routers"] = layer_routers
 
 
-def layer_routers(chunks: Sequence[DistributedDataParallel]) -> list[LayerRouter]:
-    return [router for chunk in chunks for router in unwrap_model(chunk).layer_routers]
+def layer_routers(model: GPTModel) -> list[LayerRouter]:
+    return vars(model)["layer_routers"]
+
+
+def model_of(chunk: DistributedDataParallel) -> GPTModel:
+    """Return the model that DDP wraps."""
+    return unwrap_model(chunk)  # pyright: ignore[reportReturnType]  # Megatron's function has no annotations
 
 
 @contextmanager
 def routed(model: GPTModel, routes: Routes) -> Iterator[None]:
     """Return a context manager that routes a microbatch's tokens by `routes` in the chunk's forward pass."""
-    for router in model.layer_routers:
+    for router in layer_routers(model):
         router.begin(routes)
     yield
-    for router in model.layer_routers:
+    for router in layer_routers(model):
         router.end()
 
 
@@ -147,7 +153,7 @@ def route_metrics(chunks: Sequence[DistributedDataParallel], shape: ModelShape, 
     """Return the routing metrics for one update over all ranks. Collective."""
     if shape.experts is None:
         return {}
-    routers = layer_routers(chunks)
+    routers = [router for chunk in chunks for router in layer_routers(model_of(chunk))]
     assert all(router.is_done for router in routers), "a microbatch was not recomputed"
     device = next(chunks[0].parameters()).device
     counts = torch.zeros(sum(shape.experts.layers), shape.experts.count + 2, dtype=torch.int64, device=device)

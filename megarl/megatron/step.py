@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,14 +14,14 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.utils import unwrap_model
 
 from megarl.core import device
 from megarl.core.token_batch import TokenBatch
 from megarl.megatron.losses import Loss
 from megarl.megatron.metric_sums import Sums
+from megarl.megatron.model.head import LogProbHead, ScoreLayer
 from megarl.megatron.model.inputs import ModelInput
-from megarl.megatron.routes import routed
+from megarl.megatron.routes import model_of, routed
 
 
 def accumulate_gradients(
@@ -32,16 +32,10 @@ def accumulate_gradients(
     # The schedule multiplies the loss by cp / num_microbatches, and DDP averages over dp · cp ranks. Both are undone
     # here and nowhere else: cp / num_microbatches · 1 / (dp · cp) · (num_microbatches · dp) = 1.
     scale = len(batches) * parallel_state.get_data_parallel_world_size()
-
-    def compute_loss(item: ModelInput, scored: torch.Tensor) -> tuple[torch.Tensor, Sums]:
-        terms = loss.terms(item.rows, scored[0])
-        return scale * terms.loss, loss.metrics(item.rows, terms)
-
     for chunk in chunks:
         chunk.zero_grad_buffer()
         chunk.train()
-    with _inputs(chunks, batches) as inputs:
-        return get_forward_backward_func()(**_schedule(chunks, batches, inputs, compute_loss), forward_only=False)
+    return _run(chunks, batches, partial(_loss_and_metrics, loss, scale), forward_only=False)
 
 
 def apply_gradients(optimizer: MegatronOptimizer) -> float:
@@ -71,37 +65,33 @@ def score(chunks: Sequence[DistributedDataParallel], batches: Sequence[TokenBatc
     def keep(item: ModelInput, scored: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return scored.sum(), item.whole(scored[0])
 
-    for chunk in chunks:
-        chunk.eval()
-    with torch.no_grad(), _inputs(chunks, batches) as inputs:
-        return get_forward_backward_func()(**_schedule(chunks, batches, inputs, keep), forward_only=True)
+    return _run(chunks, batches, keep, forward_only=True)
 
 
 def evaluate(chunks: Sequence[DistributedDataParallel], loss: Loss, batches: Sequence[TokenBatch]) -> list[Sums]:
-    """Run a forward-only pass and return the loss metrics for each microbatch on this rank (empty before the last
-    stage)."""
-
-    def compute_metrics(item: ModelInput, scored: torch.Tensor) -> tuple[torch.Tensor, Sums]:
-        terms = loss.terms(item.rows, scored[0])
-        return terms.loss, loss.metrics(item.rows, terms)
-
-    for chunk in chunks:
-        chunk.eval()
-    with torch.no_grad(), _inputs(chunks, batches) as inputs:
-        return get_forward_backward_func()(**_schedule(chunks, batches, inputs, compute_metrics), forward_only=True)
+    """Run a forward-only pass and return each microbatch's loss metrics (empty before the last stage)."""
+    return _run(chunks, batches, partial(_loss_and_metrics, loss, 1), forward_only=True)
 
 
-def _schedule(
-    chunks: Sequence[DistributedDataParallel], batches: Sequence[TokenBatch], inputs: _Inputs, compute_loss: Callable
-) -> dict[str, Any]:
-    """Return the arguments for this layout's Megatron schedule. For each microbatch, the schedule returns the second
-    result of `compute_loss`."""
+def _loss_and_metrics(loss: Loss, scale: int, item: ModelInput, scored: torch.Tensor) -> tuple[torch.Tensor, Sums]:
+    terms = loss.terms(item.rows, scored[0])
+    return scale * terms.loss, loss.metrics(item.rows, terms)
+
+
+def _run(
+    chunks: Sequence[DistributedDataParallel],
+    batches: Sequence[TokenBatch],
+    compute_loss: Callable[[ModelInput, torch.Tensor], tuple[torch.Tensor, Any]],
+    forward_only: bool,
+) -> list[Any]:
+    """Run this layout's Megatron schedule. Return the second result of `compute_loss` for each microbatch."""
 
     def forward_step(iterator: Iterator[ModelInput], chunk: DistributedDataParallel):
         item = next(iterator)
-        unwrapped = unwrap_model(chunk)
+        unwrapped = model_of(chunk)
         if unwrapped.post_process:
-            unwrapped.output_layer.request = item.head
+            head: LogProbHead | ScoreLayer = unwrapped.output_layer  # pyright: ignore[reportAssignmentType]  # ours
+            head.request = item.head
         with routed(unwrapped, item.routes):
             output = chunk(
                 input_ids=item.tokens,
@@ -111,21 +101,22 @@ def _schedule(
             )
         return output, partial(compute_loss, item)
 
-    return dict(
-        forward_step_func=forward_step,
-        data_iterator=[iter(inputs) for _ in chunks],
-        model=list(chunks),
-        num_microbatches=len(batches),
-        # Upper bound: packs differ in length, and each stage receives the actual length from the previous one.
-        seq_length=max(len(batch.tokens) for batch in batches),
-        micro_batch_size=1,
-    )
-
-
-@contextmanager
-def _inputs(chunks: Sequence[DistributedDataParallel], batches: Sequence[TokenBatch]) -> Iterator[_Inputs]:
-    with ThreadPoolExecutor(max_workers=1, initializer=device.claim, initargs=(None,)) as thread:
-        yield _Inputs(batches, chunks[0].config.sequence_parallel, thread)
+    if forward_only:
+        for chunk in chunks:
+            chunk.eval()
+    gradients = torch.no_grad() if forward_only else nullcontext()
+    with gradients, ThreadPoolExecutor(max_workers=1, initializer=device.claim, initargs=(None,)) as thread:
+        inputs = _Inputs(batches, chunks[0].config.sequence_parallel, thread)
+        return get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=[iter(inputs) for _ in chunks],
+            model=list(chunks),
+            num_microbatches=len(batches),
+            # Upper bound: packs differ in length, and each stage receives the actual length from the previous one.
+            seq_length=max(len(batch.tokens) for batch in batches),
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
 
 
 class _Inputs:

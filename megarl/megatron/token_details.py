@@ -12,13 +12,12 @@ import torch
 
 from megarl.core.token_batch import TokenBatch
 from megarl.data.local_batch import LocalBatch
-from megarl.megatron.losses import Loss, PolicyTerms
+from megarl.megatron.losses import Loss, PolicyTerms, advantage_of
 from megarl.megatron.metric_sums import Sums
 from megarl.rewards.rollout_file import has_token_details
 
 ADVANTAGES, DIFFERENCES = "token_advantages", "logprob_differences"
-"""Names of the details in a rollout row. A log-prob difference is the trainer's log-prob at the start of the step minus
-the engine's."""
+"""Names of the details in a rollout row. A difference is the trainer's log-prob before the step minus the engine's."""
 
 
 class TokenDetails:
@@ -37,7 +36,7 @@ class TokenDetails:
         if not self._num_groups:
             return
         for number, token_batch in enumerate(batches):
-            self._record(number, token_batch, ADVANTAGES, token_batch.advantage)
+            self._record(number, token_batch, ADVANTAGES, advantage_of(token_batch))
             if token_batch.old is not None:
                 self._record(number, token_batch, DIFFERENCES, token_batch.old - token_batch.rollout_logprobs)
 

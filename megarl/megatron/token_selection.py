@@ -11,10 +11,13 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megarl.algorithms.covariance import covariance
+from megarl.algorithms.relative import covariance
+from megarl.algorithms.specs import PolicyObjective
 from megarl.config.algorithm_schema import Algorithm
 from megarl.core.token_batch import TokenBatch
 from megarl.core.types import SampleRef
+from megarl.megatron.advantages import sum_over_replicas
+from megarl.megatron.losses import advantage_of
 
 
 def with_selection(
@@ -25,19 +28,17 @@ def with_selection(
     Of the tokens in the update's loss, select the fraction `covariance_share` with the highest selection keys, and at
     least one token. Tokens that tie with the last one selected are included. Tokens whose keys differ by less than the
     rounding error may be selected under one layout but not under another. Collective over the data-parallel ranks.
-
-    Args:
-        members: the samples in each microbatch.
+    `members` holds the samples in each microbatch.
     """
-    objective, selection = algorithm.objective, algorithm.objective.spec.selection
-    olds = [batch.rollout_logprobs if algorithm.correction.old == "rollout" else batch.old for batch in batches]
-    assert all(old is not None for old in olds), "the batches lack old log-probs"
+    objective, spec = algorithm.objective, algorithm.objective.spec
+    assert isinstance(spec, PolicyObjective) and spec.selection is not None, f"{spec.name} selects no tokens"
+    olds = [_old(algorithm, batch) for batch in batches]
     count, mean_old, mean_advantage = _means(batches, olds)
     orders = []
     for batch, old, samples in zip(batches, olds, members, strict=True):
-        covariances = covariance(old, batch.advantage, mean_old, mean_advantage)
+        covariances = covariance(old, advantage_of(batch), mean_old, mean_advantage)
         draw = torch.cat([torch.empty(0), *(_draw(item) for item in samples)]).to(covariances.device)
-        order = selection.order(covariances, draw, **objective.options(selection.arguments))
+        order = spec.selection.order(covariances, draw, **objective.options(spec.selection.arguments))
         orders.append(torch.where(batch.in_loss, order, -torch.inf))
     number = max(int(objective.option("covariance_share") * count), 1)
     least = _kth_largest(torch.cat(orders), number)
@@ -47,12 +48,20 @@ def with_selection(
     ]
 
 
+def _old(algorithm: Algorithm, batch: TokenBatch) -> torch.Tensor:
+    if algorithm.correction.old == "rollout":
+        return batch.rollout_logprobs
+    assert batch.old is not None, "the batches lack old log-probs"
+    return batch.old
+
+
 def _means(batches: Sequence[TokenBatch], olds: Sequence[torch.Tensor]) -> tuple[int, float, float]:
     """Return the number of tokens in the update's loss, and their mean old log-prob and mean advantage."""
     sums = torch.zeros(3, dtype=torch.float64, device=batches[0].mask.device)
     for batch, old in zip(batches, olds, strict=True):
-        sums += torch.stack([x[batch.in_loss].double().sum() for x in (torch.ones_like(old), old, batch.advantage)])
-    dist.all_reduce(sums, group=parallel_state.get_data_parallel_group())
+        values = torch.ones_like(old), old, advantage_of(batch)
+        sums += torch.stack([x[batch.in_loss].double().sum() for x in values])
+    sum_over_replicas(sums)
     count, old, advantage = sums.tolist()
     return int(count), old / max(count, 1), advantage / max(count, 1)
 
@@ -65,12 +74,10 @@ def _draw(item: SampleRef) -> torch.Tensor:
 
 
 def _kth_largest(values: torch.Tensor, k: int) -> torch.Tensor:
-    """Return the k-th largest value over the data-parallel ranks, or −∞ if there are fewer than k values.
-    Collective."""
+    """Return the k-th largest value over the data-parallel ranks, or −∞ if there are fewer. Collective."""
     largest = torch.full((k,), -torch.inf, device=values.device)
     top = values.topk(min(k, len(values))).values
     largest[: len(top)] = top
-    process_group = parallel_state.get_data_parallel_group()
-    all_largest = largest.new_empty(dist.get_world_size(process_group) * k)
-    dist.all_gather_into_tensor(all_largest, largest, group=process_group)
+    all_largest = largest.new_empty(parallel_state.get_data_parallel_world_size() * k)
+    dist.all_gather_into_tensor(all_largest, largest, group=parallel_state.get_data_parallel_group())
     return all_largest.topk(k).values[-1]

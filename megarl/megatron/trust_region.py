@@ -29,7 +29,7 @@ from megarl.core import device
 from megarl.core.metrics import merge
 from megarl.core.token_batch import TokenBatch
 from megarl.megatron import parallel, step
-from megarl.megatron.losses import Loss, Scalar
+from megarl.megatron.losses import Loss, Scalar, advantage_of
 from megarl.megatron.metric_sums import Sums, read
 from megarl.megatron.optimizer import parts_of
 
@@ -70,22 +70,22 @@ def take_step(
     ranks. Requires prepared gradients.
 
     β starts at √(2·limit / x·F·x), where the quadratic model of the divergence reaches the limit. It is halved until
-    the loss is below the loss at θ and the divergence is within the limit.
-
-    Args:
-        objective: the loss, with metrics policy/loss and policy/kl_old. The batches have old log-probs.
-        sums: the objective's metrics at θ, for each microbatch.
+    the loss is below the loss at θ and the divergence is within the limit. The objective has the metrics policy/loss
+    and policy/kl_old, and the batches have old log-probs. `sums` holds the objective's metrics at θ for each
+    microbatch.
     """
+    kl_limit = limits.kl_limit
+    assert kl_limit is not None, "algorithm.trust_region.kl_limit is not set"
     shards = Shards(chunks, optimizer)
     gradient, start = shards.gradient(), shards.copy()
     fisher = FisherProduct(shards, start, batches, limits.damping)
     direction, curvature = conjugate_gradients(fisher, gradient, shards.dot, limits.iterations)
     first_loss, _ = _read(sums)
-    rate = math.sqrt(2 * limits.kl_limit / curvature) if curvature > 0 else 0.0
+    rate = math.sqrt(2 * kl_limit / curvature) if curvature > 0 else 0.0
     for trial in range(1, limits.trials + 1 if rate else 1):
         shards.move(start, -rate, direction)
         loss, divergence = _read(step.evaluate(chunks, objective, batches))
-        if loss < first_loss and divergence <= limits.kl_limit:
+        if loss < first_loss and divergence <= kl_limit:
             return StepResult(rate, divergence, trial)
         rate *= SHORTER
     shards.move(start, 0.0, direction)
@@ -129,7 +129,7 @@ class Shards:
         """Whether each shard counts in dot products. Only one copy of a replicated shard counts."""
 
     def gradient(self) -> Vector:
-        return [parameter.grad.clone() for parameter in self._parameters]
+        return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in self._parameters]
 
     def copy(self) -> Vector:
         return [parameter.detach().clone() for parameter in self._parameters]
@@ -186,7 +186,7 @@ class FisherProduct:
         return [scored[:, 0] for scored in step.score(self._shards.chunks, self._batches)]
 
     def _loss(self, batch: TokenBatch, scored: torch.Tensor) -> Scalar:
-        log_prob, slope = (values.where(batch.mask, 0.0) for values in (scored[:, 0], batch.advantage))
+        log_prob, slope = (values.where(batch.mask, 0.0) for values in (scored[:, 0], advantage_of(batch)))
         return Scalar((slope * log_prob).sum() / self._num_tokens)
 
 

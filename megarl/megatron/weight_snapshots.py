@@ -22,13 +22,9 @@ class WeightSnapshots:
         self._shares: dict[str, float] = {}
 
     def keep(self, name: str, share: float | None = None) -> None:
-        """Copy the live weights into the snapshot `name`.
-
-        Args:
-            share: weight of the live weights in each `renew`, in (0, 1]. None makes the snapshot immutable. Below 1,
-                the snapshot is a moving average. It is kept in float32, because bfloat16 would round small changes
-                away.
-        """
+        """Copy the live weights into the snapshot `name`. `share` is the weight of the live weights in each `renew`, in
+        (0, 1]; None makes the snapshot immutable. Below 1, the snapshot is a moving average. It is kept in float32,
+        because bfloat16 would round small changes away."""
         kept = {key: device.host_empty_like(live).copy_(live) for key, live in self._live()}
         self._sets[name] = kept
         if share is not None:
@@ -64,8 +60,7 @@ class WeightSnapshots:
             self._exchange(name)
 
     def _exchange(self, name: str) -> None:
-        """Exchange the live weights with the named snapshot, one parameter at a time, so that at most one parameter is
-        on the device twice."""
+        """Exchange the live weights with the named snapshot. At most one parameter is on the device twice."""
         kept = self._sets[name]
         for key, live in self._live():
             previous = live.clone()

@@ -1,5 +1,4 @@
-"""Tile kernels for the linear head in plain torch, for CPU. They process a few rows at a time so that the rows stay in
-cache.
+"""Tile kernels for the linear head in plain torch, for CPU. A few rows at a time stay in cache.
 
 `megarl/ops/head_tile_triton.py` implements the same functions as CUDA kernels.
 """

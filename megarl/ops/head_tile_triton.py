@@ -7,6 +7,8 @@ the dtypes match.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -46,7 +48,7 @@ def to_gradient(
     )
 
 
-def _options(scale: torch.Tensor | None, kept: torch.Tensor | None) -> dict[str, object]:
+def _options(scale: torch.Tensor | None, kept: torch.Tensor | None) -> dict[str, Any]:
     return dict(has_scale=scale is not None, has_kept=kept is not None, block=BLOCK)
 
 

@@ -131,13 +131,12 @@ class _Tokens:
         """Yield the tokens for each tile."""
         size, _ = _tile()
         for start in range(0, len(self.targets), size):
-            values = [getattr(self, field.name) for field in fields(self)]
-            yield _Tokens(*(None if value is None else value[start : start + size] for value in values))
+            part, optional = slice(start, start + size), (self.scale, self.candidate_ids, self.all_candidates)
+            yield _Tokens(self.hidden[part], self.targets[part], *(None if x is None else x[part] for x in optional))
 
     def keeps(self, start: int, width: int) -> torch.Tensor | None:
-        """Return the candidate mask, bool [n, width], for the tile that starts at column `start`; None if every token
-        is a candidate."""
-        if self.candidate_ids is None:
+        """Return the candidate mask, bool [n, width], for the tile at column `start`; None for all candidates."""
+        if self.candidate_ids is None or self.all_candidates is None:
             return None
         columns = self.candidate_ids - start
         columns = columns.where((columns >= 0) & (columns < width), width)  # `width` is a dummy column, cut off below
@@ -167,7 +166,8 @@ class _LinearHead(torch.autograd.Function):
         return torch.stack((target_z - log_sum_exp, entropy), dim=-1)
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx, *grad_outputs):
+        [gradient] = grad_outputs
         *token_fields, weight, bias, log_sum_exp, entropy = ctx.saved_tensors
         tokens = _Tokens(*token_fields)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
@@ -193,7 +193,7 @@ class _LinearHead(torch.autograd.Function):
                 weight_grad,
                 bias_grad,
             )
-        if needs_weight:
+        if weight_grad is not None:
             weight_grad = _autograd_dummy(weight) if into_main_grad else weight_grad.to(weight.dtype)
         return (
             None if hidden_grad is None else hidden_grad.to(tokens.hidden.dtype),
@@ -226,7 +226,7 @@ def _autograd_dummy(weight: torch.Tensor) -> torch.Tensor | None:
     Returns None under zero_out_wgrad. In that case the weight is tied to the embedding, whose gradient triggers the
     hook, and the values of the dummy would be read.
     """
-    weight.grad_added_to_main_grad = True
+    weight.grad_added_to_main_grad = True  # pyright: ignore[reportAttributeAccessIssue]  # DDP's hook reads it
     return None if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)
 
 
@@ -282,8 +282,7 @@ def _add_gradients(
 def _tiles(
     tokens: _Tokens, weight: torch.Tensor, bias: torch.Tensor | None, logits_dtype: torch.dtype
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Yield, for each tile, the first row, the weight rows and the logits, float32 [n, v], before the temperature is
-    applied.
+    """Yield, for each tile, the first row, the weight rows and the logits, float32 [n, v], before the temperature.
 
     All tiles share one logits buffer. With logits_dtype=bfloat16, adjacent logits near 20 are 0.06 to 0.13 apart.
     """

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.varlen import varlen_attn
 
 LENGTH_STEP = 16
 """Bucket width in tokens. Documents whose lengths round up to the same multiple share a batch, with fewer than 16
@@ -97,7 +97,7 @@ def documents_of(
     outputs[queries[kept]] = kept.nonzero()[:, 0]
     are_separate = len(document_tokens) == num_tokens == len(outputs) and torch.equal(keys, queries)
     return Documents(
-        tuple(_bucket(members, *shapes, device) for members, shapes in zip(ordered, indices, strict=True)),
+        tuple(_bucket(members, k, q, device) for members, (k, q) in zip(ordered, indices, strict=True)),
         keys.to(device),
         queries.to(device),
         outputs.to(device),
@@ -134,12 +134,11 @@ def _bucket(documents: list[_Document], keys: torch.Tensor, queries: torch.Tenso
     if not documents[0].is_whole:
         positions = _padded([document.positions for document in documents])
         visible = (torch.arange(keys.shape[1]) <= positions[:, None, :, None]).to(device)
-    return Bucket(tuple(keys.shape), tuple(queries.shape), visible)
+    return Bucket((keys.shape[0], keys.shape[1]), (queries.shape[0], queries.shape[1]), visible)
 
 
 def _padded(rows: list[torch.Tensor], fill: int | None = None) -> torch.Tensor:
-    """Stack the rows into [D, longest]. Shorter rows are padded with `fill`, or with their last element if `fill` is
-    None."""
+    """Stack the rows into [D, longest]. Shorter rows are padded with `fill`, by default their last element."""
     longest = max(map(len, rows))
     return torch.stack(
         [F.pad(row, (0, longest - len(row)), value=int(row[-1]) if fill is None else fill) for row in rows]
@@ -147,8 +146,7 @@ def _padded(rows: list[torch.Tensor], fill: int | None = None) -> torch.Tensor:
 
 
 def take(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Return rows[index] with a deterministic gradient. With plain indexing, the gradient sums repeated rows in a
-    nondeterministic order."""
+    """Return rows[index] with a deterministic gradient. Plain indexing sums repeated rows in any order."""
     return F.embedding(index, rows.flatten(1)).unflatten(-1, rows.shape[1:])
 
 
@@ -169,8 +167,9 @@ class _Take(torch.autograd.Function):
         return rows.index_select(0, index)
 
     @staticmethod
-    def backward(ctx, gradient):
-        return gradient.index_select(0, *ctx.saved_tensors), None, None
+    def backward(ctx, *grad_outputs):
+        [gradient], [inverse] = grad_outputs, ctx.saved_tensors
+        return gradient.index_select(0, inverse), None, None
 
 
 class _TakeOnce(torch.autograd.Function):
@@ -183,9 +182,10 @@ class _TakeOnce(torch.autograd.Function):
         return rows.index_select(0, index)
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx, *grad_outputs):
+        [gradient], [index] = grad_outputs, ctx.saved_tensors
         zeros = gradient.new_zeros(ctx.num_rows, *gradient.shape[1:])
-        return zeros.index_copy_(0, *ctx.saved_tensors, gradient), None
+        return zeros.index_copy_(0, index, gradient), None
 
 
 def packed_attention(
@@ -196,20 +196,20 @@ def packed_attention(
     scale: float,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """Return the attention output, [n, heads, v].
-
-    Args:
-        query: [n, heads, d].
-        key: [T, kv heads, d].
-        value: [T, kv heads, v]. The number of heads is a multiple of kv heads.
-    """
+    """Return the attention output, [n, heads, v]. query is [n, heads, d], key [T, kv heads, d] and value [T, kv heads,
+    v]. The number of heads is a multiple of kv heads."""
     value_dim = value.shape[-1]
     # torch's fused kernels require equal channel counts; otherwise torch materializes all scores.
     value = F.pad(value, (0, max(0, query.shape[-1] - value_dim)))
     grouped = query.shape[1] != key.shape[1]
     if _uses_flash_attention(query, documents, dropout):
-        bounds = (documents.boundaries,) * 2 + (documents.longest,) * 2
-        return varlen_attn(query, key, value, *bounds, scale=scale, window_size=(-1, 0))[..., :value_dim]
+        from torch.nn.attention.varlen import varlen_attn  # imports torch's compiler
+
+        bounds, longest = documents.boundaries, documents.longest
+        attended: Any = varlen_attn(  # annotated as a tensor or a tuple
+            query, key, value, bounds, bounds, longest, longest, scale=scale, window_size=(-1, 0)
+        )
+        return attended[..., :value_dim]
     if not documents.are_in_order:
         # The repeated tokens that pad a document have no gradient: nothing reads the outputs of padding queries, and no
         # other query sees padding keys.

@@ -8,13 +8,7 @@ from megarl.core import device
 
 
 def put_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """Write a · b to `out`.
-
-    Args:
-        out: float32 [m, n].
-        a: float32, bfloat16 or float16 [m, k].
-        b: [k, n], the dtype of `a`.
-    """
+    """Write a · b to `out`, float32 [m, n]. `a`, [m, k], and `b`, [k, n], are both float32, bfloat16 or float16."""
     if a.dtype is out.dtype:
         torch.mm(a, b, out=out)
     elif device.on_cuda():
@@ -27,12 +21,8 @@ def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     """Add a · b to `total` in place.
 
     On CPU, 16-bit products are rounded to 16 bits before they are added. The error is small compared with the
-    accumulated gradients, and a float32 product would take four times as long.
-
-    Args:
-        total: float32 [m, n].
-        a: float32, bfloat16 or float16 [m, k].
-        b: [k, n], the dtype of `a`.
+    accumulated gradients, and a float32 product would take four times as long. `total` is float32 [m, n]; `a`, [m, k],
+    and `b`, [k, n], are both float32, bfloat16 or float16.
     """
     if a.dtype is total.dtype:
         torch.addmm(total, a, b, out=total)

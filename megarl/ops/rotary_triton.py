@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -29,8 +31,9 @@ class _Rotation(torch.autograd.Function):
         return _rotated(x, angles, factor, 1)
 
     @staticmethod
-    def backward(ctx, gradient):
-        return _rotated(gradient, *ctx.saved_tensors, ctx.factor, -1), None, None
+    def backward(ctx, *grad_outputs):
+        [gradient], [angles] = grad_outputs, ctx.saved_tensors
+        return _rotated(gradient, angles, ctx.factor, -1), None, None
 
 
 def _rotated(x: torch.Tensor, angles: torch.Tensor, factor: float, direction: int) -> torch.Tensor:
@@ -41,13 +44,16 @@ def _rotated(x: torch.Tensor, angles: torch.Tensor, factor: float, direction: in
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel():
         rest = size - 2 * half
-        _rotate[(num_tokens, triton.cdiv(heads, HEADS))](
-            *(x, out, angles, factor, heads, half, rest, x.stride(0), x.stride(2), out.stride(0), out.stride(2)),
-            angles.stride(0),
+        constants: dict[str, Any] = dict(
             direction=direction,
             heads_block=HEADS,
             half_block=triton.next_power_of_2(half),
             rest_block=triton.next_power_of_2(rest),
+        )
+        _rotate[(num_tokens, triton.cdiv(heads, HEADS))](
+            *(x, out, angles, factor, heads, half, rest, x.stride(0), x.stride(2), out.stride(0), out.stride(2)),
+            angles.stride(0),
+            **constants,
         )
     return out
 

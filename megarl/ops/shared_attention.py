@@ -22,10 +22,7 @@ def pack_mask(document_tokens: torch.Tensor, boundaries: torch.Tensor) -> BlockM
     Documents that share tokens form a tree, stored in the pack depth first: all continuations of a token directly
     follow it. A token is therefore visible to a contiguous range of tokens, from itself to the end of its last
     document. The block masks are computed from the ends of these ranges, without a mask whose size is quadratic in the
-    pack length.
-
-    Args:
-        document_tokens, boundaries: as in TokenBatch.
+    pack length. `document_tokens` and `boundaries` are as in TokenBatch.
     """
     device, tokens, bounds = document_tokens.device, document_tokens.cpu(), boundaries.long().cpu()
     num_tokens, lengths = int(tokens.max()) + 1, bounds.diff()
@@ -57,12 +54,8 @@ def _check_order(tokens: torch.Tensor, bounds: torch.Tensor, ends: torch.Tensor)
 
 def _blocks(ends: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return two masks over blocks of queries × keys, bool [count, count] each: blocks with at least one visible pair,
-    and blocks in which all pairs are visible.
-
-    Args:
-        ends: int64 [T], the position after the last query that attends to each key.
-        count: number of blocks per dimension.
-    """
+    and blocks in which all pairs are visible. `ends`, int64 [T], holds the position after the last query that attends
+    to each key, and `count` is the number of blocks per dimension."""
     # Consecutive keys with the same end form a rectangle of queries × keys. Only its part up to the diagonal counts.
     starts = torch.cat((torch.zeros(1, dtype=torch.long), (ends.diff() != 0).nonzero()[:, 0] + 1))
     stops = torch.cat((starts[1:], torch.tensor([len(ends)])))
@@ -99,13 +92,8 @@ def _listed(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def shared_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: BlockMask, scale: float
 ) -> torch.Tensor:
-    """Return the attention output, [T, heads, v].
-
-    Args:
-        query: [T, heads, d].
-        key: [T, kv heads, d].
-        value: [T, kv heads, v]. The number of heads is a multiple of kv heads.
-    """
+    """Return the attention output, [T, heads, v]. query is [T, heads, d], key [T, kv heads, d] and value [T, kv heads,
+    v]. The number of heads is a multiple of kv heads."""
     out = _kernel(query.device.type)(
         *(x.transpose(0, 1)[None] for x in (query, key, value)),
         block_mask=mask,

@@ -23,8 +23,8 @@ class _SwiGLU(torch.autograd.Function):
         return F.silu(gate).mul_(up)
 
     @staticmethod
-    def backward(ctx, gradient):
-        (gate_and_up,) = ctx.saved_tensors
+    def backward(ctx, *grad_outputs):
+        [gradient], [gate_and_up] = grad_outputs, ctx.saved_tensors
         if gate_and_up.is_cuda:
             from megarl.ops import swiglu_triton
 

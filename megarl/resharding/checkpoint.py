@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -64,22 +63,16 @@ class Extent:
 
 
 def checkpoint_holder(name: str, ranks: Iterable[tuple[Holder, Sequence[Extent]]], dtypes: Mapping[str, str]) -> Holder:
-    """Return the checkpoint as a holder whose parameters are the extents of all ranks.
-
-    Args:
-        dtypes: checkpoint key -> dtype.
-    """
+    """Return the checkpoint as a holder of all ranks' extents. `dtypes` maps checkpoint keys to dtypes."""
     shapes: dict[str, tuple[int, ...]] = {}
     pieces: list[Piece] = []
     extent_dtypes: dict[str, str] = {}
     for holder, extents in ranks:
-        tiling = defaultdict(list)
-        for piece in holder.pieces:
-            tiling[piece.local].append(piece)
+        tiling = holder.shard.by_parameter()
         for extent in extents:
             assert extent.name not in shapes, f"two ranks write {extent.name}"
             shapes[extent.name], extent_dtypes[extent.name] = extent.shape, dtypes[extent.key]
-            pieces += _pieces(extent, tiling[extent.parameter])
+            pieces += _pieces(extent, tiling.get(extent.parameter, ()))
     return Holder(name, Shard(shapes, tuple(pieces), extent_dtypes))
 
 

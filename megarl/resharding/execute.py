@@ -13,16 +13,14 @@ from megarl.resharding.transports.transport import Transport, dtype_name, view
 
 @torch.no_grad()
 def execute(writes: Writes, parameters: Mapping[str, torch.Tensor], transport: Transport) -> int:
-    """Write the parameters in place and return the number of bytes written.
+    """Write the parameters in place and return the number of bytes written. Raise a ValueError if a parameter is
+    missing, is unexpected or has the wrong shape, or two dtypes differ and the plan has no cast for them. No parameter
+    is modified in this case.
 
     Args:
         writes: the copies and fills into the holder, from plan.into(name).
         parameters: the holder's parameters, exactly those that the plan writes.
         transport: transport that delivers the source rectangles.
-
-    Raises:
-        ValueError: a parameter is missing, is unexpected or has the wrong shape, or two dtypes differ and the plan has
-            no cast for them. No parameter is modified in this case.
     """
     _check_shapes(writes, parameters)
     for copy in writes.copies:
@@ -44,10 +42,7 @@ def execute(writes: Writes, parameters: Mapping[str, torch.Tensor], transport: T
 
 class Assembly:
     """Assembles whole parameters from a plan's copies, each in newly allocated memory on the holder's device.
-
-    Attributes:
-        staging_bytes: peak size of the incomplete parameters in bytes.
-    """
+    `staging_bytes` is the peak size of the incomplete parameters in bytes."""
 
     def __init__(self, writes: Writes, transport: Transport, device: torch.device):
         assert not writes.fills, "whole parameters have no padding to fill"
@@ -56,11 +51,8 @@ class Assembly:
 
     @torch.no_grad()
     def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield each parameter once its last element has arrived; the caller owns the tensor.
-
-        Raises:
-            ValueError: two dtypes differ and the plan has no cast for them.
-        """
+        """Yield each parameter once its last element has arrived; the caller owns the tensor. Raise a ValueError if two
+        dtypes differ and the plan has no cast for them."""
         for copy in self._writes.copies:
             _check_dtypes(copy, copy.move.destination_dtype, self._transport)
         shapes = planned_shapes(self._writes)

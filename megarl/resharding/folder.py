@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,12 @@ import torch
 from megarl.core.files import Progress, new_folder, no_progress
 from megarl.models.huggingface import without_untrained_part
 from megarl.resharding.execute import execute, planned_shapes
-from megarl.resharding.piece import ITEM_BYTES, whole
+from megarl.resharding.piece import num_bytes, whole
 from megarl.resharding.planning.plan import Plan
 from megarl.resharding.transports.checksum import checksum
 from megarl.resharding.transports.checksum import verify as verify_written
 from megarl.resharding.transports.reused_memory import ReusedMemory
-from megarl.resharding.transports.safetensors import INDEX, SafetensorsFolder, write_file
+from megarl.resharding.transports.safetensors import INDEX, SINGLE, SafetensorsFolder, write_file
 from megarl.resharding.transports.transport import Transport
 
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
@@ -49,8 +48,8 @@ def write_folder(
     shapes = planned_shapes(writes)
     dtypes = {copy.move.destination.parameter: copy.move.destination_dtype for copy in writes.copies}
     parts = writes.grouped_by(str)
-    total = sum(_num_bytes(shapes[name], dtypes[name]) for name in shapes)
-    memory = ReusedMemory(max(_num_bytes(shapes[name], dtypes[name]) for name in shapes))
+    sizes = {name: num_bytes(shape, dtypes[name]) for name, shape in shapes.items()}
+    total, memory = sum(sizes.values()), ReusedMemory(max(sizes.values()))
     checksums: dict[str, int] = {}
 
     def tensor(name: str) -> torch.Tensor:
@@ -63,15 +62,20 @@ def write_folder(
     with new_folder(out, total) as folder:
         # Use the dtype of the embedding, the first tensor: a few small tensors may have a higher precision.
         write_description(hf_config, next(iter(dtypes.values())), source_folder, folder)
-        shards = _shards(shapes, dtypes, shard_bytes)
-        names = {_file_name(i, len(shards)): shard for i, shard in enumerate(shards)}
-        for name, shard in names.items():
-            write_file(folder / name, shard, dtypes, tensor)
-        if len(names) > 1:
-            _write_index({name: file for file, shard in names.items() for name in shard}, total, folder)
+        shards = _shards(sizes, shard_bytes)
+        count = len(shards)
+        files = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)] if count > 1 else [SINGLE]
+        for file, shard in zip(files, shards, strict=True):
+            write_file(folder / file, {name: shapes[name] for name in shard}, dtypes, tensor)
+        if count > 1:
+            file_of = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
+            index = {"metadata": {"total_size": total}, "weight_map": file_of}
+            (folder / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
         if verify:
-            with SafetensorsFolder(folder) as files:
-                verify_written(checksums, lambda name: files.read("", name, whole(shapes[name])), out, progress, total)
+            with SafetensorsFolder(folder) as written:
+                verify_written(
+                    checksums, lambda name: written.read("", name, whole(shapes[name])), out, progress, total
+                )
     return total
 
 
@@ -87,30 +91,14 @@ def write_description(hf_config: Mapping[str, Any], dtype: str, source: Path, fo
     (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
 
 
-def _num_bytes(shape: tuple[int, ...], dtype: str) -> int:
-    return prod(shape) * ITEM_BYTES[dtype]
-
-
-def _shards(
-    shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, str], limit: int
-) -> list[dict[str, tuple[int, ...]]]:
-    """Assign the tensors, in order, to files of at most `limit` bytes. Return the tensor shapes per file."""
-    shards: list[dict[str, tuple[int, ...]]] = []
+def _shards(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
+    """Assign the tensors, name -> bytes, in order to files of at most `limit` bytes. Return the names per file."""
+    shards: list[list[str]] = []
     room = 0
-    for name, shape in shapes.items():
-        size = _num_bytes(shape, dtypes[name])
+    for name, size in sizes.items():
         if not shards or size > room:
-            shards.append({})
+            shards.append([])
             room = limit
-        shards[-1][name] = shape
+        shards[-1].append(name)
         room -= size
     return shards
-
-
-def _file_name(i: int, count: int) -> str:
-    return "model.safetensors" if count == 1 else f"model-{i + 1:05d}-of-{count:05d}.safetensors"
-
-
-def _write_index(file_of: Mapping[str, str], num_bytes: int, folder: Path) -> None:
-    index = {"metadata": {"total_size": num_bytes}, "weight_map": file_of}
-    (folder / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")

@@ -15,23 +15,16 @@ from megarl.config.model_schema import Lora
 from megarl.core.errors import UserError
 from megarl.core.files import new_folder
 from megarl.models.peft import CONFIG, WEIGHTS, adapter_config, check_adapter_config
-from megarl.resharding.execute import execute
 from megarl.resharding.families.adapters import expert_tensor_names
 from megarl.resharding.piece import Holder, Rectangle
-from megarl.resharding.planning.plan import Plan
-from megarl.resharding.transports.transport import Transport
 
 
 class PeftFolder(AbstractContextManager):
     """The adapters in a PEFT folder, as a context manager that closes the file."""
 
     def __init__(self, folder: Path, lora: Lora, whole: Holder, num_experts: int):
-        """
-        whole   holder of all adapter tensors for the model
-
-        Raises:
-            UserError: the folder is not a PEFT folder, or its adapters do not match the config.
-        """
+        """`whole` is the holder of all adapter tensors for the model. Raise a UserError if the folder is not a PEFT
+        folder, or if its adapters do not match the config."""
         self._folder, self._num_experts = folder, num_experts
         check_adapter_config(folder, lora)
         self._file = safe_open(folder / WEIGHTS, framework="pt")
@@ -54,11 +47,8 @@ class PeftFolder(AbstractContextManager):
         self._file.__exit__(None, None, None)
 
     def read(self, tensor: str, rectangle: Rectangle) -> torch.Tensor | None:
-        """Return a rectangle of a tensor, or None if the folder has no adapter for its layer.
-
-        Raises:
-            UserError: experts that share an adapter have different weights in the folder.
-        """
+        """Return a rectangle of a tensor, or None if the folder has no adapter for its layer. Raise a UserError if
+        experts that share an adapter have different weights in the folder."""
         names = [name for name in expert_tensor_names(tensor, self._num_experts) if name in self._names]
         if not names:
             return None
@@ -73,23 +63,8 @@ class PeftFolder(AbstractContextManager):
         return parts[0]
 
 
-def write_peft_folder(
-    plan: Plan, transport: Transport, whole: Holder, lora: Lora, base: str, num_experts: int, out: Path
-) -> None:
-    """Write adapters as a PEFT folder.
-
-    Args:
-        plan: a plan with the destination `whole`.
-        whole: holder of all adapter tensors for the model.
-        base: path or name of the base model.
-    """
-    tensors = {name: torch.empty(shape) for name, shape in whole.shapes.items()}
-    execute(plan.into(whole.name), tensors, transport)
-    save_adapters(tensors, lora, base, num_experts, out)
-
-
 def save_adapters(tensors: Mapping[str, torch.Tensor], lora: Lora, base: str, num_experts: int, out: Path) -> None:
-    """Write whole tensors as a PEFT folder, repeating a shared adapter for each expert."""
+    """Write whole tensors as a PEFT folder, repeating a shared adapter for each expert. `base` is the base model."""
     named = {
         each: tensor.clone() for name, tensor in tensors.items() for each in expert_tensor_names(name, num_experts)
     }

@@ -5,7 +5,7 @@ Canonical tensors are those in the Hugging Face checkpoint, with its names and s
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
@@ -58,6 +58,10 @@ def shape_of(rectangle: Rectangle) -> tuple[int, ...]:
 
 def num_elements(rectangle: Rectangle) -> int:
     return prod(shape_of(rectangle))
+
+
+def num_bytes(shape: tuple[int, ...], dtype: str) -> int:
+    return prod(shape) * ITEM_BYTES[dtype]
 
 
 def contains(outer: Rectangle, inner: Rectangle) -> bool:
@@ -145,23 +149,32 @@ class Shard:
 
     @property
     def num_bytes(self) -> int:
-        return sum(prod(shape) * ITEM_BYTES[self.dtypes[name]] for name, shape in self.shapes.items())
+        return sum(num_bytes(shape, self.dtypes[name]) for name, shape in self.shapes.items())
 
     def mismatched_params(self, parameters: Mapping[str, tuple[tuple[int, ...], str]]) -> list[str]:
         """Compare a model's parameters (name -> shape and dtype) with this shard. Return one message per mismatch."""
         lines = []
-        for name in dict.fromkeys((*parameters, *self.shapes)):
-            shape, dtype = parameters.get(name, (None, ""))
+        for name, (shape, dtype) in parameters.items():
             if name not in self.shapes:
                 lines.append(f"{name} {list(shape)} ({dtype}) does not belong to the family")
-            elif shape is None:
-                lines.append(f"{name} is missing")
             elif (shape, dtype) != (self.shapes[name], self.dtypes[name]):
                 expected = f"{list(self.shapes[name])} ({self.dtypes[name]})"
                 lines.append(f"{name} has shape {list(shape)} ({dtype}), but the family expects {expected}")
-        return lines
+        return lines + [f"{name} is missing" for name in self.shapes if name not in parameters]
 
-    def zeroed(self, canonical: Container[str]) -> Shard:
+    @property
+    def canonical_pieces(self) -> Iterator[tuple[str, Piece]]:
+        """Yield (canonical tensor, piece) for all pieces except padding."""
+        return ((piece.canonical, piece) for piece in self.pieces if piece.canonical is not None)
+
+    def by_parameter(self) -> dict[str, list[Piece]]:
+        """Return local parameter -> its pieces."""
+        pieces: dict[str, list[Piece]] = {}
+        for piece in self.pieces:
+            pieces.setdefault(piece.local, []).append(piece)
+        return pieces
+
+    def zeroed(self, canonical: Container[str | None]) -> Shard:
         """Return a copy of the shard in which the elements from these canonical tensors are zero."""
         pieces = tuple(
             replace(piece, canonical=None) if piece.canonical in canonical else piece for piece in self.pieces
@@ -203,5 +216,5 @@ class Holder:
     def dtypes(self) -> Mapping[str, str]:
         return self.shard.dtypes
 
-    def zeroed(self, canonical: Container[str]) -> Holder:
+    def zeroed(self, canonical: Container[str | None]) -> Holder:
         return replace(self, shard=self.shard.zeroed(canonical))

@@ -28,11 +28,8 @@ G = TypeVar("G", bound=Hashable)
 
 
 class QuantizedCopy(Generic[G]):
-    """The quantized weights and scales that a source sends instead of its own parameters.
-
-    Attributes:
-        tensors: parameter name in the quantized shard -> tensor; valid after `fill` until the weights change.
-    """
+    """The quantized weights and scales that a source sends instead of its own parameters. `tensors` maps parameter
+    names in the quantized shard to tensors, which are valid after `fill` until the weights change."""
 
     def __init__(
         self,
@@ -50,19 +47,22 @@ class QuantizedCopy(Generic[G]):
             group_of: returns the process group over which a parameter is sharded; its ranks hold parts of the same
                 tensors, in the same order.
         """
-        self._pieces = [piece for piece in source.pieces if quantized.dtypes[piece.local] == FP8]
-        self._scales = [piece for piece in quantized.pieces if piece.local not in source.shapes]
-        names = {piece.local for piece in (*self._pieces, *self._scales)}
+        self._pieces: list[tuple[str, Piece]] = []
+        self._scales = [
+            (t.removesuffix(SCALES), p) for t, p in quantized.canonical_pieces if p.local not in source.shapes
+        ]
+        groups: dict[G, dict[str, tuple[int, ...]]] = {}
+        for piece in (piece for piece in source.pieces if quantized.dtypes[piece.local] == FP8):
+            assert piece.canonical is not None, f"quantized parameter {piece.local} has padding"
+            self._pieces.append((piece.canonical, piece))
+            grid = tuple(-(-size // BLOCK) for size in shapes[piece.canonical])
+            groups.setdefault(group_of(piece.local), {})[piece.canonical] = grid
+        names = {piece.local for _, piece in (*self._pieces, *self._scales)}
         self.tensors = {
             name: torch.empty(quantized.shapes[name], dtype=getattr(torch, quantized.dtypes[name]), device=device)
             for name in quantized.shapes
             if name in names
         }
-        groups: dict[G, dict[str, tuple[int, ...]]] = {}
-        for piece in self._pieces:
-            assert piece.canonical is not None, f"quantized parameter {piece.local} has padding"
-            grid = tuple(-(-size // BLOCK) for size in shapes[piece.canonical])
-            groups.setdefault(group_of(piece.local), {})[piece.canonical] = grid
         self._largest = {
             group: torch.empty(sum(map(prod, grids.values())), device=device) for group, grids in groups.items()
         }
@@ -74,29 +74,24 @@ class QuantizedCopy(Generic[G]):
 
     @torch.no_grad()
     def fill(self, parameters: Mapping[str, torch.Tensor], reduce_max: Callable[[torch.Tensor, G], None]) -> None:
-        """Quantize the source's parameters.
-
-        Args:
-            reduce_max: function that all-reduces a float32 tensor in place to its maximum over a process group.
-        """
+        """Quantize the source's parameters. `reduce_max` reduces a tensor in place to its maximum over a group."""
         for largest in self._largest.values():
             largest.zero_()
-        for piece in self._pieces:
-            _add_largest(self._grids[piece.canonical], view(parameters[piece.local], piece.local_rectangle), piece)
+        for tensor, piece in self._pieces:
+            _add_largest(self._grids[tensor], view(parameters[piece.local], piece.local_rectangle), piece)
         for group, largest in self._largest.items():
             reduce_max(largest, group)
             largest.clamp_(min=SMALLEST).div_(LARGEST)
-        for piece in self._pieces:
-            self._quantize(piece, view(parameters[piece.local], piece.local_rectangle))
-        for piece in self._scales:
-            grid = self._grids[piece.canonical.removesuffix(SCALES)]
-            self.tensors[piece.local].copy_(view(grid, piece.canonical_rectangle))
+        for tensor, piece in self._pieces:
+            self._quantize(tensor, piece, view(parameters[piece.local], piece.local_rectangle))
+        for tensor, piece in self._scales:
+            self.tensors[piece.local].copy_(view(self._grids[tensor], piece.canonical_rectangle))
 
-    def _quantize(self, piece: Piece, values: torch.Tensor) -> None:
+    def _quantize(self, tensor: str, piece: Piece, values: torch.Tensor) -> None:
         target = view(self.tensors[piece.local], piece.local_rectangle)
         (first, _), (left, right) = piece.canonical_rectangle
         # Multiply by the reciprocal, as vLLM does: dividing by the scale rounds differently.
-        factors = self._grids[piece.canonical].reciprocal()
+        factors = self._grids[tensor].reciprocal()
         columns = torch.arange(left, right, device=values.device) // BLOCK
         for start, part in _chunks(values):
             rows = torch.arange(first + start, first + start + len(part), device=values.device) // BLOCK

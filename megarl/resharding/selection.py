@@ -22,21 +22,15 @@ ONE_PROCESS = dict(tp=1, pp=1, vpp=1, cp=1, ep=1, etp=None, dp=1, first_stage_la
 
 
 def check_all_selections(config: Config, hf_configs: Mapping[Role, Mapping[str, Any]]) -> None:
-    """Check the tensor patterns for all models that the run trains.
-
-    Args:
-        hf_configs: the models' Hugging Face configs. They describe the score and value heads used in training.
-    """
+    """Check the tensor patterns for all models that the run trains. The models' Hugging Face configs describe the score
+    and value heads used in training."""
     for role, hf_config in hf_configs.items():
         check_selections(config.placed(role), hf_config)
 
 
 def check_selections(trained: Trained, hf_config: Mapping[str, Any]) -> None:
-    """Check the tensor patterns in a config section (frozen, no_weight_decay) against its model.
-
-    Raises:
-        UserError: a pattern is invalid, or all parameters are frozen.
-    """
+    """Check the tensor patterns in a config section (frozen, no_weight_decay) against its model. Raise a UserError if a
+    pattern is invalid, or if all parameters are frozen."""
     names = huggingface_holder(hf_config).shapes
     whole = trained.layout.model_copy(update=ONE_PROCESS)
     holder = megatron_holder(hf_config, whole, 0)
@@ -72,11 +66,8 @@ def _refuse_single_experts(key: str, selected: Collection[str], names: Collectio
 
 
 def select_tensors(key: str, patterns: Sequence[str], names: Collection[str]) -> set[str]:
-    """Return the names that match any of the glob patterns (`*`, `?`, `[…]`).
-
-    Raises:
-        UserError: a pattern matches no name. The message contains the config key.
-    """
+    """Return the names that match any of the glob patterns (`*`, `?`, `[…]`). Raise a UserError that contains the
+    config key if a pattern matches no name."""
     selected: set[str] = set()
     for pattern in patterns:
         matching = matches(names, pattern)
@@ -90,15 +81,11 @@ def select_tensors(key: str, patterns: Sequence[str], names: Collection[str]) ->
 
 
 def whole_parameters(key: str, selected: Collection[str], holder: Holder) -> list[str]:
-    """Return the local names of the holder's parameters that consist of selected tensors.
-
-    Raises:
-        UserError: a parameter contains both selected and unselected tensors.
-    """
+    """Return the local names of the holder's parameters that consist of selected tensors. Raise a UserError if a
+    parameter contains both selected and unselected tensors."""
     parts: dict[str, dict[str, None]] = {name: {} for name in holder.shapes}
-    for piece in holder.pieces:
-        if piece.canonical is not None:
-            parts[piece.local][piece.canonical] = None
+    for tensor, piece in holder.shard.canonical_pieces:
+        parts[piece.local][tensor] = None
     chosen = []
     for local, tensors in parts.items():
         inside = [name for name in tensors if name in selected]

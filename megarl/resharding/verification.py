@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -35,7 +36,8 @@ class Region(NamedTuple):
         return f"{self.tensor}[{spans}] ({self.dtype})"
 
 
-class Checksum(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Checksum:
     """A sum modulo 2⁶⁴, and the holders and parameters that contribute to it."""
 
     value: int
@@ -54,12 +56,11 @@ NOTHING = Checksum(0, ())
 def regions(holders: Iterable[Holder]) -> list[Region]:
     """Return the distinct regions that the holders store."""
     shards = dict.fromkeys(holder.shard for holder in holders)
-    stored = [
-        Region(piece.canonical, piece.canonical_rectangle, shard.dtypes[piece.local])
+    stored = (
+        Region(tensor, piece.canonical_rectangle, shard.dtypes[piece.local])
         for shard in shards
-        for piece in shard.pieces
-        if piece.canonical is not None
-    ]
+        for tensor, piece in shard.canonical_pieces
+    )
     return list(dict.fromkeys(stored))
 
 
@@ -83,18 +84,13 @@ def _corner(rectangle: Rectangle, num_elements: int) -> Rectangle:
 def source_checksums(
     wanted: Sequence[Region], plan: Plan, member: str, parameters: Mapping[str, torch.Tensor]
 ) -> dict[Region, Checksum]:
-    """Return one source's contribution to the checksums of the regions.
-
-    Args:
-        plan: plan for an export to a Hugging Face folder, which assigns each element to exactly one source.
-    """
+    """Return one source's contribution to the checksums of the regions. `plan` exports to a Hugging Face folder, which
+    assigns each element to exactly one source."""
     tensor_regions: dict[str, list[Region]] = defaultdict(list)
     for region in wanted:
         tensor_regions[region.tensor].append(region)
-    number = plan.holders.index(member)
     checksums: dict[Region, Checksum] = {}
-    moves = (move for b in plan.buckets if any(link.source == number for link in b.links) for move in b.moves)
-    for source, (tensor, rectangle), *_ in moves:
+    for source, (tensor, rectangle), *_ in plan.moves_from(member):
         for region in tensor_regions[tensor]:
             common = intersect(region.rectangle, rectangle)
             if common is not None:
@@ -107,11 +103,8 @@ def source_checksums(
 
 @torch.no_grad()
 def check_weights(holder: Holder, parameters: Mapping[str, torch.Tensor], expected: Mapping[Region, Checksum]) -> None:
-    """Verify a destination's parameters in the expected regions.
-
-    Raises:
-        RuntimeError: a checksum differs. The message contains the first such region and both of its checksums.
-    """
+    """Raise a RuntimeError if one of a destination's parameters has a wrong checksum in an expected region. The message
+    contains the first such region and both of its checksums."""
     if wrong := differing_regions(holder, parameters, expected):
         raise RuntimeError(
             f"engine and trainer weights differ in {len(wrong)} regions. The first is {wrong[0]}. Fix: check the "

@@ -33,7 +33,7 @@ from megarl.resharding.execute import execute
 from megarl.resharding.families import huggingface_holder
 from megarl.resharding.families.adapters import expert_tensor_names, peft_holder
 from megarl.resharding.folder import write_folder
-from megarl.resharding.peft_folder import save_adapters, write_peft_folder
+from megarl.resharding.peft_folder import save_adapters
 from megarl.resharding.piece import Holder
 from megarl.resharding.planning.planner import make_plan
 from megarl.resharding.transports.local import LocalMemory
@@ -411,7 +411,9 @@ def export(config: Config, folder: Path, out: Path) -> Path:
         write_folder(plan, transport, hf_config, folder, out)
     else:
         whole = peft_holder(hf_config, lora.rank, lora.share_experts)
-        write_peft_folder(make_plan(holders, [whole]), transport, whole, lora, str(folder), 4, out)
+        tensors = {name: torch.empty(shape) for name, shape in whole.shapes.items()}
+        execute(make_plan(holders, [whole]).into(whole.name), tensors, transport)
+        save_adapters(tensors, lora, str(folder), 4, out)
     return out
 
 

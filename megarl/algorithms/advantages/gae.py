@@ -57,11 +57,7 @@ def length_adaptive_lambda(mask: torch.Tensor, row_sample: torch.Tensor, alpha: 
     """Return λ_i = max(0, 1 − 1/(α·l_i)), float64 [N], where l_i is the number of trained tokens of sample i.
 
     With this λ, Σ_t λ^t ≈ α·l_i: VAPO (https://arxiv.org/abs/2504.05118, section 4.2). float64 because λ is close to 1
-    and float32 would lose the digits of 1 − λ.
-
-    Args:
-        mask: bool [N], true for trained tokens.
-        row_sample: int64 [N], index of each row's sample.
+    and float32 would lose the digits of 1 − λ. mask and row_sample are as in `gae`.
     """
     require_one_shape(mask=mask, row_sample=row_sample)
     trained = mask.double()

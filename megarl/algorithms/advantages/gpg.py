@@ -1,26 +1,18 @@
-"""GPG: rewards minus the group mean, scaled up to compensate for groups without a gradient."""
+"""GPG: rewards minus the group mean, scaled up to compensate for groups without a gradient
+(https://arxiv.org/abs/2504.02546, section 3.3)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megarl.algorithms.baselines import Member, mean
+from megarl.algorithms.baselines import Member, group_mean
 from megarl.algorithms.specs import GroupEstimator
-from megarl.core.types import NO_TOTALS, Baseline
-
-
-def gpg(group: Sequence[Member]) -> list[Baseline]:
-    """Return b = mean(r) for each sample: GPG (https://arxiv.org/abs/2504.02546, section 3.3), before scaling by
-    `amplification`."""
-    return [Baseline(mean([member.reward for member in group]))] * len(group)
+from megarl.core.types import NO_TOTALS
 
 
 def amplification(groups: Sequence[Sequence[Member]]) -> float:
-    """Return α = number of samples / number of samples in groups with unequal rewards, GPG's correction for groups
-    without a gradient (https://arxiv.org/abs/2504.02546, section 3.3).
-
-    α is 1 if every group has equal rewards. Pass rewards without the KL term: with it, no two rewards would be equal.
-    """
+    """Return α = number of samples / number of samples in groups with unequal rewards, or 1 if every group has equal
+    rewards. Pass rewards without the KL term: with it, no two rewards would be equal."""
     unequal = sum(len(group) for group in groups if _differ(group))
     return sum(map(len, groups)) / unequal if unequal else 1.0
 
@@ -37,6 +29,6 @@ SPEC = GroupEstimator(
     name="gpg",
     formula="(r_i − mean(r)) · samples / samples in groups of unequal rewards",
     paper="GPG, arXiv 2504.02546",
-    compare=gpg,
+    compare=group_mean,
     amplify=amplification,
 )

@@ -13,12 +13,8 @@ from megarl.core.types import Baseline, TokenTotals
 
 def grpo(group: Sequence[Member], std: str, std_epsilon: float) -> list[Baseline]:
     """Return the baseline b = mean(r) and scale c = std(r) + std_epsilon: GRPO (https://arxiv.org/abs/2402.03300,
-    section 4.1.2).
-
-    Args:
-        std: "sample" divides the squared deviations by n − 1, "population" by n. "none" sets c = 1, as in Dr.GRPO
-            (https://arxiv.org/abs/2503.20783).
-    """
+    section 4.1.2). std="sample" divides the squared deviations by n − 1, "population" by n. "none" sets c = 1, as in
+    Dr.GRPO (https://arxiv.org/abs/2503.20783)."""
     rewards = [member.reward for member in group]
     scale = 1.0 if std == "none" else scale_of(standard_deviation(rewards, std), std_epsilon)
     return [Baseline(mean(rewards), scale)] * len(group)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from megarl.algorithms.baselines import Member, mean
+from megarl.algorithms.baselines import Member, group_mean
 from megarl.algorithms.specs import GroupEstimator
 from megarl.core.types import Baseline
 
@@ -15,7 +15,7 @@ def opo(group: Sequence[Member]) -> list[Baseline]:
     (https://arxiv.org/abs/2505.23585, eq. 7). Falls back to the plain mean if no sample has a trained token."""
     num_tokens = sum(member.num_tokens for member in group)
     if not num_tokens:
-        return [Baseline(mean([member.reward for member in group]))] * len(group)
+        return group_mean(group)
     return [Baseline(math.fsum(member.num_tokens * member.reward for member in group) / num_tokens)] * len(group)
 
 

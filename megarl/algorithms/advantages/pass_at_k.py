@@ -37,8 +37,7 @@ def best_of_k(rewards: Sequence[float], k: int) -> list[float]:
     / C(n, k) for a reward with j rewards below it. Among equal rewards, the later one in the list ranks higher."""
     _check(rewards, k)
     sets = math.comb(len(rewards), k)
-    ranks = _ranks(rewards)
-    return [math.comb(rank, k - 1) / sets for rank in ranks]
+    return [math.comb(rank, k - 1) / sets for rank in _ranks(rewards)]
 
 
 def against_all(rewards: Sequence[float], k: int) -> tuple[list[float], float]:

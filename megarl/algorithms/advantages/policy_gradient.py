@@ -15,9 +15,5 @@ def policy_gradient(group: Sequence[Member]) -> list[Baseline]:
 
 
 SPEC = SampleEstimator(
-    name="policy_gradient",
-    formula="r_i",
-    paper="Williams 1992, REINFORCE",
-    comparison="none",
-    compare=policy_gradient,
+    name="policy_gradient", formula="r_i", paper="Williams 1992, REINFORCE", comparison="none", compare=policy_gradient
 )

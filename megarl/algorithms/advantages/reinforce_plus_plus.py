@@ -15,13 +15,8 @@ if TYPE_CHECKING:
 def reinforce_plus_plus(
     reward: torch.Tensor, mask: torch.Tensor, row_sample: torch.Tensor, gamma: float
 ) -> TokenAdvantages:
-    """Return A_t = Σ_{s≥t} γ^(s−t)·r_s: REINFORCE++ (https://arxiv.org/abs/2501.03262), before whitening.
-
-    Args:
-        reward: float32 [N].
-        mask: bool [N], true for trained tokens.
-        row_sample: int64 [N], index of each row's sample, non-decreasing.
-    """
+    """Return A_t = Σ_{s≥t} γ^(s−t)·r_s: REINFORCE++ (https://arxiv.org/abs/2501.03262), before whitening. The arguments
+    are as in `reward_to_go`."""
     return TokenAdvantages(reward_to_go(reward, mask, row_sample, gamma))
 
 

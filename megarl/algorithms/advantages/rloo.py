@@ -11,12 +11,9 @@ from megarl.core.types import Baseline, TokenTotals
 
 
 def rloo(group: Sequence[Member], std: str, std_epsilon: float) -> list[Baseline]:
-    """Return b_i = Σ_{j≠i} r_j / (n − 1): RLOO (https://arxiv.org/abs/2402.14740, section 3.2).
-
-    Args:
-        std: "none" sets c_i = 1. "sample" or "population" sets c_i = std(r_j, j≠i) + std_epsilon, or 1 if that
-            deviation is 0. Like the baseline, c_i does not depend on r_i, as in NeMo-RL.
-    """
+    """Return b_i = Σ_{j≠i} r_j / (n − 1): RLOO (https://arxiv.org/abs/2402.14740, section 3.2). std="none" sets c_i =
+    1. "sample" or "population" sets c_i = std(r_j, j≠i) + std_epsilon, or 1 if that deviation is 0. Like the baseline,
+    c_i does not depend on r_i, as in NeMo-RL."""
     return [Baseline(center, scale) for center, scale in _against_others([m.reward for m in group], std, std_epsilon)]
 
 

@@ -13,6 +13,8 @@ from megarl.core.ranges import PositiveFloat
 if TYPE_CHECKING:
     import torch
 
+DualClip = Annotated[float, Field(gt=1, allow_inf_nan=False)]
+
 
 def clip(
     log_prob: torch.Tensor,
@@ -42,9 +44,5 @@ SPEC = PolicyObjective(
     formula="−min(ρ·A, clip(ρ, 1 − clip_low, 1 + clip_high)·A), with A < 0 at most −dual_clip·A",
     paper="PPO, arXiv 1707.06347",
     loss=clip,
-    parameters={
-        "clip_low": (ClipLow, 0.2),
-        "clip_high": (PositiveFloat, 0.2),
-        "dual_clip": (Annotated[float, Field(gt=1, allow_inf_nan=False)] | None, None),
-    },
+    parameters={"clip_low": (ClipLow, 0.2), "clip_high": (PositiveFloat, 0.2), "dual_clip": (DualClip | None, None)},
 )

@@ -23,14 +23,10 @@ def clip_cov(
     clip_low: float,
     clip_high: float,
 ) -> PolicyLoss:
-    """Return PPO's clipped loss, with 0 for the selected tokens: a random subset of those whose covariance lies within
-    bounds.
+    """Return PPO's clipped loss, with 0 for the selected tokens: a random subset of those with covariance in bounds.
 
     Clip-Cov (https://arxiv.org/abs/2505.22617, eq. 11 to 13). The paper excludes tokens that the clip already stops;
-    here tokens are selected before the ratio is known.
-
-    Args:
-        selected: bool [N].
+    here tokens are selected before the ratio is known. `selected` is bool [N].
     """
     require_one_shape(log_prob=log_prob, selected=selected)
     clipped = clip(log_prob, old, advantage, clip_low, clip_high)
@@ -41,12 +37,7 @@ def random_between_bounds(
     covariance: torch.Tensor, draw: torch.Tensor, covariance_low: float, covariance_high: float
 ) -> torch.Tensor:
     """Return the selection key, float32 [N]; the tokens with the highest keys are selected. The key is the random draw,
-    or −∞ where the covariance is out of bounds.
-
-    Args:
-        covariance: float32 [N].
-        draw: float32 [N], uniform in [0, 1).
-    """
+    or −∞ where the covariance is out of bounds. The covariance and the draw, uniform in [0, 1), are float32 [N]."""
     require_one_shape(covariance=covariance, draw=draw)
     is_inside = (covariance >= covariance_low) & (covariance <= covariance_high)
     return draw.where(is_inside, -math.inf)

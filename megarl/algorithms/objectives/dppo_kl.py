@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megarl.algorithms.divergence_mask import masked_surrogate
+from megarl.algorithms.objectives.dppo_tv import masked_surrogate
 from megarl.algorithms.policy_loss import PolicyLoss, policy_ratio
 from megarl.algorithms.specs import PolicyObjective
 from megarl.core.ranges import PositiveFloat

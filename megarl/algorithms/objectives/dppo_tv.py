@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megarl.algorithms.divergence_mask import masked_surrogate
 from megarl.algorithms.policy_loss import PolicyLoss, policy_ratio
+from megarl.algorithms.shapes import require_one_shape
 from megarl.algorithms.specs import PolicyObjective
 from megarl.core.ranges import PositiveFloat
 
@@ -24,13 +24,22 @@ def dppo_tv(
     exceeds divergence_limit, else 1.
 
     DPPO-Binary-TV (https://arxiv.org/abs/2602.04879), where π_old is the policy that sampled the token.
-
-    Args:
-        divergence_limit_negative: the limit where A < 0; None uses divergence_limit.
+    divergence_limit_negative is the limit where A < 0; None uses divergence_limit.
     """
     ratio = policy_ratio(log_prob, old, advantage)
     divergence = (log_prob.detach().exp() - old.exp()).abs()
     return masked_surrogate(ratio, advantage, divergence, divergence_limit, divergence_limit_negative)
+
+
+def masked_surrogate(
+    ratio: torch.Tensor, advantage: torch.Tensor, divergence: torch.Tensor, limit: float, limit_negative: float | None
+) -> PolicyLoss:
+    """Return ℓ = −M·ρ·A, where M = 0 if the divergence exceeds its limit and ρ has moved in the advantage's direction,
+    else 1. The divergence is float32 [N]. Where A < 0, its limit is limit_negative, if given."""
+    require_one_shape(ratio=ratio, advantage=advantage, divergence=divergence)
+    high = (divergence > limit) & (ratio > 1) & (advantage > 0)
+    low = (divergence > (limit if limit_negative is None else limit_negative)) & (ratio < 1) & (advantage < 0)
+    return PolicyLoss.of((-ratio * advantage).masked_fill(low | high, 0.0), ratio, low, high)
 
 
 SPEC = PolicyObjective(

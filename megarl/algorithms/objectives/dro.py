@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from megarl.algorithms.policy_loss import PolicyLoss
-from megarl.algorithms.ratio import ratio_of
+from megarl.algorithms.policy_loss import PolicyLoss, ratio_of
 from megarl.algorithms.shapes import require_one_shape
 from megarl.algorithms.specs import PolicyObjective
 from megarl.core.ranges import PositiveFloat
@@ -17,12 +16,7 @@ if TYPE_CHECKING:
 
 
 def dro(
-    log_prob: torch.Tensor,
-    old: torch.Tensor,
-    advantage: torch.Tensor,
-    samples: SampleSegments,
-    tau: float,
-    level: str,
+    log_prob: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor, samples: SampleSegments, tau: float, level: str
 ) -> PolicyLoss:
     """Return ℓ = ½·(A − τ·R)², where R = Σ log ρ over the sample.
 

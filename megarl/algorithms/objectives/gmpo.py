@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megarl.algorithms.policy_loss import PolicyLoss
-from megarl.algorithms.ratio import ratio_of
+from megarl.algorithms.policy_loss import PolicyLoss, ratio_of
 from megarl.algorithms.shapes import require_one_shape
 from megarl.algorithms.specs import PolicyObjective
 from megarl.core.ranges import PositiveFloat

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megarl.algorithms.pairs import require_pairs
+from megarl.algorithms.rewards import require_pairs
 from megarl.algorithms.specs import PairObjective
 from megarl.core.ranges import PositiveFloat
 
@@ -16,10 +16,7 @@ def ipo(margin: torch.Tensor, beta: float) -> torch.Tensor:
     """Return ℓ = (m/β − 1 / (2·β))², where m = β·h and h is the log-ratio of the better response minus that of the
     worse one.
 
-    IPO (https://arxiv.org/abs/2310.12036, eq. 17), whose τ is β here.
-
-    Args:
-        margin: float32 [P], m.
+    IPO (https://arxiv.org/abs/2310.12036, eq. 17), whose τ is β here. The margin m is float32 [P].
     """
     require_pairs(margin)
     return (margin / beta - 1 / (2 * beta)).square()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megarl.algorithms.policy_loss import PolicyLoss
-from megarl.algorithms.ratio import ratio_of
+from megarl.algorithms.policy_loss import PolicyLoss, ratio_of
 from megarl.algorithms.shapes import require_one_shape
 from megarl.algorithms.specs import PolicyObjective, Selection
 from megarl.core.ranges import PositiveFloat
@@ -19,10 +18,8 @@ def kl_cov(
 ) -> PolicyLoss:
     """Return ℓ = −ρ·A, plus penalty·|log ρ| for the selected tokens, which are those with the highest covariance.
 
-    KL-Cov (https://arxiv.org/abs/2505.22617, eq. 14 and 15), with the authors' estimate of the divergence.
-
-    Args:
-        selected: bool [N].
+    KL-Cov (https://arxiv.org/abs/2505.22617, eq. 14 and 15), with the authors' estimate of the divergence. `selected`
+    is bool [N].
     """
     require_one_shape(log_prob=log_prob, old=old, advantage=advantage, selected=selected)
     log_ratio = log_prob - old
@@ -31,8 +28,7 @@ def kl_cov(
 
 
 def highest_covariance(covariance: torch.Tensor, draw: torch.Tensor) -> torch.Tensor:
-    """Return the selection key, float32 [N]: the covariance itself. The tokens with the highest keys are selected;
-    `draw` is unused."""
+    """Return the selection key, float32 [N]: the covariance itself. The highest keys are selected; `draw` is unused."""
     require_one_shape(covariance=covariance, draw=draw)
     return covariance
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megarl.algorithms.policy_loss import PolicyLoss, policy_ratio
-from megarl.algorithms.ratio import bounded
+from megarl.algorithms.policy_loss import PolicyLoss, bounded, policy_ratio
 from megarl.algorithms.specs import PolicyObjective
 from megarl.core.ranges import PositiveFloat
 

@@ -13,15 +13,12 @@ if TYPE_CHECKING:
 
 
 def slic(margin: torch.Tensor, better: torch.Tensor, hinge_margin: float, regularisation: float) -> torch.Tensor:
-    """Return ℓ = max(0, δ − m) − λ·log π(y₊), where m = log π(y₊) − log π(y₋), y₊ is the better response of a pair and
-    y₋ the worse.
+    """Return ℓ = max(0, δ − m) − λ·log π(y₊), where m = log π(y₊) − log π(y₋), y₊ is the better response and y₋ the
+    worse.
 
     SLiC-HF (https://arxiv.org/abs/2305.10425, eq. 1), with δ = hinge_margin and λ = regularisation. The paper's second
-    term uses the target of supervised fine-tuning; pairs have none, so the better response is used instead.
-
-    Args:
-        margin: float32 [P], m.
-        better: float32 [P], log π(y₊).
+    term uses the target of supervised fine-tuning; pairs have none, so the better response is used instead. The margin
+    m and the reward of the better response, log π(y₊), are float32 [P].
     """
     require_one_shape(margin=margin, better=better)
     return (hinge_margin - margin).relu() - regularisation * better

@@ -57,15 +57,13 @@ class StoredAdapters:
         return experts.count if experts else 0
 
     def factors(self) -> dict[str, torch.Tensor]:
-        """Return PEFT name -> factor, as views of the checkpoint's files. The name of a factor that experts share has
-        no expert number."""
+        """Return PEFT name -> factor, as views of files. A factor that experts share has no expert number."""
         stored = {name: tensor.shape for name, tensor in self.folder.tensors.items() if name.startswith(PREFIX)}
         return {name: self.folder.read(name, whole(shape)) for name, shape in stored.items()}
 
 
 class MergedWeights(Readable):
-    """Transport for a model's weights with the adapters merged. The products are added in float32 to weights in the
-    run's dtype."""
+    """Transport for merged weights. The products are added in float32 to weights in the run's dtype."""
 
     def __init__(self, base: SafetensorsFolder, weights: Holder, adapters: StoredAdapters):
         """`weights` describes all weights of the base model, with the run's dtypes."""
@@ -86,7 +84,7 @@ class MergedWeights(Readable):
     def read(self, source: str, parameter: str, rectangle: Rectangle) -> torch.Tensor:
         weight = self._base.read(source, parameter, rectangle).to(getattr(torch, self._weights.dtypes[parameter]))
         inner, outer = self._factor(parameter, A), self._factor(parameter, B)
-        if inner is None:
+        if inner is None or outer is None:
             return weight
         rows, columns = (slice(start, stop) for start, stop in rectangle)
         return torch.addmm(weight.float(), outer[rows], inner[:, columns], alpha=self._scale)
@@ -96,8 +94,7 @@ class MergedWeights(Readable):
 
 
 def adapters_to_peft(path: Path, out: Path) -> int:
-    """Write the adapters as a PEFT folder and return the number of tensor bytes. See `_open` for `path` and the
-    errors."""
+    """Write the adapters as a PEFT folder and return the number of tensor bytes. See `_open` for the path."""
     with _open(path, None) as adapters:
         factors = adapters.factors()
         save_adapters(factors, adapters.lora, adapters.config.model.path, adapters.num_experts, out)
@@ -107,7 +104,8 @@ def adapters_to_peft(path: Path, out: Path) -> int:
 def adapters_to_huggingface(
     path: Path, out: Path, options: Options, huggingface: Path | None = None, shard_bytes: int = SHARD_BYTES
 ) -> int:
-    """Write the model with merged adapters as a Hugging Face folder, identical to the run's export at this step.
+    """Write the model with merged adapters as a Hugging Face folder, identical to the run's export at this step. Raise
+    a UserError if the base model differs from the base model that the run trained with.
 
     Args:
         options: conversion options. Here a dtype of None means the run's dtype.
@@ -115,9 +113,6 @@ def adapters_to_huggingface(
 
     Returns:
         The number of tensor bytes written.
-
-    Raises:
-        UserError: the base model differs from the base model that the run trained with.
     """
     with _open(path, huggingface) as adapters, SafetensorsFolder(adapters.base) as base:
         if adapters.base_hash != weights_hash(adapters.base):
@@ -139,14 +134,12 @@ def adapters_to_huggingface(
 
 @contextmanager
 def _open(path: Path, huggingface: Path | None) -> Iterator[StoredAdapters]:
-    """Open a checkpoint's adapters.
+    """Open a checkpoint's adapters. Raise a UserError if the checkpoint has no adapters, or a file's content differs
+    from what the run wrote.
 
     Args:
         path: a run's `checkpoints/step_…` folder.
         huggingface: the base model's folder; None uses the run's `model.path`.
-
-    Raises:
-        UserError: the checkpoint has no adapters, or a file's content differs from what the run wrote.
     """
     path = model_path(path)
     if not is_of_a_run(path):

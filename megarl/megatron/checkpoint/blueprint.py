@@ -16,8 +16,7 @@ from megarl.config.model_schema import Layout
 from megarl.megatron import parallel
 from megarl.megatron.checkpoint.extents import extents_of
 from megarl.megatron.model.architecture import architecture
-from megarl.megatron.model.build import build_chunk, parallelism, tensors_of
-from megarl.megatron.model.dispatcher import DISPATCHER
+from megarl.megatron.model.build import DISPATCHER, build_chunk, parallelism, tensors_of
 from megarl.megatron.model.head import replace_output_layer
 from megarl.megatron.overrides import build
 from megarl.models.shape import ModelShape
@@ -28,8 +27,7 @@ from megarl.resharding.piece import Holder
 
 @dataclass(frozen=True, slots=True)
 class RankBlueprint:
-    """The weights that a rank holds and the checkpoint entries that it writes: tensor extents, and keys of empty
-    objects."""
+    """The weights that a rank holds and the entries that it writes: tensor extents, and keys of empty objects."""
 
     holder: Holder
     extents: tuple[Extent, ...]
@@ -40,14 +38,11 @@ def blueprint(
     hf_config: Mapping[str, Any], layout: Layout, rank: int, format: Mapping[str, Any], dtype: str | None = None
 ) -> RankBlueprint:
     """Return one rank's blueprint. It is built from megarl's own layers, whose checkpoint keys equal those of
-    Transformer Engine's layers.
+    Transformer Engine's layers. Raise a UserError if the model cannot be split evenly under the layout.
 
     Args:
         format: metadata for Megatron's `sharded_state_dict`.
         dtype: dtype of the holder's weights; None means the dtype in config.json.
-
-    Raises:
-        UserError: the model cannot be split evenly under the layout.
     """
     holder = megatron_holder(hf_config, layout, rank, dtype)
     with parallel.pretended(layout, rank):

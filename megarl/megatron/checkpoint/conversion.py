@@ -19,12 +19,7 @@ from megarl.core.errors import UserError
 from megarl.core.files import Progress, new_folder, no_progress, require_room
 from megarl.megatron.checkpoint.blueprint import RankBlueprint, blueprint
 from megarl.megatron.checkpoint.sharded import FORMAT
-from megarl.megatron.checkpoint.source import (
-    COMMON,
-    DESCRIPTION,
-    open_checkpoint,
-    refuse_unexpected,
-)
+from megarl.megatron.checkpoint.source import COMMON, DESCRIPTION, open_checkpoint, refuse_unexpected
 from megarl.megatron.checkpoint.writer import Entry, write_extents
 from megarl.models.classifier import score_head_of
 from megarl.models.folder import read_config, resolve
@@ -40,6 +35,7 @@ from megarl.resharding.piece import Holder
 from megarl.resharding.planning.check import check_plan
 from megarl.resharding.planning.plan import Plan
 from megarl.resharding.planning.planner import make_plan
+from megarl.resharding.selection import ONE_PROCESS
 from megarl.resharding.transports.checksum import checksum, verify
 from megarl.resharding.transports.reused_memory import ReusedMemory
 from megarl.resharding.transports.safetensors import SafetensorsFolder
@@ -63,8 +59,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Companion:
-    """Tensors sharded like the parameters and stored under the parameters' keys with a prefix. `dtypes` maps parameter
-    keys to dtypes."""
+    """Tensors sharded like the parameters and stored under their keys with a prefix. `dtypes` maps keys to dtypes."""
 
     prefix: str
     transport: Transport
@@ -97,37 +92,22 @@ def layout_of_files(
     first_stage_layers: int | None = None,
     last_stage_layers: int | None = None,
 ) -> Layout:
-    """Return a layout with the fewest data-parallel ranks that the expert-parallel sizes allow.
-
-    Raises:
-        UserError: the sizes are incompatible.
-    """
-    experts = ep * (tp if etp is None else etp)
-    layout = Layout(
-        tp=tp,
-        pp=pp,
-        vpp=vpp,
-        cp=1,
-        ep=ep,
-        etp=etp,
-        dp=lcm(tp, experts) // tp,
-        sequence_parallel=False,
-        first_stage_layers=first_stage_layers,
-        last_stage_layers=last_stage_layers,
-    )
+    """Return a layout with the fewest data-parallel ranks that the expert-parallel sizes allow. Raise a UserError if
+    the sizes are incompatible."""
+    sizes = dict(tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp, dp=lcm(tp, ep * (tp if etp is None else etp)) // tp)
+    stages = dict(first_stage_layers=first_stage_layers, last_stage_layers=last_stage_layers)
+    layout = Layout.model_validate(ONE_PROCESS | sizes | stages | {"sequence_parallel": False})
     check_layout("", layout)
     return layout
 
 
 def huggingface_to_megatron(folder: Path, out: Path, layout: Layout, options: Options = Options()) -> int:
-    """Convert a Hugging Face folder to a checkpoint and return the number of tensor bytes.
+    """Convert a Hugging Face folder to a checkpoint and return the number of tensor bytes. Raise a UserError if the
+    folder does not match its config.json. No partial output is left behind.
 
     Args:
         folder: a path or model id, as in megarl.models.folder.resolve.
         layout: the layout to write the checkpoint for.
-
-    Raises:
-        UserError: the folder does not match its config.json. No partial output is left behind.
     """
     with _open_folder(resolve(str(folder), key="--hf")) as weights:
         return _write_checkpoint(weights, layout, out, _common(), options)
@@ -148,7 +128,8 @@ def megatron_to_huggingface(
         if options.dtype is None:
             stored = _dtypes(source.holder)
             kept = {name: stored[name] for name in destination.shapes if name in stored}
-            destination = replace(destination, shard=replace(destination.shard, dtypes=destination.dtypes | kept))
+            dtypes = {**destination.dtypes, **kept}
+            destination = replace(destination, shard=replace(destination.shard, dtypes=dtypes))
         plan = _proven(source.holder, destination)
         if options.verify:
             require_room(out, plan.num_bytes)  # fail before reading all tensors
@@ -246,8 +227,7 @@ def _common() -> bytes:
 
 
 def _entries(rank: RankBlueprint, dtypes: Mapping[str, Mapping[str, str]]) -> list[Entry]:
-    """Return the entries that a rank writes. `dtypes` maps prefix -> key -> dtype, and omits keys whose tensors do not
-    exist."""
+    """Return the entries that a rank writes. `dtypes` maps prefix -> key -> dtype for tensors that exist."""
     return [
         Entry(extent, prefix, dtype_by_key[extent.key])
         for prefix, dtype_by_key in dtypes.items()
@@ -258,7 +238,7 @@ def _entries(rank: RankBlueprint, dtypes: Mapping[str, Mapping[str, str]]) -> li
 
 def _dtypes(holder: Holder) -> dict[str, str]:
     """Return canonical tensor name -> dtype for a holder's tensors."""
-    return {piece.canonical: holder.dtypes[piece.local] for piece in holder.pieces if piece.canonical is not None}
+    return {tensor: holder.dtypes[piece.local] for tensor, piece in holder.shard.canonical_pieces}
 
 
 def _dtypes_by_key(ranks: Sequence[RankBlueprint], kept: Mapping[str, str] | None) -> dict[str, str]:
@@ -272,15 +252,13 @@ def _dtypes_by_key(ranks: Sequence[RankBlueprint], kept: Mapping[str, str] | Non
 
 
 def _kept(holder: Holder, dtypes: Mapping[str, str]) -> dict[str, str]:
-    """Return parameter name -> dtype of the parameter's canonical tensors. Parameters that consist of padding only are
-    omitted."""
+    """Return parameter name -> dtype of its canonical tensors. Parameters with only padding are omitted."""
     by_parameter: dict[str, str] = {}
-    for piece in holder.pieces:
-        if piece.canonical is not None:
-            dtype = dtypes[piece.canonical]
-            if by_parameter.setdefault(piece.local, dtype) != dtype:
-                raise UserError(
-                    f"{piece.canonical}: the tensor is {dtype}, but other tensors of the same Megatron parameter are "
-                    f"{by_parameter[piece.local]}. Fix: pass --dtype to convert all tensors to one dtype"
-                )
+    for tensor, piece in holder.shard.canonical_pieces:
+        dtype = dtypes[tensor]
+        if by_parameter.setdefault(piece.local, dtype) != dtype:
+            raise UserError(
+                f"{tensor}: the tensor is {dtype}, but other tensors of the same Megatron parameter are "
+                f"{by_parameter[piece.local]}. Fix: pass --dtype to convert all tensors to one dtype"
+            )
     return by_parameter

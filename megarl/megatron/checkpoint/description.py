@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megarl.core.checkpoint import Checkpoint
 from megarl.megatron.checkpoint.source import DESCRIPTION, companion_prefix, is_of_a_run, model_path
-from megarl.resharding.piece import ITEM_BYTES
+from megarl.resharding.piece import num_bytes
 from megarl.resharding.transports.torch_dist import TorchDistFolder
 
 
@@ -46,11 +46,7 @@ class Description:
 
 
 def describe(path: Path) -> Description:
-    """Describe the checkpoint at `path`.
-
-    Raises:
-        UserError: `path` is not a complete checkpoint.
-    """
+    """Describe the checkpoint at `path`. Raise a UserError if `path` is not a complete checkpoint."""
     path = model_path(path)
     with TorchDistFolder(path) as folder:
         tensors = {key: (tensor.shape, tensor.dtype, len(tensor.rectangles)) for key, tensor in folder.tensors.items()}
@@ -60,7 +56,7 @@ def describe(path: Path) -> Description:
             str(path),
             _model(path),
             sum(map(prod, parameters)),
-            sum(prod(shape) * ITEM_BYTES[dtype] for shape, dtype, _ in tensors.values()),
+            sum(num_bytes(shape, dtype) for shape, dtype, _ in tensors.values()),
             sorted({prefix for prefix in prefixes.values() if prefix is not None}),
             folder.files,
             dict(sorted(tensors.items())),

@@ -1,5 +1,4 @@
-"""A parameter's extents: where a checkpoint stores the parameter's elements, according to Megatron's sharding
-metadata."""
+"""A parameter's extents: where a checkpoint stores its elements, according to Megatron's sharding metadata."""
 
 from __future__ import annotations
 
@@ -42,6 +41,7 @@ class CanonicalShard:
                 resizable=False,
             )
             for piece in self.pieces
+            if piece.canonical is not None
         ]
 
 
@@ -76,7 +76,7 @@ def _extent(tensor: ShardedTensor, parameter: str, rectangle: Rectangle) -> Exte
 def _rectangle(view: torch.Tensor, meta: torch.Tensor) -> Rectangle:
     """Return the rectangle that a view covers in its contiguous base tensor."""
     assert view._base is meta and view.stride() == meta.stride(), "not a rectangle of the parameter"
-    rectangle, left = [], view.storage_offset()
+    rectangle, left = [], int(view.storage_offset())
     for stride, size in zip(view.stride(), view.shape, strict=True):
         start, left = divmod(left, stride)
         rectangle.append((start, start + size))

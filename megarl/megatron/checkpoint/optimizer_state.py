@@ -37,8 +37,6 @@ WEIGHT = "weight"
 
 PREFIX = "optimizer.state."
 
-Parameter = torch.nn.Parameter
-
 
 OnDevice = Callable[[Iterable[torch.Tensor]], AbstractContextManager[None]]
 """Returns a context manager that keeps the given tensors on the device while entered, such as Offload.on_device."""
@@ -46,20 +44,16 @@ OnDevice = Callable[[Iterable[torch.Tensor]], AbstractContextManager[None]]
 
 @torch.no_grad()
 def sharded(
-    optimizer: MegatronOptimizer, models: Mapping[Parameter, Shard], on_device: OnDevice
+    optimizer: MegatronOptimizer, models: Mapping[torch.Tensor, Shard], on_device: OnDevice
 ) -> dict[str, ShardedTensor]:
     """Return the tensors that this rank writes for the trained parameters, copied to host memory: the weights and
-    optimizer state in its ranges.
-
-    Args:
-        models: sharding description of each parameter.
-        on_device: brings a parameter's offloaded state to the device while it is read.
-    """
+    optimizer state in its ranges. `models` holds the sharding description of each parameter, and `on_device` brings a
+    parameter's offloaded state to the device while it is read."""
     written: dict[str, ShardedTensor] = {}
     for owned in _owned_ranges(optimizer):
         shard = models[owned.parameter]
         # A replica_id is (pipeline stage, tensor-parallel rank, data-parallel rank).
-        if is_main_replica(shard.replica_id[:2]):
+        if is_main_replica(shard.replica_id[:2]):  # pyright: ignore[reportIndexIssue]  # never an int here
             with on_device(owned.state()):
                 state = owned.values()
                 values = {"": owned.parameter.flatten()[owned.start : owned.stop]}
@@ -71,7 +65,7 @@ def sharded(
     return written
 
 
-def trained_parameters(optimizer: MegatronOptimizer) -> set[Parameter]:
+def trained_parameters(optimizer: MegatronOptimizer) -> set[torch.Tensor]:
     """Return the parameters that the optimizer updates on any of its data-parallel ranks."""
     buffers = (buffer for part in parts_of(optimizer) for buffer in part.buffers)
     return {parameter for buffer in buffers for parameter in buffer.param_index_map}
@@ -80,19 +74,17 @@ def trained_parameters(optimizer: MegatronOptimizer) -> set[Parameter]:
 @torch.no_grad()
 def restore(
     optimizer: MegatronOptimizer,
-    models: Mapping[Parameter, Shard],
+    models: Mapping[torch.Tensor, Shard],
     num_updates: int,
     folder: Path,
     stored_keys: set[str],
 ) -> None:
-    """Load the weights and optimizer state in this rank's ranges. Collective over all ranks.
+    """Load the weights and optimizer state in this rank's ranges. Collective over all ranks. Raise a UserError if the
+    checkpoint's parameters do not match the trained parameters.
 
     Args:
         num_updates: number of updates that the stored state has seen.
         stored_keys: keys of all trained weights and their state in the checkpoint.
-
-    Raises:
-        UserError: the checkpoint's parameters do not match the trained parameters.
     """
     for part in parts_of(optimizer):
         if not part.optimizer.state:  # created lazily by the first update
@@ -123,7 +115,7 @@ class OwnedRange:
     """The range of a flattened parameter whose state this rank holds in one optimizer part."""
 
     part: DistributedOptimizer
-    parameter: Parameter
+    parameter: torch.nn.Parameter
     start: int
     stop: int
 

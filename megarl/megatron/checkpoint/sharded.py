@@ -12,16 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as torch_checkpoint
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import (
-    ShardedObject,
-    ShardedTensor,
-    ShardedTensorFactory,
-    is_main_replica,
-)
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory, is_main_replica
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
@@ -32,7 +26,9 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.utils import unwrap_model
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
 from megarl.core.checkpoint import FileRecord, seal, write_note
 from megarl.core.errors import UserError
@@ -41,6 +37,7 @@ from megarl.megatron.checkpoint import optimizer_state
 from megarl.megatron.checkpoint.extents import CanonicalShard, Shard
 from megarl.megatron.checkpoint.optimizer_state import OnDevice
 from megarl.megatron.model.build import named_tensors
+from megarl.megatron.routes import model_of
 from megarl.megatron.weight_snapshots import WeightSnapshots
 
 # Save each layer under its own name. As slices of one tensor, frozen layers would leave holes in the optimizer state.
@@ -65,6 +62,7 @@ class Saving:
         self._folder = folder
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         write = request.async_fn  # holds the only references to the copies
+        assert write is not None, "the request writes nothing"
         self._written: Future[list[FileRecord]] = self._thread.submit(_write, folder, write, dist.get_rank())
 
     @property
@@ -74,14 +72,10 @@ class Saving:
 
     def finish(self, checkpoint: Path) -> list[FileRecord]:
         """Wait for the thread and return this rank's files, which are then on disk. Re-raise the thread's error, if
-        any.
-
-        Args:
-            checkpoint: the folder to which the files' paths are relative.
-        """
+        any. The files' paths are relative to the folder `checkpoint`."""
         try:
             records = self._written.result()
-        except torch_checkpoint.CheckpointException as error:
+        except CheckpointException as error:
             reason, _ = next(iter(error.failures.values()))
             # torch's message for a full disk does not mention disk space.
             free = shutil.disk_usage(self._folder).free / 1e9
@@ -119,12 +113,8 @@ def save(
     adapters: ShardedAdapters | None = None,
 ) -> Saving:
     """Start saving into an empty folder. Collective over all ranks. Returns once all state is copied to host memory.
-
-    Args:
-        counters: values that `load` returns, the same on all ranks; includes num_updates.
-        on_device: see optimizer_state.sharded.
-        adapters: the model's adapters; if given, no other weights are saved.
-    """
+    `counters` are values that `load` returns, the same on all ranks; they include num_updates. For on_device, see
+    optimizer_state.sharded. If adapters are given, no other weights are saved."""
     models = _sharded_models(chunks) if adapters is None else {}
     # This call makes its own copies. It looks up parameters by identity, so the model's tensors must be copied
     # afterwards.
@@ -132,17 +122,13 @@ def save(
     snapshots = _sharded_snapshots(weight_snapshots, chunks, models)
     untrained = _untrained(models, optimizer)
     for shard in _shards([untrained, snapshots]):
-        if is_main_replica(shard.replica_id):
+        if is_main_replica(shard.replica_id) and shard.data is not None:
             shard.data = shard.data.detach().to("cpu", copy=True)
-    state = {
-        **untrained,
-        SNAPSHOTS: snapshots,
-        "own": optimized,
-        "counters": dict(counters),
-        RANDOM: _sharded_random(),
-    }
+    state = {**untrained, SNAPSHOTS: snapshots, "own": optimized, "counters": dict(counters), RANDOM: _sharded_random()}
     strategy = ThreadStrategy(*BACKEND)
-    return Saving(folder, dist_checkpointing.save(state, str(folder), strategy, async_sharded_save=True))
+    request = dist_checkpointing.save(state, str(folder), strategy, async_sharded_save=True)
+    assert request is not None, "an asynchronous save returns a request"
+    return Saving(folder, request)
 
 
 def load(
@@ -156,11 +142,8 @@ def load(
     """Load a checkpoint written under any layout, in place, and return its counters. Collective over all ranks.
 
     Each data-parallel rank reads its own range of the trained parameters and receives the remaining ranges from its
-    peers.
-
-    Args:
-        same_layout: whether the checkpoint was written under this layout, so that each rank can restore its RNG state.
-        adapters: see `save`.
+    peers. If the checkpoint was written under this layout (same_layout), each rank restores its RNG state. For
+    `adapters`, see `save`.
     """
     models = _sharded_models(chunks) if adapters is None else {}
     shards = adapters or _by_parameter(models)
@@ -168,7 +151,8 @@ def load(
     state = {**untrained, SNAPSHOTS: _sharded_snapshots(weight_snapshots, chunks, models)}
     if same_layout:
         state[RANDOM] = _sharded_random()
-    loaded, missing, unexpected = dist_checkpointing.load(state, str(folder), strict=StrictHandling.RETURN_ALL)
+    result: Any = dist_checkpointing.load(state, str(folder), strict=StrictHandling.RETURN_ALL)
+    loaded, missing, unexpected = result
     if unexpected:
         raise UserError(
             f"{folder}: checkpoint of a different model: only one of the two models has {sorted(unexpected)[0]}. Fix: "
@@ -176,7 +160,7 @@ def load(
         )
     for index, chunk in enumerate(chunks):
         # Not strict: trained parameters are loaded below. The keys were checked above.
-        unwrap_model(chunk).load_state_dict(loaded.get(f"model{index}", {}), strict=False)
+        model_of(chunk).load_state_dict(loaded.get(f"model{index}", {}), strict=False)
     weight_snapshots.restore(loaded.get(SNAPSHOTS, {}))
     trained_keys = {key for key in missing if not key.startswith(RANDOM)}
     optimizer_state.restore(optimizer, shards, loaded["counters"]["num_updates"], folder, trained_keys)
@@ -197,21 +181,19 @@ class ThreadStrategy(TorchDistSaveShardedStrategy):
         state = mcore_to_pyt_state_dict(keyed)
 
         def write() -> None:
-            torch_checkpoint.save(
-                state,
-                storage_writer=torch_checkpoint.FileSystemWriter(checkpoint_dir, sync_files=True),
-                planner=MCoreSavePlanner(flatten_state_dict=False),
-                process_group=parallel.host_group(),
+            writer, planner = (
+                FileSystemWriter(checkpoint_dir, sync_files=True),
+                MCoreSavePlanner(flatten_state_dict=False),
             )
+            save_state(state, storage_writer=writer, planner=planner, process_group=parallel.host_group())
 
         # Megatron's finalization callbacks are skipped: they are collectives, and training is using those groups.
         return AsyncRequest(write, (), [])
 
 
 def _sharded_models(chunks: Sequence[DistributedDataParallel]) -> dict[str, Any]:
-    """Return each chunk's sharded state. Layers are numbered through the whole model, so that chunks under a different
-    layout find their layers."""
-    return {f"model{i}": unwrap_model(chunk).sharded_state_dict(metadata=FORMAT) for i, chunk in enumerate(chunks)}
+    """Return each chunk's sharded state. Layer numbers count through the whole model, under every layout."""
+    return {f"model{i}": model_of(chunk).sharded_state_dict(metadata=FORMAT) for i, chunk in enumerate(chunks)}
 
 
 def _untrained(models: Mapping[str, Any], optimizer: MegatronOptimizer) -> dict[str, Any]:
@@ -235,8 +217,7 @@ def _sharded_snapshots(
 
 
 def _like(model: Shard, prefix: str, tensor: torch.Tensor) -> Shard:
-    """Return a sharded tensor with the sharding of a model parameter, stored under the parameter's key with the
-    prefix."""
+    """Return a sharded tensor with the sharding of a parameter, stored under its key with the prefix."""
     changes: dict[str, Any] = {"key": f"{prefix}.{model.key}", "data": tensor}
     if isinstance(model, ShardedTensor):  # factories have no dtype
         changes["dtype"] = tensor.dtype
@@ -244,10 +225,10 @@ def _like(model: Shard, prefix: str, tensor: torch.Tensor) -> Shard:
 
 
 def _by_parameter(models: Mapping[str, Any]) -> dict[torch.Tensor, Shard]:
-    return {shard.data: shard for shard in _shards(models)}
+    return {shard.data: shard for shard in _shards(models) if shard.data is not None}
 
 
-def _shards(state: Any) -> Iterator[Shard]:
+def _shards(state: Any) -> Iterator[ShardedTensor | ShardedTensorFactory]:
     return (shard for shard in nested_values(state) if isinstance(shard, ShardedTensor | ShardedTensorFactory))
 
 

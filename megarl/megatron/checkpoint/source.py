@@ -28,7 +28,7 @@ from megarl.resharding.checkpoint import Extent, as_stored, checkpoint_holder
 from megarl.resharding.families.adapters import PREFIX
 from megarl.resharding.piece import Holder
 from megarl.resharding.selection import ONE_PROCESS
-from megarl.resharding.transports.torch_dist import METADATA, StoredExtents, StoredTensor, TorchDistFolder
+from megarl.resharding.transports.torch_dist import METADATA, StoredExtents, TorchDistFolder
 
 DESCRIPTION = "huggingface"
 """Name of the folder in a checkpoint that contains the model's config.json and tokenizer."""
@@ -63,8 +63,7 @@ class CheckpointSource:
 
     @property
     def common(self) -> bytes:
-        """The content of the file that stores unsharded state. Newer Megatron versions store this state among the
-        objects."""
+        """The content of the file with unsharded state, which newer Megatron versions store among the objects."""
         if COMMON_OBJECT not in self.folder.objects:
             return (self.path / COMMON).read_bytes()
         [state] = torch.load(io.BytesIO(self.folder.read_object(COMMON_OBJECT)), weights_only=True)
@@ -73,11 +72,7 @@ class CheckpointSource:
         return stream.getvalue()
 
     def check_files(self, progress: Progress) -> None:
-        """Verify the files in a run's checkpoint.
-
-        Raises:
-            UserError: a file's content differs from what the run wrote. The message names the file.
-        """
+        """Verify the files in a run's checkpoint. Raise a UserError that names the first changed file."""
         if self.sealed is not None:
             records = _records(self.sealed, self.path)
             for record in records:
@@ -93,15 +88,12 @@ class CheckpointSource:
 
 @contextmanager
 def open_checkpoint(path: Path, huggingface: Path | None = None) -> Iterator[CheckpointSource]:
-    """Open a checkpoint as a source of weights.
+    """Open a checkpoint as a source of weights. Raise a UserError if it is not a complete one of this model.
 
     Args:
         path: a converted checkpoint, a run's `checkpoints/step_…` folder (which opens the actor), or a role's folder in
             it.
         huggingface: folder with the model's config.json and tokenizer; None uses those from the checkpoint or the run.
-
-    Raises:
-        UserError: the path is not a complete checkpoint of this model.
     """
     path = model_path(path)
     sealed = Checkpoint.open(path.parent) if is_of_a_run(path) else None
@@ -116,7 +108,9 @@ def open_checkpoint(path: Path, huggingface: Path | None = None) -> Iterator[Che
             )
         files, hf_config = _described(path, huggingface, sealed)
         hf_config = add_value_head(hf_config) if any("value_head." in key for key in folder.tensors) else hf_config
-        plan = blueprint(hf_config, Layout(**ONE_PROCESS, sequence_parallel=False), 0, _format(folder))
+        # Megatron's default format stores all layers as slices of one tensor.
+        form = FORMAT if any(re.match(r"decoder\.layers\.\d", key) for key in folder.tensors) else {}
+        plan = blueprint(hf_config, Layout.model_validate(ONE_PROCESS | {"sequence_parallel": False}), 0, form)
         companions = _companions(path, folder, {extent.key for extent in plan.extents})
         _check(path, hf_config, plan.extents, folder)
         rectangles = {key: tensor.rectangles for key, tensor in folder.tensors.items()}
@@ -158,38 +152,38 @@ def _described(path: Path, huggingface: Path | None, sealed: Checkpoint | None) 
         raise UserError(
             f"{path}: a different version of megarl wrote the run's config. Fix: pass --hf with the base model's folder"
         ) from None
-    role = path.name
+    role = next(role for role in get_args(Role) if role == path.name)
     model_source = config.model.path if role == "actor" else getattr(config, role).path or config.model.path
     revision = config.model.revision if model_source == config.model.path else None
     files = resolve(model_source, key="--hf", revision=revision)
     return files, trained_hf_config(config, role, read_config(files))
 
 
-def _format(folder: TorchDistFolder) -> dict[str, Any]:
-    """Return the format that Megatron saved the checkpoint in. Megatron's default format stores all layers as slices of
-    one tensor."""
-    return FORMAT if any(re.match(r"decoder\.layers\.\d", key) for key in folder.tensors) else {}
-
-
 def _check(path: Path, hf_config: Mapping[str, Any], extents: Sequence[Extent], folder: TorchDistFolder) -> None:
+    vocab = ModelShape.of(hf_config).vocab
     for extent in extents:
         if extent.key not in folder.tensors:
             raise UserError(
                 f"{path}: config.json requires {extent.key}, but the checkpoint does not contain it. Fix: pass --hf "
                 "with the folder of the checkpoint's model"
             )
-        _check_shape(path, extent, folder.tensors[extent.key], ModelShape.of(hf_config).vocab)
+        shape, expected = folder.tensors[extent.key].shape, extent.global_shape
+        repadded = extent.resizable and min(shape[0], expected[0]) >= vocab and shape[1:] == expected[1:]
+        if shape != expected and not repadded:
+            raise UserError(
+                f"{path}: {extent.key} has shape {shape}, but config.json requires {expected}. Fix: pass --hf with the "
+                "folder of the checkpoint's model"
+            )
 
 
 def _companions(path: Path, folder: TorchDistFolder, parameters: Collection[str]) -> list[str]:
     prefixes = {key: companion_prefix(key, parameters) for key in folder.tensors.keys() - parameters}
     refuse_unexpected(path, sorted(key for key, prefix in prefixes.items() if prefix is None))
-    return sorted(set(prefixes.values()))
+    return sorted({prefix for prefix in prefixes.values() if prefix is not None})
 
 
 def companion_prefix(key: str, parameters: Collection[str]) -> str | None:
-    """Return the part of a key that precedes a parameter's key, or None if the key does not end with a parameter's
-    key."""
+    """Return the part of a key that precedes a parameter's key, or None if it does not end with one."""
     parts = key.split(".")
     cuts = (cut for cut in range(1, len(parts)) if ".".join(parts[cut:]) in parameters)
     return next((".".join(parts[:cut]) + "." for cut in cuts), None)
@@ -201,14 +195,4 @@ def refuse_unexpected(path: Path, names: Sequence[str]) -> None:
         raise UserError(
             f"{path}: config.json does not define the stored tensor {names[0]}{more}. Fix: use the config.json of the "
             "model that these weights belong to"
-        )
-
-
-def _check_shape(path: Path, extent: Extent, stored: StoredTensor, vocab: int) -> None:
-    shape, expected = stored.shape, extent.global_shape
-    repadded = extent.resizable and min(shape[0], expected[0]) >= vocab and shape[1:] == expected[1:]
-    if shape != expected and not repadded:
-        raise UserError(
-            f"{path}: {extent.key} has shape {shape}, but config.json requires {expected}. Fix: pass --hf with the "
-            "folder of the checkpoint's model"
         )

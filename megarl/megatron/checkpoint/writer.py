@@ -5,17 +5,17 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, SavePlan
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from megarl.resharding.checkpoint import Extent
-from megarl.resharding.piece import ITEM_BYTES, Rectangle
+from megarl.resharding.piece import Rectangle, num_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Entry:
 
     @property
     def num_bytes(self) -> int:
-        return prod(self.extent.shape) * ITEM_BYTES[self.dtype]
+        return num_bytes(self.extent.shape, self.dtype)
 
     @property
     def place(self) -> tuple[str, Rectangle]:
@@ -51,19 +51,14 @@ def write_extents(
     folder: Path,
 ) -> None:
     """Write each rank's entries and empty objects (given by key) into an empty folder, as if the ranks had saved them.
-
-    Args:
-        tensor: returns an entry's elements; called right before they are written. The next call may overwrite the
-            result.
-    """
+    `tensor` returns an entry's elements and is called right before they are written; the next call may overwrite the
+    result."""
     writer = FileSystemWriter(folder, sync_files=False, per_thread_copy_ahead=0)
     writer.set_up_storage_writer(is_coordinator=True)
     planner = LazyPlanner({entry.index: entry for rank in ranks for entry in rank}, tensor)
     plans = [_plan(entries, keys) for entries, keys in zip(ranks, objects, strict=True)]
     plans, metadata = planner.create_global_plan(plans)
-    results = []
-    for plan in writer.prepare_global_plan(plans):
-        results.append(writer.write_data(plan, planner).wait())
+    results = [writer.write_data(plan, planner).wait() for plan in writer.prepare_global_plan(plans)]
     writer.finish(metadata, results)
     save_config(CheckpointingConfig("torch_dist"), str(folder))
 
@@ -76,7 +71,7 @@ class LazyPlanner(DefaultSavePlanner):
         self._entries, self._tensor = entries, tensor
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        if write_item.type is WriteItemType.BYTE_IO:
+        if write_item.tensor_data is None:
             return _empty_object()
         return self._tensor(self._entries[write_item.index]).view(write_item.tensor_data.chunk.sizes)
 

@@ -57,6 +57,9 @@ class OuterFactor(Factor):
 class Adapter(torch.nn.Module):
     """Computes scale · B · A · hidden, which is added to a layer's output while the adapter is enabled."""
 
+    lora_A: Factor
+    lora_B: Factor
+
     def __init__(
         self, inner: Factor, outer: Factor, scale: float, communicate: Communication, shared: str | None = None
     ):

@@ -29,16 +29,14 @@ from torch.distributed import ProcessGroup
 from megarl.config.model_schema import Lora
 from megarl.core import device
 from megarl.megatron.lora.adapter import Adapter, Communication, Factor, OuterFactor
+from megarl.megatron.parallel import mark
 from megarl.resharding.families.adapters import EXPERTS, A, AdaptedWeight, B, adapted_weights
 from megarl.resharding.piece import Holder
 
 
 def attach_adapters(models: Sequence[GPTModel], holder: Holder, lora: Lora) -> dict[str, Adapter]:
-    """Attach adapters to this rank's chunks and return adapted weight -> adapter. All factors are zero.
-
-    Args:
-        holder: describes the models' weights on this rank.
-    """
+    """Attach adapters to this rank's chunks and return adapted weight -> adapter. All factors are zero. `holder`
+    describes the models' weights on this rank."""
     adapters = {}
     for adapted in adapted_weights(holder, lora.share_experts):
         chunk, _, path = adapted.weight.partition(".")
@@ -49,12 +47,13 @@ def attach_adapters(models: Sequence[GPTModel], holder: Holder, lora: Lora) -> d
         adapters[adapted.weight] = adapter
         if name == "weight":
             layer.adapter = adapter
-            layer.register_forward_hook(_add_output)
+            layer.register_forward_hook(partial(_add_output, adapter))
         else:  # the layer holds several experts' weights
-            if not hasattr(layer, "adapter"):
-                layer.adapter = torch.nn.ModuleList()
-                layer.register_forward_hook(_add_expert_outputs)
-            layer.adapter.append(adapter)
+            experts = getattr(layer, "adapter", None)
+            if experts is None:
+                layer.adapter = experts = torch.nn.ModuleList()
+                layer.register_forward_hook(partial(_add_expert_outputs, experts))
+            experts.append(adapter)
     return adapters
 
 
@@ -71,37 +70,39 @@ def adapters_off(models: Sequence[torch.nn.Module]) -> Iterator[None]:
             adapter.is_on = True
 
 
-def _add_output(layer: torch.nn.Module, inputs: tuple, outputs: tuple) -> tuple | None:
+def _add_output(adapter: Adapter, layer: torch.nn.Module, inputs: tuple, outputs: tuple) -> tuple | None:
     """Forward hook that adds the adapter's output to the layer's output."""
-    if not layer.adapter.is_on:
+    if not adapter.is_on:
         return None
     hidden, *others = outputs
-    return (hidden + layer.adapter(_normed(layer, inputs[0])), *others)
+    return (hidden + adapter(_normed(layer, inputs[0])), *others)
 
 
-def _add_expert_outputs(layer: torch.nn.Module, inputs: tuple, outputs: tuple) -> tuple | None:
-    """Forward hook that adds the adapters' outputs to a layer with several experts. Each expert's tokens are
-    consecutive."""
-    if not layer.adapter[0].is_on:
+def _add_expert_outputs(
+    adapters: torch.nn.ModuleList, layer: torch.nn.Module, inputs: tuple, outputs: tuple
+) -> tuple | None:
+    """Forward hook that adds the adapters' outputs to a layer with experts. Each expert's tokens are consecutive."""
+    if not all(adapter.is_on for adapter in adapters):
         return None
     tokens, counts = inputs
     parts = tokens.split([int(count) for count in counts])
-    added = [adapter(part) for adapter, part in zip(layer.adapter, parts, strict=True)]
+    added = [adapter(part) for adapter, part in zip(adapters, parts, strict=True)]
     hidden, *others = outputs
     return (hidden + torch.cat(added), *others)
 
 
 def _normed(layer: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
     """Return the input to the layer's matrix product. Transformer Engine's layers may include the preceding norm."""
-    weight = getattr(layer, "layer_norm_weight", None)
+    weight, eps = getattr(layer, "layer_norm_weight", None), getattr(layer, "eps", None)
     if weight is None:
         return hidden
-    return F.rms_norm(hidden.float(), hidden.shape[-1:], weight.float(), layer.eps).to(hidden.dtype)
+    return F.rms_norm(hidden.float(), hidden.shape[-1:], weight.float(), eps).to(hidden.dtype)
 
 
 def _adapter(
     model: GPTModel, layer: torch.nn.Module, weight: torch.nn.Parameter, adapted: AdaptedWeight, lora: Lora
 ) -> Adapter:
+    assert lora.rank is not None, "actor.lora.rank is not set"
     count, cut = len(adapted.projections), _cut(layer)
     process_group, in_sequence = _process_group(layer), model.config.sequence_parallel
     is_expert = EXPERTS in adapted.weight
@@ -112,20 +113,20 @@ def _adapter(
     for name, factor in factors.items():
         is_cut = cut == ("columns" if name == A else "rows")
         if is_expert:
-            _mark_expert_factor(factor, is_cut, process_group, weight.allreduce)
+            assert process_group is not None, "experts are replicated"
+            reduced_with_dense = weight.allreduce  # pyright: ignore[reportAttributeAccessIssue]  # one of Megatron's marks
+            _mark_expert_factor(factor, is_cut, process_group, reduced_with_dense)
         else:
-            factor.weight.tensor_model_parallel = is_cut
             # Each rank sees only some of the tokens, so its gradient is partial.
-            factor.weight.sequence_parallel = not is_cut and in_sequence
+            mark(factor.weight, tensor_model_parallel=is_cut, sequence_parallel=not is_cut and in_sequence)
     if adapted.shared is not None:
-        factors[adapted.shared] = _shared_by_experts(model, adapted, factors[adapted.shared])
+        factors[adapted.shared] = _shared_by_experts(model, adapted, adapted.shared, factors[adapted.shared])
     communicate = _communication(None if is_expert else cut, in_sequence, process_group)
     return Adapter(factors[A], factors[B], lora.scale, communicate, adapted.shared)
 
 
 def _cut(layer: torch.nn.Module) -> str | None:
-    """Return the dimension along which tensor parallelism shards a layer's weight, "rows" or "columns"; None if the
-    weight is replicated."""
+    """Return how tensor parallelism shards a layer's weight, by "rows" or "columns"; None if it is replicated."""
     names = " ".join(base.__name__ for base in type(layer).__mro__)  # Transformer Engine may not be installed
     if "ColumnParallel" in names:
         return "rows"
@@ -134,14 +135,11 @@ def _cut(layer: torch.nn.Module) -> str | None:
 
 def _process_group(layer: torch.nn.Module) -> ProcessGroup | None:
     """Return the process group whose ranks shard a layer's weight; None if the weight is replicated."""
-    if _cut(layer) is None:
-        return None
-    return layer._tp_group if hasattr(layer, "_tp_group") else layer.tp_group
+    return None if _cut(layer) is None else getattr(layer, "_tp_group" if hasattr(layer, "_tp_group") else "tp_group")
 
 
 def _communication(cut: str | None, in_sequence: bool, process_group: ProcessGroup | None) -> Communication:
-    """Return the communication between an adapter's two products. `in_sequence` is true if sequence parallelism splits
-    tokens outside the layers."""
+    """Return the communication between an adapter's products. `in_sequence` means sequence parallelism."""
     if cut is None or process_group is None or process_group.size() == 1:
         return lambda hidden: hidden
     exchanges = {
@@ -155,29 +153,27 @@ def _communication(cut: str | None, in_sequence: bool, process_group: ProcessGro
 
 def _mark_expert_factor(factor: Factor, is_cut: bool, process_group: ProcessGroup, reduced_with_dense: bool) -> None:
     """Mark which ranks reduce the gradient of an expert's factor, and which replica counts in the gradient norm."""
-    factor.weight.allreduce = reduced_with_dense
-    factor.weight.tensor_model_parallel = is_cut or process_group.rank() == 0
-    factor.weight.shared = not factor.weight.tensor_model_parallel
+    counts = is_cut or process_group.rank() == 0
+    mark(factor.weight, allreduce=reduced_with_dense, tensor_model_parallel=counts, shared=not counts)
     if not is_cut and process_group.size() > 1:
         factor.partial_over = process_group
 
 
-def _shared_by_experts(model: GPTModel, adapted: AdaptedWeight, new: Factor) -> Factor:
+def _shared_by_experts(model: GPTModel, adapted: AdaptedWeight, shared: str, new: Factor) -> Factor:
     """Return the factor shared by all experts in the layer: the existing factor, or `new` for the first expert.
 
     All ranks in a pipeline stage replicate the factor, and each computes the part of the gradient that comes from its
     own experts and tokens. The parts are summed over data-parallel and tensor-parallel ranks, as for all replicated
     parameters.
     """
-    path, _, name = adapted.factors[adapted.shared].removesuffix(".weight").partition(".")[2].rpartition(".")
-    path = path.removesuffix(".shared_factors")
-    experts = model.get_submodule(path)
-    if not hasattr(experts, "shared_factors"):
-        experts.shared_factors = torch.nn.ModuleDict()
-    if name not in experts.shared_factors:
-        weight = new.weight
-        weight.allreduce, weight.shared, weight.tensor_model_parallel = True, False, False
-        weight.sequence_parallel = model.config.sequence_parallel
+    path, _, name = adapted.factors[shared].removesuffix(".weight").partition(".")[2].rpartition(".")
+    experts = model.get_submodule(path.removesuffix(".shared_factors"))
+    factors = getattr(experts, "shared_factors", None)
+    if factors is None:
+        experts.shared_factors = factors = torch.nn.ModuleDict()
+    if name not in factors:
+        in_sequence = model.config.sequence_parallel
+        mark(new.weight, allreduce=True, shared=False, tensor_model_parallel=False, sequence_parallel=in_sequence)
         new.partial_over = None
-        experts.shared_factors[name] = new
-    return experts.shared_factors[name]
+        factors[name] = new
+    return factors[name]  # pyright: ignore[reportReturnType]  # ModuleDict is not generic

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.nn.functional as F
 
-from megarl.models.huggingface import completed, rope_parameters
+from megarl.models.huggingface import Experts, completed, rope_parameters
 from megarl.models.shape import ModelShape
 
 FORM = (
@@ -26,11 +26,7 @@ exported model would compute a different function."""
 
 
 def architecture(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the architecture fields for a config.
-
-    Raises:
-        UserError: the model has an unsupported feature.
-    """
+    """Return the architecture fields for a config. Raise a UserError if the model has an unsupported feature."""
     shape, model = ModelShape.of(hf_config), completed(hf_config)
     return dict(
         **_experts(shape, model),
@@ -66,11 +62,11 @@ def _experts(shape: ModelShape, model: Mapping[str, Any]) -> dict[str, Any]:
         moe_router_topk=shape.experts.active,
         # Normalizing the top-k weights is equivalent to a softmax over the chosen experts only.
         moe_router_pre_softmax=not model.get("norm_topk_prob", True),
-        **(_deepseek_router(shape, model) if model["model_type"] == "deepseek_v3" else {}),
+        **(_deepseek_router(shape.experts, model) if model["model_type"] == "deepseek_v3" else {}),
     )
 
 
-def _deepseek_router(shape: ModelShape, model: Mapping[str, Any]) -> dict[str, Any]:
+def _deepseek_router(experts: Experts, model: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields for DeepSeek's router: sigmoid scores, with a bias that affects only the selection. The router
     first selects expert groups, then experts within them (arXiv 2412.19437)."""
     limited = model["n_group"] > model["topk_group"]
@@ -81,7 +77,7 @@ def _deepseek_router(shape: ModelShape, model: Mapping[str, Any]) -> dict[str, A
         moe_router_num_groups=model["n_group"] if limited else None,
         moe_router_group_topk=model["topk_group"] if limited else None,
         moe_router_dtype="fp32",
-        moe_shared_expert_intermediate_size=shape.experts.shared_intermediate or None,
+        moe_shared_expert_intermediate_size=experts.shared_intermediate or None,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -10,12 +11,12 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from megarl.config.model_schema import Layout, Trained
+from megarl.config.model_schema import Layout, Placed
 from megarl.core import device
+from megarl.core.errors import UserError
 from megarl.megatron import parallel
 from megarl.megatron.model import kernels
 from megarl.megatron.model.architecture import FORM, architecture
-from megarl.megatron.model.dispatcher import DISPATCHER, check_dispatcher
 from megarl.megatron.model.head import replace_output_layer
 from megarl.megatron.model.layer_spec import block_spec, replace_activations, uses_transformer_engine
 from megarl.megatron.model.precision import precision
@@ -39,8 +40,7 @@ DDP_DEFAULTS = (
     # These checks terminate the rank that finds a non-finite gradient while its peers wait for it.
     *("check_for_nan_in_grad", "check_for_large_grads"),
 )
-"""Fields in Megatron's TransformerConfig and DistributedDataParallelConfig on whose defaults the loss, head and weights
-rely."""
+"""Fields in TransformerConfig and DistributedDataParallelConfig on whose defaults the loss, head and weights rely."""
 
 PLACEMENT = (
     *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
@@ -49,14 +49,17 @@ PLACEMENT = (
 """TransformerConfig fields that would make the layers or tokens on a rank differ from the layout."""
 
 ROUTING = dict(moe_router_bias_update_rate=0.0)
-"""Router bias updates are off: a bias that follows expert load, as in pretraining, would change the policy without a
-gradient."""
+"""Router bias updates are off: a bias that follows expert load would change the policy without a gradient."""
+
+DISPATCHER = dict(moe_token_dispatcher_type="alltoall")
+"""Our default for Megatron's field: one all-to-all in each direction, over NCCL or gloo. Megatron rejects allgather,
+the third option, because packs differ in length."""
 
 RECOMPUTE = {"none": None, "selective": "selective", "full": "full"}
 
 
 def build_model(
-    settings: Trained,
+    settings: Placed,
     hf_config: Mapping[str, Any],
     dtype: torch.dtype,
     temperature: float,
@@ -94,8 +97,13 @@ def build_model(
     ]
     config.finalize_model_grads_func = finalize_model_grads
     if settings.overlap_communication:
-        config.no_sync_func = _only_or_all([chunk.no_sync for chunk in wrapped])
-        config.grad_sync_func = _only_or_all([chunk.start_grad_sync for chunk in wrapped])
+        # Megatron's annotations omit that its schedules read lists for several chunks.
+        config.no_sync_func = _only_or_all(  # pyright: ignore[reportAttributeAccessIssue]
+            [chunk.no_sync for chunk in wrapped]
+        )
+        config.grad_sync_func = _only_or_all(  # pyright: ignore[reportAttributeAccessIssue]
+            [chunk.start_grad_sync for chunk in wrapped]
+        )
     return wrapped
 
 
@@ -137,18 +145,15 @@ def build_chunk(
     config: TransformerConfig, hf_config: Mapping[str, Any], stage: int, context_length: int, fused: bool | None = None
 ) -> GPTModel:
     """Build this rank's layers for one virtual stage (0 if the pipeline stage is not divided), with Megatron's output
-    layer.
-
-    Args:
-        fused: whether to use Transformer Engine's layers; None uses them if Transformer Engine is installed.
-    """
+    layer. `fused` selects Transformer Engine's layers; None uses them if Transformer Engine is installed."""
     kernels.fuse_weight_gradients()
     shape = ModelShape.of(hf_config)
     multiple = VOCABULARY_MULTIPLE * config.tensor_model_parallel_size
     virtual = stage if config.virtual_pipeline_model_parallel_size else None
+    spec: Any = block_spec(config, shape, virtual, uses_transformer_engine() if fused is None else fused)
     model = GPTModel(
         config,
-        block_spec(config, shape, virtual, uses_transformer_engine() if fused is None else fused),
+        spec,  # Megatron's annotation omits specs of whole blocks
         vocab_size=-(-shape.vocab // multiple) * multiple,
         max_sequence_length=context_length,
         pre_process=parallel.is_first_stage(virtual),
@@ -170,7 +175,7 @@ def _only_or_all(functions: list[Callable]) -> Callable | list[Callable]:
     return functions if len(functions) > 1 else functions[0]
 
 
-def transformer_config(settings: Trained, hf_config: Mapping[str, Any], dtype: torch.dtype) -> TransformerConfig:
+def transformer_config(settings: Placed, hf_config: Mapping[str, Any], dtype: torch.dtype) -> TransformerConfig:
     """Build the TransformerConfig: the architecture comes from the Hugging Face config, the parallelism from the
     layout, and all remaining fields from megatron_overrides."""
     section = settings.section
@@ -194,7 +199,24 @@ def transformer_config(settings: Trained, hf_config: Mapping[str, Any], dtype: t
     return build(described(section, key, extra), config_class, fields)
 
 
-def data_parallel_config(settings: Trained) -> DistributedDataParallelConfig:
+def check_dispatcher(key: str, fields: dict[str, Any], layout: Layout) -> None:
+    """Raise a UserError, which names the config key of the TransformerConfig fields, if Megatron's flexible dispatcher
+    is selected but cannot work. It communicates with DeepEP (https://github.com/deepseek-ai/DeepEP), whose kernels use
+    NVLink and InfiniBand."""
+    if fields["moe_token_dispatcher_type"] != "flex":
+        return
+    wrong = None
+    if not device.on_cuda():
+        wrong = "requires a GPU, but this trainer has none"
+    elif importlib.util.find_spec("deep_ep") is None:
+        wrong = "requires the package deep_ep, which is not installed"
+    elif layout.ep * layout.expert_tp == 1:
+        wrong = "each rank in the layout has all experts (ep=1, etp=1), so there are no tokens to dispatch"
+    if wrong is not None:
+        raise UserError(f"{key}.moe_token_dispatcher_type=flex: {wrong}. Fix: remove the key to use alltoall")
+
+
+def data_parallel_config(settings: Placed) -> DistributedDataParallelConfig:
     """Build DDP's config. Gradients are accumulated and reduced in float32, even for bfloat16 parameters."""
     section, overlap = settings.section, settings.overlap_communication
     overlapped = dict(overlap_grad_reduce=overlap, overlap_param_gather=overlap)
@@ -223,7 +245,7 @@ def parallelism(layout: Layout) -> dict[str, Any]:
     )
 
 
-def _recomputed_layers(settings: Trained, shape: ModelShape) -> dict[str, Any]:
+def _recomputed_layers(settings: Placed, shape: ModelShape) -> dict[str, Any]:
     """Return the fields that select which activations are recomputed.
 
     full: recompute each layer separately and keep only its input. selective: recompute the MLPs, which hold most

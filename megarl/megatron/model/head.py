@@ -61,13 +61,15 @@ class LogProbHead(ColumnParallelLinear):
             hidden = gather_from_sequence_parallel_region(input_, group=self.tp_group)
         else:
             hidden = copy_to_tensor_model_parallel_region(input_, group=self.tp_group)
+        weight = self.weight if weight is None else weight
+        assert weight is not None, "the output layer has no weight"
         scored = log_prob_and_entropy(
             take(hidden[:, 0], request.rows),
-            self.weight if weight is None else weight,
+            weight,
             request.targets,
             self.temperature,
             self.vocab_size,
-            self.tp_group,
+            self.tp_group,  # pyright: ignore[reportArgumentType]  # Megatron's function may return an int
             self.bias,
             request.candidate_ids,
             self.logits_dtype,
@@ -110,13 +112,12 @@ class Float32Linear(torch.nn.Linear):
     a parameter's all-gather when its module is called.
     """
 
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return F.linear(rows, self.weight.float(), self.bias.float())
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return F.linear(input, self.weight.float(), self.bias.float())
 
 
 class ValueHead(torch.nn.Module):
-    """An MLP that computes a value for each row from a language model's hidden states, float32 [N, 1]. Replicated on
-    every rank."""
+    """An MLP that computes a value for each row from hidden states, float32 [N, 1]. Replicated on every rank."""
 
     def __init__(self, config: TransformerConfig, tp_group):
         super().__init__()
@@ -140,8 +141,7 @@ class ValueHead(torch.nn.Module):
 
 
 def _replicated_rows(hidden: torch.Tensor, rows: torch.Tensor, sequence_parallel: bool, tp_group) -> torch.Tensor:
-    """Return the requested rows in the pack, float32 [N, hidden], for a head that is replicated on every
-    tensor-parallel rank.
+    """Return the requested rows, float32 [N, hidden], for a head replicated on every tensor-parallel rank.
 
     Each rank computes the full gradients for the head's weight and the hidden states. Under sequence parallelism, each
     rank's part of the hidden-state gradient flows back; nothing is summed over the ranks.
@@ -153,8 +153,7 @@ def _replicated_rows(hidden: torch.Tensor, rows: torch.Tensor, sequence_parallel
 
 @contextmanager
 def scored_at(chunks: Sequence[torch.nn.Module], temperature: float) -> Iterator[None]:
-    """Return a context manager that makes language model heads use a different temperature while entered. The chunks
-    may be wrapped."""
+    """Return a context manager that changes the temperature of language model heads. The chunks may be wrapped."""
     heads = [module for chunk in chunks for module in chunk.modules() if isinstance(module, LogProbHead)]
     before = [head.temperature for head in heads]
     for head in heads:
@@ -170,19 +169,16 @@ def replace_output_layer(
     model: GPTModel, hf_config: Mapping[str, Any], temperature: float, logits_dtype: torch.dtype = torch.float32
 ) -> None:
     """Replace a GPTModel's output layer with our head, before DDP wraps the model. Only the last stage has an output
-    layer.
-
-    Args:
-        temperature, logits_dtype: settings for a language model's head, as in log_prob_and_entropy.
-    """
+    layer. `temperature` and `logits_dtype` apply to a language model's head, as in log_prob_and_entropy."""
     if not model.post_process:
         return
-    score_head = score_head_of(hf_config)
+    score_head, layer = score_head_of(hf_config), model.output_layer
     if score_head is not None:
-        model.output_layer = ScoreLayer(score_head, model.config, model.output_layer.tp_group)
+        scores = ScoreLayer(score_head, model.config, layer.tp_group)
+        model.output_layer = scores  # pyright: ignore[reportAttributeAccessIssue]  # inferred from Megatron's assignment
         return
-    model.output_layer.__class__ = LogProbHead
-    model.output_layer.temperature, model.output_layer.logits_dtype = temperature, logits_dtype
-    model.output_layer.vocab_size = ModelShape.of(hf_config).vocab
-    has_values = bool(value_head_shapes(hf_config))
-    model.output_layer.value_head = ValueHead(model.config, model.output_layer.tp_group) if has_values else None
+    layer.__class__ = LogProbHead
+    assert isinstance(layer, LogProbHead)
+    layer.temperature, layer.logits_dtype = temperature, logits_dtype
+    layer.vocab_size = ModelShape.of(hf_config).vocab
+    layer.value_head = ValueHead(model.config, layer.tp_group) if value_head_shapes(hf_config) else None

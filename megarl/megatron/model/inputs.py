@@ -56,8 +56,7 @@ class ModelInput:
         )
 
     def whole(self, values: torch.Tensor) -> torch.Tensor:
-        """Assemble the values from each context-parallel rank's rows, [N', …], into [N, …] in batch order, on all
-        ranks. Collective."""
+        """Assemble the context-parallel ranks' values, [N', …], into [N, …] in batch order. Collective."""
         assembled = values.new_zeros(self.num_rows, *values.shape[1:])
         assembled[self.row_numbers] = values
         return sum_over_ranks(assembled)

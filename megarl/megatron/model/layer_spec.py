@@ -10,9 +10,9 @@ import importlib.util
 import math
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
@@ -30,6 +30,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 from torch.nn.attention.flex_attention import BlockMask
 
 from megarl.core import device
+from megarl.megatron import parallel
 from megarl.models.shape import ModelShape
 from megarl.ops.packed_attention import Documents, packed_attention
 from megarl.ops.shared_attention import shared_attention
@@ -52,12 +53,11 @@ class PackedDocuments(PackedSeqParams):
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm, with its weight marked so that Megatron sums the weight's gradient over sequence-parallel
-    ranks."""
+    """torch's RMSNorm, marked so that Megatron sums the weight's gradient over sequence-parallel ranks."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel
+        parallel.mark(self.weight, sequence_parallel=config.sequence_parallel)
 
 
 class ReplicatedLinear(torch.nn.Linear):
@@ -67,10 +67,12 @@ class ReplicatedLinear(torch.nn.Linear):
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, init_method, bias: bool, **_):
         super().__init__(input_size, output_size, bias=bias, dtype=config.params_dtype)
         init_method(self.weight)
-        self.weight.sequence_parallel = config.sequence_parallel
+        parallel.mark(self.weight, sequence_parallel=config.sequence_parallel)
 
-    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return super().forward(hidden), None
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  # Megatron's linear layers also return a bias
+        self, input: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
+        return super().forward(input), None
 
 
 if importlib.util.find_spec("transformer_engine") is None:
@@ -82,15 +84,15 @@ if importlib.util.find_spec("transformer_engine") is None:
 
 
 class DocumentAttention(torch.nn.Module):
-    """Causal attention within each document of a pack ("thd": query [T, heads, d], optionally with a batch dimension of
-    1).
+    """Causal attention within each document of a pack ("thd": query [T, heads, d] or [T, 1, heads, d]).
 
     Under context parallelism, a rank holds the queries for its own tokens and gathers all keys and values.
     """
 
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_):
         super().__init__()
-        self.context_group = parallel_state.get_context_parallel_group()
+        assert config.kv_channels is not None, "Megatron derives kv_channels"
+        self.context_group = parallel.context_group()
         self.scale = softmax_scale or 1 / math.sqrt(config.kv_channels)
         self.dropout = config.attention_dropout
 
@@ -100,6 +102,7 @@ class DocumentAttention(torch.nn.Module):
         if self.context_group.size() > 1:
             key, value = (gather_from_sequence_parallel_region(x, group=self.context_group) for x in (key, value))
         documents, dropout = packed_seq_params.documents, self.dropout if self.training else 0.0
+        assert documents is not None, "the microbatch was prepared for Transformer Engine"
         if isinstance(documents, BlockMask):
             out = shared_attention(query, key, value, documents, self.scale)
         else:
@@ -109,8 +112,7 @@ class DocumentAttention(torch.nn.Module):
 
 class LatentAttention(multi_latent_attention.MLASelfAttention):
     """Latent attention with the norms and projections from the layer spec. Since 0.19, megatron-core requires norms for
-    both queries and key-value latents, or for neither. However, queries without a latent have no norm, while key-value
-    latents do."""
+    both queries and key-value latents, or for neither. Queries without a latent have none."""
 
     def _resolve_qk_norm_config(self, submodules: multi_latent_attention.MLASelfAttentionSubmodules) -> dict[str, type]:
         names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
@@ -131,46 +133,47 @@ def can_share_prompts(context_ranks: int) -> bool:
 def block_spec(
     config: TransformerConfig, shape: ModelShape, virtual: int | None, fused: bool
 ) -> TransformerBlockSubmodules:
-    """Return the spec for the decoder layers in this rank's pipeline stage, or in one of its virtual stages.
-
-    Args:
-        virtual: the virtual stage; None if the pipeline stage is not divided.
-        fused: whether to use Transformer Engine's layers.
-    """
+    """Return the spec for the decoder layers in this rank's pipeline stage, or in one of its virtual stages. `virtual`
+    is the virtual stage; None if the pipeline stage is not divided. `fused` selects Transformer Engine's layers."""
     first = get_transformer_layer_offset(config, vp_stage=virtual)
     numbers = range(first, first + get_num_layers_to_build(config, vp_stage=virtual))
     specs = {mixed: layer_spec(shape, mixed, fused) for mixed in {shape.has_experts(number) for number in numbers}}
     layers = [specs[shape.has_experts(number)] for number in numbers]
-    return TransformerBlockSubmodules(layers, layer_norm=_fused_norm() if fused else RMSNorm)
+    norm: Any = RMSNorm  # Megatron's annotation omits types
+    if fused:
+        from megatron.core.extensions.transformer_engine import TENorm as norm
+    return TransformerBlockSubmodules(layers, layer_norm=norm)
 
 
 def layer_spec(shape: ModelShape, has_experts: bool, fused: bool) -> ModuleSpec:
-    num_experts = shape.experts.count if has_experts else None
-    attention = dict(multi_latent_attention=shape.latent is not None, qk_layernorm=bool(shape.latent or shape.qk_norm))
+    num_experts = shape.experts.count if shape.experts and has_experts else None
+    latent, has_norms = shape.latent is not None, bool(shape.latent or shape.qk_norm)
+    attention: dict[str, Any] = dict(multi_latent_attention=latent, qk_layernorm=has_norms)
     if fused:
         layer = get_gpt_layer_with_transformer_engine_spec(num_experts, moe_grouped_gemm=has_experts, **attention)
-        layer.submodules.self_attention.submodules.core_attention = _fused_attention()
+        _submodules(_submodules(layer).self_attention).core_attention = _fused_attention()
     else:
         layer = get_gpt_layer_local_spec(num_experts, normalization="RMSNorm", **attention)
-        _use_our_layers(layer.submodules, shape)
-        layer.submodules.sharded_state_dict_keys_map = fused_names(shape, has_experts)
+        _use_our_layers(_submodules(layer), shape)
+        _submodules(layer).sharded_state_dict_keys_map = fused_names(shape, has_experts)
     if shape.latent:
-        layer.submodules.self_attention.module = LatentAttention
+        _submodules(layer).self_attention.module = LatentAttention
     if shape.attention_out_bias or shape.mlp_bias:
-        _drop_biases(layer.submodules, shape)
+        _drop_biases(_submodules(layer), shape)
     return layer
 
 
 def fused_names(shape: ModelShape, has_experts: bool) -> dict[str, str]:
     """Return parameter name in our layers -> name in Transformer Engine's layers. Checkpoints use the latter, so that
     either implementation can load them."""
-    parts = [part for part in parts_of_layer(shape, has_experts) if part.transformer_engine and not part.per_expert]
-    return {name: fused for part in parts for name, fused in zip(part.megatron, part.transformer_engine, strict=True)}
+    parts = (part for part in parts_of_layer(shape, has_experts) if not part.per_expert)
+    pairs = (zip(part.megatron, part.transformer_engine, strict=True) for part in parts if part.transformer_engine)
+    return {name: fused for part_pairs in pairs for name, fused in part_pairs}
 
 
 def _drop_biases(layer: TransformerLayerSubmodules, shape: ModelShape) -> None:
     """Remove the biases that the model lacks. TransformerConfig adds biases to all linear layers or to none."""
-    attention, mlp = layer.self_attention.submodules, _submodules(layer.mlp)
+    attention, mlp = _submodules(layer.self_attention), _submodules(layer.mlp)
     if not shape.qkv_bias:
         attention.linear_qkv = without_bias(attention.linear_qkv)
     if not shape.attention_out_bias:
@@ -179,9 +182,9 @@ def _drop_biases(layer: TransformerLayerSubmodules, shape: ModelShape) -> None:
         mlp.linear_fc1, mlp.linear_fc2 = without_bias(mlp.linear_fc1), without_bias(mlp.linear_fc2)
 
 
-def _submodules(spec: ModuleSpec | partial) -> object:
-    """Return a spec's submodules. Since megatron-core 0.17, an MLP's spec is a functools.partial that builds the
-    MLP."""
+def _submodules(spec: Any) -> Any:
+    """Return a spec's submodules, which Megatron declares as objects. Since megatron-core 0.17, an MLP's spec is a
+    functools.partial that builds the MLP."""
     return spec.keywords["submodules"] if isinstance(spec, partial) else spec.submodules
 
 
@@ -196,7 +199,7 @@ def without_bias(linear: type) -> type:
 
 
 def _use_our_layers(layer: TransformerLayerSubmodules, shape: ModelShape) -> None:
-    attention = layer.self_attention.submodules
+    attention = _submodules(layer.self_attention)
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     attention.core_attention = DocumentAttention
     if shape.latent:
@@ -219,21 +222,16 @@ def _fused_attention() -> type:
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
     class FusedAttention(TEDotProductAttention):
-        """Uses Transformer Engine's attention for packs of consecutive documents, and our attention for packs with
-        shared prompts."""
+        """Uses Transformer Engine's attention for consecutive documents, and ours for shared prompts."""
 
         def forward(self, query, key, value, *args, packed_seq_params: PackedDocuments, **kwargs):
-            if packed_seq_params.documents is None:
+            documents = packed_seq_params.documents
+            if documents is None:
                 return super().forward(query, key, value, *args, packed_seq_params=packed_seq_params, **kwargs)
+            assert isinstance(documents, BlockMask), "the microbatch was prepared for torch layers"
             num_tokens = query.shape[0]
             query, key, value = (x.reshape(num_tokens, -1, x.shape[-1]) for x in (query, key, value))
-            out = shared_attention(query, key, value, packed_seq_params.documents, self.softmax_scale)
+            out = shared_attention(query, key, value, documents, self.softmax_scale)
             return out.reshape(num_tokens, -1)
 
     return FusedAttention
-
-
-def _fused_norm() -> type:
-    from megatron.core.extensions.transformer_engine import TENorm
-
-    return TENorm

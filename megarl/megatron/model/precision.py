@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from megarl.config.model_schema import Trained
+from megarl.config.model_schema import Placed
 from megarl.core import device
 from megarl.core.errors import UserError
 from megarl.megatron.model.layer_spec import uses_transformer_engine
@@ -19,12 +19,8 @@ CAPABILITIES = {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0), "m
 """fp8 recipe -> minimum CUDA compute capability (Ada, Hopper or Blackwell)."""
 
 
-def precision(dtype: torch.dtype, settings: Trained) -> dict[str, Any]:
-    """Return the TransformerConfig fields for numeric precision.
-
-    Raises:
-        UserError: this machine does not support the fp8 recipe.
-    """
+def precision(dtype: torch.dtype, settings: Placed) -> dict[str, Any]:
+    """Return the TransformerConfig fields. Raise a UserError if this machine does not support the fp8 recipe."""
     fields: dict[str, Any] = dict(
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -55,8 +51,7 @@ def check_fp8(key: str, recipe: str) -> None:
 
 
 def token_multiple(fp8: str | None) -> int:
-    """Return the required divisor of a pack's token count on one tensor-parallel rank: the block size of fp8 matrix
-    products."""
+    """Return the required divisor of a rank's tokens in a pack: the block size of fp8 matrix products."""
     if fp8 is None:
         return 1
     return 32 if fp8 == "mxfp8" else 16

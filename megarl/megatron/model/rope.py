@@ -31,26 +31,30 @@ class DocumentRotary(RotaryEmbedding):
     positions: torch.Tensor | None = None
     table: torch.Tensor | None = None
 
-    def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group=None) -> torch.Tensor:
+    def forward(  # pyright: ignore[reportIncompatibleVariableOverride]  # the base class wraps forward in a cache
+        self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group=None
+    ) -> torch.Tensor:
         if self.table is None or len(self.table) < max_seq_len:
             self.table = self.get_emb(_power_of_two(max_seq_len))
         return _rows(self.table, self.positions, max_seq_len)
 
 
 class DocumentYarn(YarnRotaryEmbedding):
-    """A DocumentRotary with YaRN scaling (arXiv 2309.00071). It additionally returns the factor that multiplies cosines
-    and sines."""
+    """A DocumentRotary with YaRN (arXiv 2309.00071). It also returns the factor that multiplies cosines and sines."""
 
     positions: torch.Tensor | None = None
     table: torch.Tensor | None = None
     factor: float
 
-    def forward(
+    def forward(  # pyright: ignore[reportIncompatibleVariableOverride]  # the base class wraps forward in a cache
         self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group=None
     ) -> tuple[torch.Tensor, float]:
-        if self.table is None or len(self.table) < max_seq_len:
-            self.table, self.factor = self.get_emb(_power_of_two(max_seq_len))
-        return _rows(self.table, self.positions, max_seq_len), self.factor
+        table = self.table
+        if table is None or len(table) < max_seq_len:
+            pair: Any = self.get_emb(_power_of_two(max_seq_len))  # annotated as a single tensor
+            table, self.factor = pair
+            self.table = table
+        return _rows(table, self.positions, max_seq_len), self.factor
 
 
 @cache
@@ -85,20 +89,18 @@ def _power_of_two(least: int) -> int:
 def set_rotary(model: GPTModel, hf_config: Mapping[str, Any]) -> None:
     """Install the rotary embedding described by config.json in the model and, with latent attention, in every layer."""
     shape, rope = ModelShape.of(hf_config), rope_parameters(completed(hf_config))
-    readers: list[torch.nn.Module] = [model]
-    if shape.latent:
-        readers = [layer.self_attention for layer in model.decoder.layers]
-        model.rotary_pos_emb = readers[0].rotary_pos_emb
-        for attention in readers:
-            attention.rotary_pos_emb = model.rotary_pos_emb
+    readers: list[Any] = [layer.self_attention for layer in model.decoder.layers] if shape.latent else [model]
+    rotary = readers[0].rotary_pos_emb
+    for reader in (model, *readers):
+        reader.rotary_pos_emb = rotary
     if rope["rope_type"] != "yarn":
-        model.rotary_pos_emb.inv_freq = inverse_frequencies(rope, shape.rotary_dim)
-    model.rotary_pos_emb.__class__ = DocumentYarn if rope["rope_type"] == "yarn" else DocumentRotary
+        rotary.inv_freq = inverse_frequencies(rope, shape.rotary_dim)
+    rotary.__class__ = DocumentYarn if rope["rope_type"] == "yarn" else DocumentRotary
     for reader in readers:
         reader.register_forward_pre_hook(_set_positions, with_kwargs=True)
 
 
-def _set_positions(reader: torch.nn.Module, _: tuple, keywords: dict[str, Any]) -> None:
+def _set_positions(reader: Any, _: tuple, keywords: dict[str, Any]) -> None:
     reader.rotary_pos_emb.positions = keywords["packed_seq_params"].positions
 
 

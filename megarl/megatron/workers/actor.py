@@ -6,13 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from torch.distributed import Store
+from torch.distributed.distributed_c10d import Store
 
-from megarl.algorithms.kl import adapted, adapted_penalty
-from megarl.algorithms.kl_reward import kl_reward
+from megarl.algorithms.kl import adapted, adapted_penalty, kl_reward, usual_estimator
 from megarl.config.schema import Config
 from megarl.core import device
 from megarl.core.metrics import Metric
@@ -20,13 +19,7 @@ from megarl.core.token_batch import TokenBatch
 from megarl.core.types import Scoring
 from megarl.data.local_batch import LocalBatch
 from megarl.megatron import parallel
-from megarl.megatron.advantages import (
-    estimate_advantages,
-    mean_advantages,
-    moments,
-    sum_over_replicas,
-    with_advantages,
-)
+from megarl.megatron.advantages import estimate_advantages, mean_advantages, moments, sum_over_replicas, with_advantages
 from megarl.megatron.configured_losses import (
     configured_imitation_loss,
     configured_policy_loss,
@@ -37,12 +30,12 @@ from megarl.megatron.losses import Loss
 from megarl.megatron.main_weights import ChangedShare
 from megarl.megatron.metric_sums import Sums
 from megarl.megatron.model.build import adapter_parameters
-from megarl.megatron.model.head import scored_at
+from megarl.megatron.model.head import LogProbHead, scored_at
+from megarl.megatron.routes import model_of
 from megarl.megatron.token_details import TokenDetails
 from megarl.megatron.token_selection import with_selection
 from megarl.megatron.trust_region import take_step
 from megarl.megatron.workers.trainer import TrainerWorker
-from megarl.models.folder import read_config
 from megarl.models.value_head import add_value_head
 
 Policy = Literal["old", "reference"]
@@ -55,17 +48,13 @@ class ActorWorker(TrainerWorker):
     replays = True
 
     def __init__(self, config: Config, model_folder: Path, rank: int, store: Store, threads: int):
-        hf_config = read_config(model_folder)
-        if config.actor_has_values:
-            hf_config = add_value_head(hf_config)
-        super().__init__(config, hf_config, model_folder, rank, store, threads)
+        super().__init__(config, model_folder, rank, store, threads)
         self._changed_share = ChangedShare(self.optimizer, device.device())
         kl = config.algorithm.kl
         self.kl_coefficient = kl.coefficient
         """The KL coefficient. It changes between steps if algorithm.kl.adaptive_target is set."""
         self._penalty: float | None = None
-        """The penalty in kl_penalty after adaptation to algorithm.objective.penalty_target; None before the first
-        adaptation."""
+        """The penalty in kl_penalty after adaptation to penalty_target; None before the first adaptation."""
         if config.has_reference and self.adapters is None:
             self._weight_snapshots.keep("reference", None if kl.renew_steps is None else kl.renew_share)
         self._token_details = TokenDetails(config.num_detailed_groups)
@@ -75,6 +64,9 @@ class ActorWorker(TrainerWorker):
         """Moments of this rank's advantages for each update in the step. Used with whiten_over=step."""
         self._step_moments: torch.Tensor | None = None
         """Moments over all updates and ranks, available from the first update on."""
+
+    def _model_config(self, hf_config: dict[str, Any]) -> dict[str, Any]:
+        return add_value_head(hf_config) if self._config.actor_has_values else hf_config
 
     @property
     def loss(self) -> Loss:
@@ -152,19 +144,10 @@ class ActorWorker(TrainerWorker):
         old-policy pass and reference pass over the samples. One rank per data-parallel replica returns the rewards."""
         if not parallel.returns_results():
             return {}
-        settings, old, reference = self._config.algorithm.kl, self._kept["old"], self._kept["reference"]
-        return {
-            name: kl_reward(
-                old[name].cpu(),
-                reference[name].cpu(),
-                torch.tensor(mask),
-                self.kl_coefficient,
-                settings.estimator,
-                settings.level,
-                settings.limit,
-            )
-            for name, mask in ((item.sample.id, item.sample.response_mask) for item in batch.samples)
-        }
+        kl, old, reference = self._config.algorithm.kl, self._kept["old"], self._kept["reference"]
+        options = self.kl_coefficient, kl.estimator or usual_estimator(kl.placement, kl.level), kl.level, kl.limit
+        masks = {item.sample.id: torch.tensor(item.sample.response_mask) for item in batch.samples}
+        return {name: kl_reward(old[name].cpu(), reference[name].cpu(), mask, *options) for name, mask in masks.items()}
 
     def note_advantages(self, batch: LocalBatch) -> None:
         """Record the moments of an update's advantages. Call it for every update before the step's first update,
@@ -209,15 +192,16 @@ class ActorWorker(TrainerWorker):
     def adapt_kl(self, divergence: float, num_samples: int) -> None:
         """Adapt the KL coefficient to a step's mean divergence from the reference."""
         kl = self._config.algorithm.kl
-        self.kl_coefficient = adapted(
-            self.kl_coefficient, divergence, kl.adaptive_target, num_samples, kl.adaptive_horizon
-        )
+        if (target := kl.adaptive_target) is not None:
+            coefficient = self.kl_coefficient
+            self.kl_coefficient = adapted(coefficient, divergence, target, num_samples, kl.adaptive_horizon)
 
     def adapt_penalty(self, divergence: float) -> None:
         """Adapt the penalty in kl_penalty to a step's mean divergence from the old policy."""
         objective = self._config.algorithm.objective
-        penalty = objective.option("penalty") if self._penalty is None else self._penalty
-        self._penalty = adapted_penalty(penalty, divergence, objective.adapted_penalty_target)
+        if (target := objective.adapted_penalty_target) is not None:
+            penalty = objective.option("penalty") if self._penalty is None else self._penalty
+            self._penalty = adapted_penalty(penalty, divergence, target)
 
     def _counters(self) -> dict[str, float]:
         penalty = {} if self._penalty is None else {"penalty": self._penalty}
@@ -239,6 +223,7 @@ class ActorWorker(TrainerWorker):
             self.adapters.initialize(factors, self._config.run.seed)
             if path is not None:
                 self.adapters.load(factors, Path(path))
-        for chunk in self.chunks:
-            if self._config.actor_has_values and chunk.module.post_process:
-                chunk.module.output_layer.value_head.initialize(self._config.run.seed)
+        for model in map(model_of, self.chunks):
+            head = model.output_layer if model.post_process else None
+            if isinstance(head, LogProbHead) and head.value_head is not None:
+                head.value_head.initialize(self._config.run.seed)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
-from torch.distributed import Store
-
-from megarl.config.schema import Config
 from megarl.megatron.configured_losses import configured_reward_model_loss
 from megarl.megatron.losses import Loss
 from megarl.megatron.workers.trainer import TrainerWorker
 from megarl.models.classifier import as_classifier
-from megarl.models.folder import read_config
 
 
 class ClassifierWorker(TrainerWorker):
@@ -19,11 +15,11 @@ class ClassifierWorker(TrainerWorker):
     metrics = "reward_model"
     reads = "tokens"
 
-    def __init__(self, config: Config, model_folder: Path, rank: int, store: Store, threads: int):
-        """`model_folder` contains a classifier with one label, or a language model, for which the score head starts at
-        0."""
-        hf_config = as_classifier(read_config(model_folder), config.algorithm.objective.spec.classifier)
-        super().__init__(config, hf_config, model_folder, rank, store, threads)
+    def _model_config(self, hf_config: dict[str, Any]) -> dict[str, Any]:
+        """The folder contains a classifier with one label, or a language model, whose score head starts at 0."""
+        kind = self._config.algorithm.objective.spec.classifier
+        assert kind is not None, "the objective does not train a classifier"
+        return as_classifier(hf_config, kind)
 
     @property
     def loss(self) -> Loss:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from torch.distributed import Store
+from torch.distributed.distributed_c10d import Store
 
-from megarl.algorithms.implicit_reward import token_reward
+from megarl.algorithms.rewards import token_reward
 from megarl.config.schema import Config
 from megarl.core.token_batch import TokenBatch
 from megarl.data.local_batch import LocalBatch
@@ -15,18 +15,20 @@ from megarl.megatron import parallel
 from megarl.megatron.configured_losses import configured_implicit_reward_loss
 from megarl.megatron.losses import Loss
 from megarl.megatron.workers.trainer import TrainerWorker
-from megarl.models.folder import read_config
 
 
 class ImplicitRewardWorker(TrainerWorker):
     role = "implicit_reward"
     metrics = "implicit_reward"
-    temperature = 1.0
     truncates = False
 
     def __init__(self, config: Config, model_folder: Path, rank: int, store: Store, threads: int):
-        super().__init__(config, read_config(model_folder), model_folder, rank, store, threads)
+        super().__init__(config, model_folder, rank, store, threads)
         self._weight_snapshots.keep("reference")
+
+    @property
+    def temperature(self) -> float:
+        return 1.0
 
     @property
     def loss(self) -> Loss:
@@ -39,9 +41,9 @@ class ImplicitRewardWorker(TrainerWorker):
         data-parallel replica returns the rewards.
         """
         with self._weight_snapshots.swapped_in("reference"):
-            reference = self._log_probs(batch)
+            reference = self._first_column(batch)
         self._keep("reference", reference)
-        log_probs = self._log_probs(batch)
+        log_probs = self._first_column(batch)
         if not parallel.returns_results():
             return {}
         config = self._config.implicit_reward
@@ -50,10 +52,6 @@ class ImplicitRewardWorker(TrainerWorker):
             for name, log_prob in log_probs.items()
         }
 
-    def _log_probs(self, batch: LocalBatch) -> dict[str, torch.Tensor]:
-        return {name: columns[:, 0] for name, columns in self._forward(batch).items()}
-
     def _training_batches(self, batch: LocalBatch) -> list[TokenBatch]:
-        """Return the update's microbatches. They have no advantages, because the model learns from the samples'
-        rewards."""
+        """Return the update's microbatches, without advantages: the model learns from the samples' rewards."""
         return self._scored(batch, self._kept)

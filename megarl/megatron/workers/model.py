@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import Store
+from torch.distributed.distributed_c10d import Store
 
-from megarl.config.model_schema import MegatronRole
+from megarl.config.model_schema import MegatronRole, Placed
 from megarl.config.schema import Config
 from megarl.core import device
 from megarl.core.token_batch import TokenBatch
@@ -45,28 +45,19 @@ class ModelWorker:
     """Whether tokens are routed to the experts that the engine chose. Only the policy replays routes, because the
     engine runs only the policy."""
 
-    def __init__(
-        self,
-        config: Config,
-        hf_config: Mapping[str, Any],
-        model_folder: Path,
-        rank: int,
-        store: Store,
-        threads: int,
-    ):
-        """`hf_config` is the config for the role's model. Its head may differ from the head in `model_folder`."""
-        self._config, self._settings, self._hf_config = config, config.placed(self.role), hf_config
-        self._folder, self._rank = model_folder, rank
+    def __init__(self, config: Config, model_folder: Path, rank: int, store: Store, threads: int):
+        self._config, self._folder, self._rank = config, model_folder, rank
+        self._hf_config = self._model_config(read_config(model_folder))
         settings = self._settings
-        self.packing = packing_of(settings, hf_config)
+        self.packing = packing_of(settings, self._hf_config)
         device.claim(threads)
         device.use_expandable_segments()
         parallel.initialize(settings.layout, store, rank, config.run.seed, config.cluster.timeouts.longest)
         lora = settings.adapters
-        self.adapters = None if lora is None else Adapters(lora, hf_config, self.holder)
+        self.adapters = None if lora is None else Adapters(lora, self._hf_config, self.holder)
         self.chunks = build_model(
             settings,
-            hf_config,
+            self._hf_config,
             self.dtype,
             self.temperature,
             config.context_of(settings)[1],
@@ -77,6 +68,15 @@ class ModelWorker:
         self._load_weights()
         self.kernels = kernels.describe()
         print(f"{settings.section}: {self.kernels}", flush=True)
+
+    def _model_config(self, hf_config: dict[str, Any]) -> dict[str, Any]:
+        """Return the config for the role's model, whose head may differ from the head in the folder's config."""
+        return hf_config
+
+    @property
+    def _settings(self) -> Placed:
+        """The role's section of the config."""
+        return self._config.placed(self.role)
 
     @property
     def temperature(self) -> float:
@@ -128,14 +128,17 @@ class ModelWorker:
         self, batch: LocalBatch, replays: bool | None = None, truncates: bool | None = None
     ) -> dict[str, torch.Tensor]:
         """Run a forward-only pass and return sample id -> the head's output for the response tokens, float32 [R,
-        columns]; empty before the last stage. `replays` and `truncates` override the class attributes; None keeps
-        them."""
+        columns]; empty before the last stage. `replays` and `truncates` override the class attributes."""
         scored = step.score(self.chunks, self._collate(batch, replays, truncates))
         results = {}
         for members, columns in zip(batch.members, scored, strict=False):
             parts = columns.split([len(item.sample.response_ids) for item in members])
             results |= {item.sample.id: part for item, part in zip(members, parts, strict=True)}
         return results
+
+    def _first_column(self, batch: LocalBatch) -> dict[str, torch.Tensor]:
+        """Return the first column of `_forward`: log-probs, scores or values, float32 [R]."""
+        return {name: columns[:, 0] for name, columns in self._forward(batch).items()}
 
     def _collate(
         self, batch: LocalBatch, replays: bool | None = None, truncates: bool | None = None

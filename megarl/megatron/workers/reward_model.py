@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch.distributed import Store
+from torch.distributed.distributed_c10d import Store
 
 from megarl.config.device_spans import is_alone
 from megarl.config.schema import Config
@@ -17,7 +17,6 @@ from megarl.megatron import parallel
 from megarl.megatron.offload import Offload
 from megarl.megatron.workers.model import ModelWorker
 from megarl.models.classifier import score_head_of
-from megarl.models.folder import read_config
 
 
 class RewardModelWorker(ModelWorker):
@@ -25,18 +24,19 @@ class RewardModelWorker(ModelWorker):
     reads = "tokens"
 
     def __init__(self, config: Config, model_folder: Path, rank: int, store: Store, threads: int):
-        super().__init__(config, read_config(model_folder), model_folder, rank, store, threads)
-        self._kind = score_head_of(self._hf_config).kind
+        super().__init__(config, model_folder, rank, store, threads)
+        head = score_head_of(self._hf_config)
+        assert head is not None, "the reward model is not a classifier"
+        self._kind = head.kind
         self._offload = Offload(self.chunks)
         if freed := self._move_out():
             print(f"reward_model: offloaded {freed / 1e9:.3f} GB to host memory while it is idle", flush=True)
 
     def score_tokens(self, batch: LocalBatch) -> dict[str, torch.Tensor]:
         """Run a forward-only pass and return sample id -> score for each response token, float32 [R] on the host. A
-        sequence classifier returns only the last token's score, [1]. One rank per data-parallel replica returns the
-        scores."""
+        sequence classifier returns the last token's score, [1]. One rank per replica returns the scores."""
         with self._present():
-            scores = {name: columns[:, 0] for name, columns in self._forward(batch).items()}
+            scores = self._first_column(batch)
         if not parallel.returns_results():
             return {}
         first = -1 if self._kind == "sequence" else 0
@@ -44,8 +44,7 @@ class RewardModelWorker(ModelWorker):
 
     @contextmanager
     def _present(self) -> Iterator[None]:
-        """Return a context manager that keeps the parts listed in `reward_model.offload` on the device while
-        entered."""
+        """Return a context manager that keeps the parts in `reward_model.offload` on the device."""
         for part in set(self._settings.offload):
             self._offload.move_in(part)
         yield

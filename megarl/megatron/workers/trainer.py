@@ -8,14 +8,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch.distributed import ProcessGroup, Store
+from torch.distributed.distributed_c10d import ProcessGroup, Store
 
 from megarl.config.device_spans import is_alone
 from megarl.config.learning_rate import learning_rate
-from megarl.config.model_schema import Role
+from megarl.config.model_schema import Trained
 from megarl.config.schema import Config
 from megarl.core import device
 from megarl.core.checkpoint import Checkpoint, FileRecord
@@ -28,13 +27,12 @@ from megarl.megatron.advantages import estimate_advantages
 from megarl.megatron.checkpoint import sharded
 from megarl.megatron.loss_scale import LossScale
 from megarl.megatron.losses import Loss
-from megarl.megatron.main_weights import begin_main_weights, rounded_parameters
+from megarl.megatron.main_weights import begin_main_weights, main_grad, rounded_parameters
 from megarl.megatron.metric_sums import Sums, read
 from megarl.megatron.model.build import adapter_parameters, named_parameters, named_weights
 from megarl.megatron.nonfinite import RouterBiases, SkippedUpdates, describe_worst
 from megarl.megatron.offload import Offload, Part
 from megarl.megatron.optimizer import build_optimizer, optimizer_config, set_rates
-from megarl.megatron.profile import Profiler
 from megarl.megatron.routes import route_metrics
 from megarl.megatron.weight_snapshots import WeightSnapshots
 from megarl.megatron.workers.model import ModelWorker
@@ -61,21 +59,11 @@ class TrainerWorker(ModelWorker, ABC):
     """One rank of a trained model. Each role defines the model, the loss, and the scores that a forward-only pass
     returns."""
 
-    role: Role
     metrics: str
     """Prefix for the names of the role's metrics."""
 
-    def __init__(
-        self,
-        config: Config,
-        hf_config: Mapping[str, Any],
-        model_folder: Path,
-        rank: int,
-        store: Store,
-        threads: int,
-    ):
-        """`hf_config` is the config for the role's model. Its head may differ from the head in `model_folder`."""
-        super().__init__(config, hf_config, model_folder, rank, store, threads)
+    def __init__(self, config: Config, model_folder: Path, rank: int, store: Store, threads: int):
+        super().__init__(config, model_folder, rank, store, threads)
         settings = self._settings
         self._kept: dict[str, dict[str, torch.Tensor]] = {}
         """Scores from passes over this step's samples: name in TokenBatch -> sample id -> float32 [R]."""
@@ -90,7 +78,6 @@ class TrainerWorker(ModelWorker, ABC):
         """Number of optimizer steps so far, which determines the learning rate."""
         self._skipped = SkippedUpdates()
         self._loss_scale = LossScale(self.chunks, self.dtype, optimizer_config(settings, self.dtype))
-        self._profiler = Profiler()
         self._has_moved = False
         """Whether this step has updated the parameters."""
         self._repeats = False
@@ -102,6 +89,11 @@ class TrainerWorker(ModelWorker, ABC):
     @abstractmethod
     def loss(self) -> Loss:
         """The loss for the next update."""
+
+    @property
+    def _settings(self) -> Trained:
+        sections = self._config.actor, self._config.critic, self._config.implicit_reward
+        return next(section for section in sections if section.section == self.role)
 
     def prepare_refit(self) -> None:
         """Prepare the weights for a refit: merge adapters and quantize. Collective over all ranks."""
@@ -128,13 +120,13 @@ class TrainerWorker(ModelWorker, ABC):
     @property
     def _whole_weights(self) -> Mapping[str, torch.Tensor]:
         """The trained model's weights, with the adapters merged if it has any."""
-        return self.parameters() | ({} if self.adapters is None else self.adapters.merged)
+        return {**self.parameters(), **({} if self.adapters is None else self.adapters.merged)}
 
     @property
     def _refit_weights(self) -> Mapping[str, torch.Tensor]:
         """Name -> tensor for the tensors that engines receive."""
         quantized = {} if self._config.rollout.quantization is None else self._quantized_copy.tensors
-        return self._whole_weights | quantized
+        return {**self._whole_weights, **quantized}
 
     def publish(self, for_refit: bool) -> Published:
         """Publish weights in shared memory for readers on this machine: the weights that a refit sends if `for_refit`,
@@ -161,18 +153,14 @@ class TrainerWorker(ModelWorker, ABC):
         return self._transport.send()
 
     def checksums(self, wanted: Sequence[Region], plan: Plan) -> dict[Region, Checksum]:
-        """Return this rank's contribution to the expected checksums of the engines' weights. `plan` exports the weights
-        that a refit sends."""
+        """Return this rank's part of the expected checksums of the engines. `plan` exports a refit's weights."""
         return source_checksums(wanted, plan, self.holder.name, self._refit_weights)
 
     def update(self, batch: LocalBatch) -> dict[str, Metric]:
         """Take one optimizer step on the loss Σ w·ℓ over the microbatches on all ranks, or skip it if the gradient is
         non-finite. Return metrics on the ranks that report for their replica, and an empty dict on all other ranks. A
-        skipped update has no loss metrics.
-
-        Raises:
-            RuntimeError: on all ranks, after optimizer.nonfinite_limit consecutive skipped updates.
-        """
+        skipped update has no loss metrics. After optimizer.nonfinite_limit consecutive skipped updates, raise a
+        RuntimeError on all ranks."""
         batches = self._training_batches(batch)
         optimizer = self._settings.optimizer
         rate = learning_rate(optimizer, self.num_updates, self._config.num_updates(self._settings))
@@ -204,10 +192,7 @@ class TrainerWorker(ModelWorker, ABC):
 
     def _apply_gradients(self, batches: Sequence[TokenBatch], sums: Sequence[Sums]) -> tuple[float, dict[str, Metric]]:
         """Take the optimizer step unless the gradient is non-finite. Return the gradient norm and additional metrics.
-
-        Args:
-            batches, sums: the microbatches, and the loss metrics for each.
-        """
+        `sums` holds the loss metrics for each microbatch."""
         return step.apply_gradients(self.optimizer), {}
 
     def _take_rounding_metrics(self) -> dict[str, Metric]:
@@ -265,26 +250,30 @@ class TrainerWorker(ModelWorker, ABC):
             self._is_complete = True
 
     def start_profile(self, ranks: Sequence[int]) -> None:
+        """Record operators and kernels until `stop_profile`. Shapes, stacks and memory would add overhead."""
         if self._rank in ranks:
-            self._profiler.start()
+            self._profile = torch.profiler.profile(activities=torch.profiler.supported_activities())
+            self._profile.start()
 
     def stop_profile(self, ranks: Sequence[int], folder: Path) -> None:
+        """Write the recording as a Chrome trace."""
         if self._rank in ranks:
-            self._profiler.stop(folder / f"{self.role}-{self._rank}.json.gz")
+            self._profile.stop()
+            self._profile.export_chrome_trace(str(folder / f"{self.role}-{self._rank}.json.gz"))
+            del self._profile
 
     def _exported_weights(self) -> Mapping[str, torch.Tensor]:
         """Return name -> current weight for the weights that an export writes."""
         if self.adapters is None:
             return self.parameters()
-        if self._settings.adapters.export == "adapters":
+        if self.adapters.exports_factors:
             return {name: factor.detach() for name, factor in adapter_parameters(self.chunks).items()}
         self.adapters.merge(self.parameters())
         return self._whole_weights
 
     def export(self, plan: Plan, transport: Transport, out: Path) -> None:
-        """Write the model as a Hugging Face folder, or its adapters as a PEFT folder. `transport` reads the weights
-        from all ranks."""
-        if self.adapters is not None and self._settings.adapters.export == "adapters":
+        """Write the model as a Hugging Face folder, or its adapters as a PEFT folder, with weights from all ranks."""
+        if self.adapters is not None and self.adapters.exports_factors:
             self.adapters.write(plan, transport, self._config.model.path, out)
             return
         write_folder(plan, transport, without_value_head(self._hf_config), self._folder, out)
@@ -292,17 +281,13 @@ class TrainerWorker(ModelWorker, ABC):
     def write_part(self, plan: Plan, folder: Path) -> None:
         """Write the parameters that an export reads from this rank to files, for ranks on remote nodes. `plan` is this
         rank's part of the export plan."""
-        number = plan.holders.index(self.holder.name)
-        moves = (move for b in plan.buckets if any(link.source == number for link in b.links) for move in b.moves)
-        write_parameters(self._exported_weights(), sorted({move.source.parameter for move in moves}), folder)
+        names = sorted({move.source.parameter for move in plan.moves_from(self.holder.name)})
+        write_parameters(self._exported_weights(), names, folder)
 
     def check_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Verify this rank's share of the role's files. If the layout has not changed, these are the files that the
-        rank wrote and loads next, so the load finds them in the page cache.
-
-        Raises:
-            UserError: a file is corrupt. The message names the file.
-        """
+        rank wrote and loads next, so the load finds them in the page cache. Raise a UserError that names the first
+        corrupt file."""
         files = [record for record in checkpoint.files if record.path.startswith(f"{self.role}/")]
         own_files, num_ranks = self._has_layout_of(checkpoint), self._settings.layout.world_size
         checkpoint.verify(
@@ -357,22 +342,19 @@ class TrainerWorker(ModelWorker, ABC):
         return {"num_updates": self.num_updates} | self._skipped.counters() | self._loss_scale.counters()
 
     def _restore_counters(self, counters: Mapping[str, float]) -> None:
-        self.num_updates = counters["num_updates"]
+        self.num_updates = int(counters["num_updates"])
         self._skipped.restore(counters)
         self._loss_scale.restore(counters)
 
     def _begin_main_weights(self, rounded: Mapping[str, torch.nn.Parameter]) -> None:
-        """Initialize the main weights of rounded parameters. Weights that the model folder stores in float32 are read
-        from it."""
+        """Initialize the main weights of rounded parameters, from the folder's float32 weights if it has them."""
         if not rounded:
             return
-        tensors: dict[str, set[str | None]] = {name: set() for name in rounded}
-        for piece in self.holder.pieces:
-            if piece.local in tensors:
-                tensors[piece.local].add(piece.canonical)
+        pieces = self.holder.shard.by_parameter()
         with self._opened_folder() as (transport, source):
             finer = {name for name, dtype in source.dtypes.items() if ITEM_BYTES[dtype] > self.dtype.itemsize}
-            exact = {name: rounded[name].main_grad for name, dtypes in tensors.items() if dtypes - {None} <= finer}
+            tensors = {name: {piece.canonical for piece in pieces[name]} - {None} for name in rounded}
+            exact = {name: main_grad(parameter) for name, parameter in rounded.items() if tensors[name] <= finer}
             if exact:
                 holder = replace(self.holder, shard=self.holder.shard.only(exact, "float32"))
                 execute(make_plan([source], [holder]).into(holder.name), exact, transport)
@@ -388,8 +370,7 @@ class TrainerWorker(ModelWorker, ABC):
         return whole_parameters(key, selected, self.holder)
 
     def _training_batches(self, batch: LocalBatch) -> list[TokenBatch]:
-        """Return an update's microbatches, with the scores from previous passes and from other models, and with
-        advantages."""
+        """Return an update's microbatches with advantages and with the scores of previous passes and other models."""
         batches = self._with_all_scores(batch)
         # Only the last stage has the critic's values and reads advantages.
         estimated = self._config.algorithm.objective.spec.is_policy_objective and parallel.is_last_stage(None)
@@ -408,7 +389,6 @@ class TrainerWorker(ModelWorker, ABC):
         return [add_scores(token_batch, members, scores) for token_batch, members in pairs]
 
     def _keep(self, name: str, scores: Mapping[str, torch.Tensor]) -> None:
-        """Keep scores for the update on the same samples. Only the last stage keeps them, because only it computes and
-        reads scores."""
+        """Keep scores for the update on the same samples, on the last stage, which computes and reads them."""
         if parallel.is_last_stage(None):
             self._kept.setdefault(name, {}).update(scores)

@@ -59,17 +59,14 @@ def is_factor(name: str) -> bool:
 
 
 def adapted_weights(holder: Holder, share_experts: bool) -> list[AdaptedWeight]:
-    """Return the holder's weights that have adapters: those of all linear layers in the decoder except routers.
-
-    Args:
-        share_experts: whether the experts in a layer share the factor next to the hidden states: A for gate and up
-            projections, B for down projections.
-    """
-    pieces: dict[str, list[Piece]] = {}
-    for piece in holder.pieces:
-        if _LAYER in piece.local and _ROUTER not in piece.local and len(piece.local_rectangle) == 2:
-            pieces.setdefault(piece.local, []).append(piece)
-    return [_adapted(name, weight_pieces, share_experts) for name, weight_pieces in pieces.items()]
+    """Return the adapted weights: those of all linear layers in the decoder except routers. With `share_experts`, the
+    experts in a layer share the factor next to the hidden states: A for gate and up projections, B for down
+    projections."""
+    return [
+        _adapted(name, pieces, share_experts)
+        for name, pieces in holder.shard.by_parameter().items()
+        if _LAYER in name and _ROUTER not in name and len(holder.shapes[name]) == 2
+    ]
 
 
 def _adapted(weight: str, pieces: list[Piece], share_experts: bool) -> AdaptedWeight:
@@ -91,9 +88,7 @@ def _adapted(weight: str, pieces: list[Piece], share_experts: bool) -> AdaptedWe
 def adapter_holder(holder: Holder, rank: int, share_experts: bool) -> Holder:
     """Return a holder, with the same name, of the adapters for the given holder's weights. `rank` is the LoRA rank."""
     pieces: dict[str, tuple[Piece, ...]] = {}
-    weight_pieces: dict[str, list[Piece]] = {}
-    for piece in holder.pieces:
-        weight_pieces.setdefault(piece.local, []).append(piece)
+    weight_pieces = holder.shard.by_parameter()
     for adapted in adapted_weights(holder, share_experts):
         for factor, local in adapted.factors.items():
             if local not in pieces:

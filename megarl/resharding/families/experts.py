@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from megarl.models.shape import ModelShape
 from megarl.resharding.families import mlp
-from megarl.resharding.families.part import Part
-from megarl.resharding.families.tiling import Split, Whole
+from megarl.resharding.families.part import Part, renamed
+from megarl.resharding.families.tiling import Split
 
 # Transformer Engine does not fuse the norm into the router.
 NORM = replace(mlp.NORM, transformer_engine=None)
@@ -15,12 +15,7 @@ NORM = replace(mlp.NORM, transformer_engine=None)
 
 def routed(prefix: str, gate: str, up: str, down: str) -> tuple[Part, Part]:
     """Return the parts for the router and the experts, given the names of their projections."""
-    router = Part(
-        tensors={f"{prefix}.gate.weight": ("experts.count", "hidden")},
-        megatron={"mlp.router.weight": Whole((f"{prefix}.gate.weight",))},
-        vllm={f"{prefix}.gate.weight": Whole((f"{prefix}.gate.weight",))},
-        quantized=False,
-    )
+    router = renamed(f"{prefix}.gate.weight", ("experts.count", "hidden"), "mlp.router.weight", quantized=False)
     rows = tuple(f"{prefix}.experts.{{}}.{name}.weight" for name in (gate, up))
     columns = (f"{prefix}.experts.{{}}.{down}.weight",)
     into, out = Split(rows), Split(columns, axis=1)
@@ -65,12 +60,7 @@ SHARED = Part(
         "mlp.shared_experts.down_proj.weight": Split(_SHARED[2:], axis=1),
     },
 )
-ROUTER_BIAS = Part(
-    tensors={_BIAS: ("experts.count",)},
-    megatron={"mlp.router.expert_bias": Whole((_BIAS,))},
-    vllm={_BIAS: Whole((_BIAS,))},
-    float32=(_BIAS,),
-)
+ROUTER_BIAS = renamed(_BIAS, ("experts.count",), "mlp.router.expert_bias", float32=(_BIAS,))
 
 
 def expert_parts(model: ModelShape) -> tuple[Part, ...]:

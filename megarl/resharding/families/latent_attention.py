@@ -2,25 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from megarl.models.shape import ModelShape
 from megarl.resharding.families import attention
-from megarl.resharding.families.part import Part
-from megarl.resharding.families.tiling import Split, Tiling, Whole
-
-
-def _renamed(canonical: str, dims: tuple[str, ...], megatron: str, tiling: Tiling) -> Part:
-    """Declare one tensor that has the same name in vLLM as in the checkpoint, and a different name in Megatron."""
-    return Part(tensors={canonical: dims}, megatron={megatron: tiling}, vllm={canonical: tiling})
-
-
-def _norm(canonical: str, dim: str, megatron: str, linear: str) -> Part:
-    """Declare the norm for a latent, which Transformer Engine fuses into the following linear layer."""
-    whole = Whole((canonical,))
-    separate = _renamed(canonical, (dim,), f"self_attention.{megatron}.weight", whole)
-    return replace(separate, transformer_engine={f"self_attention.{linear}.layer_norm_weight": whole})
-
+from megarl.resharding.families.part import Part, norm, renamed
+from megarl.resharding.families.tiling import Split, Whole
 
 _Q, _Q_DOWN, _Q_UP = (f"self_attn.{name}.weight" for name in ("q_proj", "q_a_proj", "q_b_proj"))
 _KV_DOWN, _KV_UP = (f"self_attn.{name}.weight" for name in ("kv_a_proj_with_mqa", "kv_b_proj"))
@@ -28,13 +13,8 @@ _OUT = "self_attn.o_proj.weight"
 
 NORM = Part(attention.NORM.tensors, attention.NORM.megatron, attention.NORM.vllm)
 DIRECT_QUERY = (
-    _renamed(_Q, ("query", "hidden"), "self_attention.linear_q_proj.weight", Split((_Q,))),
-    _renamed(
-        _KV_DOWN,
-        ("latent_and_position", "hidden"),
-        "self_attention.linear_kv_down_proj.weight",
-        Whole((_KV_DOWN,)),
-    ),
+    renamed(_Q, ("query", "hidden"), "self_attention.linear_q_proj.weight", Split((_Q,))),
+    renamed(_KV_DOWN, ("latent_and_position", "hidden"), "self_attention.linear_kv_down_proj.weight"),
 )
 LATENT_QUERY = (
     Part(
@@ -45,18 +25,28 @@ LATENT_QUERY = (
         },
         vllm={"self_attn.fused_qkv_a_proj.weight": Whole((_Q_DOWN, _KV_DOWN))},
     ),
-    _norm("self_attn.q_a_layernorm.weight", "latent.query_rank", "q_layernorm", "linear_q_up_proj"),
-    _renamed(_Q_UP, ("query", "latent.query_rank"), "self_attention.linear_q_up_proj.weight", Split((_Q_UP,))),
+    norm(
+        "self_attn.q_a_layernorm.weight",
+        "latent.query_rank",
+        "self_attention.q_layernorm.weight",
+        "self_attention.linear_q_up_proj.layer_norm_weight",
+    ),
+    renamed(_Q_UP, ("query", "latent.query_rank"), "self_attention.linear_q_up_proj.weight", Split((_Q_UP,))),
 )
 KEYS_AND_VALUES = (
-    _norm("self_attn.kv_a_layernorm.weight", "latent.kv_rank", "kv_layernorm", "linear_kv_up_proj"),
-    _renamed(
+    norm(
+        "self_attn.kv_a_layernorm.weight",
+        "latent.kv_rank",
+        "self_attention.kv_layernorm.weight",
+        "self_attention.linear_kv_up_proj.layer_norm_weight",
+    ),
+    renamed(
         _KV_UP,
         ("latent_keys_and_values", "latent.kv_rank"),
         "self_attention.linear_kv_up_proj.weight",
         Split((_KV_UP,)),
     ),
-    _renamed(_OUT, ("hidden", "value"), "self_attention.linear_proj.weight", Split((_OUT,), axis=1)),
+    renamed(_OUT, ("hidden", "value"), "self_attention.linear_proj.weight", Split((_OUT,), axis=1)),
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from megarl.config.divisors import divisibility_error, divisors
@@ -49,19 +50,16 @@ def megatron_holder(
     transformer_engine: bool = False,
     vocab_multiple: int = VOCABULARY_MULTIPLE,
 ) -> Holder:
-    """Return the holder of global rank `rank`, named "megatron:{rank}".
+    """Return the holder of global rank `rank`, named "megatron:{rank}". Raise a UserError if the model cannot be split
+    evenly over the layout. In a run, the config rules reject such a layout earlier, with an error that names its role.
 
     Args:
         dtype: dtype of the weights, such as "bfloat16". None: the checkpoint's dtype.
         transformer_engine: whether the model uses Transformer Engine layers, which fuse norms into the following linear
             layers.
         vocab_multiple: the vocabulary size is padded to a multiple of vocab_multiple · tp.
-
-    Raises:
-        UserError: the model cannot be split evenly over the layout. In a run, the config rules reject such a layout
-            earlier, with an error that names its role.
     """
-    return _holders(hf_config, layout, [rank], dtype, transformer_engine, vocab_multiple)[0]
+    return megatron_holders(hf_config, layout, dtype, transformer_engine, vocab_multiple, [rank])[0]
 
 
 def megatron_holders(
@@ -70,24 +68,14 @@ def megatron_holders(
     dtype: str | None = None,
     transformer_engine: bool = False,
     vocab_multiple: int = VOCABULARY_MULTIPLE,
+    ranks: Iterable[int] | None = None,
 ) -> list[Holder]:
-    """Return the holders for all ranks. See `megatron_holder` for the arguments."""
-    return _holders(hf_config, layout, range(layout.world_size), dtype, transformer_engine, vocab_multiple)
-
-
-def _holders(
-    hf_config: Mapping[str, Any],
-    layout: Layout,
-    ranks: Iterable[int],
-    dtype: str | None,
-    transformer_engine: bool,
-    vocab_multiple: int,
-) -> list[Holder]:
+    """Return the holders for these ranks; None means all ranks. See `megatron_holder` for the remaining arguments."""
     canonical = Canonical(hf_config)
     _check_sizes(canonical.model, layout)
     shards: dict[Coordinates, Shard] = {}
     holders = []
-    for rank in ranks:
+    for rank in range(layout.world_size) if ranks is None else ranks:
         coordinates = Coordinates.of(layout, rank)
         if coordinates not in shards:
             builder = ShardBuilder(canonical, dtype or weights_dtype(hf_config))
@@ -136,24 +124,19 @@ def _shard(
 def chunk_layers(num_layers: int, layout: Layout) -> list[list[range]]:
     """Return the layers in each model chunk, as [virtual stage][pipeline stage].
 
-    A microbatch passes through all pipeline stages once per virtual stage; layers are numbered in this order.
-
-    Raises:
-        UserError: the layers cannot be split evenly.
+    A microbatch passes through all pipeline stages once per virtual stage; layers are numbered in this order. Raise a
+    UserError if the layers cannot be split evenly.
     """
-    chunks: list[list[range]] = []
-    start = 0
-    for virtual in range(layout.vpp):
-        chunks.append([])
-        for stage, count in enumerate(stage_sizes(num_layers, layout)):
-            if count % layout.vpp:
-                raise UserError(
-                    f"vpp={layout.vpp}: the {count} layers of pipeline stage {stage} are not divisible by {layout.vpp}"
-                    f". Fix: set vpp to a divisor of {count}"
-                )
-            chunks[virtual].append(range(start, start + count // layout.vpp))
-            start += count // layout.vpp
-    return chunks
+    sizes = stage_sizes(num_layers, layout)
+    for stage, count in enumerate(sizes):
+        if count % layout.vpp:
+            raise UserError(
+                f"vpp={layout.vpp}: the {count} layers of pipeline stage {stage} are not divisible by {layout.vpp}"
+                f". Fix: set vpp to a divisor of {count}"
+            )
+    ends = accumulate(count // layout.vpp for _ in range(layout.vpp) for count in sizes)
+    chunks = [range(*span) for span in pairwise((0, *ends))]
+    return [chunks[i : i + layout.pp] for i in range(0, len(chunks), layout.pp)]
 
 
 def stage_sizes(num_layers: int, layout: Layout) -> list[int]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 
 from megarl.models.shape import ModelShape
-from megarl.resharding.families.tiling import Tiling
+from megarl.resharding.families.tiling import Tiling, Whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +48,33 @@ class Part:
         }
 
     def vllm_tilings(self, experts: Iterable[int], padded: int | None = None) -> dict[str, Tiling]:
-        """Return local parameter -> tiling for a worker with these experts (global indices).
-
-        Args:
-            padded: size to which the worker pads its share of the experts' intermediate size.
-        """
+        """Return local parameter -> tiling for a worker with these experts (global indices). `padded` is the size to
+        which the worker pads its share of the experts' intermediate size."""
         if not self.per_expert:
             return dict(self.vllm)
         return {local: replace(tiling.for_experts(experts), padded=padded) for local, tiling in self.vllm.items()}
 
     def _experts(self, model: ModelShape) -> range:
         return range(model.experts.count) if self.per_expert and model.experts else range(1)
+
+
+def renamed(
+    canonical: str,
+    dims: tuple[str, ...],
+    megatron: str,
+    tiling: Tiling | None = None,
+    quantized: bool = True,
+    float32: tuple[str, ...] = (),
+) -> Part:
+    """Declare one tensor that has the same name in vLLM as in the checkpoint, and a different name in Megatron. Without
+    a tiling, every rank has the complete tensor."""
+    tiling = tiling or Whole((canonical,))
+    return Part({canonical: dims}, {megatron: tiling}, {canonical: tiling}, float32=float32, quantized=quantized)
+
+
+def norm(canonical: str, dim: str, megatron: str, fused: str) -> Part:
+    """Declare a norm, which Transformer Engine fuses into the following linear layer under the name `fused`."""
+    return replace(renamed(canonical, (dim,), megatron), transformer_engine={fused: Whole((canonical,))})
 
 
 def _size(model: ModelShape, dim: str | tuple[str, ...]) -> int:

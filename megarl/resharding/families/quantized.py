@@ -56,11 +56,8 @@ def quantized_sources(hf_config: Mapping[str, Any], holders: Sequence[Holder]) -
 
 
 def quantized_destinations(hf_config: Mapping[str, Any], holders: Sequence[Holder]) -> list[Holder]:
-    """Return the destination holders (engine workers or a folder) with their weights replaced with fp8 weights.
-
-    Raises:
-        UserError: a shard boundary splits a block.
-    """
+    """Return the destination holders (engine workers or a folder) with their weights replaced with fp8 weights. Raise a
+    UserError if a shard boundary splits a block."""
     tensors = quantized_tensors(hf_config)
     return _with_shards(holders, lambda shard: _destination(shard, tensors))
 
@@ -82,9 +79,9 @@ def _source(shard: Shard, tensors: Collection[str]) -> Shard:
     """Add one scale parameter per tensor. It covers all blocks that overlap the shard."""
     shapes, dtypes, pieces = dict(shard.shapes), dict(shard.dtypes), list(shard.pieces)
     blocks: dict[str, list[Rectangle]] = {}
-    for piece in _quantized(shard, tensors):
+    for tensor, piece in _quantized(shard, tensors):
         dtypes[piece.local] = FP8
-        blocks.setdefault(piece.canonical, []).append(blocks_of(piece.canonical_rectangle))
+        blocks.setdefault(tensor, []).append(blocks_of(piece.canonical_rectangle))
     for tensor, parts in blocks.items():
         bounds = tuple(
             (min(low), max(high)) for low, high in (zip(*side, strict=True) for side in zip(*parts, strict=True))
@@ -97,18 +94,18 @@ def _source(shard: Shard, tensors: Collection[str]) -> Shard:
 
 def _destination(shard: Shard, tensors: Collection[str]) -> Shard:
     shapes, dtypes, pieces = dict(shard.shapes), dict(shard.dtypes), list(shard.pieces)
-    for piece in _quantized(shard, tensors):
+    for tensor, piece in _quantized(shard, tensors):
         _check_blocks(piece, shard.shapes[piece.local])
         name = piece.local + SCALES
         dtypes[piece.local] = FP8
         shapes[name], dtypes[name] = shape_of(blocks_of(whole(shard.shapes[piece.local]))), "float32"
         scales = blocks_of(piece.canonical_rectangle), name, blocks_of(piece.local_rectangle)
-        pieces.append(Piece(piece.canonical + SCALES, *scales))
+        pieces.append(Piece(tensor + SCALES, *scales))
     return Shard(shapes, tuple(pieces), dtypes)
 
 
-def _quantized(shard: Shard, tensors: Collection[str]) -> list[Piece]:
-    return [piece for piece in shard.pieces if piece.canonical in tensors]
+def _quantized(shard: Shard, tensors: Collection[str]) -> list[tuple[str, Piece]]:
+    return [(tensor, piece) for tensor, piece in shard.canonical_pieces if tensor in tensors]
 
 
 def _check_blocks(piece: Piece, shape: tuple[int, ...]) -> None:

@@ -18,11 +18,8 @@ class Share(NamedTuple):
 
 
 class ShardBuilder:
-    """Builds the shard of one rank, parameter by parameter.
-
-    Attributes:
-        dtype: dtype of the model's tensors, except those that its family keeps in float32.
-    """
+    """Builds the shard of one rank, parameter by parameter. The model's tensors have the given dtype, except those that
+    its family keeps in float32."""
 
     def __init__(self, canonical: Canonical, dtype: str):
         self._canonical, self._dtype = canonical, dtype

@@ -55,11 +55,8 @@ class Whole(Tiling):
 
 @dataclass(frozen=True, slots=True)
 class Split(Tiling):
-    """The rank's share of each tensor, concatenated: [gate_r; up_r].
-
-    Attributes:
-        padded: size to which each share is padded with zeros (None: no padding).
-    """
+    """The rank's share of each tensor, concatenated: [gate_r; up_r]. Each share is padded with zeros to the size
+    `padded` (None: no padding)."""
 
     padded: int | None = None
 
@@ -113,11 +110,8 @@ class Padded(Tiling):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fused(Tiling):
-    """Applies `tiling` to the consecutive parts of one fused tensor, as if each part were a separate tensor.
-
-    Attributes:
-        parts: number of rows in each part, given as names of ModelShape attributes.
-    """
+    """Applies `tiling` to the consecutive parts of one fused tensor, as if each part were a separate tensor. `parts`
+    contains the number of rows in each part, as names of ModelShape attributes."""
 
     tiling: Tiling
     parts: tuple[str, ...]
@@ -126,7 +120,10 @@ class Fused(Tiling):
         rows = [getattr(model, part) for part in self.parts]
         starts = list(accumulate(rows, initial=0))
         parts = self.tiling.blocks(rows, model, tp, rank)
-        return [Block(0, starts[part] + start, starts[part] + stop) for part, start, stop in parts]
+        return [
+            Block(None, start, stop) if part is None else Block(0, starts[part] + start, starts[part] + stop)
+            for part, start, stop in parts
+        ]
 
 
 def _share(tensor: int, size: int, parts: int, part: int) -> Block:

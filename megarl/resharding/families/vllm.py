@@ -30,16 +30,14 @@ def vllm_holder(
     expert_parallel: bool = False,
     padded_experts: int | None = None,
 ) -> Holder:
-    """Return the holder of tensor-parallel worker `rank` of engine `replica`, named "vllm:{replica}.{rank}".
+    """Return the holder of tensor-parallel worker `rank` of engine `replica`, named "vllm:{replica}.{rank}". Raise a
+    UserError if the model cannot be split evenly over tp workers.
 
     Args:
         dtype: dtype of the weights, such as "bfloat16". None: the checkpoint's dtype.
         expert_parallel: whether each worker holds whole experts, evenly distributed, instead of a share of each expert.
         padded_experts: size to which a worker zero-pads its share of the experts' intermediate size (None: no padding).
             See `padded_experts`.
-
-    Raises:
-        UserError: the model cannot be split evenly over tp workers.
     """
     return Holder(f"vllm:{replica}.{rank}", _shard(hf_config, tp, rank, dtype, expert_parallel, padded_experts))
 
@@ -67,12 +65,7 @@ def padded_experts(parameters: Mapping[str, tuple[tuple[int, ...], str]]) -> int
 
 
 def _shard(
-    hf_config: Mapping[str, Any],
-    tp: int,
-    rank: int,
-    dtype: str | None,
-    expert_parallel: bool,
-    padded: int | None,
+    hf_config: Mapping[str, Any], tp: int, rank: int, dtype: str | None, expert_parallel: bool, padded: int | None
 ) -> Shard:
     canonical = Canonical(hf_config)
     model = canonical.model
@@ -102,17 +95,14 @@ def _expert_range(count: int, parts: int, part: int) -> range:
 
 
 def _check_tp(model: ModelShape, padded_vocab: int, tp: int, expert_parallel: bool) -> None:
-    experts = model.experts
-    dense = {} if experts and all(experts.layers) else {"MLP rows (intermediate_size)": model.intermediate}
-    routed = {"MLP rows of an expert": experts.intermediate} if experts and not expert_parallel else {}
-    shared = {"MLP rows of the shared experts": experts.shared_intermediate} if experts else {}
-    sizes = {
-        "attention heads": model.heads,
-        **dense,
-        **routed,
-        **shared,
-        f"vocabulary rows (vocab_size padded to a multiple of {VOCABULARY_MULTIPLE})": padded_vocab,
-    }
+    experts, sizes = model.experts, {"attention heads": model.heads}
+    if not experts or not all(experts.layers):
+        sizes["MLP rows (intermediate_size)"] = model.intermediate
+    if experts and not expert_parallel:
+        sizes["MLP rows of an expert"] = experts.intermediate
+    if experts:
+        sizes["MLP rows of the shared experts"] = experts.shared_intermediate
+    sizes[f"vocabulary rows (vocab_size padded to a multiple of {VOCABULARY_MULTIPLE})"] = padded_vocab
     for name, size in sizes.items():
         if message := divisibility_error("rollout.tp", tp, name, size, divisors(size)):
             raise UserError(message)

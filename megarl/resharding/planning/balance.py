@@ -12,12 +12,7 @@ from megarl.resharding.planning.plan import Link
 
 
 class Route(NamedTuple):
-    """The links over which a rectangle is sent.
-
-    Attributes:
-        links: from sources to destinations.
-        forwards: from destinations to different destinations on the same node.
-    """
+    """The links over which a rectangle is sent. `links` start at sources, `forwards` at destinations."""
 
     links: tuple[Link, ...]
     forwards: tuple[Link, ...]
@@ -27,8 +22,7 @@ class Balance:
     """Chooses links and balances the number of bytes that replicas send.
 
     A destination receives from a source on its own device or, if there is none, from one on its own node. If the node
-    has no source, one of its destinations receives from a different node and forwards to the rest, so each byte enters
-    a node once.
+    has no source, one of its destinations receives and forwards to the rest, so each byte enters a node once.
 
     The next sender is the replica that has sent the fewest bytes relative to its fair share. The fair share of a
     transfer is equal for all replicas that could send it. Copies within one device do not count. The destinations that
@@ -36,9 +30,7 @@ class Balance:
     """
 
     def __init__(self, nodes: Sequence[int], devices: Sequence[int | None]):
-        """
-        nodes, devices   node and device of each holder
-        """
+        """`nodes` and `devices` contain the node and the device of each holder."""
         self._nodes, self._devices = nodes, devices
         self._ahead = [0.0] * len(nodes)
         """Number of bytes that each holder has sent, minus its fair share."""
@@ -81,8 +73,7 @@ class Balance:
         return self._holders_by_node[holders]
 
     def _turn(self, destinations: tuple[int, ...], num_bytes: int) -> int:
-        """Return which of the destinations on each node receives for the node, as an index into the destinations
-        there."""
+        """Return the index, among the destinations on each node, of the one that receives for the node."""
         size = max(map(len, self.by_node(destinations)))
         if size == 1:
             return 0

@@ -10,18 +10,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, combinations
 
-from megarl.resharding.piece import (
-    ITEM_BYTES,
-    Holder,
-    Piece,
-    Place,
-    Rectangle,
-    Shard,
-    contains,
-    intersect,
-    num_elements,
-    whole,
-)
+from megarl.resharding.piece import Holder, Piece, Place, Rectangle, Shard, contains, intersect, num_elements, whole
+from megarl.resharding.planning.messages import move_bytes
 from megarl.resharding.planning.plan import Bucket, Hop, Link, Move, Plan
 
 
@@ -92,23 +82,20 @@ class _Check:
         senders = {self._shards[link.source] for link in bucket.links}
         receivers = {self._shards[link.destination] for link in (*bucket.links, *bucket.forwards)}
         for move in bucket.moves:
-            sent = {self._canonical(shard, move.source, move.source_dtype, move) for shard in senders}
-            stored = {self._canonical(shard, move.destination, move.destination_dtype, move) for shard in receivers}
-            if None in sent:
-                raise PlanError(f"the source does not have the elements of {move}")
-            if None in stored:
-                raise PlanError(f"the destination does not store the elements of {move}")
+            source, destination = (move.source, move.source_dtype), (move.destination, move.destination_dtype)
+            sent = {self._canonical(shard, *source, move, "source does not have") for shard in senders}
+            stored = {self._canonical(shard, *destination, move, "destination does not store") for shard in receivers}
             if len(sent | stored) != 1:
                 raise PlanError(f"the source sends {sorted(sent)}, but the destination stores {sorted(stored)}: {move}")
-        size = sum(
-            num_elements(move.destination.rectangle) * ITEM_BYTES[move.destination_dtype] for move in bucket.moves
-        )
+        size = sum(map(move_bytes, bucket.moves))
         if size != bucket.num_bytes:
             raise PlanError(f"a bucket declares num_bytes={bucket.num_bytes}, but its moves have {size} bytes")
 
-    def _canonical(self, shard: Shard, place: Place, dtype: str, move: Move) -> tuple[str, Rectangle] | None:
+    def _canonical(self, shard: Shard, place: Place, dtype: str, move: Move, lacks: str) -> tuple[str, Rectangle]:
         canonical = self._parameters[shard].canonical(place)
-        if canonical is not None and shard.dtypes[place.parameter] != dtype:
+        if canonical is None:
+            raise PlanError(f"the {lacks} the elements of {move}")
+        if shard.dtypes[place.parameter] != dtype:
             actual = shard.dtypes[place.parameter]
             raise PlanError(f"{place.parameter} is {actual}, but the move declares {dtype}: {move}")
         return canonical
@@ -128,8 +115,7 @@ class _Check:
             _check_tiling(self._plan.holders[holder], shard, places)
 
     def _written(self) -> dict[tuple[int, ...], list[Place]]:
-        """Return the places that moves write, keyed by the receivers. A holder that receives a bucket twice is listed
-        twice."""
+        """Return receivers -> written places. A holder that receives a bucket twice is listed twice."""
         written: dict[tuple[int, ...], list[Place]] = defaultdict(list)
         for bucket in self._plan.buckets:
             receivers = tuple(link.destination for link in (*bucket.links, *bucket.forwards))
@@ -184,11 +170,7 @@ class _Parameters:
     """Maps places in a shard's parameters to canonical coordinates."""
 
     def __init__(self, shard: Shard):
-        self._pieces: dict[str, list[Piece]] = defaultdict(list)
-        for piece in shard.pieces:
-            self._pieces[piece.local].append(piece)
-        for pieces in self._pieces.values():
-            pieces.sort(key=_start)
+        self._pieces = {name: sorted(pieces, key=_start) for name, pieces in shard.by_parameter().items()}
 
     def canonical(self, place: Place) -> tuple[str, Rectangle] | None:
         """Return the canonical coordinates of a place, or None for padding and for elements that no piece covers."""

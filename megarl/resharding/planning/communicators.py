@@ -74,10 +74,6 @@ def _key(plan: Plan, link: Link) -> _Key:
 
 
 def buffer_bytes(between: int, near: int) -> int:
-    """Estimate the GPU memory for a rank's communicator buffers in bytes (not measured).
-
-    Args:
-        between: number of the rank's communicators between nodes; each has one set of buffers.
-        near: number of the rank's neighbors inside the node; each has separate buffers.
-    """
+    """Estimate the GPU memory for a rank's communicator buffers in bytes (not measured). Each of `between`
+    communicators between nodes has a set of buffers, and each of `near` neighbors inside the node has its own."""
     return between * NETWORK_BUFFERS + near * EXCHANGE_CHANNELS * CONNECTION

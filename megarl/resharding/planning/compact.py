@@ -1,7 +1,6 @@
 """Encode a plan as a few arrays, which are cheap to send. Each process decodes only its own part.
 
-Pickling the objects of a large plan is slow: its moves contain a million names and rectangles, and most of these
-repeat.
+Pickling the objects of a large plan is slow: its moves contain a million repeated names and rectangles.
 
 Plans are not cached on disk. Planning DeepSeek-V3 from 512 to 256 ranks takes 13 s of a startup of several minutes, and
 a cache lookup would take 6 s to describe and hash all holders.
@@ -29,8 +28,8 @@ class CompactPlan:
         buckets: [B, 2]  size of the bucket in bytes, cumulative number of moves.
         links: [L, 4]  bucket, 1 if forwarding, source, destination; sorted by bucket.
         moves: [M, 6]  source parameter, source rectangle, destination parameter, destination rectangle, source dtype,
-            destination dtype, as indices into `terms`; sorted by bucket.
-        terms: distinct parameter names, rectangles and dtypes.
+            destination dtype, as indices into `names` and `rectangles`; sorted by bucket.
+        names, rectangles: distinct names of parameters and dtypes, and distinct rectangles.
         order: [H, 3]  bucket, source, destination.
     """
 
@@ -38,18 +37,27 @@ class CompactPlan:
     buckets: np.ndarray
     links: np.ndarray
     moves: np.ndarray
-    terms: tuple[str | Rectangle, ...]
+    names: tuple[str, ...]
+    rectangles: tuple[Rectangle, ...]
     order: np.ndarray
 
     @classmethod
     @without_collector()
     def of(cls, plan: Plan) -> CompactPlan:
-        terms: dict[str | Rectangle, int] = {}
+        names: dict[str, int] = {}
+        rectangles: dict[Rectangle, int] = {}
         moves = (
-            terms.setdefault(term, len(terms))
+            index
             for bucket in plan.buckets
-            for source, destination, *dtypes in bucket.moves
-            for term in (*source, *destination, *dtypes)
+            for (source, source_rectangle), (destination, rectangle), source_dtype, dtype in bucket.moves
+            for index in (
+                names.setdefault(source, len(names)),
+                rectangles.setdefault(source_rectangle, len(rectangles)),
+                names.setdefault(destination, len(names)),
+                rectangles.setdefault(rectangle, len(rectangles)),
+                names.setdefault(source_dtype, len(names)),
+                names.setdefault(dtype, len(names)),
+            )
         )
         links = (
             (number, is_forward, *link)
@@ -63,7 +71,8 @@ class CompactPlan:
             buckets=_rows(zip((bucket.num_bytes for bucket in plan.buckets), ends, strict=True), 2, np.int64),
             links=_rows(links, 4),
             moves=np.fromiter(moves, np.int32).reshape(-1, 6),
-            terms=tuple(terms),
+            names=tuple(names),
+            rectangles=tuple(rectangles),
             order=_rows(((number, *link) for number, link in plan.order), 3),
         )
 
@@ -87,12 +96,15 @@ class CompactPlan:
         num_bytes, end = self.buckets[number].tolist()
         start = self.buckets[number - 1, 1] if number else 0
         kinds = (links[links[:, 1] == is_forward, 2:].tolist() for is_forward in (False, True))
-        links_and_forwards = (tuple(Link(*ends) for ends in kind) for kind in kinds)
-        return Bucket(*links_and_forwards, tuple(self._move(*row) for row in self.moves[start:end].tolist()), num_bytes)
+        sent, forwarded = (tuple(Link(*ends) for ends in kind) for kind in kinds)
+        return Bucket(sent, forwarded, tuple(self._move(*row) for row in self.moves[start:end].tolist()), num_bytes)
 
-    def _move(self, *numbers: int) -> Move:
-        source, source_rectangle, destination, rectangle, *dtypes = (self.terms[number] for number in numbers)
-        return Move(Place(source, source_rectangle), Place(destination, rectangle), *dtypes)
+    def _move(
+        self, source: int, source_rectangle: int, destination: int, rectangle: int, source_dtype: int, dtype: int
+    ) -> Move:
+        names, rectangles = self.names, self.rectangles
+        places = Place(names[source], rectangles[source_rectangle]), Place(names[destination], rectangles[rectangle])
+        return Move(*places, names[source_dtype], names[dtype])
 
 
 def _rows(rows: Iterable[tuple[int, ...]], width: int, dtype: type = np.int32) -> np.ndarray:

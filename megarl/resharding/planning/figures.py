@@ -31,12 +31,11 @@ class Figures:
         floor_seconds: lower bound for the duration: bytes through the busiest port, divided by its bandwidth.
         communicators: maximum number of NCCL communicators per rank.
         communicator_bytes: estimated maximum memory for communicators per GPU, in bytes.
-    neighbors            maximum number of ranks with which one rank exchanges messages
-    operations            maximum number of NCCL messages that one rank sends and receives
-    peak_staging_bytes    maximum size of a rank's staging buffers in bytes, which hold the current bucket between nodes
-                          and the next bucket
-    ranks_source, ranks_destination    number of processes on each side
-    plan_hash             SHA-256 of the plan; see Plan.plan_hash
+        neighbors: maximum number of ranks with which one rank exchanges messages.
+        operations: maximum number of NCCL messages that one rank sends and receives.
+        peak_staging_bytes: maximum size of a rank's staging buffers, which hold the current and the next bucket between
+            nodes.
+        ranks_source, ranks_destination: number of processes on each side.
     """
 
     bytes_total: int
@@ -88,13 +87,9 @@ def figures(plan: Plan, sources: Sequence[Holder], destinations: Sequence[Holder
 
 
 class Demand(NamedTuple):
-    """The number of bytes that every plan for these holders must move.
-
-    Attributes:
-        stored: bytes that the destinations store, without padding.
-        entering: bytes that must enter nodes without a source for them, counted once per node.
-        fair: bytes that each source sends if all replicas send the same amount.
-    """
+    """The number of bytes that every plan for these holders must move. `stored` counts the bytes that the destinations
+    store, without padding; `entering` those that must enter nodes without a source for them, once per node; and `fair`
+    the bytes that each source sends if all replicas send the same amount."""
 
     stored: int
     entering: int
@@ -129,11 +124,8 @@ def _demand(sources: Sequence[Holder], destinations: Sequence[Holder]) -> Demand
 def _shares(
     senders: tuple[int, ...], receivers: tuple[int, ...], places: Sequence[tuple[int, int | None]]
 ) -> tuple[int, dict[int, float]]:
-    """Return the number of nodes that a rectangle must enter, and how often each sender sends it on average.
-
-    Args:
-        places: (node, device) of each holder.
-    """
+    """Return the number of nodes that a rectangle must enter, and how often each sender sends it on average. `places`
+    contains the (node, device) of each holder."""
     senders_by_node: dict[int, list[int]] = defaultdict(list)
     for holder in senders:
         senders_by_node[places[holder][0]].append(holder)
@@ -165,11 +157,8 @@ class _Traffic(NamedTuple):
 
 
 def _traffic(plan: Plan, messages: Sequence[int]) -> _Traffic:
-    """Count the messages that each rank exchanges. `messages` contains each bucket's number of messages per link.
-
-    If sources and destinations share devices, destinations read the sources on their own node directly, without
-    messages.
-    """
+    """Count the messages that each rank exchanges. `messages` contains each bucket's number of messages per link. If
+    sources and destinations share devices, destinations read sources on their own node without messages."""
     traffic = _Traffic([set() for _ in plan.holders], [0] * len(plan.holders))
     for bucket, count in zip((plan.remote if plan.devices else plan).buckets, messages, strict=True):
         for source, destination in (*bucket.links, *bucket.forwards):

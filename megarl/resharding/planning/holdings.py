@@ -5,19 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
-from megarl.resharding.piece import (
-    Holder,
-    Place,
-    Rectangle,
-    Shard,
-    contains,
-    intersect,
-    moved,
-    subtract,
-)
+from megarl.resharding.piece import Holder, Place, Rectangle, Shard, contains, intersect, moved, subtract
 
 
 class Held(NamedTuple):
@@ -51,22 +42,18 @@ def holdings(holders: Sequence[Holder], first: int = 0) -> Holdings:
     members = list(shards.values())
     shards_at: dict[str, dict[Rectangle, dict[tuple[Place, str], list[int]]]] = {}
     for number, shard in enumerate(shards):
-        for piece in shard.pieces:
-            if piece.canonical is not None:
-                places = shards_at.setdefault(piece.canonical, {}).setdefault(piece.canonical_rectangle, {})
-                key = Place(piece.local, piece.local_rectangle), shard.dtypes[piece.local]
-                places.setdefault(key, []).append(number)
-    merged: dict[tuple[int, ...], tuple[int, ...]] = {}
+        for tensor, piece in shard.canonical_pieces:
+            places = shards_at.setdefault(tensor, {}).setdefault(piece.canonical_rectangle, {})
+            key = Place(piece.local, piece.local_rectangle), shard.dtypes[piece.local]
+            places.setdefault(key, []).append(number)
 
-    def merge_members(numbers: list[int]) -> tuple[int, ...]:
-        key = tuple(numbers)
-        if key not in merged:
-            merged[key] = tuple(sorted(holder for number in key for holder in members[number]))
-        return merged[key]
+    @cache
+    def merge_members(*numbers: int) -> tuple[int, ...]:
+        return tuple(sorted(holder for number in numbers for holder in members[number]))
 
     return {
         tensor: {
-            rectangle: [Held(rectangle, *key, merge_members(numbers)) for key, numbers in places.items()]
+            rectangle: [Held(rectangle, *key, merge_members(*numbers)) for key, numbers in places.items()]
             for rectangle, places in rectangles.items()
         }
         for tensor, rectangles in shards_at.items()
@@ -75,13 +62,9 @@ def holdings(holders: Sequence[Holder], first: int = 0) -> Holdings:
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """A division of a wanted rectangle among the sources.
-
-    Attributes:
-        parts: disjoint parts of the rectangle, each as large as a single source can send, with the indices of the held
-            rectangles that contain the part.
-        missing: a part of the rectangle that no source holds; None if the sources cover it.
-    """
+    """A division of a wanted rectangle among the sources. The parts are disjoint and as large as a single source can
+    send. Each lists the indices of the held rectangles that contain it. `missing` is a part of the rectangle that no
+    source holds; None if the sources cover it."""
 
     parts: tuple[tuple[Rectangle, tuple[int, ...]], ...]
     missing: Rectangle | None

@@ -68,12 +68,8 @@ class Hop(NamedTuple):
 
 
 class Communicator(NamedTuple):
-    """An NCCL communicator.
-
-    Attributes:
-        members: indices of the participating holders, in rank order.
-        is_inside: whether it is used for links inside a node; otherwise for links between nodes.
-    """
+    """An NCCL communicator. `members` holds the indices of the participating holders, in rank order. If `is_inside`, it
+    is used for links inside a node, otherwise for links between nodes."""
 
     members: tuple[int, ...]
     is_inside: bool
@@ -207,6 +203,11 @@ class Plan:
         )
         fills = (Fill(name, place) for padding in self.padding if holder in padding.holders for place in padding.places)
         return Writes(copies, tuple(fills))
+
+    def moves_from(self, name: str) -> Iterator[Move]:
+        """Yield the moves that a source sends."""
+        number = self.holders.index(name)
+        return (move for b in self.buckets if any(link.source == number for link in b.links) for move in b.moves)
 
     def is_local(self, link: Link) -> bool:
         """Return whether both ends of the link share a device."""

@@ -11,6 +11,7 @@ from megarl.core.errors import UserError
 from megarl.resharding.piece import ITEM_BYTES, Holder, Place, Rectangle, cut, num_elements
 from megarl.resharding.planning.balance import Balance, Route
 from megarl.resharding.planning.holdings import Held, divide, holdings, shards_of
+from megarl.resharding.planning.messages import move_bytes
 from megarl.resharding.planning.plan import Bucket, Link, Move, Padding, Plan
 
 MIB = 2**20
@@ -25,14 +26,12 @@ SMALLEST_PART = MIB
 def make_plan(sources: Sequence[Holder], destinations: Sequence[Holder], bucket_bytes: int | None = None) -> Plan:
     """Return a plan in which every destination element comes from exactly one source.
 
-    Elements arrive directly from the source or through a different destination on the same node.
+    Elements arrive directly from the source or through a different destination on the same node. Raise a UserError if a
+    destination needs an element that no source holds.
 
     Args:
         bucket_bytes: maximum size of a bucket in bytes. None: 1/64 of the largest destination, at least 1 MiB and at
             most 256 MiB.
-
-    Raises:
-        UserError: a destination needs an element that no source holds.
     """
     return _Planner(sources, destinations, bucket_bytes or bucket_size(destinations)).plan()
 
@@ -59,9 +58,10 @@ class _Planner:
             for wanted, destinations in rectangles.items():
                 division = divide(tuple(source_rectangles), wanted)
                 if division.missing:
+                    spans = ", ".join(f"{start}:{stop}" for start, stop in division.missing)
                     raise UserError(
-                        f"{tensor}: no source has the elements {_range(division.missing)}. Fix: use the same model "
-                        "config for source and destination"
+                        f"{tensor}: no source has the elements [{spans}]. Fix: use the same model config for source "
+                        "and destination"
                     )
                 for part, numbers in division.parts:
                     sources = [place for number in numbers for place in source_places[number]]
@@ -135,7 +135,7 @@ class _Buckets:
         self._full: dict[Route, list[Bucket]] = defaultdict(list)
 
     def add(self, route: Route, move: Move) -> None:
-        num_bytes = num_elements(move.destination.rectangle) * ITEM_BYTES[move.destination_dtype]
+        num_bytes = move_bytes(move)
         moves, size = self._open.get(route, ([], 0))
         if moves and size + num_bytes > self._limit:
             self._full[route].append(Bucket(*route, tuple(moves), size))
@@ -168,7 +168,3 @@ def _rounds(destinations: list[Held]) -> list[dict[int, Held]]:
 
 def _move(slab: Rectangle, source: Held, destination: Held) -> Move:
     return Move(source.part(slab), destination.part(slab), source.dtype, destination.dtype)
-
-
-def _range(rectangle: Rectangle) -> str:
-    return "[" + ", ".join(f"{start}:{stop}" for start, stop in rectangle) + "]"

@@ -24,15 +24,13 @@ from megarl.resharding.planning.side import bytes_per_second, colocate, on_nodes
 def reshard(
     model: str, source: str, destination: str, ranks_per_node: int, bandwidth: str, colocated: bool = False
 ) -> Figures:
-    """Return the figures for the plan from `source` to `destination`. Ranks are assigned to nodes in order.
+    """Return the figures for the plan from `source` to `destination`. Ranks are assigned to nodes in order. Raise a
+    UserError if an argument is invalid or does not fit the model.
 
     Args:
         model: a path to config.json, or a value for model.path that is available on this machine.
         source, destination: descriptions of the two layouts; see side_holders.
         colocated: whether source rank i and destination rank i share device i; otherwise they are on different nodes.
-
-    Raises:
-        UserError: an argument is invalid or does not fit the model.
     """
     hf_config = _read(model)
     speeds = read_speeds(ranks_per_node, bandwidth)

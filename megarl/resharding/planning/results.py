@@ -17,10 +17,8 @@ PACKAGES = ("config", "resharding")
 
 
 def cached(folder: Path, inputs: Any, compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return the JSON-serializable result of compute(), from the cache folder where possible.
-
-    Args:
-        inputs: JSON-serializable values that determine the result.
+    """Return the JSON-serializable result of compute(), from the cache folder where possible. `inputs` are
+    JSON-serializable values that determine the result.
 
     The result is recomputed if its file is corrupt, and not cached if the folder is not writable. Both are logged.
     """

@@ -16,13 +16,8 @@ from megarl.resharding.planning.plan import Hop, Link, Plan
 
 @dataclass(frozen=True, slots=True)
 class Bandwidth:
-    """Bandwidth of one process in bytes per second per direction (full duplex).
-
-    Attributes:
-        inter: bandwidth between nodes.
-        intra: bandwidth inside a node.
-        latency: fixed cost of a message in seconds.
-    """
+    """Bandwidth of one process in bytes per second per direction (full duplex). `inter` applies between nodes and
+    `intra` inside a node. A message has a fixed cost of `latency` seconds."""
 
     inter: float
     intra: float
@@ -43,14 +38,9 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The simulated transfers of a plan.
-
-    Attributes:
-        transfers: transfers in plan order; each starts when its ports are free.
-        seconds: end of the last transfer.
-        floor_seconds: lower bound for all schedules of this plan: bytes through the busiest port, divided by its
-            bandwidth.
-    """
+    """The simulated transfers of a plan. Transfers are in plan order; each starts when its ports are free. `seconds` is
+    the end of the last transfer. `floor_seconds` is a lower bound for all schedules of this plan: bytes through the
+    busiest port, divided by its bandwidth."""
 
     transfers: tuple[Transfer, ...]
     seconds: float
@@ -78,10 +68,8 @@ def schedule(plan: Plan, bandwidth: Bandwidth, messages: Sequence[int] = ()) -> 
     Every process has one port per direction for transfers between nodes, and one per direction inside its node. A port
     carries one bucket at a time, in plan order. A transfer inside a node occupies both directions of both processes,
     because a process executes the operations in a communicator one by one. Forwarding starts when the bucket has
-    arrived. Casts, packing and copies within a device are assumed to take no time.
-
-    Args:
-        messages: number of messages per bucket, which adds latency; empty to ignore latency.
+    arrived. Casts, packing and copies within a device are assumed to take no time. `messages` contains the number of
+    messages per bucket, which adds latency; empty ignores latency.
     """
     assert plan.order or not plan.buckets, "the plan has no order. Call ordered() first"
     speeds = bandwidth.inter, bandwidth.intra
@@ -219,7 +207,8 @@ class _Simulation:
         outs, ins = self._touched
         sides = ((self._in, ins), (self._out, outs))
         waiting = [(-side.pending_seconds[port], i, port) for i, (side, ports) in enumerate(sides) for port in ports]
-        outs.clear(), ins.clear()
+        outs.clear()
+        ins.clear()
         for _, is_out, port in sorted(waiting):
             same, opposite = (self._out, self._in) if is_out else (self._in, self._out)
             if same.is_free(port):

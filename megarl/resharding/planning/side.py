@@ -27,10 +27,7 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "
 
 def side_holders(option: str, text: str, hf_config: Mapping[str, Any], is_source: bool) -> list[Holder]:
     """Return the holders for a description such as "tp=8,pp=16,ep=32,etp=1,dp=4", "vllm:tp=8,replicas=32" or "hf".
-
-    Raises:
-        UserError: the text is invalid or does not fit the model. The message contains the command-line option.
-    """
+    Raise a UserError that contains the command-line option if the text is invalid or does not fit the model."""
     kind, _, values = text.rpartition(":") if ":" in text or text != "hf" else ("hf", "", "")
     try:
         if kind == "hf":
@@ -52,12 +49,8 @@ def on_nodes(holders: list[Holder], ranks_per_node: int, first: int = 0) -> list
 def colocate(
     source: str, sources: Sequence[Holder], destination: str, destinations: Sequence[Holder]
 ) -> tuple[list[Holder], list[Holder]]:
-    """Place source rank i and destination rank i on device i. Error messages contain the option values `source` and
-    `destination`.
-
-    Raises:
-        UserError: a device does not have exactly one source rank and one destination rank.
-    """
+    """Place source rank i and destination rank i on device i. Raise a UserError, which contains the option values
+    `source` and `destination`, if a device does not have exactly one source rank and one destination rank."""
     for option, text in (("--from", source), ("--to", destination)):
         if text == "hf":
             raise UserError(f"--colocated: {option} hf is a folder, which has no devices. Fix: omit --colocated")
@@ -66,8 +59,10 @@ def colocate(
             f"--colocated: {source} has {len(sources):,} ranks, but {destination} has {len(destinations):,}. Each "
             f"device must have one source rank and one destination rank. Fix: {_remedy(len(sources), destinations)}"
         )
-    on_devices = [[replace(holder, device=i) for i, holder in enumerate(side)] for side in (sources, destinations)]
-    return on_devices[0], on_devices[1]
+    sources, destinations = (
+        [replace(holder, device=i) for i, holder in enumerate(side)] for side in (sources, destinations)
+    )
+    return sources, destinations
 
 
 def _remedy(num_sources: int, destinations: Sequence[Holder]) -> str:
@@ -84,12 +79,8 @@ def _remedy(num_sources: int, destinations: Sequence[Holder]) -> str:
 
 
 def bytes_per_second(option: str, text: str, names: Sequence[str]) -> dict[str, float]:
-    """Parse bandwidths such as "inter=50GB/s,intra=400Gb/s" (B: bytes, b: bits).
-
-    Raises:
-        UserError: the text is invalid.
-    """
-    values = dict(item.partition("=")[::2] for item in text.split(","))
+    """Parse bandwidths such as "inter=50GB/s,intra=400Gb/s" (B: bytes, b: bits). Raise a UserError if invalid."""
+    values = {name: value for name, _, value in (item.partition("=") for item in text.split(","))}
     if values.keys() != set(names):
         raise UserError(
             f"{option} {text}: expected {' and '.join(names)}. Fix: pass both, for example inter=50GB/s,intra=400GB/s"
@@ -108,7 +99,7 @@ def _engines(text: str, hf_config: Mapping[str, Any]) -> list[Holder]:
     fields = _fields(text, ("tp", "replicas", "ep", "fp8"))
     whole_experts, quantized = (_switch(name, fields.pop(name, "false")) for name in ("ep", "fp8"))
     sizes = {"tp": 1, "replicas": 1} | {name: _positive(name, value) for name, value in fields.items()}
-    holders = vllm_holders(hf_config, **sizes, expert_parallel=whole_experts)
+    holders = vllm_holders(hf_config, sizes["tp"], sizes["replicas"], expert_parallel=whole_experts)
     return quantized_destinations(hf_config, holders) if quantized else holders
 
 
@@ -120,7 +111,7 @@ def _switch(name: str, value: str) -> bool:
 
 def _layout(text: str, hf_config: Mapping[str, Any]) -> Layout:
     sizes = {name: _positive(name, value) for name, value in _fields(text, ONE_PROCESS).items()}
-    layout = Layout(**{**ONE_PROCESS, **sizes}, sequence_parallel=False)
+    layout = Layout.model_validate(ONE_PROCESS | sizes | {"sequence_parallel": False})
     check_layout("", layout)
     _check_stages(layout, completed(hf_config)["num_hidden_layers"])
     return layout

@@ -16,12 +16,8 @@ from megarl.resharding.transports.transport import view
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One end of a move.
-
-    Attributes:
-        start: byte offset in the buffer; None if the elements are contiguous in the parameter, so they are sent from or
-            received into it directly.
-    """
+    """One end of a move. `start` is the byte offset in the buffer; None if the elements are contiguous in the
+    parameter, so they are sent from or received into it directly."""
 
     move: Move
     place: Place
@@ -40,20 +36,18 @@ class Part:
         """Return a view of the elements in the parameter."""
         return view(parameters[self.place.parameter], self.place.rectangle)
 
-    def in_buffer(self, buffer: torch.Tensor) -> torch.Tensor:
+    def in_buffer(self, buffer: torch.Tensor) -> torch.Tensor | None:
+        """Return a view of the elements in the buffer, or None if they are in the parameter."""
+        if self.start is None:
+            return None
         elements = buffer[self.start : self.start + self.num_bytes].view(self.dtype)
         return elements.view(shape_of(self.place.rectangle))
 
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """The layout of a bucket at one holder.
-
-    Attributes:
-        unpacked: moves that are sent as individual messages.
-        packed: moves that share the last message.
-        num_bytes: size of the buffer in bytes.
-    """
+    """The layout of a bucket at one holder. Unpacked moves are sent as individual messages, and packed moves share the
+    last message. `num_bytes` is the size of the buffer in bytes."""
 
     unpacked: tuple[Part, ...]
     packed: tuple[Part, ...]
@@ -66,21 +60,23 @@ class BucketLayout:
     def messages(self, parameters: Mapping[str, torch.Tensor], buffer: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield one tensor per message, from which to send or into which to receive."""
         for part in self.unpacked:
-            yield part.of(parameters) if part.start is None else part.in_buffer(buffer)
+            elements = part.in_buffer(buffer)
+            yield part.of(parameters) if elements is None else elements
         if self.packed:
             yield buffer[self.packed[0].start : self.num_bytes]
 
 
 def lay_out(moves: Iterable[tuple[Move, Place]], parameters: Mapping[str, torch.Tensor]) -> BucketLayout:
-    """Lay out a bucket. The messages are the same at all holders.
-
-    Args:
-        moves: the bucket's moves, each with the place of its elements at this holder.
-        parameters: parameters of this holder; moves for missing parameters use the buffer.
-    """
+    """Lay out a bucket. The messages are the same at all holders. `moves` holds the bucket's moves, each with the place
+    of its elements at this holder. Moves for parameters that are missing in `parameters` use the buffer."""
     unpacked, packed = [], []
     offset, min_bytes = 0, messages.UNPACKED_BYTES_NCCL if device.uses_nccl() else messages.UNPACKED_BYTES
-    for move, place in sorted(moves, key=lambda item: (not messages.is_unpacked(item[0], min_bytes), *_size_key(item))):
+
+    def order(item: tuple[Move, Place]) -> tuple[bool, int]:
+        """Put unpacked moves first, then larger dtypes, so that all moves are aligned."""
+        return not messages.is_unpacked(item[0], min_bytes), -ITEM_BYTES[item[0].destination_dtype]
+
+    for move, place in sorted(moves, key=order):
         is_unpacked = messages.is_unpacked(move, min_bytes)
         in_place = is_unpacked and _is_contiguous(move, place, parameters)
         (unpacked if is_unpacked else packed).append(Part(move, place, None if in_place else offset))
@@ -93,8 +89,3 @@ def _is_contiguous(move: Move, place: Place, parameters: Mapping[str, torch.Tens
         return False
     elements = view(parameters[place.parameter], place.rectangle)
     return elements.is_contiguous() and elements.dtype == getattr(torch, move.destination_dtype)
-
-
-def _size_key(item: tuple[Move, Place]) -> tuple[int]:
-    """Return a sort key that puts larger dtypes first, so all moves are aligned."""
-    return (-ITEM_BYTES[item[0].destination_dtype],)

@@ -23,18 +23,14 @@ def raw_bytes(tensor: torch.Tensor) -> memoryview:
     contiguous = tensor.detach().contiguous()
     # A numpy array would pin the memory, and the tensor's storage could no longer be replaced.
     array = (ctypes.c_ubyte * contiguous.nbytes).from_address(contiguous.data_ptr())
-    array.owner = contiguous
+    array.owner = contiguous  # pyright: ignore[reportAttributeAccessIssue]  # typeshed omits that arrays have a __dict__
     return memoryview(array)
 
 
 def verify(
     checksums: Mapping[str, int], read: Callable[[str], torch.Tensor], folder: Path, progress: Progress, total: int
 ) -> None:
-    """Read the tensors back and raise a UserError if a checksum differs.
-
-    Args:
-        checksums: tensor name -> checksum computed when the tensor was written.
-    """
+    """Read the tensors back and raise a UserError if a checksum differs from that of the written data."""
     for name, expected in checksums.items():
         tensor = read(name)
         if checksum(tensor) != expected:

@@ -69,10 +69,8 @@ class CudaMemory:
     """A Channel to sources that different processes have published on this machine's GPUs."""
 
     def __init__(self, sources: Mapping[str, Mapping[str, Published[Segment]]], moving: bool):
-        """
-        sources   name of the source -> name of the reader -> parameters published for that reader
-        moving    whether the owners may move their tensors after a refit; the channel is then used for one refit only
-        """
+        """`sources` maps source names to reader names to the parameters published for that reader. If `moving`, the
+        owners may move their tensors after a refit, and the channel is used for one refit only."""
         self._sources, self._moving = sources, moving
 
     def open(self, member: str, parameters: Mapping[str, torch.Tensor], plan: Plan, in_place: bool = True) -> GpuReader:
@@ -85,9 +83,7 @@ class GpuReader(PublishedMemory[Segment]):
     """One reader's end of the channel."""
 
     def __init__(self, sources: Mapping[str, Published[Segment]], moving: bool, reader_device: torch.device):
-        """
-        sources   name of the source -> parameters that it has published for this reader
-        """
+        """`sources` maps source names to the parameters published for this reader."""
         super().__init__(sources)
         self._moving, self._reader_device = moving, reader_device
         self._open: dict[Segment, torch.UntypedStorage] = {}

@@ -14,9 +14,7 @@ class LocalMemory(Readable):
     """Sources whose tensors are in this process's memory."""
 
     def __init__(self, sources: Mapping[str, Mapping[str, torch.Tensor]]):
-        """
-        sources   holder name -> its parameters
-        """
+        """`sources` maps holder names to parameters."""
         self._sources = sources
 
     def dtype(self, source: str, parameter: str) -> torch.dtype:

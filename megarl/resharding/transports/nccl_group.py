@@ -9,6 +9,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from megarl.resharding.planning.plan import Link, Plan
 
@@ -26,13 +27,13 @@ class NcclGroup:
     a batch, messages between two ranks are matched in order.
     """
 
-    def __init__(self, store: dist.Store, timeout: timedelta, rank: int, plan: Plan, device: torch.device):
+    def __init__(self, store: Store, timeout: timedelta, rank: int, plan: Plan, device: torch.device):
         self._plan, self._device = plan, device
         self._groups: dict[int, dist.ProcessGroup] = {}
-        self._backends: dict[int, dist.Backend] = {}
+        self._backends: dict[int, dist.ProcessGroupNCCL] = {}
         for number, communicator in enumerate(plan.communicators):
             if rank in communicator.members:
-                ends = dist.PrefixStore(f"communicator {number}", store), communicator.members.index(rank)
+                ends = PrefixStore(f"communicator {number}", store), communicator.members.index(rank)
                 self._backends[number] = _backend(*ends, len(communicator.members), timeout)
                 self._groups[number] = dist.ProcessGroup(*ends, len(communicator.members))
                 self._groups[number]._register_backend(
@@ -74,7 +75,7 @@ class NcclGroup:
         return work
 
 
-def _backend(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.Backend:
+def _backend(store: Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupNCCL:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     with _blocking_wait():

@@ -24,11 +24,13 @@ from typing import Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  # documented, but not in __all__
+from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from megarl.core import device
 from megarl.resharding.piece import Place
 from megarl.resharding.planning.plan import Bucket, Copy, Hop, Link, Move, Plan
-from megarl.resharding.transports.bucket_layout import BucketLayout, Part, lay_out
+from megarl.resharding.transports.bucket_layout import BucketLayout, lay_out
 from megarl.resharding.transports.nccl_group import NcclGroup
 from megarl.resharding.transports.transport import Delivered, Delivery
 from megarl.resharding.transports.waiter import Waiter
@@ -119,7 +121,7 @@ class PointToPoint:
         self._store = _store(rendezvous)
         # The device of an engine rank may differ from the process's current device.
         self._device = next(iter(parameters.values())).device
-        self._group: dist.ProcessGroupGloo | NcclGroup | None = (
+        self._group: ProcessGroupGloo | NcclGroup | None = (
             NcclGroup(self._store, self._timeout, self._rank, plan, self._device)
             if device.uses_nccl()
             else _gloo_group(self._store, self._timeout, self._rank, len(plan.holders))
@@ -148,18 +150,14 @@ class PointToPoint:
 
     @torch.no_grad()
     def deliver(self, copies: Sequence[Copy]) -> Delivery:
-        """Deliver all copies into this member.
-
-        Raises:
-            RuntimeError: a peer fails or does not respond in time. The message contains its name.
-        """
+        """Deliver all copies into this member. Raise a RuntimeError that names a peer that fails or is too slow."""
         self.sent_bytes = 0
         self._tags.clear()
         try:
             with closing(Waiter()) as self._waiter:
-                self._check_open()
-                if device.uses_nccl() and not self._is_connected:
-                    self._create_communicators()
+                group = self._open_group
+                if isinstance(group, NcclGroup) and not self._is_connected:
+                    self._create_communicators(group)
                 yield from self._exchange()
             device.synchronize(self._device)  # wait until all copies from the buffers have finished
             self._to_forward.clear()
@@ -177,17 +175,12 @@ class PointToPoint:
     @cached_property
     def _layouts(self) -> dict[int, BucketLayout]:
         """The layouts of buckets at this member: bucket index -> layout."""
-        return {number: self._lay_out(self._plan.buckets[number]) for number, _ in self._hops}
-
-    def _lay_out(self, bucket: Bucket) -> BucketLayout:
-        return lay_out(self._places(bucket), self._parameters)
+        buckets = {number: self._plan.buckets[number] for number, _ in self._hops}
+        return {number: lay_out(self._places(bucket), self._parameters) for number, bucket in buckets.items()}
 
     def _places(self, bucket: Bucket) -> list[tuple[Move, Place]]:
-        """Return the moves in the bucket with the places of their elements at this member.
-
-        Raises:
-            ValueError: a source parameter does not have the planned dtype.
-        """
+        """Return the moves in the bucket with the places of their elements at this member. Raise a ValueError if a
+        source parameter does not have the planned dtype."""
         is_source = any(link.source == self._rank for link in bucket.links)
         for move in bucket.moves if is_source else ():
             actual = self._parameters[move.source.parameter].dtype
@@ -212,15 +205,17 @@ class PointToPoint:
         while self._in_flight:
             yield from self._retire_oldest(free)
 
-    def _check_open(self) -> None:
+    @property
+    def _open_group(self) -> ProcessGroupGloo | NcclGroup:
         if self._group is None:
             raise RuntimeError(f"{self._member}: the connections are closed because an earlier exchange failed")
+        return self._group
 
-    def _create_communicators(self) -> None:
-        for number in self._group.numbers:
+    def _create_communicators(self, group: NcclGroup) -> None:
+        for number in group.numbers:
             members = self._plan.communicators[number].members
             self._barrier(f"communicator {number}", [member for member in members if member != self._rank])
-            self._group.create(number)
+            group.create(number)
         self._is_connected = True
 
     def _buffers(self) -> list[torch.Tensor]:
@@ -280,14 +275,15 @@ class PointToPoint:
         When a connection breaks, gloo does not fail operations that are partly transferred; they block until their
         timeout. Therefore, a separate thread waits for the operations while this one probes the connections.
         """
-        if device.uses_nccl():
+        group = self._open_group
+        if isinstance(group, NcclGroup):
             self._complete(pending)
         elif pending:
             self._waiter.begin(partial(self._complete, tuple(pending)))
             while self._waiter.is_pending(CHECK_S):
                 for neighbor in {neighbor for neighbor, _ in pending}:
                     with self._naming(neighbor):
-                        _probe(self._group, neighbor)
+                        _probe(group, neighbor)
         pending.clear()
 
     def _complete(self, pending: Iterable[PendingOp]) -> None:
@@ -319,13 +315,11 @@ class PointToPoint:
         if hop.bucket in self._to_forward:
             message.buffer[: len(self._to_forward[hop.bucket])] = self._to_forward[hop.bucket]
         else:
-            self._pack(message)
+            for part in message.layout.parts:
+                elements = part.in_buffer(message.buffer)
+                if elements is not None:
+                    elements.copy_(part.of(self._parameters))
         return message
-
-    def _pack(self, message: Message) -> None:
-        for part in message.layout.parts:
-            if part.start is not None:
-                part.in_buffer(message.buffer).copy_(part.of(self._parameters))
 
     def _new_message(self, bucket: int, free: list[torch.Tensor]) -> _Deliveries[Message]:
         """Return a message with an unused buffer. Waits until a buffer is free."""
@@ -348,44 +342,37 @@ class PointToPoint:
             return
         self._wait(message.receives)
         sender, message.sender = self._plan.holders[message.sender], None
-        for part, elements in self._unpacked(message):
-            yield Copy(sender, self._member, part.move), elements
-
-    def _unpacked(self, message: Message) -> Iterator[tuple[Part, torch.Tensor | None]]:
-        """Yield the parts with their elements, or with None if they were received directly into the parameter."""
         for part in message.layout.parts:
-            yield part, None if part.start is None else part.in_buffer(message.buffer)
+            yield Copy(sender, self._member, part.move), part.in_buffer(message.buffer)
 
 
-def _store(rendezvous: Rendezvous) -> dist.Store:
+def _store(rendezvous: Rendezvous) -> PrefixStore:
     timeout = timedelta(seconds=rendezvous.timeout_s)
-    return dist.PrefixStore(
-        rendezvous.name,
-        dist.TCPStore(rendezvous.host, rendezvous.port, is_master=False, wait_for_workers=False, timeout=timeout),
-    )
+    store = TCPStore(rendezvous.host, rendezvous.port, is_master=False, wait_for_workers=False, timeout=timeout)
+    return PrefixStore(rendezvous.name, store)
 
 
-def _gloo_group(store: dist.Store, timeout: timedelta, rank: int, size: int) -> dist.ProcessGroupGloo:
-    options = dist.ProcessGroupGloo._Options()
+def _gloo_group(store: Store, timeout: timedelta, rank: int, size: int) -> ProcessGroupGloo:
+    options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]  # missing in torch's stubs
     options._timeout = timeout
     options._devices = [_network_device()]
-    return dist.ProcessGroupGloo(store, rank, size, options)
+    return ProcessGroupGloo(store, rank, size, options)
 
 
-def _network_device() -> dist.ProcessGroupGloo.Device:
+def _network_device() -> ProcessGroupGloo.Device:
     """Return the gloo device for the first interface in GLOO_SOCKET_IFNAME or, if unset, for the host name's address.
 
     Connections are established lazily, because most pairs of members never exchange messages.
     """
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if interface:
-        return dist.ProcessGroupGloo.create_device(interface=interface, lazy_init=True)
-    return dist.ProcessGroupGloo.create_default_device(lazy_init=True)
+        return ProcessGroupGloo.create_device(interface=interface, lazy_init=True)
+    return ProcessGroupGloo.create_default_device(lazy_init=True)
 
 
-def _close_connections(group: dist.ProcessGroupGloo | NcclGroup, neighbors: Iterable[int]) -> None:
+def _close_connections(group: ProcessGroupGloo | NcclGroup, neighbors: Iterable[int]) -> None:
     """Close a group's connections to its neighbors."""
-    if device.uses_nccl():
+    if isinstance(group, NcclGroup):
         group.abort()
         return
     # A timed-out operation is the only way to make gloo close all of a member's connections: destroying the group while
@@ -395,6 +382,8 @@ def _close_connections(group: dist.ProcessGroupGloo | NcclGroup, neighbors: Iter
             _probe(group, neighbor).wait(timedelta(milliseconds=1))
 
 
-def _probe(group: dist.ProcessGroupGloo, neighbor: int) -> dist.Work:
+def _probe(group: ProcessGroupGloo, neighbor: int) -> dist.Work:
     """Start receiving a message that is never sent. Raise a RuntimeError if the connection is closed."""
-    return group.recv([DUMMY], neighbor, UNUSED_TAG)
+    return group.recv(  # pyright: ignore[reportAttributeAccessIssue]  # missing in torch's stubs
+        [DUMMY], neighbor, UNUSED_TAG
+    )

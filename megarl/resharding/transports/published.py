@@ -28,7 +28,7 @@ class PublishedParameter(Generic[S]):
 
     @classmethod
     def of(cls, tensor: torch.Tensor, segment: S) -> PublishedParameter[S]:
-        return cls(segment, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        return cls(segment, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
 Published = Mapping[str, PublishedParameter[S]]
@@ -39,9 +39,7 @@ class PublishedMemory(Readable, Generic[S]):
     """Parameters published by one or more owners. Each subclass opens one kind of segment."""
 
     def __init__(self, sources: Mapping[str, Published[S]]):
-        """
-        sources   holder name -> its published parameters
-        """
+        """`sources` maps holder names to published parameters."""
         self._sources = sources
 
     def dtype(self, source: str, parameter: str) -> torch.dtype:

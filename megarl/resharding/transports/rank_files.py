@@ -8,10 +8,8 @@ from pathlib import Path
 import torch
 
 from megarl.resharding.piece import Rectangle
-from megarl.resharding.transports.safetensors import SafetensorsFolder, write_file
+from megarl.resharding.transports.safetensors import SINGLE, SafetensorsFolder, write_file
 from megarl.resharding.transports.transport import Readable, dtype_name
-
-FILE = "model.safetensors"
 
 
 class RankFiles(Readable):
@@ -21,9 +19,7 @@ class RankFiles(Readable):
     """
 
     def __init__(self, folders: Mapping[str, Path]):
-        """
-        folders   name of the source -> its folder
-        """
+        """`folders` maps source names to folders."""
         self._folders = folders
         self._opened: dict[str, SafetensorsFolder] = {}
 
@@ -44,4 +40,4 @@ def write_parameters(parameters: Mapping[str, torch.Tensor], names: Collection[s
     folder.mkdir()
     shapes = {name: tuple(parameters[name].shape) for name in names}
     dtypes = {name: dtype_name(parameters[name].dtype) for name in names}
-    write_file(folder / FILE, shapes, dtypes, lambda name: parameters[name].detach().cpu().contiguous())
+    write_file(folder / SINGLE, shapes, dtypes, lambda name: parameters[name].detach().cpu().contiguous())

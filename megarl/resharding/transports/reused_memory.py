@@ -13,9 +13,7 @@ class ReusedMemory:
     """A reusable block of host memory. Allocating memory for each tensor would take as long as filling it."""
 
     def __init__(self, num_bytes: int):
-        """
-        num_bytes   size of the largest tensor in bytes
-        """
+        """`num_bytes` is the size of the largest tensor in bytes."""
         self._memory = raw_bytes(torch.empty(num_bytes, dtype=torch.uint8))
 
     def tensor(self, shape: tuple[int, ...], dtype: str) -> torch.Tensor:

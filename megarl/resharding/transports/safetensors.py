@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +13,12 @@ import torch
 from safetensors import safe_open
 
 from megarl.core.errors import UserError
-from megarl.resharding.piece import ITEM_BYTES, Holder, Rectangle
+from megarl.resharding.piece import Holder, Rectangle, num_bytes
 from megarl.resharding.transports.checksum import raw_bytes
 from megarl.resharding.transports.transport import Readable, dtype_name
 
-INDEX = "model.safetensors.index.json"
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class SafetensorsFolder(Readable):
@@ -34,10 +28,7 @@ class SafetensorsFolder(Readable):
     """
 
     def __init__(self, folder: Path):
-        """
-        Raises:
-            UserError: the folder has no safetensors weights, or shards are missing.
-        """
+        """Raise a UserError if the folder has no safetensors weights, or if shards are missing."""
         self._folder = folder
         self._files = _files_by_tensor(folder)
         self._open: dict[Path, Any] = {}
@@ -51,11 +42,7 @@ class SafetensorsFolder(Readable):
         self._stack.close()
 
     def with_file_dtypes(self, holder: Holder) -> Holder:
-        """Return the holder with the dtypes in the files.
-
-        Raises:
-            UserError: a tensor is missing or has the wrong shape.
-        """
+        """Return the holder with the files' dtypes. Raise a UserError if a tensor is missing or has a wrong shape."""
         for name, shape in holder.shapes.items():
             stored = tuple(self._slice(name).get_shape())
             if stored != shape:
@@ -94,7 +81,7 @@ class SafetensorsFolder(Readable):
 
 
 def _files_by_tensor(folder: Path) -> dict[str, Path]:
-    index, single = folder / INDEX, folder / "model.safetensors"
+    index, single = folder / INDEX, folder / SINGLE
     if index.is_file():
         names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         files = {tensor: folder / name for tensor, name in names.items()}
@@ -102,9 +89,7 @@ def _files_by_tensor(folder: Path) -> dict[str, Path]:
         with safe_open(single, framework="pt") as opened:
             files = dict.fromkeys(opened.keys(), single)
     else:
-        raise UserError(
-            f"{folder}: contains neither model.safetensors nor {INDEX}. Fix: save the weights as safetensors"
-        )
+        raise UserError(f"{folder}: contains neither {SINGLE} nor {INDEX}. Fix: save the weights as safetensors")
     for path in set(files.values()):
         if not path.is_file():
             raise UserError(f"{folder}: {INDEX} lists {path.name}, but the file does not exist. Fix: download the file")
@@ -112,21 +97,15 @@ def _files_by_tensor(folder: Path) -> dict[str, Path]:
 
 
 def write_file(
-    path: Path,
-    shapes: Mapping[str, tuple[int, ...]],
-    dtypes: Mapping[str, str],
-    tensor: Callable[[str], torch.Tensor],
+    path: Path, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, str], tensor: Callable[[str], torch.Tensor]
 ) -> None:
-    """Write a safetensors file one tensor at a time. The library's own writer needs all tensors at once.
-
-    Args:
-        tensor: function that returns the tensor with a given name; called in the order of `shapes`.
-    """
+    """Write a safetensors file one tensor at a time. The library's own writer needs all tensors at once. `tensor`
+    returns the tensor with a given name and is called in the order of `shapes`."""
     names = {dtype_name(dtype): name for name, dtype in DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape in shapes.items():
-        start, end = end, end + prod(shape) * ITEM_BYTES[dtypes[name]]
+        start, end = end, end + num_bytes(shape, dtypes[name])
         header[name] = {"dtype": names[dtypes[name]], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

@@ -44,10 +44,7 @@ def publish(parameters: Mapping[str, torch.Tensor]) -> Published[Segment]:
     """Move the storages of CPU tensors into shared memory, in place. Idempotent.
 
     The caller must keep the tensors alive and must not reallocate them. Addresses change, so no raw pointers to the
-    tensors may exist.
-
-    Raises:
-        UserError: /dev/shm is too small.
+    tensors may exist. Raise a UserError if /dev/shm is too small.
     """
     return {
         name: PublishedParameter.of(tensor, _shared(tensor.untyped_storage())) for name, tensor in parameters.items()
@@ -89,5 +86,6 @@ def _mapped(segment: Segment) -> torch.UntypedStorage:
                 f"process {segment.pid} has exited or released its shared weights. Fix: look for the first error in "
                 "the logs of the run's trainers"
             )
-        _mappings[segment] = torch.UntypedStorage.from_file(segment.path, True, segment.num_bytes)
+        mapped = torch.UntypedStorage.from_file(segment.path, True, segment.num_bytes)
+        _mappings[segment] = mapped  # pyright: ignore[reportArgumentType]  # torch annotates a base class
     return _mappings[segment]

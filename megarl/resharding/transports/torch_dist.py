@@ -8,14 +8,14 @@ import pickle
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from enum import Enum, EnumMeta
+from enum import EnumMeta
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.checkpoint import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint import metadata as torch_metadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
 from megarl.core.errors import UserError
 from megarl.resharding.checkpoint import Extent
@@ -38,13 +38,12 @@ class TorchDistFolder:
     """A checkpoint folder, as a context manager that unmaps its files on exit. Tensors are views of these files."""
 
     def __init__(self, folder: Path):
-        """
-        Raises:
-            UserError: the folder is not a torch_dist checkpoint, or a file is missing or truncated.
-        """
+        """Raise a UserError if the folder is not a torch_dist checkpoint, or if a file is missing or truncated."""
         self._folder = folder
         metadata = _metadata(folder)
-        self._items = {(index.fqn, tuple(index.offset or ())): info for index, info in metadata.storage_data.items()}
+        self._items: dict[tuple[str, tuple[int, ...]], Any] = {
+            (index.fqn, tuple(index.offset or ())): info for index, info in metadata.storage_data.items()
+        }
         entries = metadata.state_dict_metadata
         self.tensors = {key: _stored(e) for key, e in entries.items() if isinstance(e, TensorStorageMetadata)}
         self.objects = frozenset(key for key, e in entries.items() if isinstance(e, BytesStorageMetadata))
@@ -107,7 +106,7 @@ class TorchDistFolder:
         """Return the elements at `place` from the chunk that stores `rectangle`."""
         chunk = self._chunk(key, rectangle)
         part = view(chunk.elements, moved(place, rectangle, whole(shape_of(rectangle))))
-        first = chunk.start + part.storage_offset() * part.itemsize
+        first = chunk.start + int(part.storage_offset()) * part.itemsize
         last = sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True)) + 1
         start = first - first % mmap.PAGESIZE
         # Prefetch, so that the kernel reads large blocks instead of one page per fault.
@@ -253,6 +252,6 @@ class _Placeholder:
         return
 
 
-def _enum_member(kind: Any, name: str) -> Enum | type[_Placeholder]:
+def _enum_member(kind: object, name: str) -> object:
     """Return an enum member. Replaces getattr, which Python before 3.11.4 uses to pickle enum members."""
-    return kind[name] if isinstance(kind, EnumMeta) and name in kind.__members__ else _Placeholder
+    return kind.__members__.get(name, _Placeholder) if isinstance(kind, EnumMeta) else _Placeholder

@@ -21,6 +21,7 @@ class Transport(Protocol):
 
     def dtype(self, source: str, parameter: str) -> torch.dtype:
         """Return the dtype of a source's parameter. Raise a UserError if the source has no such parameter."""
+        ...
 
     def deliver(self, copies: Sequence[Copy]) -> Delivery:
         """Yield each copy with its elements. Copies may be split into parts, and arrive in any order.
@@ -28,6 +29,7 @@ class Transport(Protocol):
         The elements are None if the transport has already written them into the destination parameter. Otherwise, the
         caller must write them before it requests the next copy, because they are valid only until then.
         """
+        ...
 
 
 class Channel(Protocol):
@@ -42,6 +44,7 @@ class Channel(Protocol):
             plan: the holder's part of the plan.
             in_place: whether the plan writes into `parameters`. Otherwise, they only determine the device.
         """
+        ...
 
 
 class Readable(ABC):

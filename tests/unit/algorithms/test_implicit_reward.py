@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from megarl.algorithms.implicit_reward import outcome_cross_entropy, token_reward
+from megarl.algorithms.rewards import binary_cross_entropy, token_reward
 
 
 def test_token_rewards_are_scaled_log_ratios():
@@ -18,5 +18,5 @@ def test_token_rewards_are_scaled_log_ratios():
 @pytest.mark.parametrize("success", [0.0, 1.0])
 def test_cross_entropy_is_the_outcome_log_probability(reward, success):
     probability = 1 / (1 + math.exp(-reward)) if success else 1 / (1 + math.exp(reward))
-    loss = outcome_cross_entropy(torch.tensor([reward], dtype=torch.float64), torch.tensor([success]).double())
+    loss = binary_cross_entropy(torch.tensor([reward], dtype=torch.float64), torch.tensor([success]).double())
     assert float(loss) == pytest.approx(-math.log(probability), rel=1e-9, abs=1e-12)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from megarl.algorithms.kl_reward import kl_reward
+from megarl.algorithms.kl import kl_reward
 
 OLD = torch.tensor([-1.0, -2.0, -0.5, -3.0])
 REFERENCE = torch.tensor([-1.5, -1.0, -0.5, 4.0])

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.algorithms.labels import binary_cross_entropy
 from megarl.algorithms.registry import OBJECTIVES
+from megarl.algorithms.rewards import binary_cross_entropy
 
 PAIRS = st.lists(st.tuples(st.floats(-30, 30), st.floats(0, 1)), min_size=1, max_size=6)
 

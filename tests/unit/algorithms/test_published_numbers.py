@@ -17,17 +17,15 @@ from megarl.algorithms.advantages.gpg import amplification
 from megarl.algorithms.aggregation import sample_weights
 from megarl.algorithms.baselines import Member
 from megarl.algorithms.corrections import factors
-from megarl.algorithms.covariance import covariance
-from megarl.algorithms.kl_reward import kl_reward
+from megarl.algorithms.kl import kl_reward
 from megarl.algorithms.objectives.clip_cov import random_between_bounds
-from megarl.algorithms.pairs import margins as margins_of
 from megarl.algorithms.policy_loss import PolicyLoss
 from megarl.algorithms.registry import ESTIMATORS, OBJECTIVES
-from megarl.algorithms.relative import sample_advantages
+from megarl.algorithms.relative import covariance, mean_and_std, sample_advantages, whiten
 from megarl.algorithms.returns import at_last_token, reward_to_go
+from megarl.algorithms.rewards import margins as margins_of
 from megarl.algorithms.sample_segments import SampleSegments
 from megarl.algorithms.value_loss import squared_error
-from megarl.algorithms.whitening import mean_and_std, whiten
 from megarl.core.types import Baseline
 from megarl.ops.linear_head import log_prob_and_entropy, plain_log_prob_and_entropy
 from tests.closeness import relative_error

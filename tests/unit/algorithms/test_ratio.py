@@ -5,7 +5,7 @@ import torch
 
 from megarl.algorithms import kl
 from megarl.algorithms.corrections import factors
-from megarl.algorithms.ratio import ratio_of
+from megarl.algorithms.policy_loss import ratio_of
 from megarl.algorithms.registry import OBJECTIVES
 from megarl.algorithms.sample_segments import SampleSegments
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megarl.algorithms.whitening import mean_and_std, whiten
+from megarl.algorithms.relative import mean_and_std, whiten
 
 
 @pytest.mark.parametrize("value", [0.0, 0.1, -3.7])

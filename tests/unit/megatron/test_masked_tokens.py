@@ -14,7 +14,7 @@ from itertools import cycle, product
 import pytest
 import torch
 
-from megarl.algorithms.kl_reward import kl_reward
+from megarl.algorithms.kl import kl_reward
 from megarl.algorithms.registry import ESTIMATORS, OBJECTIVES
 from megarl.config.algorithm_schema import Algorithm
 from megarl.config.load import load

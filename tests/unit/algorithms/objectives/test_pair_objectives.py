@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from megarl.algorithms.objectives.ipo import ipo
 from megarl.algorithms.objectives.slic import slic
-from megarl.algorithms.pairs import bradley_terry, margins
 from megarl.algorithms.registry import OBJECTIVES
+from megarl.algorithms.rewards import bradley_terry, margins
 
 MARGINS = st.floats(-30, 30)
 

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from megarl.algorithms.covariance import covariance
 from megarl.algorithms.objectives.clip_cov import clip_cov, random_between_bounds
 from megarl.algorithms.objectives.kl_cov import highest_covariance, kl_cov
+from megarl.algorithms.relative import covariance
 
 SELECTED = torch.tensor([True, False, False])
 RATIO = torch.tensor([1.1, 1.1, 2.0], dtype=torch.float64)

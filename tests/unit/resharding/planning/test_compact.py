@@ -55,8 +55,9 @@ def test_plan_without_order_round_trips():
     assert CompactPlan.of(plan).part(plan.holders) == plan
 
 
-def test_terms_are_stored_once():
-    """Doubling the replicas adds links and hops, but no moves or terms."""
+def test_names_and_rectangles_are_stored_once():
+    """Doubling the replicas adds links and hops, but no moves, names or rectangles."""
     one, two = (CompactPlan.of(plan_of(config_of(), layout_of(tp=3), 1, replicas)) for replicas in (1, 2))
     assert len(two.links) > len(one.links) and two.moves.shape == one.moves.shape
-    assert sorted(map(str, two.terms)) == sorted(map(str, one.terms))
+    assert set(two.names) == set(one.names) and set(two.rectangles) == set(one.rectangles)
+    assert all(len(set(terms)) == len(terms) for plan in (one, two) for terms in (plan.names, plan.rectangles))
