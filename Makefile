@@ -154,7 +154,7 @@ test-gpu:
 lint: $(DONE)
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
-	$(VENV)/bin/shellcheck .ci/run tools/environment/*.sh launch/*.sbatch
+	$(VENV)/bin/shellcheck .ci/run tools/environment/*.sh tools/gpu/*.sh launch/*.sbatch
 
 types: $(DONE)
 	$(VENV)/bin/pyright

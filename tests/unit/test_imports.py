@@ -345,6 +345,14 @@ def test_reward_process_starts_without_torch() -> None:
     assert "ray" in loaded.split() and {"torch", "vllm", "transformers"}.isdisjoint(loaded.split())
 
 
+def test_a_trainer_rank_needs_neither_ray_nor_vllm() -> None:
+    """So that one rank runs on a machine that has only torch and megatron-core."""
+    code = "import sys, megarl.megatron.workers.actor, megarl.step.dispatch, megarl.step.baselines; print(*sys.modules)"
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    loaded = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    assert "torch" in loaded.split() and {"ray", "vllm"}.isdisjoint(loaded.split())
+
+
 DISTRIBUTIONS = {
     "antlr4": "antlr4-python3-runtime",
     "megatron": "megatron-core",

@@ -75,3 +75,17 @@ def test_failure_to_lock_memory_raises(cudart: Cudart) -> None:
     cudart.error = 2
     with pytest.raises(RuntimeError, match=r"^CUDA error 2: could not page-lock 0.50 GiB of host memory$"):
         device.host_empty_like(torch.empty(2**29, dtype=torch.uint8, device="meta"))
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+@pytest.mark.parametrize("variable", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_segments_are_expandable_on_gpu_unless_the_environment_decides(monkeypatch, on_gpu: bool, variable: str | None):
+    settings: list[str] = []
+    monkeypatch.setattr(device, "on_cuda", lambda: on_gpu)
+    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", settings.append)
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    if variable is not None:
+        monkeypatch.setenv(variable, "max_split_size_mb:128")
+    device.use_expandable_segments()
+    assert settings == (["expandable_segments:True"] if on_gpu and variable is None else [])

@@ -30,6 +30,7 @@ INSPECTING = [
     for command in commands()
     if re.match(r"\.venv/bin/megarl (config|algorithms|doctor)", command) and command not in STARTING
 ]
+ON_GPU = [command for command in commands() if "tools/gpu/" in command or "tools.gpu." in command]
 MEASURING = [command for command in commands() if command.startswith(".venv/bin/python tools/benchmarks/")]
 
 STOP_AFTER_PARSING = """
@@ -71,10 +72,20 @@ def test_every_command_is_run_by_a_test():
         *LAUNCHING,
         *RESHARDING,
         *MEASURING,
+        *ON_GPU,
         *converting,
         *trains,
     }
     assert set(commands()) == known
+
+
+def test_gpu_measurements_accept_their_command():
+    """The test in tests/unit/test_first_contact.py runs them, and `make lint` checks kit.sh."""
+    kit, install, measure = (shlex.split(command, comments=True) for command in ON_GPU)
+    assert kit == ["tools/gpu/kit.sh"] and install[:2] == ["tools/gpu/kit.sh", "install"]
+    assert measure[0].startswith("PYTHONPATH=") and measure[1:4] == ["python", "-m", "tools.gpu.first_contact"]
+    done = subprocess.run([sys.executable, *measure[2:], "--only", "x"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and "--only: no step is named x: machine, " in done.stderr
 
 
 def test_readme_starts_with_two_commands_and_ci_runs_the_second():
