@@ -59,7 +59,7 @@ test: lint
 # .ci/run skips parts whose paths have not changed since the commit in .ci/verified: commit that file.
 test-all:
 	@commit=$$(git rev-parse HEAD) && before=$$(git status --porcelain) && \
-	$(MAKE) lint test test-sandbox soak test-learn test-exhaustive test-newest test-browser resolve-gpu && \
+	$(MAKE) lint types test test-sandbox soak test-learn test-exhaustive test-newest test-browser resolve-gpu && \
 	if [ -z "$$before$$(git status --porcelain)" ] && [ "$$commit" = "$$(git rev-parse HEAD)" ]; \
 	then echo "$$commit" | tee .ci/verified; else echo "the working tree is not clean: .ci/verified is unchanged"; fi
 

@@ -104,7 +104,7 @@ def set_rates(optimizer: MegatronOptimizer, lr: float, weight_decay: float) -> N
 def l2_norm(_chunk: int, _overflow: torch.Tensor, tensor_lists: list[list[torch.Tensor]], *_: object):
     """Return the norm of all tensors in the first list, [1], and None. It has the interface of Apex's
     multi_tensor_l2norm. Megatron's own replacement fetches the norm of every tensor from the GPU separately."""
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensor_lists[0]))).view(1), None
+    return torch.nn.utils.get_total_norm(tensor_lists[0]).view(1), None
 
 
 def _use_fused_kernel(optimizer: MegatronOptimizer) -> None:

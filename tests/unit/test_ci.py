@@ -13,7 +13,7 @@ import pytest
 from tests.paths import ROOT
 
 CI, MAKEFILE = ROOT / ".ci" / "run", ROOT / "Makefile"
-ALWAYS = ["lint", "test", "test-sandbox", "test-cluster", "resolve-gpu"]
+ALWAYS = ["lint", "types", "test", "test-sandbox", "test-cluster", "resolve-gpu"]
 PARTS = ["test-learn", "test-exhaustive", "test-newest", "test-browser"]
 
 

@@ -16,8 +16,10 @@ Delivery = Iterator[Delivered]
 
 
 class Transport(Protocol):
-    staging_bytes: int
-    """Peak size of the transfer buffers during the last delivery, in bytes."""
+    @property
+    def staging_bytes(self) -> int:
+        """Peak size of the transfer buffers during the last delivery, in bytes."""
+        ...
 
     def dtype(self, source: str, parameter: str) -> torch.dtype:
         """Return the dtype of a source's parameter. Raise a UserError if the source has no such parameter."""
