@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -35,7 +35,8 @@ def accumulate_gradients(
     for chunk in chunks:
         chunk.zero_grad_buffer()
         chunk.train()
-    return _run(chunks, batches, partial(_loss_and_metrics, loss, scale), forward_only=False)
+    with _schedule(chunks, batches, partial(compute_loss, loss, scale), forward_only=False) as run:
+        return run()
 
 
 def apply_gradients(optimizer: MegatronOptimizer) -> float:
@@ -65,26 +66,31 @@ def score(chunks: Sequence[DistributedDataParallel], batches: Sequence[TokenBatc
     def keep(item: ModelInput, scored: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return scored.sum(), item.whole(scored[0])
 
-    return _run(chunks, batches, keep, forward_only=True)
+    with _schedule(chunks, batches, keep, forward_only=True) as run:
+        return run()
 
 
 def evaluate(chunks: Sequence[DistributedDataParallel], loss: Loss, batches: Sequence[TokenBatch]) -> list[Sums]:
     """Run a forward-only pass and return each microbatch's loss metrics (empty before the last stage)."""
-    return _run(chunks, batches, partial(_loss_and_metrics, loss, 1), forward_only=True)
+    with _schedule(chunks, batches, partial(compute_loss, loss, 1), forward_only=True) as run:
+        return run()
 
 
-def _loss_and_metrics(loss: Loss, scale: int, item: ModelInput, scored: torch.Tensor) -> tuple[torch.Tensor, Sums]:
+def compute_loss(loss: Loss, scale: int, item: ModelInput, scored: torch.Tensor) -> tuple[torch.Tensor, Sums]:
+    """Return a microbatch's loss, times `scale`, and its metrics."""
     terms = loss.terms(item.rows, scored[0])
     return scale * terms.loss, loss.metrics(item.rows, terms)
 
 
-def _run(
+@contextmanager
+def _schedule(
     chunks: Sequence[DistributedDataParallel],
     batches: Sequence[TokenBatch],
-    compute_loss: Callable[[ModelInput, torch.Tensor], tuple[torch.Tensor, Any]],
+    compute: Callable[[ModelInput, torch.Tensor], tuple[torch.Tensor, Any]],
     forward_only: bool,
-) -> list[Any]:
-    """Run this layout's Megatron schedule. Return the second result of `compute_loss` for each microbatch."""
+) -> Iterator[Callable[[], list[Any]]]:
+    """Return a context manager for this layout's Megatron schedule as a function without arguments, which returns the
+    second result of `compute` for each microbatch."""
 
     def forward_step(iterator: Iterator[ModelInput], chunk: DistributedDataParallel):
         item = next(iterator)
@@ -99,7 +105,7 @@ def _run(
                 attention_mask=None,
                 packed_seq_params=item.attention,
             )
-        return output, partial(compute_loss, item)
+        return output, partial(compute, item)
 
     if forward_only:
         for chunk in chunks:
@@ -107,7 +113,8 @@ def _run(
     gradients = torch.no_grad() if forward_only else nullcontext()
     with gradients, ThreadPoolExecutor(max_workers=1, initializer=device.claim, initargs=(None,)) as thread:
         inputs = _Inputs(batches, chunks[0].config.sequence_parallel, thread)
-        return get_forward_backward_func()(
+        yield partial(
+            get_forward_backward_func(),
             forward_step_func=forward_step,
             data_iterator=[iter(inputs) for _ in chunks],
             model=list(chunks),
