@@ -15,7 +15,7 @@ float32, and a single infinity turns all gradients into NaN (0 · ∞), even whe
 
 
 def bounded(log_ratio: torch.Tensor) -> torch.Tensor:
-    """Clamp log-ratios to at most LARGEST_LOG_RATIO. Only clamped values change, and have no gradient."""
+    """Clamp log-ratios to at most LARGEST_LOG_RATIO. Clamped values receive no gradient; all others are unchanged."""
     return log_ratio.clamp(max=LARGEST_LOG_RATIO)
 
 

@@ -71,7 +71,7 @@ class SyncVerifier:
         values = _values(self._compute(regions), regions)
         if values == self._known:
             raise RunFailure(
-                "refit: the optimizer's updates do not reach the actor's weights. No byte has changed over updates "
+                "refit: the optimizer's updates do not reach the actor's weights. No byte changed during updates "
                 f"whose learning rates sum to {self._movement:g}. Fix: remove actor.megatron_overrides, and check the "
                 "installed versions with megarl doctor"
             )

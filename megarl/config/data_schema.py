@@ -14,7 +14,7 @@ OWN_TASKS = "environment"
 
 
 def reasoning_task(source: str) -> str | None:
-    """Return the reasoning-gym task that a source names, None for other sources."""
+    """Return the reasoning-gym task that a source names, or None for other sources."""
     package, separator, task = source.partition(":")
     return task if package == "reasoning_gym" and separator else None
 

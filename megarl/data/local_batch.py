@@ -39,7 +39,7 @@ class LocalBatch:
         return self._collated[key]
 
     def renewed(self, samples: Sequence[SampleRef]) -> LocalBatch:
-        """Return the batch with the current rewards, baselines and weights of the same samples."""
+        """Return a batch of the same samples with up-to-date rewards, baselines and loss weights."""
         renewed = LocalBatch(samples, self.microbatches)
         renewed._collated = {
             key: [add_scalars(batch, members) for batch, members in zip(batches, renewed.members, strict=True)]

@@ -124,7 +124,7 @@ class HostPool:
                         await host.end()
 
     async def give_back(self, host: HostProcess) -> None:
-        """Release a process at the end of a rollout. Kill a replaced process after its last rollout."""
+        """Release a process at the end of a rollout. If it has been replaced and this was its last rollout, kill it."""
         host.num_rollouts -= 1
         if host not in self._hosts and not host.num_rollouts:
             await host.end()

@@ -36,7 +36,8 @@ class RolloutRequest:
 
     @property
     def key(self) -> str:
-        """Name in the environment's process, where an aborted rollout with the same id may still be closing."""
+        """The rollout's name in the environment's process. It differs from the rollout's id, because an aborted rollout
+        with the same id may still be closing there."""
         return f"{self.id}/{id(self)}"
 
 
@@ -73,7 +74,7 @@ class RolloutRunner:
         self._num_consecutive_failures = 0
 
     async def start(self, address: str) -> None:
-        """Start the endpoint for agents on this address. Does nothing if the class is an environment."""
+        """Start the endpoint for agents on this address. Do nothing if the class is an environment."""
         if self.pool.is_agent:
             rollout = self.config.rollout
             sampling = {"temperature": rollout.temperature, "top_p": rollout.top_p}

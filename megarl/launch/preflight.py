@@ -83,7 +83,7 @@ def listen_for_nodes(report: NodeReport, config: Config) -> Iterator[NodeReport]
         yield replace(report, problems=[*report.problems, str(error)])
         return
     with listener:
-        listener.listen(config.cluster.nodes)  # a connection in the backlog suffices, none needs to be accepted
+        listener.listen(config.cluster.nodes)  # reaching the backlog is enough; no connection needs to be accepted
         yield replace(report, address=listener.getsockname())
 
 

@@ -51,7 +51,7 @@ DEVICE_LITERALS = (
     "optimizer.distrib_optimizer:DistributedOptimizer._build_model_and_main_param_groups",
     "dist_checkpointing.exchange_utils:_get_empty_tensor_for_exchange",
 )
-# Literals that exist only since some version, with that version and the function.
+# Literals that newer versions introduced: the version, and the function that contains the literal.
 NEWER_DEVICE_LITERALS = (("0.19", "optimizer.optimizer:MegatronOptimizer.has_grad_norm_group"),)
 
 _installed = False

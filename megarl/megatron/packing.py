@@ -20,7 +20,7 @@ def packing_of(settings: Placed, hf_config: Mapping[str, Any]) -> Packing:
         token_budget=settings.tokens_per_microbatch * layout.cp,
         num_ranks=layout.dp,
         shares_prompts=can_share_prompts(layout.cp),
-        # Transformer Engine splits every document over ranks; our attention splits the pack.
+        # Transformer Engine splits each document across ranks; our attention splits the pack as a whole.
         document_multiple=chunks if uses_transformer_engine() else 1,
         pack_multiple=chunks * (layout.tp if layout.sequence_parallel else 1) * token_multiple(settings.fp8),
         # The interleaved schedule processes pp microbatches at a time and does not support a remainder.

@@ -104,7 +104,7 @@ class ModelShape:
             head_dim=latent.content_dim + latent.position_dim if latent else model["head_dim"] or hidden // heads,
             intermediate=_number(model, "intermediate_size"),
             vocab=_number(model, "vocab_size"),
-            # A classifier's config may set this key, but a classifier has no language head to tie.
+            # A classifier's config may set this key, but a classifier has no LM head to tie.
             tied=bool(model["tie_word_embeddings"]) and score_head_of(hf_config) is None,
             qkv_bias=family == "qwen2" or model["attention_bias"],
             attention_out_bias=family != "qwen2" and model["attention_bias"],

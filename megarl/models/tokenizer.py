@@ -30,7 +30,9 @@ def load_tokenizer(folder: Path, key: str = "model.path") -> PreTrainedTokenizer
     """Load the tokenizer from a Hugging Face folder. Raise a UserError if the folder has no tokenizer. The message
     contains the config key."""
     if not any(folder.glob("tokenizer*")):
-        raise UserError(f"{key}={folder}: has no tokenizer. Fix: copy the model's tokenizer files into the folder")
+        raise UserError(
+            f"{key}={folder}: the folder has no tokenizer. Fix: copy the model's tokenizer files into the folder"
+        )
     if _is_generic(folder):
         from transformers import PreTrainedTokenizerFast
 
@@ -49,7 +51,7 @@ def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], *, skip_speci
 
 def load_decoder(folder: Path) -> Callable[[tuple[int, ...]], str]:
     """Return a function that decodes token ids, including special tokens. If the folder has a tokenizer.json, the
-    tokenizers library is used directly; it imports a second faster than transformers."""
+    tokenizers library is used directly, because importing it is a second faster than importing transformers."""
     if (folder / "tokenizer.json").exists():
         from tokenizers import Tokenizer
 

@@ -44,7 +44,8 @@ class EffectiveShare:
         self._lasted = _completed_s(run)
 
     def metrics(self, step_metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return the goodput at the end of a step, if it runs in a Slurm job. `step_metrics` has time/step."""
+        """Return the run's goodput at the end of a step; empty outside a Slurm job. `step_metrics` must contain the
+        metric `time/step`."""
         if ALLOCATED not in os.environ:
             return {}
         self._lasted += step_metrics["time/step"]

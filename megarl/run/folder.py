@@ -233,7 +233,7 @@ class RunFolder:
         return self.path / EVALUATIONS / name / ROLLOUTS.format(step)
 
     def evaluation_files(self) -> dict[str, dict[int, Path]]:
-        """Return the existing evaluation files, keyed by set name and step in ascending order."""
+        """Return the existing evaluation files, keyed by set name, then by step in ascending order."""
         folders = sorted((self.path / EVALUATIONS).glob("*"))
         return {folder.name: numbered(folder, ROLLOUTS) for folder in folders}
 

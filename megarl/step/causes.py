@@ -8,7 +8,7 @@ from enum import IntEnum
 
 
 class Verdict(IntEnum):
-    """The verdict on a cause, in increasing order of likelihood."""
+    """Verdicts on a cause, in increasing order of likelihood."""
 
     EXCLUDED = 0
     UNKNOWN = 1

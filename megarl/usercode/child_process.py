@@ -183,7 +183,7 @@ class ChildProcess:
 
     def kill(self, reason: str | None = None) -> None:
         """Kill the process with its descendants, except for self-cleaning programs and their descendants. A call that
-        another thread waits for fails with this reason."""
+        another thread is waiting for fails with `reason`."""
         with self._killing:
             self.kill_reason = self.kill_reason or reason
             if self._process.returncode is None:

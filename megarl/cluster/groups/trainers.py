@@ -149,7 +149,8 @@ class TrainerGroup(RankGroup):
 
     @remote(timeout="update", join=join_by_sample)
     def take_advantages(self) -> dict[str, float]:
-        """Take from the ranks each trained sample's mean advantage over its trained tokens, by sample id."""
+        """Collect from the ranks the mean advantage of each trained sample over its trained tokens, keyed by sample
+        id."""
         ...
 
     @remote(timeout="update", join=join_by_sample)
@@ -243,8 +244,8 @@ class TrainerGroup(RankGroup):
         return self._publish(for_refit).then(self._by_holder)
 
     def publish_on_gpu(self, plan: Plan) -> Pending[dict[str, dict[str, Published]]]:
-        """Publish the weights on the devices. The result maps holder name and reader's holder name to the addresses of
-        the parameters that the plan copies from the holder to the reader."""
+        """Publish the weights on the devices. Return holder name -> reader's holder name -> addresses of the parameters
+        that the plan copies from the holder to the reader."""
         readers = readers_of(plan)
         return self._publish_on_gpu.on_each((readers[holder.name],) for holder in self.holders).then(self._by_holder)
 

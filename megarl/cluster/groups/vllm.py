@@ -144,7 +144,7 @@ def _prepare(process: Process, batch_invariant: bool) -> None:
     ranks = len(process.devices)
     variables = environment(ranks, process.threads, process.index, bool(process.gpus), batch_invariant)
     os.environ.update(variables, **folders)
-    tempfile.tempdir = None  # Python cached the old TMPDIR when Ray imported tempfile
+    tempfile.tempdir = None  # tempfile cached the old TMPDIR when Ray imported it
     segments.name_semaphores(scratch)
 
 

@@ -291,9 +291,9 @@ def _activations(shape: ModelShape, tp: int, tokens: int) -> float:
 
 
 def _workspace(overrides: Mapping[str, Any], shape: ModelShape, tp: int, tokens: int) -> float:
-    """Return the number of elements in a rank's expert workspaces. With hidden size h and a active experts with f rows
-    each, a token takes a · (max(h, 2f) + max(h, f)) elements: the outputs of both matrix products and the activation
-    between them (experts/triton_moe.py: workspace_shapes)."""
+    """Return the number of elements in a rank's expert workspaces. With hidden size h and k active experts per token,
+    each with f rows, a token needs k · (max(h, 2f) + max(h, f)) elements: the outputs of both matrix products and the
+    activation between them (experts/triton_moe.py: workspace_shapes)."""
     if shape.experts is None:
         return 0
     rows = shape.experts.intermediate / (1 if overrides.get("enable_expert_parallel") else tp)

@@ -81,7 +81,7 @@ class Interrupts:
         if self._can_cut_short and self._grace_s > 0:
             signal.setitimer(signal.ITIMER_REAL, self._grace_s)
             if self._is_awaited and os.getppid() == self._parent:  # otherwise the parent is lost
-                # Do not use print: the interrupted code may be writing to its buffer.
+                # Do not use print: the interrupted code may be writing to stdout's buffer.
                 grace = f"checkpoint.grace_s={self._grace_s:g} s"
                 line = f"interrupted: the run saves after the current step if the step ends within {grace}"
                 os.write(1, f"{line}. A second signal ends the run at once\n".encode())

@@ -54,9 +54,9 @@ def mapped() -> set[Segment]:
 
 
 def created(scratch: Path, mapped_at_end: Set[Segment] = frozenset()) -> set[Segment]:
-    """Return the segments that the run created; empty if the scratch folder is gone. A segment counts as the run's if
-    one of its processes recorded it, if it is mapped at the end of the run, or if it is named after the scratch folder.
-    Segments that existed before the run are excluded."""
+    """Return the segments that the run created; empty if the scratch folder is gone. A segment belongs to the run if
+    one of the run's processes recorded it, if one of them still maps it at the end of the run, or if it is named after
+    the scratch folder. Segments that existed before the run are excluded."""
     if not (scratch / EARLIER).exists():
         return set()
     noted = {segment for file in scratch.glob(f"{NOTE}.*") for segment in _read(file)}

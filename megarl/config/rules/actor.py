@@ -68,8 +68,8 @@ def adapters_exclude_model_overrides(config: Config) -> Iterator[str]:
     rank, overrides = config.actor.lora.rank, config.actor.megatron_overrides.model
     if rank is not None and (rate := overrides.get("moe_router_bias_update_rate", 0)):
         yield (
-            f"actor.megatron_overrides.model.moe_router_bias_update_rate={rate}: with actor.lora.rank={rank} "
-            "checkpoints contain only adapters, not router biases. Fix: remove the override"
+            f"actor.megatron_overrides.model.moe_router_bias_update_rate={rate}: with actor.lora.rank={rank}, "
+            "checkpoints contain only adapters, so the updated router biases would be lost. Fix: remove the override"
         )
     if rank is not None and overrides.get("moe_shared_expert_overlap", False):
         yield (

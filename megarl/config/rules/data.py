@@ -91,7 +91,7 @@ def source_weights_match_sources(config: Config) -> Iterator[str]:
         return
     if set(data.source_weights) != set(data.sources):
         yield (
-            f"data.source_weights={show(data.source_weights)}: with data.source_column=null the keys must be "
+            f"data.source_weights={show(data.source_weights)}: with data.source_column=null, the keys must be "
             f"{', '.join(data.sources)}. Fix: use these keys, or set data.source_column"
         )
 

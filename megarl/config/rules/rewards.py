@@ -26,7 +26,7 @@ def reward_engines_use_only_tp_and_dp(config: Config) -> Iterator[str]:
 def judge_requires_vllm(config: Config) -> Iterator[str]:
     if config.reward_model.judges and config.reward_model.engine != "vllm":
         yield (
-            "reward_model.input_format=question: a judge generates text, but "
+            "reward_model.input_format=question: a judge must generate text, but "
             f"reward_model.engine={config.reward_model.engine} only computes scores. Fix: set reward_model.engine=vllm"
         )
 

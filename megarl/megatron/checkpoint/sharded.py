@@ -84,7 +84,7 @@ class Saving:
                 "or repair the disk, then resume with resume=auto"
             ) from error
         self._thread.shutdown()
-        # Otherwise glibc retains the memory of the copies, and more of it with every save.
+        # Otherwise glibc keeps the memory of the freed copies, and the amount grows with every save.
         ctypes.CDLL(None).malloc_trim(0)
         return [replace(record, path=str((self._folder / record.path).relative_to(checkpoint))) for record in records]
 

@@ -222,7 +222,8 @@ def _fused_attention() -> type:
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
     class FusedAttention(TEDotProductAttention):
-        """Uses Transformer Engine's attention for consecutive documents, and ours for shared prompts."""
+        """Uses Transformer Engine's attention for packs without shared prompts, and our attention for packs with
+        them."""
 
         def forward(self, query, key, value, *args, packed_seq_params: PackedDocuments, **kwargs):
             documents = packed_seq_params.documents

@@ -38,9 +38,9 @@ def check_gpus(torch: str | None, runtime: str | None, run: RunCommand = run_com
 
 
 def driver(found: str, torch: str | None, runtime: str | None) -> Finding:
-    """Check that the driver supports the CUDA version for which torch was built. The CUDA version is the local part of
-    torch's version, such as +cu130. PyPI builds have no local part. For them, the version of the installed CUDA runtime
-    is used."""
+    """Check that the driver supports the CUDA version that torch was built for. That version is the local part of
+    torch's version, such as +cu130; for PyPI builds, which have none, it is the version of the installed CUDA
+    runtime."""
     cuda = re.search(r"\+cu(\d\d)", torch or "")
     if torch is not None and cuda is None and "+" in torch:
         fix = "install torch's CUDA build: pip install torch --index-url https://download.pytorch.org/whl/cu130"

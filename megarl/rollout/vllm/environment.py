@@ -14,7 +14,7 @@ def environment(
     """Return the environment variables for an engine's process. GPU engines ignore the CPU variables. The process
     starts `ranks` ranks with `threads` threads each, and `index` counts the engines of its kind. With
     `batch_invariant`, kernels sum in an order that does not depend on the batch."""
-    # On CPU, vLLM compiles a function that counts tokens, and the C++ compiler would add seconds to the startup.
+    # On CPU, vLLM compiles a function that counts tokens, and the C++ compiler would add seconds to startup.
     # On GPU, vLLM by default rounds DeepGEMM's scales to powers of two. This would requantize fp8 blocks (an error of
     # 3.7 % instead of 2.6 % in the weights), and parameters would no longer equal the values that a refit writes.
     variables = {"VLLM_USE_DEEP_GEMM_E8M0": "0"} if on_gpu else {"TORCH_COMPILE_DISABLE": "1"}

@@ -20,8 +20,8 @@ from megarl.rollout.vllm.engine_arguments import rollout_arguments
 
 def layer_outputs(config: Config, folder: Path, token_ids: Sequence[int]) -> dict[str, np.ndarray]:
     """Return the outputs in order of computation: stage -> float32 [T − 1, hidden] for all tokens except the last. The
-    last stage, "log-probs", is float32 [T − 2]: the log-probs of all tokens except the first and the last. `config` is
-    for a single-rank engine that loads the weights in its folder."""
+    last stage, "log-probs", is float32 [T − 2]: the log-probs of all tokens except the first and the last. `config`
+    must describe a single-rank engine that loads its weights from the model folder."""
     arguments = rollout_arguments(
         config.rollout, folder, config.model.dtype, config.run.seed, head_dtype=config.model.head_dtype
     )

@@ -19,7 +19,8 @@ from megarl.rollout.vllm.engine_arguments import engine_arguments
 
 
 def judge_arguments(config: Config, folder: Path, **specific: Any) -> dict[str, Any]:
-    """Return the arguments of `vllm.LLM` for a judge, and `specific` ones. Raise UserError like `engine_arguments`."""
+    """Return the arguments of `vllm.LLM` for a judge, including those in `specific`. Raise a UserError in the same
+    cases as `engine_arguments`."""
     settings = config.reward_model
     return engine_arguments(
         "reward_model",

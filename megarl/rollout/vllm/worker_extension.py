@@ -76,7 +76,8 @@ def _repacking(model: torch.nn.Module) -> list[str]:
 
 def _reads_checkpoint_layout(kernel: object) -> bool:
     if isinstance(kernel, FlashInferFp8DeepGEMMDynamicBlockScaledKernel):
-        return _reads_checkpoint_layout(kernel.fallback)  # both kernels read weights processed by DeepGEMM's kernel
+        # Both kernels expect weights in the layout that DeepGEMM's preprocessing produces.
+        return _reads_checkpoint_layout(kernel.fallback)
     if isinstance(kernel, DeepGemmFp8BlockScaledMMKernel):
         return not kernel.use_deep_gemm_e8m0
     return isinstance(kernel, CHECKPOINT_LAYOUT_KERNELS)
@@ -178,7 +179,8 @@ class RefitExtension:
         return {name: (tuple(p.shape), dtype_name(p.dtype)) for name, p in self._parameters().items()}
 
     def capture_routes(self) -> None:
-        """Start recording the experts for each token, on the first rank only because all ranks choose the same."""
+        """Start recording the experts chosen for each token. Only the first rank records, because all ranks choose the
+        same experts."""
         self._routes = RouteCapture(self.model_runner) if self.rank == 0 else None
 
     def take_routes(self, names: Sequence[str]) -> list[NDArray[np.int64]] | None:

@@ -23,5 +23,5 @@ def test_ids_do_not_depend_on_the_class(tmp_path):
 
 
 def test_folder_without_a_tokenizer_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"model\.path=.*: has no tokenizer"):
+    with pytest.raises(ValueError, match=r"model\.path=.*: the folder has no tokenizer"):
         load_tokenizer(tmp_path)

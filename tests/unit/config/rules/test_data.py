@@ -43,7 +43,7 @@ FILE = "data.source=rows.jsonl"
         ),
         (
             [FILE, "data.more_sources=[b.jsonl]", "data.source_weights={rows.jsonl: 1}"],
-            "with data.source_column=null the keys must be rows.jsonl, b.jsonl. Fix: use these keys",
+            "with data.source_column=null, the keys must be rows.jsonl, b.jsonl. Fix: use these keys",
         ),
         (["data.solved_above=1"], "data.solved_above=1.0: has no effect unless data.solved_weight=0.05. Fix"),
     ],

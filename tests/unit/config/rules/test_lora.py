@@ -45,7 +45,7 @@ LORA = "actor.lora.rank=8"
         ),
         (
             ["actor.megatron_overrides.model={moe_router_bias_update_rate: 0.001}"],
-            "moe_router_bias_update_rate=0.001: with actor.lora.rank=8 checkpoints contain only adapters",
+            "moe_router_bias_update_rate=0.001: with actor.lora.rank=8, checkpoints contain only adapters",
         ),
         (
             ["actor.megatron_overrides.model={moe_shared_expert_overlap: true}"],

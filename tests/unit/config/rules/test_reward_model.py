@@ -38,7 +38,7 @@ def judge(*overrides: str) -> list[str]:
     [
         (
             ["engine=megatron"],
-            "reward_model.input_format=question: a judge generates text, but reward_model.engine=megatron only "
+            "reward_model.input_format=question: a judge must generate text, but reward_model.engine=megatron only "
             "computes scores. Fix: set reward_model.engine=vllm",
         ),
         (["step_end=x"], "reward_model.step_end=x: has no effect unless reward_model.input_format=ids. Fix"),
