@@ -26,6 +26,7 @@ from megarl.cluster.groups.ranks import worker_class
 from megarl.config.model_schema import Role
 from megarl.config.schema import Config
 from megarl.core.checkpoint import Checkpoint, FileRecord, noted_files, seal
+from megarl.megatron.checkpoint import sharded
 from megarl.megatron.checkpoint.conversion import reshape
 from megarl.megatron.checkpoint.description import describe
 from megarl.megatron.workers.actor import ActorWorker
@@ -349,8 +350,8 @@ def test_adapted_kl_coefficient_resumes(model, tmp_path):
 
 def save_late(store, rank: int, config: Config, model: Path, folder: Path) -> Saved:
     """Delay all writes until the weights have changed. Return the rank's state at the time of the save."""
-    release, write = threading.Event(), torch.distributed.checkpoint.save
-    torch.distributed.checkpoint.save = lambda *args, **kwargs: release.wait() and write(*args, **kwargs)
+    release, write = threading.Event(), sharded.save_state
+    sharded.save_state = lambda *args, **kwargs: release.wait() and write(*args, **kwargs)
     worker = ActorWorker(config, model, rank, store, threads=1)
     held = update(worker, config, 0)
     worker.save_checkpoint(folder)
