@@ -668,7 +668,7 @@ def check_wrong_weights_are_rejected(
     # With two workers both fail, and the next call must not receive the second one's answer.
     wrong = rf"weights differ in 1 regions. The first is {spoiled}\[.* in megatron:[01] "
     with pytest.raises(RuntimeError, match=wrong):
-        engine.call("refit", 3, right | {region: right[region]._replace(value=0)})
+        engine.call("refit", 3, right | {region: replace(right[region], value=0)})
     other.receive()
     trainers.end()
     with pytest.raises(RuntimeError, match="Fix: refit it before it generates"):
@@ -780,7 +780,7 @@ def test_quantizing_engine_loads_whole_tensors(tmp_path, remotes):
     right = trainers.expected(hf_config, [target])
     region = next(region for region in right if region.tensor == "model.layers.1.self_attn.k_proj.weight")
     with pytest.raises(RuntimeError, match=rf"weights differ in 1 regions. The first is {region.tensor}\["):
-        engine.call("refit", 3, right | {region: right[region]._replace(value=0)})
+        engine.call("refit", 3, right | {region: replace(right[region], value=0)})
     rendezvous = trainers.rendezvous()
     trainers.call("connect", plan, rendezvous)
     engine.call("connect", plan, rendezvous, [target], True)
