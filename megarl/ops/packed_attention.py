@@ -202,7 +202,11 @@ def packed_attention(
     # torch's fused kernels require equal channel counts; otherwise torch materializes all scores.
     value = F.pad(value, (0, max(0, query.shape[-1] - value_dim)))
     grouped = query.shape[1] != key.shape[1]
-    if _uses_flash_attention(query, documents, dropout):
+    uses_flash_attention = _uses_flash_attention(query, documents, dropout)
+    if documents.are_in_order or uses_flash_attention:
+        # The kernels keep their inputs. A value that is a view would keep the product of queries, keys and values.
+        value = value.contiguous()
+    if uses_flash_attention:
         from torch.nn.attention.varlen import varlen_attn  # imports torch's compiler
 
         bounds, longest = documents.boundaries, documents.longest

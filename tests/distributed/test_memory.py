@@ -26,6 +26,7 @@ from tests.samples import training_ref
 from tests.tiny_model import write_tiny_model
 
 NUM_DOCUMENTS, PROMPT, RESPONSE, HIDDEN = 4, 20, 44, 128
+"""Number of documents, and mean numbers of tokens."""
 MODEL = dict(
     vocab_size=128,
     hidden_size=HIDDEN,
@@ -96,12 +97,14 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 
 
 def samples() -> list[SampleRef]:
-    """Return documents that fill attention's buckets exactly, so that nothing is padded."""
-    group, run = Baseline(0.5), (VersionRun(0, RESPONSE),)
-    prompts = [Prompt(f"{i}", "", (7,) * PROMPT) for i in range(NUM_DOCUMENTS)]
-    every = (True,) * RESPONSE
-    drawn = [Sample(p.id, p, (5,) * RESPONSE, (-1.0,) * RESPONSE, every, run, "stop", "") for p in prompts]
-    return [training_ref(sample, 1.0, group, 0.1) for sample in drawn]
+    """Return documents that fill attention's buckets exactly, so that nothing is padded. Their lengths differ, because
+    attention saves less for documents of equal lengths."""
+    drawn = []
+    for number, more in enumerate((0, 0, 16, -16)):
+        prompt, length = Prompt(f"{number}", "", (7,) * PROMPT), RESPONSE + more
+        logprobs, mask, runs = (-1.0,) * length, (True,) * length, (VersionRun(0, length),)
+        drawn.append(Sample(prompt.id, prompt, (5,) * length, logprobs, mask, runs, "stop", ""))
+    return [training_ref(sample, 1.0, Baseline(0.5), 0.1) for sample in drawn]
 
 
 def measure(store, rank: int, config: Config, folder: Path) -> dict[str, int]:

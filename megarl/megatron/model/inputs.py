@@ -77,7 +77,7 @@ def _attention(batch: TokenBatch, shares: ContextShares) -> PackedDocuments:
     whole = torch.tensor([0, num_tokens], dtype=torch.int32, device=batch.tokens.device if is_fused else "cpu")
     parts = (shares.local, shares.all) if len(shares.places) > 1 else ()
     are_shared = len(batch.document_tokens) > num_tokens
-    describe = pack_mask if device.on_cuda() and are_shared and not parts else documents_of
+    describe = pack_mask if is_fused or (device.on_cuda() and are_shared and not parts) else documents_of
     return PackedDocuments(
         "thd",
         whole,

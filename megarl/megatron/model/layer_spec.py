@@ -104,7 +104,7 @@ class DocumentAttention(torch.nn.Module):
         documents, dropout = packed_seq_params.documents, self.dropout if self.training else 0.0
         assert documents is not None, "the microbatch was prepared for Transformer Engine"
         if isinstance(documents, BlockMask):
-            out = shared_attention(query, key, value, documents, self.scale)
+            out = shared_attention(query, key, value.contiguous(), documents, self.scale)
         else:
             out = packed_attention(query, key, value, documents, self.scale, dropout)
         return out.reshape(num_tokens, -1)  # the shape of Transformer Engine's output
