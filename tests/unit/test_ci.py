@@ -62,7 +62,7 @@ class Repository:
         if len(calls) == len(ALWAYS):
             return []
         [[jobs, share, *due]] = calls[len(ALWAYS) :]
-        assert jobs == "--jobs=2" and re.fullmatch("PART=[0-7]/8", share)
+        assert jobs == "--jobs=2" and re.fullmatch("PART=(\d|1[0-5])/16", share)
         return due
 
     def test_all(self, passes: bool = True) -> str:
@@ -116,7 +116,7 @@ def test_changed_path_makes_its_parts_due(repository: Repository, path: str, due
 def test_each_commit_runs_a_share_by_its_hash(repository: Repository) -> None:
     for number in range(5):
         commit = repository.commit("README.md", f"{number}\n")
-        assert f"PART={int(commit[:7], 16) % 8}/8" in repository.ci()[-1]
+        assert f"PART={int(commit[:7], 16) % 16}/16" in repository.ci()[-1]
 
 
 def test_paths_of_the_table_exist() -> None:
