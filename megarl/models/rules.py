@@ -365,7 +365,7 @@ def _completed(config: Config, placed: Placed, hf_config: Mapping[str, Any]) -> 
 
 
 def _indivisible(key: str, divisor: int, sizes: Mapping[str, int], legal: Iterable[int]) -> list[str]:
-    """Return a line for each size that is not divisible. sizes: description -> size."""
+    """Return an error for each size that is not divisible by the divisor. `sizes` maps descriptions to sizes."""
     lines = [divisibility_error(key, divisor, noun, number, legal) for noun, number in sizes.items()]
     return [line for line in lines if line is not None]
 

@@ -536,7 +536,7 @@ def _checksums(worker: Any) -> list[int]:
 
 
 class SameWeights(RandomActor):
-    """A RandomActor whose weights are bfloat16 numbers in every dtype, drawn by name."""
+    """A RandomActor with the same weights in every dtype: they are seeded by parameter and exact in bfloat16."""
 
     def _load_weights(self) -> None:
         for number, (name, parameter) in enumerate(sorted(named_parameters(self.chunks).items())):

@@ -1,4 +1,4 @@
-"""Sizes of the models' shards, cached if several layouts share them, and of the host memory that they need."""
+"""Shard sizes of the trained models, cached for layouts that share them, and the host memory that the ranks need."""
 
 from __future__ import annotations
 
