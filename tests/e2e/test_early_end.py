@@ -32,11 +32,13 @@ def test_latest_model_is_resolved_and_printed_command_resumes(tmp_path: Path) ->
     recipe = CONFIGS / "smollm2-cpu-sft.yaml"
     keys = [*TINY, f"data.source={tmp_path}/rows.jsonl"]
     first = write_tiny_llama(tmp_path / "model", num_kv_heads=2)
-    with Run(recipe, tmp_path, *keys, "run.name=tiny", f"model.path={first}", "run.steps=1", "run.export=true") as run:
+    with Run(
+        recipe, tmp_path, *keys, "run.name=tiny", f"model.path={first}", "run.steps=1", "run.export=true", vllm=True
+    ) as run:
         assert run.end(seconds=RUN_S) == 0, run.errors
 
     second = [f"model.path={tmp_path}/latest/model", "run.name=second", "run.steps=1000000", "checkpoint.every_steps=1"]
-    with Run(recipe, tmp_path, *keys, *second) as run:
+    with Run(recipe, tmp_path, *keys, *second, vllm=True) as run:
         run.folder = tmp_path / "second"
         run.wait_for_step(3)
         os.killpg(run.pid, signal.SIGINT)
