@@ -16,6 +16,9 @@ TRACKERS_DONE := $(VENV)/trackers/.installed
 RUN := $(VENV)/bin/python
 GPU_PYTHON ?= python
 SLOWEST := --durations=10
+# The sixteenth of the day on which HEAD was committed, in UTC.
+TODAY = $(shell expr $$(git show --no-patch --format=%ct) / 86400 % 16)/16
+SHARE = $(addprefix --part=,$(PART:today=$(TODAY)))
 # Lower the priority of compute-bound tests, because the whole runs beside them have deadlines.
 BEHIND := nice -n 10
 
@@ -32,7 +35,8 @@ help:
 	@echo "make test-fast   fast unit tests, for the inner loop (3 minutes)"
 	@echo "make test-learn  the quickstart, all estimators and all objectives improve the reward (15 minutes)"
 	@echo "make test-exhaustive  layouts of up to 1,024 ranks, refits of all families, more end-to-end runs (an hour or more)"
-	@echo "                 for test-learn and test-exhaustive, PART=0/8 runs every eighth test, from the first"
+	@echo "                 for test-learn and test-exhaustive, PART=0/8 runs every eighth test, from the"
+	@echo "                 first, and PART=today runs the same sixteenth as .ci/run"
 	@echo "make test-newest  distributed tests with the newest supported megatron-core (3 minutes)"
 	@echo "make test-sandbox  escape attempts from bubblewrap sandboxes; installs bubblewrap (1 minute)"
 	@echo "make test-cluster  multi-node runs in network namespaces, and Slurm jobs; installs packages (15 minutes)"
@@ -75,16 +79,16 @@ test-fast: $(DONE) $(ENGINE_DONE) $(VERIFIERS_DONE) $(TRACKERS_DONE)
 	$(RUN) -m pytest tests/unit -m "not slow and not exhaustive" --numprocesses=2 --dist=loadfile $(SLOWEST)
 
 test-learn: $(DONE) $(VERIFIERS_DONE)
-	@$(RUN) -m pytest tests/e2e -m learn $(SLOWEST) $(PART:%=--part=%) | sed --unbuffered 's/^/learn | /'
+	@$(RUN) -m pytest tests/e2e -m learn $(SLOWEST) $(SHARE) | sed --unbuffered 's/^/learn | /'
 
 test-exhaustive: $(DONE)
 	@$(MAKE) --no-print-directory --jobs=2 exhaustive-runs exhaustive-ranks
 
 exhaustive-runs: $(DONE)
-	@$(RUN) -m pytest tests/e2e -m exhaustive $(SLOWEST) $(PART:%=--part=%) | sed --unbuffered 's/^/runs | /'
+	@$(RUN) -m pytest tests/e2e -m exhaustive $(SLOWEST) $(SHARE) | sed --unbuffered 's/^/runs | /'
 
 exhaustive-ranks: $(DONE)
-	@$(BEHIND) $(RUN) -m pytest --ignore=tests/e2e --ignore=tests/cluster --ignore=tests/sandbox --ignore=tests/browser -m exhaustive $(SLOWEST) $(PART:%=--part=%) | sed --unbuffered 's/^/ranks | /'
+	@$(BEHIND) $(RUN) -m pytest --ignore=tests/e2e --ignore=tests/cluster --ignore=tests/sandbox --ignore=tests/browser -m exhaustive $(SLOWEST) $(SHARE) | sed --unbuffered 's/^/ranks | /'
 
 # Its wheels require a newer Python, but the modules in use also run on this one.
 $(NEWEST_DONE): $(DONE) $(NEWEST)
