@@ -19,6 +19,7 @@ SLOWEST := --durations=10
 # The sixteenth of the day on which HEAD was committed, in UTC.
 TODAY = $(shell expr $$(git show --no-patch --format=%ct) / 86400 % 16)/16
 SHARE = $(addprefix --part=,$(PART:today=$(TODAY)))
+PIP := $(VENV)/bin/pip install --quiet --disable-pip-version-check --require-hashes --no-deps --only-binary=:all:
 # Lower the priority of compute-bound tests, because the whole runs beside them have deadlines.
 BEHIND := nice -n 10
 
@@ -93,30 +94,27 @@ exhaustive-ranks: $(DONE)
 # Its wheels require a newer Python, but the modules in use also run on this one.
 $(NEWEST_DONE): $(DONE) $(NEWEST)
 	rm -rf $(VENV)/newest
-	$(VENV)/bin/pip install --quiet --disable-pip-version-check --target $(VENV)/newest --no-deps --only-binary=:all: \
-		--ignore-requires-python --python-version 3.12 --platform manylinux_2_28_x86_64 --requirement $(NEWEST)
+	$(PIP) --target $(VENV)/newest --ignore-requires-python --python-version 3.12 \
+		--platform manylinux_2_28_x86_64 --requirement $(NEWEST)
 	@touch $(NEWEST_DONE)
 
 # The Python part of Transformer Engine (1 MB), without the compiled part, which has no wheel. It is kept out of the
 # environment, where Megatron would assume that it is complete.
 $(ENGINE_DONE): $(DONE) $(CONTAINER)
 	rm -rf $(VENV)/transformer-engine
-	$(VENV)/bin/pip install --quiet --disable-pip-version-check --target $(VENV)/transformer-engine --no-deps --only-binary=:all: \
-		$$(grep '^transformer-engine==' $(CONTAINER))
+	$(PIP) --target $(VENV)/transformer-engine --requirement <(grep '^transformer-engine==' $(CONTAINER))
 	@touch $(ENGINE_DONE)
 
 # It needs other package versions than vLLM. pip compiles bytecode, because each of its processes imports 3,000 files.
 $(VERIFIERS_DONE): $(DONE) $(VERIFIERS)
 	rm -rf $(VENV)/verifiers
-	$(VENV)/bin/pip install --quiet --disable-pip-version-check --target $(VENV)/verifiers --no-deps --only-binary=:all: \
-		--requirement $(VERIFIERS)
+	$(PIP) --target $(VENV)/verifiers --requirement $(VERIFIERS)
 	@touch $(VERIFIERS_DONE)
 
 # Experiment trackers (150 MB) are kept out of the environment, because runs must work without them.
 $(TRACKERS_DONE): $(DONE) $(TRACKERS)
 	rm -rf $(VENV)/trackers
-	$(VENV)/bin/pip install --quiet --disable-pip-version-check --target $(VENV)/trackers --no-deps --only-binary=:all: \
-		--requirement $(TRACKERS)
+	$(PIP) --target $(VENV)/trackers --requirement $(TRACKERS)
 	@touch $(TRACKERS_DONE)
 
 test-newest: $(NEWEST_DONE) $(ENGINE_DONE)
