@@ -44,7 +44,7 @@ def requirements_of_megarl() -> list[str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     found = [Requirement(line) for line in [*project["dependencies"], *extras["run"], *extras["gguf"], *extras["gpu"]]]
-    return [f"{one.name}{one.specifier}" for one in found if one.name != "megarl"]
+    return [f"{one.name}{one.specifier}" for one in found if one.name != "megarl-trainer"]
 
 
 def resolve(constraints: list[str], folder: Path) -> dict[str, str]:
