@@ -46,7 +46,7 @@ from megarl.models.weight_files import read_headers, require_tensors
 from megarl.resharding.families import huggingface_holder
 from megarl.resharding.selection import check_all_selections
 from megarl.rewards.pool import FunctionPool, function_pool
-from megarl.run.beginning import find_model_paths
+from megarl.run.beginning import resolve
 from megarl.run.checkpoint_size import checkpoint_bytes
 from megarl.run.checkpoints import Checkpoints
 from megarl.run.folder import RunFolder
@@ -206,7 +206,7 @@ def _check_environment(config: Config, model_folder: Path) -> None:
         await pool.close()
         return pool.tools
 
-    turn_tokens(config, load_tokenizer(model_folder), asyncio.run(find_tools()))
+    turn_tokens(config, load_tokenizer(model_folder, date=config.data.date), asyncio.run(find_tools()))
 
 
 def _function_pool(config: Config) -> FunctionPool | None:
@@ -250,7 +250,7 @@ def _num_existing(config: Config, checkpoints: Checkpoints) -> int:
 
 def print_checks(config: Config, _scratch: Path) -> None:
     """Run all checks and print a summary of the planned run."""
-    config = find_model_paths(config)
+    config = resolve(config)
     checked = preflight(config)
     rows = {"model": str(checked.models.actor), "data": _first_row(config, checked.data)}
     if checked.trial is not None:
