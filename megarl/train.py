@@ -95,7 +95,7 @@ def step(
         logprob_check.check_step(metrics)
         metrics |= logprob_check.after_refit(number)
     recorded.result()
-    metrics |= workers.take_idle_shares()
+    metrics |= workers.take_idle_shares() | workers.alive_reward_models()
     return values(rollouts.metrics | metrics) | curriculum | step_metrics(config, rollouts.sampled, watch, number)
 
 

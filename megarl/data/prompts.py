@@ -98,7 +98,10 @@ def _require_numbers(row: Row, data: Data) -> None:
         is_number = isinstance(value, int | float) and math.isfinite(value)
         if not is_number or (key == "data.weight_column" and value < 0):
             expected = "a number" if key == "data.sort_column" else "a number of at least 0"
-            raise UserError(f"{place_of(row, data)}: column {column!r} ({key}): expected {expected}, found {value!r}")
+            raise UserError(
+                f"{place_of(row, data)}: column {column!r} ({key}): expected {expected}, found {value!r}. Fix: correct "
+                "the value, or drop the row"
+            )
 
 
 def _rows(config: Config, columns: Mapping[str, str | None]) -> Iterator[Row]:

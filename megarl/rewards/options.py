@@ -65,8 +65,10 @@ def configure(name: str, function: Callable[..., Any], options: Mapping[str, Any
         return function(**options)
     except UserError:
         raise
-    except (TypeError, ValueError) as error:
+    except ValueError as error:
         raise UserError(f"rewards.functions: {name}: {error}") from None
+    except TypeError as error:
+        raise UserError(f"rewards.functions: {name}: {error}. Fix: correct the types of its options") from None
     except ImportError as error:
         raise UserError(
             f"rewards.functions: {name} requires the package {error.name}. Fix: {install_extra('rewards')}"
