@@ -1,5 +1,6 @@
 """Settings and fixtures shared by all tests. Hypothesis has no deadline, so busy machines do not fail its examples."""
 
+import atexit
 import gc
 import json
 import sys
@@ -33,17 +34,15 @@ def pytest_collection_finish() -> None:
     """Exclude imported objects from garbage collection and limit torch to one thread.
 
     Scanning the imported objects took a sixth of the ranks' time. On tiny tensors threads mostly wait for each other:
-    with one thread the plain references take a tenth of the CPU time.
+    with one thread the plain references take a tenth of the CPU time. They are unfrozen at exit, so that libraries can
+    count their leaked objects. pytest collects garbage before that: if a worker of pytest-xdist needs more than five
+    seconds for it, it gets SIGINT.
     """
     gc.freeze()
     gc.enable()
+    atexit.register(gc.unfreeze)
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)
-
-
-def pytest_unconfigure() -> None:
-    """Unfreeze the garbage collector so that libraries can count their leaked objects at exit."""
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

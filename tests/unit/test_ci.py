@@ -62,7 +62,7 @@ class Repository:
         if len(calls) == len(ALWAYS):
             return []
         [[jobs, share, *due]] = calls[len(ALWAYS) :]
-        assert jobs == "--jobs=2" and re.fullmatch("PART=(\d|1[0-5])/16", share)
+        assert jobs == "--jobs=2" and re.fullmatch(r"PART=(\d|1[0-5])/16", share)
         return due
 
     def test_all(self, passes: bool = True) -> str:
