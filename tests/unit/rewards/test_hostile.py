@@ -118,6 +118,7 @@ def test_pathological_math_expression_scores_zero_or_fails(pool, expression):
     assert_works(pool)
 
 
+@pytest.mark.exhaustive
 def test_infinite_loop_fails_only_its_own_call(pool):
     assert call(pool, "loop", "").failure == f"did not return within rewards.timeout_s={LIMIT_S}"
     assert_works(pool)
