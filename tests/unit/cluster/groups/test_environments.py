@@ -30,9 +30,13 @@ SET = {"name": "a", "temperature": 0.7, "top_p": 0.9, "top_k": 5, "max_new_token
 
 
 class Engine:
-    """An engine that samples the last digit of the seed and records its requests."""
+    """An engine that samples the last digit of the seed and records its requests.
 
-    def __init__(self) -> None:
+    The first turns wait until there are `num_awaited` at once.
+    """
+
+    def __init__(self, num_awaited: int = 1) -> None:
+        self._num_awaited, self._have_come = num_awaited, asyncio.Event()
         self.asked: list[TurnRequest] = []
         self.is_lost = False
         self.under_way = self.most_under_way = 0
@@ -44,6 +48,9 @@ class Engine:
         self.asked.append(turn)
         self.under_way += 1
         self.most_under_way = max(self.most_under_way, self.under_way)
+        if self.under_way == self._num_awaited:
+            self._have_come.set()
+        await self._have_come.wait()
         await asyncio.sleep(0.05)
         self.under_way -= 1
         ids = [*TOKENIZER(str(turn.seed % 10))["input_ids"], EOS_ID]
@@ -130,7 +137,7 @@ def numbers(rollouts: list[list[Sample]]) -> list[float]:
 
 
 def test_evaluation_concurrency_is_limited_to_a_training_step() -> None:
-    settings, engine = config("Counter", {"name": "a"}), Engine()
+    settings, engine = config("Counter", {"name": "a"}), Engine(num_awaited=4)
     rollouts = drive(settings, lambda actor: evaluate(settings, actor, engine, *["fine"] * 9))
     assert len(rollouts) == 9 and engine.most_under_way == 4
 
