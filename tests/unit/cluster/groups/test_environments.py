@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 
 from megarl.config.evaluation import config_of_set
@@ -20,6 +19,7 @@ from megarl.data.prompts import PromptSet
 from megarl.rollout.engine import TurnRequest
 from megarl.step import requests as training
 from megarl.step.evaluation import requests
+from tests.children import children
 from tests.paths import QUICKSTART
 from tests.unit.cluster.groups.environment_actor import environment_actor, handle_of
 from tests.unit.environments.test_runner import EOS_ID, TOKENIZER, prompt
@@ -146,9 +146,9 @@ def test_failures_neither_end_the_run_nor_leak_processes() -> None:
     settings, engine, left = config("Counter", {"name": "a"}, "environment.class=null"), Engine(), []
 
     async def run(actor: Any) -> list[list[Sample]]:
-        assert not psutil.Process().children(), "training must have no environment process"
+        assert not children(), "training must have no environment process"
         rollouts = await evaluate(settings, actor, engine, "raise", "raise", "raise", "fine")
-        left.extend(psutil.Process().children())
+        left.extend(children())
         return rollouts
 
     failures = [samples[-1].episode.failure for samples in drive(settings, run)]
