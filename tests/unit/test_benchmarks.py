@@ -29,7 +29,7 @@ def printed_by(code: str, folder: Path) -> str:
     script = folder / "script.py"
     script.write_text(f"import sys\nsys.path.insert(0, {str(FOLDER)!r})\n{code}")
     done = run_script(script, cwd=FOLDER)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0, done.stderr
     return done.stdout
 
 
