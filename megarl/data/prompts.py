@@ -53,7 +53,7 @@ def load_prompts(config: Config, model_folder: Path, columns: Mapping[str, str |
     """Read and tokenize every prompt. Raise a UserError if a row cannot be read or tokenized, a prompt leaves no room
     for `rollout.max_new_tokens` (unless data.overlong=drop), or the source has too few rows. The message names source
     and row. columns: columns required by reward functions, as in `file_rows`."""
-    tokenizer = load_tokenizer(model_folder)
+    tokenizer = load_tokenizer(model_folder, date=config.data.date)
     require_chat_template(config, tokenizer, model_folder)
     data = config.data
     columns = {**columns, **data.ordering_columns}
