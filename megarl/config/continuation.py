@@ -75,7 +75,7 @@ def check_continues(config: Config, saved: Mapping[str, Any], step: int, checkpo
         f"{key}={_show(new, key)}: {checkpoint} was saved with {_show(old, key)}. Fix: restore this value, or start a "
         "new run with resume=never and a new run.name"
         for key in [*new, *(key for key in old if key not in new)]
-        if not any(fnmatch(key, pattern) for pattern in FREE) and _show(old, key) != _show(new, key)
+        if _differ(old, new, key) and not any(fnmatch(key, pattern) for pattern in FREE)
     ]
     if config.run.steps < step:
         problems.append(
@@ -111,6 +111,12 @@ def _rates_done(config: Config, steps: int, step: int, checkpoint: str) -> list[
 
 def _replace_steps(config: Config, steps: int) -> Config:
     return config.model_copy(update={"run": config.run.model_copy(update={"steps": steps})})
+
+
+def _differ(old: Mapping[str, Any], new: Mapping[str, Any], key: str) -> bool:
+    """Return whether a key's text differs. Most values are equal, which is faster to find out without writing YAML."""
+    is_same = key in old and key in new and repr(old[key]) == repr(new[key])
+    return not is_same and _show(old, key) != _show(new, key)
 
 
 def _show(leaves: Mapping[str, Any], key: str) -> str:

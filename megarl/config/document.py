@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import reduce
+from functools import lru_cache, reduce
 from typing import Any
 
 import yaml
@@ -49,8 +49,12 @@ class Document:
         return default
 
 
+@lru_cache
 def parse(text: str, name: str) -> Document:
-    """Read a YAML mapping. Raise a UserError whose message starts with `name` and, if known, the line and column."""
+    """Read a YAML mapping. Raise a UserError whose message starts with `name` and, if known, the line and column.
+
+    The documents are cached, because most recipes have the same base. Do not modify them.
+    """
     try:
         node, values = _read(text)
     except yaml.MarkedYAMLError as error:

@@ -75,8 +75,9 @@ def _files(path: Path, above: tuple[Path, ...]) -> Iterator[Document]:
         chain = " -> ".join(str(file) for file in (*above, path))
         raise UserError(f"{above[-1]}: the base files form a cycle: {chain}. Fix: remove one of the `base` keys")
     recipe = document.parse(_text(path, above), str(path))
-    if "base" in recipe.values:
-        base = recipe.values.pop("base")
+    values = dict(recipe.values)
+    if "base" in values:
+        base = values.pop("base")
         place = recipe.origins[("base",)]
         if not isinstance(base, str):
             raise UserError(
@@ -85,7 +86,7 @@ def _files(path: Path, above: tuple[Path, ...]) -> Iterator[Document]:
             )
         beside, shipped = path.parent / base, SHIPPED / base
         yield from _files(shipped if shipped.exists() and not beside.exists() else beside, (*above, path))
-    yield recipe
+    yield Document(values, recipe.origins)
 
 
 def _text(path: Path, above: tuple[Path, ...]) -> str:

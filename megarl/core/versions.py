@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterable
+from functools import cache
 from importlib import metadata
 
 import megarl
@@ -13,9 +14,12 @@ def installed_versions(packages: Iterable[str]) -> dict[str, str | None]:
     """Return the versions of Python, megarl and the given distributions; None for a distribution that is not
     installed."""
     versions: dict[str, str | None] = {"python": platform.python_version(), "megarl": megarl.__version__}
-    for name in packages:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = None
-    return versions
+    return versions | {name: _version(name) for name in packages}
+
+
+@cache
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None

@@ -6,6 +6,7 @@ import json
 import random
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +24,15 @@ def output_of(*command: str) -> str:
     return subprocess.run([sys.executable, *command], cwd=FOLDER, check=True, capture_output=True, text=True).stdout
 
 
+def printed_by(code: str, folder: Path) -> str:
+    """Run code beside the benchmark scripts, in a fork of this process, which has imported torch."""
+    script = folder / "script.py"
+    script.write_text(f"import sys\nsys.path.insert(0, {str(FOLDER)!r})\n{code}")
+    done = run_script(script, cwd=FOLDER)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 SCRIPTS = sorted(path.name for path in FOLDER.glob("*.py") if "\n    run_benchmark(" in path.read_text())
 
 
@@ -33,16 +43,17 @@ def test_script_prints_help(script):
     assert "usage:" in done.stdout
 
 
-def test_flops_are_six_per_weight_and_token_plus_attention():
+def test_flops_are_six_per_weight_and_token_plus_attention(tmp_path):
     case = "Case('qwen2.5-1.5b', equal_lengths(32, 256, 768), 1, 1, 8192, {})"
-    flops = output_of("-c", f"from training_step import Case, equal_lengths, flops_of; print(flops_of({case}))")
+    code = f"from training_step import Case, equal_lengths, flops_of; print(flops_of({case}))"
+    flops = printed_by(code, tmp_path)
     layers, head, tokens = 1_310_195_712, 151936 * 1536, 32 * 1024  # matrix weights of Qwen2.5-1.5B
     pairs = 32 * 1024 * 1025 // 2
     attention = 12 * 28 * 1536 * pairs
     assert float(flops) == 6 * (layers * tokens + head * tokens * 768 // 1024) + attention
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_flops_utilization_is_measured(tmp_path):
     sizes = ["--shape", "tiny", "--samples", "4", "--prompt", "20", "--response", "12"]
     output_of("training_step.py", "mfu", *sizes, "--out", str(tmp_path / "mfu.json"))
@@ -51,6 +62,7 @@ def test_flops_utilization_is_measured(tmp_path):
     assert result["mfu"] == pytest.approx(result["flops"] / result["megarl"]["median_seconds"] / 989.5e12)
 
 
+@pytest.mark.exhaustive
 def test_head_is_measured_against_full_logits(tmp_path):
     sizes = ["--vocabulary", "3000", "--hidden", "32", "--tokens", "50", "--repeats", "2"]
     output_of("linear_head.py", *sizes, "--out", str(tmp_path / "head.json"))
@@ -74,16 +86,16 @@ def test_shared_prefix_updates_meet_their_target():
         assert case["ratio_of_seconds"] <= 0.4
 
 
-def test_mixed_lengths_have_the_requested_median_and_maximum():
+def test_mixed_lengths_have_the_requested_median_and_maximum(tmp_path):
     code = "from training_case import mixed_lengths; import json; print(json.dumps(mixed_lengths(1000, 5, 400)))"
-    lengths = json.loads(output_of("-c", code))
+    lengths = json.loads(printed_by(code, tmp_path))
     responses = sorted(response for _, response in lengths)
     assert {prompt for prompt, _ in lengths} == {5}
     assert 45 < responses[500] < 55
     assert responses[0] >= 1 and responses[-1] == 400
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_driver_figures_are_rendered_from_results(tmp_path, monkeypatch):
     sizes = ["--prompts", "16", "--samples-per-prompt", "4", "--tokens", "100", "--ranks", "8"]
     output_of("driver.py", "step", *sizes, "--out", str(tmp_path / "driver.json"))

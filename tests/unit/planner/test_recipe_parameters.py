@@ -32,7 +32,17 @@ CLASSIFIERS = (CriticWorker, ClassifierWorker, RewardModelWorker)
 """Workers whose model has a score head in place of the language head."""
 
 
-@pytest.mark.parametrize("recipe", CASES, ids=lambda recipe: recipe.stem)
+LARGEST = ("deepseek-v3-512xh100-grpo", "qwen3-235b-a22b-256xh100-grpo")
+"""Recipes whose models take seconds to build."""
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(recipe, id=recipe.stem, marks=pytest.mark.exhaustive if recipe.stem in LARGEST else ())
+        for recipe in CASES
+    ],
+)
 def test_planned_ranks_match_real_models(recipe: Path) -> None:
     """Compares every pipeline stage of every Megatron model, including the head that its worker adds. A reward model
     already has its head, as trained by another recipe."""

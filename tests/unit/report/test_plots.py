@@ -7,6 +7,7 @@ import pytest
 
 from megarl.report import plots
 from megarl.report.history import History
+from tests.marks import exhaustive_but
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -54,14 +55,28 @@ def y_labels(svg):
     return [float(text.text.replace("−", "-")) for text in axis.iter(f"{SVG}text")]
 
 
-def test_one_step_draws_every_chart():
-    columns = {metric.replace("/", "__"): [0.5] for metric in plots.charted_metrics()}
-    single = history(1, **columns)
-    for chart in (plots.REWARD, *plots.CHARTS):
-        svg = plots.draw(chart, single)
-        ElementTree.fromstring(svg)
-        assert re.search(r"<use [^>]*fill: var\(--series-1\)", svg)  # its one point is marked
-    ElementTree.fromstring(plots.draw_phases(single))
+def one_step():
+    return history(1, **{metric.replace("/", "__"): [0.5] for metric in plots.charted_metrics()})
+
+
+ONE_OF_EACH_KIND = {
+    (len(chart.lines), chart.band is not None, chart.share, chart.log): chart for chart in plots.CHARTS
+}.values()
+
+
+@pytest.mark.parametrize(
+    "chart",
+    exhaustive_but([plots.REWARD, *plots.CHARTS], plots.REWARD, *ONE_OF_EACH_KIND),
+    ids=lambda chart: chart.title,
+)
+def test_one_step_draws_every_chart(chart):
+    svg = plots.draw(chart, one_step())
+    ElementTree.fromstring(svg)
+    assert re.search(r"<use [^>]*fill: var\(--series-1\)", svg)  # its one point is marked
+
+
+def test_one_step_draws_the_phases():
+    ElementTree.fromstring(plots.draw_phases(one_step()))
 
 
 def test_draw_returns_none_without_values():

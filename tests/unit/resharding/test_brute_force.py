@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -86,9 +87,23 @@ def enters_nodes_once(plan: Plan, sources: Sequence[Arrays]) -> bool:
     return True
 
 
-@settings(max_examples=60)
-@given(configs(), st.integers(1, 5), st.integers(1, 3), st.booleans(), st.sampled_from([64, 1000, None]))
+CASES = (configs(), st.integers(1, 5), st.integers(1, 3), st.booleans(), st.sampled_from([64, 1000, None]))
+
+
+@settings(max_examples=20)
+@given(*CASES)
 def test_elements_arrive_once_and_enter_a_node_once(case, ranks_per_node, replicas, shared, bucket_bytes):
+    check_elements(case, ranks_per_node, replicas, shared, bucket_bytes)
+
+
+@pytest.mark.exhaustive
+@settings(max_examples=100)
+@given(*CASES)
+def test_elements_of_many_plans_arrive_once(case, ranks_per_node, replicas, shared, bucket_bytes):
+    check_elements(case, ranks_per_node, replicas, shared, bucket_bytes)
+
+
+def check_elements(case, ranks_per_node, replicas, shared, bucket_bytes):
     """shared: whether trainer and engines are on the same nodes."""
     config, layout, vllm_tp = case
     checkpoint = numbered(huggingface_holder(config))

@@ -150,6 +150,6 @@ def test_integer_weights_are_rejected(tmp_path):
     save_file({"w": torch.zeros(2, dtype=torch.int8)}, tmp_path / "model.safetensors")
     with (
         SafetensorsFolder(tmp_path) as folder,
-        pytest.raises(ValueError, match="w has the unsupported dtype I8\. Supported dtypes: F64, F32"),
+        pytest.raises(ValueError, match=r"w has the unsupported dtype I8\. Supported dtypes: F64, F32"),
     ):
         folder.dtype("huggingface", "w")

@@ -28,6 +28,7 @@ from megarl.resharding.planning.planner import make_plan
 from megarl.resharding.quantized_copy import QuantizedCopy
 from megarl.resharding.transports.local import LocalMemory
 from megarl.resharding.transports.transport import view
+from tests.marks import exhaustive_but
 from tests.published_models import CONFIGS
 from tests.timing import WAIT_S
 from tests.unit.resharding.cases import layout_of
@@ -138,9 +139,18 @@ def copies_of(sources, quantized, layout, tensors) -> dict[str, dict[str, torch.
         return {source.name: tensors for source, tensors in zip(sources, sent, strict=True)}
 
 
+CASES = [(name, layout) for name in MODELS for layout in LAYOUTS if name != "Llama" or "ep" not in layout]
+KEPT = (
+    ("Llama", "one process"),
+    ("Llama", "tp=2 pp=2 dp=2"),
+    ("Qwen3, experts", "tp=8 ep=2 etp=4"),
+    ("DeepSeek-V3", "tp=8"),
+)
+
+
 @pytest.mark.parametrize(
     ("name", "layout"),
-    [(name, layout) for name in MODELS for layout in LAYOUTS if name != "Llama" or "ep" not in layout],
+    [pytest.param(*case, marks=() if case in KEPT else pytest.mark.exhaustive) for case in CASES],
 )
 def test_engines_and_folder_match_vllms_quantizer(name, layout):
     """Weights and scales match, even where shard boundaries of the trainer split blocks."""
@@ -232,7 +242,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", exhaustive_but([1, 2], 2))
 @pytest.mark.parametrize("name", MODELS)
 def test_vllm_loads_quantized_checkpoints_where_declared(name, tp, tmp_path, monkeypatch):
     """Compares names, shapes, dtypes and elements with the model that vLLM's own classes build and load."""

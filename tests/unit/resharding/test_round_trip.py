@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 
@@ -49,10 +50,20 @@ def experts_of(layout: Layout, rank: int) -> tuple[range, int, int]:
     return range(ep_rank * count, (ep_rank + 1) * count), layout.expert_tp, etp_rank
 
 
-@settings(max_examples=60)
+@settings(max_examples=10)
 @given(configs())
 def test_checkpoint_to_megatron_and_back_and_to_engines(case):
-    config, layout, vllm_tp = case
+    check_round_trip(*case)
+
+
+@pytest.mark.exhaustive
+@settings(max_examples=100)
+@given(configs())
+def test_many_checkpoints_to_megatron_and_back_and_to_engines(case):
+    check_round_trip(*case)
+
+
+def check_round_trip(config, layout, vllm_tp):
     checkpoint = random_checkpoint(config)
     folder = huggingface_holder(config)
     assert {name: tuple(tensor.shape) for name, tensor in checkpoint.items()} == folder.shapes

@@ -48,11 +48,21 @@ def expected_of(
     return expected
 
 
-@settings(max_examples=25)
+@settings(max_examples=5)
 @given(configs())
 def test_correct_engine_weights_pass(case):
     """The expected weights are computed by plain tensor algebra, without a plan."""
-    config, layout, tp = case
+    check_engine_weights(*case)
+
+
+@pytest.mark.exhaustive
+@settings(max_examples=50)
+@given(configs())
+def test_many_correct_engine_weights_pass(case):
+    check_engine_weights(*case)
+
+
+def check_engine_weights(config, layout, tp):
     ranks, weights = trained(config, layout)
     engines = vllm_holders(config, tp, replicas=1)
     expected = expected_of(config, ranks, weights, engines)

@@ -10,6 +10,7 @@ import torch
 from megarl.resharding.families import huggingface_holder, vllm_holder
 from megarl.resharding.piece import Holder
 from megarl.resharding.transports.transport import view
+from tests.marks import exhaustive_but
 from tests.published_models import CONFIGS
 from tests.unit.resharding.vllm_world import weights, worker
 
@@ -60,11 +61,15 @@ TP = {1: (0,), 2: (1,), 4: (0, 3), 8: (5,), 12: (7,), 16: (0, 10, 15)}
 """Tensor-parallel size, up to four times the number of KV heads -> tested ranks."""
 
 
+@pytest.mark.parametrize(
+    "sizes",
+    [pytest.param((1, 3, 8, 16), id="tp1-3-8-16"), pytest.param(range(1, 17), marks=pytest.mark.exhaustive, id="all")],
+)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_published_models_match_vllm_up_to_tp16(name, tmp_path):
+def test_published_models_match_vllm_up_to_tp16(name, sizes, tmp_path):
     """Names, shapes and dtypes are equal, and both sides reject the same sizes. Four layers include all kinds."""
     config = CONFIGS[name] | {"num_hidden_layers": 4}
-    for tp in range(1, 17):
+    for tp in sizes:
         try:
             holder = vllm_holder(config, tp, tp - 1, replica=0, dtype="bfloat16")
         except ValueError:
@@ -75,7 +80,14 @@ def test_published_models_match_vllm_up_to_tp16(name, tmp_path):
                 assert_declared(holder, model)
 
 
-@pytest.mark.parametrize(("name", "tp"), [("Llama-3.1-405B", 8), ("Qwen3-235B-A22B", 16), ("DeepSeek-V3", 16)])
+@pytest.mark.parametrize(
+    ("name", "tp"),
+    [
+        ("Llama-3.1-405B", 8),
+        pytest.param("Qwen3-235B-A22B", 16, marks=pytest.mark.exhaustive),
+        pytest.param("DeepSeek-V3", 16, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_largest_models_match_vllm_with_all_layers(name, tp, tmp_path):
     holder = vllm_holder(CONFIGS[name], tp, 3, replica=0, dtype="bfloat16")
     with worker(tmp_path, CONFIGS[name], tp, 3) as model:
@@ -97,7 +109,7 @@ def assert_declared(holder: Holder, model: torch.nn.Module) -> None:
     assert holder.dtypes == {name: str(weight.dtype).removeprefix("torch.") for name, weight in real.items()}
 
 
-@pytest.mark.parametrize("tp", TP)
+@pytest.mark.parametrize("tp", exhaustive_but(TP, 2, 8))
 @pytest.mark.parametrize("name", TINY)
 def test_vllm_loads_every_element_where_declared(name, tp, tmp_path):
     check_loaded_elements(name, tp, TP[tp], tmp_path)

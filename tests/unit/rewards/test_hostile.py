@@ -16,6 +16,7 @@ from megarl.rewards import pool as pools
 from megarl.rewards.pool import FunctionPool
 from megarl.rewards.result import Result
 from megarl.rewards.scorer import Scorer
+from tests.marks import each_value
 from tests.timing import LIMIT_S, WAIT_S
 
 FUNCTIONS = """
@@ -74,19 +75,22 @@ def assert_works(pool: FunctionPool) -> None:
     assert call(pool, "exact_match", "12").value == 1.0
 
 
+LOWEST = {
+    "exact_match": ("12", 0.0),
+    "numeric_match": ("12", 0.0),
+    "choice_match": ("B", 0.0),
+    "think_answer_format": (None, 0.0),
+    "knights_knaves": ("Zoey is a knave", -2.0),
+    "math_match": ("12", 0.0),
+}
+"""Function -> an answer, and the value of a wrong response."""
+
+
 @pytest.mark.parametrize(
-    ("function", "answer", "value"),
-    [
-        ("exact_match", "12", 0.0),
-        ("numeric_match", "12", 0.0),
-        ("choice_match", "B", 0.0),
-        ("think_answer_format", None, 0.0),
-        ("knights_knaves", "Zoey is a knave", -2.0),
-        ("math_match", "12", 0.0),
-    ],
+    ("unit", "function"), each_value(["1", "a", "{", "((", "<answer>", "\\boxed{", "is a knight "], [*LOWEST])
 )
-@pytest.mark.parametrize("unit", ["1", "a", "{", "((", "<answer>", "\\boxed{", "is a knight "])
-def test_ten_megabyte_response_does_not_break_the_pool(pool, function, answer, value, unit):
+def test_ten_megabyte_response_does_not_break_the_pool(pool, function, unit):
+    answer, value = LOWEST[function]
     found = call(pool, function, unit * (10_000_000 // len(unit)), answer)
     assert found.value == value or (found.value is None and found.failure is not None)
     assert_works(pool)
@@ -118,6 +122,7 @@ def test_pathological_math_expression_scores_zero_or_fails(pool, expression):
     assert_works(pool)
 
 
+@pytest.mark.exhaustive
 def test_infinite_loop_fails_only_its_own_call(pool):
     assert call(pool, "loop", "").failure == f"did not return within rewards.timeout_s={LIMIT_S}"
     assert_works(pool)

@@ -87,7 +87,7 @@ def test_empty_response_is_scored_at_its_position(input_format, last):
 
 
 def test_unreadable_sample_has_a_reason():
-    with pytest.raises(Unreadable, match="the input has 14 tokens, but the limit is 13\. Fix: raise reward_model"):
+    with pytest.raises(Unreadable, match=r"the input has 14 tokens, but the limit is 13\. Fix: raise reward_model"):
         reader("text", longest=13).read(sample("ab.", ACTOR))
     reader("text", longest=14).read(sample("ab.", ACTOR))
     with pytest.raises(Unreadable, match="the chat template rejects the messages: no tools"):

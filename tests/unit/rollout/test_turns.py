@@ -10,6 +10,7 @@ import pytest
 from megarl.core.types import Completion, VersionRun
 from megarl.rollout.engine import TurnRequest
 from megarl.rollout.turns import EngineTurns, RemoteTurns
+from tests.timing import WAIT_S
 
 
 @dataclass
@@ -52,7 +53,7 @@ class Connection:
         return asyncio.create_task(self.turns.sample(request(seed)))
 
     async def wait_until_started(self, *seeds: int) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(WAIT_S):
             while not self.engine.pending.keys() >= set(seeds):
                 await asyncio.sleep(0.001)
 

@@ -9,12 +9,12 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 
-import psutil
 import pytest
 from transformers import AutoTokenizer
 
 from megarl import cli
 from megarl.cluster.supervision import supervisor
+from tests.children import children
 from tests.e2e.run import write_recipe
 from tests.timing import LIMIT_S
 
@@ -60,7 +60,7 @@ def _one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def check(recipe: Path, root: Path, capfd: pytest.CaptureFixture, *overrides: str) -> tuple[dict[str, str], str]:
     """Run a successful `megarl check` that leaves no files or processes. Return the rows of stdout by name, and
     stderr."""
-    before = set(psutil.Process().children())
+    before = set(children())
     sys.argv = ["megarl", "check", str(recipe), f"run.folder={root}", "run.steps=10", *overrides]
     with pytest.raises(SystemExit) as exit:
         cli.main()
@@ -68,7 +68,7 @@ def check(recipe: Path, root: Path, capfd: pytest.CaptureFixture, *overrides: st
     assert exit.value.code == 0, err
     *rows, last = out.splitlines()
     assert last == "All checks passed. No processes were started."
-    assert not list(root.iterdir()) and set(psutil.Process().children()) == before
+    assert not list(root.iterdir()) and set(children()) == before
     return dict(row.split(maxsplit=1) for row in rows), err
 
 
@@ -112,7 +112,11 @@ def test_reward_functions_receive_the_columns_of_the_row(
         ("nothing", "returned NoneType instead of a finite number or a bool on sample prompts.jsonl:1"),
         ("turns", "returned a list of 1 instead of a finite number or a bool on sample prompts.jsonl:1"),
         ("tags", "raised IndexError: list index out of range on sample prompts.jsonl:1"),
-        ("hangs", f"did not return within rewards.timeout_s={LIMIT_S} on sample prompts.jsonl:1"),
+        pytest.param(
+            "hangs",
+            f"did not return within rewards.timeout_s={LIMIT_S} on sample prompts.jsonl:1",
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_reward_that_fails_on_the_first_answer_is_a_warning(

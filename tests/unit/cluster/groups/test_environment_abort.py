@@ -15,6 +15,7 @@ from megarl.config.load import load
 from megarl.core.types import Completion, Sample, VersionRun
 from megarl.rollout.engine import SamplingRequest, TurnRequest
 from megarl.rollout.router import Aborted
+from tests.children import children
 from tests.paths import QUICKSTART
 from tests.timing import LIMIT_S, POLL_S, WAIT_S
 from tests.unit.cluster.groups.environment_actor import environment_actor, handle_of
@@ -203,11 +204,11 @@ def test_abort_during_the_start_of_a_process_leaks_nothing(drive) -> None:
         [ended] = run.pool._hosts
         await ended.end()
         rollouts = run.train("fine")
-        await run.until(lambda: bool(psutil.Process().children()))
+        await run.until(lambda: bool(children()))
         await run.actor.abort(["1.0.0"])
         assert await rollouts == Aborted(0)
         [[_]] = await run.train("fine")
-        assert len(psutil.Process().children()) == 1, "only the pool's process may be left"
+        assert len(children()) == 1, "only the pool's process may be left"
 
     drive(test)
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 
 from megarl.config.evaluation import config_of_set
@@ -20,6 +19,7 @@ from megarl.data.prompts import PromptSet
 from megarl.rollout.engine import TurnRequest
 from megarl.step import requests as training
 from megarl.step.evaluation import requests
+from tests.children import children
 from tests.paths import QUICKSTART
 from tests.unit.cluster.groups.environment_actor import environment_actor, handle_of
 from tests.unit.environments.test_runner import EOS_ID, TOKENIZER, prompt
@@ -30,9 +30,13 @@ SET = {"name": "a", "temperature": 0.7, "top_p": 0.9, "top_k": 5, "max_new_token
 
 
 class Engine:
-    """An engine that samples the last digit of the seed and records its requests."""
+    """An engine that samples the last digit of the seed and records its requests.
 
-    def __init__(self) -> None:
+    The first turns wait until there are `num_awaited` at once.
+    """
+
+    def __init__(self, num_awaited: int = 1) -> None:
+        self._num_awaited, self._have_come = num_awaited, asyncio.Event()
         self.asked: list[TurnRequest] = []
         self.is_lost = False
         self.under_way = self.most_under_way = 0
@@ -44,6 +48,9 @@ class Engine:
         self.asked.append(turn)
         self.under_way += 1
         self.most_under_way = max(self.most_under_way, self.under_way)
+        if self.under_way == self._num_awaited:
+            self._have_come.set()
+        await self._have_come.wait()
         await asyncio.sleep(0.05)
         self.under_way -= 1
         ids = [*TOKENIZER(str(turn.seed % 10))["input_ids"], EOS_ID]
@@ -130,7 +137,7 @@ def numbers(rollouts: list[list[Sample]]) -> list[float]:
 
 
 def test_evaluation_concurrency_is_limited_to_a_training_step() -> None:
-    settings, engine = config("Counter", {"name": "a"}), Engine()
+    settings, engine = config("Counter", {"name": "a"}), Engine(num_awaited=4)
     rollouts = drive(settings, lambda actor: evaluate(settings, actor, engine, *["fine"] * 9))
     assert len(rollouts) == 9 and engine.most_under_way == 4
 
@@ -139,9 +146,9 @@ def test_failures_neither_end_the_run_nor_leak_processes() -> None:
     settings, engine, left = config("Counter", {"name": "a"}, "environment.class=null"), Engine(), []
 
     async def run(actor: Any) -> list[list[Sample]]:
-        assert not psutil.Process().children(), "training must have no environment process"
+        assert not children(), "training must have no environment process"
         rollouts = await evaluate(settings, actor, engine, "raise", "raise", "raise", "fine")
-        left.extend(psutil.Process().children())
+        left.extend(children())
         return rollouts
 
     failures = [samples[-1].episode.failure for samples in drive(settings, run)]

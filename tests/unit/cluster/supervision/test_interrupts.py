@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from megarl.cluster.supervision import interrupts
 from megarl.cluster.supervision.interrupts import Interrupts
 from tests.timing import GRACE_S, HANG_S, SHORT_S, WAIT_S
 from tests.unit.cluster.supervision.test_supervisor import Program, program, signals_are_heard
@@ -21,9 +23,11 @@ SAVES = "interrupted: the run saves after the current step"
 AWAITED = """from megarl.cluster.supervision.interrupts import interrupts
     with interrupts.grace({seconds}, is_awaited=True):
         print("working", flush=True)
+        while not interrupts.is_signaled:
+            time.sleep(0.1)
         for _ in range({tenths}):
             time.sleep(0.1)
-        print("told" if interrupts.is_signaled else "not told", flush=True)
+        print("told", flush=True)
         raise KeyboardInterrupt"""
 
 NOT_AWAITED = """from megarl.cluster.supervision.interrupts import interrupts
@@ -92,16 +96,18 @@ def test_signal_repeated_at_once_counts_once() -> None:
 
 
 def test_signal_inside_the_handler_counts_once(monkeypatch, capfd) -> None:
-    told, clock = Interrupts(), time.monotonic
+    """The clock interrupts its caller. It replaces only that of the handler, because other threads use the real one."""
+    told, clock = Interrupts(), SimpleNamespace(monotonic=time.monotonic)
     told._driver, told._parent = os.getpid(), os.getppid()  # without its handlers, which these tests' own timer needs
     monkeypatch.setattr(signal, "setitimer", lambda *_: None)
 
     def interrupted() -> float:
-        monkeypatch.setattr(time, "monotonic", clock)
+        clock.monotonic = time.monotonic
         told._handle(signal.SIGINT, None)
-        return clock()
+        return time.monotonic()
 
-    monkeypatch.setattr(time, "monotonic", interrupted)
+    clock.monotonic = interrupted
+    monkeypatch.setattr(interrupts, "time", clock)
     with told.grace(GRACE_S, is_awaited=True):
         told._handle(signal.SIGTERM, None)
         assert told.is_signaled

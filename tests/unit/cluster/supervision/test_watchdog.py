@@ -47,18 +47,30 @@ def test_loss_of_a_ray_process_is_reported_with_the_phase(name: str, then: str, 
 
 
 def test_signal_to_driver_and_ray_is_not_a_loss(tmp_path: Path) -> None:
+    """The driver stops the watchdog while the watchdog waits for the signal."""
     body = """
-import os, signal
+import os, signal, threading
+from types import SimpleNamespace
+from megarl.cluster.supervision import watchdog as module
+waits, is_stopped = threading.Event(), threading.Event()
+
+def sleep(seconds):
+    if seconds == module.SIGNAL_S:
+        waits.set()
+        is_stopped.wait()
+
+module.SIGNAL_S = 2 * module.POLL_S
+module.time = SimpleNamespace(sleep=sleep)
 signal.signal(signal.SIGTERM, signal.default_int_handler)
 try:
     os.killpg(0, signal.SIGTERM)
     time.sleep(HANG_S)
 except KeyboardInterrupt:
-    for process in ray.values():
-        process.wait()
-    time.sleep(0.3)  # the signal handler takes a while
+    waits.wait()
     watchdog.stop()
-    time.sleep(2)
+    is_stopped.set()
+    [thread] = [thread for thread in threading.enumerate() if thread.name == "watchdog"]
+    thread.join()
     print("interrupted")
 """
     assert run(body, tmp_path) == (0, "interrupted\n", "")

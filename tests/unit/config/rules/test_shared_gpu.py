@@ -12,6 +12,7 @@ from megarl.config.rules.shared_gpu import stays_in_nodes, weights_travel
 from megarl.resharding.families import megatron_holders, vllm_holders
 from megarl.resharding.planning.planner import make_plan
 from megarl.resharding.planning.schedule import ordered
+from tests.marks import each_value
 from tests.paths import BASE
 from tests.published_models import CONFIGS
 
@@ -23,10 +24,19 @@ LAYOUTS = [
 """Layouts of 16 ranks."""
 
 
-@pytest.mark.parametrize(("each", "first"), [(4, 0), (8, 0), (16, 0), (8, 2), (8, 4), (8, 8), (16, 8)])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(f"{k}{v}" for k, v in layout.items()))
-def test_rule_predicts_whether_a_plan_crosses_nodes(layout: dict, each: int, first: int) -> None:
-    """Engines of two ranks share the trainer's GPUs, which do not always start at the first GPU of a node."""
+def label(value: dict | tuple[int, int]) -> str:
+    return "-".join(f"{k}{v}" for k, v in value.items()) if isinstance(value, dict) else "-".join(map(str, value))
+
+
+@pytest.mark.parametrize(
+    ("layout", "place"), each_value(LAYOUTS, [(4, 0), (8, 0), (16, 0), (8, 2), (8, 4), (8, 8), (16, 8)]), ids=label
+)
+def test_rule_predicts_whether_a_plan_crosses_nodes(layout: dict, place: tuple[int, int]) -> None:
+    """Engines of two ranks share the trainer's GPUs, which do not always start at the first GPU of a node.
+
+    place: the number of GPUs per node, and the first GPU.
+    """
+    each, first = place
     keys = [f"actor.layout.{key}={value}" for key, value in layout.items()]
     config = load(BASE, ["model.path=qwen", "data.source=arithmetic", "model.dtype=float32", *keys])
     model = CONFIGS["Qwen3-30B-A3B"] | {"num_hidden_layers": 2, "num_experts": 8}
@@ -38,12 +48,14 @@ def test_rule_predicts_whether_a_plan_crosses_nodes(layout: dict, each: int, fir
         assert weights_travel(config, each) == crosses
 
 
-@pytest.mark.parametrize("tp", [2, 4])
-@pytest.mark.parametrize("each", [2, 4, 8])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(f"{k}{v}" for k, v in layout.items()))
-def test_no_gpu_sends_to_itself_if_engines_read_locally(layout: dict, each: int, tp: int) -> None:
+@pytest.mark.parametrize(("layout", "place"), each_value(LAYOUTS, [*product((2, 4, 8), (2, 4))]), ids=label)
+def test_no_gpu_sends_to_itself_if_engines_read_locally(layout: dict, place: tuple[int, int]) -> None:
     """NCCL cannot send from a GPU to itself. The node-local and remote parts make up the plan. Only the remote part is
-    sent and ordered."""
+    sent and ordered.
+
+    place: the number of GPUs per node, and the engines' tensor-parallel size.
+    """
+    each, tp = place
     keys = [f"actor.layout.{key}={value}" for key, value in layout.items()]
     config = load(BASE, ["model.path=qwen", "data.source=arithmetic", "model.dtype=float32", *keys])
     model = CONFIGS["Qwen3-30B-A3B"] | {"num_hidden_layers": 2, "num_experts": 8}

@@ -14,14 +14,14 @@ import aiohttp
 import numpy as np
 import pytest
 
-from megarl.core.types import Prompt, VersionRun
+from megarl.core.types import Completion, Prompt, VersionRun
 from megarl.data.turns import ChatTokens
 from megarl.environments.sessions.messages import read_messages
 from megarl.environments.sessions.server import SessionServer
 from megarl.environments.sessions.session import Session, SessionLimits
 from megarl.environments.transcript import Part
 from tests.scripted_policy import ScriptedPolicy, call, hermes_tokenizer
-from tests.timing import SHORT_S
+from tests.timing import POLL_S, SHORT_S
 
 PROGRAM = Path(__file__).with_name("openai_program.py")
 TOKENIZER = hermes_tokenizer()
@@ -274,17 +274,33 @@ def test_rejected_requests_are_not_recorded(given: dict[str, Any], code: int, wo
 
 
 def test_retried_request_gets_the_lost_response() -> None:
-    policy = ScriptedPolicy(TOKENIZER, ["Once", "Other"], delay_s=1.0)
+    policy = ScriptedPolicy(TOKENIZER, ["Once", "Other"])
+    is_asked, may_finish = asyncio.Event(), asyncio.Event()
 
-    async def agent(ask: Ask, *_: Any) -> None:
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(ask(QUESTION), 0.5)
+    async def held(*request: Any) -> Completion:
+        is_asked.set()
+        await may_finish.wait()
+        return await policy(*request)
+
+    async def agent(ask: Ask, server: SessionServer, session: Session) -> None:
+        async def lose(messages: Any) -> None:
+            """Send a request and close the connection before the turn is finished."""
+            is_asked.clear()
+            may_finish.clear()
+            request = asyncio.create_task(ask(messages))
+            await is_asked.wait()
+            request.cancel()
+            await asyncio.wait([request])
+            while server._runner.server.connections:
+                await asyncio.sleep(POLL_S)
+            may_finish.set()
+
+        await lose(QUESTION)
         assert message_of(await ask(QUESTION, headers={"x-stainless-retry-count": "1"}))["content"] == "Once"
-        with pytest.raises(TimeoutError):  # this request is never retried
-            await asyncio.wait_for(ask([{"role": "user", "content": "Other?"}]), 0.5)
-        await asyncio.sleep(2)
+        await lose([{"role": "user", "content": "Other?"}])  # never retried
+        await asyncio.wait(session._completions.values())
 
-    session, samples = in_session(policy, agent)
+    session, samples = in_session(held, agent)
     assert [sampled(sample) for sample in samples] == ["Once<|im_end|>"]
     assert session.counts["replayed"] == 1 and len(policy.asked) == 2
 

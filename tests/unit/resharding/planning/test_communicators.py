@@ -77,7 +77,7 @@ def check(plan: Plan) -> None:
     assert max(memberships.values(), default=0) <= 1 + ((num_nodes - 1).bit_length() if plan.devices else 1)
 
 
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(configs(), st.integers(1, 4), st.integers(1, 3), st.booleans())
 def test_all_batches_finish(case, ranks_per_node, replicas, colocated):
     config, layout, vllm_tp = case
@@ -91,6 +91,7 @@ def test_all_batches_finish(case, ranks_per_node, replicas, colocated):
     check(ordered(make_plan(sources, destinations, bucket_bytes=100)))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("tp", "replicas", "colocated"), [(2, 16, False), (8, 8, True)])
 def test_all_batches_of_a_large_refit_finish(tp, replicas, colocated):
     ranks = on_nodes(megatron_holders(LLAMA_70B, layout_of(tp=8, pp=4, dp=2)), 8)

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
+import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from megarl.config.vllm_arguments import ADJUSTABLE, MANAGED, REFITTABLE
+from tests.paths import ROOT
+
+PROGRAM = """
+import pickle, sys
+from pathlib import Path
+from tests.unit.rollout.vllm.test_engine_arguments import collect_arguments
+
+folder = Path(sys.argv[1])
+(folder / "collected").write_bytes(pickle.dumps(collect_arguments(folder)))
+"""
 
 
 def collect_arguments(folder: Path) -> dict[str, object]:
@@ -36,8 +47,8 @@ def collect_arguments(folder: Path) -> dict[str, object]:
 @pytest.mark.slow
 def test_overrides_are_passed_on_or_rejected_by_name(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
-        collected = process.submit(collect_arguments, tmp_path).result()
+    subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path)], cwd=ROOT, check=True)
+    collected = pickle.loads((tmp_path / "collected").read_bytes())
     assert {name for given in MANAGED.values() for name in given} | ADJUSTABLE <= collected["known"]
     assert collected["defaults"] == {name: value for name, (value, _) in REFITTABLE.items()}
     changed = collected["changed"]

@@ -15,6 +15,7 @@ import pytest
 from megarl.config.load import load
 from megarl.run.trackers.backends import Settings
 from megarl.run.trackers.tracker import Tracker, end_all
+from tests.marks import exhaustive_but
 from tests.paths import BASE, ROOT
 from tests.timing import WAIT_S
 
@@ -97,7 +98,7 @@ def attempt(tracker: str, folder: Path, log: Path, steps: range) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tracker", READERS)
+@pytest.mark.parametrize("tracker", exhaustive_but(READERS, "tensorboard"))
 def test_resumed_run_continues_the_same_tracker_run(tracker: str, tmp_path: Path, capfd) -> None:
     """The first attempt is killed at step 3. The second resumes from the checkpoint of step 2."""
     folder, log = tmp_path / tracker, tmp_path / "log"

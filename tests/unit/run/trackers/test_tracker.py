@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 
 from megarl.cluster.trained_models import TrainedModels
@@ -15,6 +14,7 @@ from megarl.config.load import load
 from megarl.run.folder import RunFolder
 from megarl.run.trackers.backends import Settings
 from megarl.run.trackers.tracker import QUEUED_ROWS, Tracker, check_trackers, end_all, open_trackers
+from tests.children import children
 from tests.paths import BASE, ROOT
 from tests.timing import HANG_S, LIMIT_S, SHORT_S, WAIT_S, wait_until
 from tests.unit.run.test_context import prepare
@@ -85,7 +85,7 @@ def test_hanging_tracker_does_not_block_the_run(tmp_path: Path, fake_wandb, capf
     for step in range(1, 4 * QUEUED_ROWS):
         tracker.write(step, {"reward/mean": 1.0})
     end_all([tracker], SHORT_S)
-    assert not psutil.Process().children() and logged.read_text() == ""
+    assert not children() and logged.read_text() == ""
     out, err = capfd.readouterr()
     assert err.count("megarl: warning: tracker wandb:") == 1 and f"lost {4 * QUEUED_ROWS - 1} of" in out
 
@@ -132,7 +132,7 @@ def test_hanging_close_is_killed(tmp_path: Path, fake_wandb, capfd) -> None:
     tracker.write(1, {"reward/mean": 1.0})
     wait_until(lambda: logged.read_text() != "")
     end_all([tracker], SHORT_S)
-    assert not psutil.Process().children()
+    assert not children()
     assert "closing timed out" in capfd.readouterr().err
 
 
@@ -165,4 +165,4 @@ def test_run_completes_with_a_failing_tracker(tmp_path: Path, fake_wandb, monkey
     ) as context:
         context.run(TrainedModels({}, {}), step=lambda: {"reward/mean": 1.0})
     rows = [json.loads(line) for line in (tmp_path / "a/metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [1, 2, 3] and not psutil.Process().children()
+    assert [row["step"] for row in rows] == [1, 2, 3] and not children()
