@@ -48,9 +48,10 @@ class GrpoReference:
                 log_prob = self.log_probs(self.model, sample)
                 ratio = (log_prob - old.get(sample.id, log_prob.detach())).exp()
                 token = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
-                with torch.no_grad():
-                    reference = self.log_probs(self.start, sample)
-                token = token + kl_coefficient * ((reference - log_prob).exp() - 1 - (reference - log_prob))
+                if kl_coefficient:
+                    with torch.no_grad():
+                        reference = self.log_probs(self.start, sample)
+                    token = token + kl_coefficient * ((reference - log_prob).exp() - 1 - (reference - log_prob))
                 mask = torch.tensor(sample.response_mask)
                 terms.append(token[mask].mean() if mask.any() else token.sum() * 0)
         return torch.stack(terms).mean()
@@ -63,4 +64,4 @@ class GrpoReference:
         gradients = {name: p.grad.clone() for name, p in self.model.named_parameters()}
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip_norm)
         self.optimizer.step()
-        return float(loss), gradients, float(norm)
+        return float(loss.detach()), gradients, float(norm)

@@ -22,7 +22,6 @@ from megarl.core.metrics import Metric
 from megarl.core.types import Prompt, Sample, SampleRef, TokenTotals, VersionRun
 from megarl.data.local_batch import LocalBatch
 from megarl.data.packing import Packing
-from megarl.megatron import parallel
 from megarl.megatron.model.build import named_parameters
 from megarl.megatron.workers.actor import ActorWorker
 from megarl.models.folder import read_config
@@ -210,21 +209,6 @@ def train(
         worker.end_step()
     weights = {name: p.clone() for name, p in worker.parameters().items()}
     return RankResult(worker.holder, gradients, weights, metrics)
-
-
-def train_variants(
-    store, rank: int, variants: Mapping[str, tuple[Config, Mapping[str, Any]]], folder: Path, updates: list[list[Group]]
-) -> dict[str, RankResult]:
-    """Make the same updates on one rank with each variant: a config and overrides of its Packing. Layouts are equal."""
-    results = {}
-    for name, (config, packing) in variants.items():
-        try:
-            results[name] = train(dist.PrefixStore(name, store), rank, config, folder, updates, **packing)
-        except BaseException as error:
-            error.add_note(f"in variant {name!r}")
-            raise
-        parallel.destroy()
-    return results
 
 
 def own_batch(config: Config, worker: ActorWorker, groups: list[Group], scores: TokenScores | None) -> LocalBatch:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import pickle
+import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from tests.paths import ROOT
 
 if TYPE_CHECKING:
     from tests.distributed.test_lora import AdapterResult
@@ -30,11 +34,20 @@ class Trained:
     attended: int
 
 
-def main() -> None:
-    """Make an update with each case of FOLDER/cases.json and pickle the results to FOLDER/trained.
+def train_all(folder: Path, cases: Mapping[str, tuple[str, list[str], dict[str, Any]]]) -> dict[str, Trained]:
+    """Make an update with each case. One process runs them all, because it takes seconds to start.
 
-    The cases are name -> [model folder, config overrides, Packing overrides].
+    The cases are name -> (model folder, config overrides, Packing overrides). Their files are written to `folder`.
     """
+    (folder / "cases.json").write_text(json.dumps(cases))
+    command = [sys.executable, "-W", "ignore", "-m", "tests.transformer_engine_training", folder]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return pickle.loads((folder / "trained").read_bytes())
+
+
+def main() -> None:
+    """Make an update with each case of FOLDER/cases.json and pickle the results to FOLDER/trained."""
     from tests import transformer_engine
 
     transformer_engine.install()

@@ -1,6 +1,7 @@
 """The head with sharded weights against full logits of the whole weight."""
 
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -8,22 +9,23 @@ import torch.distributed as dist
 
 from megarl.ops import head_tile, linear_head
 from megarl.ops.linear_head import log_prob_and_entropy, plain_log_prob_and_entropy
-from tests.closeness import relative_error
+from tests.closeness import expected, limit, relative_error
 from tests.forked import run_ranks
 
 TOKENS, HIDDEN = 37, 16
 SIZES = [(100, 102), (100, 180), (7, 12), (101, 150)]
 """Vocabulary size, without and with padding. In the second pair, one rank holds only padding."""
 
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+BFLOAT16_TOLERANCE = 2e-2
+"""The shards round logits and their gradients to bfloat16."""
 
 
-def inputs(vocab: int, padded: int, dtype: torch.dtype, computed_in: torch.dtype):
-    """Return random inputs that dtype can represent."""
+def inputs(vocab: int, padded: int, dtype: torch.dtype):
+    """Return random inputs that dtype can represent, and the gradients of the results."""
     generator = torch.Generator().manual_seed(vocab + padded)
     parts = [torch.randn(n, HIDDEN, generator=generator) / 4 for n in (TOKENS, padded)]
     hidden, weight, bias = (
-        part.to(dtype).to(computed_in).requires_grad_() for part in (*parts, torch.randn(padded, generator=generator))
+        part.to(dtype).requires_grad_() for part in (*parts, torch.randn(padded, generator=generator))
     )
     # Each row has at most five candidates from the whole vocabulary, so some shards have none or lack the target. Every
     # third row keeps all tokens.
@@ -50,7 +52,7 @@ def sharded(store, rank: int, world_size: int, dtype: torch.dtype) -> list[tuple
     results = []
     for vocab, padded in SIZES:
         for truncated in (False, True):
-            whole_inputs, gradient = inputs(vocab, padded, dtype, dtype)
+            whole_inputs, gradient = inputs(vocab, padded, dtype)
             for name in ("weight", "bias"):
                 whole_inputs[name] = whole_inputs[name].detach().chunk(world_size)[rank].clone().requires_grad_()
             own = variant(whole_inputs, truncated)
@@ -62,20 +64,27 @@ def sharded(store, rank: int, world_size: int, dtype: torch.dtype) -> list[tuple
     return results
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def whole(size: tuple[int, int], drawn: tuple[dict, torch.Tensor], truncated: bool) -> dict[str, torch.Tensor]:
+    """Return the value and gradients of the whole head, computed in the default dtype."""
+    whole_inputs, gradient = dict(drawn[0]), drawn[1]
+    for name in ("hidden", "weight", "bias"):
+        whole_inputs[name] = whole_inputs[name].detach().to(torch.get_default_dtype(), copy=True).requires_grad_()
+    value = torch.stack(plain_log_prob_and_entropy(**variant(whole_inputs, truncated), vocab_size=size[0]), -1)
+    (value * gradient).sum().backward()
+    trained = ("hidden", "weight", "bias") if truncated else ("hidden", "weight")
+    return {"value": value.detach()} | {name: whole_inputs[name].grad for name in trained}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_sharded_head_equals_the_whole_head(world_size, dtype):
-    """The shards round logits and their gradients to bfloat16. The whole head computes in float32."""
-    ranks, tolerance = run_ranks(world_size, sharded, world_size, dtype), TOLERANCE[dtype]
+    ranks = run_ranks(world_size, sharded, world_size, dtype)
     variants = [(size, truncated) for size in SIZES for truncated in (False, True)]
     for (size, truncated), *own in zip(variants, *ranks, strict=True):
-        whole_inputs, gradient = inputs(*size, dtype, torch.float32)
-        whole = variant(whole_inputs, truncated)
-        expected = torch.stack(plain_log_prob_and_entropy(**whole, vocab_size=size[0]), -1)
-        (expected * gradient).sum().backward()
-        for scored, *_ in own:
-            assert relative_error(scored, expected.detach()) <= tolerance
-        assert relative_error(sum(part for _, part, _, _ in own), whole["hidden"].grad) <= tolerance
-        assert relative_error(torch.cat([part for _, _, part, _ in own]), whole["weight"].grad) <= tolerance
-        if truncated:
-            assert relative_error(torch.cat([part for *_, part in own]), whole["bias"].grad) <= tolerance
+        exact, plain = expected(partial(whole, size, inputs(*size, dtype), truncated))
+        scored, hidden, weight, bias = zip(*own, strict=True)
+        shared = {"hidden": sum(hidden), "weight": torch.cat(weight), "bias": torch.cat(bias)}
+        tolerance = limit(exact, plain) if dtype == torch.float32 else BFLOAT16_TOLERANCE
+        for value in scored:
+            actual = shared | {"value": value}
+            assert all(relative_error(actual[name], exact[name]) <= tolerance for name in exact)

@@ -3,17 +3,15 @@ process."""
 
 from __future__ import annotations
 
-import json
-import pickle
-import subprocess
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -54,8 +52,8 @@ from tests.parity import (
     reduced_gradients,
     whole_tensors,
 )
-from tests.paths import ROOT
 from tests.tiny_model import write_tiny_experts, write_tiny_llama
+from tests.transformer_engine_training import train_all
 from tests.unit.test_convert import convert
 
 UPDATES = [[*random_groups(seed), branching_group(seed)] for seed in range(2)]
@@ -156,13 +154,16 @@ def config_with(folder: Path, adapters: Path, layout: str, *overrides: str) -> C
 
 
 @pytest.mark.parametrize(
-    "layout", exhaustive_but(newest_of(DENSE, "TP2, PP2, VPP2, SP", "CP2, DP2"), "TP2, PP2, VPP2, SP", "CP2, DP2")
+    "layout", exhaustive_but(newest_of(DENSE, "TP2, PP2, VPP2, SP", "CP2, DP2"), "TP2, PP2, VPP2, SP")
 )
 def test_dense_model(dense, dense_adapters, dense_outcome, layout):
     check(dense, config_with(dense, dense_adapters, DENSE[layout]), dense_outcome)
 
 
-@pytest.mark.parametrize("override", ["actor.recompute=full", "actor.overlap_communication=false"])
+@pytest.mark.parametrize(
+    "override",
+    exhaustive_but(["actor.recompute=full", "actor.overlap_communication=false"], "actor.recompute=full"),
+)
 def test_recompute_and_communication_variants(dense, dense_adapters, dense_outcome, override):
     check(dense, config_with(dense, dense_adapters, DENSE["TP2, SP"], override), dense_outcome)
 
@@ -172,10 +173,14 @@ def experts(tmp_path_factory) -> Path:
     return write_tiny_experts(tmp_path_factory.mktemp("experts"), num_layers=4)
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["own factors", "shared factors"])
+FACTORS = {"own factors": False, "shared factors": True}
+
+
+@pytest.fixture(scope="module")
 def expert_case(tmp_path_factory, request, experts: Path):
     """Whether experts share factors, the adapters, and their result in plain torch."""
-    shares, factors = request.param, random_factors(experts, request.param)
+    shares = FACTORS[request.param]
+    factors = random_factors(experts, shares)
     config = config_of(experts, f"actor.lora={{rank: {RANK}, alpha: {ALPHA}, share_experts: {shares}}}".lower())
     folder = tmp_path_factory.mktemp("adapters") / "peft"
     save_adapters(factors, config.actor.lora, "base", 4, folder)
@@ -195,9 +200,16 @@ def merged_reference(experts: Path, factors: dict[str, torch.Tensor]) -> MergedR
     return MergedReference(experts, factors, ALPHA / RANK, LR, EPS, TEMPERATURE)
 
 
-@pytest.mark.parametrize(
-    "layout", exhaustive_but(newest_of(EXPERTS, "EP2, TP2, ETP2", "EP2, PP2, VPP2"), "EP2, TP2, ETP2", "EP2, CP2")
-)
+def expert_pairs() -> Iterator[ParameterSet]:
+    """Yield the pairs of factors and layouts, of which `make test` runs one with each kind of factors."""
+    for factors, layout in product(FACTORS, EXPERTS):
+        marks = [pytest.mark.newest] if layout in ("EP2, TP2, ETP2", "EP2, PP2, VPP2") else []
+        if (factors, layout) not in (("own factors", "EP2, TP2, ETP2"), ("shared factors", "EP2, CP2")):
+            marks.append(pytest.mark.exhaustive)
+        yield pytest.param(factors, layout, marks=marks)
+
+
+@pytest.mark.parametrize(("expert_case", "layout"), expert_pairs(), indirect=["expert_case"])
 def test_mixture_of_experts(experts, expert_case, layout):
     shares, adapters, outcome = expert_case
     check(
@@ -228,6 +240,7 @@ def assert_same(folder: Path, ranks: list[AdapterResult], outcome) -> None:
     assert_close(whole_tensors(hf_config, ranks, "weights"), *merged, "merged weight")
 
 
+@pytest.mark.parametrize("expert_case", exhaustive_but(FACTORS, "own factors"), indirect=True)
 def test_transformer_engine_layers(dense, dense_adapters, experts, expert_case, tmp_path):
     """Norms are part of Transformer Engine's linear layers, and two modules hold all experts of a rank. See
     test_transformer_engine."""
@@ -237,11 +250,7 @@ def test_transformer_engine_layers(dense, dense_adapters, experts, expert_case, 
         name: (str(folder), [f"actor.lora={{rank: {RANK}, alpha: {ALPHA}, path: {adapters}}}", *keys], {})
         for name, folder, adapters in (("dense", dense, dense_adapters), ("experts", experts, of_experts))
     }
-    (tmp_path / "cases.json").write_text(json.dumps(cases))
-    command = [sys.executable, "-W", "ignore", "-m", "tests.transformer_engine_training", tmp_path]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    trained = pickle.loads((tmp_path / "trained").read_bytes())
+    trained = train_all(tmp_path, cases)
     assert all(case.kernels.startswith("Transformer Engine layers") for case in trained.values())
     dense_outcome = expected(
         lambda: outcome_of(PeftReference(dense, dense_adapters, LR, EPS, TEMPERATURE), UPDATES[:1])
@@ -309,9 +318,9 @@ PAIRS = {
 @pytest.mark.parametrize(
     ("model", "pair"),
     [
-        pytest.param(model, pair, marks=pytest.mark.exhaustive if place else ())
+        pytest.param(model, pair, marks=() if pair is pairs[-1] else pytest.mark.exhaustive)
         for model, pairs in PAIRS.items()
-        for place, pair in enumerate(pairs)
+        for pair in pairs
     ],
 )
 def test_adapters_resume_bit_for_bit_and_change_layout(request, tmp_path, model, pair):

@@ -172,7 +172,9 @@ in_layouts = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.parametrize("bucket_bytes", [64, 1024, 2**20])
+@pytest.mark.parametrize(
+    "bucket_bytes", [64, *(pytest.param(size, marks=pytest.mark.exhaustive) for size in (1024, 2**20))]
+)
 @in_layouts
 def test_weights_arrive_exactly_through_two_buffers(layout, vllm_tp, replicas, nodes, bucket_bytes):
     case = Case(layout, vllm_tp, replicas, bucket_bytes, nodes)

@@ -71,7 +71,7 @@ OBJECTIVES_WITHOUT_OLD = [
 ]
 
 
-@pytest.mark.parametrize("layout", exhaustive_but(LAYOUTS, "1 process", "PP2"))
+@pytest.mark.parametrize("layout", exhaustive_but(LAYOUTS, "PP2"))
 def test_old_policy_equals_the_current_one_with_one_update(folder, layout):
     """The pass changes no gradient of any objective, with or without corrections, and the corrections still apply
     without it."""
