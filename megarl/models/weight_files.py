@@ -86,11 +86,8 @@ def _require(folder: Path, present: Collection[str], names: Collection[str]) -> 
 def _weight_map(index: Path) -> dict[str, str]:
     try:
         names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (ValueError, RecursionError, KeyError, TypeError):
-        names = None
-    valid = isinstance(names, dict) and all(
-        isinstance(name, str) and Path(name).name == name and name not in ("", "..") for name in names.values()
-    )
-    if not valid:
-        raise UserError(f"{index}: is not an index of safetensors files. Fix: download it again")
-    return names
+        if all(Path(name).name == name != ".." for name in names.values()):
+            return names
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):  # other content than an index
+        pass
+    raise UserError(f"{index}: is not an index of safetensors files. Fix: download it again")
