@@ -25,6 +25,7 @@ from megarl.cluster.object_store import FLOOR_MIB, object_store_mib
 from megarl.cluster.pending import Answers, Pending, outcome
 from megarl.cluster.placement import Process
 from megarl.cluster.supervision import processes, segments
+from megarl.cluster.supervision.scratch import ray_folder
 from megarl.cluster.supervision.watchdog import Watchdog
 from megarl.cluster.trace import Trace
 from megarl.config.schema import Config, TimeoutKind
@@ -96,7 +97,7 @@ class Session:
             include_dashboard=False,
             log_to_driver=False,
             configure_logging=False,
-            _temp_dir=str(scratch),
+            _temp_dir=str(ray_folder(scratch)),
             _node_ip_address=address,
             # Ray's workers run at low priority by default, but here they do the main work.
             _system_config=HEALTH_CHECKS | {"worker_niceness": 0, "max_direct_call_object_size": SMALL},

@@ -6,7 +6,6 @@ If either is killed, the other ends all processes in the run. Ray alone would le
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import sys
 import time
@@ -16,7 +15,8 @@ from pathlib import Path
 
 from megarl.cluster.supervision import processes, segments
 from megarl.cluster.supervision.interrupts import REPEAT_S, interrupts
-from megarl.cluster.supervision.scratch import VARIABLE, make_scratch, sweep
+from megarl.cluster.supervision.ownership import Untrusted
+from megarl.cluster.supervision.scratch import VARIABLE, make_scratch, remove_scratch, sweep
 from megarl.core.parent import signal_with_parent
 
 DEADLINE_S = 15
@@ -123,8 +123,9 @@ def _end(scratch: Path) -> None:
     """End all processes of this process or its lost child. Remove their shared memory and scratch folder."""
     mapped = segments.mapped()
     processes.end_descendants()
-    segments.remove(segments.created(scratch, mapped))
-    shutil.rmtree(scratch, ignore_errors=True)
+    with suppress(OSError, Untrusted):  # the folder is gone, and another user has taken its name
+        segments.remove(segments.created(scratch, mapped))
+    remove_scratch(scratch)
 
 
 def _print_error(line: str) -> None:
