@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,8 @@ from typing import Any
 from megarl.config.continuation import check_continues
 from megarl.config.saved import complete
 from megarl.config.schema import Config
-from megarl.core.checkpoint import NAME, Checkpoint
-from megarl.core.errors import UserError
+from megarl.core.checkpoint import NAME, Checkpoint, intact_before
+from megarl.core.errors import DamagedCheckpoint, UserError
 from megarl.data.cursor import PromptCursor
 from megarl.data.offline import OfflineData
 from megarl.data.prompts import PromptSet
@@ -18,7 +19,7 @@ from megarl.data.weighted_cursor import WeightedCursor
 from megarl.models.folder import is_hub_id, model_paths
 from megarl.models.paths import Models, moved_models, update_moved_paths
 from megarl.run.checkpoints import Checkpoints
-from megarl.run.folder import RunFolder
+from megarl.run.folder import LAUNCH, RunFolder
 from megarl.step.state import RunState, weights_of
 
 
@@ -39,7 +40,19 @@ class ResumePoint:
 def start(config: Config, data: PromptSet | OfflineData, num_bytes: int, models: Models) -> ResumePoint:
     """Open the run folder and return the starting point that the key `resume` selects. Raise UserError if the
     checkpoint is missing, is corrupt or belongs to a different run, or the disk has no space for further ones. The
-    folder is not modified. `num_bytes` is the size of one checkpoint, and `models` are the models' identities."""
+    folder is not modified, except that a Slurm job sets damaged checkpoints aside. `num_bytes` is the size of one
+    checkpoint, and `models` are the models' identities."""
+    try:
+        return _start(config, data, num_bytes, models)
+    except DamagedCheckpoint as damage:
+        path = _checkpoint_path(config)
+        if path is None or (line := fall_back(config, path, damage)) is None:
+            raise
+        print(line, flush=True)
+        return start(config, data, num_bytes, models)
+
+
+def _start(config: Config, data: PromptSet | OfflineData, num_bytes: int, models: Models) -> ResumePoint:
     checkpoint = find_checkpoint(config, data, models)
     checkpoints = Checkpoints(RunFolder.of(config).checkpoints)
     state = _fresh(config, data) if checkpoint is None else RunState.restore(checkpoint.state["run"], config, data)
@@ -72,6 +85,21 @@ def find_checkpoint(config: Config, data: PromptSet | OfflineData, models: Model
     if the checkpoint is missing, is corrupt or belongs to a different run."""
     path = _checkpoint_path(config)
     return None if path is None else _open(path, config, data, models)
+
+
+def fall_back(config: Config, checkpoint: Path, damage: DamagedCheckpoint) -> str | None:
+    """In a Slurm job with resume=auto, set a damaged checkpoint aside, so that the job resumes from the one before it
+    without a user. Return a log line, or None if the run must end because no user chose this or no earlier checkpoint
+    is intact."""
+    checkpoints = Checkpoints(RunFolder.of(config).checkpoints)
+    in_a_job = "SLURM_JOB_ID" in os.environ or (checkpoints.path.parent / LAUNCH).exists()
+    earlier = intact_before(checkpoint)
+    if config.resume != "auto" or not in_a_job or earlier is None:
+        return None
+    aside = checkpoints.set_aside(checkpoint, earlier)
+    reason = str(damage).partition(". Fix: ")[0]
+    moved = f" moved it to {aside} and" if aside.exists() else ""
+    return f"megarl: warning: {reason}. The job{moved} resumes from {earlier}, the checkpoint before it"
 
 
 def _fresh(config: Config, data: PromptSet | OfflineData) -> RunState:
@@ -139,7 +167,11 @@ def _checkpoint_path(config: Config) -> Path | None:
     if config.resume == "never":
         return None
     if config.resume == "auto":
-        return Checkpoints(RunFolder.of(config).checkpoints).latest()
+        latest = Checkpoints(RunFolder.of(config).checkpoints).latest()
+        if latest is not None and not latest.exists() and (earlier := intact_before(latest)) is not None:
+            print(f"{latest}: this newest checkpoint was moved or removed. Resuming from {earlier}", flush=True)
+            return earlier
+        return latest
     # Resolve links before the run folder may be moved aside, so that a checkpoint inside it is recognized.
     path = Path(config.resume).expanduser().resolve()
     if not path.is_dir():

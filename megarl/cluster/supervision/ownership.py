@@ -18,20 +18,25 @@ class Untrusted(Exception):
 
 
 @contextmanager
-def private_folder(path: Path) -> Iterator[int]:
-    """Yield a descriptor of a folder that only this user can write to. All checks apply to the open folder, which
-    another user cannot replace. Raise Untrusted if other users own it or may write to it, and OSError if it is not a
-    folder or cannot be opened."""
+def own_folder(path: Path) -> Iterator[int]:
+    """Yield a descriptor of a folder that belongs to this user. All checks apply to the open folder, which another user
+    cannot replace. Raise Untrusted if another user owns it, and OSError if it is not a folder or cannot be opened."""
     folder = os.open(path, FOLDER_FLAGS)
     try:
-        status = os.fstat(folder)
-        if status.st_uid != os.geteuid():
+        if os.fstat(folder).st_uid != os.geteuid():
             raise Untrusted("another user owns it")
-        if status.st_mode & 0o022:
-            raise Untrusted(f"other users may write to it (mode {stat.S_IMODE(status.st_mode):o})")
         yield folder
     finally:
         os.close(folder)
+
+
+@contextmanager
+def private_folder(path: Path) -> Iterator[int]:
+    """Yield a descriptor like `own_folder`. Also raise Untrusted if other users may write to the folder."""
+    with own_folder(path) as folder:
+        if (mode := stat.S_IMODE(os.fstat(folder).st_mode)) & 0o022:
+            raise Untrusted(f"other users may write to it (mode {mode:o})")
+        yield folder
 
 
 @contextmanager

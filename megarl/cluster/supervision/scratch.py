@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from megarl.cluster.supervision import segments
-from megarl.cluster.supervision.ownership import Untrusted, open_file, private_folder
+from megarl.cluster.supervision.ownership import Untrusted, open_file, own_folder, private_folder
 
 VARIABLE = "MEGARL_SCRATCH"
 """Environment variable that passes the node's scratch folder to the run's processes."""
@@ -75,7 +75,7 @@ def sweep() -> None:
 def _sweep(folder: Path) -> str | None:
     """Remove a scratch folder if its run has ended. Return the reason if the folder cannot be trusted."""
     try:
-        with private_folder(folder) as opened, open_file(LOCK, opened) as lock:
+        with own_folder(folder) as opened, open_file(LOCK, opened) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             segments.remove(segments.created(folder))
             remove_scratch(folder)
