@@ -53,7 +53,8 @@ def start(config: Config, data: PromptSet | OfflineData, num_bytes: int, models:
 
 
 def _start(config: Config, data: PromptSet | OfflineData, num_bytes: int, models: Models) -> ResumePoint:
-    checkpoint = find_checkpoint(config, data, models)
+    path = _checkpoint_path(config)
+    checkpoint = None if path is None else _open(path, config, data, models)
     checkpoints = Checkpoints(RunFolder.of(config).checkpoints)
     state = _fresh(config, data) if checkpoint is None else RunState.restore(checkpoint.state["run"], config, data)
     own = checkpoint if checkpoint is not None and _is_of_this_run(checkpoint, checkpoints) else None
@@ -81,22 +82,30 @@ def _start(config: Config, data: PromptSet | OfflineData, num_bytes: int, models
 
 
 def find_checkpoint(config: Config, data: PromptSet | OfflineData, models: Models) -> Checkpoint | None:
-    """Return the checkpoint that the key `resume` selects, or None if the run starts at the first step. Raise UserError
-    if the checkpoint is missing, is corrupt or belongs to a different run."""
+    """Return the checkpoint from which `start` would resume, or None if the run starts at the first step. Raise
+    UserError if the checkpoint is missing, is corrupt or belongs to a different run."""
     path = _checkpoint_path(config)
-    return None if path is None else _open(path, config, data, models)
+    try:
+        return None if path is None else _open(path, config, data, models)
+    except DamagedCheckpoint:
+        if path is None or (earlier := _fallback(config, path)) is None:
+            raise
+        return _open(earlier, config, data, models)
+
+
+def _fallback(config: Config, checkpoint: Path) -> Path | None:
+    """Return the checkpoint that a Slurm job resumes from instead of a damaged one, because no user is there to choose
+    it. Return None outside a job, or if no earlier checkpoint is intact."""
+    in_a_job = "SLURM_JOB_ID" in os.environ or (RunFolder.of(config).path / LAUNCH).exists()
+    return intact_before(checkpoint) if config.resume == "auto" and in_a_job else None
 
 
 def fall_back(config: Config, checkpoint: Path, damage: DamagedCheckpoint) -> str | None:
-    """In a Slurm job with resume=auto, set a damaged checkpoint aside, so that the job resumes from the one before it
-    without a user. Return a log line, or None if the run must end because no user chose this or no earlier checkpoint
-    is intact."""
-    checkpoints = Checkpoints(RunFolder.of(config).checkpoints)
-    in_a_job = "SLURM_JOB_ID" in os.environ or (checkpoints.path.parent / LAUNCH).exists()
-    earlier = intact_before(checkpoint)
-    if config.resume != "auto" or not in_a_job or earlier is None:
+    """Set a damaged checkpoint aside if the job resumes from an earlier one. Return a log line, or None otherwise."""
+    earlier = _fallback(config, checkpoint)
+    if earlier is None:
         return None
-    aside = checkpoints.set_aside(checkpoint, earlier)
+    aside = Checkpoints(RunFolder.of(config).checkpoints).set_aside(checkpoint, earlier)
     reason = str(damage).partition(". Fix: ")[0]
     moved = f" moved it to {aside} and" if aside.exists() else ""
     return f"megarl: warning: {reason}. The job{moved} resumes from {earlier}, the checkpoint before it"
