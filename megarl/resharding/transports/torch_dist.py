@@ -225,7 +225,7 @@ def load_metadata(file: IO[bytes]) -> Metadata:
     if not isinstance(metadata, Metadata):
         raise ValueError(f"it contains a {type(metadata).__name__}")
     for info in metadata.storage_data.values():
-        if Path(info.relative_path).name != info.relative_path:
+        if not info.relative_path or Path(info.relative_path).name != info.relative_path:
             raise ValueError(f"{info.relative_path!r} is not a file name")
         if info.offset < 0 or info.length < 0:
             raise ValueError(f"{info.relative_path} has a negative range")
