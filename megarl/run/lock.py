@@ -18,6 +18,9 @@ POLL_S = 1.0
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 """Error codes from file systems that are mounted without lock support, which is common for Lustre."""
 
+FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+"""Flags that refuse links, which another user may create in a shared folder: the lock overwrites the file."""
+
 
 @contextmanager
 def run_lock(folder: Path, patience_s: float = 0.0) -> Iterator[None]:
@@ -28,10 +31,10 @@ def run_lock(folder: Path, patience_s: float = 0.0) -> Iterator[None]:
     file = folder.with_name(f".{folder.name}.lock")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        opened = file.open("a+", encoding="utf-8")
+        opened = os.fdopen(os.open(file, FLAGS, 0o666), "a+", encoding="utf-8")
     except OSError as error:
         raise UserError(
-            f"run.folder={folder.parent}: not writable ({error.strerror}: {error.filename}). Fix: set run.folder to a "
+            f"run.folder={folder.parent}: not writable ({error.strerror or error}: {error.filename or file}). Fix: set run.folder to a "
             "writable folder"
         ) from None
     with opened as stream:

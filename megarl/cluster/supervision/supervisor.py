@@ -50,6 +50,8 @@ def supervised(grace_s: float = 0.0) -> Iterator[Path]:
         sys.exit(_guard(child, scratch, signals, grace_s))
     os.setpgid(0, 0)
     os.environ[VARIABLE] = str(scratch)
+    # By default, torch runs compiled code from a folder in /tmp that another user may have created.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(scratch / "inductor"))
     for number in (signal.SIGTTIN, signal.SIGTTOU):
         signal.signal(number, signal.SIG_IGN)  # these signals stop background process groups that use the terminal
     processes.adopt_orphans()
