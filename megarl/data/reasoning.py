@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-from megarl.core.errors import UserError
+from megarl.core.errors import UserError, install_extra
 from megarl.data.files import ALL_COLUMNS
 from megarl.data.row import Row
 from megarl.usercode.child_process import ChildFailure, ChildProcess
@@ -41,7 +41,7 @@ def load_gym() -> ModuleType:
     except ModuleNotFoundError as error:
         raise UserError(
             f"data.source=reasoning_gym: the package {error.name} is not installed, but reasoning-gym needs it for "
-            "every task. Fix: run pip install 'megarl[rewards]' (pycosat needs a C compiler)"
+            f"every task. Fix: {install_extra('rewards')} (pycosat needs a C compiler)"
         ) from None
     return reasoning_gym
 

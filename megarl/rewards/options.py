@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megarl.core.errors import UserError
+from megarl.core.errors import UserError, install_extra
 
 NO_OPTIONS: Mapping[str, Any] = {}
 
@@ -69,7 +69,7 @@ def configure(name: str, function: Callable[..., Any], options: Mapping[str, Any
         raise UserError(f"rewards.functions: {name}: {error}") from None
     except ImportError as error:
         raise UserError(
-            f"rewards.functions: {name} requires the package {error.name}. Fix: run pip install 'megarl[rewards]'"
+            f"rewards.functions: {name} requires the package {error.name}. Fix: {install_extra('rewards')}"
         ) from None
 
 

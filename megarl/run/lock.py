@@ -34,8 +34,8 @@ def run_lock(folder: Path, patience_s: float = 0.0) -> Iterator[None]:
         opened = os.fdopen(os.open(file, FLAGS, 0o666), "a+", encoding="utf-8")
     except OSError as error:
         raise UserError(
-            f"run.folder={folder.parent}: not writable ({error.strerror or error}: {error.filename or file}). Fix: set run.folder to a "
-            "writable folder"
+            f"run.folder={folder.parent}: not writable ({error.strerror or error}: {error.filename or file}). Fix: set "
+            "run.folder to a writable folder"
         ) from None
     with opened as stream:
         deadline = time.monotonic() + patience_s

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from megarl.environments.sessions.errors import invalid
 
 Message = Mapping[str, Any]
+
+DEEPEST_ARGUMENTS = 50
+"""Maximum nesting of a tool call's arguments that are parsed."""
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """Chat template role for each API role."""
@@ -24,8 +27,10 @@ def read_messages(body: Any) -> list[Message]:
     messages: list[Message] = []
     for index, message in enumerate(body):
         param = f"messages[{index}]"
-        if not isinstance(message, dict) or message.get("role") not in ROLES:
+        if not isinstance(message, dict) or message.get("role") not in list(ROLES):  # the role may be unhashable
             raise invalid(param, f"{param} must be an object with a role, one of {', '.join(ROLES)}")
+        if not isinstance(message.get("name") or "", str):
+            raise invalid(param, f"{param} has a name that is not a string")
         converted: dict[str, Any] = {"role": ROLES[message["role"]], "content": _text(message.get("content"), param)}
         if converted["role"] == "assistant" and message.get("tool_calls"):
             converted["tool_calls"] = [_tool_call(call, param) for call in _list(message["tool_calls"], param)]
@@ -48,6 +53,20 @@ def canonical(message: Message) -> str:
     return json.dumps([message["role"], content, calls], sort_keys=True)
 
 
+def is_deeper(value: Any, limit: int) -> bool:
+    """Return whether lists and objects are nested more than `limit` levels deep."""
+    level = [value]
+    for _ in range(limit + 1):
+        level = [item for each in level if isinstance(each, dict | list) for item in _items(each)]
+        if not level:
+            return False
+    return True
+
+
+def _items(container: dict[str, Any] | list[Any]) -> Iterable[Any]:
+    return container.values() if isinstance(container, dict) else container
+
+
 def _text(content: Any, param: str) -> str:
     if content is None:
         return ""
@@ -68,8 +87,9 @@ def _tool_call(call: Any, param: str) -> dict[str, Any]:
         raise invalid(param, f"{param} has a tool call without a function name")
     arguments = function.get("arguments") or "{}"
     if isinstance(arguments, str):
-        with suppress(ValueError):  # invalid JSON stays a string
-            arguments = json.loads(arguments)
+        with suppress(ValueError, RecursionError):  # invalid or deep JSON stays a string
+            parsed = json.loads(arguments)
+            arguments = arguments if is_deeper(parsed, DEEPEST_ARGUMENTS) else parsed
     function = {"name": function["name"], "arguments": arguments}
     return {"id": str(call.get("id") or ""), "type": "function", "function": function}
 
