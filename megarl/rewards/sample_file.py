@@ -78,7 +78,7 @@ class _Encoder:
             return {PROMPT: len(self.prompts) - 1}
         if type(value) in CLASSES.values():
             return self._instance(value)
-        if _is_plain(value):
+        if value is None or isinstance(value, str | int | float | np.generic) or _is_plain(value):
             return value
         if isinstance(value, list):
             return [self.encode(entry) for entry in value]

@@ -48,7 +48,7 @@ def start(config: Config, data: PromptSet | OfflineData, num_bytes: int, models:
         path = _checkpoint_path(config)
         if path is None or (line := fall_back(config, path, damage)) is None:
             raise
-        print(line, flush=True)
+        print(f"megarl: warning: {line}", flush=True)
         return start(config, data, num_bytes, models)
 
 
@@ -108,7 +108,7 @@ def fall_back(config: Config, checkpoint: Path, damage: DamagedCheckpoint) -> st
     aside = Checkpoints(RunFolder.of(config).checkpoints).set_aside(checkpoint, earlier)
     reason = str(damage).partition(". Fix: ")[0]
     moved = f" moved it to {aside} and" if aside.exists() else ""
-    return f"megarl: warning: {reason}. The job{moved} resumes from {earlier}, the checkpoint before it"
+    return f"{reason}. The job{moved} resumes from {earlier}, the checkpoint before it"
 
 
 def _fresh(config: Config, data: PromptSet | OfflineData) -> RunState:

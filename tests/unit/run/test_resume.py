@@ -444,7 +444,7 @@ def test_job_sets_a_checkpoint_aside_whose_weights_are_corrupt(root: Path, monke
     assert fall_back(settings, checkpoint.path, damage.value) is None, "it is not a job"
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     line = fall_back(settings, checkpoint.path, damage.value)
-    assert line.startswith(f"megarl: warning: {saved[1]}: weights is corrupt: its SHA-256 is")
+    assert line.startswith(f"{saved[1]}: weights is corrupt: its SHA-256 is")
     assert line.endswith(f"moved it to {saved[1]}.damaged and resumes from {saved[0]}, the checkpoint before it")
     assert start(settings, PROMPTS).checkpoint.path == saved[0]
 
