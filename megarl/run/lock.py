@@ -39,7 +39,7 @@ def run_lock(folder: Path, patience_s: float = 0.0) -> Iterator[None]:
         ) from None
     with opened as stream:
         deadline = time.monotonic() + patience_s
-        while not _lock(stream):
+        while not _lock(stream, file):
             if time.monotonic() >= deadline:
                 stream.seek(0)
                 raise UserError(
@@ -53,7 +53,7 @@ def run_lock(folder: Path, patience_s: float = 0.0) -> Iterator[None]:
         yield
 
 
-def _lock(stream: IO[str]) -> bool:
+def _lock(stream: IO[str], file: Path) -> bool:
     """Try to lock the file. Return whether this process may use it, also if its file system has no locks."""
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -63,5 +63,5 @@ def _lock(stream: IO[str]) -> bool:
         if error.errno not in NO_LOCKS:
             raise
         warning = f"this file system has no file locks ({error.strerror}). Do not start a second run with this name"
-        print(f"{stream.name}: {warning}", flush=True)
+        print(f"{file}: {warning}", flush=True)
     return True

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -62,11 +63,8 @@ def plain(sample: Sample) -> Sample:
     """Return the sample as JSON restores it: the reason and the reward have types that derive from str and float."""
     if sample.episode is None:
         return sample
-    episode = pickle.loads(pickle.dumps(sample.episode))
-    object.__setattr__(episode.info, "stop_reason", str(episode.info.stop_reason))
-    object.__setattr__(episode, "rewards", (0.1, None, 1.5))
-    object.__setattr__(sample, "episode", episode)
-    return sample
+    info = replace(sample.episode.info, stop_reason=sample.episode.info.stop_reason.value)
+    return replace(sample, episode=replace(sample.episode, info=info, rewards=(0.1, None, 1.5)))
 
 
 def test_equal_prompts_are_saved_once(tmp_path: Path) -> None:
