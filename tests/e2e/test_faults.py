@@ -102,6 +102,7 @@ def check_ray_requires_token(run: Run) -> None:
     code = f"import ray; ray.init({address!r}, log_to_driver=False); print(ray.get(ray.remote(lambda: 'ran').remote()))"
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}
+    environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # keeps the client from replacing the loopback address
     client = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=WAIT_S
     )

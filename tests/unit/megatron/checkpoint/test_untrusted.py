@@ -47,7 +47,7 @@ def save(folder: Path, value: Any) -> Path:
 
 def load(folder: Path) -> dict[str, Any]:
     state = {"weight": torch.zeros(4), "value": None}
-    planner = DefaultLoadPlanner(flatten_state_dict=False)
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with without_code():
         torch_checkpoint.load(state, checkpoint_id=folder, planner=planner, no_dist=True)
     return state
