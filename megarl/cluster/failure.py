@@ -18,7 +18,7 @@ def cause(errors: Mapping[str, Exception], phase: str, logs: Path) -> UserError 
     name, error = min(errors.items(), key=lambda item: rank(item[1]))
     origin = _origin(error)
     if isinstance(origin, UserError):
-        return UserError(str(origin))
+        return type(origin)(str(origin))
     return RunFailure(f"{phase}: {name}{_describe_error(error)}. See {logs / name}.log")
 
 

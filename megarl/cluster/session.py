@@ -14,17 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private import ray_constants
 from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.cluster.failure import cause, is_loss, rank, write_stacks
-from megarl.cluster.network import interface_of, own_address, own_name, socket_environment
+from megarl.cluster.network import LOOPBACK, interface_of, own_address, own_name, socket_environment
 from megarl.cluster.nodes.gathering import VERDICT_S, alive_nodes, gather, lost_nodes
 from megarl.cluster.nodes.rendezvous import PACKAGES, Invitation, NodeRendezvous, Report
 from megarl.cluster.object_store import FLOOR_MIB, object_store_mib
 from megarl.cluster.pending import Answers, Pending, outcome
 from megarl.cluster.placement import Process
 from megarl.cluster.supervision import processes, segments
+from megarl.cluster.supervision.scratch import ray_folder
 from megarl.cluster.supervision.watchdog import Watchdog
 from megarl.cluster.trace import Trace
 from megarl.config.schema import Config, TimeoutKind
@@ -79,13 +81,16 @@ class Session:
         os.environ.update(
             RAY_AUTH_TOKEN=secrets.token_hex(32),  # otherwise Ray keeps a token in the home folder
             RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",  # the placement decides which GPUs a process sees
-            AUTOSCALER_METRIC_PORT="0",  # the default is a fixed port, which a different run may use
+            AUTOSCALER_METRIC_PORT="-1",  # an invalid port: Ray would serve metrics without authentication
         )
-        address = None
         if config.cluster.nodes > 1:
             address = own_address(config.cluster.interface)
-            os.environ.update(socket_environment(address))
             print(f"node {own_name()}: {address} ({interface_of(address)})", flush=True)
+        else:
+            address = LOOPBACK
+            ray_constants.ENABLE_RAY_CLUSTER = False  # otherwise Ray replaces a loopback address
+        # Everything else listens at Ray's address for this node, or on its interface.
+        os.environ.update(socket_environment(address))
         terminate = signal.getsignal(signal.SIGTERM)
         store_bytes = object_store_bytes(config, routed)
         ray.init(
@@ -96,10 +101,11 @@ class Session:
             include_dashboard=False,
             log_to_driver=False,
             configure_logging=False,
-            _temp_dir=str(scratch),
+            _temp_dir=str(ray_folder(scratch)),
             _node_ip_address=address,
             # Ray's workers run at low priority by default, but here they do the main work.
-            _system_config=HEALTH_CHECKS | {"worker_niceness": 0, "max_direct_call_object_size": SMALL},
+            _system_config=HEALTH_CHECKS
+            | {"worker_niceness": 0, "max_direct_call_object_size": SMALL, "enable_metrics_collection": False},
         )
         # Replace Ray's handler, which prints a stack trace and skips all cleanup.
         signal.signal(signal.SIGTERM, terminate)
@@ -108,7 +114,7 @@ class Session:
         """Ray's id for each node, by node number."""
         self._others: Sequence[Report] = ()
         self._rendezvous: NodeRendezvous | None = None
-        if address is not None:
+        if config.cluster.nodes > 1:
             assert rendezvous is not None, "a multi-node run has a rendezvous folder"
             self._rendezvous = NodeRendezvous(rendezvous)
             with ExitStack() as stack:

@@ -7,12 +7,14 @@ import hashlib
 import json
 import os
 import re
+import shlex
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megarl.core.errors import UserError
+from megarl.core.errors import DamagedCheckpoint, UserError
 from megarl.core.files import number_in, numbered
 
 MANIFEST = "manifest.json"
@@ -70,20 +72,32 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: Path) -> Checkpoint:
-        """Read a checkpoint's manifest and check the size of every file. Raise a UserError if a file is missing or has
-        the wrong size. The message names the previous checkpoint."""
+        """Read a checkpoint's manifest and check the size of every file. Raise DamagedCheckpoint if a file is missing
+        or has the wrong size. The message names the previous intact checkpoint."""
+        try:
+            return cls._read(path)
+        except _Damage as damage:
+            raise DamagedCheckpoint(f"{path}: {damage}. {_remedy(path)}") from None
+
+    @classmethod
+    def _read(cls, path: Path) -> Checkpoint:
         try:
             manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
             content = manifest["content"]
             if manifest["sha256"] != _digest(content):
                 raise ValueError("the content has another digest")
         except FileNotFoundError:
-            raise UserError(f"{path}: {MANIFEST} is missing. {_remedy(path)}") from None
-        except (ValueError, KeyError, TypeError):
-            raise UserError(f"{path}: {MANIFEST} is corrupt. {_remedy(path)}") from None
+            raise _Damage(f"{MANIFEST} is missing") from None
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            raise _Damage(f"{MANIFEST} is corrupt") from None
         version = checked_format(content, path)
-        files = tuple(FileRecord(**record) for record in content["files"])
-        checkpoint = cls(path, content["step"], content["state"], files, version)
+        try:
+            files = tuple(FileRecord(**record) for record in content["files"])
+            checkpoint = cls(path, int(content["step"]), content["state"], files, version)
+            if any(Path(record.path).is_absolute() or ".." in Path(record.path).parts for record in files):
+                raise ValueError("a file is outside the folder")
+        except (ValueError, KeyError, TypeError):
+            raise _Damage(f"{MANIFEST} is corrupt") from None
         for record in files:
             checkpoint._check_size(record)
         return checkpoint
@@ -93,26 +107,39 @@ class Checkpoint:
         return sum(record.num_bytes for record in self.files)
 
     def verify(self, files: Iterable[FileRecord]) -> None:
-        """Check the SHA-256 of these files. Raise a UserError for the first file that differs from its record."""
-        for record in files:
-            self._check_size(record)
-            with (self.path / record.path).open("rb") as stream:
-                digest = hashlib.file_digest(stream, "sha256").hexdigest()
-            if digest != record.sha256:
-                raise UserError(
-                    f"{self.path}: {record.path} is corrupt: its SHA-256 is {digest[:8]}…, expected "
-                    f"{record.sha256[:8]}…. {_remedy(self.path)}"
-                )
+        """Check the SHA-256 of these files. Raise DamagedCheckpoint for the first file that differs from its record."""
+        try:
+            for record in files:
+                self._check_size(record)
+                with (self.path / record.path).open("rb") as stream:
+                    digest = hashlib.file_digest(stream, "sha256").hexdigest()
+                if digest != record.sha256:
+                    raise _Damage(
+                        f"{record.path} is corrupt: its SHA-256 is {digest[:8]}…, expected {record.sha256[:8]}…"
+                    )
+        except _Damage as damage:
+            raise DamagedCheckpoint(f"{self.path}: {damage}. {_remedy(self.path)}") from None
 
     def _check_size(self, record: FileRecord) -> None:
         file = self.path / record.path
-        if not file.exists():
-            raise UserError(f"{self.path}: {record.path} is missing. {_remedy(self.path)}")
+        if not file.is_file():
+            raise _Damage(f"{record.path} is missing")
         if (size := file.stat().st_size) != record.num_bytes:
-            raise UserError(
-                f"{self.path}: {record.path} is corrupt: it has {size:,} bytes, expected {record.num_bytes:,}. "
-                f"{_remedy(self.path)}"
-            )
+            raise _Damage(f"{record.path} is corrupt: it has {size:,} bytes, expected {record.num_bytes:,}")
+
+
+class _Damage(Exception):
+    """The damage of a checkpoint, without the remedy."""
+
+
+def intact_before(checkpoint: Path) -> Path | None:
+    """Return the newest checkpoint before this one whose files are complete, or None if there is none."""
+    step = number_in(checkpoint.name.removeprefix("."), NAME) or 0
+    for other, path in reversed(numbered(checkpoint.parent, NAME).items()):
+        if other < step:
+            with suppress(_Damage, UserError):
+                return Checkpoint._read(path).path
+    return None
 
 
 def checked_format(manifest: Mapping[str, Any], path: Path) -> int:
@@ -175,11 +202,10 @@ def write_manifest(folder: Path, step: int, state: Mapping[str, Any], files: Ite
 
 
 def _remedy(checkpoint: Path) -> str:
-    step = number_in(checkpoint.name.removeprefix("."), NAME) or 0
-    earlier = [path for other, path in numbered(checkpoint.parent, NAME).items() if other < step]
-    if not earlier:
+    earlier = intact_before(checkpoint)
+    if earlier is None:
         return "No earlier checkpoint exists. Fix: start from scratch with resume=never run.replace=true"
-    return f"Fix: resume from the previous checkpoint with resume={earlier[-1]}"
+    return f"Fix: resume from the previous checkpoint with {shlex.quote(f'resume={earlier}')}"
 
 
 def _digest(content: Mapping[str, Any]) -> str:

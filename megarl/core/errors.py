@@ -17,3 +17,7 @@ def install_extra(extra: str) -> str:
 class RunFailure(RuntimeError):
     """A failure not caused by the user: a lost process, a missed deadline, an error inside a worker. Errors that the
     user caused are raised as UserError, in every process."""
+
+
+class DamagedCheckpoint(UserError):
+    """A checkpoint lacks files, or its files differ from their records. An earlier checkpoint may be intact."""

@@ -21,8 +21,7 @@ def check_beginning(config: Config) -> str | None:
     """Return a message if resume=auto is set and the run has already finished, else None. Raise UserError if the name
     belongs to an earlier run, or the finished run used an incompatible recipe."""
     folder = RunFolder.of(config)
-    if not Path(config.resume).expanduser().resolve().is_relative_to(folder.path.resolve()):  # a checkpoint of this run
-        RunFolder.require_free(config)
+    RunFolder.require_free(config)
     step = folder.finished_after if config.resume == "auto" else None
     if step is None or config.run.steps > step or not folder.config.exists():
         return None

@@ -20,7 +20,7 @@ from typing import Any
 
 from megarl.core.checkpoint import NAME, PREFIX, Checkpoint, FileRecord, remove_notes, write_manifest, write_synced
 from megarl.core.errors import UserError
-from megarl.core.files import numbered, sync
+from megarl.core.files import number_in, numbered, sync
 
 POINTER, BEST = "latest", "best"
 
@@ -39,7 +39,8 @@ class Checkpoints:
         return list(numbered(self.path, NAME))
 
     def latest(self) -> Path | None:
-        """Return the checkpoint to which `latest` points, or None if no checkpoint is complete."""
+        """Return the checkpoint to which `latest` points, or None if no checkpoint is complete. Raise UserError if it
+        does not contain a checkpoint's name."""
         return self._pointed_to(POINTER)
 
     def best(self) -> Path | None:
@@ -48,7 +49,16 @@ class Checkpoints:
 
     def _pointed_to(self, name: str) -> Path | None:
         pointer = self.path / name
-        return self.path / pointer.read_text(encoding="utf-8").strip() if pointer.exists() else None
+        if not pointer.exists():
+            return None
+        target = pointer.read_text(encoding="utf-8", errors="replace").strip()
+        if number_in(target, NAME) is None:
+            newest = f"such as {self._named(self.steps()[-1]).name}" if self.steps() else "or remove the file"
+            raise UserError(
+                f"{pointer}: {target[:40]!r} is not the name of a checkpoint. Fix: write a checkpoint's name to it, "
+                f"{newest}"
+            )
+        return self.path / target
 
     def require_space(self, num_bytes: int, keep: int, number: int = 1) -> None:
         """Raise UserError, which names checkpoint.keep, if the disk has no space for `number` more checkpoints."""
@@ -110,6 +120,17 @@ class Checkpoints:
         self.point_to(self._named(step))
         for later in [other for other in self.steps() if other > step]:
             self._remove(self._named(later))
+
+    def set_aside(self, checkpoint: Path, earlier: Path) -> Path:
+        """Rename a damaged checkpoint, and point `latest` to an earlier one. Return the new path."""
+        aside = checkpoint.with_name(f"{checkpoint.name}.damaged")
+        shutil.rmtree(aside, ignore_errors=True)
+        if checkpoint == self.best():
+            (self.path / BEST).unlink()
+        self.point_to(earlier)
+        if checkpoint.exists():
+            checkpoint.rename(aside)
+        return aside
 
     def sweep(self) -> None:
         """Remove checkpoints that a killed run has written or removed only partially."""

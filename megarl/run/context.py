@@ -20,7 +20,7 @@ from megarl.cluster.supervision.memory import MemorySampler
 from megarl.cluster.trace import Trace
 from megarl.cluster.trained_models import TrainedModels
 from megarl.config.schema import Config
-from megarl.core.errors import RunFailure
+from megarl.core.errors import DamagedCheckpoint, RunFailure
 from megarl.core.timing import Stopwatch
 from megarl.data.offline import OfflineData
 from megarl.data.prompts import PromptSet
@@ -32,7 +32,7 @@ from megarl.run.effective_time import ALLOCATED, EffectiveShare
 from megarl.run.folder import RunFolder
 from megarl.run.lock import run_lock
 from megarl.run.loggers import ConsoleSink, JsonlSink
-from megarl.run.resume import ResumePoint, start
+from megarl.run.resume import ResumePoint, fall_back, start
 from megarl.run.saver import Saver, Write, no_files
 from megarl.run.trackers.tracker import Tracker, open_trackers
 from megarl.step import logprob_check, passes, queue
@@ -107,7 +107,14 @@ class RunContext:
             evaluated = {} if best is None else folder.values_of(best)
             saver = Saver(folder.checkpoints, config, num_bytes, data.data_hash, identities, evaluated)
             print_run_summary(config, resume_point, models.actor, data, placement.describe())
-            yield cls(config, data, resume_point, saver, placement, evaluation)
+            try:
+                yield cls(config, data, resume_point, saver, placement, evaluation)
+            except DamagedCheckpoint as damage:  # found by a rank, which verifies its own files
+                loaded = resume_point.checkpoint
+                line = None if loaded is None else fall_back(config, loaded.path, damage)
+                if line is None:
+                    raise
+                raise RunFailure(f"{line} in its next attempt") from None
 
     @property
     def state(self) -> RunState:

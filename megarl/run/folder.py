@@ -95,7 +95,7 @@ class RunFolder:
     def require_free(cls, config: Config) -> None:
         """Raise UserError if an earlier run has the same name, and the config neither resumes nor replaces it."""
         folder = cls.of(config)
-        if config.resume == "auto" or config.run.replace or not folder.is_taken:
+        if config.resume == "auto" or config.run.replace or not folder.is_taken or folder.contains(config.resume):
             return
         count = "1 step" if folder.num_steps == 1 else f"{folder.num_steps} steps"
         contents = f"{count} of an earlier run" if folder.num_steps else "other files"
@@ -166,6 +166,12 @@ class RunFolder:
         if not self.manifest.exists():
             return os.path.lexists(self.path) and not (self.path.is_dir() and os.listdir(self.path) in ([], [LAUNCH]))
         return self.num_steps > 0 or self.checkpoints.exists() or self.model.exists()
+
+    def contains(self, resume: str) -> bool:
+        """Return whether the checkpoint that the key `resume` names is inside this folder."""
+        return resume not in ("never", "auto") and Path(resume).expanduser().resolve().is_relative_to(
+            self.path.resolve()
+        )
 
     @property
     def num_steps(self) -> int:

@@ -18,6 +18,9 @@ POLL_S = 1.0
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 """Error codes from file systems that are mounted without lock support, which is common for Lustre."""
 
+FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+"""Flags that refuse links, which another user may create in a shared folder: the lock overwrites the file."""
+
 
 @contextmanager
 def run_lock(folder: Path, patience_s: float = 0.0) -> Iterator[None]:
@@ -28,15 +31,15 @@ def run_lock(folder: Path, patience_s: float = 0.0) -> Iterator[None]:
     file = folder.with_name(f".{folder.name}.lock")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        opened = file.open("a+", encoding="utf-8")
+        opened = os.fdopen(os.open(file, FLAGS, 0o666), "a+", encoding="utf-8")
     except OSError as error:
         raise UserError(
-            f"run.folder={folder.parent}: not writable ({error.strerror}: {error.filename}). Fix: set run.folder to a "
-            "writable folder"
+            f"run.folder={folder.parent}: not writable ({error.strerror or error}: {error.filename or file}). Fix: set "
+            "run.folder to a writable folder"
         ) from None
     with opened as stream:
         deadline = time.monotonic() + patience_s
-        while not _lock(stream):
+        while not _lock(stream, file):
             if time.monotonic() >= deadline:
                 stream.seek(0)
                 raise UserError(
@@ -50,7 +53,7 @@ def run_lock(folder: Path, patience_s: float = 0.0) -> Iterator[None]:
         yield
 
 
-def _lock(stream: IO[str]) -> bool:
+def _lock(stream: IO[str], file: Path) -> bool:
     """Try to lock the file. Return whether this process may use it, also if its file system has no locks."""
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -60,5 +63,5 @@ def _lock(stream: IO[str]) -> bool:
         if error.errno not in NO_LOCKS:
             raise
         warning = f"this file system has no file locks ({error.strerror}). Do not start a second run with this name"
-        print(f"{stream.name}: {warning}", flush=True)
+        print(f"{file}: {warning}", flush=True)
     return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,8 @@ from typing import Any
 from megarl.config.continuation import check_continues
 from megarl.config.saved import complete
 from megarl.config.schema import Config
-from megarl.core.checkpoint import NAME, Checkpoint
-from megarl.core.errors import UserError
+from megarl.core.checkpoint import NAME, Checkpoint, intact_before
+from megarl.core.errors import DamagedCheckpoint, UserError
 from megarl.data.cursor import PromptCursor
 from megarl.data.offline import OfflineData
 from megarl.data.prompts import PromptSet
@@ -18,7 +19,7 @@ from megarl.data.weighted_cursor import WeightedCursor
 from megarl.models.folder import is_hub_id, model_paths
 from megarl.models.paths import Models, moved_models, update_moved_paths
 from megarl.run.checkpoints import Checkpoints
-from megarl.run.folder import RunFolder
+from megarl.run.folder import LAUNCH, RunFolder
 from megarl.step.state import RunState, weights_of
 
 
@@ -39,8 +40,21 @@ class ResumePoint:
 def start(config: Config, data: PromptSet | OfflineData, num_bytes: int, models: Models) -> ResumePoint:
     """Open the run folder and return the starting point that the key `resume` selects. Raise UserError if the
     checkpoint is missing, is corrupt or belongs to a different run, or the disk has no space for further ones. The
-    folder is not modified. `num_bytes` is the size of one checkpoint, and `models` are the models' identities."""
-    checkpoint = find_checkpoint(config, data, models)
+    folder is not modified, except that a Slurm job sets damaged checkpoints aside. `num_bytes` is the size of one
+    checkpoint, and `models` are the models' identities."""
+    try:
+        return _start(config, data, num_bytes, models)
+    except DamagedCheckpoint as damage:
+        path = _checkpoint_path(config)
+        if path is None or (line := fall_back(config, path, damage)) is None:
+            raise
+        print(f"megarl: warning: {line}", flush=True)
+        return start(config, data, num_bytes, models)
+
+
+def _start(config: Config, data: PromptSet | OfflineData, num_bytes: int, models: Models) -> ResumePoint:
+    path = _checkpoint_path(config)
+    checkpoint = None if path is None else _open(path, config, data, models)
     checkpoints = Checkpoints(RunFolder.of(config).checkpoints)
     state = _fresh(config, data) if checkpoint is None else RunState.restore(checkpoint.state["run"], config, data)
     own = checkpoint if checkpoint is not None and _is_of_this_run(checkpoint, checkpoints) else None
@@ -68,10 +82,33 @@ def start(config: Config, data: PromptSet | OfflineData, num_bytes: int, models:
 
 
 def find_checkpoint(config: Config, data: PromptSet | OfflineData, models: Models) -> Checkpoint | None:
-    """Return the checkpoint that the key `resume` selects, or None if the run starts at the first step. Raise UserError
-    if the checkpoint is missing, is corrupt or belongs to a different run."""
+    """Return the checkpoint from which `start` would resume, or None if the run starts at the first step. Raise
+    UserError if the checkpoint is missing, is corrupt or belongs to a different run."""
     path = _checkpoint_path(config)
-    return None if path is None else _open(path, config, data, models)
+    try:
+        return None if path is None else _open(path, config, data, models)
+    except DamagedCheckpoint:
+        if path is None or (earlier := _fallback(config, path)) is None:
+            raise
+        return _open(earlier, config, data, models)
+
+
+def _fallback(config: Config, checkpoint: Path) -> Path | None:
+    """Return the checkpoint that a Slurm job resumes from instead of a damaged one, because no user is there to choose
+    it. Return None outside a job, or if no earlier checkpoint is intact."""
+    in_a_job = "SLURM_JOB_ID" in os.environ or (RunFolder.of(config).path / LAUNCH).exists()
+    return intact_before(checkpoint) if config.resume == "auto" and in_a_job else None
+
+
+def fall_back(config: Config, checkpoint: Path, damage: DamagedCheckpoint) -> str | None:
+    """Set a damaged checkpoint aside if the job resumes from an earlier one. Return a log line, or None otherwise."""
+    earlier = _fallback(config, checkpoint)
+    if earlier is None:
+        return None
+    aside = Checkpoints(RunFolder.of(config).checkpoints).set_aside(checkpoint, earlier)
+    reason = str(damage).partition(". Fix: ")[0]
+    moved = f" moved it to {aside} and" if aside.exists() else ""
+    return f"{reason}. The job{moved} resumes from {earlier}, the checkpoint before it"
 
 
 def _fresh(config: Config, data: PromptSet | OfflineData) -> RunState:
@@ -139,7 +176,11 @@ def _checkpoint_path(config: Config) -> Path | None:
     if config.resume == "never":
         return None
     if config.resume == "auto":
-        return Checkpoints(RunFolder.of(config).checkpoints).latest()
+        latest = Checkpoints(RunFolder.of(config).checkpoints).latest()
+        if latest is not None and not latest.exists() and (earlier := intact_before(latest)) is not None:
+            print(f"{latest}: this newest checkpoint was moved or removed. Resuming from {earlier}", flush=True)
+            return earlier
+        return latest
     # Resolve links before the run folder may be moved aside, so that a checkpoint inside it is recognized.
     path = Path(config.resume).expanduser().resolve()
     if not path.is_dir():

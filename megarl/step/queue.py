@@ -21,7 +21,7 @@ from megarl.rollout.schedule import RolloutSchedule
 from megarl.step.requests import requests
 from megarl.step.state import PendingPrompt, RunState
 
-WAITING = "rollouts/waiting.pickle"
+WAITING = "rollouts/waiting.safetensors"
 """File in a checkpoint with the samples that wait for a step."""
 
 

@@ -191,7 +191,7 @@ class Run:
     def scratch(self) -> Path:
         """Return the folder of the run's temporary files, from the raylet's command line."""
         [option] = [word for word in self.find("raylet").cmdline() if word.startswith("--temp_dir=")]
-        return Path(option.removeprefix("--temp_dir="))
+        return Path(option.removeprefix("--temp_dir=")).parent
 
     def left_shared_memory(self) -> set[Path]:
         """Return unmapped segments created since the start. Other runs' are mapped; unit tests' have known names."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 import random
 import time
 from collections import Counter
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megarl.core.checkpoint import Checkpoint
+from megarl.rewards.sample_file import load_samples
 from megarl.step.queue import WAITING
 from tests.e2e.run import Run, write_recipe
 from tests.e2e.test_resume import kill, latest
@@ -48,7 +48,7 @@ def test_each_prompt_is_trained_on_exactly_once(tmp_path: Path, keys: tuple[str,
             kill(run)
         checkpoint = Checkpoint.open(tmp_path / "tiny" / "checkpoints" / f"step_{latest(tmp_path):06d}")
         if (checkpoint.path / WAITING).exists():
-            groups = pickle.loads((checkpoint.path / WAITING).read_bytes())
+            groups = load_samples(checkpoint.path / WAITING)
             waited |= {sample.id: sample.text for _, _, samples in groups for sample in samples}
     with Run(recipe, tmp_path, *overrides, f"run.steps={STEPS + latest(tmp_path)}") as run:
         assert run.end(START_S) == 0, run.errors

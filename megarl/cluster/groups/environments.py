@@ -49,7 +49,7 @@ class EnvironmentActor(AsyncProcessActor):
     async def start(self, config: Config, model_folder: Path) -> None:
         """Start the training environments, if any."""
         self._config, self._tokenizer = config, load_tokenizer(model_folder, date=config.data.date)
-        self._address = "127.0.0.1" if config.cluster.nodes == 1 else ray.util.get_node_ip_address()
+        self._address = ray.util.get_node_ip_address()
         bypass_proxies(self._address)
         if config.has_environment:
             self._training = await self._start_runner(config)

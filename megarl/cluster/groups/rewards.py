@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import pickle
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -35,6 +34,7 @@ from megarl.rewards.pool import function_pool
 from megarl.rewards.reading import Reader, Reading, Unreadable
 from megarl.rewards.result import Result
 from megarl.rewards.rollout_file import MAX_TOKENS, append_rollouts, has_token_details, token_texts, write_advantages
+from megarl.rewards.sample_file import load_samples, save_samples
 from megarl.rewards.scorer import Scorer
 
 if TYPE_CHECKING:
@@ -154,11 +154,11 @@ class RewardWorker:
     def save_groups(self, groups: Sequence[WaitingGroup], file: Path) -> FileRecord:
         fetched = [(row, version, ray.get([ref.sample for ref in refs])) for row, version, refs in groups]
         file.parent.mkdir()
-        file.write_bytes(pickle.dumps(fetched, protocol=pickle.HIGHEST_PROTOCOL))
+        save_samples(fetched, file)
         return seal(file, file.parent.parent)
 
     def load_groups(self, file: Path) -> list[WaitingGroup]:
-        groups = pickle.loads(file.read_bytes())
+        groups = load_samples(file)
         return [(row, version, [put_sample(sample) for sample in samples]) for row, version, samples in groups]
 
     write_advantages = staticmethod(write_advantages)

@@ -22,6 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from megarl.cluster.failure import cause, write_stacks
 from megarl.cluster.groups.group import ProcessActor, TimedResult, WorkerGroup
 from megarl.cluster.groups.remote import RemoteMethod, remote
+from megarl.cluster.network import LOOPBACK
 from megarl.cluster.nodes.gathering import VERDICT_S
 from megarl.cluster.pending import Answers, Pending, outcome
 from megarl.cluster.placement import Process
@@ -163,6 +164,7 @@ def _prepare(process: Process, batch_invariant: bool) -> None:
     scratch = own_scratch()
     # By default, vLLM leaves its processes' sockets and its ranks' rendezvous files behind.
     folders = {"VLLM_RPC_BASE_PATH": str(scratch), "TMPDIR": str(scratch)}
+    os.environ["VLLM_HOST_IP"] = LOOPBACK  # an engine on several nodes changes it; see set_rendezvous_address
     ranks = len(process.devices)
     variables = environment(ranks, process.threads, process.index, bool(process.gpus), batch_invariant)
     os.environ.update(variables, **folders)

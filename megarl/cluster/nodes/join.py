@@ -17,6 +17,7 @@ from megarl.cluster.nodes.rendezvous import NODES, Invitation, NodeRendezvous, R
 from megarl.cluster.supervision import processes
 from megarl.cluster.supervision.interrupts import interrupts
 from megarl.cluster.supervision.memory import MemorySampler
+from megarl.cluster.supervision.scratch import ray_folder
 from megarl.core import device
 from megarl.core.cores import usable_cores
 from megarl.core.errors import RunFailure, UserError
@@ -168,7 +169,7 @@ def _command(invitation: Invitation, report: Report, scratch: Path) -> list[str]
         "num-gpus": 0,  # the driver, not Ray, assigns GPUs
         "object-store-memory": invitation.object_store,
         "object-spilling-directory": scratch / "spilled",
-        "temp-dir": scratch,
+        "temp-dir": ray_folder(scratch),
     }
     flags = [f"--{name}={value}" for name, value in options.items()]
     return [sys.executable, "-m", "ray.scripts.scripts", "start", *flags, "--block", "--disable-usage-stats"]

@@ -1,16 +1,17 @@
-"""The run's scratch folder on each node, for temporary files."""
+"""The run's scratch folder on each node, for temporary files. Only its owner can access it."""
 
 from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shutil
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
 
 from megarl.cluster.supervision import segments
+from megarl.cluster.supervision.ownership import Untrusted, open_file, own_folder, private_folder
 
 VARIABLE = "MEGARL_SCRATCH"
 """Environment variable that passes the node's scratch folder to the run's processes."""
@@ -19,32 +20,70 @@ PLACE, PREFIX, LOCK = Path("/tmp"), "megarl-", "lock"
 """Parent folder, name prefix and lock file of scratch folders. The folders are not in $TMPDIR, whose path may be too
 long: socket paths are limited to 107 bytes."""
 
+NAME = re.compile(rf"{PREFIX}[a-z0-9_]{{8}}")
+"""Names that `tempfile.mkdtemp` chooses. Files with other names are not scratch folders."""
+
+MOST_LISTED = 3
+"""Largest number of skipped folders that a message lists."""
+
 
 def own_scratch() -> Path:
     """Return this node's scratch folder. Only available inside `supervised`."""
     return Path(os.environ[VARIABLE])
 
 
-_locks: list[IO[str]] = []
-"""Open lock files for the scratch folders that this process has made."""
+def ray_folder(scratch: Path) -> Path:
+    """Return Ray's folder in a scratch folder. Ray makes its folder writable for all users, so it must not be the
+    scratch folder itself, which keeps other users out."""
+    return scratch / "ray"
+
+
+_locks: list[int] = []
+"""Descriptors of the lock files of scratch folders that this process has made."""
 
 
 def make_scratch() -> Path:
     """Create a scratch folder. This process and its forks hold the folder's lock until the last of them ends."""
     folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=PLACE))
     hidden = folder / f".{LOCK}"
-    lock = hidden.open("w")
+    lock = os.open(hidden, os.O_CREAT | os.O_RDONLY | os.O_CLOEXEC, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
     hidden.rename(folder / LOCK)  # so that the lock file is locked from the moment it is visible
     _locks.append(lock)
     return folder
 
 
+def remove_scratch(folder: Path) -> None:
+    """Remove a scratch folder and its contents, unless it is gone and another user has taken its name."""
+    with suppress(OSError, Untrusted), private_folder(folder):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def sweep() -> None:
-    """Remove scratch folders and shared memory of this user's runs that were killed before their cleanup."""
-    for folder in PLACE.glob(f"{PREFIX}*"):
-        # A different run may sweep at the same time, and other users' folders cannot be opened.
-        with suppress(OSError), (folder / LOCK).open() as lock:
+    """Remove scratch folders and shared memory of this user's runs that were killed before their cleanup. Print one
+    line about folders that cannot be trusted. They are not touched."""
+    skipped = [
+        f"{folder} ({reason})"
+        for folder in sorted(PLACE.glob(f"{PREFIX}*"))
+        if NAME.fullmatch(folder.name) and (reason := _sweep(folder)) is not None
+    ]
+    if skipped:
+        rest = f" and {len(skipped) - MOST_LISTED} more" if len(skipped) > MOST_LISTED else ""
+        print(f"megarl: note: skipped scratch folders: {', '.join(skipped[:MOST_LISTED])}{rest}", flush=True)
+
+
+def _sweep(folder: Path) -> str | None:
+    """Remove a scratch folder if its run has ended. Return the reason if the folder cannot be trusted."""
+    try:
+        with own_folder(folder) as opened, open_file(LOCK, opened) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             segments.remove(segments.created(folder))
-            shutil.rmtree(folder, ignore_errors=True)
+            remove_scratch(folder)
+    except Untrusted as reason:
+        return str(reason)
+    except BlockingIOError:
+        return None  # its run has not ended
+    except OSError as error:
+        # A different run may have removed the folder at the same time.
+        return f"{Path(error.filename).name}: {error.strerror}" if os.path.lexists(folder) else None
+    return None

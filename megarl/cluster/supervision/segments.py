@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
+import stat
 from collections.abc import Iterable, Set
 from contextlib import suppress
 from pathlib import Path
@@ -16,11 +18,18 @@ from typing import NamedTuple
 
 import psutil
 
+from megarl.cluster.supervision.ownership import Untrusted, open_file, private_folder
 from megarl.cluster.supervision.processes import descendants
 
 SHARED_MEMORY = Path("/dev/shm")
 EARLIER = "earlier_segments"
 NOTE = "segments"
+NOTE_NAME = re.compile(rf"{NOTE}\.[0-9]{{1,10}}")
+
+SEGMENT_NAME = re.compile(r"(?!\.{1,2}$)[^/\n\0]{1,255}")
+"""Names of segments that a run may remove: those of files in /dev/shm itself. A line of a note holds one."""
+
+NOTE_LINE = re.compile(rf"(?P<inode>[0-9]{{1,20}}) (?P<name>{SEGMENT_NAME.pattern})")
 
 
 class Segment(NamedTuple):
@@ -32,7 +41,7 @@ class Segment(NamedTuple):
 
 def note_earlier(scratch: Path) -> None:
     """Record in the scratch folder which segments exist before the run."""
-    _write(scratch / EARLIER, _existing(file.name for file in SHARED_MEMORY.iterdir()))
+    _write(scratch, EARLIER, _existing(file.name for file in SHARED_MEMORY.iterdir()))
 
 
 def name_semaphores(scratch: Path) -> None:
@@ -44,7 +53,7 @@ def name_semaphores(scratch: Path) -> None:
 
 def note(scratch: Path) -> None:
     """Record in the scratch folder which segments this process and its descendants map."""
-    _write(scratch / f"{NOTE}.{os.getpid()}", mapped())
+    _write(scratch, f"{NOTE}.{os.getpid()}", mapped())
 
 
 def mapped() -> set[Segment]:
@@ -54,14 +63,19 @@ def mapped() -> set[Segment]:
 
 
 def created(scratch: Path, mapped_at_end: Set[Segment] = frozenset()) -> set[Segment]:
-    """Return the segments that the run created; empty if the scratch folder is gone. A segment belongs to the run if
+    """Return the segments that the run created; empty if the scratch folder is gone or
+    new. A segment belongs to the run if
     one of the run's processes recorded it, if one of them still maps it at the end of the run, or if it is named after
-    the scratch folder. Segments that existed before the run are excluded."""
-    if not (scratch / EARLIER).exists():
+    the scratch folder. Segments that existed before the run are excluded. Raise Untrusted if the folder or a file in it
+    is not as this module writes them."""
+    try:
+        with private_folder(scratch) as folder:
+            earlier = _read(EARLIER, folder)
+            notes = [_read(name, folder) for name in filter(NOTE_NAME.fullmatch, os.listdir(folder))]
+    except FileNotFoundError:
         return set()
-    noted = {segment for file in scratch.glob(f"{NOTE}.*") for segment in _read(file)}
     named = _existing(file.name for file in SHARED_MEMORY.glob(f"sem.{scratch.name}-*"))
-    return (noted | named | mapped_at_end) - _read(scratch / EARLIER)
+    return mapped_at_end.union(named, *notes) - earlier
 
 
 def remove(segments: Set[Segment]) -> None:
@@ -75,10 +89,10 @@ def remove(segments: Set[Segment]) -> None:
 def _existing(names: Iterable[str]) -> set[Segment]:
     """Return the existing segments with these names that belong to this user."""
     existing = set()
-    for name in set(names):
+    for name in filter(SEGMENT_NAME.fullmatch, set(names)):
         with suppress(OSError):
             status = (SHARED_MEMORY / name).stat(follow_symlinks=False)
-            if status.st_uid == os.geteuid():
+            if status.st_uid == os.geteuid() and stat.S_ISREG(status.st_mode):
                 existing.add(Segment(status.st_ino, name))
     return existing
 
@@ -111,13 +125,20 @@ def _names(paths: Iterable[str]) -> set[str]:
     return {Path(path).name for path in paths if Path(path).parent == SHARED_MEMORY}
 
 
-def _write(file: Path, segments: Set[Segment]) -> None:
-    lines = (f"{segment.inode} {segment.name}\n" for segment in segments)
-    new = file.with_name(f".{file.name}")
-    new.write_text("".join(lines), encoding="utf-8", errors="surrogateescape")
-    new.replace(file)  # never leaves a partial file, even if the writer is killed
+def _write(scratch: Path, name: str, segments: Set[Segment]) -> None:
+    lines = "".join(f"{segment.inode} {segment.name}\n" for segment in segments)
+    with private_folder(scratch) as folder:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        with open_file(f".{name}", folder, flags) as file, open(file, "wb", closefd=False) as stream:
+            stream.write(lines.encode(errors="surrogateescape"))
+        # Renaming never leaves a partial file, even if the writer is killed.
+        os.rename(f".{name}", name, src_dir_fd=folder, dst_dir_fd=folder)
 
 
-def _read(file: Path) -> set[Segment]:
-    lines = file.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
-    return {Segment(int(inode), name) for inode, name in (line.split(" ", 1) for line in lines)}
+def _read(name: str, folder: int) -> set[Segment]:
+    with open_file(name, folder) as file, open(file, encoding="utf-8", errors="surrogateescape", closefd=False) as text:
+        lines = text.read().split("\n")
+    matches = [NOTE_LINE.fullmatch(line) for line in lines[:-1]]
+    if lines[-1] or None in matches:
+        raise Untrusted(f"{name} is not a list of segments")
+    return {Segment(int(match["inode"]), match["name"]) for match in matches if match}

@@ -6,7 +6,6 @@ If either is killed, the other ends all processes in the run. Ray alone would le
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import sys
 import time
@@ -16,7 +15,8 @@ from pathlib import Path
 
 from megarl.cluster.supervision import processes, segments
 from megarl.cluster.supervision.interrupts import REPEAT_S, interrupts
-from megarl.cluster.supervision.scratch import VARIABLE, make_scratch, sweep
+from megarl.cluster.supervision.ownership import Untrusted
+from megarl.cluster.supervision.scratch import VARIABLE, make_scratch, remove_scratch, sweep
 from megarl.core.output import tolerate_lost_readers
 from megarl.core.parent import signal_with_parent
 from megarl.core.proxies import LOOPBACK, bypass_proxies
@@ -54,6 +54,8 @@ def supervised(grace_s: float = 0.0) -> Iterator[Path]:
         sys.exit(_guard(child, scratch, signals, grace_s))
     os.setpgid(0, 0)
     os.environ[VARIABLE] = str(scratch)
+    # By default, torch runs compiled code from a folder in /tmp that another user may have created.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(scratch / "inductor"))
     for number in (signal.SIGTTIN, signal.SIGTTOU):
         signal.signal(number, signal.SIG_IGN)  # these signals stop background process groups that use the terminal
     processes.adopt_orphans()
@@ -127,8 +129,9 @@ def _end(scratch: Path) -> None:
     """End all processes of this process or its lost child. Remove their shared memory and scratch folder."""
     mapped = segments.mapped()
     processes.end_descendants()
-    segments.remove(segments.created(scratch, mapped))
-    shutil.rmtree(scratch, ignore_errors=True)
+    with suppress(OSError, Untrusted):  # the folder is gone, and another user has taken its name
+        segments.remove(segments.created(scratch, mapped))
+    remove_scratch(scratch)
 
 
 def _print_error(line: str) -> None:

@@ -36,6 +36,7 @@ from megarl.megatron import parallel, random_state
 from megarl.megatron.checkpoint import optimizer_state
 from megarl.megatron.checkpoint.extents import CanonicalShard, Shard
 from megarl.megatron.checkpoint.optimizer_state import OnDevice
+from megarl.megatron.checkpoint.untrusted import without_code
 from megarl.megatron.model.build import named_tensors
 from megarl.megatron.routes import model_of
 from megarl.megatron.weight_snapshots import WeightSnapshots
@@ -151,7 +152,8 @@ def load(
     state = {**untrained, SNAPSHOTS: _sharded_snapshots(weight_snapshots, chunks, models)}
     if same_layout:
         state[RANDOM] = _sharded_random()
-    result: Any = dist_checkpointing.load(state, str(folder), strict=StrictHandling.RETURN_ALL)
+    with without_code():
+        result: Any = dist_checkpointing.load(state, str(folder), strict=StrictHandling.RETURN_ALL)
     loaded, missing, unexpected = result
     if unexpected:
         raise UserError(

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import EnumMeta
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -210,12 +210,26 @@ def _metadata(folder: Path) -> Metadata:
         )
     try:
         with (folder / METADATA).open("rb") as file:
-            return _MetadataUnpickler(file).load()
-    except (pickle.UnpicklingError, EOFError) as error:
+            return load_metadata(file)
+    except Exception as error:  # an arbitrary pickle raises arbitrary exceptions
         raise UserError(
             f"{folder}: {METADATA} is corrupt or incomplete ({error}). Fix: copy the checkpoint again, or use another "
             "one"
         ) from error
+
+
+def load_metadata(file: IO[bytes]) -> Metadata:
+    """Unpickle the metadata of an untrusted checkpoint without calling functions that it names. Raise an exception of
+    any type if the file contains anything else, or refers to files outside the checkpoint's folder."""
+    metadata = _MetadataUnpickler(file).load()
+    if not isinstance(metadata, Metadata):
+        raise ValueError(f"it contains a {type(metadata).__name__}")
+    for info in metadata.storage_data.values():
+        if not info.relative_path or Path(info.relative_path).name != info.relative_path:
+            raise ValueError(f"{info.relative_path!r} is not a file name")
+        if info.offset < 0 or info.length < 0:
+            raise ValueError(f"{info.relative_path} has a negative range")
+    return metadata
 
 
 _CLASSES = {(torch_metadata.__name__, name) for name, kind in vars(torch_metadata).items() if isinstance(kind, type)}

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl.core.errors import UserError
 from megarl.run.lock import run_lock
 
 HOLDER = """
@@ -70,3 +71,13 @@ def test_folder_that_is_not_writable_raises(tmp_path: Path, folder: str, why: st
     line = f"run.folder={place}: not writable ({why}: {place}). Fix: set run.folder to a writable folder"
     with pytest.raises(ValueError, match=f"^{re.escape(line)}$"), run_lock(place / "a"):
         pass
+
+
+def test_link_in_place_of_the_lock_is_not_followed(tmp_path: Path) -> None:
+    """Another user may create it if the runs are in a shared folder."""
+    victim = tmp_path / "victim"
+    victim.write_text("text")
+    (tmp_path / ".a.lock").symlink_to(victim)
+    with pytest.raises(UserError, match=r"not writable \(Too many levels of symbolic links: .*\.a\.lock\)\. Fix: set"):
+        run_lock(tmp_path / "a").__enter__()
+    assert victim.read_text() == "text"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from pathlib import Path
 
@@ -10,13 +11,15 @@ import pytest
 
 from megarl.config.load import load
 from megarl.config.schema import Config
-from megarl.core.checkpoint import seal
-from megarl.core.errors import UserError
+from megarl.core.checkpoint import FileRecord, seal, write_manifest
+from megarl.core.errors import DamagedCheckpoint, UserError
 from megarl.core.types import Prompt
 from megarl.data.prompts import PromptSet
 from megarl.models.paths import Models
+from megarl.run.beginning import check_beginning
 from megarl.run.checkpoints import Checkpoints
-from megarl.run.resume import ResumePoint
+from megarl.run.preflight import _find_folder
+from megarl.run.resume import ResumePoint, fall_back
 from megarl.run.resume import start as start_with_space
 from megarl.step.state import RunState
 from tests.paths import BASE
@@ -329,3 +332,142 @@ def test_weighted_prompt_order_is_resumed(root: Path) -> None:
     save(first, config(root, *keys), 2)
     again = start(config(root, *keys, "resume=auto"), prompts)
     assert [again.state.cursor.take(2) for _ in range(5)] == [first.state.cursor.take(2) for _ in range(5)]
+
+
+def damage(kind: str, checkpoint: Path) -> None:
+    weights, manifest = checkpoint / "weights", checkpoint / "manifest.json"
+    {
+        "missing manifest": manifest.unlink,
+        "corrupt manifest": lambda: manifest.write_text(manifest.read_text().replace('"step": ', '"step": 1')),
+        "binary manifest": lambda: manifest.write_bytes(b"\xff\xfe\x00"),
+        "deep manifest": lambda: manifest.write_text("[" * 100_000),
+        "list manifest": lambda: manifest.write_text("[1]"),
+        "missing file": weights.unlink,
+        "short file": lambda: weights.write_bytes(b"1"),
+        "folder": lambda: (weights.unlink(), weights.mkdir()),
+        "moved": lambda: checkpoint.rename(checkpoint.with_name("elsewhere")),
+    }[kind]()
+
+
+DAMAGES = (
+    *("missing manifest", "corrupt manifest", "binary manifest", "deep manifest", "list manifest"),
+    *("missing file", "short file", "folder"),
+)
+
+
+@pytest.fixture
+def spaced(tmp_path: Path) -> Path:
+    """A folder whose name a shell splits into words."""
+    (tmp_path / "a b").mkdir()
+    return tmp_path / "a b"
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_printed_remedy_of_a_damaged_checkpoint_works(spaced: Path, kind: str) -> None:
+    first = start(config(spaced), PROMPTS)
+    saved = [save(first, config(spaced), step) for step in (1, 2, 3)]
+    damage(kind, saved[2])
+    damage("short file", saved[1])
+    with pytest.raises(UserError, match="Fix: resume from the previous checkpoint with ") as error:
+        start(config(spaced, "resume=auto"), PROMPTS)
+    [override] = shlex.split(str(error.value).rpartition(" with ")[2])
+    settings = config(spaced, override)
+    assert check_beginning(settings) is None
+    assert _find_folder(settings).path == spaced / "a"
+    again = start(settings, PROMPTS)
+    assert (again.checkpoint.path, again.folder.moved) == (saved[0], None)
+    assert names(again.folder.checkpoints) == ["latest", "step_000001"]
+
+
+def test_remedy_without_an_earlier_checkpoint_works(root: Path) -> None:
+    first = start(config(root), PROMPTS)
+    damage("short file", save(first, config(root), 1))
+    with pytest.raises(UserError, match=r"No earlier checkpoint exists\. Fix: start from scratch with ") as error:
+        start(config(root, "resume=auto"), PROMPTS)
+    settings = config(root, *shlex.split(str(error.value).rpartition(" with ")[2]))
+    assert check_beginning(settings) is None and _find_folder(settings).path == root / "a"
+    assert start(settings, PROMPTS).folder.moved == root / "a.1"
+
+
+def test_moved_newest_checkpoint_is_replaced_by_the_one_before_it(root: Path, capsys) -> None:
+    first = start(config(root), PROMPTS)
+    saved = [save(first, config(root), step) for step in (1, 2)]
+    damage("moved", saved[1])
+    assert start(config(root, "resume=auto"), PROMPTS).checkpoint.path == saved[0]
+    assert (
+        f"{saved[1]}: this newest checkpoint was moved or removed. Resuming from {saved[0]}\n"
+        in capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize("kind", [*DAMAGES, "moved"])
+@pytest.mark.parametrize("is_launched", [True, False], ids=["launched", "own script"])
+def test_job_falls_back_to_the_checkpoint_before(root: Path, kind: str, is_launched: bool, monkeypatch, capsys) -> None:
+    first = start(config(root), PROMPTS)
+    saved = [save(first, config(root), step) for step in (1, 2, 3)]
+    if is_launched:
+        (root / "a" / "launch").mkdir()
+    else:
+        monkeypatch.setenv("SLURM_JOB_ID", "7")
+    Checkpoints(saved[0].parent).point_to_best(3)
+    damage(kind, saved[2])
+    damage("short file", saved[1])
+    settings = config(root, "resume=auto")
+    again = start(settings, PROMPTS)
+    output = capsys.readouterr().out
+    assert (again.checkpoint.path, again.state.step) == (saved[0], 1)
+    assert f"{saved[0]}" in output and ("checkpoint before it" in output or kind == "moved")
+    assert save(again, settings, 2) == saved[1] and Checkpoints(saved[0].parent).latest() == saved[1]
+    assert start(settings, PROMPTS).state.step == 2
+
+
+def test_job_without_an_intact_checkpoint_ends(root: Path, monkeypatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    first = start(config(root), PROMPTS)
+    saved = [save(first, config(root), step) for step in (1, 2)]
+    for path in saved:
+        damage("short file", path)
+    with pytest.raises(UserError, match="No earlier checkpoint exists"):
+        start(config(root, "resume=auto"), PROMPTS)
+    assert all(path.exists() for path in saved)
+
+
+def test_job_sets_a_checkpoint_aside_whose_weights_are_corrupt(root: Path, monkeypatch) -> None:
+    """A rank finds the damage after the run has started."""
+    first = start(config(root), PROMPTS)
+    saved = [save(first, config(root), step) for step in (1, 2)]
+    settings = config(root, "resume=auto")
+    (saved[1] / "weights").write_bytes(b"damaged!")
+    checkpoint = start(settings, PROMPTS).checkpoint
+    with pytest.raises(DamagedCheckpoint, match="weights is corrupt: its SHA-256") as damage:
+        checkpoint.verify(checkpoint.files)
+    assert fall_back(settings, checkpoint.path, damage.value) is None, "it is not a job"
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    line = fall_back(settings, checkpoint.path, damage.value)
+    assert line.startswith(f"{saved[1]}: weights is corrupt: its SHA-256 is")
+    assert line.endswith(f"moved it to {saved[1]}.damaged and resumes from {saved[0]}, the checkpoint before it")
+    assert start(settings, PROMPTS).checkpoint.path == saved[0]
+
+
+@pytest.mark.parametrize("text", ["", "/etc", "../../b/checkpoints/step_000001", "step_1", "\ufffd"])
+def test_pointer_to_anything_but_a_checkpoint_raises(root: Path, text: str) -> None:
+    first = start(config(root), PROMPTS)
+    saved = save(first, config(root), 1)
+    (saved.parent / "latest").write_text(text)
+    with pytest.raises(
+        UserError, match=r"latest: '.*' is not the name of a checkpoint. Fix: .* such as step_000001$"
+    ) as e:
+        start(config(root, "resume=auto"), PROMPTS)
+    (saved.parent / "latest").write_text(str(e.value).split()[-1])
+    assert start(config(root, "resume=auto"), PROMPTS).state.step == 1
+
+
+def test_manifest_that_lists_files_outside_the_folder_is_corrupt(root: Path) -> None:
+    first = start(config(root), PROMPTS)
+    saved = save(first, config(root), 1)
+    content = json.loads((saved / "manifest.json").read_text())["content"]
+    for path in (str(saved / "weights"), "../step_000001/weights"):
+        records = [FileRecord(path, 8, content["files"][0]["sha256"])]
+        write_manifest(saved, 1, content["state"], records)
+        with pytest.raises(UserError, match=r"manifest\.json is corrupt"):
+            start(config(root, f"resume={saved}"), PROMPTS)

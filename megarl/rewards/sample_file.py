@@ -1,0 +1,160 @@
+"""Saves groups of samples to a file that contains no code, unlike a pickle.
+
+The file is in the safetensors format. Its tensors are the samples' arrays and two texts in JSON: the prompts, and the
+groups, which refer to prompts by number. Values that JSON lacks are objects with one of the keys below. Floats are
+restored exactly.
+"""
+
+from __future__ import annotations
+
+import json
+import types
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import numpy as np
+
+from megarl.core.errors import UserError
+from megarl.core.types import CandidateIds, Episode, Prompt, RolloutInfo, Sample, VersionRun
+
+SavedGroup = tuple[int, int, list[Sample]]
+"""(prompt's row in the data, weight version with which its samples started, samples)."""
+
+CLASSES = {kind.__name__: kind for kind in (CandidateIds, Episode, Prompt, RolloutInfo, Sample, VersionRun)}
+CLASS, ARRAY, PROMPT, TUPLE, ITEMS = "__class__", "__array__", "__prompt__", "__tuple__", "__items__"
+"""Keys of an object that stands for an instance, an array, a prompt, a tuple, or a dictionary with arbitrary keys."""
+
+DAMAGE = (ValueError, TypeError, KeyError, IndexError, AttributeError, AssertionError, RecursionError, OverflowError)
+"""Exceptions that reading another file may raise."""
+
+
+def save_samples(groups: Sequence[SavedGroup], file: Path) -> None:
+    """Write the groups to a file. Adjacent samples with equal prompts share the prompt."""
+    from safetensors.numpy import save_file
+
+    encoder = _Encoder()
+    texts = {"groups": _text(encoder.encode([list(group) for group in groups])), "prompts": _text(encoder.prompts)}
+    save_file(encoder.arrays | {name: np.frombuffer(text, np.uint8) for name, text in texts.items()}, file)
+
+
+def load_samples(file: Path) -> list[SavedGroup]:
+    """Read groups written by `save_samples`. Raise a UserError that names the file if it contains anything else."""
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    try:
+        decoder = _Decoder(load_file(file))
+        decoder.prompts = decoder.decode("prompts")
+        groups = [(row, version, samples) for row, version, samples in decoder.decode("groups")]
+        if not all(_matches(group, tuple[int, int, list[Sample]]) for group in groups):
+            raise ValueError("a group is malformed")
+        return groups
+    except (SafetensorError, OSError, *DAMAGE) as error:
+        raise UserError(
+            f"{file}: not a file of samples that megarl saved ({error}). Fix: resume from another checkpoint"
+        ) from None
+
+
+class _Encoder:
+    """Turns values into JSON values and collects their arrays and prompts."""
+
+    def __init__(self) -> None:
+        self.arrays: dict[str, np.ndarray] = {}
+        self.prompts: list[Any] = []
+        self._last: Prompt | None = None
+
+    def encode(self, value: Any) -> Any:
+        if isinstance(value, np.ndarray):
+            name = str(len(self.arrays))
+            self.arrays[name] = np.ascontiguousarray(value)
+            return {ARRAY: name}
+        if isinstance(value, Prompt):
+            if self._last is None or value != self._last:
+                self._last = value
+                self.prompts.append(self._instance(value))
+            return {PROMPT: len(self.prompts) - 1}
+        if type(value) in CLASSES.values():
+            return self._instance(value)
+        if value is None or isinstance(value, str | int | float | np.generic) or _is_plain(value):
+            return value
+        if isinstance(value, list):
+            return [self.encode(entry) for entry in value]
+        if isinstance(value, tuple):
+            return {TUPLE: [self.encode(entry) for entry in value]}
+        return {ITEMS: [[self.encode(key), self.encode(entry)] for key, entry in value.items()]}
+
+    def _instance(self, value: Any) -> dict[str, Any]:
+        return {CLASS: type(value).__name__, **{f.name: self.encode(getattr(value, f.name)) for f in fields(value)}}
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether JSON restores the value. Such values may be nested deeper than Python functions can recurse."""
+    try:
+        text = _text(value)
+    except (TypeError, ValueError):
+        return False
+    return b'"__' not in text and json.loads(text) == value
+
+
+def _text(value: Any) -> bytes:
+    return json.dumps(value, default=np.generic.item).encode()
+
+
+class _Decoder:
+    """Restores values from JSON. Only instances of `CLASSES` with fields of the declared types are created."""
+
+    def __init__(self, arrays: Mapping[str, np.ndarray]):
+        self._arrays = arrays
+        self.prompts: list[Any] = []
+
+    def decode(self, name: str) -> Any:
+        return json.loads(self._arrays[name].tobytes(), object_hook=self._object)
+
+    def _object(self, value: dict[str, Any]) -> Any:
+        if CLASS in value:
+            return self._instance(CLASSES[value.pop(CLASS)], value)
+        if ARRAY in value:
+            return self._arrays[value[ARRAY]]
+        if PROMPT in value:
+            return self.prompts[value[PROMPT]]
+        if TUPLE in value:
+            return tuple(value[TUPLE])
+        return dict(value[ITEMS]) if ITEMS in value else value
+
+    def _instance(self, kind: type, values: dict[str, Any]) -> Any:
+        for name, hint in _hints(kind).items():
+            if not _matches(values[name], hint):
+                raise ValueError(f"{kind.__name__}.{name} has the type {type(values[name]).__name__}")
+        return kind(**values)
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def _matches(value: Any, hint: Any) -> bool:
+    """Return whether the value has this type. The values of mappings may have any type."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return True
+    if origin in (Union, types.UnionType):
+        return any(_matches(value, each) for each in arguments)
+    if origin is Literal:
+        return value in arguments
+    if origin is np.ndarray:
+        return isinstance(value, np.ndarray) and np.issubdtype(value.dtype, get_args(arguments[1])[0])
+    if origin is list:
+        return isinstance(value, list) and all(_matches(entry, arguments[0]) for entry in value)
+    if origin is tuple and arguments[1:] == (...,):
+        return isinstance(value, tuple) and all(_matches(entry, arguments[0]) for entry in value)
+    if origin is tuple:
+        return len(value) == len(arguments) and all(map(_matches, value, arguments))
+    if origin is Mapping:
+        return isinstance(value, dict)
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
