@@ -64,7 +64,8 @@ def fill(value, items):
     """Replace the contents of a mutable value with the items that ITEMS returned for another value."""
     if isinstance(value, dict):
         value.clear()
-        dict.update(value, zip(items[::2], items[1::2], strict=True))
+        for key, item in zip(items[::2], items[1::2], strict=True):
+            value[key] = item
     elif isinstance(value, list | bytearray):
         value[:] = items
     elif hasattr(value, "clear"):  # a set or a deque
@@ -241,6 +242,8 @@ class Reader:
                 self.mutable[i] = self.values[i]
         for i, value in self.mutable.items():
             fill(value, self.dereferenced(nodes[i][1]))
+            if nodes[i][0] == "collections.defaultdict":
+                value.default_factory = self.dereference(nodes[i][2])
 
     def dereference(self, reference):
         if not isinstance(reference, list):
@@ -254,9 +257,7 @@ class Reader:
     def value(self, kind, *arguments):
         if kind in ITEMS:
             value = getattr(importlib.import_module(kind.split(".")[0]), kind.split(".")[1])()
-            if kind == "collections.defaultdict":
-                value.default_factory = self.dereference(arguments[1])
-            elif kind == "collections.deque":
+            if kind == "collections.deque":
                 value = type(value)((), arguments[1])
             return value
         if kind == "int":

@@ -13,6 +13,7 @@ program runs here, and the program never receives the tests or the values that i
 
 import ast
 import builtins
+import contextlib
 import functools
 import importlib
 import json
@@ -41,8 +42,8 @@ BINARY = (
 )
 
 
-class InvalidTests(Exception):
-    """Raised if the tests cannot run with any program."""
+class InvalidTests(BaseException):
+    """Raised if the tests cannot run with any program. The tests' own `except Exception` does not catch it."""
 
 
 class Proxy:
@@ -191,6 +192,9 @@ class Solution(types.ModuleType):
         else:
             self.__dict__["tester"].request("set", self, name, value)
 
+    def __delattr__(self, name):
+        self.__dict__["tester"].request("delete", self, name)
+
 
 class Names(dict):
     """The namespace of the tests. A name that they do not define is the program's."""
@@ -250,8 +254,9 @@ def run(tester, setup, tests, entry_point):
     solution = sys.modules["solution"] = Solution(tester)
     defined = solution.__dict__["names"] = set(tester.request("load", imports))
     namespace = Names(solution, used.of_program(defined))
-    for name in used.modules & defined:
-        namespace[name] = importlib.import_module(MODULE_ALIASES.get(name, name))
+    for name in used.modules:
+        with contextlib.suppress(ImportError):
+            namespace[name] = importlib.import_module(MODULE_ALIASES.get(name, name))
     for name in (used.loaded & namespace.from_program) - used.modules:
         namespace[name]  # class bodies do not look for missing names
     exec(code, namespace)
@@ -271,7 +276,7 @@ def main(file):
     except BaseException:
         status = WRONG
     if status == INVALID:
-        sys.stderr.write(message)
+        os.write(2, message.encode(errors="replace"))
     os._exit(status)
 
 

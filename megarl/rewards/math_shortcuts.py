@@ -22,10 +22,14 @@ _NUMBER = re.compile(
 )
 """Numbers with so few digits that math-verify, which compares 15 digits, never considers different numbers equal."""
 
-_TEN = r"10\s*\^\s*(?:\{\s*(?P<{0}>[+-]?[0-9]{{1,4}})\s*\}}|(?P<{0}_digit>[0-9]))"
+_TEN = r"10\s*\^\s*(?:\{\s*(?P<NAME>[+-]?[0-9]{1,4})\s*\}|(?P<NAME_digit>[0-9]))"
 _DECIMAL = re.compile(
-    rf"(?P<sign>[+-]?)(?:(?P<digits>[0-9]+(?:\.[0-9]*)?|\.[0-9]+)"
-    rf"(?:[eE](?P<exponent>[+-]?[0-9]{{1,4}})|\s*\\(?:times|cdot)\s*{_TEN.format('power')})?|{_TEN.format('bare')})"
+    r"(?P<sign>[+-]?)(?:(?P<digits>[0-9]+(?:\.[0-9]*)?|\.[0-9]+)"
+    r"(?:[eE](?P<exponent>[+-]?[0-9]{1,4})|\s*\\(?:times|cdot)\s*"
+    + _TEN.replace("NAME", "power")
+    + ")?|"
+    + _TEN.replace("NAME", "bare")
+    + ")"
 )
 
 LARGEST = 1e6

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from megarl.core.text import encodable
 from megarl.environments.sessions.completion import chunks, completion_body
 from megarl.environments.sessions.errors import ApiError, invalid
 from megarl.environments.sessions.request import read_request, tools_key
@@ -140,10 +141,10 @@ async def _read(request: web.Request) -> Any:
     from aiohttp import web
 
     try:
-        return json.loads(await request.read())
+        return encodable(json.loads(await request.read()))
     except web.HTTPRequestEntityTooLarge:
         raise ApiError(413, "request_too_large", f"the request body exceeds {LARGEST_REQUEST} bytes") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise invalid("body", f"the request body is not valid JSON: {error}") from error
 
 
