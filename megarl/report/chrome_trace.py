@@ -24,13 +24,19 @@ def write(run: Path, out: Path | None = None) -> Path:
     attempts = {}
     for number, logs in numbered(run / "logs", ATTEMPT).items():
         # A partial last line, left by a killed attempt, is dropped.
-        if (logs / FILE).exists() and (rows := read_objects(logs / FILE)[0]):
+        if (logs / FILE).exists() and (rows := read_objects(logs / FILE, keep=_span_fields)[0]):
             attempts[number] = [Span(**row) for row in rows]
     if not attempts:
         raise UserError(f"{run}: logs/{ATTEMPT.format(1)}/{FILE} contains no tasks. Fix: pass a run folder")
     out = run / "trace.json" if out is None else out
     replace_text(out, json.dumps({"displayTimeUnit": "ms", "traceEvents": list(events(attempts))}))
     return out
+
+
+def _span_fields(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the row. Raise TypeError if it is not a span."""
+    Span(**row)
+    return row
 
 
 def events(attempts: dict[int, list[Span]]) -> Iterator[dict[str, Any]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ import numpy as np
 from megarl.core.jsonl import read_objects
 from megarl.report.history import History
 from megarl.report.plots import Band, Chart, draw, figure
-from megarl.report.viewer import select_turn_fields, shorten, spread
+from megarl.report.viewer import score_of, select_turn_fields, shorten, spread
 
 PREFIX = "evaluation/"
 ESTIMATE = re.compile(r"evaluation/([^/]+)/((avg@|pass@|pass\^)(\d+))")
@@ -94,7 +93,7 @@ def _read(file: Path) -> list[dict[str, Any]]:
     """Read samples from a step's file. The samples are evenly spaced when ordered by score, and samples without a score
     come first."""
     records, _ = read_objects(file, keep=_select_fields)
-    records.sort(key=lambda record: -math.inf if record["reward"] is None else record["reward"])
+    records.sort(key=score_of)
     return spread(records, MAX_SAMPLES)
 
 

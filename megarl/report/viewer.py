@@ -65,15 +65,17 @@ def _read_step(step: int, path: Path) -> StepRollouts:
     detailed = [record for record in records if "detail" in record]
     for record in detailed[MAX_DETAILED:]:
         del record["detail"]
-    records.sort(key=_reward, reverse=True)
+    records.sort(key=score_of, reverse=True)
     others = [record for record in records if "detail" not in record]
     chosen = [*detailed[:MAX_DETAILED], *spread(others, MAX_SAMPLES - min(len(detailed), MAX_DETAILED))]
-    chosen.sort(key=_reward, reverse=True)
+    chosen.sort(key=score_of, reverse=True)
     return StepRollouts(step, chosen, len(records), len(unreadable))
 
 
-def _reward(record: Mapping[str, Any]) -> float:
-    return -math.inf if record.get("reward") is None else record["reward"]
+def score_of(record: Mapping[str, Any]) -> float:
+    """Return a sample's reward, or −∞ if it has none."""
+    reward = record.get("reward")
+    return reward if isinstance(reward, int | float) else -math.inf
 
 
 def _select_fields(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -134,6 +134,8 @@ def compare_relatively() -> None:
         point = dict(zip(symbols, POINT, strict=False))
         try:
             first, second = (term.doit().subs(point).evalf(precision + 5) for term in (a, b))
+            if not (first.is_finite and second.is_finite):
+                return first == second
             scale = max(abs(first), abs(second))
             tolerance = min(1, scale) * sympy.Rational(1, 10**digits) if has_float else scale * 10.0**-precision
             return bool(abs(first - second) <= tolerance)

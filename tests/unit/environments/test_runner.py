@@ -12,6 +12,7 @@ import pytest
 from megarl.config.load import load
 from megarl.core.errors import UserError
 from megarl.core.types import CandidateIds, Completion, Prompt, Sample, VersionRun
+from megarl.data.turns import ChatTokens
 from megarl.environments.hosts import HostPool, host_arguments
 from megarl.environments.runner import RolloutRequest, RolloutRunner
 from tests.paths import QUICKSTART
