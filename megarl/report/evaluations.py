@@ -15,7 +15,7 @@ import numpy as np
 from megarl.core.jsonl import read_objects
 from megarl.report.history import History
 from megarl.report.plots import Band, Chart, draw, figure
-from megarl.report.viewer import score_of, select_turn_fields, shorten, spread
+from megarl.report.viewer import number_or_none, score_of, select_turn_fields, shorten, spread
 
 PREFIX = "evaluation/"
 ESTIMATE = re.compile(r"evaluation/([^/]+)/((avg@|pass@|pass\^)(\d+))")
@@ -100,7 +100,8 @@ def _read(file: Path) -> list[dict[str, Any]]:
 def _select_fields(record: Mapping[str, Any]) -> dict[str, Any]:
     fields = ("prompt", "response", "answer", "reward", "failure", "finish_reason", "stop_reason", "sample_id")
     turns = [select_turn_fields(turn, MAX_CHARACTERS) for turn in record.get("messages") or ()]
-    return {field: record.get(field) for field in fields} | {"turns": turns}
+    reward = number_or_none(record.get("reward"))
+    return {field: record.get(field) for field in fields} | {"reward": reward, "turns": turns}
 
 
 def _set(item: SetSamples) -> str:

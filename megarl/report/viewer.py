@@ -74,13 +74,16 @@ def _read_step(step: int, path: Path) -> StepRollouts:
 
 def score_of(record: Mapping[str, Any]) -> float:
     """Return a sample's reward, or −∞ if it has none."""
-    reward = record.get("reward")
-    return reward if isinstance(reward, int | float) else -math.inf
+    return -math.inf if record["reward"] is None else record["reward"]
+
+
+def number_or_none(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) else None
 
 
 def _select_fields(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return the sample fields that the page shows. Log-probs are reduced to their mean."""
-    sample = {field: record.get(field) for field in FIELDS}
+    sample = {field: record.get(field) for field in FIELDS} | {"reward": number_or_none(record.get("reward"))}
     texts = {field: shorten(str(sample[field]), MAX_CHARACTERS) for field in ("prompt", "response")}
     sample |= texts | {"mean_logprob": _mean(record.get("rollout_logprobs"))}
     turns = record.get("turns") or record.get("messages")

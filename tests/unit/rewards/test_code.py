@@ -171,10 +171,12 @@ SAME = "def f(x):\n    return x"
 @pytest.mark.parametrize(
     ("program", "test"),
     [
-        (SAME, "for x in (None, True, -0.0, 10**5000, 2j, 'é\\ud800', b'\\xff', (1, [2]), {1: {2}}, range(3), float('inf')):"
+        (SAME, "for x in (None, True, -0.0, 10**5000,"
+         " 2j, 'é\\ud800', b'\\xff', (1, [2]), {1: {2}}, range(3), float('inf')):"
          "\n    assert f(x) == x and type(f(x)) is type(x)"),
         (SAME, "from collections import *\nfrom decimal import Decimal\nfrom datetime import *\n"
-         "for x in (Counter('aab'), deque([1], 3), OrderedDict(a=1), Decimal('1.10'), timedelta(1), datetime(2020, 1, 2)):"
+         "for x in (Counter('aab'), deque([1], 3), OrderedDict(a=1),"
+         " Decimal('1.10'), timedelta(1), datetime(2020, 1, 2)):"
          "\n    assert f(x) == x and type(f(x)) is type(x)\nassert f(defaultdict(list))[0] == []"),
         (SAME, "import numpy\nx = numpy.arange(6.0).reshape(2, 3)\n"
          "assert numpy.array_equal(f(x), x) and f(x[0, 1]) == 1"),
