@@ -16,6 +16,10 @@ TRACKERS_DONE := $(VENV)/trackers/.installed
 RUN := $(VENV)/bin/python
 GPU_PYTHON ?= python
 SLOWEST := --durations=10
+# The sixteenth of the day on which HEAD was committed, in UTC.
+TODAY = $(shell expr $$(git show --no-patch --format=%ct) / 86400 % 16)/16
+SHARE = $(addprefix --part=,$(PART:today=$(TODAY)))
+PIP := $(VENV)/bin/pip install --quiet --disable-pip-version-check --require-hashes --no-deps --only-binary=:all:
 # Lower the priority of compute-bound tests, because the whole runs beside them have deadlines.
 BEHIND := nice -n 10
 
@@ -32,7 +36,8 @@ help:
 	@echo "make test-fast   fast unit tests, for the inner loop (3 minutes)"
 	@echo "make test-learn  the quickstart, all estimators and all objectives improve the reward (15 minutes)"
 	@echo "make test-exhaustive  layouts of up to 1,024 ranks, refits of all families, more end-to-end runs (an hour or more)"
-	@echo "                 for test-learn and test-exhaustive, PART=0/8 runs every eighth test, from the first"
+	@echo "                 for test-learn and test-exhaustive, PART=0/8 runs every eighth test, from the"
+	@echo "                 first, and PART=today runs the same sixteenth as .ci/run"
 	@echo "make test-newest  distributed tests with the newest supported megatron-core (3 minutes)"
 	@echo "make test-sandbox  escape attempts from bubblewrap sandboxes; installs bubblewrap (1 minute)"
 	@echo "make test-cluster  multi-node runs in network namespaces, and Slurm jobs; installs packages (15 minutes)"
@@ -75,44 +80,41 @@ test-fast: $(DONE) $(ENGINE_DONE) $(VERIFIERS_DONE) $(TRACKERS_DONE)
 	$(RUN) -m pytest tests/unit -m "not slow and not exhaustive" --numprocesses=2 --dist=loadfile $(SLOWEST)
 
 test-learn: $(DONE) $(VERIFIERS_DONE)
-	@$(RUN) -m pytest tests/e2e -m learn $(SLOWEST) $(PART:%=--part=%) | sed --unbuffered 's/^/learn | /'
+	@$(RUN) -m pytest tests/e2e -m learn $(SLOWEST) $(SHARE) | sed --unbuffered 's/^/learn | /'
 
 test-exhaustive: $(DONE)
 	@$(MAKE) --no-print-directory --jobs=2 exhaustive-runs exhaustive-ranks
 
 exhaustive-runs: $(DONE)
-	@$(RUN) -m pytest tests/e2e -m exhaustive $(SLOWEST) $(PART:%=--part=%) | sed --unbuffered 's/^/runs | /'
+	@$(RUN) -m pytest tests/e2e -m exhaustive $(SLOWEST) $(SHARE) | sed --unbuffered 's/^/runs | /'
 
 exhaustive-ranks: $(DONE)
-	@$(BEHIND) $(RUN) -m pytest --ignore=tests/e2e --ignore=tests/cluster --ignore=tests/sandbox --ignore=tests/browser -m exhaustive $(SLOWEST) $(PART:%=--part=%) | sed --unbuffered 's/^/ranks | /'
+	@$(BEHIND) $(RUN) -m pytest --ignore=tests/e2e --ignore=tests/cluster --ignore=tests/sandbox --ignore=tests/browser -m exhaustive $(SLOWEST) $(SHARE) | sed --unbuffered 's/^/ranks | /'
 
 # Its wheels require a newer Python, but the modules in use also run on this one.
 $(NEWEST_DONE): $(DONE) $(NEWEST)
 	rm -rf $(VENV)/newest
-	$(VENV)/bin/pip install --quiet --disable-pip-version-check --target $(VENV)/newest --no-deps --only-binary=:all: \
-		--ignore-requires-python --python-version 3.12 --platform manylinux_2_28_x86_64 --requirement $(NEWEST)
+	$(PIP) --target $(VENV)/newest --ignore-requires-python --python-version 3.12 \
+		--platform manylinux_2_28_x86_64 --requirement $(NEWEST)
 	@touch $(NEWEST_DONE)
 
 # The Python part of Transformer Engine (1 MB), without the compiled part, which has no wheel. It is kept out of the
 # environment, where Megatron would assume that it is complete.
 $(ENGINE_DONE): $(DONE) $(CONTAINER)
 	rm -rf $(VENV)/transformer-engine
-	$(VENV)/bin/pip install --quiet --disable-pip-version-check --target $(VENV)/transformer-engine --no-deps --only-binary=:all: \
-		$$(grep '^transformer-engine==' $(CONTAINER))
+	$(PIP) --target $(VENV)/transformer-engine --requirement <(grep '^transformer-engine==' $(CONTAINER))
 	@touch $(ENGINE_DONE)
 
 # It needs other package versions than vLLM. pip compiles bytecode, because each of its processes imports 3,000 files.
 $(VERIFIERS_DONE): $(DONE) $(VERIFIERS)
 	rm -rf $(VENV)/verifiers
-	$(VENV)/bin/pip install --quiet --disable-pip-version-check --target $(VENV)/verifiers --no-deps --only-binary=:all: \
-		--requirement $(VERIFIERS)
+	$(PIP) --target $(VENV)/verifiers --requirement $(VERIFIERS)
 	@touch $(VERIFIERS_DONE)
 
 # Experiment trackers (150 MB) are kept out of the environment, because runs must work without them.
 $(TRACKERS_DONE): $(DONE) $(TRACKERS)
 	rm -rf $(VENV)/trackers
-	$(VENV)/bin/pip install --quiet --disable-pip-version-check --target $(VENV)/trackers --no-deps --only-binary=:all: \
-		--requirement $(TRACKERS)
+	$(PIP) --target $(VENV)/trackers --requirement $(TRACKERS)
 	@touch $(TRACKERS_DONE)
 
 test-newest: $(NEWEST_DONE) $(ENGINE_DONE)

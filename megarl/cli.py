@@ -12,7 +12,8 @@ import typer
 import megarl
 from megarl import convert
 from megarl.core.collector import imports
-from megarl.core.errors import UserError
+from megarl.core.errors import UserError, install_extra
+from megarl.core.output import escape_unencodable
 from megarl.launch.command import Overrides, Recipe, launch, node
 
 if TYPE_CHECKING:
@@ -266,7 +267,7 @@ def plan(
     from megarl.planner.plan import plan_recipe, recorded, simulate_steps
 
     if html is not None and find_spec("matplotlib") is None:  # fail before --emit writes a file
-        raise UserError(f"--html {html}: requires matplotlib. Fix: run pip install 'megarl[run]'")
+        raise UserError(f"--html {html}: requires matplotlib. Fix: {install_extra('run')}")
     config = _load(file, overrides)
     planned = plan_recipe(config, read_cluster(gpus, nodes_of), as_is, prompt_tokens, response_tokens)
     simulations = simulate_steps(planned, recorded(lengths)) if simulate or lengths is not None else None
@@ -382,6 +383,7 @@ def trace(
 
 def main() -> None:
     """Run the command and exit with its code. A UserError is printed to stderr, with exit code 2."""
+    escape_unencodable()
     try:
         app()
     except UserError as error:

@@ -20,7 +20,7 @@ from megarl.models.trained_model import trained_hf_config
 from megarl.report import early_end
 from megarl.resharding.families import huggingface_holder
 from megarl.resharding.planning.planner import make_plan
-from megarl.run.beginning import find_model_paths
+from megarl.run.beginning import resolve
 from megarl.run.context import RunContext, exit_status
 from megarl.run.preflight import preflight
 from megarl.step.dispatch import dispatch, samples_of, updates_of
@@ -35,7 +35,7 @@ def main(config: Config, scratch: Path) -> int:
 
 
 def run(config: Config, scratch: Path) -> None:
-    config_paths, config = model_paths(config), find_model_paths(config)
+    config_paths, config = model_paths(config), resolve(config)
     checked = preflight(config)
     with RunContext.prepare(config, checked.models, checked.data, config_paths) as context, early_end(context.folder):
         elapsed = ElapsedTime()

@@ -17,7 +17,7 @@ from megarl.core.timing import ElapsedTime
 from megarl.data.prompts import PromptSet
 from megarl.models.folder import model_paths
 from megarl.report import early_end
-from megarl.run.beginning import find_model_paths
+from megarl.run.beginning import resolve
 from megarl.run.context import RunContext, exit_status
 from megarl.run.preflight import preflight
 from megarl.step.evaluation import evaluate
@@ -35,7 +35,7 @@ def main(config: Config, scratch: Path) -> int:
 
 
 def run(config: Config, scratch: Path) -> None:
-    config_paths, config = model_paths(config), find_model_paths(config)
+    config_paths, config = model_paths(config), resolve(config)
     checked = preflight(config)
     with (
         RunContext.prepare(config, checked.models, checked.data, config_paths, checked.evaluation) as context,
@@ -95,7 +95,7 @@ def step(
         logprob_check.check_step(metrics)
         metrics |= logprob_check.after_refit(number)
     recorded.result()
-    metrics |= workers.take_idle_shares()
+    metrics |= workers.take_idle_shares() | workers.alive_reward_models()
     return values(rollouts.metrics | metrics) | curriculum | step_metrics(config, rollouts.sampled, watch, number)
 
 

@@ -56,7 +56,7 @@ class Refit:
         """Write the weights into every engine in place, as this version. Return metrics. `rate` is the learning rate of
         the updates since the last refit; 0 if nothing was learned. Raise RunFailure if a call failed, the weights did
         not arrive (see SyncVerifier), or the last engine is lost."""
-        self._engines.rejoin_restarted()
+        self._engines.rejoin_restarted("refit")
         if self._quantizes or self._config.actor.adapters is not None:
             self._trainers.prepare_refit().result()
         expected = None if self._verifier is None else self._verifier.expect(regions(self._engines.holders), rate)

@@ -1,19 +1,32 @@
-"""The run's trace: each process's tasks, with their start and end times."""
+"""The run's trace: each process's tasks, with their start and end times. Its size on disk is bounded."""
 
 from __future__ import annotations
 
+import gzip
 import json
+import shutil
+import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megarl.cluster.groups.group import TimedResult
+    from megarl.core.files import open_regular
+from megarl.cluster.groups.group import TimedResult
     from megarl.cluster.pending import Answers
 
 FILE = "trace.jsonl"
+
+EARLIER = "trace.earlier.jsonl.gz"
+"""The window before the one in FILE. Windows before that are discarded."""
+
+WINDOW_BYTES = 32 * 2**20
+"""Size of a window: 2,000 steps or more, because a step writes at most MAX_PROCESSES spans of 90 bytes per task."""
+
+MAX_PROCESSES = 32
+"""Maximum number of processes per task whose spans are written. They are evenly spaced by rank."""
 
 DRIVER = "driver"
 """Name of the driver process in the trace. Its tasks are steps and their phases."""
@@ -30,7 +43,8 @@ class Span:
 
 
 class Trace:
-    """An attempt's trace: one JSON line per finished task, in the attempt's log folder."""
+    """An attempt's trace: one JSON line per finished task, in the attempt's log folder. Of a task with many processes,
+    MAX_PROCESSES are written; of a long attempt, the last one or two windows of WINDOW_BYTES."""
 
     def __init__(self, logs: Path):
         self._path = logs / FILE
@@ -41,10 +55,10 @@ class Trace:
         self._write([Span(DRIVER, task, begin, end)])
 
     def add(self, task: str, answers: Answers) -> dict[str, Any]:
-        """Write a span for each TimedResult in the answers. Return the results' values by process name."""
+        """Write spans for the TimedResults in the answers. Return the results' values by process name."""
         timed: dict[str, TimedResult] = answers.values
         spans = [Span(process, task, answer.begin, answer.end) for process, answer in timed.items()]
-        self._write(spans)
+        self._write(evenly_spaced(spans, MAX_PROCESSES))
         for span in spans:
             self._seconds[span.process] += span.end - span.begin
         return {process: answer.value for process, answer in timed.items()}
@@ -56,3 +70,41 @@ class Trace:
     def _write(self, spans: Sequence[Span]) -> None:
         with self._path.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(asdict(span)) + "\n" for span in spans)
+            is_full = file.tell() >= WINDOW_BYTES
+        if is_full:
+            self._begin_window()
+
+    def _begin_window(self) -> None:
+        compressed = self._path.with_name(f".{EARLIER}")
+        with self._path.open("rb") as window, gzip.open(compressed, "wb", compresslevel=1) as file:
+            shutil.copyfileobj(window, file)
+        compressed.replace(self._path.with_name(EARLIER))
+        self._path.unlink()
+
+
+def evenly_spaced(spans: Sequence[Span], limit: int) -> Sequence[Span]:
+    """Return at most `limit` spans, including the first and the last."""
+    if len(spans) <= limit:
+        return spans
+    return [spans[i * (len(spans) - 1) // (limit - 1)] for i in range(limit)]
+
+
+def read_spans(logs: Path) -> Iterator[Span]:
+    """Yield an attempt's spans one at a time, oldest first. Lines that are not spans, such as the last line of a killed
+    attempt, are skipped."""
+    if (earlier := logs / EARLIER).exists():
+        with open_regular(earlier) as file, gzip.open(file, "rt", encoding="utf-8", errors="replace") as lines:
+            yield from _spans(lines)
+    if (latest := logs / FILE).exists():
+        with open_regular(latest) as file:
+            yield from _spans(line.decode("utf-8", "replace") for line in file)
+
+
+def _spans(lines: Iterable[str]) -> Iterator[Span]:
+    for line in lines:
+        try:
+            row = json.loads(line)
+            span = Span(sys.intern(row["process"]), sys.intern(row["task"]), float(row["begin"]), float(row["end"]))
+        except (ValueError, TypeError, KeyError, RecursionError):
+            continue
+        yield span

@@ -101,6 +101,12 @@ class Workers:
         shares |= {role: group.take_idle_share() for role, group in self.trained.groups.items()}
         return {f"idle/{name}": Metric(pending.result()) for name, pending in shares.items()}
 
+    def alive_reward_models(self) -> dict[str, Metric]:
+        """Return the number of live reward models in vLLM as a metric."""
+        if not isinstance(self.reward_model, RewardEngineGroup):
+            return {}
+        return {"reward_models/alive": Metric(len(self.reward_model.names))}
+
     def close(self) -> None:
         """Destroy the process groups on all ranks. Engines have none to destroy and stop with their processes."""
         self.trained.close()

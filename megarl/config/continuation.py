@@ -19,6 +19,7 @@ FREE = (
     "run.export",
     "run.replace",
     "run.token_samples",
+    "data.date",  # the data's hash covers it where a template shows it
     "run.trackers",
     "run.profile.*",
     "trackers.*",

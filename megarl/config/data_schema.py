@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from megarl.config.fields import Section, Text
 from megarl.core.ranges import FiniteFloat, PositiveFloat, PositiveInt
@@ -24,6 +25,11 @@ def is_procedural(source: str) -> bool:
     return source in ("arithmetic", OWN_TASKS) or reasoning_task(source) is not None
 
 
+def _iso_date(value: Any) -> Any:
+    """Check a day. Without quotes, YAML reads it as a date."""
+    return value if value is None else datetime.date.fromisoformat(str(value)).isoformat()
+
+
 class Data(Section):
     source: Text
     more_sources: list[Text]
@@ -34,6 +40,7 @@ class Data(Section):
     size: PositiveInt | None
     prompt_column: str
     system_prompt: Text | None
+    date: Annotated[str | None, BeforeValidator(_iso_date)]
     answer_column: str
     source_column: Text | None
     messages_column: str

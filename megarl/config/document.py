@@ -63,7 +63,10 @@ def parse(text: str, name: str) -> Document:
     if node is None or values is None:
         raise UserError(f"{name}: the file is empty. Fix: start it with `base: base.yaml`")
     if not isinstance(values, dict):
-        raise UserError(f"{name}:{node.start_mark.line + 1}: expected a mapping (KEY: VALUE), found {kind(values)}")
+        raise UserError(
+            f"{name}:{node.start_mark.line + 1}: expected a mapping (KEY: VALUE), found {kind(values)}"
+            ". Fix: start the file with `base: base.yaml`"
+        )
     return Document(values, {key: f"{name}:{line}" for key, line in _lines(node)})
 
 
@@ -128,8 +131,10 @@ def _read(text: str) -> tuple[yaml.Node | None, Any]:
 def _reason(error: yaml.YAMLError) -> str:
     if isinstance(error, yaml.reader.ReaderError):
         return f"character U+{error.character:04X} is not allowed in YAML. Fix: write it as an escape in double quotes"
+    if type(error) is yaml.MarkedYAMLError and error.problem is not None:  # raised in this file, with a remedy
+        return error.problem
     parts = (error.context, error.problem) if isinstance(error, yaml.MarkedYAMLError) else (str(error),)
-    return ", ".join(part for part in parts if part)
+    return f"{', '.join(part for part in parts if part)}. Fix: correct the YAML syntax"
 
 
 def _lines(node: yaml.Node, key: Key = ()) -> Iterator[tuple[Key, int]]:
@@ -179,7 +184,8 @@ def _construct_mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[
     for name_node, value_node in node.value:
         name, mark = loader.construct_object(name_node, deep=True), name_node.start_mark
         if not isinstance(name, str):
-            raise yaml.MarkedYAMLError(problem=f"key {name!r} is not text", problem_mark=mark)
+            problem = f"key {one_line(name)} is not text. Fix: write it as '{one_line(name)}'"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
         if name in mapping:
             problem = f"duplicate key {name!r}, first set in line {lines[name]}. Fix: remove one of them"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=mark)

@@ -79,7 +79,10 @@ def _files(path: Path, above: tuple[Path, ...]) -> Iterator[Document]:
         base = recipe.values.pop("base")
         place = recipe.origins[("base",)]
         if not isinstance(base, str):
-            raise UserError(f"{place}: base={document.show(base)}: expected a file name, found {document.kind(base)}")
+            raise UserError(
+                f"{place}: base={document.show(base)}: expected a file name, found {document.kind(base)}. Fix: "
+                "set it to base.yaml, or to the path of another recipe"
+            )
         beside, shipped = path.parent / base, SHIPPED / base
         yield from _files(shipped if shipped.exists() and not beside.exists() else beside, (*above, path))
     yield recipe
@@ -100,7 +103,7 @@ def _override(text: str) -> Document:
     name, equals, value_text = text.partition("=")
     place = violations.COMMAND_LINE
     if not (name and equals):
-        raise UserError(f"{place}: {text!r}: expected KEY=VALUE, such as run.steps=3")
+        raise UserError(f"{place}: {text!r}: expected KEY=VALUE. Fix: write it in this form, such as run.steps=3")
     if index := _LIST_INDEX.search(name):
         whole = name[: index.start()]
         raise UserError(f"{place}: {name}: list indexes are not supported. Fix: set the whole list: {whole}='[...]'")

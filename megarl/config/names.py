@@ -164,7 +164,12 @@ def options_of(variant: type[Variant], entry: str, option: str) -> str:
     """Return a sentence that lists an entry's options and the entries that have `option`."""
     has = ", ".join(variant.option_names(entry)) or "no options"
     owners = [name for name, spec in variant.entries.items() if option in spec.options]
-    return f"{variant.key}={entry} has {has}" + (f"; {option} is an option of {', '.join(owners)}" if owners else "")
+    if not owners:
+        return f"{variant.key}={entry} has {has}"
+    return (
+        f"{variant.key}={entry} has {has}; {option} is an option of {', '.join(owners)}. Fix: remove the key, or set "
+        f"{variant.key}={owners[0]}"
+    )
 
 
 def suggest(key: str) -> str:
@@ -172,11 +177,11 @@ def suggest(key: str) -> str:
     parts = key.split(".")
     for name in (*(".".join(parts[first:]) for first in range(len(parts))), parts[0]):
         if name in RENAMED:
-            return f"{name} was renamed to {RENAMED[name]}"
+            return f"{name} was renamed to {RENAMED[name]}. Fix: rename the key"
         if name in REMOVED:
             return f"{name} was removed: {REMOVED[name]}. Fix: remove the key"
         if name in VERL:
-            return f"verl's {name} corresponds to {VERL[name]}"
+            return f"verl's {name} corresponds to {VERL[name]}. Fix: use that key"
         if name in WITHOUT_KEY:
             return f"verl's {name} has no equivalent: {WITHOUT_KEY[name]}. Fix: remove the key"
     known = [name for name in keys() if not key.startswith(name)]
@@ -187,7 +192,7 @@ def suggest(key: str) -> str:
     matches = matches or difflib.get_close_matches(key, known, n=1, cutoff=0.8)
     close = difflib.get_close_matches(leaf, {name.rpartition(".")[2] for name in known}, n=1, cutoff=0.75)
     matches = matches or [name for name in known if name.rpartition(".")[2] in close]
-    return f"did you mean {' or '.join(matches)}?" if matches else _siblings(key)
+    return f"did you mean {' or '.join(matches)}? Fix: rename the key" if matches else _siblings(key)
 
 
 def _siblings(key: str) -> str:
@@ -199,4 +204,4 @@ def _siblings(key: str) -> str:
     prefix = f"{section}." if section else ""
     names = [name.removeprefix(prefix) for name in known if name.startswith(prefix)]
     children = ", ".join(name for name in names if "." not in name)
-    return f"{section or 'the top level'} has the keys {children}"
+    return f"{section or 'the top level'} has the keys {children}. Fix: use one of them, or remove the key"

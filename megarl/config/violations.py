@@ -67,7 +67,7 @@ def _advice(name: str, document: Document) -> str:
         section, _, option = name.rpartition(".")
         if section == variant.key.rpartition(".")[0]:
             options = options_of(variant, value_at(document.values, variant.key), option)
-            return options if " is an option of " in options else f"{suggest(name)}; {options}"
+            return options if " is an option of " in options else f"{options}; {suggest(name)}"
     return suggest(name)
 
 
@@ -85,14 +85,13 @@ def _wrong(detail: ErrorDetails, origin: str, file: str) -> str:
     if value is None and name in _REQUIRED:
         return f"{file}: {name} is required. Fix: set it to {_REQUIRED[name]}, or pass {name}=VALUE on the command line"
     expected = _EXPECTED[detail["type"]].format(**detail.get("ctx", {}))
-    message = f"{origin}: {name}={show(value)}: expected {expected}"
-    if not detail["type"].endswith("_type"):
-        return message
-    message += f", found {kind(value)}"
+    message, remedy = f"{origin}: {name}={show(value)}: expected {expected}", f"set {name} to such a value"
+    if detail["type"].endswith("_type"):
+        message, remedy = f"{message}, found {kind(value)}", f"set {name} to {expected}"
     if detail["type"] == "string_type" and isinstance(value, bool | int | float):
         quoted = f"'{show(value)}'"
-        message += ". Fix: write " + (f'"{name}={quoted}"' if origin == COMMAND_LINE else quoted)
-    return message
+        remedy = "write " + (f'"{name}={quoted}"' if origin == COMMAND_LINE else quoted)
+    return f"{message}. Fix: {remedy}"
 
 
 def _leaves(key: Key, value: Any) -> Iterator[Key]:

@@ -136,6 +136,9 @@ def host_empty_like(tensor: torch.Tensor) -> torch.Tensor:
     host = _torch().frombuffer(pages, dtype=tensor.dtype).view(tensor.shape)
     cudart, address = _torch().cuda.cudart(), host.data_ptr()
     if error := int(cudart.cudaHostRegister(address, host.nbytes, _PORTABLE)):
-        raise RuntimeError(f"CUDA error {error}: could not page-lock {host.nbytes / 2**30:.2f} GiB of host memory")
+        raise RuntimeError(
+            f"CUDA error {error}: could not page-lock {host.nbytes / 2**30:.2f} GiB of host memory. Fix: free memory "
+            "on this machine, or raise the memory limit of the job or container"
+        )
     weakref.finalize(host, cudart.cudaHostUnregister, address).atexit = False
     return host

@@ -8,6 +8,12 @@ class UserError(ValueError):
     exception, including other ValueErrors, is a failure and is reported with its process, log and stack."""
 
 
+def install_extra(extra: str) -> str:
+    """Return the command that installs the packages of an optional dependency. megarl is not on PyPI, and the package
+    named megarl there belongs to another project."""
+    return f"run pip install '.[{extra}]' in a checkout of megarl, or pip install 'FILE.whl[{extra}]' with its wheel"
+
+
 class RunFailure(RuntimeError):
     """A failure not caused by the user: a lost process, a missed deadline, an error inside a worker. Errors that the
     user caused are raised as UserError, in every process."""

@@ -95,16 +95,23 @@ def parse_json(text: str, parse_constant: Callable[[str], Any] | None = None) ->
         value = json.loads(text, parse_constant=parse_constant)
     except RecursionError:
         raise ValueError("nested too deeply") from None
-    level, depth = [value], 0
-    while level := [item for part in level if isinstance(part, dict | list) for item in _items(part)]:
-        depth += 1
-        if depth > MAX_DEPTH:
-            raise ValueError("nested too deeply")
+    if is_deeper(value, MAX_DEPTH):
+        raise ValueError("nested too deeply")
     return value
 
 
-def _items(value: dict[str, Any] | list[Any]) -> Iterable[Any]:
-    return value.values() if isinstance(value, dict) else value
+def is_deeper(value: Any, limit: int) -> bool:
+    """Return whether lists and objects are nested more than `limit` levels deep."""
+    level = [value]
+    for _ in range(limit + 1):
+        level = [item for each in level if isinstance(each, dict | list) for item in _items(each)]
+        if not level:
+            return False
+    return True
+
+
+def _items(container: dict[str, Any] | list[Any]) -> Iterable[Any]:
+    return container.values() if isinstance(container, dict) else container
 
 
 def sync(path: Path) -> None:

@@ -46,7 +46,10 @@ def render(
             list(messages), add_generation_prompt=for_answer, return_dict=False
         )
     except TemplateError as error:
-        raise UserError(f"{place}: the model's chat template rejects the messages: {error}") from error
+        raise UserError(
+            f"{place}: the model's chat template rejects the messages: {error}. Fix: change the messages, or drop the "
+            "row"
+        ) from error
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: Content, chat_template: bool, place: str) -> list[int]:

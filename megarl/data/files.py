@@ -71,7 +71,7 @@ def file_rows(
         values = {name: column_of(record, name) for name in sorted(included)}
         for name, value in values.items():
             if not _is_json(value):
-                raise UserError(f"{path}:{number}: column {name!r}: expected {ANSWER_TYPE}, found {_shown(value)}")
+                raise _wrong_type(f"{path}:{number}", name, ANSWER_TYPE, value)
         yield Row(number, _plain(column_of(record, prompt_column)), column_of(record, answer_column), values)
 
 
@@ -132,8 +132,7 @@ def _records(path: Path, columns: Sequence[Column], further: Collection[str] = (
         _require_columns(record, columns, f"{path}:{number}")
         for column in columns:
             if not column.holds(value := column_of(record, column.name)):
-                shown = _shown(value)
-                raise UserError(f"{path}:{number}: column {column.name!r}: expected {column.expected}, found {shown}")
+                raise _wrong_type(f"{path}:{number}", column.name, column.expected, value)
         yield number, record
 
 
@@ -165,7 +164,10 @@ def _jsonl_records(path: Path, columns: Sequence[Column], _: Collection[str]) ->
                     f"{path}:{number}: invalid JSON ({error}). Fix: write one UTF-8 JSON object per line"
                 ) from error
             if not isinstance(record, dict):
-                raise UserError(f"{path}:{number}: expected one JSON object per line, found a {type(record).__name__}")
+                raise UserError(
+                    f"{path}:{number}: expected one JSON object per line, found a {type(record).__name__}. Fix: write "
+                    "the row as an object, with a column name for each value"
+                )
             yield number, record
 
 
@@ -176,7 +178,10 @@ def _parquet_records(path: Path, columns: Sequence[Column], further: Collection[
     try:
         file = pyarrow.parquet.ParquetFile(path)
     except pyarrow.ArrowInvalid as error:
-        raise UserError(f"data.source={path}: not a Parquet file ({error})") from error
+        raise UserError(
+            f"data.source={path}: not a Parquet file ({error}). Fix: write the file again, or name a JSON-lines file "
+            ".jsonl"
+        ) from error
     with file:
         _require_columns(_inner_names(file.schema_arrow), columns, f"{path}:1")
         available = file.schema_arrow.names
@@ -242,6 +247,9 @@ def _plain(content: Content) -> Content:
     return [{"role": message["role"], "content": message["content"]} for message in content]
 
 
-def _shown(value: Any) -> str:
+def _wrong_type(place: str, column: str, expected: str, value: Any) -> UserError:
     text = repr(value)
-    return f"{type(value).__name__} {text if len(text) <= 80 else text[:79] + '…'}"
+    found = f"{type(value).__name__} {text if len(text) <= 80 else text[:79] + '…'}"
+    return UserError(
+        f"{place}: column {column!r}: expected {expected}, found {found}. Fix: correct the value, or drop the row"
+    )

@@ -53,7 +53,7 @@ def load_prompts(config: Config, model_folder: Path, columns: Mapping[str, str |
     """Read and tokenize every prompt. Raise a UserError if a row cannot be read or tokenized, a prompt leaves no room
     for `rollout.max_new_tokens` (unless data.overlong=drop), or the source has too few rows. The message names source
     and row. columns: columns required by reward functions, as in `file_rows`."""
-    tokenizer = load_tokenizer(model_folder)
+    tokenizer = load_tokenizer(model_folder, date=config.data.date)
     require_chat_template(config, tokenizer, model_folder)
     data = config.data
     columns = {**columns, **data.ordering_columns}
@@ -98,7 +98,10 @@ def _require_numbers(row: Row, data: Data) -> None:
         is_number = isinstance(value, int | float) and math.isfinite(value)
         if not is_number or (key == "data.weight_column" and value < 0):
             expected = "a number" if key == "data.sort_column" else "a number of at least 0"
-            raise UserError(f"{place_of(row, data)}: column {column!r} ({key}): expected {expected}, found {value!r}")
+            raise UserError(
+                f"{place_of(row, data)}: column {column!r} ({key}): expected {expected}, found {value!r}. Fix: correct "
+                "the value, or drop the row"
+            )
 
 
 def _rows(config: Config, columns: Mapping[str, str | None]) -> Iterator[Row]:

@@ -10,14 +10,13 @@ import dataclasses
 import difflib
 import json
 import os
-import pickle
 import sys
-from base64 import b64decode, b64encode
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from numbers import Integral
 from types import ModuleType
 from typing import Any
 
-from megarl.core.errors import UserError
+from megarl.core.errors import UserError, install_extra
 from megarl.data.files import ALL_COLUMNS
 from megarl.data.row import Row
 from megarl.usercode.child_process import ChildFailure, ChildProcess
@@ -41,7 +40,7 @@ def load_gym() -> ModuleType:
     except ModuleNotFoundError as error:
         raise UserError(
             f"data.source=reasoning_gym: the package {error.name} is not installed, but reasoning-gym needs it for "
-            "every task. Fix: run pip install 'megarl[rewards]' (pycosat needs a C compiler)"
+            f"every task. Fix: {install_extra('rewards')} (pycosat needs a C compiler)"
         ) from None
     return reasoning_gym
 
@@ -76,7 +75,8 @@ class Task:
             return gym.create_dataset(self.name, seed=seed, size=size, **self._typed(gym))
         except (AssertionError, TypeError, ValueError) as error:
             raise UserError(
-                f"data.options={json.dumps(self.options)}: {self.name} rejects these options: {error}"
+                f"data.options={json.dumps(self.options)}: {self.name} rejects these options: {error}. Fix: change "
+                "data.options"
             ) from None
 
     def of(self, metadata: Mapping[str, Any]) -> Task:
@@ -102,12 +102,13 @@ def reasoning_rows(stages: Sequence[tuple[Task, int]], seed: int, included: Coll
     names = COLUMNS if ALL_COLUMNS in included else [name for name in COLUMNS if name in included]
     process = ChildProcess([sys.executable, "-m", "megarl.data.reasoning"], {**os.environ, "PYTHONHASHSEED": "0"})
     try:
-        process.send(pickle.dumps((list(stages), seed)))
+        request = {"stages": [(task.name, task.options, size) for task, size in stages], "seed": seed}
+        process.send(json.dumps(request).encode() + b"\n")
         while "end" not in (message := process.receive()):
             if "refused" in message:
                 raise UserError(message["refused"])
-            row = pickle.loads(b64decode(message["row"]))  # this module made it: JSON would turn tuples into lists
-            yield dataclasses.replace(row, columns={name: row.columns[name] for name in names})
+            number, prompt, answer, columns = decode(message["row"])
+            yield Row(number, prompt, answer, {name: columns[name] for name in names})
     except ChildFailure as failure:
         raise RuntimeError(
             f"the reasoning-gym process exited before its last row ({failure}). Its output above shows the cause"
@@ -130,19 +131,40 @@ def _make_rows(stages: Sequence[tuple[Task, int]], seed: int) -> Iterator[Row]:
 
 
 def main() -> None:
-    """Receive pickled tasks and a seed. Send one message per row and then `end`, or `refused` with the reason."""
+    """Receive tasks and a seed. Send one message per row and then `end`, or `refused` with the reason."""
     parent = connect()
-    stages, seed = pickle.load(parent)
+    request = json.loads(parent.readline())
     try:
-        for row in _make_rows(stages, seed):
-            send(parent, {"row": b64encode(pickle.dumps(row)).decode()})
+        stages = [(Task(name, options), size) for name, options, size in request["stages"]]
+        for row in _make_rows(stages, request["seed"]):
+            send(parent, {"row": encode((row.number, row.prompt, row.answer, row.columns))})
         send(parent, {"end": True})
     except UserError as error:
         send(parent, {"refused": str(error)})
 
 
-if __name__ == "__main__":
-    # Pickled tasks refer to this module's Task, not to the one in __main__.
-    from megarl.data.reasoning import main as main_of_module
+def encode(value: Any) -> Any:
+    """Return a JSON value from which `decode` restores an equal value. JSON alone would turn tuples into lists and keys
+    into text, but reasoning-gym's verifiers need the original types."""
+    if isinstance(value, tuple):
+        return {"tuple": list(map(encode, value))}
+    if isinstance(value, dict):
+        return {"dict": [[encode(key), encode(item)] for key, item in value.items()]}
+    if isinstance(value, list):
+        return list(map(encode, value))
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        return int(value)  # of numpy's integers as well
+    return value
 
-    main_of_module()
+
+def decode(value: Any) -> Any:
+    if isinstance(value, list):
+        return list(map(decode, value))
+    if not isinstance(value, dict):
+        return value
+    [(kind, items)] = value.items()
+    return tuple(map(decode, items)) if kind == "tuple" else {decode(key): decode(item) for key, item in items}
+
+
+if __name__ == "__main__":
+    main()

@@ -80,7 +80,10 @@ class ChatTokens:
         written = self._with_instructions(self._carried(messages))
         text, refusal = self._render(written)
         if text is None:
-            raise UserError(f"{self._key}: the model's chat template rejects the messages: {refusal}")
+            raise UserError(
+                f"{self._key}: the model's chat template rejects the messages: {refusal}. Fix: change the messages "
+                "that begin the conversation"
+            )
         return self._encode(text)
 
     def extend(self, turn_ids: Sequence[int], messages: Sequence[Message]) -> list[int] | None:

@@ -44,7 +44,9 @@ class AgentRollout:
         if session.error is not None:
             raise session.error
         if not self._parts:
-            raise HostFailure("the agent sent no request to the endpoint")
+            raise HostFailure(
+                "the agent sent no request to the endpoint. Fix: call the OpenAI API at base_url with api_key and model"
+            )
 
     def samples(self) -> list[Sample]:
         """Return one sample per recorded sequence."""

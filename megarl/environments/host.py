@@ -60,10 +60,12 @@ class Host:
         calls = tuple(ToolCall(**call) if "arguments" in call else MalformedCall(**call) for call in turn["tool_calls"])
         step = await run(environment.step, Turn(**{**turn, "tool_calls": calls}))
         if not isinstance(step, Step):
-            raise TypeError(f"step returned {type(step).__name__}, not a megarl.environments.Step")
+            raise TypeError(f"step returned {type(step).__name__}. Fix: return a megarl.environments.Step")
         observation = step.observation
         if observation is None and not (step.done or turn["is_last"]):
-            raise TypeError("step returned neither an observation nor done=True, but the policy has turns left")
+            raise TypeError(
+                "step returned neither an observation nor done=True, but the policy has turns left. Fix: return one"
+            )
         if isinstance(observation, str):
             observation = [{"role": "user", "content": observation}]
         return {
@@ -101,7 +103,7 @@ def _plain(messages: Any) -> list[dict[str, Any]]:
     messages = [dict(message) for message in messages]
     invalid = [message for message in messages if not isinstance(message.get("role"), str) or "content" not in message]
     if invalid:
-        raise TypeError(f"a message needs a role and a content, got {invalid[0]!r}")
+        raise TypeError(f"{invalid[0]!r} is not a message. Fix: give each message a role and a content")
     return json.loads(json.dumps(messages))
 
 

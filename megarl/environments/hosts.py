@@ -78,7 +78,10 @@ class HostProcess(ConcurrentChild):
             if not self.is_retiring:
                 await asyncio.to_thread(self.show_stacks)
             self.is_retiring = True
-            raise HostFailure(f"{method} did not return within {timeout_s:g} s") from None
+            key = "environment.agent_timeout_s" if method == "run" else "environment.timeout_s"
+            raise HostFailure(
+                f"{method} did not return within {timeout_s:g} s. Fix: make it faster, or raise {key}"
+            ) from None
         if "failure" in response:
             raise HostFailure(response["failure"], response["stack"])
         return response["value"]

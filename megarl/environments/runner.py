@@ -125,8 +125,9 @@ class RolloutRunner:
         self._num_consecutive_failures = self._num_consecutive_failures + 1 if outcome.failure is not None else 0
         if self._num_consecutive_failures == settings.max_consecutive_failures:
             raise UserError(
-                f"environment.class={settings.name}: {self._num_consecutive_failures} rollouts in a row failed "
-                f"(environment.max_consecutive_failures). Last failure: {outcome.failure}"
+                f"environment.max_consecutive_failures={settings.max_consecutive_failures}: so many consecutive "
+                f"rollouts of environment.class={settings.name} failed. Fix: correct the environment, or raise "
+                f"environment.max_consecutive_failures. Last failure: {outcome.failure}"
             )
 
 
@@ -176,7 +177,9 @@ class _Rollout:
         elif len(prompt.token_ids):
             self._start_sample(prompt.messages, prompt.token_ids.tolist())
         else:
-            raise HostFailure("reset returned no messages, but data.source=environment provides none")
+            raise HostFailure(
+                "reset returned no messages, but data.source=environment provides none. Fix: return messages from reset"
+            )
 
     def _start_sample(self, messages: Sequence[Mapping[str, Any]], token_ids: Sequence[int]) -> None:
         number = len(self.outcome.turn_rewards)

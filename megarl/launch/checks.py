@@ -56,7 +56,7 @@ def _option_errors(request: Request) -> Iterator[str]:
     }
     for name, (value, minimum) in counts.items():
         if value < minimum:
-            yield f"--{name}={value}: expected at least {minimum}"
+            yield f"--{name}={value}: expected at least {minimum}. Fix: set --{name}={minimum} or more"
     if request.seconds <= request.grace + SLACK_S:
         yield (
             f"--time={request.time}: {request.seconds} s is too short, because the run starts to save "
@@ -64,7 +64,7 @@ def _option_errors(request: Request) -> Iterator[str]:
             "--grace"
         )
     if request.container not in CONTAINERS:
-        yield f"--container={request.container}: expected one of {', '.join(CONTAINERS)}"
+        yield f"--container={request.container}: unknown container runtime. Fix: use one of {', '.join(CONTAINERS)}"
     elif (request.container == "none") != (request.image is None):
         yield (
             f"--container={request.container}: does not match --image={request.image or ''}. Fix: pass both options or "
@@ -197,7 +197,8 @@ def run_slurm(*command: str) -> str:
     """Run a Slurm command and return its output. Raise UserError with the command's last error line if it fails."""
     process = subprocess.run(command, capture_output=True, text=True)
     if process.returncode:
-        raise UserError(f"{command[0]}: {(process.stderr.strip() or process.stdout.strip()).splitlines()[-1]}")
+        line = (process.stderr.strip() or process.stdout.strip()).splitlines()[-1]
+        raise UserError(f"{command[0]}: {line}. Fix: change the job's options, or check Slurm with sinfo")
     return process.stdout
 
 

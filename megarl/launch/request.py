@@ -63,7 +63,10 @@ def time_limit_s(time: str) -> int:
     format."""
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
     if match is None:
-        raise UserError(f"--time={time}: expected minutes, hours:minutes:seconds or days-hours, such as 4:00:00")
+        raise UserError(
+            f"--time={time}: expected minutes, hours:minutes:seconds or days-hours. Fix: use one of these forms, "
+            "such as 4:00:00"
+        )
     days, *parts = match.groups()
     numbers = [int(part) for part in parts if part is not None]
     if days is None:  # the first of one or two numbers is minutes, the first of three is hours

@@ -82,7 +82,10 @@ def _points(sweeps: Sequence[str]) -> list[list[str]]:
     for sweep in sweeps:
         key, equals, values = sweep.partition("=")
         if not (key and equals and values):
-            raise UserError(f"--sweep={sweep}: expected KEY=VALUE,VALUE, such as actor.optimizer.lr=1.0e-6,3.0e-6")
+            raise UserError(
+                f"--sweep={sweep}: expected KEY=VALUE,VALUE. Fix: use this form, such as "
+                "actor.optimizer.lr=1.0e-6,3.0e-6"
+            )
         axes.append([f"{key}={value}" for value in values.split(",")])
     return [list(point) for point in product(*axes)]
 
@@ -112,7 +115,8 @@ def _smaller(
         return {}
     if not 1 <= request.fewest < request.nodes:
         raise UserError(
-            f"--fewest-nodes={request.fewest}: expected a number from 1 to {request.nodes - 1}, below --nodes"
+            f"--fewest-nodes={request.fewest}: expected a number from 1 to {request.nodes - 1}, below --nodes. Fix: "
+            "set it in this range, or remove it"
         )
     by_nodes: dict[int, dict[int, Config]] = {}
     rejected: dict[int, str] = {}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.schema import Config
-from megarl.core.errors import UserError
+from megarl.core.errors import UserError, install_extra
 
 PACKAGE_PREFIX = "package:"
 CONVERSION_TIMEOUT_S = 3600
@@ -213,8 +213,8 @@ def _convert(key: str, name: str, source: Path, folder: Path) -> None:
     """Convert into a temporary folder and rename it, so that concurrent processes never see a partial folder."""
     if missing := _missing("gguf", "accelerate"):
         raise UserError(
-            f"{key}={PACKAGE_PREFIX}{name}: conversion from GGUF requires {' and '.join(missing)}. Fix: run pip "
-            "install 'megarl[gguf]'"
+            f"{key}={PACKAGE_PREFIX}{name}: conversion from GGUF requires {' and '.join(missing)}. Fix: "
+            f"{install_extra('gguf')}"
         )
     print(f"converting {source} to {folder} (done once, takes less than a minute)", flush=True)
     folder.parent.mkdir(parents=True, exist_ok=True)

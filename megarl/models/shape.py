@@ -122,12 +122,17 @@ def _checked(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(f"config.json: {error}") from None
     if features := unsupported(model):
-        raise UserError(f"config.json: {', '.join(features)}: megarl does not support this for {model['model_type']}")
+        raise UserError(
+            f"config.json: {', '.join(features)}: megarl does not support this for {model['model_type']}. Fix: use "
+            "another model"
+        )
     return model
 
 
 def _number(model: Mapping[str, Any], key: str) -> int:
     value = model.get(key)
     if not isinstance(value, int):
-        raise UserError(f"config.json: {key} must be an integer, found {value!r}")
+        raise UserError(
+            f"config.json: {key} must be an integer, found {value!r}. Fix: use the config.json of the original model"
+        )
     return value

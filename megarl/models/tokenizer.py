@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,9 +28,27 @@ MOST_BYTES = 4
 """Maximum number of bytes in a UTF-8 character."""
 
 
-def load_tokenizer(folder: Path, key: str = "model.path") -> PreTrainedTokenizerBase:
+@dataclass(frozen=True, slots=True)
+class FixedDate:
+    """Formats one day. Chat templates call it as `strftime_now`."""
+
+    day: str
+
+    def __call__(self, format: str) -> str:
+        return datetime.fromisoformat(self.day).strftime(format)
+
+
+def load_tokenizer(folder: Path, key: str = "model.path", date: str | None = None) -> PreTrainedTokenizerBase:
     """Load the tokenizer from a Hugging Face folder. Raise a UserError if the folder has no tokenizer. The message
-    contains the config key."""
+    contains the config key. `date` (data.date) is the day, as YYYY-MM-DD, that chat templates show instead of today's:
+    a resumed run must render the same prompts as before."""
+    tokenizer = _load(folder, key)
+    if date is not None:
+        tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, strftime_now=FixedDate(date))
+    return tokenizer
+
+
+def _load(folder: Path, key: str) -> PreTrainedTokenizerBase:
     if not any(folder.glob("tokenizer*")):
         raise UserError(
             f"{key}={folder}: the folder has no tokenizer. Fix: copy the model's tokenizer files into the folder"

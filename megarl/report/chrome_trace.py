@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from megarl.cluster.trace import DRIVER, FILE, Span
+from megarl.cluster.trace import DRIVER, FILE, Span, read_spans
 from megarl.core.errors import UserError
-from megarl.core.files import numbered, replace_text
-from megarl.core.jsonl import read_objects
+from megarl.core.files import numbered
 from megarl.run.folder import ATTEMPT
 
 STEP = re.compile(r"step \d+")
@@ -23,32 +24,33 @@ def write(run: Path, out: Path | None = None) -> Path:
     out: file to write. Default: trace.json in the run folder."""
     attempts = {}
     for number, logs in numbered(run / "logs", ATTEMPT).items():
-        # A partial last line, left by a killed attempt, is dropped.
-        if (logs / FILE).exists() and (rows := read_objects(logs / FILE, keep=_span_fields)[0]):
-            attempts[number] = [Span(**row) for row in rows]
+        if spans := list(read_spans(logs)):
+            attempts[number] = spans
     if not attempts:
         raise UserError(f"{run}: logs/{ATTEMPT.format(1)}/{FILE} contains no tasks. Fix: pass a run folder")
     out = run / "trace.json" if out is None else out
-    replace_text(out, json.dumps({"displayTimeUnit": "ms", "traceEvents": list(events(attempts))}))
+    new = out.with_name(f".{out.name}")
+    with new.open("w", encoding="utf-8") as file:  # one event at a time: a million events take a gigabyte of memory
+        file.write('{"displayTimeUnit": "ms", "traceEvents": [')
+        for number, event in enumerate(events(attempts)):
+            file.write(",\n" * (number > 0) + json.dumps(event))
+        file.write("]}\n")
+    new.replace(out)
     return out
-
-
-def _span_fields(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the row. Raise TypeError if it is not a span."""
-    Span(**row)
-    return row
 
 
 def events(attempts: dict[int, list[Span]]) -> Iterator[dict[str, Any]]:
     """Yield the events of each process, starting with the driver, and a mark at the start of each attempt. Concurrent
     tasks in the same process are shown in separate rows."""
-    all_spans = [span for spans in attempts.values() for span in spans]
-    origin = min(span.begin for span in all_spans)
-    names = sorted({span.process for span in all_spans}, key=lambda name: (name != DRIVER, _natural(name)))
+    by_process: defaultdict[str, list[Span]] = defaultdict(list)
+    for span in chain.from_iterable(attempts.values()):
+        by_process[span.process].append(span)
+    origin = min(span.begin for span in chain.from_iterable(attempts.values()))
+    names = sorted(by_process, key=lambda name: (name != DRIVER, _natural(name)))
     for pid, name in enumerate(names, start=1):
         yield _metadata("process_name", pid, name=name)
         yield _metadata("process_sort_index", pid, sort_index=pid)
-        for lane, spans in enumerate(lanes(span for span in all_spans if span.process == name)):
+        for lane, spans in enumerate(lanes(by_process[name])):
             if lane:
                 yield _metadata("thread_name", pid, lane, name=f"concurrent ({lane})")
             for span in spans:

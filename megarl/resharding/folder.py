@@ -12,13 +12,14 @@ import torch
 
 from megarl.core.files import Progress, new_folder, no_progress
 from megarl.models.huggingface import without_untrained_part
+from megarl.models.weight_files import INDEX, SINGLE
 from megarl.resharding.execute import execute, planned_shapes
 from megarl.resharding.piece import num_bytes, whole
 from megarl.resharding.planning.plan import Plan
 from megarl.resharding.transports.checksum import checksum
 from megarl.resharding.transports.checksum import verify as verify_written
 from megarl.resharding.transports.reused_memory import ReusedMemory
-from megarl.resharding.transports.safetensors import INDEX, SINGLE, SafetensorsFolder, write_file
+from megarl.resharding.transports.safetensors import SafetensorsFolder, write_file
 from megarl.resharding.transports.transport import Transport
 
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}

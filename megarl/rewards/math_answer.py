@@ -60,7 +60,7 @@ class MathMatch:
         """
         for name, value in (("timeout_s", timeout_s), ("digits", digits), ("last_characters", last_characters)):
             if not isinstance(value, int) or value < 1:
-                raise ValueError(f"options.{name}={value!r}: must be a positive integer")
+                raise ValueError(f"options.{name}={value!r}: must be a positive integer. Fix: change it to one")
         import math_verify  # takes nearly a second, which must not count toward the first call's timeout
 
         parse_quickly()

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megarl.core.errors import UserError
+from megarl.core.errors import UserError, install_extra
 
 NO_OPTIONS: Mapping[str, Any] = {}
 
@@ -65,11 +65,13 @@ def configure(name: str, function: Callable[..., Any], options: Mapping[str, Any
         return function(**options)
     except UserError:
         raise
-    except (TypeError, ValueError) as error:
+    except ValueError as error:
         raise UserError(f"rewards.functions: {name}: {error}") from None
+    except TypeError as error:
+        raise UserError(f"rewards.functions: {name}: {error}. Fix: correct the types of its options") from None
     except ImportError as error:
         raise UserError(
-            f"rewards.functions: {name} requires the package {error.name}. Fix: run pip install 'megarl[rewards]'"
+            f"rewards.functions: {name} requires the package {error.name}. Fix: {install_extra('rewards')}"
         ) from None
 
 

@@ -118,7 +118,10 @@ class Reader:
             return len(text) - len(sample.text), len(text), 0
         span = response_span(text, self._rendered(sample, MARK), sample.text)
         if span is None:
-            raise Unreadable("the chat template rewrites the response, so its tokens cannot be located")
+            raise Unreadable(
+                "the chat template rewrites the response, so its tokens cannot be located. Fix: set "
+                "reward_model.input_format=text"
+            )
         return span
 
 

@@ -25,7 +25,7 @@ class ReasoningGym:
         """Create the function with its options. With reads="tags", the function scores the last `<answer>…</answer>`
         (empty if there is none); with reads="response", the whole response."""
         if reads not in READS:
-            raise ValueError(f"options.reads={reads!r}: must be one of {', '.join(READS)}")
+            raise ValueError(f"options.reads={reads!r}: unknown value. Fix: use one of {', '.join(READS)}")
         self._extract = load_gym().utils.extract_answer if reads == "tags" else str.strip
 
     def __call__(

@@ -19,16 +19,21 @@ class RegexMatch:
         try:
             self._pattern = regex.compile(pattern, regex.IGNORECASE if ignore_case else 0)
         except regex.error as error:
-            raise ValueError(f"options.pattern={pattern!r}: not a valid regular expression: {error}") from None
+            raise ValueError(
+                f"options.pattern={pattern!r}: not a valid regular expression: {error}. Fix: correct it"
+            ) from None
         if not timeout_s > 0:
-            raise ValueError(f"options.timeout_s={timeout_s}: must be positive")
+            raise ValueError(f"options.timeout_s={timeout_s}: must be positive. Fix: use a positive number of seconds")
         self._whole, self._ignores_case, self._timeout_s = whole, ignore_case, timeout_s
         self._compares = "answer" in self._pattern.groupindex
 
     def __call__(self, prompt: str, response: str, answer: Any) -> bool:
         """Score the response. Raise ValueError if the pattern has a group `answer`, but the prompt has no answer."""
         if self._compares and answer is None:
-            raise ValueError("regex_match: the pattern has a group named answer, but the prompt has no answer (null)")
+            raise ValueError(
+                "regex_match: the pattern has a group named answer, but the prompt has no answer (null). Fix: add an "
+                "answer to the row, or rename the group"
+            )
         try:
             match = self._last_match(response)
         except TimeoutError:

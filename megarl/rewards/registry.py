@@ -76,7 +76,7 @@ def _verifier(name: str, verifier: Any) -> RewardFunction:
     entry: dict[str, Any] = {"function": verifier} if isinstance(verifier, str) else dict(verifier)
     key = f"rewards.functions: {name}: options.verifier={verifier!r}"
     if "function" not in entry or entry.keys() - {"function", "options"}:
-        raise UserError(f"{key}: expected a function's name or {{function, options}}")
+        raise UserError(f"{key}: expected a function's name or {{function, options}}. Fix: use one of these forms")
     function = resolve(entry["function"], entry.get("options", {}))
     if takes_batches(function):
         raise UserError(

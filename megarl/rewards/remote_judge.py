@@ -55,10 +55,11 @@ class GenerativeJudge:
             raise ValueError("options.template: does not contain {response}. Fix: insert {response} into the template")
         if len(scale) != 2 or not scale[0] < scale[1]:
             raise ValueError(
-                f"options.scale={list(scale)}: expected the lowest and the highest rating, such as [1, 10]"
+                f"options.scale={list(scale)}: expected the lowest and the highest rating. Fix: use a pair, "
+                "such as [1, 10]"
             )
         if not isinstance(concurrency, int) or concurrency < 1:
-            raise ValueError(f"options.concurrency={concurrency!r}: must be a positive integer")
+            raise ValueError(f"options.concurrency={concurrency!r}: must be a positive integer. Fix: change it to one")
         if api_key_env is not None and not os.environ.get(api_key_env):
             raise ValueError(f"options.api_key_env={api_key_env}: this environment variable is not set. Fix: export it")
         self._url = f"{base_url.rstrip('/')}/chat/completions"

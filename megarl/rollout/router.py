@@ -10,7 +10,9 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 SLOW = 1.5
 """Slowdown relative to the fastest engine above which an engine receives fewer requests. Smaller values are noise."""
@@ -28,6 +30,12 @@ class Aborted:
     """Result of an aborted group. `num_tokens` is the number of tokens that it had sampled."""
 
     num_tokens: int
+
+
+def completed(results: list[T] | Aborted) -> list[T]:
+    """Return the results of a group that cannot be aborted, because its caller waits for it."""
+    assert not isinstance(results, Aborted), "the group was aborted while its caller waits for it"
+    return results
 
 
 Abort = Callable[[str, Collection[str]], object]

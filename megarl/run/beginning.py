@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import datetime
 from pathlib import Path
 
 from megarl.config import document
 from megarl.config.continuation import check_continues
 from megarl.config.saved import complete
 from megarl.config.schema import Config
-from megarl.core.checkpoint import checked_format
+from megarl.core.checkpoint import Checkpoint, checked_format
 from megarl.core.files import read_json, read_text
 from megarl.models.folder import model_paths
 from megarl.models.paths import Models, moved_models, reuse_earlier_folders, update_moved_paths
@@ -27,17 +28,31 @@ def check_beginning(config: Config) -> str | None:
         return None
     saved = document.parse(read_text(folder.config), str(folder.config)).values
     manifest = read_json(folder.manifest)
-    config = find_model_paths(config)
+    config = resolve(config)
     saved = complete(saved, checked_format(manifest, folder.manifest))
     moved = moved_models(config, _identities(config), saved, manifest["models"] or {})
     check_continues(config, update_moved_paths(config, saved, moved), step, str(folder.path))
     return f"{folder.path}: the run has already finished step {step} of {config.run.steps}"
 
 
-def find_model_paths(config: Config) -> Config:
-    """Return the config with resolved model paths. Paths that an earlier attempt resolved are reused."""
+def resolve(config: Config) -> Config:
+    """Return the config with resolved model paths and a date. What an earlier attempt resolved is reused."""
     folders = {} if config.resume == "never" else RunFolder.of(config).resolved_models
-    return reuse_earlier_folders(config, folders)
+    config = reuse_earlier_folders(config, folders)
+    day = config.data.date or _earlier_date(config) or datetime.date.today().isoformat()
+    return config.model_copy(update={"data": config.data.model_copy(update={"date": day})})
+
+
+def _earlier_date(config: Config) -> str | None:
+    """Return the date of the run that `resume` continues, or None if there is no earlier run."""
+    if config.resume == "never":
+        return None
+    if config.resume != "auto":
+        path = Path(config.resume).expanduser()
+        return Checkpoint.open(path).state["config"]["data"].get("date") if path.is_dir() else None
+    file = RunFolder.of(config).config
+    saved = document.parse(file.read_text(encoding="utf-8"), str(file)).values if file.is_file() else {}
+    return saved.get("data", {}).get("date")
 
 
 def _identities(config: Config) -> Models:

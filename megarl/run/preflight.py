@@ -6,11 +6,14 @@ import asyncio
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from megarl.cluster.machine import (
     check_engine_kernels,
@@ -35,11 +38,15 @@ from megarl.data.prompts import PromptSet, load_prompts
 from megarl.environments.hosts import HostPool, host_arguments
 from megarl.environments.runner import turn_tokens
 from megarl.environments.trial import try_rewards
+from megarl.models.folder import read_config
+from megarl.models.huggingface import completed
 from megarl.models.run_models import ModelFolders, find_models
 from megarl.models.tokenizer import load_tokenizer
+from megarl.models.weight_files import read_headers, require_tensors
+from megarl.resharding.families import huggingface_holder
 from megarl.resharding.selection import check_all_selections
 from megarl.rewards.pool import FunctionPool, function_pool
-from megarl.run.beginning import find_model_paths
+from megarl.run.beginning import resolve
 from megarl.run.checkpoint_size import checkpoint_bytes
 from megarl.run.checkpoints import Checkpoints
 from megarl.run.folder import RunFolder
@@ -72,6 +79,8 @@ def preflight(config: Config) -> Preflight:
         attempt(check_trackers, config)
         folder = attempt(_find_folder, config)
         models = attempt(_find_models, config)
+        if models is not None:
+            attempt(_check_weights, models)
         pool = attempt(_function_pool, config)
         with nullcontext() if pool is None else closing(pool):
             data = None if models is None else attempt(_load_data, config, models.actor, pool)
@@ -147,16 +156,45 @@ def _find_models(config: Config) -> ModelFolders:
     return models
 
 
+def _check_weights(models: ModelFolders) -> None:
+    """Check the headers of all weights, which a failed download may have left incomplete."""
+    with _all_errors() as attempt:
+        for folder in dict.fromkeys((models.actor, *models.others.values())):
+            headers = attempt(read_headers, folder)
+            if headers is not None and folder != models.reward_model:  # vLLM may read it with names of its own
+                attempt(require_tensors, folder, headers, huggingface_holder(read_config(folder)).shapes)
+
+
 def _load_data(config: Config, model_folder: Path, pool: FunctionPool | None) -> PromptSet | OfflineData:
     if config.is_offline:
-        return load_offline_data(config, model_folder)
+        data = load_offline_data(config, model_folder)
+        samples = [sample for row in data.rows for sample in row]
+        _require_embeddings(model_folder, ((sample.id, sample.prompt.token_ids) for sample in samples))
+        _require_embeddings(model_folder, ((sample.id, sample.response_ids) for sample in samples))
+        return data
     return _load_prompts(config, model_folder, pool)
 
 
 def _load_prompts(config: Config, model_folder: Path, pool: FunctionPool | None) -> PromptSet:
     """Load the prompts, with all columns for an environment, else only those that the reward functions need."""
     columns = NO_COLUMNS if pool is None else pool.columns
-    return load_prompts(config, model_folder, {ALL_COLUMNS: None, **columns} if config.has_environment else columns)
+    columns = {ALL_COLUMNS: None, **columns} if config.has_environment else columns
+    data = load_prompts(config, model_folder, columns)
+    _require_embeddings(model_folder, ((prompt.id, prompt.token_ids) for prompt in data.prompts))
+    return data
+
+
+def _require_embeddings(model_folder: Path, rows: Iterable[tuple[str, NDArray[np.int32]]]) -> None:
+    """Raise UserError if a row has a token that was added to the tokenizer but not to the model. `rows`: name and token
+    ids of each row."""
+    vocab_size = completed(read_config(model_folder))["vocab_size"]
+    for name, ids in rows:
+        if len(ids) and (largest := int(ids.max())) >= vocab_size:
+            token = load_tokenizer(model_folder).convert_ids_to_tokens(largest)
+            raise UserError(
+                f"{name}: the tokenizer of {model_folder} has the token {token!r} ({largest}), but the model has only "
+                f"{vocab_size} embeddings. Fix: resize the model's embeddings, or remove the token from the tokenizer"
+            )
 
 
 def _check_environment(config: Config, model_folder: Path) -> None:
@@ -168,7 +206,7 @@ def _check_environment(config: Config, model_folder: Path) -> None:
         await pool.close()
         return pool.tools
 
-    turn_tokens(config, load_tokenizer(model_folder), asyncio.run(find_tools()))
+    turn_tokens(config, load_tokenizer(model_folder, date=config.data.date), asyncio.run(find_tools()))
 
 
 def _function_pool(config: Config) -> FunctionPool | None:
@@ -212,7 +250,7 @@ def _num_existing(config: Config, checkpoints: Checkpoints) -> int:
 
 def print_checks(config: Config, _scratch: Path) -> None:
     """Run all checks and print a summary of the planned run."""
-    config = find_model_paths(config)
+    config = resolve(config)
     checked = preflight(config)
     rows = {"model": str(checked.models.actor), "data": _first_row(config, checked.data)}
     if checked.trial is not None:

@@ -16,8 +16,8 @@ from megarl.sandbox.sandbox import Command, SandboxError
 INSTALL = (
     "install bubblewrap 0.8 or later (`apt-get install bubblewrap`, or `conda install -c conda-forge bubblewrap` "
     "without root) on a kernel that allows unprivileged user namespaces (sysctl user.max_user_namespaces, on Ubuntu "
-    "also kernel.apparmor_restrict_unprivileged_userns=0), or use Apptainer with sandbox.image, or set "
-    "sandbox.unsafe=allow, which gives programs all permissions of this user"
+    "also kernel.apparmor_restrict_unprivileged_userns=0), or install Apptainer and set sandbox.image to an "
+    "existing image, or set sandbox.unsafe=allow, which gives programs all permissions of this user"
 )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 
 from megarl.algorithms.evaluation import Estimate, estimates
-from megarl.cluster.groups.engines import EngineGroup, completed
+from megarl.cluster.groups.engines import EngineGroup
 from megarl.cluster.groups.environments import EnvironmentGroup
 from megarl.cluster.groups.rewards import RewardGroup
 from megarl.cluster.workers import Workers
@@ -21,6 +21,7 @@ from megarl.core.types import SampleRef, Score
 from megarl.data.prompts import PromptSet
 from megarl.environments.protocol import StopReason
 from megarl.rollout.engine import SamplingRequest
+from megarl.rollout.router import completed
 
 PURPOSE = "evaluation"
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 
-from megarl.cluster.groups.engines import Sampled, completed
+from megarl.cluster.groups.engines import Sampled
 from megarl.cluster.pending import Pending, first, ready
 from megarl.cluster.workers import Workers
 from megarl.config.schema import Config
@@ -16,7 +16,7 @@ from megarl.core.metrics import Metric
 from megarl.core.types import SampleRef
 from megarl.data.prompts import PromptSet
 from megarl.rollout.engine import SamplingRequest
-from megarl.rollout.router import Aborted
+from megarl.rollout.router import Aborted, completed
 from megarl.rollout.schedule import RolloutSchedule
 from megarl.step.requests import requests
 from megarl.step.state import PendingPrompt, RunState

@@ -41,7 +41,8 @@ def select(
     if len(failures) > config.rewards.failure_limit * len(scores):
         raise UserError(
             f"{failures[0]} ({len(failures)} of {len(scores)} samples failed, but rewards.failure_limit="
-            f"{config.rewards.failure_limit:g} allows only {config.rewards.failure_limit * len(scores):g})"
+            f"{config.rewards.failure_limit:g} allows only {config.rewards.failure_limit * len(scores):g}). Fix: "
+            "correct the reward function, or raise rewards.failure_limit"
         )
     _check_consecutive_failures(config, of_rewards)
     remaining = iter(scores)

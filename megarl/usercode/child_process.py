@@ -30,6 +30,10 @@ STACKS_S = 0.1
 EXIT_S = 1.0
 """Seconds that a process has to exit after it has closed its connection, which Python does slightly earlier."""
 
+CLEANUP_S = 20.0
+"""Seconds that a self-cleaning program has to exit after the process that started it was killed. The longest grace
+period of such a program is the 10 s of verifiers_program."""
+
 POLL_S = 0.001
 READ_BYTES = 65536
 MOST_BYTES = 2**30
@@ -182,22 +186,25 @@ class ChildProcess:
         time.sleep(STACKS_S)
 
     def kill(self, reason: str | None = None) -> None:
-        """Kill the process with its descendants, except for self-cleaning programs and their descendants. A call that
-        another thread is waiting for fails with `reason`."""
+        """Kill the process with its descendants. Self-cleaning programs and their descendants are killed only if they
+        still run after CLEANUP_S, because user code can also set their mark. A call that another thread is waiting for
+        fails with `reason`."""
         with self._killing:
             self.kill_reason = self.kill_reason or reason
             if self._process.returncode is None:
                 os.killpg(self.pid, signal.SIGSTOP)  # a stopped process starts no others
                 descendants = psutil.Process(self.pid).children(recursive=True)  # parents before their children
                 os.killpg(self.pid, signal.SIGKILL)
-                spared = set[int]()
+                spared: dict[int, psutil.Process] = {}
                 for process in descendants:
                     with suppress(psutil.Error):  # it has ended, or belongs to another user
                         if process.ppid() in spared or SELF_CLEANING in process.environ():
-                            spared.add(process.pid)
+                            spared[process.pid] = process
                         else:
                             process.kill()
                 self._process.wait()
+                if spared:
+                    threading.Thread(target=_kill_remaining, args=(list(spared.values()),), daemon=True).start()
         with suppress(OSError):  # it is closed
             self._socket.shutdown(socket.SHUT_RDWR)  # a detached process may still hold the other end
         self._socket.close()
@@ -274,6 +281,16 @@ class ConcurrentChild(ChildProcess):
         """Kill the process with its descendants."""
         await asyncio.to_thread(self.kill)
         self._writer.transport.abort()
+
+
+def _kill_remaining(processes: Sequence[psutil.Process]) -> None:
+    """Kill those of the processes that still run after CLEANUP_S, with their descendants."""
+    _, remaining = psutil.wait_procs(processes, timeout=CLEANUP_S)
+    for process in remaining:
+        with suppress(psutil.Error):
+            for descendant in [process, *process.children(recursive=True)]:
+                with suppress(psutil.Error):
+                    descendant.kill()
 
 
 def group_sizes() -> Counter[int]:

@@ -16,7 +16,9 @@ from megarl.core import stacks
 from megarl.core.parent import signal_with_parent
 
 SELF_CLEANING = "MEGARL_SELF_CLEANING"
-"""Environment variable of a program that stops its own processes and exits once its connection closes."""
+"""Environment variable that marks a program that stops its own processes and exits once its connection closes. User
+code can set it as well, which delays the end of the programs that it starts by CLEANUP_S at most. ChildProcess ignores
+the user's own environment."""
 
 
 def connect() -> BufferedRWPair:

@@ -87,7 +87,7 @@ CASES = [
     ("run.stps=1", ["command line: run.stps: unknown key; did you mean run.steps?"]),
     ("actor.layout.tpp=1", ["command line: actor.layout.tpp: unknown key"]),
     ("no_such=1", ["command line: no_such: unknown key"]),
-    ("steps", ["command line: 'steps': expected KEY=VALUE, such as run.steps=3"]),
+    ("steps", ["command line: 'steps': expected KEY=VALUE. Fix: write it in this form, such as run.steps=3"]),
     # values
     ("run.steps=many", ["command line: run.steps=many: expected an integer, found text"]),
     ("run.steps=-1", ["command line: run.steps=-1: expected"]),
@@ -248,5 +248,5 @@ def test_user_error_is_reported_before_anything_starts(
 ) -> None:
     errors = error_lines("train", recipe, tmp_path / "runs", overrides, capfd)
     for line, start in zip(errors, lines, strict=True):
-        assert line.startswith(f"megarl: error: {start}")
+        assert line.startswith(f"megarl: error: {start}") and "Fix: " in line
     assert not list(tmp_path.iterdir()), "the command left files"

@@ -61,9 +61,16 @@ class Repository:
         assert calls[: len(ALWAYS)] == [[target] for target in ALWAYS]
         if len(calls) == len(ALWAYS):
             return []
-        [[jobs, share, *due]] = calls[len(ALWAYS) :]
-        assert jobs == "--jobs=2" and re.fullmatch("PART=(\d|1[0-5])/16", share)
+        [[jobs, part, *due]] = calls[len(ALWAYS) :]
+        assert (jobs, part) == ("--jobs=2", "PART=today")
         return due
+
+    def share(self, target: str, *variables: str) -> list[str]:
+        """Return the share of tests that make passes to pytest."""
+        repository = {**os.environ, "GIT_DIR": str(self.folder / ".git")}
+        command = ["make", "--dry-run", target, *variables]
+        shown = subprocess.run(command, cwd=ROOT, env=repository, capture_output=True, text=True)
+        return re.findall(r"--part=\S*", shown.stdout)
 
     def test_all(self, passes: bool = True) -> str:
         """Run `make test-all` with a recursive make that passes or fails."""
@@ -113,10 +120,14 @@ def test_changed_path_makes_its_parts_due(repository: Repository, path: str, due
     assert repository.due() == due
 
 
-def test_each_commit_runs_a_share_by_its_hash(repository: Repository) -> None:
-    for number in range(5):
-        commit = repository.commit("README.md", f"{number}\n")
-        assert f"PART={int(commit[:7], 16) % 16}/16" in repository.ci()[-1]
+@pytest.mark.parametrize("target", ["test-learn", "exhaustive-runs", "exhaustive-ranks"])
+def test_each_day_has_its_own_share(repository: Repository, monkeypatch, target: str) -> None:
+    for day, share in ((20783, 15), (20784, 0), (20785, 1)):
+        monkeypatch.setenv("GIT_COMMITTER_DATE", f"{day * 86400 + 86399} +0000")
+        repository.commit("README.md", f"{day}\n")
+        assert repository.share(target, "PART=today") == [f"--part={share}/16"]
+    assert repository.share(target, "PART=3/8") == ["--part=3/8"]
+    assert repository.share(target) == []
 
 
 def test_paths_of_the_table_exist() -> None:

@@ -14,6 +14,12 @@ from tests.paths import ROOT
 BUILD = ROOT / "tools" / "environment" / "build.sh"
 PYTORCH = "https://download.pytorch.org/whl/cpu"
 TORCH = "torch==2.13.0+cpu"
+LOCK = f"""
+# The packages.
+attrs==26.1.0 --hash=sha256:a1 --hash=sha256:a2
+{TORCH} --hash=sha256:b # kept
+zss==1.2.0 --hash=sha256:c # source
+"""
 
 PYTHON = """#!/usr/bin/env bash
 [[ $1 == -m && $2 == venv ]] || exit 0
@@ -22,8 +28,9 @@ cp "$STUBS/pip" "$STUBS/python" "$3/bin"
 """
 
 PIP = f"""#!/usr/bin/env bash
-echo "$*" >>"$STUBS/calls"
-[[ " $* " == *" {TORCH} "* ]] || exit 0
+[[ " $* " == *" --requirement "* ]] && packages=$(cut --delimiter='=' --fields=1 "${{@: -1}}" | tr '\\n' ' ')
+echo "$*: $packages" >>"$STUBS/calls"
+[[ $packages == "torch " ]] || exit 0
 for index in $INDEXES_WITH_TORCH; do
     [[ $index == configured || "$*" == *"--index-url $index "* ]] && exit 0
 done
@@ -40,7 +47,7 @@ def build(tmp_path):
     for name, stub in (("python", PYTHON), ("pip", PIP)):
         (tmp_path / name).write_text(stub)
         (tmp_path / name).chmod(0o755)
-    (tmp_path / "lock").write_text(f"attrs==26.1.0\n{TORCH}\nvllm-cpu==0.32.0\n")
+    (tmp_path / "lock").write_text(LOCK)
     (tmp_path / "calls").touch()
 
     def run(*indexes: str) -> tuple[subprocess.CompletedProcess[str], list[str], Path]:
@@ -56,14 +63,16 @@ def test_configured_indexes_are_tried_first(build):
     done, calls, venv = build("configured", PYTORCH)
     assert (done.returncode, done.stderr) == (0, "")
     assert not any("--index-url" in call for call in calls)
-    assert [call.split("--no-deps ")[1] for call in calls[:2]] == [TORCH, f"--requirement {venv.with_name('lock')}"]
+    assert [call.split(": ")[1] for call in calls] == ["torch ", "attrs torch ", "zss ", ""]
+    assert ["--require-hashes" in call for call in calls] == [True, True, True, False]
+    assert ["--no-build-isolation" in call for call in calls] == [False, False, True, True]
     assert venv.is_dir()
 
 
 def test_pytorch_index_is_the_fallback(build):
     done, calls, venv = build(PYTORCH)
     assert (done.returncode, done.stderr) == (0, "")
-    assert [call.endswith(f"--index-url {PYTORCH} {TORCH}") for call in calls] == [False, True, False, False]
+    assert [f"--index-url {PYTORCH} " in call for call in calls] == [False, True, False, False, False]
     assert venv.is_dir()
 
 

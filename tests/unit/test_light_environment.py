@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from megarl.config.load import dump, load
+from megarl.core.errors import install_extra
 from tests.paths import CONFIGS, ROOT
 from tests.published_models import CONFIGS as MODELS
 from tests.timing import RUN_S, WAIT_S
@@ -142,9 +144,27 @@ def test_inspection_commands_succeed(site, folder, arguments):
     assert done.stdout.strip()
 
 
+def test_no_text_installs_the_other_package_of_this_name():
+    """On PyPI, the package named megarl belongs to another project."""
+    folders = (ROOT / name for name in ("megarl", "configs", "launch", "tools"))
+    files = [*ROOT.glob("*.*"), *(path for folder in folders for path in folder.rglob("*.*"))]
+    texts = [path for path in files if path.suffix in (".md", ".py", ".yaml", ".toml", ".sh", ".sbatch", ".j2")]
+    assert len(texts) > 500
+    command = re.compile(r"pip3? install(?: -\S+)* ['\"]?megarl\b(?!-trainer)")
+    assert [path for path in texts if command.search(path.read_text())] == []
+
+
+def test_install_command_finds_the_extra(site):
+    """The wheel has another name than the package that it contains."""
+    [metadata] = site.glob("megarl_trainer-*.dist-info/METADATA")
+    extras = re.findall(r"^Provides-Extra: (.+)$", metadata.read_text(), re.M)
+    assert {"run", "rewards", "gguf"} <= set(extras)
+    assert install_extra("run").startswith("run pip install '.[run]' in a checkout")
+
+
 def test_plan_html_requires_matplotlib_before_writing(site, folder):
     done = megarl(site, *PLAN, "--html", "page.html", "--emit", "recipe.yaml", cwd=folder)
-    line = "megarl: error: --html page.html: requires matplotlib. Fix: run pip install 'megarl[run]'\n"
+    line = f"megarl: error: --html page.html: requires matplotlib. Fix: {install_extra('run')}\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", line)
     assert [file.name for file in folder.iterdir()] == ["config.json"]
 

@@ -44,7 +44,7 @@ def requirements_of_megarl() -> list[str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     found = [Requirement(line) for line in [*project["dependencies"], *extras["run"], *extras["gguf"], *extras["gpu"]]]
-    return [f"{one.name}{one.specifier}" for one in found if one.name != "megarl"]
+    return [f"{one.name}{one.specifier}" for one in found if one.name != "megarl-trainer"]
 
 
 def resolve(constraints: list[str], folder: Path) -> dict[str, str]:
@@ -68,7 +68,7 @@ def resolve(constraints: list[str], folder: Path) -> dict[str, str]:
 
 def read_lock() -> dict[str, str]:
     lines = [line for line in LOCK.read_text().splitlines() if line and not line.startswith("#")]
-    return {name: version for name, _, version in (line.partition("==") for line in lines)}
+    return {name: version.split()[0] for name, _, version in (line.partition("==") for line in lines)}
 
 
 def main() -> int:
@@ -80,6 +80,7 @@ def main() -> int:
     if writes:
         head = f"# Resolved by {PIP} from launch/container/requirements.txt, see tools/environment/resolve.py.\n"
         LOCK.write_text(head + "".join(f"{name}=={version}\n" for name, version in sorted(found.items())))
+        subprocess.run([sys.executable, ROOT / "tools" / "environment" / "hashes.py", LOCK], check=True)
     lock = read_lock()
     for name in sorted(found.keys() - lock.keys()):
         print(f"{LOCK}: {name}=={found[name]} is missing from the lock file")

@@ -6,8 +6,7 @@ import asyncio
 import time
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ import ray
 from ray.actor import ActorHandle
 
 from megarl.cluster.groups.group import ASYNC_OPTIONS, TimedResult
-from megarl.cluster.groups.vllm import VllmActor, end_process
+from megarl.cluster.groups.vllm import VllmActor
 from megarl.cluster.supervision import segments
 from megarl.cluster.supervision.scratch import own_scratch
 from megarl.config.schema import Config
@@ -55,10 +54,6 @@ class EngineProcess(VllmActor):
         self._generating: dict[str, _Generating] = {}
         """Running calls to `generate`, by the name of the first request."""
         return engine
-
-    def call(self, method: str, *arguments: Any) -> TimedResult:
-        with self._end_if_rank_died():
-            return super().call(method, *arguments)
 
     def describe_parameters(self) -> tuple[list[Parameters], list[str]]:
         """Return the parameters in each worker, and the names of kernels that repack parameters."""
@@ -106,16 +101,6 @@ class EngineProcess(VllmActor):
         """Start turns for a process that runs rollouts, and return the finished turns. See EngineTurns."""
         with self._end_if_rank_died():
             return await self._turns[maker].exchange(turns, abandoned)
-
-    @contextmanager
-    def _end_if_rank_died(self) -> Iterator[None]:
-        """If the body raises and one of the engine's ranks has died, end this process, because the engine is lost."""
-        try:
-            yield
-        except Exception:
-            if self._worker is not None and (self._worker.has_lost_a_rank or self._has_lost_a_part()):
-                end_process()
-            raise
 
 
 @ray.remote(**ASYNC_OPTIONS)

@@ -11,16 +11,14 @@ from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
 import ray
 from ray.actor import ActorHandle
 
-from megarl.cluster.failure import cause, write_stacks
 from megarl.cluster.groups.engine_actor import EngineActor, Parameters
 from megarl.cluster.groups.remote import RemoteCall, RemoteMethod, remote, share
 from megarl.cluster.groups.vllm import VllmGroup
-from megarl.cluster.pending import Answers, Pending, outcome
+from megarl.cluster.pending import Answers, Pending
 from megarl.cluster.placement import Process
 from megarl.cluster.session import Session
 from megarl.config.schema import Config
 from megarl.core import device
-from megarl.core.errors import RunFailure
 from megarl.core.types import SampleRef
 from megarl.models.folder import read_config
 from megarl.resharding.families import huggingface_holder, quantized_destinations, quantized_sources, vllm_holders
@@ -28,7 +26,7 @@ from megarl.resharding.families.vllm import padded_experts
 from megarl.resharding.piece import Holder
 from megarl.resharding.planning.compact import CompactPlan
 from megarl.rollout.engine import EngineInfo, SamplingRequest
-from megarl.rollout.router import Abort, Aborted, Router, Submission
+from megarl.rollout.router import Abort, Aborted, completed
 
 if TYPE_CHECKING:
     from megarl.resharding.transports.transport import Channel
@@ -63,19 +61,13 @@ Answered = dict[str, list[Group] | Aborted]
 Run = Callable[[Mapping[str, Sequence[SamplingRequest]]], Pending[Answered]]
 
 
-def completed(sampled: list[T] | Aborted) -> list[T]:
-    """Return the samples of rollouts that cannot be aborted, because their caller waits for them."""
-    assert not isinstance(sampled, Aborted), "the rollouts were aborted while their caller waits for them"
-    return sampled
-
-
 class EngineGroup(VllmGroup):
-    """All engine replicas. The samples for one prompt all go to the least-loaded engine, where they share a prefix
-    cache. With rollout.max_staleness, slower engines receive fewer prompts. When one of several engines is lost, the
-    remaining engines take over its work while it restarts. It rejoins at the next refit. An engine that shares GPUs
-    with trainers does not restart, because training leaves no memory for it."""
+    """All engine replicas. With rollout.max_staleness, slower engines receive fewer prompts. A restarted engine rejoins
+    at the next refit, because it has no weights yet. An engine that shares GPUs with trainers does not restart, because
+    training leaves no memory for it."""
 
     actor_class, title, role = EngineActor, "EngineActor", "engine"
+    awaits_restarts = False
 
     @remote(timeout="start")
     def _hold(self, version: int) -> None: ...
@@ -111,14 +103,11 @@ class EngineGroup(VllmGroup):
 
     def __init__(self, session: Session, config: Config, model_folder: Path, processes: Sequence[Process]):
         tp = config.rollout.tp
-        super().__init__(session, config, model_folder, processes)
+        restarts = not (config.is_colocated and device.on_cuda())
+        super().__init__(session, config, model_folder, processes, restarts, config.rollout.max_staleness > 0)
         self._sleeps = config.rollout.sleep
         self._pauses = config.pauses_rollouts
         self._quantizes, self._hf_config = config.rollout.quantization is not None, read_config(model_folder)
-        self._restarts = not (config.is_colocated and device.on_cuda())
-        self.router = Router([process.name for process in processes], config.rollout.max_staleness > 0)
-        self._starting: dict[str, tuple[ActorHandle, list[ray.ObjectRef]]] = {}
-        """Restarting engines, each with the calls that it must complete to be ready."""
 
         def hold(padded_experts: int | None) -> dict[str, list[Holder]]:
             holders = vllm_holders(
@@ -181,11 +170,6 @@ class EngineGroup(VllmGroup):
         done = self._submit(call.method, call.start(*arguments) if applies else {})
         return done.then(lambda answers: self.drop(answers.lost, "rollout"))
 
-    def _submit(self, method: RemoteMethod, calls: Mapping[str, ray.ObjectRef]) -> Pending[Answers]:
-        """Submit calls to engines. The loss of an engine in `may_fail` is not an error."""
-        pending = self._session.submit(calls, self.phase(method), method.timeout, may_fail=self.may_fail)
-        return pending.then(lambda answers: replace(answers, values=self._session.trace.add(method.name, answers)))
-
     def _switch_to_loader(self, reason: str, names: Sequence[str]) -> None:
         """Make every worker receive whole checkpoint tensors, because of the named parameters or kernels."""
         print(
@@ -198,11 +182,6 @@ class EngineGroup(VllmGroup):
             name: [replace(holder, shard=self.whole_model.shard) for holder in holders]
             for name, holders in self._holders.items()
         }
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the live processes."""
-        return list(self._actors)
 
     @property
     def generations(self) -> list[Generation]:
@@ -221,11 +200,6 @@ class EngineGroup(VllmGroup):
     def _destinations(self, holders: list[Holder]) -> list[Holder]:
         return quantized_destinations(self._hf_config, holders) if self._quantizes else holders
 
-    @property
-    def may_fail(self) -> list[str]:
-        """Processes whose loss does not end the run."""
-        return self.names if len(self._actors) > 1 else []
-
     def generate(
         self, groups: Sequence[Sequence[SamplingRequest]], listener: ActorHandle | None = None
     ) -> Pending[list[Sampled]]:
@@ -243,18 +217,8 @@ class EngineGroup(VllmGroup):
                 samples of each rollout, or Aborted, without lost engines.
             abort: function that aborts groups on an engine.
         """
-        submission = Submission(self.router, [[request.sample_id for request in group] for group in groups], abort)
-
-        def attempt() -> Pending[list[Sampled]]:
-            assigned = submission.place()
-            requests = {name: [request for i in part for request in groups[i]] for name, part in assigned.items()}
-            return run(requests).then(collect)
-
-        def collect(answers: Answered) -> list[Sampled] | Pending[list[Sampled]]:
-            self.drop(submission.collect(answers), "rollout")
-            return submission.results if submission.is_done else attempt()
-
-        return attempt()
+        names = [[request.sample_id for request in group] for group in groups]
+        return self._route("rollout", groups, names, run, abort)
 
     def _abort(self, name: str, groups: Collection[str]) -> None:
         self._actors[name].abort.remote(groups)
@@ -325,56 +289,6 @@ class EngineGroup(VllmGroup):
         """Start the refit in every engine. Return the calls by engine name. See Engine.refit."""
         return self._refit.start(version, share(expected))
 
-    def drop(self, lost: Collection[str], phase: str) -> None:
-        """Remove the lost engines and restart them. Raise RunFailure if no live engine is left."""
-        # A refit during a rollout may have noticed the loss first.
-        lost = [name for name in lost if name in self._actors]
-        for name in lost:
-            del self._actors[name]
-            restarts = self.router.lose(name) and self._restarts
-            print(
-                f"{phase}: {name} died{' and is being restarted' if restarts else ''}. {self._describe_remaining()}. "
-                f"See {self._session.logs / name}.log",
-                flush=True,
-            )
-            if restarts:
-                self._restart(name)
-        if not self._actors:
-            raise RunFailure(f"{phase}: no engine is left. See {self._session.logs}")
-        if lost:
-            self._watch()
-
-    def _restart(self, name: str) -> None:
-        actor = self._launch(self._processes[name])
-        calls = [self._start.on(actor)]
-        if self._sleeps:
-            calls.append(self._sleep.on(actor, self.by_loader))
-        self._starting[name] = actor, calls
-
-    def rejoin_restarted(self) -> None:
-        """Add restarted engines to the live ones. Call this before a refit, because they have no weights yet."""
-        for name, (actor, calls) in list(self._starting.items()):
-            finished, _ = ray.wait(calls, num_returns=len(calls), timeout=0)
-            if len(finished) < len(calls):
-                continue
-            del self._starting[name]
-            errors = [error for call in calls if (error := outcome(call)[1]) is not None]
-            if errors:
-                first, logs = {name: errors[0]}, self._session.logs
-                write_stacks(first, logs)
-                print(f"{cause(first, 'restart of a lost engine', logs)}. {self._describe_remaining()}", flush=True)
-                continue
-            actors = self._actors | {name: actor}
-            self._actors = {process: actors[process] for process in self._processes if process in actors}
-            self.router.rejoin(name)
-            print(f"refit: {name} rejoined. {self._describe_remaining()}", flush=True)
-            self._watch()
-
-    def _describe_remaining(self) -> str:
-        return f"Continuing with {len(self._actors)} of {len(self._processes)} engines"
-
-    def _watch(self) -> None:
-        """If one engine is left, watch it: its loss then ends every wait. Otherwise, the next call notices a loss."""
-        self._session.unwatch(self._processes)
-        if len(self._actors) == 1:
-            self._session.watch(self._actors)
+    def _start_calls(self, actor: ActorHandle) -> list[ray.ObjectRef]:
+        sleep = [self._sleep.on(actor, self.by_loader)] if self._sleeps else []
+        return [*super()._start_calls(actor), *sleep]

@@ -20,6 +20,7 @@ from megarl.cluster.placement import Process
 from megarl.cluster.rank_batch import put_sample
 from megarl.cluster.session import Session
 from megarl.config.schema import Config
+from megarl.core.proxies import bypass_proxies
 from megarl.core.types import Completion, Sample, SampleRef
 from megarl.environments.hosts import HostPool, host_arguments
 from megarl.environments.runner import RolloutRequest, RolloutRunner
@@ -47,8 +48,9 @@ class EnvironmentActor(AsyncProcessActor):
 
     async def start(self, config: Config, model_folder: Path) -> None:
         """Start the training environments, if any."""
-        self._config, self._tokenizer = config, load_tokenizer(model_folder)
+        self._config, self._tokenizer = config, load_tokenizer(model_folder, date=config.data.date)
         self._address = "127.0.0.1" if config.cluster.nodes == 1 else ray.util.get_node_ip_address()
+        bypass_proxies(self._address)
         if config.has_environment:
             self._training = await self._start_runner(config)
 

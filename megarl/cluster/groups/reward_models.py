@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -11,12 +11,17 @@ import ray
 from megarl.cluster.groups.ranks import RankActor, RankGroup
 from megarl.cluster.groups.remote import remote
 from megarl.cluster.groups.vllm import VllmActor, VllmGroup
-from megarl.cluster.pending import Pending
-from megarl.cluster.rank_batch import RankBatch, Scores, join_by_sample, put_scores
+from megarl.cluster.pending import Answers, Pending, ready
+from megarl.cluster.placement import Process
+from megarl.cluster.rank_batch import RankBatch, ScoreRef, Scores, join_by_sample, put_scores
+from megarl.cluster.session import Session
 from megarl.cluster.supervision import segments
 from megarl.cluster.supervision.scratch import own_scratch
+from megarl.config.device_spans import is_alone
+from megarl.config.schema import Config
+from megarl.core import device
 from megarl.core.types import SampleRef
-from megarl.rollout.router import Router
+from megarl.rollout.router import Aborted, completed
 
 if TYPE_CHECKING:
     from megarl.data.local_batch import LocalBatch
@@ -72,18 +77,40 @@ class RewardEngineActor(VllmActor):
 
 
 class RewardEngineGroup(VllmGroup):
-    """All reward engines. The samples for one prompt go to the same engine, where they share a prefix cache."""
+    """All reward engines. A restarted engine rejoins before the next samples are scored. An engine that shares GPUs
+    with other models does not restart, because they may leave no memory for it."""
 
     actor_class, title, role = RewardEngineActor, "RewardEngineActor", "reward model"
+    awaits_restarts = True
 
-    @remote(timeout="rewards", join=join_by_sample)
+    @remote(timeout="rewards")
     def _score(self, samples: Sequence[SampleRef]) -> Scores: ...
+
+    def __init__(self, session: Session, config: Config, model_folder: Path, processes: Sequence[Process]):
+        restarts = not device.on_cuda() or is_alone(config, "reward_model")
+        super().__init__(session, config, model_folder, processes, restarts)
 
     def scores(self, samples: Sequence[SampleRef]) -> Pending[Scores]:
         """Score each response token, float32 [R], or each sample, [1], with a sequence classifier. A judge returns the
-        token ids in its answer about the sample, int64 [A]."""
-        router = Router(list(self._actors), weighs_speed=False)
-        prompts = router.assign(Counter(sample.prompt_id for sample in samples))
-        engine_of = {prompt: engine for engine, part in prompts.items() for prompt in part}
-        shares = [[sample for sample in samples if engine_of[sample.prompt_id] == engine] for engine in self._actors]
-        return self._score.on_each((share,) for share in shares)
+        token ids in its answer about the sample, int64 [A]. If an engine is lost, its samples are scored again."""
+        if not samples:
+            return ready({})
+        self.rejoin_restarted("rewards")
+        groups: dict[str, list[SampleRef]] = {}
+        for sample in samples:
+            groups.setdefault(sample.prompt_id, []).append(sample)
+        names = [[sample.id for sample in group] for group in groups.values()]
+        scored = self._route("rewards", list(groups.values()), names, self._run, lambda *_: None)
+        return scored.then(lambda results: dict(score for scores in results for score in completed(scores)))
+
+    def _run(
+        self, parts: Mapping[str, Sequence[SampleRef]]
+    ) -> Pending[dict[str, list[list[tuple[str, ScoreRef]]] | Aborted]]:
+        """Score each engine's samples. The result has each sample's id and scores, by engine name."""
+        calls = {name: self._score.on(self._actors[name], samples) for name, samples in parts.items()}
+
+        def by_engine(answers: Answers) -> dict[str, list[list[tuple[str, ScoreRef]]] | Aborted]:
+            values = answers.values.items()
+            return {name: [[(sample.id, scores[sample.id])] for sample in parts[name]] for name, scores in values}
+
+        return self._submit(self._score.method, calls).then(by_engine)

@@ -217,14 +217,15 @@ def model_reader(config: Config, folder: Path, actor_folder: Path) -> Reader | N
     if settings.input_format == "ids":
         return None
     _, longest = config.context_of(settings)
-    return Reader(_kind(folder), settings, longest, load_tokenizer(folder), load_tokenizer(actor_folder))
+    tokenizer = load_tokenizer(folder, date=config.data.date)
+    return Reader(_kind(folder), settings, longest, tokenizer, load_tokenizer(actor_folder))
 
 
 def model_judge(config: Config, folder: Path, actor_folder: Path) -> ModelJudge:
     """Return the judge that queries the language model in this folder and parses its ratings."""
     settings = config.reward_model
     _, longest = config.context_of(settings)
-    return ModelJudge(settings, longest, load_tokenizer(folder), load_tokenizer(actor_folder))
+    return ModelJudge(settings, longest, load_tokenizer(folder, date=config.data.date), load_tokenizer(actor_folder))
 
 
 def _kind(folder: Path) -> Kind:

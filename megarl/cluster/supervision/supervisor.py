@@ -17,7 +17,9 @@ from pathlib import Path
 from megarl.cluster.supervision import processes, segments
 from megarl.cluster.supervision.interrupts import REPEAT_S, interrupts
 from megarl.cluster.supervision.scratch import VARIABLE, make_scratch, sweep
+from megarl.core.output import tolerate_lost_readers
 from megarl.core.parent import signal_with_parent
+from megarl.core.proxies import LOOPBACK, bypass_proxies
 
 DEADLINE_S = 15
 """Seconds from the end of an interrupt's grace period until the child is killed, because a call may hang."""
@@ -38,6 +40,8 @@ def supervised(grace_s: float = 0.0) -> Iterator[Path]:
     processes, it would kill them and lose the state that the run must save. The body may take `grace_s` seconds to end
     after a signal. See `interrupts`.
     """
+    tolerate_lost_readers()
+    bypass_proxies(*LOOPBACK)
     sweep()
     scratch = make_scratch()
     segments.note_earlier(scratch)

@@ -7,9 +7,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from megarl.core.files import is_deeper
 from megarl.environments.sessions.errors import invalid
 
 Message = Mapping[str, Any]
+
+DEEPEST_ARGUMENTS = 50
+"""Maximum nesting of a tool call's arguments that are parsed."""
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """Chat template role for each API role."""
@@ -24,8 +28,10 @@ def read_messages(body: Any) -> list[Message]:
     messages: list[Message] = []
     for index, message in enumerate(body):
         param = f"messages[{index}]"
-        if not isinstance(message, dict) or message.get("role") not in ROLES:
+        if not isinstance(message, dict) or message.get("role") not in list(ROLES):  # the role may be unhashable
             raise invalid(param, f"{param} must be an object with a role, one of {', '.join(ROLES)}")
+        if not isinstance(message.get("name") or "", str):
+            raise invalid(param, f"{param} has a name that is not a string")
         converted: dict[str, Any] = {"role": ROLES[message["role"]], "content": _text(message.get("content"), param)}
         if converted["role"] == "assistant" and message.get("tool_calls"):
             converted["tool_calls"] = [_tool_call(call, param) for call in _list(message["tool_calls"], param)]
@@ -68,8 +74,9 @@ def _tool_call(call: Any, param: str) -> dict[str, Any]:
         raise invalid(param, f"{param} has a tool call without a function name")
     arguments = function.get("arguments") or "{}"
     if isinstance(arguments, str):
-        with suppress(ValueError):  # invalid JSON stays a string
-            arguments = json.loads(arguments)
+        with suppress(ValueError, RecursionError):  # invalid or deep JSON stays a string
+            parsed = json.loads(arguments)
+            arguments = arguments if is_deeper(parsed, DEEPEST_ARGUMENTS) else parsed
     function = {"name": function["name"], "arguments": arguments}
     return {"id": str(call.get("id") or ""), "type": "function", "function": function}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import json
@@ -9,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from megarl.core.files import is_deeper
 from megarl.core.text import encodable
 from megarl.environments.sessions.completion import chunks, completion_body
 from megarl.environments.sessions.errors import ApiError, invalid
@@ -26,6 +28,13 @@ MODEL = "policy"
 """The policy's model name. Requests may use any name, because there is only one model."""
 
 LARGEST_REQUEST = 64 * 2**20
+
+BODY_S = 60.0
+"""Seconds in which a client must send a request's body."""
+
+DEEPEST = 100
+"""Maximum nesting of a request's JSON. Python's encoder and chat templates recurse."""
+
 SHUTDOWN_S = 2.0
 RETRIES = "x-stainless-retry-count"
 """Header in which the openai client counts its retries of a request."""
@@ -71,7 +80,7 @@ class SessionServer:
 
     def open(self, sample: Sampler, limits: SessionLimits, seed: int) -> Session:
         """Open a session. Its token is valid until the session is closed."""
-        session = Session(self._tokens_with, sample, limits, seed)
+        session = Session(self._tokens_with, self._num_tokens, sample, limits, seed)
         self._sessions[_digest(session.token)] = session
         return session
 
@@ -81,6 +90,9 @@ class SessionServer:
         parts = await session.close()
         self.counts += session.counts + session.recording.counts
         return parts
+
+    def _num_tokens(self, text: str) -> int:
+        return len(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def _tokens_with(self, tools: Sequence[Mapping[str, Any]]) -> TurnTokens:
         key = tools_key(tools)
@@ -138,14 +150,21 @@ class SessionServer:
 
 
 async def _read(request: web.Request) -> Any:
+    """Return the request's JSON. Raise ApiError if it is malformed, too large or too slow."""
     from aiohttp import web
 
     try:
-        return encodable(json.loads(await request.read()))
+        async with asyncio.timeout(BODY_S):
+            body = encodable(json.loads(await request.read()))
+    except TimeoutError:
+        raise ApiError(408, "request_timeout", f"the request body did not arrive within {BODY_S:g} s") from None
     except web.HTTPRequestEntityTooLarge:
         raise ApiError(413, "request_too_large", f"the request body exceeds {LARGEST_REQUEST} bytes") from None
     except (ValueError, RecursionError) as error:
         raise invalid("body", f"the request body is not valid JSON: {error}") from error
+    if is_deeper(body, DEEPEST):
+        raise invalid("body", f"the request body is nested more than {DEEPEST} levels deep")
+    return body
 
 
 async def _send(request: web.Request, response: web.StreamResponse, data: bytes) -> bool:

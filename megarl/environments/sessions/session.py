@@ -40,6 +40,12 @@ class TurnTokens(Tokens, Protocol):
 
 CLOSED = ApiError(401, "invalid_api_key", "no session is open for this api_key. The session may have been closed")
 
+ROOM = 4
+"""Text of this many times the context length is rejected without rendering it."""
+
+PART = 2**16
+"""Number of characters that are tokenized at once to measure a long text."""
+
 TokensOf = Callable[[Sequence[Mapping[str, Any]]], TurnTokens]
 """Function that returns the renderer for a set of tools, or raises UserError if the chat template rejects them."""
 
@@ -85,7 +91,15 @@ class ChatCompletion:
 class Session:
     """One agent rollout: its access token, limits and recording."""
 
-    def __init__(self, tokens_of: TokensOf, sample: Sampler, limits: SessionLimits, seed: int):
+    def __init__(
+        self,
+        tokens_of: TokensOf,
+        num_tokens: Callable[[str], int],
+        sample: Sampler,
+        limits: SessionLimits,
+        seed: int,
+    ):
+        """`num_tokens` returns the number of tokens in a text. It is called in a thread."""
         self.token = secrets.token_urlsafe(32)
         """The agent's api_key."""
         self.limits = limits
@@ -97,7 +111,7 @@ class Session:
         self.counts: Counter[str] = Counter()
         """Counts of ignored parameters (`ignored.NAME`), turns with malformed tool calls (`malformed_calls`), retries
         that received the original response (`replayed`), and rejected requests (`refused.CODE`)."""
-        self._tokens_of, self._sample, self._seed = tokens_of, sample, seed
+        self._tokens_of, self._num_tokens, self._sample, self._seed = tokens_of, num_tokens, sample, seed
         self._call_numbers = count()
         """Counter for tool call ids, which have nine alphanumeric characters as Mistral's chat templates require."""
         self._completions: dict[bytes, asyncio.Task[ChatCompletion]] = {}
@@ -139,6 +153,7 @@ class Session:
             self.stop_reason = StopReason.MAX_TURNS
             message = f"the rollout has used all of its {self.limits.max_turns} turns (environment.max_turns)"
             raise ApiError(400, "turn_limit_reached", message)
+        await self._require_room(request.messages)
         try:
             tokens = self._tokens_of(request.tools)
             slot = self.recording.reserve(tokens, tools_key(request.tools), request.messages)
@@ -157,6 +172,20 @@ class Session:
         except Exception as error:  # whatever the turn's text causes
             raise ApiError(500, "turn_failed", f"the turn cannot be processed: {error}") from error
 
+    async def _require_room(self, messages: Sequence[Message]) -> None:
+        """Reject long messages before the event loop, which serves all sessions, renders and tokenizes them. Templates
+        may drop parts of the messages, so the limit for their text is several times the context length."""
+        most = ROOM * self.limits.context_length
+        texts = [message["content"] for message in messages]
+        if sum(map(len, texts)) <= most:  # a token has at least one character
+            return
+        count = 0
+        for text in texts:
+            for start in range(0, len(text), PART):
+                count += await asyncio.to_thread(self._num_tokens, text[start : start + PART])
+                if count > most:
+                    raise self._context_exceeded(f"more than {most} tokens")
+
     async def _complete(self, slot: TurnSlot, request: ChatRequest) -> Completion:
         limit, seed = self._token_limit(slot), turn_seed(self._seed, slot.number)
         return await self._sample(slot.ids, min(limit, request.max_tokens or limit), seed, request.stop)
@@ -167,13 +196,16 @@ class Session:
         left = min(limits.max_new_tokens - slot.num_response_tokens, limits.context_length - len(slot.ids))
         if left > 0:
             return min(left, limits.turn_tokens or left)
+        raise self._context_exceeded(f"{len(slot.ids)} tokens, {slot.num_response_tokens} of them after the prompt")
+
+    def _context_exceeded(self, size: str) -> ApiError:
         self.stop_reason = StopReason.MAX_TOKENS
-        raise ApiError(
+        return ApiError(
             400,
             "context_length_exceeded",
-            f"This model's maximum context length is {limits.context_length} tokens (rollout.context_length), "
-            f"{limits.max_new_tokens} of them after the prompt (rollout.max_new_tokens). However, your messages "
-            f"resulted in {len(slot.ids)} tokens, {slot.num_response_tokens} of them after the prompt.",
+            f"This model's maximum context length is {self.limits.context_length} tokens (rollout.context_length), "
+            f"{self.limits.max_new_tokens} of them after the prompt (rollout.max_new_tokens). However, your messages "
+            f"resulted in {size}.",
             "messages",
         )
 

@@ -60,7 +60,10 @@ class _Program(ConcurrentChild):
             hello = {"refused": f"{failure}, see its output in the run's environments-*.log"}
         if "refused" in hello:
             await program.end()
-            raise RuntimeError(f"verifiers cannot load this environment: {hello['refused']}")
+            raise RuntimeError(
+                f"verifiers cannot load this environment: {hello['refused']}. Fix: correct environment.options, or set "
+                "environment.options.python to an interpreter with verifiers and the taskset"
+            )
         program._rollouts = count()
         return program
 

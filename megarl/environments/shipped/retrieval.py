@@ -80,10 +80,15 @@ def _read(path: Path) -> list[str]:
     passages = []
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
-            row = json.loads(line)
-            if "contents" not in row and not {"title", "text"} <= row.keys():
+            try:
+                row = json.loads(line)
+            except ValueError as error:
                 raise UserError(
-                    f"{CORPUS}={path}: line {number} has only the keys {', '.join(row)}. Fix: add `contents`, or "
+                    f"{CORPUS}={path}: line {number} is not valid JSON ({error}). Fix: write one JSON object per line"
+                ) from None
+            if not isinstance(row, dict) or ("contents" not in row and not {"title", "text"} <= row.keys()):
+                raise UserError(
+                    f"{CORPUS}={path}: line {number} has no passage. Fix: write a JSON object with `contents`, or with "
                     "`title` and `text`"
                 )
             passages.append(row["contents"] if "contents" in row else f"{row['title']}\n{row['text']}")

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 
+from megarl.core.errors import UserError
 from megarl.environments.protocol import Environment, Step, Task, Turn
 from megarl.environments.tools import Message
 
@@ -75,8 +76,9 @@ class TextGameEnvironment(Environment):
             rules: explain the rules in a system message. Set it to False if the data explains them.
         """
         if width * height < 3:
-            raise ValueError(
-                f"width={width}, height={height}: a house needs at least 3 rooms, for the start, the key and the chest"
+            raise UserError(
+                f"environment.options: width={width}, height={height}: the house has fewer than 3 rooms, one each for "
+                "the start, the key and the chest. Fix: raise width or height"
             )
         self.width, self.height, self.walls = width, height, walls
         self.compass, self.rules = compass, rules

@@ -91,7 +91,9 @@ def bytes_per_second(option: str, text: str, names: Sequence[str]) -> dict[str, 
 def _bandwidth(key: str, text: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]i?|)([bB])/s", text)
     if match is None or float(match[1]) == 0:
-        raise UserError(f"{key}: expected a positive number and a unit, such as 50GB/s, 400Gb/s or 1.5GiB/s")
+        raise UserError(
+            f"{key}: expected a positive number and a unit. Fix: use a form such as 50GB/s, 400Gb/s or 1.5GiB/s"
+        )
     return float(match[1]) * _UNITS[match[2]] * _BITS[match[3]] / 8
 
 
@@ -105,7 +107,7 @@ def _engines(text: str, hf_config: Mapping[str, Any]) -> list[Holder]:
 
 def _switch(name: str, value: str) -> bool:
     if value not in ("true", "false"):
-        raise UserError(f"{name}={value}: expected true or false")
+        raise UserError(f"{name}={value}: expected true or false. Fix: use one of them, or omit {name}")
     return value == "true"
 
 
@@ -146,5 +148,5 @@ def _fields(text: str, known: Collection[str]) -> dict[str, str]:
 
 def _positive(name: str, value: str) -> int:
     if not re.fullmatch(r"[1-9]\d*", value):
-        raise UserError(f"{name}={value}: expected a positive integer")
+        raise UserError(f"{name}={value}: expected a positive integer. Fix: use one, such as {name}=1")
     return int(value)

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import torch
 
+from megarl.models.weight_files import SINGLE
 from megarl.resharding.piece import Rectangle
-from megarl.resharding.transports.safetensors import SINGLE, SafetensorsFolder, write_file
+from megarl.resharding.transports.safetensors import SafetensorsFolder, write_file
 from megarl.resharding.transports.transport import Readable, dtype_name
 
 

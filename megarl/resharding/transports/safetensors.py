@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from megarl.core.errors import UserError
+from megarl.models.weight_files import files_by_tensor, open_file, read_headers, require_tensors
 from megarl.resharding.piece import Holder, Rectangle, num_bytes
 from megarl.resharding.transports.checksum import raw_bytes
 from megarl.resharding.transports.transport import Readable, dtype_name
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -30,7 +29,7 @@ class SafetensorsFolder(Readable):
     def __init__(self, folder: Path):
         """Raise a UserError if the folder has no safetensors weights, or if shards are missing."""
         self._folder = folder
-        self._files = _files_by_tensor(folder)
+        self._files = files_by_tensor(folder)
         self._open: dict[Path, Any] = {}
         self._stack = ExitStack()
 
@@ -43,13 +42,7 @@ class SafetensorsFolder(Readable):
 
     def with_file_dtypes(self, holder: Holder) -> Holder:
         """Return the holder with the files' dtypes. Raise a UserError if a tensor is missing or has a wrong shape."""
-        for name, shape in holder.shapes.items():
-            stored = tuple(self._slice(name).get_shape())
-            if stored != shape:
-                raise UserError(
-                    f"{self._folder}: {name} has shape {stored}, but config.json requires {shape}. Fix: use the "
-                    "config.json of the model that these weights belong to"
-                )
+        require_tensors(self._folder, read_headers(self._folder), holder.shapes)
         dtypes = {name: dtype_name(self.dtype(holder.name, name)) for name in holder.shapes}
         return replace(holder, shard=replace(holder.shard, dtypes=dtypes))
 
@@ -70,30 +63,10 @@ class SafetensorsFolder(Readable):
         return self._slice(parameter)[tuple(slice(start, stop) for start, stop in rectangle)]
 
     def _slice(self, parameter: str) -> Any:
-        if parameter not in self._files:
-            raise UserError(
-                f"{self._folder}: the checkpoint has no tensor {parameter}. Fix: use a complete checkpoint of the model"
-            )
         path = self._files[parameter]
         if path not in self._open:
-            self._open[path] = self._stack.enter_context(safe_open(path, framework="pt"))
+            self._open[path] = self._stack.enter_context(open_file(path, "pt"))
         return self._open[path].get_slice(parameter)
-
-
-def _files_by_tensor(folder: Path) -> dict[str, Path]:
-    index, single = folder / INDEX, folder / SINGLE
-    if index.is_file():
-        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        files = {tensor: folder / name for tensor, name in names.items()}
-    elif single.is_file():
-        with safe_open(single, framework="pt") as opened:
-            files = dict.fromkeys(opened.keys(), single)
-    else:
-        raise UserError(f"{folder}: contains neither {SINGLE} nor {INDEX}. Fix: save the weights as safetensors")
-    for path in set(files.values()):
-        if not path.is_file():
-            raise UserError(f"{folder}: {INDEX} lists {path.name}, but the file does not exist. Fix: download the file")
-    return files
 
 
 def write_file(

@@ -30,6 +30,7 @@ from megarl.resharding.transports.transport import Channel, dtype_name
 from megarl.resharding.verification import Checksum, Region
 from megarl.rollout.engine import EngineInfo, Sampling, SamplingRequest, SyncStats, TurnRequest
 from megarl.rollout.routes import expert_layer_routes, whole_routes
+from megarl.rollout.vllm.ranks import has_lost_a_rank
 from megarl.rollout.vllm.worker_extension import Failed, RefitExtension
 
 T = TypeVar("T")
@@ -234,7 +235,7 @@ class VllmEngine:
 
     @property
     def has_lost_a_rank(self) -> bool:
-        return getattr(self._llm.llm_engine.model_executor, "is_failed", False)
+        return has_lost_a_rank(self._llm)
 
     def checksums(self) -> list[dict[str, str]]:
         """Return the SHA-256 of each parameter's bytes, as one mapping per worker: parameter name -> SHA-256."""

@@ -16,6 +16,7 @@ from megarl.core.types import Sample
 from megarl.models.classifier import score_head_of
 from megarl.models.folder import read_config
 from megarl.rollout.vllm.engine_arguments import engine_arguments
+from megarl.rollout.vllm.ranks import has_lost_a_rank
 
 
 def judge_arguments(config: Config, folder: Path, **specific: Any) -> dict[str, Any]:
@@ -45,13 +46,24 @@ def classifier_arguments(config: Config, folder: Path) -> dict[str, Any]:
     return judge_arguments(config, folder, runner="pooling", pooler_config=pooler)
 
 
-class VllmClassifier:
+class _Model:
+    """A model with the weights in its folder."""
+
+    def __init__(self, arguments: Mapping[str, Any]):
+        self._llm = LLM(**arguments)
+
+    @property
+    def has_lost_a_rank(self) -> bool:
+        return has_lost_a_rank(self._llm)
+
+
+class VllmClassifier(_Model):
     """A classifier with the weights in its folder, which scores samples by their token ids."""
 
     def __init__(self, arguments: Mapping[str, Any]):
         """`arguments` is the result of `classifier_arguments`."""
+        super().__init__(arguments)
         self._task = arguments["pooler_config"].task
-        self._llm = LLM(**arguments)
 
     def scores(self, samples: Sequence[Sample]) -> list[torch.Tensor]:
         """Return the scores for each sample, float32: [R] for a token classifier, or [1] for a sequence classifier."""
@@ -61,12 +73,12 @@ class VllmClassifier:
         return [values[-len(sample.response_ids) :] for sample, values in zip(samples, scores, strict=True)]
 
 
-class VllmJudge:
+class VllmJudge(_Model):
     """A language model with the weights in its folder, which answers questions with greedy sampling."""
 
     def __init__(self, arguments: Mapping[str, Any], max_new_tokens: int):
         """`arguments` is the result of `judge_arguments`."""
-        self._llm = LLM(**arguments)
+        super().__init__(arguments)
         self._sampling = SamplingParams(temperature=0.0, max_tokens=max_new_tokens, detokenize=False)
 
     def scores(self, samples: Sequence[Sample]) -> list[torch.Tensor]:

@@ -66,7 +66,7 @@ def test_scalars_follow_the_core_schema(text: str, value: object) -> None:
 def test_invalid_text_is_rejected_with_its_position(text: str, message: str) -> None:
     with pytest.raises(ValueError) as error:
         parse(text, "a.yaml")
-    assert message in str(error.value) and "\n" not in str(error.value)
+    assert message in str(error.value) and "\n" not in str(error.value) and ". Fix: " in str(error.value)
 
 
 def test_every_key_has_its_line() -> None:

@@ -85,8 +85,8 @@ def test_yaml_values(override: str, read: Callable[[Config], object], value: obj
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("run.steps", "'run.steps': expected KEY=VALUE, such as run.steps=3"),
-        ("=3", "'=3': expected KEY=VALUE, such as run.steps=3"),
+        ("run.steps", "'run.steps': expected KEY=VALUE. Fix: write it in this form, such as run.steps=3"),
+        ("=3", "'=3': expected KEY=VALUE. Fix: write it in this form, such as run.steps=3"),
         (
             "run.steps=",
             "run.steps= has no value. Fix: write run.steps=null for none, or \"run.steps=''\" for empty text",
@@ -136,17 +136,17 @@ def test_yaml_values(override: str, read: Callable[[Config], object], value: obj
 )
 def test_bad_override(override: str, message: str) -> None:
     (line,) = errors(QUICKSTART, override)
-    assert line.startswith(f"command line: {message}")
+    assert line.startswith(f"command line: {message}") and "Fix: " in line
 
 
 def test_errors_of_a_file_have_one_line_with_its_position(write: Write) -> None:
     path = write("run:\n  steps: ten\n  name: 7\nlr: 1e-6\nrollout:\n  functoin: x\n")
     assert errors(path) == [
         f"{path}:4: run.name=7: expected text, found an integer. Fix: write '7'",
-        f"{path}:3: run.steps=ten: expected an integer, found text",
-        f"{path}:7: rollout.functoin: unknown key; did you mean rewards.functions.function?",
+        f"{path}:3: run.steps=ten: expected an integer, found text. Fix: set run.steps to an integer",
+        f"{path}:7: rollout.functoin: unknown key; did you mean rewards.functions.function? Fix: rename the key",
         f"{path}:5: lr: unknown key; did you mean actor.optimizer.lr or critic.optimizer.lr or "
-        "implicit_reward.optimizer.lr?",
+        "implicit_reward.optimizer.lr? Fix: rename the key",
     ]
 
 
@@ -154,7 +154,7 @@ def test_error_names_the_file_that_contains_it(write: Write, tmp_path: Path) -> 
     path = write("run: {steps: 3}\n")
     parent = tmp_path / "parent.yaml"
     parent.write_text(parent.read_text() + "run: {sede: 1}\n")
-    assert errors(path) == [f"{parent}:4: run.sede: unknown key; did you mean run.seed?"]
+    assert errors(path) == [f"{parent}:4: run.sede: unknown key; did you mean run.seed? Fix: rename the key"]
 
 
 def test_every_key_below_an_unknown_section_is_explained() -> None:
@@ -202,7 +202,10 @@ def test_base_files(tmp_path: Path) -> None:
     c.unlink()
     assert errors(b) == [f"{c} (the base of {b}): cannot be read (No such file or directory). Fix: correct the path"]
     b.write_text("\nbase: [c.yaml]\n")
-    assert errors(b) == [f"{b}:2: base=[c.yaml]: expected a file name, found a list"]
+    assert errors(b) == [
+        f"{b}:2: base=[c.yaml]: expected a file name, found a list. Fix: set it to base.yaml, or to "
+        "the path of another recipe"
+    ]
 
 
 def test_base_can_name_files_shipped_with_megarl(tmp_path: Path) -> None:
@@ -228,7 +231,8 @@ def test_dtypes_have_short_names(short: str, long: str) -> None:
 @pytest.mark.parametrize("value", ["fp8", "[bf16]", "16"])
 def test_invalid_dtype_is_reported_as_written(value: str) -> None:
     (line,) = errors(QUICKSTART, f"model.dtype={value}")
-    assert line == f"command line: model.dtype={value}: expected 'float32', 'bfloat16' or 'float16'"
+    expected = "expected 'float32', 'bfloat16' or 'float16'. Fix: set model.dtype to such a value"
+    assert line == f"command line: model.dtype={value}: {expected}"
 
 
 def test_unreadable_files(tmp_path: Path) -> None:

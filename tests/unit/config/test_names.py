@@ -16,71 +16,90 @@ from tools import verl_page
 @pytest.mark.parametrize(
     ("key", "suggestion"),
     [
-        ("run.step", "did you mean run.steps?"),
-        ("rollout.temprature", "did you mean rollout.temperature?"),
-        ("actor.optimiser.lr", "did you mean actor.optimizer.lr?"),
-        ("lr", "did you mean actor.optimizer.lr or critic.optimizer.lr or implicit_reward.optimizer.lr?"),
-        ("actor.lr", "did you mean actor.optimizer.lr?"),
+        ("run.step", "did you mean run.steps? Fix: rename the key"),
+        ("rollout.temprature", "did you mean rollout.temperature? Fix: rename the key"),
+        ("actor.optimiser.lr", "did you mean actor.optimizer.lr? Fix: rename the key"),
+        (
+            "lr",
+            "did you mean actor.optimizer.lr or critic.optimizer.lr or implicit_reward.optimizer.lr? "
+            "Fix: rename the key",
+        ),
+        ("actor.lr", "did you mean actor.optimizer.lr? Fix: rename the key"),
         (
             "tp",
             "did you mean actor.layout.tp or critic.layout.tp or reward_model.layout.tp or "
-            "implicit_reward.layout.tp or rollout.tp?",
+            "implicit_reward.layout.tp or rollout.tp? Fix: rename the key",
         ),
-        ("rewards.functions.func", "did you mean rewards.functions.function?"),
-        ("rollout.n", "verl's rollout.n corresponds to batch.samples_per_prompt"),
-        ("actor_rollout_ref.rollout.n", "verl's rollout.n corresponds to batch.samples_per_prompt"),
-        ("batch.n", "verl's n corresponds to batch.samples_per_prompt"),
+        ("rewards.functions.func", "did you mean rewards.functions.function? Fix: rename the key"),
+        ("rollout.n", "verl's rollout.n corresponds to batch.samples_per_prompt. Fix: use that key"),
+        ("actor_rollout_ref.rollout.n", "verl's rollout.n corresponds to batch.samples_per_prompt. Fix: use that key"),
+        ("batch.n", "verl's n corresponds to batch.samples_per_prompt. Fix: use that key"),
         (
             "actor.ulysses_sequence_parallel_size",
-            "verl's ulysses_sequence_parallel_size corresponds to actor.layout.cp",
+            "verl's ulysses_sequence_parallel_size corresponds to actor.layout.cp. Fix: use that key",
         ),
-        ("algorithm.entropy_coeff", "verl's entropy_coeff corresponds to algorithm.objective.entropy_coefficient"),
+        (
+            "algorithm.entropy_coeff",
+            "verl's entropy_coeff corresponds to algorithm.objective.entropy_coefficient. Fix: use that key",
+        ),
         (
             "actor.optimizer.lr_warmup_steps_ratio",
             (
                 "verl's lr_warmup_steps_ratio corresponds to actor.optimizer.schedule.warmup (below 1: a fraction of "
-                "the run)"
+                "the run). Fix: use that key"
             ),
         ),
-        ("data.train_batch_size", "verl's train_batch_size corresponds to batch.prompts_per_step"),
+        ("data.train_batch_size", "verl's train_batch_size corresponds to batch.prompts_per_step. Fix: use that key"),
         (
             "actor_rollout_ref.rollout.tensor_model_parallel_size",
-            "verl's rollout.tensor_model_parallel_size corresponds to rollout.tp",
+            "verl's rollout.tensor_model_parallel_size corresponds to rollout.tp. Fix: use that key",
         ),
         (
             "actor_rollout_ref.actor.megatron.tensor_model_parallel_size",
-            "verl's tensor_model_parallel_size corresponds to actor.layout.tp",
+            "verl's tensor_model_parallel_size corresponds to actor.layout.tp. Fix: use that key",
         ),
         (
             "actor.quux",
             "actor has the keys layout, optimizer, tokens_per_microbatch, "
-            "overlap_communication, recompute, fp8, frozen, offload, threads, megatron_overrides, lora, experts",
+            "overlap_communication, recompute, fp8, frozen, offload, threads, megatron_overrides, lora, experts. "
+            "Fix: use one of them, or remove the key",
         ),
-        ("cluster.start_timeout_s", "start_timeout_s was renamed to timeouts.start"),
+        ("cluster.start_timeout_s", "start_timeout_s was renamed to timeouts.start. Fix: rename the key"),
         (
             "cluster.step_timeout_s",
-            "step_timeout_s was renamed to timeouts (rollout, rewards, passes, update, refit, checkpoint)",
+            "step_timeout_s was renamed to timeouts (rollout, rewards, passes, update, refit, checkpoint). "
+            "Fix: rename the key",
         ),
-        ("actor.megatron_extra", "megatron_extra was renamed to megatron_overrides"),
-        ("rollout.too_old", "rollout.too_old was renamed to rollout.on_stale"),
+        ("actor.megatron_extra", "megatron_extra was renamed to megatron_overrides. Fix: rename the key"),
+        ("rollout.too_old", "rollout.too_old was renamed to rollout.on_stale. Fix: rename the key"),
         (
             "rollout.refit_delta",
             "rollout.refit_delta was removed: a refit sends all weights. Fix: remove the key",
         ),
-        ("agreement.limit", "agreement was renamed to logprob_check"),
-        ("environment.failures_in_a_row", "failures_in_a_row was renamed to max_consecutive_failures"),
-        ("rollout.vllm_extra", "vllm_extra was renamed to vllm_overrides"),
+        ("agreement.limit", "agreement was renamed to logprob_check. Fix: rename the key"),
+        (
+            "environment.failures_in_a_row",
+            "failures_in_a_row was renamed to max_consecutive_failures. Fix: rename the key",
+        ),
+        ("rollout.vllm_extra", "vllm_extra was renamed to vllm_overrides. Fix: rename the key"),
         (
             "run.quux.zyx",
-            "run has the keys name, folder, seed, steps, export, replace, token_samples, trackers, profile",
+            "run has the keys name, folder, seed, steps, export, replace, token_samples, trackers, profile. "
+            "Fix: use one of them, or remove the key",
         ),
         (
             "actor_rollout_ref.actor.use_dynamic_bsz",
             "verl's use_dynamic_bsz has no equivalent: microbatches are always filled up to "
             "actor.tokens_per_microbatch. Fix: remove the key",
         ),
-        ("actor_rollout_ref.rollout.n_agent", "verl's n_agent corresponds to batch.samples_per_prompt"),
-        ("actor_rollout_ref.actor.fsdp_config.param_offload", "verl's param_offload corresponds to actor.offload"),
+        (
+            "actor_rollout_ref.rollout.n_agent",
+            "verl's n_agent corresponds to batch.samples_per_prompt. Fix: use that key",
+        ),
+        (
+            "actor_rollout_ref.actor.fsdp_config.param_offload",
+            "verl's param_offload corresponds to actor.offload. Fix: use that key",
+        ),
         (
             "algorithm.no_think_rl",
             "verl's no_think_rl has no equivalent: all sampled tokens are trained on. Fix: remove the key",
@@ -88,18 +107,19 @@ from tools import verl_page
         (
             "trainer.logger",
             "verl's logger corresponds to run.trackers (tensorboard, wandb, mlflow, trackio; console and "
-            "metrics.jsonl are always on)",
+            "metrics.jsonl are always on). Fix: use that key",
         ),
         (
             "ref.log_prob_micro_batch_size",
-            "verl's log_prob_micro_batch_size corresponds to actor.tokens_per_microbatch (tokens, not samples)",
+            "verl's log_prob_micro_batch_size corresponds to actor.tokens_per_microbatch (tokens, not samples). "
+            "Fix: use that key",
         ),
-        ("critic.tp", "did you mean critic.layout.tp?"),
+        ("critic.tp", "did you mean critic.layout.tp? Fix: rename the key"),
         (
             "quux",
             "the top level has the keys resume, run, model, actor, critic, reward_model, implicit_reward, rollout, "
             "logprob_check, environment, algorithm, batch, data, rewards, sandbox, evaluation, checkpoint, cluster, "
-            "trackers",
+            "trackers. Fix: use one of them, or remove the key",
         ),
     ],
 )

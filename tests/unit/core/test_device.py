@@ -73,7 +73,9 @@ def test_nothing_is_locked_if_empty_or_on_cpu(cudart: Cudart, monkeypatch: pytes
 
 def test_failure_to_lock_memory_raises(cudart: Cudart) -> None:
     cudart.error = 2
-    with pytest.raises(RuntimeError, match=r"^CUDA error 2: could not page-lock 0.50 GiB of host memory$"):
+    with pytest.raises(
+        RuntimeError, match=r"^CUDA error 2: could not page-lock 0.50 GiB of host memory\. Fix: free memory "
+    ):
         device.host_empty_like(torch.empty(2**29, dtype=torch.uint8, device="meta"))
 
 

@@ -16,6 +16,8 @@ from megarl.config.evaluation_schema import EvaluationSet
 from megarl.config.schema import Config
 from megarl.core.errors import UserError
 from megarl.data.prompts import load_prompts
+from megarl.data.turns import ChatTokens
+from megarl.models.tokenizer import load_tokenizer
 from tests.paths import BASE
 from tests.tiny_model import tiny_tokenizer
 
@@ -295,3 +297,30 @@ def test_verl_rows_are_read_unchanged(model_folder, tmp_path):
     [prompt] = load_prompts(config, model_folder, {"extra_info": "f"}).prompts
     assert (prompt.answer, prompt.messages) == ("4", ({"role": "user", "content": "2+2?"},))
     assert prompt.columns == {"data_source": "openai/gsm8k", "extra_info": {"split": "train", "index": 0}}
+
+
+LLAMA_3 = """
+{%- if not date_string is defined -%}
+  {%- if strftime_now is defined -%}{%- set date_string = strftime_now("%d %b %Y") -%}
+  {%- else -%}{%- set date_string = "26 Jul 2024" -%}{%- endif -%}
+{%- endif -%}
+Today Date: {{ date_string }}
+{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<eos>{% endfor %}<|assistant|>"""
+
+
+def test_template_shows_the_date_of_the_run(tmp_path):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = LLAMA_3
+    tokenizer.save_pretrained(tmp_path)
+    days = ("2025-02-03", "2025-02-04", None)
+    first, second, today = (load_prompts(config_of(jsonl(tmp_path, "Hi"), date=day), tmp_path) for day in days)
+    assert first[0].text == "Today Date: 03 Feb 2025\n<|user|>Hi<eos><|assistant|>"
+    assert second[0].text == first[0].text.replace("03", "04") and "2025" not in today[0].text
+    turns = ChatTokens(load_tokenizer(tmp_path, date="2025-02-03"))
+    assert turns.begin([{"role": "user", "content": "Hi"}]) == first[0].token_ids.tolist()
+
+
+@pytest.mark.parametrize("day", ["2025-02-30", "yesterday", 3])
+def test_date_is_checked(day):
+    with pytest.raises(ValueError, match=r"data\.date|data\n?.*date"):
+        config_of("arithmetic", date=day)

@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 from reasoning_gym.factory import DATASETS
@@ -15,7 +16,7 @@ from megarl.config.load import load
 from megarl.config.schema import Config
 from megarl.core.errors import UserError
 from megarl.data.prompts import load_prompts
-from megarl.data.reasoning import Task, reasoning_rows
+from megarl.data.reasoning import Task, _make_rows, decode, encode, reasoning_rows
 from megarl.rewards.reasoning import ReasoningGym
 from tests.paths import BASE, QUICKSTART
 from tests.tiny_model import tiny_tokenizer
@@ -88,6 +89,17 @@ def test_rows_depend_on_the_seed_only(rows, monkeypatch):
     first = list(reasoning_rows(stages, seed=5))
     monkeypatch.setenv("PYTHONHASHSEED", "8")
     assert first == list(reasoning_rows(stages, seed=5)) != list(reasoning_rows(stages, seed=6))
+
+
+def test_rows_keep_the_types_of_their_values():
+    """The rows are sent as JSON, which has neither tuples nor integer keys."""
+    for name in ("graph_color", "spiral_matrix", "complex_arithmetic"):
+        stages = [(Task(name, {}), SIZE)]
+        assert list(reasoning_rows(stages, seed=5)) == list(_make_rows(stages, seed=5))
+    values = {"a": (1, [2.5, None, True]), 3: {"tuple": [4]}, (5, "b"): (), "nested": [({"dict": "c"},)]}
+    received = decode(json.loads(json.dumps(encode(values))))
+    assert repr(received) == repr(values)
+    assert repr(decode(json.loads(json.dumps(encode(np.int64(7)))))) == "7"
 
 
 def test_stages_order_knights_and_knaves_by_people(model_folder):

@@ -177,7 +177,10 @@ def test_gpu_without_a_role_is_rejected(on_h100s: Path) -> None:
     [
         ({"nodes": 0}, "cluster.nodes=0: expected at least 1"),
         ({"time": "2"}, "--time=2: 120 s is too short, because the run starts to save --grace=120 s before the end"),
-        ({"container": "docker", "image": "x"}, "--container=docker: expected one of none, pyxis, enroot, apptainer"),
+        (
+            {"container": "docker", "image": "x"},
+            "--container=docker: unknown container runtime. Fix: use one of none, pyxis, enroot, apptainer",
+        ),
         ({"container": "pyxis"}, "--container=pyxis: does not match --image=. Fix: pass both options or neither"),
         ({"container": "pyxis", "image": "/no/such.sqsh"}, "--image=/no/such.sqsh: the file does not exist"),
         ({"mounts": ["/no/such:/data"]}, "--mount=/no/such:/data: /no/such does not exist"),

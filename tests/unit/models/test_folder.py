@@ -192,7 +192,7 @@ def test_missing_conversion_package_is_named(distribution, tmp_path, monkeypatch
     distribution("one", "one/a.gguf")
     monkeypatch.setattr(model_folder.importlib.util, "find_spec", lambda name: None if name == "gguf" else name)
     with pytest.raises(
-        ValueError, match=r"package:one: conversion from GGUF requires gguf\. Fix: run pip install 'megarl\[gguf\]'"
+        ValueError, match=r"package:one: conversion from GGUF requires gguf\. Fix: run pip install '\.\[gguf\]'"
     ):
         resolve("package:one", tmp_path / "cache")
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from itertools import combinations
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megarl.cluster import trace
+from megarl.cluster.groups.group import TimedResult
 from megarl.cluster.trace import Span, Trace
 from megarl.report import chrome_trace
 
@@ -22,12 +25,12 @@ def test_trace_has_one_time_axis_and_one_row_per_process(tmp_path: Path) -> None
     for number, begin in ((1, 100.0), (2, 200.0)):
         logs = tmp_path / "logs" / f"attempt_{number}"
         logs.mkdir(parents=True)
-        trace = Trace(logs)
-        trace._write(
+        written = Trace(logs)
+        written._write(
             [Span("trainer-10", "update", begin + 1, begin + 2), Span("trainer-9", "update", begin, begin + 2)]
         )
-        trace.record("rollout", begin, begin + 1.5)
-        trace.record("step 1", begin, begin + 3)
+        written.record("rollout", begin, begin + 1.5)
+        written.record("step 1", begin, begin + 3)
     with (tmp_path / "logs/attempt_2/trace.jsonl").open("a") as file:
         file.write('{"process": "torn')
     events = read(chrome_trace.write(tmp_path, tmp_path / "out.json"))
@@ -57,3 +60,39 @@ def test_spans_of_a_lane_are_nested_or_disjoint(times: list[tuple[int, int]]) ->
 def test_trace_requires_a_run_folder(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"logs/attempt_1/trace.jsonl contains no tasks. Fix: pass a run folder"):
         chrome_trace.write(tmp_path)
+
+
+class Answers(NamedTuple):
+    values: dict[str, TimedResult]
+
+
+def test_trace_of_many_ranks_and_steps_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 1,024 ranks and 300 steps, the trace keeps 32 ranks and the latest steps. Times of all ranks are returned."""
+    monkeypatch.setattr(trace, "WINDOW_BYTES", 200_000)
+    logs = tmp_path / "logs" / "attempt_1"
+    logs.mkdir(parents=True)
+    written = Trace(logs)
+    for step in range(300):
+        answers = {f"trainer-{rank}": TimedResult(rank, step, step + 0.5) for rank in range(1024)}
+        assert written.add("update", Answers(answers)) == {f"trainer-{rank}": rank for rank in range(1024)}
+    assert written.take_seconds("trainer-1022") == 150
+    assert {path.name for path in logs.iterdir()} == {"trace.jsonl", "trace.earlier.jsonl.gz"}
+    assert (logs / "trace.jsonl").stat().st_size < 200_000
+    spans = list(trace.read_spans(logs))
+    begins = sorted({span.begin for span in spans})
+    assert begins == list(range(int(begins[0]), 300)) and 60 < len(begins) < 200, "the latest steps, without a gap"
+    ranks = {span.process for span in spans}
+    assert len(ranks) == 32 and {"trainer-0", "trainer-1023"} <= ranks
+    events = read(chrome_trace.write(tmp_path))
+    assert sum(event["ph"] == "X" for event in events) == len(spans)
+
+
+@pytest.mark.parametrize(
+    "line", ["[" * 100_000, "3", "{}", '{"process": 1, "task": "a", "begin": 0, "end": 1}', "\udcff"]
+)
+def test_foreign_lines_are_skipped(tmp_path: Path, line: str) -> None:
+    logs = tmp_path / "logs" / "attempt_1"
+    logs.mkdir(parents=True)
+    (logs / "trace.jsonl").write_text(f"{line}\n", errors="surrogateescape")
+    Trace(logs).record("rollout", 1.0, 2.0)
+    assert [span.task for span in trace.read_spans(logs)] == ["rollout"]

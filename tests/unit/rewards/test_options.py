@@ -93,7 +93,11 @@ def test_options_are_arguments_and_not_columns(file):
             {"base_url": "http://localhost/v1", "model": "m", "api_key_env": "NO_SUCH_KEY"},
             "options.api_key_env=NO_SUCH_KEY: this environment variable is not set. Fix: export it",
         ),
-        ("reasoning_gym", {"reads": "box"}, "reasoning_gym: options.reads='box': must be one of tags, response"),
+        (
+            "reasoning_gym",
+            {"reads": "box"},
+            "reasoning_gym: options.reads='box': unknown value. Fix: use one of tags, response",
+        ),
     ],
 )
 def test_invalid_option_is_refused_before_any_call(file, name, options, message):

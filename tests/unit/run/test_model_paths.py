@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import datetime
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from megarl.config.schema import Config
 from megarl.models.folder import model_paths
 from megarl.models.run_models import ModelFolders
-from megarl.run.beginning import find_model_paths
+from megarl.run.beginning import resolve
 from megarl.run.context import RunContext
 from tests.unit.run.test_resume import PROMPTS, config
 
@@ -41,7 +42,7 @@ def recipe(*overrides: str) -> Config:
 
 def begin(given: Config) -> tuple[str, Mapping[str, str]]:
     """Start a run as `megarl train` does. Return the path of its model and all model paths."""
-    settings = find_model_paths(given)
+    settings = resolve(given)
     folders = ModelFolders(Path(settings.model.path), None, None, None)
     with RunContext.prepare(settings, folders, PROMPTS, model_paths(given)):
         return settings.model.path, model_paths(settings)
@@ -66,13 +67,43 @@ def test_same_command_resumes_after_the_link_has_moved(before: Path, capsys) -> 
 def test_other_runs_resolve_the_current_link(before: Path) -> None:
     begin(recipe())
     after = model(Path("runs/a/model"))
-    assert find_model_paths(recipe("run.name=b", "resume=auto")).model.path == str(after.resolve())
-    assert find_model_paths(recipe("resume=never")).model.path == str(after.resolve())
+    assert resolve(recipe("run.name=b", "resume=auto")).model.path == str(after.resolve())
+    assert resolve(recipe("resume=never")).model.path == str(after.resolve())
     other = config(Path("runs"), "model.path=runs/a/model", "resume=auto")
-    assert find_model_paths(other).model.path == str(after.resolve())
+    assert resolve(other).model.path == str(after.resolve())
 
 
 def test_missing_earlier_folder_is_not_used(before: Path) -> None:
     begin(recipe())
     before.rename("elsewhere")
-    assert find_model_paths(recipe("resume=auto")).model.path == LATEST
+    assert resolve(recipe("resume=auto")).model.path == LATEST
+
+
+@pytest.fixture
+def day(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], str]:
+    """A function that sets today's day of November 2026 and returns it as the config has it."""
+
+    def set_today(number: int) -> str:
+        class Calendar(datetime.date):
+            @classmethod
+            def today(cls) -> Calendar:
+                return cls(2026, 11, number)
+
+        monkeypatch.setattr("megarl.run.beginning.datetime.date", Calendar)
+        return f"2026-11-{number:02}"
+
+    return set_today
+
+
+def test_resumed_run_keeps_its_date(before: Path, day: Callable[[int], str]) -> None:
+    """Chat templates may contain the date, and a job may be requeued after midnight."""
+    first = day(3)
+    begin(recipe("resume=auto"))
+    second = day(4)
+    assert resolve(recipe("resume=auto")).data.date == first
+    begin(recipe("resume=auto"))
+    day(5)
+    assert resolve(recipe("resume=auto")).data.date == first
+    assert resolve(recipe("resume=never")).data.date == day(5)
+    assert resolve(recipe("resume=auto", "run.name=b")).data.date == day(5)
+    assert resolve(recipe("resume=auto", f"data.date={second}")).data.date == second

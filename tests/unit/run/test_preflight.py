@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
 import sys
 from contextlib import nullcontext
 from pathlib import Path
 
 import psutil
 import pytest
+from transformers import AutoTokenizer
 
 from megarl import cli
 from megarl.cluster.supervision import supervisor
@@ -118,6 +122,44 @@ def test_reward_that_fails_on_the_first_answer_is_a_warning(
     warning = f"megarl: warning: rewards.functions: {recipe.parent}/rewards.py:{name} {failure} (megarl used"
     assert errors.splitlines()[-1].startswith(warning)
     assert rows["rewards"] == "none for the first row's answer"
+
+
+@pytest.mark.parametrize("name", ["model", "critic"])
+def test_damaged_weights_fail_the_check(recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture, name: str) -> None:
+    model = shutil.copytree(recipe.parent / "model", tmp_path / name)
+    os.truncate(model / "model.safetensors", 5000)
+    line = fail(
+        recipe, tmp_path, capfd, "algorithm.advantage.estimator=gae", "critic.layout.pp=1", f"{name}.path={model}"
+    )
+    assert line.startswith(f"megarl: error: {model}/model.safetensors: is not a complete safetensors file")
+
+
+@pytest.mark.parametrize("data_format", ["prompts", "messages"])
+def test_token_without_an_embedding_fails_the_check(
+    recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture, data_format: str
+) -> None:
+    model = shutil.copytree(recipe.parent / "model", tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.add_tokens(["<added>"])
+    tokenizer.save_pretrained(model)
+    turns = [{"role": "user", "content": "1 <added>"}, {"role": "assistant", "content": "2"}]
+    data = tmp_path / "rows.jsonl"
+    data.write_text(json.dumps({"prompt": "1 <added>", "answer": "2", "messages": turns}) + "\n")
+    sft = ["algorithm.objective={name: sft, aggregation: token_mean}", "data.format=messages"]
+    overrides = sft if data_format == "messages" else []
+    line = fail(recipe, tmp_path, capfd, f"model.path={model}", f"data.source={data}", *overrides)
+    assert "has the token '<added>' (" in line and "embeddings. Fix: resize" in line
+
+
+def fail(recipe: Path, root: Path, capfd: pytest.CaptureFixture, *overrides: str) -> str:
+    """Run a `megarl check` that fails with one line. Return this line."""
+    sys.argv = ["megarl", "check", str(recipe), f"run.folder={root}", "run.steps=10", *overrides]
+    with pytest.raises(SystemExit) as exit:
+        cli.main()
+    out, err = capfd.readouterr()
+    assert (exit.value.code, out) == (2, ""), err
+    [line] = err.splitlines()
+    return line
 
 
 def test_offline_data_is_checked_without_rewards(recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -81,6 +82,45 @@ def test_printed_text_goes_to_the_log(start, tmp_path):
     assert (tmp_path / "log").read_text() == "{}\nfrom a program\n"
 
 
+def test_printed_text_goes_to_stderr_without_a_log(start, capfd):
+    start("print('printed', flush=True)\nprint('error', file=sys.stderr, flush=True)\nsend(parent, {})").receive(WAIT_S)
+    assert capfd.readouterr() == ("", "printed\nerror\n")
+
+
+def test_child_does_not_read_the_stdin_of_its_parent(start):
+    stdin, (reader, writer) = os.dup(0), os.pipe()
+    os.write(writer, b"typed")
+    os.close(writer)
+    try:
+        os.dup2(reader, 0)
+        child = start("send(parent, {'in': sys.stdin.read()})")
+    finally:
+        os.dup2(stdin, 0)
+        os.close(stdin)
+        os.close(reader)
+    assert child.receive(WAIT_S) == {"in": ""}
+
+
+def test_child_has_only_the_given_environment(start):
+    child = start("send(parent, dict(os.environ))", environment={"A": "b", "PYTHONPATH": os.pathsep.join(sys.path)})
+    assert child.receive(WAIT_S).keys() - {"LC_CTYPE"} == {"A", "PYTHONPATH"}
+
+
+def test_time_limit_covers_request_and_reply(start, monkeypatch):
+    child, limits, now = start(HANG), {}, [100.0]
+    monkeypatch.setattr(child_process, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def send(request: bytes, timeout_s: float) -> None:
+        limits["send"] = timeout_s
+        now[0] += 3
+
+    monkeypatch.setattr(child, "send", send)
+    monkeypatch.setattr(child, "receive", lambda timeout_s: limits.setdefault("receive", timeout_s))
+    child.call(b"\n", 5)
+    assert limits == {"send": 5, "receive": 2}
+    monkeypatch.undo()
+
+
 @pytest.mark.parametrize(
     ("code", "reason"),
     [
@@ -94,6 +134,28 @@ def test_printed_text_goes_to_the_log(start, tmp_path):
 def test_failure_names_how_the_process_ended(start, code, reason):
     failure = failure_of(start(code))
     assert (str(failure), failure.timed_out) == (reason, False)
+
+
+def test_crashing_process_writes_its_stack(start, tmp_path):
+    with (tmp_path / "log").open("wb") as log:
+        failure_of(start("def crash(): os.kill(os.getpid(), signal.SIGSEGV)\ncrash()", log=log))
+    assert "in crash" in (tmp_path / "log").read_text()
+
+
+def test_kill_closes_the_connection_and_may_be_repeated(start):
+    before = len(os.listdir("/proc/self/fd"))
+    child = start(HANG)
+    child.kill("first")
+    child.kill("second")
+    child.show_stacks()
+    assert child.status == "first" and len(os.listdir("/proc/self/fd")) == before
+
+
+def test_process_reaped_by_another_thread_has_ended(start):
+    child = start("os._exit(0)")
+    os.waitpid(child.pid, 0)
+    assert child.has_ended
+    child._process.poll()  # so that the fixture does not signal its id
 
 
 def test_ended_process_keeps_its_id_until_it_is_killed(start):
@@ -213,6 +275,23 @@ def test_self_cleaning_program_survives_the_death_of_its_parent(start, tmp_path)
     assert file.read_text() == "running", "its own process was killed before it could stop it"
 
 
+def test_program_with_a_forged_mark_is_killed_after_the_cleanup(start, monkeypatch):
+    monkeypatch.setattr(child_process, "CLEANUP_S", SHORT_S)
+    child = start(f"os.environ[{SELF_CLEANING!r}] = '1'\n{DESCENDANTS}")
+    pids = child.receive(WAIT_S)["pids"]
+    child.kill()
+    wait_until(lambda: not any(map(is_running, pids)), lambda: [pid for pid in pids if is_running(pid)])
+
+
+def test_cleanup_kills_programs_that_started_after_the_kill(start, monkeypatch):
+    monkeypatch.setattr(child_process, "CLEANUP_S", 0)
+    pids = (child := start(DESCENDANTS)).receive(WAIT_S)["pids"]
+    detached = pids[3]
+    child_process._kill_remaining([psutil.Process(detached)])
+    wait_until(lambda: not any(map(is_running, pids[3:])))
+    assert is_running(child.pid)
+
+
 def test_mark_of_a_self_cleaning_program_is_not_inherited(start, monkeypatch):
     monkeypatch.setenv(SELF_CLEANING, "1")
     code = f"send(parent, {{'marked': {SELF_CLEANING!r} in os.environ}})"
@@ -248,6 +327,27 @@ def test_memory_of_process_and_descendants_is_limited(start):
     small, large = 100 * 2**20, 800 * 2**20
     assert child.call(b"%d\n" % small, WAIT_S) == {"result": small, "program": []}
     assert child.call(b"%d\n" % large, WAIT_S) == {"result": "MemoryError", "program": ["MemoryError"]}
+
+
+def test_memory_limit_is_added_to_the_current_size(start):
+    child = start(
+        "import mmap\nreserved = mmap.mmap(-1, 2**31)\nsend(parent, {})\n"
+        "for line in parent: send(parent, {'length': len(bytearray(int(line)))})"
+    )
+    child.receive(WAIT_S)
+    child.limit_memory(400)
+    soft, hard = psutil.Process(child.pid).rlimit(psutil.RLIMIT_AS)
+    assert 2**31 < soft < 2**32 and hard == psutil.RLIM_INFINITY
+    assert child.call(b"%d\n" % (100 * 2**20), WAIT_S) == {"length": 100 * 2**20}
+
+
+def test_memory_limit_stays_below_the_hard_limit(start):
+    child = start(
+        f"import resource\nresource.setrlimit(resource.RLIMIT_AS, (2**33, 2**33))\nsend(parent, {{}})\n{HANG}"
+    )
+    child.receive(WAIT_S)
+    child.limit_memory(2**20)
+    assert psutil.Process(child.pid).rlimit(psutil.RLIMIT_AS) == (2**33, 2**33)
 
 
 def test_memory_limit_of_an_ended_process_has_no_effect(start):

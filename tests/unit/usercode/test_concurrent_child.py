@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import sys
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -11,7 +14,7 @@ import psutil
 import pytest
 
 from megarl.usercode.child_process import ChildFailure, ConcurrentChild
-from tests.timing import HANG_S, SHORT_S, WAIT_S
+from tests.timing import HANG_S, SHORT_S, WAIT_S, wait_until
 
 CODE = """
 import json, os, sys, threading, time
@@ -43,6 +46,7 @@ async def opened(**arguments: str) -> AsyncIterator[ConcurrentChild]:
     finally:
         await child.end()
         assert not psutil.pid_exists(child.pid)
+        assert not child._waiting and child._writer.transport.is_closing()
 
 
 def run(test: Callable[[ConcurrentChild], Awaitable[None]]) -> None:
@@ -104,8 +108,59 @@ def test_end_of_the_process_fails_all_requests(act: str, reason: str):
             assert isinstance(failure, ChildFailure)
             assert (str(failure), failure.timed_out) == (reason, False)
         assert child.is_over and not psutil.pid_exists(child.pid)
+        assert child._writer.transport.is_closing()
+        await child.post({"unread": True})
         with pytest.raises(ChildFailure, match=f"^{reason}$"):
             await child.request(WAIT_S)
+
+    run(test)
+
+
+@pytest.mark.parametrize("act", ["send(parent, {})", "send(parent, {'id': 99})"])
+def test_reply_without_a_request_is_ignored(act: str):
+    async def test(child: ConcurrentChild) -> None:
+        with pytest.raises(ChildFailure):
+            await child.request(SHORT_S, act=act)
+        assert (await child.request(WAIT_S, number=1))["number"] == 1
+
+    run(test)
+
+
+def test_second_reply_to_a_request_is_ignored():
+    async def test(child: ConcurrentChild) -> None:
+        twice = "parent.write(2 * (json.dumps({'id': request['id']}).encode() + b'\\n')); parent.flush()"
+        await child.request(WAIT_S, act=twice)
+        assert (await child.request(WAIT_S, number=1))["number"] == 1
+
+    run(test)
+
+
+def test_process_that_leaves_its_connection_to_another_is_over():
+    async def test(child: ConcurrentChild) -> None:
+        waiting = asyncio.create_task(child.request(wait=True))
+        fork = f"pid = os.fork()\nif pid == 0: os.setsid(); time.sleep({HANG_S})"
+        reply = await child.request(
+            WAIT_S, act=f"{fork}\nsend(parent, {{'id': request['id'], 'pid': pid}})\nos._exit(0)"
+        )
+        try:
+            await asyncio.to_thread(wait_until, lambda: child.is_over)
+            assert not waiting.done()
+            await child.end()
+            with pytest.raises(ChildFailure, match=r"^exit status 0$"):
+                await waiting
+        finally:
+            os.kill(reply["pid"], signal.SIGKILL)
+
+    run(test)
+
+
+def test_event_loop_runs_while_the_process_is_killed(monkeypatch):
+    async def test(child: ConcurrentChild) -> None:
+        threads, fail = [], child._failure
+        monkeypatch.setattr(child, "_failure", lambda error: threads.append(threading.current_thread()) or fail(error))
+        with pytest.raises(ChildFailure):
+            await child.request(WAIT_S, act="os._exit(0)")
+        assert threads and threading.main_thread() not in threads
 
     run(test)
 

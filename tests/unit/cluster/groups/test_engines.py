@@ -11,6 +11,7 @@ import pytest
 from megarl.cluster.groups import engines, remote, vllm
 from megarl.cluster.groups.engine_actor import EngineActor
 from megarl.cluster.groups.engines import EngineGroup, Sampled
+from megarl.cluster.groups.reward_models import RewardEngineActor
 from megarl.cluster.pending import Answers, Pending, ready
 from megarl.cluster.placement import Process
 from megarl.config.load import load
@@ -165,9 +166,9 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         assert (num_returns, timeout) == (len(calls), 0)
         return (calls, []) if FakeActor.is_up else ([], calls)
 
-    monkeypatch.setattr(engines, "ray", SimpleNamespace(wait=wait))
+    monkeypatch.setattr(vllm, "ray", SimpleNamespace(wait=wait))
     monkeypatch.setattr(remote, "ray", SimpleNamespace(put=lambda it: FakeActor.put.append(it) or it))
-    monkeypatch.setattr(engines, "outcome", lambda call: (call(), OSError("full") if FakeActor.start_fails else None))
+    monkeypatch.setattr(vllm, "outcome", lambda call: (call(), OSError("full") if FakeActor.start_fails else None))
     return lambda replicas, *overrides: EngineGroup(
         FakeSession(),
         load(QUICKSTART, ["model.dtype=float32", *overrides]),
@@ -271,7 +272,7 @@ def test_loss_seen_by_several_calls_counts_once(start, capsys) -> None:
     assert len(FakeActor.seen["engine-0"]) == 4
     check_answers([under_way[0].result()[0]], [["a", "a"]])
     FakeActor.dying, FakeActor.is_up = set(), True
-    engines.rejoin_restarted()
+    engines.rejoin_restarted("refit")
     assert engines.names == ["engine-0", "engine-1"]
     capsys.readouterr()
     for pending in under_way[1:]:
@@ -331,16 +332,16 @@ def test_restarted_engine_rejoins_at_its_old_index(start, capsys) -> None:
     engines = start(3, "rollout.sleep=true")
     before = engines.generations
     engines.drop({"engine-1"}, "rollout")
-    engines.rejoin_restarted()
+    engines.rejoin_restarted("refit")
     assert engines.names == ["engine-0", "engine-2"]
     capsys.readouterr()
     FakeActor.is_up = True
-    engines.rejoin_restarted()
+    engines.rejoin_restarted("refit")
     assert engines.names == [name for name, _ in before] == ["engine-0", "engine-1", "engine-2"]
     assert engines.generations != before, "the generation must show that the engine has no weights"
     assert FakeActor.asleep == ["engine-1"]
     assert capsys.readouterr().out.strip() == "refit: engine-1 rejoined. Continuing with 3 of 3 engines"
-    engines.rejoin_restarted()
+    engines.rejoin_restarted("refit")
     assert not capsys.readouterr().out, "the engine must rejoin only once"
 
 
@@ -348,7 +349,7 @@ def test_engines_may_fail_again_after_a_restart(start) -> None:
     engines = start(2)
     engines.drop({"engine-0"}, "rollout")
     FakeActor.is_up = True
-    engines.rejoin_restarted()
+    engines.rejoin_restarted("refit")
     assert engines._session.watched == []
     assert engines.may_fail == ["engine-0", "engine-1"]
 
@@ -358,11 +359,11 @@ def test_engine_that_fails_to_restart_is_excluded(start, capsys) -> None:
     engines.drop({"engine-0"}, "rollout")
     FakeActor.is_up, FakeActor.start_fails = True, True
     capsys.readouterr()
-    engines.rejoin_restarted()
+    engines.rejoin_restarted("refit")
     assert engines.names == ["engine-1"]
     line = "restart of a lost engine: engine-0: OSError: full. See logs/engine-0.log. Continuing with 1 of 2 engines"
     assert capsys.readouterr().out.strip() == line
-    engines.rejoin_restarted()
+    engines.rejoin_restarted("refit")
     assert not capsys.readouterr().out
 
 
@@ -372,7 +373,7 @@ def test_engine_that_dies_repeatedly_is_excluded(start, capsys) -> None:
     losses = 0
     while "engine-0" in engines.names:
         engines.drop({"engine-0"}, "rollout")
-        engines.rejoin_restarted()
+        engines.rejoin_restarted("refit")
         losses += 1
     assert losses == RESTARTS + 1
     assert "is being restarted" not in capsys.readouterr().out.splitlines()[-1]
@@ -437,16 +438,17 @@ def test_engines_with_packing_kernels_get_whole_tensors(start, capsys) -> None:
 
 
 @pytest.mark.parametrize("lost", [False, True])
-def test_engine_that_loses_a_rank_exits(monkeypatch: pytest.MonkeyPatch, lost: bool) -> None:
+@pytest.mark.parametrize("kind", [EngineActor, RewardEngineActor])
+def test_engine_that_loses_a_rank_exits(monkeypatch: pytest.MonkeyPatch, kind: Any, lost: bool) -> None:
     """The exit makes the engine count as lost. Any other error is raised to the caller."""
     ended: list[object] = []
     monkeypatch.setattr(vllm.processes, "end_descendants", lambda: ended.append("descendants"))
     monkeypatch.setattr(vllm.os, "_exit", ended.append)
-    actor_class = EngineActor.__ray_metadata__.modified_class
+    actor_class = kind.__ray_metadata__.modified_class
     actor = actor_class.__new__(actor_class)
-    actor._worker, actor._others = SimpleNamespace(has_lost_a_rank=lost), {}
-    with pytest.raises(KeyError), actor._end_if_rank_died():
-        raise KeyError("w")
+    actor._worker, actor._others = SimpleNamespace(has_lost_a_rank=lost, checksums=lambda: {}["w"]), {}
+    with pytest.raises(KeyError):
+        actor.call("checksums")
     assert ended == (["descendants", 1] if lost else [])
 
 

@@ -107,7 +107,10 @@ CASES: dict[str, tuple[TimeoutKind, Callable[[Groups, Path], Any]]] = {
     "rewards": ("rewards", lambda groups, folder: groups.rewards.score([], 1, folder)),
     "rewards read": ("rewards", lambda groups, folder: groups.judged.score([], 1, folder)),
     "reward model score tokens": ("rewards", lambda groups, _: groups.reward_model.scores([])),
-    "reward model score": ("rewards", lambda groups, _: groups.reward_engines.scores([])),
+    "reward model score": (
+        "rewards",
+        lambda groups, _: groups.reward_engines.scores([SimpleNamespace(id="0.0", prompt_id="0")]),
+    ),
     "reference log-probs": ("passes", lambda groups, _: groups.actor.keep_log_probs("reference", [["batch"]])),
     "actor score tokens": ("passes", lambda groups, _: groups.actor.score_tokens([["batch"]])),
     "actor update": ("update", lambda groups, _: groups.actor.train([[["batch"]]])),

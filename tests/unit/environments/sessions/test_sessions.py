@@ -16,10 +16,12 @@ import pytest
 
 from megarl.core.types import Prompt, VersionRun
 from megarl.data.turns import ChatTokens
+from megarl.environments.sessions.messages import read_messages
 from megarl.environments.sessions.server import SessionServer
 from megarl.environments.sessions.session import Session, SessionLimits
 from megarl.environments.transcript import Part
 from tests.scripted_policy import ScriptedPolicy, call, hermes_tokenizer
+from tests.timing import SHORT_S
 
 PROGRAM = Path(__file__).with_name("openai_program.py")
 TOKENIZER = hermes_tokenizer()
@@ -297,3 +299,76 @@ def test_engine_error_reaches_agent_and_run() -> None:
 
     session, samples = in_session(broken, agent)
     assert str(session.error) == "out of memory" and samples == []
+
+
+def test_long_message_is_rejected_while_other_sessions_are_served() -> None:
+    """4 MB are measured in threads, and only until they exceed the limit."""
+    policy, measured = ScriptedPolicy(TOKENIZER, ["Short."]), []
+
+    async def agent(ask: Ask, server: SessionServer, session: Session) -> None:
+        def measure(text: str) -> int:
+            with pytest.raises(RuntimeError, match="no running event loop"):
+                asyncio.get_running_loop()
+            measured.append(len(text))
+            return server._num_tokens(text)
+
+        session._num_tokens = measure
+        long = asyncio.create_task(ask([{"role": "user", "content": "look at it " * 400_000}]))
+        status, body = await long
+        assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
+        assert sum(measured) < 200_000
+        assert message_of(await ask(QUESTION))["content"] == "Short."
+
+    session, [sample] = in_session(policy, agent)
+    assert session.counts["refused.context_length_exceeded"] == 1 and sampled(sample) == "Short.<|im_end|>"
+
+
+DEEP = 100_000
+BODIES = {
+    "half": b'{"messages": [',
+    "no object": b"[]",
+    "binary": b"\xff\xfe\x00",
+    "deep": b"[" * DEEP + b"]" * DEEP,
+    "deep, but below the limit of Python's parser": b'{"messages": ' + b"[" * 300 + b"]" * 300 + b"}",
+    "long integer": b'{"messages": [], "max_tokens": ' + b"9" * 5000 + b"}",
+    "role of a wrong type": b'{"messages": [{"role": ["user"], "content": "a"}]}',
+    "name of a wrong type": b'{"messages": [{"role": "user", "name": {"a": 1}, "content": "a"}]}',
+    "content of a wrong type": b'{"messages": [{"role": "user", "content": 3}]}',
+    "call of a wrong type": b'{"messages": [{"role": "assistant", "tool_calls": [3]}]}',
+    "tool of a wrong type": b'{"messages": [{"role": "user", "content": "a"}], "tools": [3]}',
+    "stop of a wrong type": b'{"messages": [{"role": "user", "content": "a"}], "stop": [3]}',
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_malformed_body_is_rejected(name: str) -> None:
+    async def agent(ask: Ask, server: SessionServer, session: Session) -> None:
+        headers = {"Authorization": f"Bearer {session.token}"}
+        url = f"{server.base_url}/chat/completions"
+        async with aiohttp.ClientSession() as client, client.post(url, data=BODIES[name], headers=headers) as response:
+            assert response.status == 400, await response.text()
+            assert (await response.json())["error"]["type"] == "invalid_request_error"
+
+    session, _ = in_session(ScriptedPolicy(TOKENIZER, []), agent)
+    assert session.error is None
+
+
+@pytest.mark.parametrize("arguments", ["[" * DEEP + "]" * DEEP, "9" * 5000, "[" * 80 + "]" * 80])
+def test_arguments_that_cannot_be_parsed_stay_text(arguments: str) -> None:
+    called = {"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": arguments}}]}
+    [message] = read_messages([called])
+    assert message["tool_calls"][0]["function"]["arguments"] == arguments
+
+
+def test_slow_body_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.environments.sessions.server.BODY_S", SHORT_S)
+
+    async def agent(ask: Ask, server: SessionServer, session: Session) -> None:
+        host, port = server.base_url.removeprefix("http://").removesuffix("/v1").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {session.token}\r\n"
+        writer.write(f"{head}Content-Length: 100\r\n\r\n{{".encode())
+        assert (await reader.readline()).split()[1] == b"408"
+        writer.close()
+
+    in_session(ScriptedPolicy(TOKENIZER, []), agent)

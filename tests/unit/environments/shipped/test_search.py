@@ -159,5 +159,5 @@ def test_invalid_search_options_are_rejected(corpus, tmp_path):
     with pytest.raises(UserError, match="not a file"):
         begun("Who?", "he", corpus=str(tmp_path / "nothing.jsonl"))
     (tmp_path / "rows.jsonl").write_text('{"contents": "a"}\n{"id": 1}\n')
-    with pytest.raises(UserError, match=r"line 2 has only the keys id"):
+    with pytest.raises(UserError, match=r"line 2 has no passage\. Fix: write a JSON object"):
         begun("Who?", "he", corpus=str(tmp_path / "rows.jsonl"))

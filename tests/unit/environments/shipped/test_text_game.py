@@ -4,6 +4,7 @@ from random import Random
 
 import pytest
 
+from megarl.core.errors import UserError
 from megarl.environments import Step
 from megarl.environments.registry import check_environment
 from megarl.environments.shipped.text_game import WAYS, build_house, read_command
@@ -118,5 +119,8 @@ def test_messages_of_the_data_row_precede_the_game():
 
 
 def test_house_with_two_rooms_is_rejected():
-    with pytest.raises(ValueError, match="width=1, height=2: a house needs at least 3 rooms"):
+    with pytest.raises(
+        UserError, match=r"options: width=1, height=2: .* fewer than 3 rooms.* Fix: raise width or height"
+    ):
         TextGame(width=1, height=2)
+    TextGame(width=1, height=3)

@@ -38,7 +38,7 @@ def test_installed_versions_are_in_the_tested_ranges(name):
 
 def test_newest_locked_megatron_is_in_the_tested_range():
     lock = (ROOT / "tools/environment/newest-megatron.lock").read_text()
-    newest = re.search(r"^megatron-core==(\S+)$", lock, re.MULTILINE)[1]
+    newest = re.search(r"^megatron-core==(\S+) ", lock, re.MULTILINE)[1]
     assert newest in SpecifierSet(TESTED["megatron-core"].versions)
 
 

@@ -1,0 +1,47 @@
+"""Standard output and error that cannot end a run."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from typing import Any, TextIO
+
+
+def escape_unencodable() -> None:
+    """Print characters that a terminal's encoding lacks as escapes such as \\u2192, instead of raising UnicodeError."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]  a TextIOWrapper
+
+
+def tolerate_lost_readers() -> None:
+    """Drop later output of this process if a reader is gone, and lines for which the disk has no space."""
+    sys.stdout, sys.stderr = _Tolerant(sys.stdout), _Tolerant(sys.stderr)
+
+
+class _Tolerant:
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            self._give_up(error)
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return  # later lines may fit
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, self._stream.fileno())  # also for child processes and for the flush when this process exits
+        os.close(null)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

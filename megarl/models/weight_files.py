@@ -1,0 +1,96 @@
+"""The safetensors files in a Hugging Face folder: names, dtypes and shapes of their tensors, read from the headers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megarl.core.errors import UserError
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+LFS_POINTER = b"version https://git-lfs"
+
+
+class Header(NamedTuple):
+    """A tensor's description in its file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def files_by_tensor(folder: Path) -> dict[str, Path]:
+    """Return tensor name -> file. Raise a UserError if the folder has no safetensors weights, or files are missing."""
+    index, single = folder / INDEX, folder / SINGLE
+    if index.is_file():
+        files = {tensor: folder / name for tensor, name in _weight_map(index).items()}
+    elif single.is_file():
+        files = dict.fromkeys(open_file(single, "numpy").keys(), single)
+    else:
+        shards = sorted(folder.glob("*.safetensors"))
+        fix = "download the index" if shards else "save the weights as safetensors"
+        raise UserError(f"{folder}: contains neither {SINGLE} nor {INDEX}. Fix: {fix}")
+    for path in set(files.values()):
+        if not path.is_file():
+            raise UserError(f"{folder}: {INDEX} lists {path.name}, but the file does not exist. Fix: download the file")
+    return files
+
+
+def open_file(path: Path, framework: str) -> Any:
+    """Open a safetensors file. Raise a UserError if it is damaged."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(path, framework=framework)
+    except (SafetensorError, OSError) as error:
+        with path.open("rb") as file:
+            is_pointer = file.read(len(LFS_POINTER)) == LFS_POINTER
+        if is_pointer:
+            raise UserError(f"{path}: is a Git LFS pointer, not the file itself. Fix: run git lfs pull") from None
+        raise UserError(f"{path}: is not a complete safetensors file ({error}). Fix: download it again") from None
+
+
+def read_headers(folder: Path) -> dict[str, Header]:
+    """Return tensor name -> header for all tensors of the folder. Raise a UserError if files are missing or damaged."""
+    files = files_by_tensor(folder)
+    headers = {}
+    for path in sorted(set(files.values())):
+        with open_file(path, "numpy") as opened:
+            for name in map(str, opened.keys()):
+                tensor = opened.get_slice(name)
+                headers[name] = Header(tensor.get_dtype(), tuple(tensor.get_shape()))
+    _require(folder, headers.keys(), files)
+    return headers
+
+
+def require_tensors(folder: Path, headers: Mapping[str, Header], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise a UserError if a tensor of the model is missing or has another shape than `shapes`."""
+    _require(folder, headers.keys(), shapes)
+    for name, shape in shapes.items():
+        if headers[name].shape != shape:
+            raise UserError(
+                f"{folder}: {name} has shape {headers[name].shape}, but config.json requires {shape}. Fix: use the "
+                "config.json of the model that these weights belong to"
+            )
+
+
+def _require(folder: Path, present: Collection[str], names: Collection[str]) -> None:
+    missing = next((name for name in names if name not in present), None)
+    if missing is not None:
+        raise UserError(
+            f"{folder}: the checkpoint has no tensor {missing}. Fix: use a complete checkpoint of the model"
+        )
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (ValueError, RecursionError, KeyError, TypeError):
+        names = None
+    valid = isinstance(names, dict) and all(
+        isinstance(name, str) and Path(name).name == name and name not in ("", "..") for name in names.values()
+    )
+    if not valid:
+        raise UserError(f"{index}: is not an index of safetensors files. Fix: download it again")
+    return names

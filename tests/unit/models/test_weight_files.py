@@ -1,0 +1,83 @@
+"""Damaged weights are named before a run starts. Each case is what a failed or partial download leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from megarl.core.errors import UserError
+from megarl.models.folder import read_config
+from megarl.models.weight_files import INDEX, SINGLE, Header, read_headers, require_tensors
+from megarl.resharding.families import huggingface_holder
+from tests.tiny_model import write_tiny_llama
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 538090408\n"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("model"), tied=False)
+
+
+def without_lm_head(folder: Path) -> None:
+    tensors = load_file(folder / SINGLE)
+    del tensors["lm_head.weight"]
+    save_file(tensors, folder / SINGLE)
+
+
+def index(text: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / INDEX).write_text(text) and None
+
+
+def shard(folder: Path) -> None:
+    (folder / SINGLE).rename(folder / "model-00001-of-00002.safetensors")
+
+
+DAMAGES: list[tuple[Callable[[Path], object], str]] = [
+    (
+        lambda folder: (folder / SINGLE).write_text(POINTER),
+        "is a Git LFS pointer, not the file itself. Fix:",
+    ),
+    (lambda folder: os.truncate(folder / SINGLE, 5000), "is not a complete safetensors file"),
+    (lambda folder: os.truncate(folder / SINGLE, 3), "is not a complete safetensors file"),
+    (lambda folder: os.truncate(folder / SINGLE, 0), "is not a complete safetensors file"),
+    (lambda folder: (folder / SINGLE).rename(folder / "pytorch_model.bin"), "Fix: save the weights as safetensors"),
+    (shard, f"contains neither {SINGLE} nor {INDEX}. Fix: download the index"),
+    (without_lm_head, "the checkpoint has no tensor lm_head.weight. Fix: use a complete checkpoint"),
+    (index('{"weight_map": {"lm_head.weight": "a.safetensors"}}'), "lists a.safetensors, but the file does not exist"),
+    (index("half of an ind"), "is not an index of safetensors files. Fix: download it again"),
+    (index("[" * 100_000), "is not an index of safetensors files. Fix: download it again"),
+    (index("{}"), "is not an index of safetensors files. Fix: download it again"),
+    (index('{"weight_map": {"lm_head.weight": "../../other/a.safetensors"}}'), "is not an index of safetensors files"),
+    (index(json.dumps({"weight_map": {"absent": SINGLE}})), "the checkpoint has no tensor absent"),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGES, ids=lambda value: value if isinstance(value, str) else "")
+def test_damaged_weights_are_named(model: Path, tmp_path: Path, damage, message: str) -> None:
+    folder = shutil.copytree(model, tmp_path / "copy")
+    damage(folder)
+    with pytest.raises(UserError, match=f"^{re.escape(str(folder))}.*{re.escape(message)}"):
+        require_tensors(folder, read_headers(folder), huggingface_holder(read_config(folder)).shapes)
+
+
+def test_headers_equal_the_library(model: Path) -> None:
+    headers = read_headers(model)
+    require_tensors(model, headers, huggingface_holder(read_config(model)).shapes)
+    with safe_open(model / SINGLE, framework="pt") as file:
+        assert headers.keys() == set(file.keys())
+        assert all(headers[name].shape == tuple(file.get_tensor(name).shape) for name in headers)
+
+
+def test_bfloat16_needs_no_torch(tmp_path: Path) -> None:
+    save_file({"w": torch.zeros(2, 3, dtype=torch.bfloat16)}, tmp_path / SINGLE)
+    assert read_headers(tmp_path) == {"w": Header("BF16", (2, 3))}
