@@ -12,9 +12,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megarl.core.files import open_regular
+
 if TYPE_CHECKING:
-    from megarl.core.files import open_regular
-from megarl.cluster.groups.group import TimedResult
+    from megarl.cluster.groups.group import TimedResult
     from megarl.cluster.pending import Answers
 
 FILE = "trace.jsonl"
