@@ -9,6 +9,7 @@ import builtins
 import importlib
 import json
 import operator
+import os
 import re
 import sys
 import threading
@@ -80,8 +81,9 @@ def fill(value, items):
 class Peer:
     """One end of the channel. Subclasses send and read the objects that only they have."""
 
-    def __init__(self, connection):
-        self.connection, self.file = connection, connection.makefile("rb")
+    def __init__(self, end):
+        """end: file descriptor of this end."""
+        self.end, self.file = end, os.fdopen(end, "rb", closefd=False)
         self.lock = threading.RLock()
         sys.setrecursionlimit(RECURSION_LIMIT)
 
@@ -89,7 +91,12 @@ class Peer:
         data = json.dumps(message).encode()
         if len(data) > MAX_MESSAGE_BYTES:
             raise ValueError("the values are too large")
-        self.connection.sendall(b"%d\n%b" % (len(data), data))
+        data = memoryview(b"%d\n%b" % (len(data), data))
+        try:
+            while data:
+                data = data[os.write(self.end, data) :]
+        except OSError:
+            raise ChannelError("the other process has closed the channel") from None
 
     def receive(self):
         try:

@@ -6,11 +6,9 @@ program, and nothing here decides the verdict.
 
 import builtins
 import contextlib
-import inspect
 import io
 import operator
 import os
-import socket
 import sys
 import types
 
@@ -34,8 +32,8 @@ FUNCTIONS = {
 class Program(Peer):
     """The program's end of the channel. Objects that are not plain data stay here and have numbers."""
 
-    def __init__(self, connection, path):
-        super().__init__(connection)
+    def __init__(self, end, path):
+        super().__init__(end)
         self.path, self.module = path, types.ModuleType("solution")
         self.objects, self.numbers, self.callbacks = [], {}, {}
         self.output = io.BytesIO()
@@ -81,7 +79,7 @@ class Program(Peer):
         if isinstance(value, type) and issubclass(value, BaseException):
             bases = [kind.__name__ for kind in value.__mro__ if kind.__module__ == "builtins"]
             return ["error", number, value.__name__, bases]
-        return ["coroutine" if inspect.iscoroutine(value) else "object", number]
+        return ["coroutine" if isinstance(value, types.CoroutineType) else "object", number]
 
     def from_node(self, kind, *arguments):
         if kind == "own":
@@ -113,7 +111,7 @@ class Program(Peer):
 
 
 def main(file, path):
-    program = Program(socket.socket(fileno=int(file)), path)
+    program = Program(int(file), path)
     try:
         while True:
             program.answer(program.receive())

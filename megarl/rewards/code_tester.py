@@ -18,7 +18,6 @@ import functools
 import importlib
 import json
 import os
-import socket
 import sys
 import types
 
@@ -110,8 +109,8 @@ def add_operations():
 class Tester(Peer):
     """The tests' end of the channel. Functions and iterators of the tests stay here and have numbers."""
 
-    def __init__(self, connection):
-        super().__init__(connection)
+    def __init__(self, end):
+        super().__init__(end)
         self.proxies, self.callables = {}, []
 
     def handle(self, kind, number, positional, named):
@@ -263,7 +262,7 @@ def run(tester, setup, tests, entry_point):
 
 
 def main(file):
-    tester, arguments = Tester(socket.socket(fileno=int(file))), json.load(sys.stdin)
+    tester, arguments = Tester(int(file)), json.load(sys.stdin)
     add_operations()
     try:
         run(tester, **arguments)

@@ -151,7 +151,7 @@ def test_math_match_reads_exponents_outside_boxes():
         *("(" * 400 + "1" + ")" * 400, "[" * 400, r"\frac{1}{" * 400 + "}" * 400, r"\sqrt{" * 500 + "2" + "}" * 500),
         *(r"\binom{1000000000}{500000000}", r"\sum_{n=1}^{10^{12}} n!", r"\sin(10^{10^{10}})", r"e^{10^{10^{10}}}"),
         *("9" * 3900, "\ud800", "x" * 3000, "²³", "１２", r"\log_{1}{0}", r"\tan(\frac{\pi}{2})", "1" + "+1" * 1900),
-        *("x^{10000000} = 1", "x^{99} + x + 1 = 0", r"\gamma(10^{20})", r"\int_0^1 \sin(x^x^x) dx", "NaN", r"\infty"),
+        *("x^{10000000} = 2", "x^{99} + x + 1 = 0", r"\gamma(10^{20})", r"\int_0^1 \sin(x^x^x) dx", "NaN", r"\infty"),
     ],
 )
 def test_hostile_expression_is_wrong_and_not_a_failure(response):
