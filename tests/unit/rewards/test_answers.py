@@ -87,7 +87,7 @@ def test_math_match_passes_on_errors_of_math_verify(monkeypatch):
 
     monkeypatch.setattr("math_verify.grader.sympy_expr_eq", broken)
     with pytest.raises(RecursionError):
-        resolve("math_match")("", r"\boxed{\frac{1}{3}}", "0.25")
+        resolve("math_match")("", r"\boxed{2\pi}", r"3\pi")
 
 
 @pytest.mark.parametrize(
