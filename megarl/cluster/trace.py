@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megarl.core.files import open_regular
+
 if TYPE_CHECKING:
     from megarl.cluster.groups.group import TimedResult
     from megarl.cluster.pending import Answers
@@ -92,11 +94,11 @@ def read_spans(logs: Path) -> Iterator[Span]:
     """Yield an attempt's spans one at a time, oldest first. Lines that are not spans, such as the last line of a killed
     attempt, are skipped."""
     if (earlier := logs / EARLIER).exists():
-        with gzip.open(earlier, "rt", encoding="utf-8", errors="replace") as lines:
+        with open_regular(earlier) as file, gzip.open(file, "rt", encoding="utf-8", errors="replace") as lines:
             yield from _spans(lines)
     if (latest := logs / FILE).exists():
-        with latest.open(encoding="utf-8", errors="replace") as lines:
-            yield from _spans(lines)
+        with open_regular(latest) as file:
+            yield from _spans(line.decode("utf-8", "replace") for line in file)
 
 
 def _spans(lines: Iterable[str]) -> Iterator[Span]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.core.errors import DamagedCheckpoint, UserError
-from megarl.core.files import number_in, numbered
+from megarl.core.files import number_in, numbered, parse_json, read_json, read_text
 
 MANIFEST = "manifest.json"
 PREFIX = "step_"
@@ -82,7 +82,7 @@ class Checkpoint:
     @classmethod
     def _read(cls, path: Path) -> Checkpoint:
         try:
-            manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+            manifest = parse_json(read_text(path / MANIFEST))
             content = manifest["content"]
             if manifest["sha256"] != _digest(content):
                 raise ValueError("the content has another digest")
@@ -174,7 +174,7 @@ def noted_files(checkpoint: Path, folder: str, num_ranks: int) -> list[FileRecor
     notes = [checkpoint / folder / NOTE.format(rank) for rank in range(num_ranks)]
     if not all(note.exists() for note in notes):
         return None
-    records = [FileRecord(**record) for note in notes for record in json.loads(note.read_text(encoding="utf-8"))]
+    records = [FileRecord(**record) for note in notes for record in read_json(note)]
     return [replace(record, path=f"{folder}/{record.path}") for record in records]
 
 
@@ -187,7 +187,7 @@ def is_checkpoint(folder: Path) -> bool:
     """Return whether the folder is a checkpoint, complete or corrupt. The manifest's name is not sufficient evidence:
     run folders also contain a file with that name."""
     try:
-        return "content" in json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        return "content" in parse_json(read_text(folder / MANIFEST))
     except FileNotFoundError:
         return False
     except ValueError:

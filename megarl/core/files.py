@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from megarl.core.errors import UserError
 
 Progress = Callable[[str, int, int], None]
 """Progress callback. It is called with the last action ("checked", "written", "verified"), the bytes processed and the
 total bytes."""
+
+
+MAX_DEPTH = 100
+"""Maximum number of nested lists and objects in a JSON file. Deeper ones exhaust the stack when they are processed."""
 
 
 def no_progress(done: str, num_bytes: int, total: int) -> None:
@@ -49,6 +55,63 @@ def require_room(out: Path, num_bytes: int) -> None:
             f"{out}: its disk has {free / 1e9:.2f} GB free, but {num_bytes / 1e9:.2f} GB are needed. Fix: free some "
             "space, or choose a folder on another disk"
         )
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a regular file. Raise a UserError that names any other file, such as a pipe or a symbolic
+    link, and FileNotFoundError if there is none. Reading a pipe could take forever."""
+    with open_regular(path) as file:
+        return file.read().decode("utf-8", "replace")
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file for reading. Raise the same errors as `read_text`."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        reason = "a symbolic link" if error.errno == errno.ELOOP else f"not readable ({error.strerror})"
+        raise UserError(f"{path}: is {reason}. Fix: replace it with a regular file, or remove it") from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise UserError(f"{path}: is not a regular file. Fix: remove it")
+    return os.fdopen(descriptor, "rb")
+
+
+def read_json(path: Path) -> Any:
+    """Return the value in a JSON file. Raise a UserError that names the file if it is not valid JSON or not a regular
+    file, and FileNotFoundError if there is none."""
+    try:
+        return parse_json(read_text(path))
+    except ValueError as error:
+        raise UserError(f"{path}: is not valid JSON: {error}. Fix: restore or remove the file") from None
+
+
+def parse_json(text: str, parse_constant: Callable[[str], Any] | None = None) -> Any:
+    """Return a JSON value. `parse_constant` replaces NaN and infinities. Raise ValueError if the text is not JSON, is
+    nested more than MAX_DEPTH levels deep, or has an integer with thousands of digits."""
+    try:
+        value = json.loads(text, parse_constant=parse_constant)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if is_deeper(value, MAX_DEPTH):
+        raise ValueError("nested too deeply")
+    return value
+
+
+def is_deeper(value: Any, limit: int) -> bool:
+    """Return whether lists and objects are nested more than `limit` levels deep."""
+    level = [value]
+    for _ in range(limit + 1):
+        level = [item for each in level if isinstance(each, dict | list) for item in _items(each)]
+        if not level:
+            return False
+    return True
+
+
+def _items(container: dict[str, Any] | list[Any]) -> Iterable[Any]:
+    return container.values() if isinstance(container, dict) else container
 
 
 def sync(path: Path) -> None:
@@ -94,7 +157,9 @@ def write_new_file(option: str, path: Path, text: str) -> None:
 def replace_text(file: Path, text: str) -> None:
     """Write a text file atomically, replacing any earlier version."""
     new = file.with_name(f".{file.name}")
-    new.write_text(text, encoding="utf-8")
+    new.unlink(missing_ok=True)  # a link or pipe
+    with new.open("x", encoding="utf-8", errors="replace") as stream:
+        stream.write(text)
     new.replace(file)
 
 

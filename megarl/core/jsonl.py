@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from megarl.core.files import open_regular, parse_json
 
 
 def read_objects(
     path: Path, keep: Callable[[dict[str, Any]], dict[str, Any]] = dict
 ) -> tuple[list[dict[str, Any]], list[int]]:
     """Return the objects in a JSONL file, and the numbers of the lines that do not contain an object. NaN and
-    infinities are read as None. `keep` reduces each object to the part to return, since objects may be large."""
+    infinities are read as None. `keep` reduces each object to the part to return, since objects may be large. A line
+    that it cannot read counts as one without an object. Raise a UserError if the file is not a regular file."""
     objects, unreadable = [], []
-    with path.open(encoding="utf-8", errors="replace") as lines:
+    with open_regular(path) as lines:
         for number, line in enumerate(lines, start=1):
             try:
-                value = json.loads(line, parse_constant=lambda _: None)
-            except json.JSONDecodeError:
-                value = None
-            if isinstance(value, dict):
+                value = parse_json(line.decode("utf-8", "replace"), lambda _: None)
+                if not isinstance(value, dict):
+                    raise ValueError("not an object")
                 objects.append(keep(value))
-            else:
+            except (ValueError, TypeError, LookupError, AttributeError, OverflowError):
                 unreadable.append(number)
     return objects, unreadable

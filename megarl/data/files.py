@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.core.errors import UserError
+from megarl.core.text import encodable
 from megarl.data.row import Content, LabelRow, MessageRow, PreferenceRow, Row, as_messages
 
 MESSAGES_TYPE = "a list of {role, content} messages with text values"
@@ -127,6 +128,7 @@ def _records(path: Path, columns: Sequence[Column], further: Collection[str] = (
     if not path.is_file():
         raise UserError(f"data.source={path}: not a file (working directory: {Path.cwd()}). Fix: correct the path")
     for number, record in readers[path.suffix](path, columns, further):
+        record = encodable(record)
         _require_columns(record, columns, f"{path}:{number}")
         for column in columns:
             if not column.holds(value := column_of(record, column.name)):
@@ -157,7 +159,7 @@ def _jsonl_records(path: Path, columns: Sequence[Column], _: Collection[str]) ->
                 continue
             try:
                 record = json.loads(line)
-            except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            except (ValueError, RecursionError) as error:
                 raise UserError(
                     f"{path}:{number}: invalid JSON ({error}). Fix: write one UTF-8 JSON object per line"
                 ) from error

@@ -10,6 +10,7 @@ from typing import Any
 
 from megarl.config.schema import Config
 from megarl.core.errors import UserError
+from megarl.core.text import encodable
 from megarl.usercode.child_process import IMPORT_S, ChildFailure, ConcurrentChild
 
 TOOLS_S = 5.0
@@ -57,7 +58,7 @@ class HostProcess(ConcurrentChild):
         """Start a process and wait until it has imported the environment class. Raise UserError if that fails."""
         host = cls()
         try:
-            hello = await host.open(asdict(arguments), IMPORT_S)
+            hello = encodable(await host.open(asdict(arguments), IMPORT_S))
         except ChildFailure as failure:
             raise UserError(failure.import_error(f"environment.class={arguments.name}", IMPORT_S)) from None
         if "refused" in hello:
@@ -70,7 +71,7 @@ class HostProcess(ConcurrentChild):
         """Call a method of the rollout's environment and return its result. Raise HostFailure if it raises or hangs."""
         ended = "the environment's process " + ("has exited" if self.is_over else "exited")
         try:
-            response = await self.request(timeout_s, method=method, rollout=rollout, **arguments)
+            response = encodable(await self.request(timeout_s, method=method, rollout=rollout, **arguments))
         except ChildFailure as failure:
             if not failure.timed_out:
                 raise HostFailure(f"{ended} ({failure})") from None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping, Sequence
+import traceback
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -157,7 +159,8 @@ class _Rollout:
                 return
             if turn["is_last"]:
                 break
-            self._append_observation(step)
+            with _fails_rollout():
+                self._append_observation(step)
         self.outcome.stop_reason = StopReason.MAX_TOKENS
 
     async def _reset(self, host: HostProcess) -> None:
@@ -168,7 +171,9 @@ class _Rollout:
         if opening["token_ids"] is not None:
             self._start_sample([], opening["token_ids"])
         elif opening["messages"] is not None:
-            self._start_sample(opening["messages"], self._tokens.begin(opening["messages"]))
+            with _fails_rollout():
+                token_ids = self._tokens.begin(opening["messages"])
+            self._start_sample(opening["messages"], token_ids)
         elif len(prompt.token_ids):
             self._start_sample(prompt.messages, prompt.token_ids.tolist())
         else:
@@ -199,7 +204,8 @@ class _Rollout:
         context = transcript.ids[:]
         transcript.add_turn(completion)
         sampled_ids = completion.text_ids.tolist()
-        text, calls = self._tokens.read(sampled_ids, context)
+        with _fails_rollout():
+            text, calls = self._tokens.read(sampled_ids, context)
         part.text, part.last_turn = text, number
         self._add_messages([{"role": "assistant", "content": self._runner.tokenizer.decode(sampled_ids)}])
         return {
@@ -248,6 +254,18 @@ class _Rollout:
     def samples(self) -> list[Sample]:
         """Return one sample per sequence that has a turn."""
         return self.outcome.samples(self._request.id, self._request.prompt, self._parts)
+
+
+@contextmanager
+def _fails_rollout() -> Iterator[None]:
+    """Make any exception of the body, such as one of the tokenizer, fail only this rollout."""
+    try:
+        yield
+    except (HostFailure, UserError):
+        raise
+    except Exception as error:
+        stack = "".join(traceback.format_exception(error))
+        raise HostFailure(f"a turn cannot be processed ({type(error).__name__}: {error})", stack) from error
 
 
 async def _uninterrupted(call: Coroutine[Any, Any, Any]) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from megarl.core.files import replace_text
 from megarl.report.page import read_contents, render
 from megarl.run.checkpoints import Checkpoints
 from megarl.run.folder import RunFolder
@@ -16,8 +17,7 @@ def write(folder: Path) -> Path:
     """Write report.html for the run in `folder` and return the path. The run may be unfinished or may have crashed.
     Raise a UserError if `folder` is not a run folder."""
     page, out = render(read_contents(folder)), RunFolder(Path(folder)).report
-    # Decoded text may contain lone surrogates, which UTF-8 cannot encode.
-    out.write_text(page, encoding="utf-8", errors="replace")
+    replace_text(out, page)
     return out
 
 

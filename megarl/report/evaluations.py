@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ import numpy as np
 from megarl.core.jsonl import read_objects
 from megarl.report.history import History
 from megarl.report.plots import Band, Chart, draw, figure
-from megarl.report.viewer import select_turn_fields, shorten, spread
+from megarl.report.viewer import number_or_none, score_of, select_turn_fields, shorten, spread
 
 PREFIX = "evaluation/"
 ESTIMATE = re.compile(r"evaluation/([^/]+)/((avg@|pass@|pass\^)(\d+))")
@@ -94,14 +93,15 @@ def _read(file: Path) -> list[dict[str, Any]]:
     """Read samples from a step's file. The samples are evenly spaced when ordered by score, and samples without a score
     come first."""
     records, _ = read_objects(file, keep=_select_fields)
-    records.sort(key=lambda record: -math.inf if record["reward"] is None else record["reward"])
+    records.sort(key=score_of)
     return spread(records, MAX_SAMPLES)
 
 
 def _select_fields(record: Mapping[str, Any]) -> dict[str, Any]:
     fields = ("prompt", "response", "answer", "reward", "failure", "finish_reason", "stop_reason", "sample_id")
     turns = [select_turn_fields(turn, MAX_CHARACTERS) for turn in record.get("messages") or ()]
-    return {field: record.get(field) for field in fields} | {"turns": turns}
+    reward = number_or_none(record.get("reward"))
+    return {field: record.get(field) for field in fields} | {"reward": reward, "turns": turns}
 
 
 def _set(item: SetSamples) -> str:

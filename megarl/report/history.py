@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -40,18 +42,28 @@ class History:
 def read_history(path: Path) -> History:
     """Read a metrics.jsonl file. If the file does not exist, the history has no steps. If a step occurs more than once,
     its last line is used."""
-    objects, unreadable = read_objects(path) if path.exists() else ([], [])
-    by_step = {record["step"]: record for record in objects if isinstance(record.get("step"), int)}
+    objects, unreadable = read_objects(path) if os.path.lexists(path) else ([], [])
+    by_step = {record["step"]: record for record in objects if _is_step(record.get("step"))}
     steps = sorted(by_step)
     records = [by_step[step] for step in steps]
     names = dict.fromkeys(name for record in records for name in record if name not in ("step", "nonfinite"))
     nonfinite: dict[str, list[int]] = {}
     for step, record in zip(steps, records, strict=True):
-        for name in record.get("nonfinite", ()):
-            nonfinite.setdefault(name, []).append(step)
+        names_of_step = record.get("nonfinite")
+        for name in names_of_step if isinstance(names_of_step, list) else ():
+            nonfinite.setdefault(str(name), []).append(step)
     values = {name: [record.get(name) for record in records] for name in names}
-    columns = {
-        name: np.array([float(value) if isinstance(value, int | float) else np.nan for value in of_name])
-        for name, of_name in values.items()
-    }
+    columns = {name: np.array([_number(value) for value in of_name]) for name, of_name in values.items()}
     return History(np.array(steps, dtype=np.int64), columns, nonfinite, unreadable)
+
+
+def _is_step(value: Any) -> bool:
+    return isinstance(value, int) and abs(value) < 1 << 62
+
+
+def _number(value: Any) -> float:
+    """Return a value as a float; NaN if it is not a number, or is an integer larger than any float."""
+    try:
+        return float(value) if isinstance(value, int | float) else np.nan
+    except OverflowError:
+        return np.nan

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+from megarl.core.errors import UserError
 from megarl.report.page import read_contents, render
 from megarl.run.folder import RunFolder
 
@@ -64,10 +65,13 @@ def _handler(report: LiveReport, token: str) -> type[BaseHTTPRequestHandler]:
             _, request_token, *rest = f"{self.path}/".split("/")
             if host not in (HOST, "localhost") or not hmac.compare_digest(request_token.encode(), token.encode()):
                 return self._reply(404, "text/plain", "not found\n")
-            if rest[:1] == ["state"]:
-                return self._reply(200, "text/plain", report.state())
-            if rest[:1] == [""]:
-                return self._reply(200, "text/html", report.page())
+            try:
+                if rest[:1] == ["state"]:
+                    return self._reply(200, "text/plain", report.state())
+                if rest[:1] == [""]:
+                    return self._reply(200, "text/html", report.page())
+            except (UserError, OSError) as error:
+                return self._reply(500, "text/plain", f"{error}\n")
             return self._reply(404, "text/plain", "not found\n")
 
         def _reply(self, status: int, content_type: str, text: str) -> None:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 from dataclasses import asdict, dataclass, field
 from html import escape
 from pathlib import Path
 from string import Template
+from typing import Any
 
 import numpy as np
 import yaml
 
 from megarl.core.errors import UserError
+from megarl.core.files import parse_json, read_text
 from megarl.report.evaluations import PREFIX, SetSamples, read_evaluations, render_evaluations
 from megarl.report.history import History, read_history
 from megarl.report.plots import AGE, MAX_POINTS, Chart, charted_metrics, draw, figure, report_figures
@@ -42,13 +45,12 @@ def read_contents(folder: Path) -> Contents:
     """Read the contents of a report from the run folder `folder`. The run may be unfinished or may have crashed. Raise
     a UserError if `folder` is not a run folder."""
     run_folder = RunFolder(Path(folder))
-    if not (run_folder.metrics.exists() or run_folder.manifest.exists()):
+    if not (os.path.lexists(run_folder.metrics) or os.path.lexists(run_folder.manifest)):
         raise UserError(f"{folder}: not a run folder (no metrics.jsonl or manifest.json). Fix: pass a run folder")
     config_text, manifest_text = _text_of(run_folder.config), _text_of(run_folder.manifest)
-    config = yaml.safe_load(config_text) or {}
-    manifest = json.loads(manifest_text or "{}")
+    config, manifest = _config_of(run_folder.config, config_text), _manifest_of(run_folder.manifest, manifest_text)
     return Contents(
-        name=manifest.get("name", run_folder.path.resolve().name),
+        name=str(manifest.get("name", run_folder.path.resolve().name)),
         subtitle=" · ".join(str(manifest[key]) for key in ("model", "started") if manifest.get(key)),
         target_steps=config.get("run", {}).get("steps"),
         config_text=config_text,
@@ -60,7 +62,27 @@ def read_contents(folder: Path) -> Contents:
 
 
 def _text_of(path: Path) -> str:
-    return path.read_text(encoding="utf-8") if path.exists() else ""
+    return read_text(path) if os.path.lexists(path) else ""
+
+
+def _config_of(path: Path, text: str) -> dict[str, Any]:
+    try:
+        config = yaml.safe_load(text) or {}
+        if not isinstance(config, dict) or not isinstance(config.get("run", {}), dict):
+            raise ValueError("not a mapping")
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise UserError(f"{path}: is not a config: {error}. Fix: restore or remove the file") from None
+    return config
+
+
+def _manifest_of(path: Path, text: str) -> dict[str, Any]:
+    try:
+        manifest = parse_json(text or "{}")
+        if not isinstance(manifest, dict):
+            raise ValueError("not an object")
+    except ValueError as error:
+        raise UserError(f"{path}: is not a run's manifest: {error}. Fix: restore or remove the file") from None
+    return manifest
 
 
 SCRIPTS = ("tokens.js", "page.js")

@@ -65,20 +65,25 @@ def _read_step(step: int, path: Path) -> StepRollouts:
     detailed = [record for record in records if "detail" in record]
     for record in detailed[MAX_DETAILED:]:
         del record["detail"]
-    records.sort(key=_reward, reverse=True)
+    records.sort(key=score_of, reverse=True)
     others = [record for record in records if "detail" not in record]
     chosen = [*detailed[:MAX_DETAILED], *spread(others, MAX_SAMPLES - min(len(detailed), MAX_DETAILED))]
-    chosen.sort(key=_reward, reverse=True)
+    chosen.sort(key=score_of, reverse=True)
     return StepRollouts(step, chosen, len(records), len(unreadable))
 
 
-def _reward(record: Mapping[str, Any]) -> float:
-    return -math.inf if record.get("reward") is None else record["reward"]
+def score_of(record: Mapping[str, Any]) -> float:
+    """Return a sample's reward, or −∞ if it has none."""
+    return -math.inf if record["reward"] is None else record["reward"]
+
+
+def number_or_none(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) else None
 
 
 def _select_fields(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return the sample fields that the page shows. Log-probs are reduced to their mean."""
-    sample = {field: record.get(field) for field in FIELDS}
+    sample = {field: record.get(field) for field in FIELDS} | {"reward": number_or_none(record.get("reward"))}
     texts = {field: shorten(str(sample[field]), MAX_CHARACTERS) for field in ("prompt", "response")}
     sample |= texts | {"mean_logprob": _mean(record.get("rollout_logprobs"))}
     turns = record.get("turns") or record.get("messages")

@@ -6,12 +6,16 @@ A program that fails, hangs or exceeds a limit is wrong. Only a failure of the s
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
-import secrets
+import socket
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
+from megarl.rewards import code_tester
 from megarl.sandbox.provider import Provider
 from megarl.sandbox.sandbox import Finished
 
@@ -20,19 +24,19 @@ _PYTHON = ("", "python", "python3", "py")
 
 PROGRAM = "solution.py"
 
-# The tests are read before the program runs, so the program sees an empty stdin. The random word proves that the last
-# test was reached; an exit status of 0 does not, since the program may exit early.
-_RUN_TESTS = f"""
-import os, sys, types
-word, _, tests = sys.stdin.read().partition("\\n")
-module = sys.modules["solution"] = types.ModuleType("solution")
-module.__file__ = "{PROGRAM}"
-exec(compile(open("{PROGRAM}", encoding="utf-8").read(), "{PROGRAM}", "exec"), module.__dict__)
-exec(compile(tests, "tests.py", "exec"), module.__dict__)
-sys.stdout.flush()
-os.write(1, word.encode())
-os._exit(0)
+
+def _text_of(name: str) -> str:
+    """Return a program for a sandbox's Python: the text of a module here, which may import code_channel."""
+    channel, module = (Path(__file__).with_name(f"{file}.py").read_text() for file in ("code_channel", name))
+    return f"""\
+import sys, types
+channel = sys.modules["megarl.rewards.code_channel"] = types.ModuleType("code_channel")
+exec(compile({channel!r}, "code_channel.py", "exec", dont_inherit=True, optimize=2), channel.__dict__)
+exec(compile({module!r}, "{name}.py", "exec", dont_inherit=True, optimize=2))
 """
+
+
+_TESTER, _PROGRAM = _text_of("code_tester"), _text_of("code_program")
 
 
 async def code_tests(
@@ -47,9 +51,17 @@ async def code_tests(
     """Return whether the response's program passes all tests.
 
     The answer contains the tests as Python source, a string or a list of strings, such as `assert` lines (as in MBPP).
-    They run in the program's namespace, after the optional column `test_setup_code`. With a column `entry_point` that
-    names a function, the tests define `check`, which is called with that function (as in HumanEval). Code under a
-    `__name__ == "__main__"` guard does not run. Raise ValueError if the answer has no tests.
+    They run after the optional column `test_setup_code`. With a column `entry_point` that names a function, or an
+    expression such as `Solution().add`, the tests define `check`, which is called with that function (as in HumanEval).
+    Code under a `__name__ == "__main__"` guard does not run.
+
+    The tests and the program run in two sandboxes. The program receives the arguments of calls and the import
+    statements of `test_setup_code`, but neither the tests nor the expected values, and returns plain data or numbered
+    objects, on which it handles calls (see code_tester). A response can still pass without solving the task if it
+    recognises the arguments, if the tests compare results only with other results of the program (`decode(encode(x)) ==
+    x`), call its helper functions with expected values, or read arguments after the program could change them.
+
+    Raise ValueError if the answer has no tests, or tests that are not valid Python or need a module that is missing.
     """
     tests = [answer] if isinstance(answer, str) else answer
     if not isinstance(tests, list | tuple) or not all(isinstance(test, str) for test in tests) or not "".join(tests):
@@ -59,12 +71,35 @@ async def code_tests(
     program = last_code_block(response)
     if program is None:
         return False
-    parts = [test_setup_code or "", *tests, f"check({entry_point})" if entry_point else ""]
-    word = secrets.token_hex(16)
-    async with await sandbox.start() as box:
-        await box.upload(PROGRAM, program)
-        finished = await box.run([box.python, "-c", _RUN_TESTS], _encoded("\n".join([word, *parts])))
-    return finished.succeeded and finished.stdout.endswith(word.encode())
+    request = json.dumps({"setup": test_setup_code or "", "tests": list(tests), "entry_point": entry_point})
+    finished = await _run_tests(sandbox, program, request.encode())
+    if finished.status == code_tester.INVALID and finished.limit is None:
+        reason = finished.stderr.decode(errors="replace").strip()
+        raise ValueError(f"code_tests: {reason}. Fix: correct the row's answer or test_setup_code")
+    return finished.succeeded
+
+
+async def _run_tests(provider: Provider, program: str, request: bytes) -> Finished:
+    """Run the tests and the program in two sandboxes, connected by a socket. Return the result of the tests."""
+    ends = socket.socketpair()
+    async with AsyncExitStack() as stack:
+        for end in ends:
+            stack.enter_context(end)
+        starts = [asyncio.create_task(provider.start(file=end.fileno())) for end in ends]
+        await asyncio.wait(starts)
+        boxes = [await stack.enter_async_context(start.result()) for start in starts if start.exception() is None]
+        for start in starts:
+            start.result()
+        tester, programs = boxes
+        await programs.upload(PROGRAM, program)
+        files = [str(end.fileno()) for end in ends]
+        answers = asyncio.create_task(programs.run([programs.python, "-c", _PROGRAM, files[1], PROGRAM]))
+        answers.add_done_callback(lambda _: ends[1].shutdown(socket.SHUT_RDWR))
+        finished = await tester.run([tester.python, "-c", _TESTER, files[0]], request)
+        if answers.done():
+            answers.result()  # raises if the sandbox has failed
+        answers.cancel()
+        return finished
 
 
 async def code_stdin_stdout(prompt: str, response: str, answer: Any, *, sandbox: Provider) -> bool:

@@ -2,15 +2,36 @@
 
 from __future__ import annotations
 
+import math
+import os
 import re
+import select
+import signal
 import threading
-from functools import lru_cache
+from collections.abc import Callable
+from decimal import Decimal
+from functools import lru_cache, partial
 from typing import Any
 
-from megarl.rewards.math_shortcuts import differ, number, parse_quickly
+from megarl.rewards.math_shortcuts import compare_relatively, decimal, differ, is_close, number, parse_quickly
 
 _WRAPPED = re.compile(r"\$+(?P<inner>[^$]*)\$+|\\\((?P<paren>.*)\\\)|\\\[(?P<bracket>.*)\\\]", re.DOTALL)
 _BOXED = "\\boxed{"
+
+_RISKY = re.compile(
+    r"[!^].*[!^]|[0-9]{3,}\s*!|\^\s*\{?\s*[+-]?\s*[0-9]{4,}|[0-9]{300,}|"
+    r"\\(?:binom|sum|prod|int|exp|ln|log|sin|cos|tan|sinh|cosh|tanh|arc|lim|mod|pmod|operatorname)",
+    re.DOTALL,
+)
+"""Texts whose evaluation may take forever in code that no signal interrupts, or exhaust the stack or the memory."""
+
+DEEPEST = 20
+"""Maximum depth of brackets in texts that are evaluated in this process."""
+
+_EULER = re.compile(r"[+-]?[0-9]+e[+-]?[1-9]")
+"""Text that is more likely a term with Euler's number than a number with an exponent."""
+
+_E_NOTATION = re.compile(r"(?<![\w.])(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE][+-]?[0-9]{1,2}(?!\w|\.[0-9])", re.ASCII)
 
 MOST_BETWEEN = 16
 """Maximum number of characters between adjacent boxes, such as " and ". math-verify may join them to one answer."""
@@ -23,9 +44,13 @@ class MathMatch:
     response has boxes (`\\boxed{…}`), the last one counts, together with boxes adjacent to it. Otherwise the expression
     after "the answer is" counts, or the last expression.
 
-    Based on https://github.com/huggingface/Math-Verify. A response that it cannot parse is wrong. An answer that it
-    cannot parse is a failure, and so is a comparison that raises or takes longer than timeout_s. The timeout uses a
-    signal, which only a process's main thread can receive; other threads have no timeout.
+    Numbers are equal if their relative difference is small; integers and fractions are compared exactly. If the answer
+    is a number, 1e-05 in the response is a number, not a term with Euler's number.
+
+    Based on https://github.com/huggingface/Math-Verify. A response that it cannot parse or compare, or not within
+    timeout_s, is wrong. An answer that it cannot parse, or cannot compare with itself, is a failure. Expressions that
+    may be hard to evaluate run in a forked process that can be killed. For others, the timeout uses a signal, which
+    only a process's main thread can receive.
     """
 
     def __init__(self, timeout_s: int = 5, digits: int = 6, last_characters: int = 4000):
@@ -33,7 +58,7 @@ class MathMatch:
 
         Args:
             timeout_s: timeout for parsing the response and for one comparison, in whole seconds.
-            digits: decimal places to which floating-point numbers are compared.
+            digits: significant digits to which decimal numbers are compared, or decimal places if they are above 1.
             last_characters: number of characters at the end of the response to search.
         """
         for name, value in (("timeout_s", timeout_s), ("digits", digits), ("last_characters", last_characters)):
@@ -42,6 +67,9 @@ class MathMatch:
         import math_verify  # takes nearly a second, which must not count toward the first call's timeout
 
         parse_quickly()
+        compare_relatively()
+
+        self._errors = Exception, math_verify.errors.TimeoutException
         self._verify, self._parse = math_verify.verify, math_verify.parse
         self._timeout_s, self._digits, self._last_characters = timeout_s, digits, last_characters
         # Many samples of a prompt have the same final answer.
@@ -49,21 +77,40 @@ class MathMatch:
         self._equal = lru_cache(maxsize=8192)(self._compare)
 
     def __call__(self, prompt: str, response: str, answer: Any) -> bool:
-        expected, end = str(answer).strip(), response[-self._last_characters :]
+        expected, end = _text(answer), response[-self._last_characters :]
         boxes, bare = _last_boxes(end), _bare(expected)
         boxed = end[boxes[-1]].removeprefix(_BOXED)[:-1].strip() if boxes else None
         gold_number, boxed_number = number(bare), None if boxed is None or len(boxes) > 1 else number(boxed)
         if gold_number is not None and boxed_number is not None:
             return gold_number == boxed_number
-        self._gold(expected)  # raises if the answer cannot be parsed, regardless of the response
+        gold_value = None if isinstance(answer, str) and _EULER.fullmatch(bare) else decimal(bare)
+        if gold_value is not None:
+            if boxed is not None and len(boxes) == 1 and (value := decimal(boxed)) is not None:
+                return is_close(gold_value, value, self._digits)
+            end = _E_NOTATION.sub(lambda match: f"{Decimal(match[0]):f}", end)
+            boxes = _last_boxes(end)
+        else:
+            self._gold(expected)  # raises if the answer cannot be parsed, regardless of the response
         if boxed == bare:
             return True
         return self._equal(end[boxes[0].start : boxes[-1].stop] if boxes else end, expected)
 
     def _compare(self, response: str, answer: str) -> bool:
-        gold, parsed = self._gold(answer), self._parsed(response)
-        return not differ(gold, parsed) and self._verify(
-            gold, parsed, float_rounding=self._digits, timeout_seconds=self._limit(), raise_on_error=True
+        gold = self._gold(answer)
+        compare = partial(self._is_same, gold, response)
+        try:
+            return _in_child(compare, self._timeout_s) if _is_risky(response) else compare()
+        except self._errors:
+            self._verify_parsed(gold, gold)  # raises if the answer or the verifier is at fault
+            return False
+
+    def _is_same(self, gold: list[Any], text: str) -> bool:
+        response = self._parsed(text)
+        return not differ(gold, response) and self._verify_parsed(gold, response)
+
+    def _verify_parsed(self, gold: list[Any], response: list[Any]) -> bool:
+        return self._verify(
+            gold, response, float_rounding=self._digits, timeout_seconds=self._limit(), raise_on_error=True
         )
 
     def _parsed_answer(self, answer: str) -> list[Any]:
@@ -81,6 +128,44 @@ class MathMatch:
 
     def _limit(self) -> int | None:
         return self._timeout_s if threading.current_thread() is threading.main_thread() else None
+
+
+def _text(answer: Any) -> str:
+    """Return the answer as text, with a floating-point number as a decimal number."""
+    if isinstance(answer, float) and math.isfinite(answer):
+        return f"{Decimal(repr(answer)):f}"
+    return str(answer).strip()
+
+
+def _is_risky(text: str) -> bool:
+    depth = deepest = 0
+    for character in text:
+        depth += (character in "([{") - (character in ")]}")
+        deepest = max(deepest, depth)
+    return deepest > DEEPEST or _RISKY.search(text) is not None
+
+
+def _in_child(compare: Callable[[], bool], timeout_s: float) -> bool:
+    """Return the result of a function in a forked process. Raise TimeoutError if the process fails or is too slow."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            signal.alarm(0)
+            os.write(write, b"1" if compare() else b"0")
+        finally:
+            os._exit(0)
+    os.close(write)
+    try:
+        ready = select.select([read], [], [], timeout_s)[0]
+        result = os.read(read, 1) if ready else b""
+    finally:
+        os.close(read)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    if not result:
+        raise TimeoutError("the comparison failed, or took too long")
+    return result == b"1"
 
 
 def _bare(answer: str) -> str:

@@ -9,17 +9,28 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
 _NUMBER = re.compile(
     r"(?P<sign>-?)(?:"
-    r"\\[dt]?frac\{(?P<numerator>\d{1,5})\}\{(?P<denominator>[1-9]\d{0,4})\}"
-    r"|(?P<dividend>\d{1,5})/(?P<divisor>[1-9]\d{0,4})"
-    r"|(?P<integer>0|[1-9]\d{0,8})"
+    r"\\[dt]?frac\{(?P<numerator>[0-9]{1,5})\}\{(?P<denominator>[1-9][0-9]{0,4})\}"
+    r"|(?P<dividend>[0-9]{1,5})/(?P<divisor>[1-9][0-9]{0,4})"
+    r"|(?P<integer>0|[1-9][0-9]{0,8})"
     r")"
 )
 """Numbers with so few digits that math-verify, which compares 15 digits, never considers different numbers equal."""
+
+_TEN = r"10\s*\^\s*(?:\{\s*(?P<NAME>[+-]?[0-9]{1,4})\s*\}|(?P<NAME_digit>[0-9]))"
+_DECIMAL = re.compile(
+    r"(?P<sign>[+-]?)(?:(?P<digits>[0-9]+(?:\.[0-9]*)?|\.[0-9]+)"
+    r"(?:[eE](?P<exponent>[+-]?[0-9]{1,4})|\s*\\(?:times|cdot)\s*"
+    + _TEN.replace("NAME", "power")
+    + ")?|"
+    + _TEN.replace("NAME", "bare")
+    + ")"
+)
 
 LARGEST = 1e6
 """Largest absolute value in evaluated expressions. Up to it, rounding errors are far below NOTICEABLE."""
@@ -42,6 +53,22 @@ def number(text: str) -> Fraction | None:
     numerator = match["numerator"] or match["dividend"] or match["integer"]
     denominator = match["denominator"] or match["divisor"] or "1"
     return Fraction(int(numerator), int(denominator)) * (-1 if match["sign"] else 1)
+
+
+def decimal(text: str) -> Fraction | None:
+    """Return the value of a plain number, or of a decimal number such as 0.5, 1e-05, `1.5 \\times 10^{-5}` or
+    `10^{-5}`. Return None for any other text."""
+    match = _DECIMAL.fullmatch(text)
+    if match is None:
+        return number(text)
+    names = ("exponent", "power", "power_digit", "bare", "bare_digit")
+    power = next((match[name] for name in names if match[name] is not None), "0")
+    return Fraction(Decimal(match["sign"] + (match["digits"] or "1"))) * Fraction(10) ** int(power)
+
+
+def is_close(first: Fraction, second: Fraction, digits: int) -> bool:
+    """Return whether two numbers agree to so many decimal places, or significant digits if they are below 1."""
+    return abs(first - second) <= Fraction(1, 10**digits) * min(1, max(abs(first), abs(second)))
 
 
 def differ(gold: Sequence[Any], response: Sequence[Any]) -> bool:
@@ -86,6 +113,39 @@ def _value(term: Any, point: dict[Any, float], sympy: Any) -> float:
     if not abs(value) <= LARGEST:
         raise _Unknown
     return value
+
+
+def compare_relatively() -> None:
+    """Make math-verify compare numbers by their relative difference. It rounds to decimal places, so that all numbers
+    near 0 are equal."""
+    import sympy
+    from math_verify import grader
+
+    def is_equal(a: Any, b: Any, digits: int, precision: int) -> bool:
+        matrices = sympy.MatrixBase, sympy.MatrixExpr
+        if isinstance(a, matrices) or isinstance(b, matrices):
+            return original(a, b, digits, precision)
+        has_float = a.has(sympy.Float) or b.has(sympy.Float)
+        if not has_float and any(grader.is_atomic_or_pct_atomic(term, sympy.Number) for term in (a, b)):
+            return original(a, b, digits, precision)
+        symbols = sorted(a.free_symbols | b.free_symbols, key=str)
+        if symbols and (len(symbols) > len(POINT) or not original(a, b, digits, precision)):
+            return False
+        point = dict(zip(symbols, POINT, strict=False))
+        try:
+            first, second = (term.doit().subs(point).evalf(precision + 5) for term in (a, b))
+            if not (first.is_finite and second.is_finite):
+                return first == second
+            scale = max(abs(first), abs(second))
+            tolerance = min(1, scale) * sympy.Rational(1, 10**digits) if has_float else scale * 10.0**-precision
+            return bool(abs(first - second) <= tolerance)
+        except (TypeError, ValueError, AttributeError):  # not numbers
+            return False
+
+    original = grader.sympy_numeric_eq
+    if not hasattr(original, "is_relative"):
+        is_equal.is_relative = True
+        grader.sympy_numeric_eq = is_equal
 
 
 def parse_quickly() -> None:

@@ -12,7 +12,7 @@ class RegexMatch:
     """Reward function that returns whether a pattern matches in the response. If the pattern has a group named
     `answer`, the group in the last match must equal the answer, ignoring surrounding whitespace. The syntax is Python's
     with the extensions from the `regex` package. A search that takes longer than timeout_s, for example because of
-    catastrophic backtracking, raises TimeoutError and fails only its sample."""
+    catastrophic backtracking, has no match."""
 
     def __init__(self, pattern: str, whole: bool = False, ignore_case: bool = False, timeout_s: float = 1.0):
         """whole: whether the pattern must match the whole response, excluding surrounding whitespace."""
@@ -34,7 +34,10 @@ class RegexMatch:
                 "regex_match: the pattern has a group named answer, but the prompt has no answer (null). Fix: add an "
                 "answer to the row, or rename the group"
             )
-        match = self._last_match(response)
+        try:
+            match = self._last_match(response)
+        except TimeoutError:
+            match = None
         if match is None or not self._compares:
             return match is not None
         matched, expected = (match["answer"] or "").strip(), str(answer).strip()

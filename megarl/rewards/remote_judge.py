@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from megarl.core.text import encodable
 from megarl.rewards.rating import TEMPLATE, question, rating
 
 if TYPE_CHECKING:
@@ -112,8 +113,8 @@ class GenerativeJudge:
 def _content(response: httpx.Response) -> str:
     try:
         content = response.json()["choices"][0]["message"]["content"]
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         content = None
     if not isinstance(content, str):
         raise ValueError(f"{response.url} returned no message: {response.text[:200]!r}")
-    return content
+    return encodable(content)

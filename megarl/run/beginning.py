@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 from pathlib import Path
 
 from megarl.config import document
@@ -11,6 +10,7 @@ from megarl.config.continuation import check_continues
 from megarl.config.saved import complete
 from megarl.config.schema import Config
 from megarl.core.checkpoint import Checkpoint, checked_format
+from megarl.core.files import read_json, read_text
 from megarl.models.folder import model_paths
 from megarl.models.paths import Models, moved_models, reuse_earlier_folders, update_moved_paths
 from megarl.models.weights_hash import weights_hash
@@ -25,8 +25,8 @@ def check_beginning(config: Config) -> str | None:
     step = folder.finished_after if config.resume == "auto" else None
     if step is None or config.run.steps > step or not folder.config.exists():
         return None
-    saved = document.parse(folder.config.read_text(encoding="utf-8"), str(folder.config)).values
-    manifest = json.loads(folder.manifest.read_text(encoding="utf-8"))
+    saved = document.parse(read_text(folder.config), str(folder.config)).values
+    manifest = read_json(folder.manifest)
     config = resolve(config)
     saved = complete(saved, checked_format(manifest, folder.manifest))
     moved = moved_models(config, _identities(config), saved, manifest["models"] or {})

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from megarl.core.jsonl import read_objects
 from megarl.run.attempts import Attempts
 
 ALLOCATED = "MEGARL_ALLOCATED"
@@ -55,10 +55,9 @@ class EffectiveShare:
 def _completed_s(run: Path) -> float:
     """Return the total duration of the steps in a run's metrics, in seconds."""
     metrics = run / "metrics.jsonl"
-    lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True) if metrics.exists() else []
-    whole = [line for line in lines if line.endswith("\n")]  # a killed driver may leave a partial last line
+    rows = read_objects(metrics)[0] if os.path.lexists(metrics) else []
     # The evaluation before the first step has no step time.
-    return sum(json.loads(line).get("time/step", 0.0) for line in whole)
+    return sum(row.get("time/step") or 0.0 for row in rows)
 
 
 def allocated_s(run: Path, now: float) -> float:

@@ -22,7 +22,8 @@ from megarl.config.load import dump
 from megarl.config.schema import Config
 from megarl.core.checkpoint import FORMAT, FORMAT_KEY
 from megarl.core.errors import UserError
-from megarl.core.files import numbered, replace_text, sync
+from megarl.core.files import numbered, parse_json, read_json, read_text, replace_text, sync
+from megarl.core.jsonl import read_objects
 from megarl.core.versions import installed_versions
 from megarl.models.folder import model_paths
 from megarl.models.paths import Models
@@ -129,11 +130,11 @@ class RunFolder:
     def metrics_until(self, step: int) -> list[str]:
         """Return the lines in metrics.jsonl up to `step`. A partial last line, left by a killed run, is dropped. Raise
         UserError if the file contains an invalid complete line."""
-        lines = self.metrics.read_text(encoding="utf-8").splitlines(keepends=True) if self.metrics.exists() else []
+        lines = read_text(self.metrics).splitlines(keepends=True) if os.path.lexists(self.metrics) else []
         kept = []
         for number, line in enumerate(lines, start=1):
             try:
-                if line.endswith("\n") and json.loads(line)["step"] <= step:
+                if line.endswith("\n") and parse_json(line)["step"] <= step:
                     kept.append(line)
             except (ValueError, KeyError, TypeError):
                 raise UserError(
@@ -144,8 +145,8 @@ class RunFolder:
 
     def values_of(self, metric: str) -> dict[int, float]:
         """Return the values of a metric, keyed by step. Steps without the metric are omitted."""
-        rows = [json.loads(line) for line in self.metrics.read_text().splitlines()] if self.metrics.exists() else []
-        return {row["step"]: row[metric] for row in rows if row.get(metric) is not None}
+        rows = read_objects(self.metrics)[0] if os.path.lexists(self.metrics) else []
+        return {row["step"]: row[metric] for row in rows if "step" in row and row.get(metric) is not None}
 
     def _open(self, config: Config, data_hash: str | None, models: Models | None, step: int) -> None:
         self.logs.mkdir(parents=True)
@@ -176,19 +177,19 @@ class RunFolder:
     @property
     def num_steps(self) -> int:
         """Number of completed steps in metrics.jsonl, excluding the evaluation before the first step."""
-        lines = self.metrics.read_bytes().splitlines() if self.metrics.exists() else []
-        return sum(not line.startswith(b'{"step": 0,') for line in lines)
+        lines = read_text(self.metrics).splitlines() if os.path.lexists(self.metrics) else []
+        return sum(not line.startswith('{"step": 0,') for line in lines)
 
     @property
     def finished_after(self) -> int | None:
         """The last step of a finished run, or None if the run is not finished."""
         if not self.manifest.exists():
             return None
-        return json.loads(self.manifest.read_text(encoding="utf-8")).get("finished_after_step")
+        return read_json(self.manifest).get("finished_after_step")
 
     def finish(self, step: int) -> None:
         """Record in the manifest that the run finished after `step`."""
-        manifest = json.loads(self.manifest.read_text(encoding="utf-8")) | {"finished_after_step": step}
+        manifest = read_json(self.manifest) | {"finished_after_step": step}
         replace_text(self.manifest, json.dumps(manifest, indent=2) + "\n")
 
     @property
@@ -199,7 +200,7 @@ class RunFolder:
             model
             for manifest in manifests
             if manifest.is_file()
-            for model in (json.loads(manifest.read_text(encoding="utf-8")).get("models") or {}).values()
+            for model in (read_json(manifest).get("models") or {}).values()
         ]
         return {model["given"]: model["folder"] for model in models if "given" in model}
 

@@ -21,6 +21,10 @@ MAX_FILES = 20_000
 """Maximum number of files in a sandbox's own folders. Even empty files use memory."""
 
 OPEN_FILES = 256
+SIGNALS = 1024
+SOCKET_BYTES = 212992
+"""Largest buffer of a socket where the kernel does not report it: Linux's default."""
+
 READ_BYTES = 65536
 TICKS = os.sysconf("SC_CLK_TCK")
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -162,6 +166,7 @@ class Run:
         limits, bound = self.limits, {}
         bound |= dict.fromkeys((resource.RLIMIT_CORE, resource.RLIMIT_MSGQUEUE, resource.RLIMIT_MEMLOCK), (0, 0))
         bound[resource.RLIMIT_NOFILE] = OPEN_FILES, OPEN_FILES
+        bound[resource.RLIMIT_SIGPENDING] = SIGNALS, SIGNALS
         bound[resource.RLIMIT_CPU] = limits["cpu_s"], limits["cpu_s"] + 1
         bound[resource.RLIMIT_AS] = limits["memory_mib"] << 20, limits["memory_mib"] << 20
         bound[resource.RLIMIT_FSIZE] = limits["file_mib"] << 20, limits["file_mib"] << 20
@@ -251,8 +256,9 @@ class Run:
         if cpu_of_exited() - self.cpu_before + sum(map(cpu_of, pids)) > self.limits["cpu_s"]:
             return b"cpu_s"
         most = self.limits["memory_mib"] << 20
-        # Private memory is quick to read but excludes shared file pages. Check the exact value only if needed.
-        if sum(map(private_bytes, pids)) > most and sum(map(proportional_bytes, pids)) > most:
+        kernel = socket_bytes() if self.agent.is_first else 0
+        # Resident memory is quick to read but counts shared pages several times. Check the exact value only if needed.
+        if sum(map(resident_bytes, pids)) + kernel > most and sum(map(proportional_bytes, pids)) + kernel > most:
             return b"memory_mib"
         if self.agent.is_first and max(map(num_files, (self.agent.folder, "/dev/shm"))) > MAX_FILES:
             return b"files"
@@ -281,18 +287,35 @@ def cpu_of(pid):
     return sum(map(int, numbers[11:15])) / TICKS
 
 
-def private_bytes(pid):
-    """Return the resident memory of a process in bytes, without file-backed and shared pages."""
-    numbers = [int(number) for number in text_of(f"/proc/{pid}/statm").split()] or [0, 0, 0]
-    return (numbers[1] - numbers[2]) * PAGE
+def resident_bytes(pid):
+    """Return the resident memory of a process in bytes."""
+    numbers = text_of(f"/proc/{pid}/statm").split() or ["0", "0"]
+    return int(numbers[1]) * PAGE
 
 
 def proportional_bytes(pid):
-    """Return the resident memory of a process in bytes, with shared pages divided among the processes that share
-    them."""
-    lines = text_of(f"/proc/{pid}/smaps_rollup").splitlines()
-    sizes = [int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:")]
-    return sizes[0] if sizes else private_bytes(pid)
+    """Return the resident memory of a process and its page tables in bytes, with shared pages divided among the
+    processes that share them. If the process hides them, return its address space."""
+    sizes = [sizes_of(f"/proc/{pid}/{name}") for name in ("smaps_rollup", "status")]
+    if "Pss" in sizes[0]:
+        return sizes[0]["Pss"] + sizes[1].get("VmPTE", 0)
+    return sizes[1].get("VmSize", 0)
+
+
+def sizes_of(path):
+    """Return the sizes in a file with lines such as `Pss: 12 kB`, in bytes by name."""
+    fields = [line.split() for line in text_of(path).splitlines()]
+    return {line[0].rstrip(":"): int(line[1]) << 10 for line in fields if len(line) == 3 and line[2] == "kB"}
+
+
+def socket_bytes():
+    """Return the most bytes that the sandbox's Unix sockets can buffer, and the bytes that its other sockets buffer."""
+    size = int(text_of("/proc/sys/net/core/wmem_max") or SOCKET_BYTES)
+    total = 2 * size * (text_of("/proc/net/unix").count("\n") - 1)
+    for kind in ("tcp", "tcp6", "udp", "udp6"):
+        for line in text_of(f"/proc/net/{kind}").splitlines()[1:]:
+            total += 2 * sum(int(queued, 16) for queued in line.split()[4].split(":"))
+    return max(0, total)
 
 
 def num_files(folder):

@@ -7,6 +7,7 @@ import marshal
 import os
 import sys
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -44,10 +45,18 @@ class Provider(ABC):
     def command(self) -> Command:
         """Return the command that starts one sandbox."""
 
-    async def start(self, deadline_s: float | None = None) -> Sandbox:
-        """Start a sandbox, to be used with `async with`. `deadline_s` is its lifetime in seconds."""
+    async def start(self, deadline_s: float | None = None, file: int | None = None) -> Sandbox:
+        """Start a sandbox, to be used with `async with`.
+
+        Args:
+            deadline_s: its lifetime in seconds.
+            file: open file descriptor that programs in the sandbox inherit with the same number.
+        """
         deadline_s = self._deadline_s if deadline_s is None else deadline_s
-        return await Sandbox(self.command(), self.limits, self.python, deadline_s).start()
+        command = self.command()
+        if file is not None:
+            command = replace(command, inherited=(file,))
+        return await Sandbox(command, self.limits, self.python, deadline_s).start()
 
     async def try_out(self) -> None:
         """Run an empty program in a sandbox. Raise SandboxError if that fails."""

@@ -43,12 +43,14 @@ class Command:
         environment: environment variables for the command, not for programs.
         files: open file descriptors that the command reads. They are closed in this process once the command has
             started.
+        inherited: open file descriptors for the programs in the sandbox.
         folder: a folder to remove at the end. The agent also removes it, in case this process is killed.
     """
 
     arguments: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=dict)
     files: Sequence[int] = ()
+    inherited: Sequence[int] = ()
     folder: str | None = None
 
 
@@ -102,7 +104,7 @@ class Sandbox(AbstractAsyncContextManager):
                 stdout=remote.fileno(),
                 stderr=errors_write,
                 env={**self._command.environment, SELF_CLEANING: "1"},
-                pass_fds=self._command.files,
+                pass_fds=[*self._command.files, *self._command.inherited],
                 cwd="/",
                 process_group=0,
             )

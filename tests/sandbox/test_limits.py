@@ -106,6 +106,71 @@ def test_shared_memory_counts_once():
     assert printed(bounded(memory_mib=192), program) == "all\n"
 
 
+HOLDS = """
+    import mmap, os, time
+    kept = []
+    for _ in range(4):
+        if os.fork() == 0:
+            try:
+                {hold}
+            except OSError as error:
+                print(error.strerror, flush=True)
+                os._exit(1)
+            print("held", flush=True)
+            time.sleep(30)
+    for _ in range(4): os.wait()
+"""
+"""A program whose four processes each hold 60 MiB. Below, they hold it in ways that their statistics do not show."""
+
+
+@pytest.mark.parametrize(
+    "hold",
+    [
+        "kept = mmap.mmap(-1, 60 << 20); kept.write(bytes(60 << 20))",
+        "kept = mmap.mmap(-1, 60 << 20); kept.write(bytes(60 << 20)); kept.madvise(mmap.MADV_DONTNEED)",
+        "kept = mmap.mmap(os.open('/dev/zero', os.O_RDWR), 60 << 20); kept.write(bytes(60 << 20))",
+    ],
+)
+def test_shared_anonymous_memory_is_refused(hold):
+    finished = finish(bounded(memory_mib=128), HOLDS.format(hold=hold))
+    assert b"held" not in finished.stdout and len(finished.stdout.splitlines()) == 4
+
+
+def test_memory_of_a_process_that_hides_its_statistics_counts():
+    hold = "import ctypes; ctypes.CDLL(None).prctl(4, 0, 0, 0, 0); kept = bytearray(os.urandom(1 << 20)) * 60"
+    assert finish(bounded(memory_mib=128), HOLDS.format(hold=hold)).limit == "memory_mib"
+
+
+def test_buffers_of_sockets_count():
+    program = """
+        import socket, time
+        kept = []
+        for _ in range(100):
+            pair = socket.socketpair()
+            kept.append(pair)
+            for end in pair:
+                end.setblocking(False)
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 22)
+                try:
+                    while True: end.send(bytes(1 << 16))
+                except BlockingIOError: pass
+        time.sleep(30)
+    """
+    assert finish(bounded(memory_mib=48, wall_s=20.0), program).limit == "memory_mib"
+    assert printed(bounded(), "import asyncio\nasync def main(): print('ran')\nasyncio.run(main())") == "ran\n"
+
+
+def test_multiprocessing_works():
+    program = """
+        import multiprocessing as mp
+        if __name__ == "__main__":
+            with mp.get_context("fork").Pool(2) as pool: print(sum(pool.map(abs, [-1, -2])))
+            value = mp.Value("i", 3)
+            print(value.value)
+    """
+    assert printed(bounded(), program) == "3\n3\n"
+
+
 @pytest.mark.parametrize("folder", ["/tmp", "/dev/shm"])
 def test_disk_space_is_limited(folder):
     program = f"""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from megarl.core.files import is_deeper
 from megarl.environments.sessions.errors import invalid
 
 Message = Mapping[str, Any]
@@ -51,20 +52,6 @@ def canonical(message: Message) -> str:
     content = message["content"].strip() if message["role"] == "assistant" else message["content"]
     calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls", ())]
     return json.dumps([message["role"], content, calls], sort_keys=True)
-
-
-def is_deeper(value: Any, limit: int) -> bool:
-    """Return whether lists and objects are nested more than `limit` levels deep."""
-    level = [value]
-    for _ in range(limit + 1):
-        level = [item for each in level if isinstance(each, dict | list) for item in _items(each)]
-        if not level:
-            return False
-    return True
-
-
-def _items(container: dict[str, Any] | list[Any]) -> Iterable[Any]:
-    return container.values() if isinstance(container, dict) else container
 
 
 def _text(content: Any, param: str) -> str:

@@ -10,9 +10,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from megarl.core.files import is_deeper
+from megarl.core.text import encodable
 from megarl.environments.sessions.completion import chunks, completion_body
 from megarl.environments.sessions.errors import ApiError, invalid
-from megarl.environments.sessions.messages import is_deeper
 from megarl.environments.sessions.request import read_request, tools_key
 from megarl.environments.sessions.session import CLOSED, Session, SessionLimits, TokensOf, TurnTokens
 from megarl.environments.transcript import Part
@@ -154,7 +155,7 @@ async def _read(request: web.Request) -> Any:
 
     try:
         async with asyncio.timeout(BODY_S):
-            body = json.loads(await request.read())
+            body = encodable(json.loads(await request.read()))
     except TimeoutError:
         raise ApiError(408, "request_timeout", f"the request body did not arrive within {BODY_S:g} s") from None
     except web.HTTPRequestEntityTooLarge:

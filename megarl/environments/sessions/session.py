@@ -157,14 +157,20 @@ class Session:
         try:
             tokens = self._tokens_of(request.tools)
             slot = self.recording.reserve(tokens, tools_key(request.tools), request.messages)
-        except UserError as error:
-            raise invalid("messages", str(error)) from error
+        except ApiError:
+            raise
+        except Exception as error:  # whatever the agent's messages cause
+            reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+            raise invalid("messages", reason) from error
         try:
             completion = await self._complete(slot, request)
         except BaseException:
             self.recording.release(slot)
             raise
-        return self._record(request, tokens, slot, completion)
+        try:
+            return self._record(request, tokens, slot, completion)
+        except Exception as error:  # whatever the turn's text causes
+            raise ApiError(500, "turn_failed", f"the turn cannot be processed: {error}") from error
 
     async def _require_room(self, messages: Sequence[Message]) -> None:
         """Reject long messages before the event loop, which serves all sessions, renders and tokenizes them. Templates

@@ -12,6 +12,7 @@ import pytest
 from megarl.config.load import load
 from megarl.core.errors import UserError
 from megarl.core.types import CandidateIds, Completion, Prompt, Sample, VersionRun
+from megarl.data.turns import ChatTokens
 from megarl.environments.hosts import HostPool, host_arguments
 from megarl.environments.runner import RolloutRequest, RolloutRunner
 from tests.paths import QUICKSTART
@@ -98,6 +99,21 @@ def test_rollout_tokens_equal_the_rendered_conversation():
     assert (sample.rollout_id, sample.text, sample.prompt.answer) == ("1.0", "6", "42")
     seeds = [asked["seed"] for asked in sampler.asked]
     assert seeds[0] == 11 and len(set(seeds)) == 3
+
+
+def test_lone_surrogates_in_observations_are_replaced():
+    [[sample]] = play(config(), Says("12", "345", "6"), "half")
+    assert sample.token_ids.tolist() == rendered("half", "12", "\ufffd turns", "345", "\ufffd turns", "6")
+
+
+@pytest.mark.parametrize("method", ["extend", "read"])
+def test_error_while_processing_a_turn_fails_only_its_rollout(monkeypatch, method):
+    def broken(*_):
+        raise TypeError("TextInputSequence must be str")
+
+    monkeypatch.setattr(ChatTokens, method, broken)
+    for [sample] in play(config(), Says("12", "345", "6"), "fine", "fine"):
+        assert "a turn cannot be processed (TypeError: TextInputSequence must be str)" in sample.episode.failure
 
 
 def test_truncated_turns_are_closed_by_context():

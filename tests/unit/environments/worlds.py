@@ -32,6 +32,8 @@ class Counter(Environment):
             return Step(reward=reward, done=True)
         if self._fault == "restart" and self.num_turns == 1:
             return Step([{"role": "user", "content": "restarted"}], restart=True)
+        if self._fault == "half":
+            return Step("\ud83d turns", reward)
         return Step(f"{self.num_turns} turns", reward, as_is=self._fault == "as is")
 
     async def _fail(self) -> None:

@@ -97,10 +97,11 @@ def test_ten_megabyte_response_does_not_break_the_pool(pool, function, unit):
 
 
 @pytest.mark.parametrize("response", ["a" * 60 + "!", "a" * 10_000_000 + "!"])
-def test_catastrophic_regex_fails_without_losing_the_process(pool, response):
+def test_catastrophic_regex_is_wrong_without_losing_the_process(pool, response):
     [before] = [child.pid for child in pool._children]
+    result = call(pool, "regex", response)
     # With ten megabytes, the search may hit the memory limit first.
-    assert call(pool, "regex", response).failure in ("raised TimeoutError: regex timed out", "raised MemoryError: ")
+    assert result.value == 0.0 or result.failure == "raised MemoryError: "
     assert [child.pid for child in pool._children] == [before]
     assert call(pool, "regex", "aaa").value == 1.0
 
@@ -116,9 +117,8 @@ def test_catastrophic_regex_fails_without_losing_the_process(pool, response):
         "(" * 1900 + ")" * 1900,
     ],
 )
-def test_pathological_math_expression_scores_zero_or_fails(pool, expression):
-    found = call(pool, "math_match", f"\\boxed{{{expression}}}")
-    assert found.value == 0.0 or found.failure is not None
+def test_pathological_math_expression_scores_zero(pool, expression):
+    assert call(pool, "math_match", f"\\boxed{{{expression}}}").value == 0.0
     assert_works(pool)
 
 

@@ -1,0 +1,25 @@
+"""Text from outside: what environments, agents, judges and data files send."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def encodable(value: Any) -> Any:
+    """Return a JSON value whose texts UTF-8 can encode, as tokenizers require: two halves of a UTF-16 surrogate pair
+    become their character, and a lone half becomes U+FFFD."""
+    if isinstance(value, str):
+        return value if _is_encodable(value) else value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(value, dict):
+        return {encodable(key): encodable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [encodable(item) for item in value]
+    return value
+
+
+def _is_encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,0 +1,283 @@
+"""The process of the tests: it runs them and exits with the verdict.
+
+The sandbox's own Python runs the text of this file after that of code_channel.py. The program runs in another sandbox.
+Its functions and objects are represented by proxies, whose calls return plain data or other proxies. No code of the
+program runs here, and the program never receives the tests or the values that its results are compared with:
+
+- A proxy never equals plain data, and is not asked. Operators work between two objects of the program, not between one
+  and plain data, because its methods would receive the expected value and could return what the test wants.
+- Names that the tests use and do not define are the program's, except builtins and modules of the standard library.
+- Containers are passed by value. If the program changes an argument in place, the argument changes here. Objects of
+  classes that the tests define are passed with their attributes. Functions are called back.
+"""
+
+import ast
+import builtins
+import contextlib
+import functools
+import importlib
+import json
+import os
+import sys
+import types
+
+from megarl.rewards.code_channel import Peer
+
+PASSED, WRONG, INVALID = 0, 1, 2
+"""Exit statuses. INVALID: the tests themselves are at fault, regardless of the program."""
+
+TESTS = "tests"
+
+MODULE_ALIASES = {"np": "numpy"}
+"""Modules outside the standard library that tests use without importing them, by their usual names."""
+
+UNARY = (
+    *("len", "iter", "next", "str", "repr", "bool", "hash", "reversed", "float", "int", "index", "abs", "neg"),
+    *("getitem", "setitem", "delitem"),
+)
+BINARY = (
+    *("eq", "ne", "lt", "le", "gt", "ge"),
+    *("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor"),
+)
+
+
+class InvalidTests(BaseException):
+    """Raised if the tests cannot run with any program. The tests' own `except Exception` does not catch it."""
+
+
+class Proxy:
+    """An object of the program."""
+
+    def __init__(self, tester, number):
+        object.__setattr__(self, "_Proxy__tester", tester)
+        object.__setattr__(self, "_Proxy__number", number)
+
+    def __call__(self, *positional, **named):
+        return self.__tester.request("call", self, positional, named)
+
+    def __getattr__(self, name):
+        return self.__tester.request("get", self, name)
+
+    def __setattr__(self, name, value):
+        self.__tester.request("set", self, name, value)
+
+    def __delattr__(self, name):
+        self.__tester.request("delete", self, name)
+
+    def __instancecheck__(self, value):
+        return isinstance(value, Proxy) and self.__tester.request("is_instance", value, self)
+
+    def __contains__(self, value):
+        return any(item is value or item == value for item in self)
+
+    def __enter__(self):
+        return self.__getattr__("__enter__")()
+
+    def __exit__(self, *_):
+        return self.__getattr__("__exit__")(None, None, None)
+
+    def __copy__(self):
+        return self
+
+    def __deepcopy__(self, _):
+        return self
+
+
+def number_of(proxy):
+    return object.__getattribute__(proxy, "_Proxy__number")
+
+
+def request_on(proxy, *values):
+    return object.__getattribute__(proxy, "_Proxy__tester").request(*values)
+
+
+def add_operations():
+    def unary(name):
+        return lambda self, *values: request_on(self, "operate", name, self, *values)
+
+    def binary(name):
+        def operate(self, other):
+            return request_on(self, "operate", name, self, other) if isinstance(other, Proxy) else NotImplemented
+
+        return operate
+
+    for method, names in ((unary, UNARY), (binary, BINARY)):
+        for name in names:
+            setattr(Proxy, f"__{name}__", method(f"__{name}__"))
+
+
+class Tester(Peer):
+    """The tests' end of the channel. Functions and iterators of the tests stay here and have numbers."""
+
+    def __init__(self, end):
+        super().__init__(end)
+        self.proxies, self.callables = {}, []
+
+    def handle(self, kind, number, positional, named):
+        return self.callables[number](*positional, **named)
+
+    def error(self, kind, arguments, text):
+        if not isinstance(kind, type) or not issubclass(kind, Exception):
+            kind = RuntimeError
+        try:
+            error = kind(*arguments)
+        except Exception:
+            error = RuntimeError(text)
+        error.is_of_program = True
+        return error
+
+    def is_record(self, value):
+        return type(value).__module__ == TESTS and hasattr(value, "__dict__")
+
+    def to_node(self, value):
+        if isinstance(value, Proxy):
+            return ["own", number_of(value)]
+        if isinstance(value, types.BuiltinFunctionType) and getattr(builtins, value.__name__, None) is value:
+            return ["function", value.__name__]
+        if isinstance(value, Solution):
+            return ["module"]
+        if hasattr(value, "__next__"):
+            return ["iterator", self.register(functools.partial(next, value))]
+        if callable(value):
+            return ["callback", self.register(value)]
+        raise InvalidTests(
+            f"the tests pass an object of type {type(value).__name__}, which cannot be sent to the program"
+        )
+
+    def register(self, function):
+        self.callables.append(function)
+        return len(self.callables) - 1
+
+    def from_node(self, kind, number, *arguments):
+        if kind == "own":
+            return self.callables[number]
+        if number not in self.proxies:
+            if kind == "error":
+                self.proxies[number] = exception_class(*arguments)
+            elif kind == "coroutine":
+                self.proxies[number] = awaited(self, Proxy(self, number))
+            else:
+                self.proxies[number] = Proxy(self, number)
+        return self.proxies[number]
+
+
+def exception_class(name, bases):
+    found = [getattr(builtins, base, None) for base in bases]
+    base = next((base for base in found if isinstance(base, type) and issubclass(base, Exception)), RuntimeError)
+    return type(name, (base,), {"__init__": lambda self, *_: None})
+
+
+async def awaited(tester, coroutine):
+    return tester.request("await", coroutine)
+
+
+class Solution(types.ModuleType):
+    """The program's module."""
+
+    def __init__(self, tester):
+        super().__init__("solution")
+        self.__dict__["tester"] = tester
+
+    def __getattr__(self, name):
+        if name == "__all__":
+            return [name for name in self.__dict__["names"] if not name.startswith("_")]
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self.__dict__["tester"].request("get", self, name)
+
+    def __setattr__(self, name, value):
+        if name.startswith("__"):
+            super().__setattr__(name, value)
+        else:
+            self.__dict__["tester"].request("set", self, name, value)
+
+    def __delattr__(self, name):
+        self.__dict__["tester"].request("delete", self, name)
+
+
+class Names(dict):
+    """The namespace of the tests. A name that they do not define is the program's."""
+
+    def __init__(self, solution, from_program):
+        super().__init__(__name__=TESTS, __builtins__=builtins)
+        self.solution, self.from_program = solution, from_program
+
+    def __missing__(self, name):
+        if name not in self.from_program:
+            raise KeyError(name)
+        value = getattr(self.solution, name)
+        if isinstance(value, Proxy | type):  # other values may change
+            self[name] = value
+        return value
+
+
+class UsedNames:
+    """The names that the tests use, by how they use them."""
+
+    def __init__(self, tree, entry_point):
+        nodes = list(ast.walk(tree))
+        names = [node for node in nodes if isinstance(node, ast.Name)]
+        bases = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
+        others = {node.id for node in names if id(node) not in bases}
+        self.loaded = {node.id for node in names if isinstance(node.ctx, ast.Load)}
+        self.modules = (self.loaded - others) & {*sys.stdlib_module_names, *MODULE_ALIASES} - {root_name(entry_point)}
+        self.entry_point = entry_point
+
+    def of_program(self, defined):
+        """Return the names that are the program's, of those that it defines."""
+        plain, shadowing = defined - set(dir(builtins)), defined & set(dir(builtins))
+        if self.entry_point:
+            return plain | (shadowing & {root_name(self.entry_point)})
+        # The function under test may have the name of a builtin, but then it is the only one that the tests take.
+        shadowing &= self.loaded
+        return plain | (shadowing if len(shadowing) == 1 and not self.loaded & plain else set())
+
+
+def root_name(expression):
+    """Return the first name in an expression such as `Solution().add`."""
+    nodes = ast.walk(ast.parse(expression or "None", mode="eval"))
+    return next((node.id for node in nodes if isinstance(node, ast.Name)), None)
+
+
+def run(tester, setup, tests, entry_point):
+    """Run the tests. Return the verdict."""
+    try:
+        source = "\n".join([setup, *tests, f"check({entry_point})" if entry_point else ""])
+        tree = ast.parse(source)
+        code = compile(tree, "tests.py", "exec")
+        imports = [ast.unparse(part) for part in ast.parse(setup).body if isinstance(part, ast.Import | ast.ImportFrom)]
+        used = UsedNames(tree, entry_point)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise InvalidTests(f"the tests are not valid Python: {error}") from None
+    sys.modules[TESTS] = types.ModuleType(TESTS)
+    solution = sys.modules["solution"] = Solution(tester)
+    defined = solution.__dict__["names"] = set(tester.request("load", imports))
+    namespace = Names(solution, used.of_program(defined))
+    for name in used.modules:
+        with contextlib.suppress(ImportError):
+            namespace[name] = importlib.import_module(MODULE_ALIASES.get(name, name))
+    for name in (used.loaded & namespace.from_program) - used.modules:
+        namespace[name]  # class bodies do not look for missing names
+    exec(code, namespace)
+
+
+def main(file):
+    tester, arguments = Tester(int(file)), json.load(sys.stdin)
+    add_operations()
+    try:
+        run(tester, **arguments)
+        status = PASSED
+    except InvalidTests as error:
+        status, message = INVALID, str(error)
+    except ImportError as error:
+        is_of_program = hasattr(error, "is_of_program") or error.name in (None, "solution")
+        status, message = WRONG if is_of_program else INVALID, f"the tests need a module: {error}"
+    except BaseException:
+        status = WRONG
+    if status == INVALID:
+        os.write(2, message.encode(errors="replace"))
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

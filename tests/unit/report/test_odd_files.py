@@ -1,0 +1,108 @@
+"""Odd files in a run folder: readers answer, or name the file."""
+
+from __future__ import annotations
+
+import json
+import os
+import urllib.error
+import urllib.request
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from megarl.core.errors import UserError
+from megarl.report import write
+from megarl.report.live import LiveReport, serve
+from megarl.run.folder import RunFolder
+
+CONFIG = RunFolder(Path()).config.name
+HUGE = "9" * 5000
+DEEP = "[" * 100_000 + "]" * 100_000
+NESTED = "[" * 500 + "]" * 500
+ROW = {"prompt": "p", "response": "r", "reward": 1.0, "sample_id": "s"}
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    (tmp_path / "manifest.json").write_text(json.dumps({"name": "run"}))
+    RunFolder(tmp_path).config.write_text("run: {steps: 3}\n")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
+    (tmp_path / "rollouts").mkdir()
+    RunFolder(tmp_path).rollouts(1).write_text(json.dumps(ROW) + "\n")
+    return tmp_path
+
+
+LINES = [
+    *(f'{{"step": 2, "reward/mean": {HUGE}}}', f'{{"step": {HUGE}}}', f'{{"step": 2, "a": {DEEP}}}', NESTED, "7"),
+    *(f'{{"step": {"9" * 4000}, "reward/mean": {"9" * 4000}}}', f'{{"step": 2, "reward/mean": {"9" * 400}}}'),
+    *(f'{{"step": 2, "a": {NESTED}}}', '{"step": 2, "nonfinite": 7}', '{"step": 2, "nonfinite": [[1]]}', "\ufffd"),
+]
+
+
+@pytest.mark.parametrize("line", LINES, ids=range(len(LINES)))
+def test_report_survives_odd_lines(folder, line):
+    for file in (folder / "metrics.jsonl", RunFolder(folder).rollouts(1)):
+        with file.open("a") as lines:
+            lines.write(f"{line}\n")
+    assert write(folder).read_text().startswith("<!DOCTYPE html>")
+    LiveReport(folder)
+    assert RunFolder(folder).values_of("reward/mean")[1] == 0.5
+
+
+@pytest.mark.parametrize(
+    "row", [{"reward": "high"}, {"messages": 3}, {"turns": [1]}, {"rollout_logprobs": ["a"]}, {"tokens": 5}, {}]
+)
+def test_report_survives_samples_with_wrong_types(folder, row):
+    evaluation = RunFolder(folder).evaluation("set", 1)
+    evaluation.parent.mkdir(parents=True)
+    for file in (evaluation, RunFolder(folder).rollouts(1)):
+        file.write_text("".join(json.dumps(line) + "\n" for line in (ROW, ROW | row)))
+    write(folder)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", CONFIG])
+@pytest.mark.parametrize("text", [HUGE, DEEP, NESTED, "[1]", "{", "{a: [}", "\x00", "run: 3"])
+def test_unreadable_manifest_or_config_is_named(folder, name, text):
+    (folder / name).write_text(text)
+    with pytest.raises(UserError, match=rf"{name}: is not a "):
+        write(folder)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link", "folder"])
+@pytest.mark.parametrize("name", ["manifest.json", CONFIG, "metrics.jsonl", "rollouts"])
+def test_files_that_are_not_regular_are_named(folder, tmp_path_factory, kind, name):
+    file = RunFolder(folder).rollouts(1) if name == "rollouts" else folder / name
+    file.unlink()
+    if kind == "pipe":
+        os.mkfifo(file)
+    elif kind == "folder":
+        file.mkdir()
+    else:
+        secret = tmp_path_factory.mktemp("other") / "secret"
+        secret.write_text("{}")
+        file.symlink_to(secret)
+    with pytest.raises(UserError, match=rf"{file.name}: is (not a regular file|a symbolic link)"):
+        write(folder)
+
+
+@pytest.mark.parametrize("name", ["report.html", ".report.html"])
+def test_report_replaces_pipes_and_links_instead_of_following_them(folder, tmp_path_factory, name):
+    other = tmp_path_factory.mktemp("other") / "file"
+    other.write_text("mine")
+    (folder / name).symlink_to(other)
+    write(folder)
+    assert other.read_text() == "mine" and (folder / "report.html").read_text().startswith("<!DOCTYPE html>")
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    write(folder)
+
+
+def test_live_report_answers_when_a_file_becomes_a_pipe(folder):
+    with serve(folder) as (url, run):
+        Thread(target=run, daemon=True).start()
+        (folder / "metrics.jsonl").unlink()
+        os.mkfifo(folder / "metrics.jsonl")
+        with pytest.raises(urllib.error.HTTPError) as answer:
+            urllib.request.urlopen(url, timeout=30)
+        assert answer.value.code == 500 and b"metrics.jsonl: is not a regular file" in answer.value.read()
