@@ -150,7 +150,11 @@ class Peer:
         kind, arguments, text = reader.dereference(message["error"])
         raise self.error(kind, arguments, text)
 
-    def printed(self):
+    def handle(self, kind, *values):
+        """Handle a request and return its result."""
+        raise NotImplementedError
+
+    def printed(self) -> str:
         """Return the output to sys.stdout since the last reply."""
         return ""
 
@@ -158,7 +162,7 @@ class Peer:
         """Return the exception to raise for an exception of the other process."""
         return kind(*arguments) if isinstance(kind, type) else RuntimeError(text)
 
-    def is_record(self, value):
+    def is_record(self, value) -> bool:
         """Return whether an object is sent with its attributes."""
         return False
 
@@ -226,12 +230,12 @@ class Writer:
                 name == "numpy.ndarray",
             ]
         if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return ["namedtuple", type(value).__name__, list(value._fields), self.references(value)]
+            return ["namedtuple", type(value).__name__, list(value._fields), self.references(value)]  # pyright: ignore
         if isinstance(value, type) and getattr(builtins, value.__name__, None) is value:
             return ["builtin", value.__name__]
         base = next((base for base in BASES if isinstance(value, base) and type(value) is not base), None)
         if base is not None:
-            plain = str.__str__(value) if base is str else base(value)
+            plain = str.__str__(value) if base is str else base(value)  # pyright: ignore  (`value` is a `base`)
             return ["same", self.reference(plain)]
         return self.peer.to_node(value)
 

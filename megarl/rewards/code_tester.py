@@ -68,7 +68,7 @@ class Proxy:
         return isinstance(value, Proxy) and self.__tester.request("is_instance", value, self)
 
     def __contains__(self, value):
-        return any(item is value or item == value for item in self)
+        return any(item is value or item == value for item in self)  # pyright: ignore[reportGeneralTypeIssues]
 
     def __enter__(self):
         return self.__getattr__("__enter__")()
@@ -113,7 +113,8 @@ class Tester(Peer):
         super().__init__(end)
         self.proxies, self.callables = {}, []
 
-    def handle(self, kind, number, positional, named):
+    def handle(self, kind, *values):
+        number, positional, named = values
         return self.callables[number](*positional, **named)
 
     def error(self, kind, arguments, text):
@@ -123,7 +124,7 @@ class Tester(Peer):
             error = kind(*arguments)
         except Exception:
             error = RuntimeError(text)
-        error.is_of_program = True
+        error.is_of_program = True  # pyright: ignore[reportAttributeAccessIssue]  (tells whose error it is)
         return error
 
     def is_record(self, value):
@@ -137,7 +138,7 @@ class Tester(Peer):
         if isinstance(value, Solution):
             return ["module"]
         if hasattr(value, "__next__"):
-            return ["iterator", self.register(functools.partial(next, value))]
+            return ["iterator", self.register(functools.partial(next, value))]  # pyright: ignore[reportCallIssue]
         if callable(value):
             return ["callback", self.register(value)]
         raise InvalidTests(
@@ -264,6 +265,7 @@ def run(tester, setup, tests, entry_point):
 def main(file):
     tester, arguments = Tester(int(file)), json.load(sys.stdin)
     add_operations()
+    message = ""
     try:
         run(tester, **arguments)
         status = PASSED

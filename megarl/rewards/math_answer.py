@@ -65,11 +65,12 @@ class MathMatch:
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"options.{name}={value!r}: must be a positive integer. Fix: change it to one")
         import math_verify  # takes nearly a second, which must not count toward the first call's timeout
+        from math_verify.errors import TimeoutException
 
         parse_quickly()
         compare_relatively()
 
-        self._errors = Exception, math_verify.errors.TimeoutException
+        self._errors = Exception, TimeoutException
         self._verify, self._parse = math_verify.verify, math_verify.parse
         self._timeout_s, self._digits, self._last_characters = timeout_s, digits, last_characters
         # Many samples of a prompt have the same final answer.

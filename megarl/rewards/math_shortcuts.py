@@ -144,7 +144,7 @@ def compare_relatively() -> None:
 
     original = grader.sympy_numeric_eq
     if not hasattr(original, "is_relative"):
-        is_equal.is_relative = True
+        is_equal.is_relative = True  # pyright: ignore[reportFunctionMemberAccess]
         grader.sympy_numeric_eq = is_equal
 
 

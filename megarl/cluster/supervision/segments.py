@@ -75,7 +75,7 @@ def created(scratch: Path, mapped_at_end: Set[Segment] = frozenset()) -> set[Seg
     except FileNotFoundError:
         return set()
     named = _existing(file.name for file in SHARED_MEMORY.glob(f"sem.{scratch.name}-*"))
-    return mapped_at_end.union(named, *notes) - earlier
+    return set(mapped_at_end).union(named, *notes) - earlier
 
 
 def remove(segments: Set[Segment]) -> None:

@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint import filesystem
@@ -20,15 +21,16 @@ from megarl.resharding.transports.torch_dist import load_metadata
 def without_code() -> Iterator[None]:
     """Make torch's checkpoint reader accept only tensors and plain values inside the context. Otherwise it unpickles a
     checkpoint's metadata and objects, which may call any function."""
-    original, load_bytes = filesystem.pickle, DefaultLoadPlanner.load_bytes
-    filesystem.pickle = SimpleNamespace(load=load_metadata, dump=pickle.dump)  # pyright: ignore[reportAttributeAccessIssue]
+    module: Any = filesystem  # its import of pickle is not public
+    original, load_bytes = module.pickle, DefaultLoadPlanner.load_bytes
+    module.pickle = SimpleNamespace(load=load_metadata, dump=pickle.dump)
     DefaultLoadPlanner.load_bytes = _load_object
     try:
         yield
     finally:
-        filesystem.pickle, DefaultLoadPlanner.load_bytes = original, load_bytes
+        module.pickle, DefaultLoadPlanner.load_bytes = original, load_bytes
 
 
-def _load_object(planner: DefaultLoadPlanner, read_item: ReadItem, value: io.BytesIO) -> None:
-    assert not planner.flatten_state_dict, "Megatron's planner does not flatten the state"
-    planner.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
+def _load_object(self: DefaultLoadPlanner, read_item: ReadItem, value: io.BytesIO) -> None:
+    assert not self.flatten_state_dict, "Megatron's planner does not flatten the state"
+    self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
