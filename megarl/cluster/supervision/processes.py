@@ -11,8 +11,9 @@ import os
 import signal
 import time
 from collections import Counter, defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from itertools import zip_longest
 from pathlib import Path
 
 from megarl.core.stacks import SIGNAL
@@ -113,28 +114,39 @@ def _signal(pid: int, number: int) -> bool:
     return True
 
 
-def request_stacks(files: Collection[Path], patience_s: float = 5.0, elsewhere: bool = False) -> list[Path]:
-    """Make each descendant whose standard error is one of these files write its stack traces to that file. Return the
+def request_stacks(files: Collection[Path], patience_s: float = 20.0, elsewhere: bool = False) -> list[Path]:
+    """Make each descendant whose standard error is one of these files write its stack traces to that file. Processes
+    that share a file write one after another, because simultaneous traces would be mixed within their lines. Return the
     files that have received traces after at most patience_s seconds. `elsewhere`: whether some files may belong to
     processes on other nodes, which have received the same request."""
     sizes = {file: file.stat().st_size for file in files if elsewhere and file.exists()}
-    expected, local = Counter(dict.fromkeys(sizes, 1)), Counter[Path]()
+    expected, writers = Counter(dict.fromkeys(sizes, 1)), defaultdict[Path, list[int]](list)
     for pid in descendants():
         file = _standard_error(pid)
         if file is not None and file in files and _catches(pid, SIGNAL):
             sizes.setdefault(file, file.stat().st_size)
-            local[file] += 1
-            _signal(pid, SIGNAL)
-    expected |= local
+            writers[file].append(pid)
     deadline = time.monotonic() + patience_s
+    for number, pids in enumerate(zip_longest(*writers.values()), start=1):
+        for file, pid in zip(writers, pids, strict=True):
+            if pid is not None:
+                _signal(pid, SIGNAL)
+                expected[file] = max(number, expected[file])
+        _await_traces(sizes, expected, deadline)
+    if not writers:
+        _await_traces(sizes, expected, deadline)
+    return [file for file, size in sizes.items() if file.stat().st_size > size]
+
+
+def _await_traces(sizes: Mapping[Path, int], expected: Mapping[Path, int], deadline: float) -> None:
+    """Wait until each file has the expected number of traces after its first `sizes` bytes, and grows no more."""
     last: dict[Path, bytes] = {}
     while time.monotonic() < deadline:
         written = {file: _read_from(file, size) for file, size in sizes.items()}
         if written == last and all(written[file].count(ONE_THREAD) >= expected[file] for file in expected):
-            break
+            return
         last = written
         time.sleep(0.1)  # much longer than the pause between two lines of a trace
-    return [file for file, size in sizes.items() if file.stat().st_size > size]
 
 
 def _read_from(file: Path, start: int) -> bytes:

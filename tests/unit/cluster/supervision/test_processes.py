@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -301,6 +302,36 @@ def test_stacks_of_processes_with_a_shared_log_are_awaited(tmp_path: Path) -> No
         for process in pair:
             process.kill()
             process.wait()
+
+
+DEEP = """
+import threading, time
+from tests.timing import HANG_S
+
+def waits(depth):
+    if depth:
+        waits(depth - 1)
+    else:
+        time.sleep(HANG_S)
+
+for _ in range(20):
+    threading.Thread(target=waits, args=[90], daemon=True).start()
+"""
+
+
+def test_stacks_in_a_shared_log_are_not_mixed(tmp_path: Path) -> None:
+    log, ready = tmp_path / "rewards-0.log", [tmp_path / str(number) for number in range(6)]
+    stuck = [subprocess.Popen([sys.executable, "-c", DEEP + STUCK, str(log), str(file)]) for file in ready]
+    wait_until(lambda: all(file.exists() for file in ready))
+    try:
+        assert processes.request_stacks([log], patience_s=WAIT_S) == [log]
+    finally:
+        for process in stuck:
+            process.kill()
+            process.wait()
+    lines = [line for line in log.read_text().splitlines() if line]
+    assert len(lines) > 6 * 20 * 90 and all(re.match("  File |Thread 0x|Current thread 0x", line) for line in lines)
+    assert sum("in waits_for_a_peer" in line for line in lines) == 6
 
 
 def test_memory_counts_this_process_and_its_descendants() -> None:
