@@ -65,7 +65,7 @@ class Rollouts:
         if num_tasks is not None:
             taskset = taskset.take(num_tasks)
         if not taskset.bounded:
-            raise ValueError("environment.options.num_tasks=null: the taskset is infinite, so this option is required")
+            raise ValueError("the taskset is infinite. Fix: set num_tasks in environment.options")
         self.tasks = list(taskset)
         self._serving: Serving | None = None
         self._pending: dict[int, asyncio.Task[None]] = {}

@@ -89,7 +89,7 @@ class FakeEngines:
     def may_fail(self) -> list[str]:
         return self.names
 
-    def rejoin_restarted(self) -> None:
+    def rejoin_restarted(self, phase: str) -> None:
         self.names, self.back = sorted(self.names + self.back), []
 
     def connect(self, plan, channel) -> Pending[bool]:
