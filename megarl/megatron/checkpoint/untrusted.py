@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import ReadItem
 
@@ -32,5 +33,8 @@ def without_code() -> Iterator[None]:
 
 
 def _load_object(self: DefaultLoadPlanner, read_item: ReadItem, value: io.BytesIO) -> None:
-    assert not self.flatten_state_dict, "Megatron's planner does not flatten the state"
-    self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
+    name, loaded = read_item.dest_index.fqn, torch.load(value, weights_only=True)
+    if self.flatten_state_dict:
+        set_element(self.original_state_dict, self.mappings[name], loaded)
+    else:
+        self.state_dict[name] = loaded

@@ -45,27 +45,29 @@ def save(folder: Path, value: Any) -> Path:
     return folder
 
 
-def load(folder: Path) -> dict[str, Any]:
+def load(folder: Path, is_flat: bool = False) -> dict[str, Any]:
     state = {"weight": torch.zeros(4), "value": None}
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner = DefaultLoadPlanner(flatten_state_dict=is_flat, flatten_sharded_tensors=False)
     with without_code():
         torch_checkpoint.load(state, checkpoint_id=folder, planner=planner, no_dist=True)
     return state
 
 
-def test_plain_values_are_loaded(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_plain_values_are_loaded(tmp_path: Path, is_flat: bool) -> None:
     value = {"python": (3, tuple(range(625)), None), "states": [torch.ones(2)], "text": "x"}
-    state = load(save(tmp_path / "checkpoint", value))
+    state = load(save(tmp_path / "checkpoint", value), is_flat)
     assert state["weight"].tolist() == [0, 1, 2, 3]
     assert repr(state["value"]) == repr(value)
     assert filesystem.pickle is pickle
     assert DefaultLoadPlanner.load_bytes.__module__ == "torch.distributed.checkpoint.default_planner"
 
 
-def test_object_runs_no_code(tmp_path: Path, called: Path) -> None:
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_object_runs_no_code(tmp_path: Path, called: Path, is_flat: bool) -> None:
     folder = save(tmp_path / "checkpoint", Call(called.touch))
     with pytest.raises(CheckpointException, match="weights_only"):
-        load(folder)
+        load(folder, is_flat)
     assert not called.exists()
 
 
