@@ -291,7 +291,7 @@ def test_retried_request_gets_the_lost_response() -> None:
             await is_asked.wait()
             request.cancel()
             await asyncio.wait([request])
-            while server._runner.server.connections:
+            while not all(handler.transport is None for handler in server._runner.server.connections):
                 await asyncio.sleep(POLL_S)
             may_finish.set()
 
