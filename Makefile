@@ -29,7 +29,7 @@ BEHIND := nice -n 10
 help:
 	@echo "make env         build $(VENV) from $(LOCK) (a second call builds nothing)"
 	@echo "make quickstart  train SmolLM2-135M with GRPO on this machine's CPU"
-	@echo "make test        lint, then test-runs and test-ranks in parallel (three quarters of an hour on 2 cores)"
+	@echo "make test        lint, then test-runs and test-ranks in parallel (half an hour on 2 cores)"
 	@echo "make test-all    all tests that need no GPU; writes .ci/verified if they pass on a clean tree"
 	@echo "make test-runs   end-to-end runs, which start Ray and engines"
 	@echo "make test-ranks  distributed tests in one process tree, and the unit tests"
