@@ -60,13 +60,13 @@ def read_headers(folder: Path) -> dict[str, Header]:
             for name in map(str, opened.keys()):
                 tensor = opened.get_slice(name)
                 headers[name] = Header(tensor.get_dtype(), tuple(tensor.get_shape()))
-    _require(folder, headers.keys(), files)
+    require_names(folder, headers.keys(), files)
     return headers
 
 
 def require_tensors(folder: Path, headers: Mapping[str, Header], shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raise a UserError if a tensor of the model is missing or has another shape than `shapes`."""
-    _require(folder, headers.keys(), shapes)
+    require_names(folder, headers.keys(), shapes)
     for name, shape in shapes.items():
         if headers[name].shape != shape:
             raise UserError(
@@ -75,7 +75,8 @@ def require_tensors(folder: Path, headers: Mapping[str, Header], shapes: Mapping
             )
 
 
-def _require(folder: Path, present: Collection[str], names: Collection[str]) -> None:
+def require_names(folder: Path, present: Collection[str], names: Collection[str]) -> None:
+    """Raise a UserError if a tensor of `names` is not `present`."""
     missing = next((name for name in names if name not in present), None)
     if missing is not None:
         raise UserError(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from megarl.core.errors import UserError
-from megarl.models.weight_files import files_by_tensor, open_file, read_headers, require_tensors
+from megarl.models.weight_files import files_by_tensor, open_file, read_headers, require_names, require_tensors
 from megarl.resharding.piece import Holder, Rectangle, num_bytes
 from megarl.resharding.transports.checksum import raw_bytes
 from megarl.resharding.transports.transport import Readable, dtype_name
@@ -63,6 +63,7 @@ class SafetensorsFolder(Readable):
         return self._slice(parameter)[tuple(slice(start, stop) for start, stop in rectangle)]
 
     def _slice(self, parameter: str) -> Any:
+        require_names(self._folder, self._files, [parameter])
         path = self._files[parameter]
         if path not in self._open:
             self._open[path] = self._stack.enter_context(open_file(path, "pt"))

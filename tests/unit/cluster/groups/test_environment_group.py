@@ -22,7 +22,7 @@ from megarl.rollout.router import Aborted, Router
 class Engines:
     """An EngineGroup with two engines and without processes."""
 
-    route = EngineGroup.route
+    route, _route = EngineGroup.route, EngineGroup._route
 
     def __init__(self) -> None:
         self.router = Router(["engine-0", "engine-1"], weighs_speed=True)
@@ -31,6 +31,8 @@ class Engines:
     @property
     def actors(self) -> dict[str, str]:
         return {name: f"handle of {name}" for name in self.router.live}
+
+    _actors = actors
 
     def drop(self, lost: Collection[str], phase: str) -> None:
         for name in lost:
