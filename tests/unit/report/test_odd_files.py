@@ -15,6 +15,7 @@ from megarl.core.errors import UserError
 from megarl.report import write
 from megarl.report.live import LiveReport, serve
 from megarl.run.folder import RunFolder
+from tests.timing import WAIT_S
 
 CONFIG = RunFolder(Path()).config.name
 HUGE = "9" * 5000
@@ -104,5 +105,5 @@ def test_live_report_answers_when_a_file_becomes_a_pipe(folder):
         (folder / "metrics.jsonl").unlink()
         os.mkfifo(folder / "metrics.jsonl")
         with pytest.raises(urllib.error.HTTPError) as answer:
-            urllib.request.urlopen(url, timeout=30)
+            urllib.request.urlopen(url, timeout=WAIT_S)
         assert answer.value.code == 500 and b"metrics.jsonl: is not a regular file" in answer.value.read()
