@@ -155,12 +155,12 @@ class Recording:
 
     def add(self, slot: TurnSlot, completion: Completion, message: Message, text: str) -> Turn:
         """Record a sampled turn in its slot. The client receives `message`; `text` also includes tool calls."""
-        sample = slot._sample
+        sample, key = slot._sample, _next_key(slot._key, message)
         sample.ids = [*slot.ids, *completion.token_ids.tolist()]
         turn = Turn(slot.number, slot._context_ids, slot._context, completion, message, text, len(sample.ids))
         sample.turns.append(turn)
         sample.is_reserved = False
-        self._turns[_next_key(slot._key, message)].append((sample, turn))
+        self._turns[key].append((sample, turn))
         if slot.number:
             self.num_context_tokens += len(slot.ids)
             self.num_cached_tokens += completion.num_cached_tokens

@@ -170,6 +170,7 @@ class Session:
         try:
             return self._record(request, tokens, slot, completion)
         except Exception as error:  # whatever the turn's text causes
+            self.recording.release(slot)
             raise ApiError(500, "turn_failed", f"the turn cannot be processed: {error}") from error
 
     async def _require_room(self, messages: Sequence[Message]) -> None:

@@ -317,6 +317,25 @@ def test_engine_error_reaches_agent_and_run() -> None:
     assert str(session.error) == "out of memory" and samples == []
 
 
+def test_turn_that_cannot_be_read_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = ChatTokens.read
+
+    def fail_once(*arguments: Any) -> Any:
+        monkeypatch.setattr(ChatTokens, "read", read)
+        raise ValueError("odd text")
+
+    monkeypatch.setattr(ChatTokens, "read", fail_once)
+
+    async def agent(ask: Ask, *_: Any) -> None:
+        status, body = await ask(QUESTION)
+        assert (status, body["error"]["code"]) == (500, "turn_failed")
+        assert message_of(await ask(QUESTION))["content"] == "Second"
+
+    session, [sample] = in_session(ScriptedPolicy(TOKENIZER, ["First", "Second"]), agent)
+    assert sampled(sample) == "Second<|im_end|>" and session.error is None
+    assert session.recording.num_turns == 1 and len(session.recording._samples) == 1
+
+
 def test_long_message_is_rejected_while_other_sessions_are_served() -> None:
     """4 MB are measured in threads, and only until they exceed the limit."""
     policy, measured = ScriptedPolicy(TOKENIZER, ["Short."]), []
