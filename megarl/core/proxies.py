@@ -1,4 +1,4 @@
-"""Direct connections to a run's own servers on machines with an HTTP proxy."""
+"""Keeps requests to a run's own servers away from an HTTP proxy."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from megarl.environments.sessions.errors import invalid
 Message = Mapping[str, Any]
 
 DEEPEST_ARGUMENTS = 50
-"""Maximum nesting of a tool call's arguments that are parsed."""
+"""Tool call arguments that are nested more deeply than this stay text."""
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """Chat template role for each API role."""
