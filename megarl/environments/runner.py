@@ -125,7 +125,7 @@ class RolloutRunner:
         self._num_consecutive_failures = self._num_consecutive_failures + 1 if outcome.failure is not None else 0
         if self._num_consecutive_failures == settings.max_consecutive_failures:
             raise UserError(
-                f"environment.max_consecutive_failures={settings.max_consecutive_failures}: so many consecutive "
+                f"environment.max_consecutive_failures={settings.max_consecutive_failures}: this many consecutive "
                 f"rollouts of environment.class={settings.name} failed. Fix: correct the environment, or raise "
                 f"environment.max_consecutive_failures. Last failure: {outcome.failure}"
             )
@@ -258,7 +258,7 @@ class _Rollout:
 
 @contextmanager
 def _fails_rollout() -> Iterator[None]:
-    """Make any exception of the body, such as one of the tokenizer, fail only this rollout."""
+    """Turn any exception in the body, such as a tokenizer error, into a failure of this rollout only."""
     try:
         yield
     except (HostFailure, UserError):
