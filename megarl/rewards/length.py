@@ -32,7 +32,7 @@ class SoftOverlong:
         for name, value, most in (("max_tokens", max_tokens, None), ("buffer", buffer, max_tokens)):
             if not isinstance(value, int) or value < 1 or (most is not None and value > most):
                 bound = "" if most is None else f" up to max_tokens={most}"
-                raise ValueError(f"options.{name}={value!r}: must be a positive integer{bound}. Fix: change it to one")
+                raise ValueError(f"options.{name}={value!r}: must be a positive integer{bound}. Fix: correct the value")
         self._max_tokens, self._buffer = max_tokens, buffer
 
     def __call__(self, prompt: str, response: str, answer: Any, *, num_response_tokens: int) -> float:
@@ -58,7 +58,7 @@ class CosineLength:
         """verifier: function that returns a positive value for a correct response. In a config, a function name as in
         rewards.functions, or {function, options}."""
         if not isinstance(max_tokens, int) or max_tokens < 1:
-            raise ValueError(f"options.max_tokens={max_tokens!r}: must be a positive integer. Fix: change it to one")
+            raise ValueError(f"options.max_tokens={max_tokens!r}: must be a positive integer. Fix: use 1 or more")
         self._verifier = verifier
         self._max_tokens, self._too_long = max_tokens, too_long
         self._right, self._wrong = (right_start, right_end), (wrong_start, wrong_end)
