@@ -4,8 +4,9 @@ The sandbox's Python runs the source of this file after that of code_channel.py.
 Proxies stand for its functions and objects. Calling a proxy returns plain data or other proxies. None of the program's
 code runs here, and the program never receives the tests or the expected values:
 
-- A proxy never equals plain data. Operators work between two objects of the program, but not between an object and
-  plain data, because the object's method would receive the expected value and could return whatever passes the test.
+- A proxy never equals plain data, whatever the program defines. Operators work between two objects of the program, but
+  not between an object and plain data, because the object's method would receive the expected value and could return
+  whatever passes the test.
 - Names that the tests use but do not define come from the program, except builtins and standard library modules.
 - Containers are passed by value. If the program modifies an argument in place, the tests see the change. Instances of
   the tests' own classes are passed with their attributes. Functions are called back.

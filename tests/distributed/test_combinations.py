@@ -113,7 +113,7 @@ def test_cases_cover_every_pair(world):
 
 
 def test_every_fifth_case_covers_every_choice(world):
-    """The KL's placement, level, estimator and straight-through gradient occur in all pairs."""
+    """The KL's placement, level, estimator and straight-through gradient occur in all pairwise combinations."""
     cases, every_case = (make_cases(world, spacing).values() for spacing in (5, 1))
 
     def choices(case: Case) -> set[tuple[str, ...]]:

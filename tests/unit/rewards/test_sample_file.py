@@ -52,7 +52,7 @@ def test_samples_are_restored_exactly(tmp_path: Path) -> None:
     groups = [(17, 2, samples()), (4, 3, []), (0, 0, samples()[1:])]
     save_samples(groups, tmp_path / "file")
     restored = load_samples(tmp_path / "file")
-    # Equality ignores dtypes and the difference of tuples and lists, and NaN differs from itself.
+    # Equality ignores dtypes and the difference between tuples and lists, and NaN differs from itself.
     assert repr(restored) == repr([(row, version, [plain(s) for s in group]) for row, version, group in groups])
     whole = restored[0][2][0]
     assert (whole.routes.dtype, whole.response_ids.dtype, whole.response_mask.dtype) == (np.int16, np.int32, np.bool_)
@@ -60,7 +60,7 @@ def test_samples_are_restored_exactly(tmp_path: Path) -> None:
 
 
 def plain(sample: Sample) -> Sample:
-    """Return the sample as JSON restores it: the reason and the reward have types that derive from str and float."""
+    """Return the sample as JSON restores it: its stop reason and reward become plain str and float."""
     if sample.episode is None:
         return sample
     info = replace(sample.episode.info, stop_reason=sample.episode.info.stop_reason.value)

@@ -389,7 +389,7 @@ def test_remedy_without_an_earlier_checkpoint_works(root: Path) -> None:
     assert start(settings, PROMPTS).folder.moved == root / "a.1"
 
 
-def test_moved_newest_checkpoint_is_replaced_by_the_one_before_it(root: Path, capsys) -> None:
+def test_previous_checkpoint_replaces_a_moved_newest_one(root: Path, capsys) -> None:
     first = start(config(root), PROMPTS)
     saved = [save(first, config(root), step) for step in (1, 2)]
     damage("moved", saved[1])
@@ -401,7 +401,9 @@ def test_moved_newest_checkpoint_is_replaced_by_the_one_before_it(root: Path, ca
 
 @pytest.mark.parametrize("kind", [*DAMAGES, "moved"])
 @pytest.mark.parametrize("is_launched", [True, False], ids=["launched", "own script"])
-def test_job_falls_back_to_the_checkpoint_before(root: Path, kind: str, is_launched: bool, monkeypatch, capsys) -> None:
+def test_job_falls_back_to_the_last_intact_checkpoint(
+    root: Path, kind: str, is_launched: bool, monkeypatch, capsys
+) -> None:
     first = start(config(root), PROMPTS)
     saved = [save(first, config(root), step) for step in (1, 2, 3)]
     if is_launched:
