@@ -58,8 +58,8 @@ def require_room(out: Path, num_bytes: int) -> None:
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a regular file. Raise FileNotFoundError if it does not exist, and a UserError that names it
-    if it is anything else, such as a symbolic link or a pipe, which could block forever."""
+    """Return the text of a regular file. Raise FileNotFoundError if the file does not exist, and a UserError that
+    names it if it is a symbolic link or not a regular file. Reading a pipe could block forever."""
     with open_regular(path) as file:
         return file.read().decode("utf-8", "replace")
 

@@ -226,7 +226,7 @@ class UsedNames:
         self.entry_point = entry_point
 
     def of_program(self, defined):
-        """Return which of the names defined by the program are looked up in it."""
+        """Return the names to look up in the program, out of those that it defines."""
         plain, shadowing = defined - set(dir(builtins)), defined & set(dir(builtins))
         if self.entry_point:
             return plain | (shadowing & {root_name(self.entry_point)})

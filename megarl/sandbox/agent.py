@@ -303,7 +303,7 @@ def proportional_bytes(pid):
 
 
 def sizes_of(path):
-    """Return the sizes in a file with lines such as `Pss: 12 kB`, in bytes by name."""
+    """Return the sizes in a file with lines such as `Pss: 12 kB`, in bytes, keyed by name."""
     fields = [line.split() for line in text_of(path).splitlines()]
     return {line[0].rstrip(":"): int(line[1]) << 10 for line in fields if len(line) == 3 and line[2] == "kB"}
 

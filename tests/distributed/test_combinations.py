@@ -92,7 +92,7 @@ def world(tmp_path_factory) -> World:
 
 
 def make_cases(world: World, spacing: int) -> dict[str, Case]:
-    """Return every pair of estimator and objective if `spacing` is 1, every fifth if it is 5."""
+    """Return every pair of estimator and objective if `spacing` is 1, or every fifth pair if it is 5."""
     pairs = product(enumerate(ESTIMATOR_CASES), enumerate(OBJECTIVE_TITLES))
     return {
         f"{estimator} with {objective}": case(world, i, j)

@@ -42,7 +42,7 @@ def private_folder(path: Path) -> Iterator[int]:
 @contextmanager
 def open_file(name: str, folder: int, flags: int = os.O_RDONLY) -> Iterator[int]:
     """Open or create a regular file of this user, by its name in an open folder, and yield the descriptor. Raise
-    Untrusted if it is not such a file, and OSError if it is a link or cannot be opened."""
+    Untrusted if it is not a regular file of this user, and OSError if it is a link or cannot be opened."""
     file = os.open(name, flags | FILE_FLAGS, 0o600, dir_fd=folder)
     try:
         status = os.fstat(file)

@@ -41,7 +41,7 @@ class TurnTokens(Tokens, Protocol):
 CLOSED = ApiError(401, "invalid_api_key", "no session is open for this api_key. The session may have been closed")
 
 ROOM = 4
-"""Messages whose text exceeds the context length this many times are rejected before they are rendered."""
+"""Messages longer than this many times the context length are rejected before they are rendered."""
 
 PART = 2**16
 """Number of characters to tokenize at a time when a long text is measured."""
