@@ -157,7 +157,7 @@ def write_new_file(option: str, path: Path, text: str) -> None:
 def replace_text(file: Path, text: str) -> None:
     """Write a text file atomically, replacing any earlier version."""
     new = file.with_name(f".{file.name}")
-    new.unlink(missing_ok=True)  # it may be a link or a pipe
+    new.unlink(missing_ok=True)  # a link or pipe
     with new.open("x", encoding="utf-8", errors="replace") as stream:
         stream.write(text)
     new.replace(file)

@@ -125,7 +125,7 @@ class RolloutRunner:
         self._num_consecutive_failures = self._num_consecutive_failures + 1 if outcome.failure is not None else 0
         if self._num_consecutive_failures == settings.max_consecutive_failures:
             raise UserError(
-                f"environment.max_consecutive_failures={settings.max_consecutive_failures}: this many consecutive "
+                f"environment.max_consecutive_failures={settings.max_consecutive_failures}: so many consecutive "
                 f"rollouts of environment.class={settings.name} failed. Fix: correct the environment, or raise "
                 f"environment.max_consecutive_failures. Last failure: {outcome.failure}"
             )
