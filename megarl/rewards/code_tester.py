@@ -242,7 +242,7 @@ def root_name(expression):
 
 
 def run(tester, setup, tests, entry_point):
-    """Run the tests. Raise InvalidTests if they cannot run with any program, and any other exception if they fail."""
+    """Run the tests. Return the verdict."""
     try:
         source = "\n".join([setup, *tests, f"check({entry_point})" if entry_point else ""])
         tree = ast.parse(source)
