@@ -9,6 +9,7 @@ import pytest
 
 from megarl.rewards.code import code_stdin_stdout, code_tests, last_code_block
 from megarl.sandbox.choice import Unsafe
+from tests.marks import exhaustive_but
 from tests.sandboxes import limits
 from tests.timing import HANG_S, WAIT_S
 
@@ -141,15 +142,29 @@ FORGERIES = {
 }
 
 
-@pytest.mark.parametrize("program", FORGERIES.values(), ids=FORGERIES)
-def test_forged_results_are_wrong(program):
+@pytest.mark.parametrize(
+    "forgery",
+    exhaustive_but(
+        FORGERIES,
+        "reads the caller's frames",
+        "patches builtins",
+        "exits",
+        "returns an object that equals everything",
+        "replies before a request",
+        "returns a huge integer",
+        "returns itself",
+    ),
+)
+def test_forged_results_are_wrong(forgery):
     """A correct program passes these tests. Each runs alone, since a forgery may pass only one of them."""
     tests = ["assert f(2) == 4", "assert 4 in [f(2)] and len([f(2)]) == 1", "assert abs(f(2) - 4) < 1e-6"]
     tests += ["assert math.isclose(f(2), 4)", "assert all(f(x) == x * x for x in [2, 3])", "assert not f(2) != 4"]
     tests += ["assert {f(2)} == {4}", "assert 4 - f(2) == 0", "if f(2) != 4:\n    raise ValueError"]
 
     async def score_all() -> list[bool]:
-        return await asyncio.gather(*(code_tests("", fenced(program), test, sandbox=PROVIDER) for test in tests))
+        return await asyncio.gather(
+            *(code_tests("", fenced(FORGERIES[forgery]), test, sandbox=PROVIDER) for test in tests)
+        )
 
     assert asyncio.run(score_all()) == [False] * len(tests)
 
