@@ -13,6 +13,7 @@ import megarl
 from megarl import convert
 from megarl.core.collector import imports
 from megarl.core.errors import UserError, install_extra
+from megarl.core.interpreter import keep_importable
 from megarl.core.output import escape_unencodable
 from megarl.launch.command import Overrides, Recipe, launch, node
 
@@ -384,6 +385,7 @@ def trace(
 def main() -> None:
     """Run the command and exit with its code. A UserError is printed to stderr, with exit code 2."""
     escape_unencodable()
+    keep_importable()
     try:
         app()
     except UserError as error:

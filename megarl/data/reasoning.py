@@ -10,13 +10,13 @@ import dataclasses
 import difflib
 import json
 import os
-import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from numbers import Integral
 from types import ModuleType
 from typing import Any
 
 from megarl.core.errors import UserError, install_extra
+from megarl.core.interpreter import PYTHON
 from megarl.data.files import ALL_COLUMNS
 from megarl.data.row import Row
 from megarl.usercode.child_process import ChildFailure, ChildProcess
@@ -100,7 +100,7 @@ def reasoning_rows(stages: Sequence[tuple[Task, int]], seed: int, included: Coll
     `included` names the columns to include; ALL_COLUMNS includes every column. Raise a UserError under the conditions
     of `Task.dataset`."""
     names = COLUMNS if ALL_COLUMNS in included else [name for name in COLUMNS if name in included]
-    process = ChildProcess([sys.executable, "-m", "megarl.data.reasoning"], {**os.environ, "PYTHONHASHSEED": "0"})
+    process = ChildProcess([*PYTHON, "-m", "megarl.data.reasoning"], {**os.environ, "PYTHONHASHSEED": "0"})
     try:
         request = {"stages": [(task.name, task.options, size) for task, size in stages], "seed": seed}
         process.send(json.dumps(request).encode() + b"\n")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from megarl.config.schema import Config
 from megarl.core.errors import UserError
+from megarl.core.interpreter import PYTHON
 from megarl.core.text import encodable
 from megarl.usercode.child_process import IMPORT_S, ChildFailure, ConcurrentChild
 
@@ -46,7 +46,7 @@ class HostProcess(ConcurrentChild):
     """One environment process."""
 
     def __init__(self) -> None:
-        super().__init__([sys.executable, "-m", "megarl.environments.host"])
+        super().__init__([*PYTHON, "-m", "megarl.environments.host"])
         self.num_rollouts = 0
         self.is_retiring = False
         """Whether something in the process hangs. It then accepts no new rollouts and is killed after its last one."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,6 +12,7 @@ from typing import Any
 
 from megarl.config.schema import Config, RewardFunction, Sandbox
 from megarl.core.errors import UserError
+from megarl.core.interpreter import PYTHON
 from megarl.core.types import Prompt, Sample
 from megarl.rewards.options import NUM_TOKENS
 from megarl.rewards.result import Result
@@ -184,4 +184,4 @@ def columns_of(sample: Sample) -> dict[str, Any]:
 
 
 def _start_child() -> ChildProcess:
-    return ChildProcess([sys.executable, "-m", "megarl.rewards.worker"])
+    return ChildProcess([*PYTHON, "-m", "megarl.rewards.worker"])

@@ -16,6 +16,7 @@ from megarl.config.load import load
 from megarl.config.schema import Config
 from megarl.core.errors import RunFailure, UserError
 from megarl.core.files import numbered
+from megarl.core.interpreter import PYTHON
 from megarl.core.jsonl import read_objects
 from megarl.models.folder import resolve
 from megarl.rewards.rollout_file import PROMPT_IDS, RESPONSE_IDS
@@ -143,7 +144,7 @@ def _compute(side: str, request: Request, scratch: Path) -> dict[str, np.ndarray
     folder = scratch / side
     folder.mkdir()
     (folder / REQUEST).write_bytes(pickle.dumps(request))
-    command = [sys.executable, "-m", "megarl.run.diagnosis.side", side, str(folder)]
+    command = [*PYTHON, "-m", "megarl.run.diagnosis.side", side, str(folder)]
     with (folder / "log").open("w+", encoding="utf-8", errors="replace") as log:
         finished = subprocess.run(command, stdout=log, stderr=log, timeout=DEADLINE_S)
         if finished.returncode:
