@@ -6,6 +6,7 @@ text, a number, 10 and text.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ from megarl.core.errors import UserError
 
 Key = tuple[str | int, ...]
 """The path of a key from the top level; integers index lists."""
+
+MAX_VALUES = 100_000
+"""Maximum number of keys and values in a document. A few nested aliases would expand to billions."""
 
 _KINDS = {
     dict: "a mapping",
@@ -64,6 +68,8 @@ def parse(text: str, name: str) -> Document:
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise UserError(f"{name}:{line}: {_reason(error)}") from None
+    except RecursionError:
+        raise UserError(f"{name}: is nested too deeply. Fix: use fewer levels") from None
     if node is None or values is None:
         raise UserError(f"{name}: the file is empty. Fix: start it with `base: base.yaml`")
     if not isinstance(values, dict):
@@ -129,7 +135,21 @@ def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 def _read(text: str) -> tuple[yaml.Node | None, Any]:
     loader = _CoreLoader(text)
     node = loader.get_single_node()
+    if node is not None and _num_values(node, {}) > MAX_VALUES:
+        problem = f"aliases expand to more than {MAX_VALUES:,} values. Fix: use fewer aliases"
+        raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
     return node, None if node is None else loader.construct_document(node)
+
+
+def _num_values(node: yaml.Node, counted: dict[int, float]) -> float:
+    """Return the number of keys and values in a node with expanded aliases, which is infinite if a node contains
+    itself."""
+    if id(node) not in counted:
+        counted[id(node)] = math.inf
+        children = node.value if isinstance(node, yaml.CollectionNode) else ()
+        nodes = [each for child in children for each in (child if isinstance(child, tuple) else (child,))]
+        counted[id(node)] = 1 + sum(_num_values(each, counted) for each in nodes)
+    return counted[id(node)]
 
 
 def _reason(error: yaml.YAMLError) -> str:
@@ -178,7 +198,12 @@ def _represent_str(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 
 def _construct_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
     text = loader.construct_scalar(node)
-    return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
+    try:
+        return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
+    except ValueError as error:  # Python limits the number of digits
+        raise yaml.MarkedYAMLError(
+            problem=f"{error}. Fix: use a smaller integer", problem_mark=node.start_mark
+        ) from None
 
 
 def _construct_mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[str, Any]:

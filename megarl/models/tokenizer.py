@@ -59,7 +59,16 @@ def _load(folder: Path, key: str) -> PreTrainedTokenizerBase:
         return PreTrainedTokenizerFast.from_pretrained(folder)
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(folder)
+    try:
+        # By default, transformers asks on the terminal whether to execute the folder's code.
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise UserError(
+            f"{key}={folder}: the tokenizer is Python code in the folder, which megarl does not execute. Fix: save the "
+            "tokenizer as tokenizer.json"
+        ) from None
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], *, skip_special_tokens: bool) -> str:

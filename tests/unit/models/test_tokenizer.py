@@ -3,6 +3,7 @@ import json
 import pytest
 from transformers.models.qwen2 import Qwen2Tokenizer
 
+from megarl.core.errors import UserError
 from megarl.models.tokenizer import load_tokenizer
 from tests.tiny_model import tiny_tokenizer, write_tiny_llama
 
@@ -25,3 +26,18 @@ def test_ids_do_not_depend_on_the_class(tmp_path):
 def test_folder_without_a_tokenizer_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"model\.path=.*: the folder has no tokenizer"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "config.json"])
+def test_code_in_the_folder_is_not_executed(tmp_path, monkeypatch, file):
+    """The answer to transformers' question would be yes."""
+    monkeypatch.setattr("builtins.input", lambda _: "y")
+    executed = tmp_path / "executed"
+    (tmp_path / "planted.py").write_text(f"open({str(executed)!r}, 'w').close()\n")
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "Planted"}')
+    content = {"model_type": "planted", "tokenizer_class": "Planted"}
+    maps = {"AutoTokenizer": ["planted.Planted", None], "AutoConfig": "planted.Config"}
+    (tmp_path / file).write_text(json.dumps(content | {"auto_map": maps}))
+    with pytest.raises(UserError, match=r"model\.path=.*: the tokenizer is Python code in the folder"):
+        load_tokenizer(tmp_path)
+    assert not executed.exists()
