@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import shutil
 import sys
+import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.core.files import open_regular
+from megarl.core.files import lines_of, open_regular
 
 if TYPE_CHECKING:
     from megarl.cluster.groups.group import TimedResult
@@ -25,6 +29,9 @@ EARLIER = "trace.earlier.jsonl.gz"
 
 WINDOW_BYTES = 32 * 2**20
 """Size of a window. It holds 2,000 steps or more, as a step writes at most MAX_PROCESSES spans of 90 bytes per task."""
+
+MAX_LINE = 2**16
+"""Maximum number of bytes of a line that is read. The lines of other programs' files may be of any length."""
 
 MAX_PROCESSES = 32
 """Maximum number of processes per task whose spans are written. They are evenly spaced by rank."""
@@ -92,20 +99,21 @@ def evenly_spaced(spans: Sequence[Span], limit: int) -> Sequence[Span]:
 
 def read_spans(logs: Path) -> Iterator[Span]:
     """Yield an attempt's spans one at a time, oldest first. Lines that are not spans, such as the last line of a killed
-    attempt, are skipped."""
+    attempt, are skipped, and so is the damaged end of a compressed file."""
     if (earlier := logs / EARLIER).exists():
-        with open_regular(earlier) as file, gzip.open(file, "rt", encoding="utf-8", errors="replace") as lines:
-            yield from _spans(lines)
+        with open_regular(earlier) as file, gzip.open(file) as window, suppress(OSError, EOFError, zlib.error):
+            yield from _spans(takewhile(lambda _: window.tell() <= 2 * WINDOW_BYTES, lines_of(window, MAX_LINE)))
     if (latest := logs / FILE).exists():
         with open_regular(latest) as file:
-            yield from _spans(line.decode("utf-8", "replace") for line in file)
+            yield from _spans(lines_of(file, MAX_LINE))
 
 
-def _spans(lines: Iterable[str]) -> Iterator[Span]:
+def _spans(lines: Iterable[bytes]) -> Iterator[Span]:
     for line in lines:
         try:
-            row = json.loads(line)
+            row = json.loads(line.decode("utf-8", "replace"))
             span = Span(sys.intern(row["process"]), sys.intern(row["task"]), float(row["begin"]), float(row["end"]))
-        except (ValueError, TypeError, KeyError, RecursionError):
+        except (ValueError, TypeError, KeyError, RecursionError, OverflowError):
             continue
-        yield span
+        if math.isfinite(span.begin) and math.isfinite(span.end):
+            yield span

@@ -88,6 +88,12 @@ def parse_value(text: str) -> Any:
         raise UserError(f"invalid YAML value: {_reason(error)}") from None
 
 
+def read(text: str) -> Any:
+    """Read a YAML value. Raise yaml.YAMLError if the text is not valid YAML, and RecursionError if it is nested too
+    deeply."""
+    return _read(text)[1]
+
+
 def render(values: dict[str, Any]) -> str:
     """Return YAML text that `parse` converts back to equal values, in the same order."""
     return yaml.dump(values, Dumper=_CoreDumper, sort_keys=False, allow_unicode=True, width=110)

@@ -84,7 +84,7 @@ class Checkpoint:
         try:
             manifest = parse_json(read_text(path / MANIFEST))
             content = manifest["content"]
-            if manifest["sha256"] != _digest(content):
+            if manifest["sha256"] != _digest(content) or not isinstance(content, dict):
                 raise ValueError("the digest of the content differs")
         except FileNotFoundError:
             raise _Damage(f"{MANIFEST} is missing") from None
@@ -93,10 +93,10 @@ class Checkpoint:
         version = checked_format(content, path)
         try:
             files = tuple(FileRecord(**record) for record in content["files"])
-            checkpoint = cls(path, int(content["step"]), content["state"], files, version)
+            checkpoint = cls(path, int(content["step"]), dict(content["state"]), files, version)
             if any(Path(record.path).is_absolute() or ".." in Path(record.path).parts for record in files):
                 raise ValueError("a file is outside the folder")
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError):
             raise _Damage(f"{MANIFEST} is corrupt") from None
         for record in files:
             checkpoint._check_size(record)
@@ -122,7 +122,7 @@ class Checkpoint:
 
     def _check_size(self, record: FileRecord) -> None:
         file = self.path / record.path
-        if not file.is_file():
+        if not os.path.isfile(file):  # unlike Path.is_file, it accepts names that are too long
             raise _Damage(f"{record.path} is missing")
         if (size := file.stat().st_size) != record.num_bytes:
             raise _Damage(f"{record.path} is corrupt: it has {size:,} bytes, expected {record.num_bytes:,}")
@@ -187,7 +187,8 @@ def is_checkpoint(folder: Path) -> bool:
     """Return whether the folder is a checkpoint, complete or corrupt. The manifest's name is not sufficient evidence:
     run folders also contain a file with that name."""
     try:
-        return "content" in parse_json(read_text(folder / MANIFEST))
+        manifest = parse_json(read_text(folder / MANIFEST))
+        return isinstance(manifest, dict) and "content" in manifest
     except FileNotFoundError:
         return False
     except ValueError:
@@ -214,7 +215,8 @@ def _digest(content: Mapping[str, Any]) -> str:
 
 def write_synced(file: Path, text: str) -> None:
     """Write a text file and flush it to disk."""
-    with file.open("w", encoding="utf-8") as stream:
+    file.unlink(missing_ok=True)  # a link would be followed
+    with file.open("x", encoding="utf-8") as stream:
         stream.write(text)
         stream.flush()
         os.fsync(stream.fileno())

@@ -11,6 +11,7 @@ import stat
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,6 +24,10 @@ total bytes."""
 
 MAX_DEPTH = 100
 """Maximum nesting depth of lists and objects in a JSON file. Processing deeper ones exhausts the stack."""
+
+
+MAX_BYTES, MAX_LINE_BYTES = 2**32, 2**28
+"""Maximum size in bytes of a file that is read as a whole, and of a line."""
 
 
 def no_progress(done: str, num_bytes: int, total: int) -> None:
@@ -59,9 +64,17 @@ def require_room(out: Path, num_bytes: int) -> None:
 
 def read_text(path: Path) -> str:
     """Return the text of a regular file. Raise FileNotFoundError if the file does not exist, and a UserError that
-    names it if it is a symbolic link or not a regular file. Reading a pipe could block forever."""
+    names it if it is a symbolic link, not a regular file, or larger than MAX_BYTES. Reading a pipe could block
+    forever."""
     with open_regular(path) as file:
-        return file.read().decode("utf-8", "replace")
+        if os.fstat(file.fileno()).st_size > MAX_BYTES:
+            raise UserError(f"{path}: has more than {MAX_BYTES:,} bytes. Fix: remove the file")
+        return file.read(MAX_BYTES).decode("utf-8", "replace")
+
+
+def lines_of(file: BinaryIO, max_bytes: int = MAX_LINE_BYTES) -> Iterator[bytes]:
+    """Yield the lines of a file. A line of more than `max_bytes` is split, so that it does not fill the memory."""
+    return iter(partial(file.readline, max_bytes), b"")
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -156,10 +169,17 @@ def write_new_file(option: str, path: Path, text: str) -> None:
 
 def replace_text(file: Path, text: str) -> None:
     """Write a text file atomically, replacing any earlier version."""
+    with replacement(file) as stream:
+        stream.write(text.encode(errors="replace"))
+
+
+@contextmanager
+def replacement(file: Path) -> Iterator[BinaryIO]:
+    """Yield a new file, which replaces `file` when the body ends. An existing link or pipe is not followed."""
     new = file.with_name(f".{file.name}")
-    new.unlink(missing_ok=True)  # a link or pipe
-    with new.open("x", encoding="utf-8", errors="replace") as stream:
-        stream.write(text)
+    new.unlink(missing_ok=True)
+    with new.open("xb") as stream:
+        yield stream
     new.replace(file)
 
 

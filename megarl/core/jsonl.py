@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megarl.core.files import open_regular, parse_json
+from megarl.core.files import MAX_LINE_BYTES, lines_of, open_regular, parse_json
 
 
 def read_objects(
@@ -17,8 +17,10 @@ def read_objects(
     that cannot be read counts as not containing an object. Raise a UserError if the file is not a regular file."""
     objects, unreadable = [], []
     with open_regular(path) as lines:
-        for number, line in enumerate(lines, start=1):
+        for number, line in enumerate(lines_of(lines), start=1):
             try:
+                if len(line) == MAX_LINE_BYTES:
+                    raise ValueError("longer than any line that megarl writes")
                 value = parse_json(line.decode("utf-8", "replace"), lambda _: None)
                 if not isinstance(value, dict):
                     raise ValueError("not an object")

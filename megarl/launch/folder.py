@@ -17,12 +17,13 @@ bad_nodes         bad nodes of all attempts, written by the script
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from megarl.core.files import replace_text
+from megarl.core.files import read_json, read_text, replace_text
 from megarl.run.folder import LAUNCH
 
 Verdict = Literal["done", "signaled", "user_error", "stalled", "failed"]
@@ -65,10 +66,10 @@ class JobFolder:
         return self.path / "preflight" / attempt
 
     def write_job(self, job: Job) -> None:
-        (self.path / "job.json").write_text(json.dumps(asdict(job), indent=2) + "\n", encoding="utf-8")
+        replace_text(self.path / "job.json", json.dumps(asdict(job), indent=2) + "\n")
 
     def job(self) -> Job:
-        return Job(**json.loads((self.path / "job.json").read_text(encoding="utf-8")))
+        return Job(**read_json(self.path / "job.json"))
 
     def write_verdict(self, verdict: Verdict, cause: str, bad_nodes: Sequence[str] = ()) -> None:
         """Record the outcome of the attempt. bad_nodes: nodes to exclude from later attempts."""
@@ -82,4 +83,4 @@ class JobFolder:
     def last_cause(self) -> str:
         """Return the reason why the last attempt ended, or "" if there was no attempt."""
         file = self.path / "cause"
-        return file.read_text(encoding="utf-8").strip() if file.exists() else ""
+        return read_text(file).strip() if os.path.lexists(file) else ""

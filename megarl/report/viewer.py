@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -109,8 +110,8 @@ def _detail(record: Mapping[str, Any]) -> dict[str, Any]:
     tokens = record["tokens"][:MAX_TOKENS]
     detail: dict[str, Any] = {"tokens": tokens}
     if record.get("mask") is not None:
-        is_turn = [1 - number % 2 for number, length in enumerate(record["mask"]) for _ in range(length)]
-        detail["mask"] = is_turn[: len(tokens)]
+        is_turn = (1 - number % 2 for number, length in enumerate(record["mask"]) for _ in range(length))
+        detail["mask"] = list(islice(is_turn, len(tokens)))
     for name, field in ARRAYS.items():
         if record.get(field):
             values = record[field][: len(tokens)]

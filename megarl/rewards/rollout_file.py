@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from megarl.core.files import append_rows
+from megarl.core.files import append_rows, replacement
 from megarl.core.types import Sample, Score
 
 LOGPROB_DECIMALS = 4
@@ -72,8 +72,7 @@ def write_advantages(
 ) -> None:
     """Write advantages, keyed by sample id, into the lines of their samples. The file is replaced atomically. `details`
     contains one value per response token, keyed by sample id and name, for samples that have an advantage."""
-    new = path.with_name(f".{path.name}")
-    with path.open("rb") as lines, new.open("wb") as out:
+    with path.open("rb") as lines, replacement(path) as out:
         for line in lines:
             _, _, _, sample_id, _ = line.split(b'"', 4)
             advantage = advantages.get(sample_id.decode())
@@ -83,7 +82,6 @@ def write_advantages(
                 )
                 line = line.removesuffix(NO_ADVANTAGE) + f"{advantage:.{ADVANTAGE_DIGITS}g}{more}}}\n".encode()
             out.write(line)
-    new.replace(path)
 
 
 def _numbers(values: Sequence[float]) -> str:

@@ -50,7 +50,7 @@ def _earlier_date(config: Config) -> str | None:
         path = Path(config.resume).expanduser()
         return Checkpoint.open(path).state["config"]["data"].get("date") if path.is_dir() else None
     file = RunFolder.of(config).config
-    saved = document.parse(file.read_text(encoding="utf-8"), str(file)).values if file.is_file() else {}
+    saved = document.parse(read_text(file), str(file)).values if file.is_file() else {}
     return saved.get("data", {}).get("date")
 
 
