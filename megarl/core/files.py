@@ -101,6 +101,14 @@ def read_json(path: Path) -> Any:
         raise UserError(f"{path}: is not valid JSON: {error}. Fix: restore or remove the file") from None
 
 
+def parse_object(text: str) -> dict[str, Any]:
+    """Parse a JSON object. Raise ValueError under the conditions of `parse_json`, or if the text is another value."""
+    value = parse_json(text)
+    if not isinstance(value, dict):
+        raise ValueError("not an object")
+    return value
+
+
 def parse_json(text: str, parse_constant: Callable[[str], Any] | None = None) -> Any:
     """Parse a JSON value. `parse_constant` converts NaN and infinities. Raise ValueError if the text is not JSON, is
     nested more than MAX_DEPTH levels deep, or has an integer with thousands of digits."""

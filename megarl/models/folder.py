@@ -14,6 +14,7 @@ from typing import Any
 
 from megarl.config.schema import Config
 from megarl.core.errors import UserError, install_extra
+from megarl.core.files import parse_object
 
 PACKAGE_PREFIX = "package:"
 CONVERSION_TIMEOUT_S = 3600
@@ -109,7 +110,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Return the contents of the model's config.json. Raise a UserError if the file is corrupt."""
     path = folder / "config.json"
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return parse_object(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(f"{path}: invalid JSON ({error}). Fix: copy the model's file again") from None
 

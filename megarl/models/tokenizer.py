@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.core.errors import UserError
+from megarl.core.files import parse_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -110,6 +110,9 @@ def response_text(tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int],
 def _is_generic(folder: Path) -> bool:
     """Return whether tokenizer.json fully defines the tokenizer, so that AutoTokenizer and torch are not needed."""
     config_file = folder / "tokenizer_config.json"
-    if not config_file.exists() or not (folder / "tokenizer.json").exists():
+    if not config_file.is_file() or not (folder / "tokenizer.json").is_file():
         return False
-    return json.loads(config_file.read_text(encoding="utf-8")).get("tokenizer_class") in GENERIC_CLASSES
+    try:
+        return parse_object(config_file.read_text(encoding="utf-8")).get("tokenizer_class") in GENERIC_CLASSES
+    except ValueError as error:
+        raise UserError(f"{config_file}: invalid JSON ({error}). Fix: copy the model's file again") from None
