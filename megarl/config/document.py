@@ -141,7 +141,9 @@ def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 def _read(text: str) -> tuple[yaml.Node | None, Any]:
     loader = _CoreLoader(text)
     node = loader.get_single_node()
-    if node is not None and _num_values(node, {}) > MAX_VALUES:
+    if (
+        node is not None and MAX_VALUES < _num_values(node, {}) < math.inf
+    ):  # PyYAML refuses nodes that contain themselves
         problem = f"aliases expand to more than {MAX_VALUES:,} values. Fix: use fewer aliases"
         raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
     return node, None if node is None else loader.construct_document(node)

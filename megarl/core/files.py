@@ -69,7 +69,7 @@ def read_text(path: Path) -> str:
     with open_regular(path) as file:
         if os.fstat(file.fileno()).st_size > MAX_BYTES:
             raise UserError(f"{path}: has more than {MAX_BYTES:,} bytes. Fix: remove the file")
-        return file.read(MAX_BYTES).decode("utf-8", "replace")
+        return file.read().decode("utf-8", "replace")
 
 
 def lines_of(file: BinaryIO, max_bytes: int = MAX_LINE_BYTES) -> Iterator[bytes]:

@@ -34,8 +34,8 @@ def test_code_in_the_folder_is_not_executed(tmp_path, monkeypatch, file):
     monkeypatch.setattr("builtins.input", lambda _: "y")
     executed = tmp_path / "executed"
     (tmp_path / "planted.py").write_text(f"open({str(executed)!r}, 'w').close()\n")
-    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "Planted"}')
-    content = {"model_type": "planted", "tokenizer_class": "Planted"}
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    content = {"model_type": "planted"} if file == "config.json" else {"tokenizer_class": "Planted"}
     maps = {"AutoTokenizer": ["planted.Planted", None], "AutoConfig": "planted.Config"}
     (tmp_path / file).write_text(json.dumps(content | {"auto_map": maps}))
     with pytest.raises(UserError, match=r"model\.path=.*: the tokenizer is Python code in the folder"):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from pathlib import Path
 
 import numpy as np
 import pytest
-import yaml
 
+from megarl.config import document
 from megarl.config.load import dump, load
 from megarl.core.errors import UserError
 from megarl.run.diagnosis.comparison import compare, difference, first_different, table, verdict
@@ -114,10 +115,10 @@ def test_the_run_folder_cannot_execute_code(run: Path, tmp_path: Path) -> None:
     """Anyone may have written the folder."""
     (tmp_path / "planted.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w').close()\n")
     config = run / "config.resolved.yaml"
-    values = yaml.safe_load(config.read_text())
-    values["algorithm"]["objective"] = {"name": f"{tmp_path}/planted.py:SPEC", "aggregation": "token_mean"}
+    values = deepcopy(document.parse(config.read_text(), "config").values)
+    values["algorithm"]["objective"]["name"] = f"{tmp_path}/planted.py:SPEC"
     values["rollout"]["vllm_overrides"] = {"trust_remote_code": True, "worker_cls": "planted.Worker", "block_size": 32}
-    config.write_text(yaml.safe_dump(values))
+    config.write_text(document.render(values))
     overrides = on_one_rank(read_config(run), 512).rollout.vllm_overrides
     assert overrides == {"block_size": 32, "load_format": "auto"}
     assert not (tmp_path / "executed").exists()
