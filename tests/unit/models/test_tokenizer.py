@@ -28,16 +28,13 @@ def test_folder_without_a_tokenizer_is_named(tmp_path):
         load_tokenizer(tmp_path)
 
 
-@pytest.mark.parametrize("file", ["tokenizer_config.json", "config.json"])
-def test_code_in_the_folder_is_not_executed(tmp_path, monkeypatch, file):
+def test_code_in_the_folder_is_not_executed(tmp_path, monkeypatch):
     """The answer to transformers' question would be yes."""
     monkeypatch.setattr("builtins.input", lambda _: "y")
     executed = tmp_path / "executed"
     (tmp_path / "planted.py").write_text(f"open({str(executed)!r}, 'w').close()\n")
-    (tmp_path / "tokenizer_config.json").write_text("{}")
-    content = {"model_type": "planted"} if file == "config.json" else {"tokenizer_class": "Planted"}
-    maps = {"AutoTokenizer": ["planted.Planted", None], "AutoConfig": "planted.Config"}
-    (tmp_path / file).write_text(json.dumps(content | {"auto_map": maps}))
+    content = {"tokenizer_class": "Planted", "auto_map": {"AutoTokenizer": ["planted.Planted", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(content))
     with pytest.raises(UserError, match=r"model\.path=.*: the tokenizer is Python code in the folder"):
         load_tokenizer(tmp_path)
     assert not executed.exists()
