@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 import psutil
 
-from megarl.core import stacks
+from megarl.core import interpreter, stacks
 from megarl.usercode.parent import SELF_CLEANING
 
 IMPORT_S = 60.0
@@ -88,7 +88,11 @@ class ChildProcess:
         self.kill_reason: str | None = None
         self._killing, self._unread = threading.Lock(), b""
         self._socket, remote = socket.socketpair()
-        environment = {name: value for name, value in environment.items() if name != SELF_CLEANING}
+        own = {
+            SELF_CLEANING,
+            *([interpreter.VARIABLE] if environment.get(interpreter.VARIABLE) == interpreter.MARK else []),
+        }
+        environment = {name: value for name, value in environment.items() if name not in own}
         with remote:
             self._process = subprocess.Popen(
                 [*command, str(remote.fileno())],

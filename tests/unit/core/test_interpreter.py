@@ -12,9 +12,9 @@ import pytest
 from ray.job_config import JobConfig
 
 from megarl.cluster.session import _JobConfig
-from megarl.core.interpreter import PYTHON, ROOT, keep_importable
+from megarl.core.interpreter import MARK, PYTHON, ROOT, VARIABLE, keep_importable, protect_children
 from megarl.rewards.pool import _start_child
-from megarl.usercode.child_process import ChildFailure
+from megarl.usercode.child_process import ChildFailure, ChildProcess
 
 PLANTED = "open('imported', 'w').close()\nraise SystemExit('imported from the working directory')\n"
 
@@ -61,3 +61,38 @@ def test_other_working_directories_are_not_added(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("PYTHONPATH", "/first")
     keep_importable()
     assert os.environ["PYTHONPATH"] == "/first"
+
+
+SPAWNS = """
+import multiprocessing, os, sys
+def work(): pass
+if __name__ == "__main__":
+    os.chdir(sys.argv[1])
+    process = multiprocessing.get_context("spawn").Process(target=work)
+    process.start(), process.join()
+    sys.exit(process.exitcode)
+"""
+
+
+def test_spawned_processes_do_not_import_planted_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as vLLM's, which multiprocessing starts in the worker's working directory."""
+    monkeypatch.delenv(VARIABLE, raising=False)
+    (tmp_path / "multiprocessing.py").write_text(PLANTED)
+    script = tmp_path / "folder" / "spawns.py"
+    script.parent.mkdir()
+    script.write_text(SPAWNS)
+    command = [sys.executable, script, tmp_path]
+    assert subprocess.run(command, stderr=subprocess.DEVNULL).returncode and (tmp_path / "imported").exists()
+    (tmp_path / "imported").unlink()
+    protect_children()
+    assert subprocess.run(command).returncode == 0 and not (tmp_path / "imported").exists()
+
+
+@pytest.mark.parametrize(("value", "passed"), [(MARK, None), ("1", "1")])
+def test_user_code_may_import_from_its_programs_folders(monkeypatch: pytest.MonkeyPatch, value, passed) -> None:
+    monkeypatch.setenv(VARIABLE, value)
+    send = f"send(b'[\"%s\"]\\n' % os.environb.get(b'{VARIABLE}', b'None'))"
+    code = f"import os, socket, sys; socket.socket(fileno=int(sys.argv[1])).{send}"
+    child = ChildProcess([*PYTHON, "-c", code])
+    assert child._read_line(None) == f'["{passed}"]'.encode()
+    child.kill()
