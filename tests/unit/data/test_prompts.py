@@ -1,6 +1,7 @@
 import hashlib
 import json
 import pickle
+import re
 import subprocess
 import sys
 
@@ -16,6 +17,7 @@ from megarl.config.evaluation_schema import EvaluationSet
 from megarl.config.schema import Config
 from megarl.core.errors import UserError
 from megarl.data.prompts import load_prompts
+from megarl.models.tokenizer import opening_ids
 from tests.paths import BASE
 from tests.tiny_model import tiny_tokenizer
 
@@ -295,3 +297,25 @@ def test_verl_rows_are_read_unchanged(model_folder, tmp_path):
     [prompt] = load_prompts(config, model_folder, {"extra_info": "f"}).prompts
     assert (prompt.answer, prompt.messages) == ("4", ({"role": "user", "content": "2+2?"},))
     assert prompt.columns == {"data_source": "openai/gsm8k", "extra_info": {"split": "train", "index": 0}}
+
+
+def test_prompt_that_ends_with_an_answer_is_refused(model_folder, tmp_path):
+    messages = [{"role": "user", "content": "U"}, {"role": "assistant", "content": "The answer is"}]
+    with pytest.raises(UserError, match=r"train.jsonl:1: the prompt ends with an assistant message.* Fix: drop"):
+        load_prompts(config_of(jsonl(tmp_path, messages)), model_folder)
+
+
+class StartingTokenizer:
+    """A tokenizer that begins every text with <s>, token 1, and has one token per other character."""
+
+    bos_token, bos_token_id = "<s>", 1
+
+    def __call__(self, text):
+        return {"input_ids": [1, *(1 if part == "<s>" else ord(part) for part in re.findall("<s>|.", text))]}
+
+
+@pytest.mark.parametrize(
+    ("text", "ids"), [("ab", [1, 97, 98]), ("<s>ab", [1, 97, 98]), ("<s><s>a", [1, 1, 97]), ("a<s>", [1, 97, 1])]
+)
+def test_rendered_text_has_one_beginning_of_sequence(text, ids):
+    assert opening_ids(StartingTokenizer(), text) == ids

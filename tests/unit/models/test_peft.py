@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from peft.tuners.lora import (
+from peft.tuners.lora.config import (
     ArrowConfig,
     BdLoraConfig,
     CordaConfig,
