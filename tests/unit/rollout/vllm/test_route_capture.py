@@ -8,7 +8,7 @@ from megarl.rollout.vllm.route_capture import RouteCapture
 
 
 def test_recomputed_tokens_keep_their_first_routes():
-    """Three tokens and a fourth are routed to expert 1. After an update, four tokens are computed again, and a fifth."""
+    """Four tokens are routed to expert 1. After an update, they are computed again, followed by a fifth."""
     steps = [
         (0, np.full((3, 1, 1), 1)),
         (3, np.full((1, 1, 1), 1)),
