@@ -22,13 +22,17 @@ from peft.tuners.lora.config import (
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from megarl.config.load import load
 from megarl.config.model_schema import Lora
 from megarl.core.errors import UserError
 from megarl.models.peft import CHECKED, CONFIG, HARMLESS, VARIANTS, WEIGHTS, adapter_config, check_adapter_config
+from tests.paths import BASE
 
 
 def lora(rank: int = 8, alpha: float = 8) -> Lora:
-    return Lora(rank=rank, alpha=alpha, share_experts=False, path=None, export="merged")
+    return load(
+        BASE, ["model.path=m", "data.source=arithmetic", f"actor.lora={{rank: {rank}, alpha: {alpha}}}"]
+    ).actor.lora
 
 
 def written(folder: Path, content: Any) -> Path:
