@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterator, Sequence
 from functools import reduce
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import ValidationError
 
@@ -112,15 +113,43 @@ def _override(text: str) -> Document:
         raise UserError(
             f"{place}: {name}= has no value. Fix: write {name}=null for none, or \"{name}=''\" for empty text"
         )
+    key = tuple(name.split("."))
     try:
         value = document.parse_value(value_text)
     except ValueError as error:
-        raise UserError(f"{place}: {text}: {error}") from None
-    key = tuple(name.split("."))
+        if not _takes_text(key):
+            raise UserError(f"{place}: {text}: {error}") from None
+        value = value_text
+    if _takes_text(key) and (isinstance(value, dict | list) or (isinstance(value, str) and value_text[0] not in "'\"")):
+        value = value_text  # as typed: YAML would drop " # …", and read "a: b" as a mapping
     origins = dict.fromkeys(_keys_within(key, value), place)
     for part in reversed(key):
         value = {part: value}
     return Document(value, origins)
+
+
+def _takes_text(key: Key) -> bool:
+    """Return whether the key's value is text, or text or null."""
+    section: Any = Config
+    for name in key:
+        section = next((kind for kind in _kinds(section) if hasattr(kind, "model_fields")), None)
+        field = None if section is None else section.model_fields.get(name)
+        if field is None:
+            return False
+        section = field.annotation
+    return set(_kinds(section)) - {type(None)} == {str}
+
+
+def _kinds(annotation: Any) -> list[Any]:
+    """Return the types in an annotation that may be a union or have metadata."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return _kinds(get_args(annotation)[0])
+    return (
+        [kind for part in get_args(annotation) for kind in _kinds(part)]
+        if origin in (Union, UnionType)
+        else [annotation]
+    )
 
 
 def _keys_within(key: Key, value: Any) -> Iterator[Key]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from megarl.core.errors import UserError
 from megarl.data.row import Content, Message, as_messages
+from megarl.models.tokenizer import opening_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -54,11 +55,18 @@ def render(
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: Content, chat_template: bool, place: str) -> list[int]:
     """Return the prompt's token ids. With a chat template, they end with the header of the assistant's turn. Raise a
-    UserError for a prompt without tokens."""
+    UserError for a prompt without tokens, or if the template would close the prompt's last message as a whole turn."""
     if chat_template:
-        ids = render(tokenizer, as_messages(prompt, "user"), place, for_answer=True)
+        messages = as_messages(prompt, "user")
+        if messages and messages[-1]["role"] == "assistant":
+            raise UserError(
+                f"{place}: the prompt ends with an assistant message, which the chat template would close before the "
+                "response. Fix: drop the message, or render the conversation up to the response as text and set "
+                "data.chat_template=false"
+            )
+        ids = render(tokenizer, messages, place, for_answer=True)
     else:
-        ids = tokenizer(plain(prompt, place))["input_ids"]
+        ids = opening_ids(tokenizer, plain(prompt, place))
     if not ids:
         raise UserError(f"{place}: the prompt has no tokens. Fix: add text or drop the row")
     return ids

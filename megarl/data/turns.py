@@ -77,6 +77,11 @@ class ChatTokens:
         chat template rejects the conversation."""
         if not messages:
             raise UserError(f"{self._key}: the conversation has no messages. Fix: begin it with a user message")
+        if messages[-1]["role"] == "assistant":
+            raise UserError(
+                f"{self._key}: the conversation ends with an assistant message, which the chat template would close "
+                "before the next turn. Fix: end it with another message"
+            )
         written = self._with_instructions(self._carried(messages))
         text, refusal = self._render(written)
         if text is None:

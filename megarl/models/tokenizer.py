@@ -104,3 +104,11 @@ def _is_generic(folder: Path) -> bool:
     if not config_file.exists() or not (folder / "tokenizer.json").exists():
         return False
     return json.loads(config_file.read_text(encoding="utf-8")).get("tokenizer_class") in GENERIC_CLASSES
+
+
+def opening_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Return the ids of a text at the beginning of a sequence. A text that was already rendered may start with the
+    beginning-of-sequence token, which the tokenizer would add a second time."""
+    ids, bos = tokenizer(text)["input_ids"], tokenizer.bos_token
+    has_two = bos is not None and text.startswith(bos) and ids[:2] == [tokenizer.bos_token_id] * 2
+    return ids[1:] if has_two else ids

@@ -285,3 +285,27 @@ def test_dump_loads_back(tmp_path_factory: pytest.TempPathFactory, changed: dict
     path = tmp_path_factory.mktemp("dump") / "resolved.yaml"
     path.write_text(dump(config), encoding="utf-8", newline="")
     assert load(path) == config
+
+
+@pytest.mark.parametrize(
+    ("factor", "prompts", "ahead"), [(1.1, 10, 1), (1.2, 5, 1), (1.15, 20, 3), (1.01, 10, 1), (2, 7, 7)]
+)
+def test_oversampling_rounds_up_exactly(factor: float, prompts: int, ahead: int) -> None:
+    batch = f"batch={{prompts_per_step: {prompts}, prompts_per_update: {prompts}, oversampling: {factor}}}"
+    config = load(QUICKSTART, [batch, "rollout.max_staleness=1", "cluster.placement=disaggregated"])
+    assert config.prompts_ahead == ahead
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["Use #### before", "a: b", "- a", "{a}", "[a", "a b ", "'a' or 'b'", "%x", "- #1", "true: #", "| a", "&a b"],
+)
+def test_text_keys_take_the_text_as_typed(text: str) -> None:
+    assert load(QUICKSTART, [f"data.system_prompt={text}"]).data.system_prompt == text
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("null", None), ("'Use # it'", "Use # it"), ('"a\\nb"', "a\nb"), ("'7'", "7")]
+)
+def test_text_keys_take_null_and_quoted_text(text: str, value: str | None) -> None:
+    assert load(QUICKSTART, [f"data.system_prompt={text}"]).data.system_prompt == value

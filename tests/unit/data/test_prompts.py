@@ -1,6 +1,7 @@
 import hashlib
 import json
 import pickle
+import re
 import subprocess
 import sys
 
@@ -17,7 +18,7 @@ from megarl.config.schema import Config
 from megarl.core.errors import UserError
 from megarl.data.prompts import load_prompts
 from megarl.data.turns import ChatTokens
-from megarl.models.tokenizer import load_tokenizer
+from megarl.models.tokenizer import load_tokenizer, opening_ids
 from tests.paths import BASE
 from tests.tiny_model import tiny_tokenizer
 
@@ -324,3 +325,25 @@ def test_template_shows_the_date_of_the_run(tmp_path):
 def test_date_is_checked(day):
     with pytest.raises(ValueError, match=r"data\.date|data\n?.*date"):
         config_of("arithmetic", date=day)
+
+
+def test_prompt_that_ends_with_an_answer_is_refused(model_folder, tmp_path):
+    messages = [{"role": "user", "content": "U"}, {"role": "assistant", "content": "The answer is"}]
+    with pytest.raises(UserError, match=r"train.jsonl:1: the prompt ends with an assistant message.* Fix: drop"):
+        load_prompts(config_of(jsonl(tmp_path, messages)), model_folder)
+
+
+class StartingTokenizer:
+    """A tokenizer that begins every text with <s>, token 1, and has one token per other character."""
+
+    bos_token, bos_token_id = "<s>", 1
+
+    def __call__(self, text):
+        return {"input_ids": [1, *(1 if part == "<s>" else ord(part) for part in re.findall("<s>|.", text))]}
+
+
+@pytest.mark.parametrize(
+    ("text", "ids"), [("ab", [1, 97, 98]), ("<s>ab", [1, 97, 98]), ("<s><s>a", [1, 1, 97]), ("a<s>", [1, 97, 1])]
+)
+def test_rendered_text_has_one_beginning_of_sequence(text, ids):
+    assert opening_ids(StartingTokenizer(), text) == ids
