@@ -81,7 +81,6 @@ OTHER = {
     "olora": {"init_lora_weights": "olora"},
     "corda": {"init_lora_weights": "corda", "corda_config": CordaConfig()},
     "lora_ga": {"init_lora_weights": "lora_ga", "lora_ga_config": LoraGAConfig()},
-    "loftq": {"init_lora_weights": "loftq", "loftq_config": {"loftq_bits": 4}},
     "aLoRA": {"alora_invocation_tokens": [5, 6], "task_type": "CAUSAL_LM"},
     "QALoRA": {"use_qalora": True},
     "DoRA": {"use_dora": True},
@@ -113,6 +112,10 @@ def test_other_adapters_are_refused(tmp_path, options):
         ({"peft_type": "LOHA"}, "peft_type=LOHA, which is not LoRA"),
         ({"peft_type": "ADALORA"}, "peft_type=ADALORA, which is not LoRA"),
         ({"use_zlora": {"scale": 2}}, "use_zlora={'scale': 2}, which is not plain LoRA: megarl does not support this"),
+        (
+            {"init_lora_weights": "loftq", "loftq_config": {"loftq_bits": 4}},
+            "init_lora_weights='loftq': this init.*quant",
+        ),
         ({"init_lora_weights": "PiSSA"}, "init_lora_weights='PiSSA': this initialization changes"),
         ({"init_lora_weights": "new"}, "init_lora_weights='new', which may change the base model's weights"),
     ],
@@ -144,14 +147,14 @@ def test_remedies_for_pissa(tmp_path):
     Merging gives the logits of the changed model."""
     model = get_peft_model(base_model(), LoraConfig(r=4, lora_alpha=4, init_lora_weights="pissa"))
     model.save_pretrained(tmp_path / "start")
+    with pytest.raises(UserError, match="init_lora_weights='pissa'"):
+        check_adapter_config(tmp_path / "start", lora(4, 4))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter += 0.1
         expected = model(torch.arange(8)[None]).logits
     model.save_pretrained(tmp_path / "plain", path_initial_model_for_weight_conversion=tmp_path / "start")
-    with pytest.raises(UserError, match="init_lora_weights='pissa'"):
-        check_adapter_config(tmp_path / "start", lora(4, 4))
     check_adapter_config(tmp_path / "plain", lora(8, 8))
     torch.testing.assert_close(logits_with(tmp_path / "plain"), expected, rtol=1e-4, atol=1e-4)
     with torch.no_grad():
