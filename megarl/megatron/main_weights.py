@@ -33,8 +33,8 @@ from megarl.resharding.piece import Holder, Rectangle
 from megarl.resharding.transports.transport import view
 
 INWARD_SHARE = 1 / 6
-"""Share, in (−½, ½), up to which a main weight is placed relative to the inner neighbor, which has a probability of 2/3.
-It matters only for powers of two; other weights have neighbors at equal distances."""
+"""Share, in (−½, ½), up to which a main weight is placed relative to the inner neighbor; its probability is 2/3. It
+matters only for powers of two, because other weights have neighbors at equal distances."""
 
 CHUNK = 2**20
 """Number of elements processed at a time. A larger number would only use more memory."""
