@@ -115,38 +115,48 @@ def _override(text: str) -> Document:
         )
     key = tuple(name.split("."))
     try:
-        value = document.parse_value(value_text)
+        value = _typed_value(key, value_text)
     except ValueError as error:
-        if not _takes_text(key):
-            raise UserError(f"{place}: {text}: {error}") from None
-        value = value_text
-    if _takes_text(key) and (isinstance(value, dict | list) or (isinstance(value, str) and value_text[0] not in "'\"")):
-        value = value_text  # as typed: YAML would drop " # …", and read "a: b" as a mapping
+        raise UserError(f"{place}: {text}: {error}") from None
     origins = dict.fromkeys(_keys_within(key, value), place)
     for part in reversed(key):
         value = {part: value}
     return Document(value, origins)
 
 
+def _typed_value(key: Key, text: str) -> Any:
+    """Return the value that was typed for a key. It is YAML, except that text is taken as typed: YAML would drop " # …"
+    from it, and read "a: b" as a mapping. For a text key, only null and text in quotes are YAML."""
+    takes_text, plain = _takes_text(key), text.strip()
+    is_quoted = plain[0] in "'\""
+    if takes_text and plain != "null" and not is_quoted:
+        return text
+    try:
+        value = document.parse_value(text)
+    except ValueError:
+        if takes_text:
+            return text
+        raise
+    return plain if isinstance(value, str) and not is_quoted and plain.startswith(value) else value
+
+
 def _takes_text(key: Key) -> bool:
     """Return whether the key's value is text, or text or null."""
-    section: Any = Config
+    types: list[Any] = [Config]
     for name in key:
-        section = next((kind for kind in _kinds(section) if hasattr(kind, "model_fields")), None)
-        field = None if section is None else section.model_fields.get(name)
-        if field is None:
-            return False
-        section = field.annotation
-    return set(_kinds(section)) - {type(None)} == {str}
+        sections = [type_ for type_ in types if hasattr(type_, "model_fields")]
+        fields = [section.model_fields[name] for section in sections if name in section.model_fields]
+        types = [type_ for field in fields for type_ in _members(field.annotation)]
+    return set(types) - {type(None)} == {str}
 
 
-def _kinds(annotation: Any) -> list[Any]:
+def _members(annotation: Any) -> list[Any]:
     """Return the types in an annotation that may be a union or have metadata."""
     origin = get_origin(annotation)
     if origin is Annotated:
-        return _kinds(get_args(annotation)[0])
+        return _members(get_args(annotation)[0])
     return (
-        [kind for part in get_args(annotation) for kind in _kinds(part)]
+        [member for part in get_args(annotation) for member in _members(part)]
         if origin in (Union, UnionType)
         else [annotation]
     )

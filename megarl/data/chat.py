@@ -34,7 +34,7 @@ def render(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], place: str, *, for_answer: bool
 ) -> list[int]:
     """Render messages with the model's chat template and return their token ids. Raise a UserError if the template
-    rejects the messages.
+    rejects the messages, or one of them is already rendered.
 
     Args:
         for_answer: whether to append the header of the assistant's next turn.
@@ -42,6 +42,12 @@ def render(
     """
     from jinja2.exceptions import TemplateError
 
+    bos = tokenizer.bos_token
+    if bos and any(str(message["content"]).startswith(bos) for message in messages):
+        raise UserError(
+            f"{place}: a message starts with the beginning-of-sequence token {bos}, so it is already rendered. Fix: "
+            "remove the token, or set data.chat_template=false for rendered prompts"
+        )
     try:
         return tokenizer.apply_chat_template(  # pyright: ignore[reportReturnType]  (ids: neither text nor a dict)
             list(messages), add_generation_prompt=for_answer, return_dict=False
