@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from fractions import Fraction
 from statistics import fmean, pstdev
 
 from megarl.config.schema import Config
@@ -32,12 +33,12 @@ def select(
     by_rollout = {sample.rollout_id: (sample, score) for sample, score in zip(samples, scores, strict=True)}
     of_rewards = [score for sample, score in by_rollout.values() if not sample.has_failed]
     failures = [score.failure for score in of_rewards if score.failure is not None]
-    if len(failures) > config.rewards.failure_limit * len(by_rollout):
+    allowed = Fraction(repr(config.rewards.failure_limit)) * len(by_rollout)  # 0.29 of 100 is 29
+    if len(failures) > allowed:
         raise UserError(
             f"{failures[0]} ({len(failures)} of {len(by_rollout)} {_noun(config)} failed, but "
-            f"rewards.failure_limit={config.rewards.failure_limit:g} allows only "
-            f"{config.rewards.failure_limit * len(by_rollout):g}). Fix: correct the reward function, or raise "
-            "rewards.failure_limit"
+            f"rewards.failure_limit={config.rewards.failure_limit:g} allows only {float(allowed):g}). Fix: correct the "
+            "reward function, or raise rewards.failure_limit"
         )
     _check_consecutive_failures(config, of_rewards)
     remaining = iter(scores)

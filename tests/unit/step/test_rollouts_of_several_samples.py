@@ -135,6 +135,20 @@ def test_failed_reward_of_a_rollout_counts_once():
         select(config("rewards.failure_limit=0.33"), [samples], given)
 
 
+@pytest.mark.parametrize(("limit", "num_rollouts", "allowed"), [(0.29, 100, 29), (0.57, 100, 57), (0.3, 10, 3)])
+def test_failure_limit_is_exact(limit, num_rollouts, allowed):
+    samples = [SampleRef(f"1.0.{k}", "p", 10, 5, 3, "stop", 0, 0) for k in range(num_rollouts)]
+    keys = f"rewards.failure_limit={limit}", f"rewards.max_consecutive_failures={num_rollouts}"
+
+    def given(num_failures: int) -> list[Score]:
+        return [Score(None, {}, "f raised") if k < num_failures else Score(1.0, {}) for k in range(num_rollouts)]
+
+    [scored], _ = select(config(*keys), [samples], given(allowed))
+    assert len(scored) == num_rollouts - allowed
+    with pytest.raises(ValueError, match=rf"allows only {allowed}\)"):
+        select(config(*keys), [samples], given(allowed + 1))
+
+
 def test_greedy_reward_includes_all_length_rewards():
     """Penalties of 0.5 and 1 at 15 and 16 of at most 16 tokens, with a buffer of 2."""
     keys = "algorithm.advantage.estimator=remax", "rollout.max_new_tokens=16", "rewards.overlong_buffer=2"
