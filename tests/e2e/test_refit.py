@@ -849,7 +849,8 @@ def test_recomputed_tokens_keep_the_routes_of_their_weights(tmp_path, remotes):
     engine = remotes(engine_context(), EngineSide, config, folders[0], True)
     hf_config, dtype = read_config(folders[0]), config.model.dtype
     source, target = huggingface_holder(hf_config, dtype), vllm_holder(hf_config, 1, 0, replica=0, dtype=dtype)
-    channel = SharedMemory({source.name: publish(load_file(folders[1] / "model.safetensors"))})
+    weights = load_file(folders[1] / "model.safetensors")
+    channel = SharedMemory({source.name: publish(weights)})
     engine.call("connect", make_plan([source], [target]), channel, [target])
     early, _ = engine.call("sample_through_a_refit", prompts(), 1, "recompute")
     through = [sample for sample in early if [run.version for run in sample.versions] == [0, 1]]
