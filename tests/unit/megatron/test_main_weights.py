@@ -89,7 +89,7 @@ def test_main_weights_round_to_their_parameters(dtype, sign):
 
 
 @DTYPES
-def test_positions_of_powers_of_two_have_the_derived_distribution(dtype):
+def test_positions_of_powers_of_two_match_the_derivation(dtype):
     """A third of the positions is uniform in the outermost third of the distance, two thirds in the innermost."""
     main = placed(1.0, dtype).double() - 1
     distance = torch.finfo(dtype).eps
