@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from megarl.data.files import ALL_COLUMNS, NO_COLUMNS
 from megarl.data.offline import OfflineData, load_offline_data
 from megarl.data.prompts import PromptSet, load_prompts
 from megarl.environments.hosts import HostPool, host_arguments
+from megarl.environments.registry import answer_check
 from megarl.environments.runner import turn_tokens
 from megarl.environments.trial import try_rewards
 from megarl.models.folder import read_config
@@ -46,6 +48,8 @@ from megarl.models.weight_files import read_headers, require_tensors
 from megarl.resharding.families import huggingface_holder
 from megarl.resharding.selection import check_all_selections
 from megarl.rewards.pool import FunctionPool, function_pool
+from megarl.rewards.rating import TEMPLATE, require_answer
+from megarl.rewards.row_checks import check_rows, require_rows
 from megarl.run.beginning import resolve
 from megarl.run.checkpoint_size import checkpoint_bytes
 from megarl.run.checkpoints import Checkpoints
@@ -88,6 +92,8 @@ def preflight(config: Config) -> Preflight:
                 attempt(_check_environment, config, models.actor)
             if data is not None and folder is not None:
                 attempt(_check_resume_and_disk, config, models, data)
+            if isinstance(data, PromptSet):
+                attempt(_check_rows, config, pool, data)
             trial = None if data is None or pool is None else attempt(try_rewards, config, pool, data[0])
         evaluation = None if models is None else attempt(load_evaluation_sets, config, models.actor)
     assert models is not None and data is not None and evaluation is not None, "failed checks have raised their errors"
@@ -115,6 +121,7 @@ def _load_evaluation_set(config: Config, settings: EvaluationSet, model_folder: 
         pool = _function_pool(set_config)
         with nullcontext() if pool is None else closing(pool):
             prompts = _load_prompts(set_config, model_folder, pool)
+            _check_rows(set_config, pool, prompts)
             trial = None if pool is None else try_rewards(set_config, pool, prompts[0])
         if set_config.has_environment:
             _check_environment(set_config, model_folder)
@@ -195,6 +202,18 @@ def _require_embeddings(model_folder: Path, rows: Iterable[tuple[str, NDArray[np
                 f"{name}: the tokenizer of {model_folder} has the token {token!r} ({largest}), but the model has only "
                 f"{vocab_size} embeddings. Fix: resize the model's embeddings, or remove the token from the tokenizer"
             )
+
+
+def _check_rows(config: Config, pool: FunctionPool | None, data: PromptSet) -> None:
+    """Check all rows with the built-in functions, judge and environment that need an answer. They would fail on every
+    response to a row that does not pass."""
+    if pool is not None:
+        check_rows(config, pool, data.prompts)
+    if config.has_reward_model and config.reward_model.judges:
+        template = config.reward_model.judge.template
+        require_rows(data.prompts, partial(require_answer, TEMPLATE if template is None else template))
+    if config.has_environment and (check := answer_check(config.environment.name)) is not None:
+        require_rows([prompt for prompt in data.prompts if prompt.messages], check)
 
 
 def _check_environment(config: Config, model_folder: Path) -> None:
