@@ -39,16 +39,14 @@ def render(
         for_answer: whether to append the header of the assistant's next turn.
         place: the location of the row, for error messages.
     """
-    from jinja2.exceptions import TemplateError
-
     try:
         return tokenizer.apply_chat_template(  # pyright: ignore[reportReturnType]  (ids: neither text nor a dict)
             list(messages), add_generation_prompt=for_answer, return_dict=False
         )
-    except TemplateError as error:
+    except Exception as error:  # a template is a program and may raise anything
         raise UserError(
-            f"{place}: the model's chat template rejects the messages: {error}. Fix: change the messages, or drop the "
-            "row"
+            f"{place}: the model's chat template rejects the messages: {' '.join(str(error).split())}. Fix: change the "
+            "messages, or drop the row"
         ) from error
 
 

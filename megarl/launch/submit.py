@@ -171,7 +171,7 @@ def _refuse_duplicate(folder: JobFolder) -> None:
     """Raise UserError if a job for this run is already queued or running."""
     if not folder.submitted.exists() or shutil.which("squeue") is None:
         return
-    number = folder.submitted.read_text(encoding="utf-8").strip()
+    number = read_text(folder.submitted).strip()
     queued = [line.split("|") for line in run_slurm("squeue", "--noheader", "--format=%F|%T").splitlines()]
     states = [state for job, state in queued if job == number]
     if states:

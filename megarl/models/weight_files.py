@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megarl.core.errors import UserError
+from megarl.core.files import read_foreign_object
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 LFS_POINTER = b"version https://git-lfs"
@@ -85,10 +85,11 @@ def require_names(folder: Path, present: Collection[str], names: Collection[str]
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    try:
-        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        if all(Path(name).name == name != ".." for name in names.values()):
-            return names
-    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):  # other content than an index
-        pass
+    names = read_foreign_object(index).get("weight_map")
+    if isinstance(names, dict) and all(isinstance(name, str) and _is_file_name(name) for name in names.values()):
+        return names
     raise UserError(f"{index}: is not an index of safetensors files. Fix: download it again")
+
+
+def _is_file_name(name: str) -> bool:
+    return Path(name).name == name and name not in ("", "..") and "\0" not in name
