@@ -12,7 +12,7 @@ from pathlib import Path
 from megarl.config.load import dump, load
 from megarl.config.schema import Config
 from megarl.core.errors import UserError
-from megarl.core.files import replace_text
+from megarl.core.files import read_text, replace_text
 from megarl.launch.checks import check, check_slurm, run_slurm
 from megarl.launch.folder import Job, JobFolder
 from megarl.launch.request import Request

@@ -7,7 +7,7 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -209,12 +209,8 @@ class RunFolder:
     def resolved_models(self) -> dict[str, str]:
         """Resolved model folders from all attempts so far, keyed by the path that the user wrote."""
         manifests = [self.manifest, *self.path.glob(f"logs/{ATTEMPT.format('*')}/{self.manifest.name}")]
-        models = [
-            model
-            for manifest in manifests
-            if manifest.is_file()
-            for model in models_in(read_object(manifest), manifest).values()
-        ]
+        contents = [models_in(read_object(path), path) for path in manifests if path.is_file()]
+        models = [model for content in contents for model in content.values()]
         return {model["given"]: model["folder"] for model in models if "given" in model}
 
     @property
