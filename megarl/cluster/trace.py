@@ -6,12 +6,14 @@ import gzip
 import json
 import shutil
 import sys
+import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megarl.core.errors import UserError
 from megarl.core.files import open_regular
 
 if TYPE_CHECKING:
@@ -95,7 +97,10 @@ def read_spans(logs: Path) -> Iterator[Span]:
     attempt, are skipped."""
     if (earlier := logs / EARLIER).exists():
         with open_regular(earlier) as file, gzip.open(file, "rt", encoding="utf-8", errors="replace") as lines:
-            yield from _spans(lines)
+            try:
+                yield from _spans(lines)
+            except (OSError, EOFError, zlib.error) as error:
+                raise UserError(f"{earlier}: is not a complete gzip file ({error}). Fix: remove the file") from None
     if (latest := logs / FILE).exists():
         with open_regular(latest) as file:
             yield from _spans(line.decode("utf-8", "replace") for line in file)
@@ -106,6 +111,6 @@ def _spans(lines: Iterable[str]) -> Iterator[Span]:
         try:
             row = json.loads(line)
             span = Span(sys.intern(row["process"]), sys.intern(row["task"]), float(row["begin"]), float(row["end"]))
-        except (ValueError, TypeError, KeyError, RecursionError):
+        except (ValueError, TypeError, KeyError, RecursionError, OverflowError):
             continue
         yield span

@@ -82,11 +82,16 @@ def parse(text: str, name: str) -> Document:
 def parse_value(text: str) -> Any:
     """Read one YAML value. Raise a UserError with the reason if the text is not valid YAML."""
     try:
-        return _read(text)[1]
+        node, value = _read(text)
+        if node is not None:
+            list(_lines(node))  # raises RecursionError for an alias that contains itself
+        return value
     except yaml.YAMLError as error:
         raise UserError(f"invalid YAML value: {_reason(error)}") from None
     except RecursionError:
-        raise UserError("invalid YAML value: nested too deeply. Fix: correct the value") from None
+        raise UserError(
+            "invalid YAML value: nested too deeply, or an alias contains itself. Fix: correct the value"
+        ) from None
 
 
 def render(values: dict[str, Any]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megarl.core.errors import UserError
 from megarl.data.row import Content, Message, as_messages
@@ -39,10 +39,17 @@ def render(
         for_answer: whether to append the header of the assistant's next turn.
         place: the location of the row, for error messages.
     """
+    return _apply(tokenizer, messages, place, add_generation_prompt=for_answer, return_dict=False)
+
+
+def render_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], place: str) -> str:
+    """Render messages as text. Raise a UserError if the template rejects them."""
+    return _apply(tokenizer, messages, place, tokenize=False)
+
+
+def _apply(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], place: str, **options: bool) -> Any:
     try:
-        return tokenizer.apply_chat_template(  # pyright: ignore[reportReturnType]  (ids: neither text nor a dict)
-            list(messages), add_generation_prompt=for_answer, return_dict=False
-        )
+        return tokenizer.apply_chat_template(list(messages), **options)
     except Exception as error:  # a template is a program and may raise anything
         raise UserError(
             f"{place}: the model's chat template rejects the messages: {' '.join(str(error).split())}. Fix: change the "

@@ -139,6 +139,13 @@ _NUMBERS = ("factor", "high_freq_factor", "low_freq_factor", "original_max_posit
 """Parameters of rotary embeddings."""
 
 _NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
+_REQUIRED = {
+    *("first_k_dense_replace", "kv_lora_rank", "moe_intermediate_size", "n_group", "n_routed_experts", "num_experts"),
+    *("num_experts_per_tok", "num_local_experts", "qk_nope_head_dim", "qk_rope_head_dim", "rms_norm_eps"),
+    *("routed_scaling_factor", "v_head_dim"),
+}
+"""Keys with a default that must not be null."""
+
 _OPTIONAL = {"head_dim": 1, "num_key_value_heads": 1, "num_nextn_predict_layers": 1, "sliding_window": 1}
 _OBJECTS = ("id2label", "quantization_config", "rope_parameters", "rope_scaling")
 
@@ -160,6 +167,9 @@ def wrong_type(hf_config: Mapping[str, Any]) -> str | None:
         for key in _NUMBERS:
             if type(value := (hf_config.get(section) or {}).get(key)) not in (int, float, type(None)):
                 return f"{section}.{key}={value!r}: expected a number"
+        for key in ("rope_type", "type"):
+            if not isinstance(value := (hf_config.get(section) or {}).get(key), str | None):
+                return f"{section}.{key}={value!r}: expected text"
     model_type = hf_config.get("model_type")
     defaults = FAMILIES.get(model_type, {}) if isinstance(model_type, str) else {}
     if not defaults:
@@ -171,7 +181,7 @@ def wrong_type(hf_config: Mapping[str, Any]) -> str | None:
     for key, default in (defaults | _OPTIONAL).items():
         value = hf_config.get(key)
         kinds = (int, float) if isinstance(default, float) else type(default)
-        if value is None or default is None or key in _COUNTS:
+        if default is None or key in _COUNTS or (value is None and (key not in hf_config or key not in _REQUIRED)):
             continue
         if not isinstance(value, kinds) or (isinstance(value, bool) and default not in (True, False)):
             return f"{key}={value!r}: expected {_NAMES[type(default)]}"

@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 
 from megarl.core.errors import UserError
 from megarl.core.files import read_foreign_object
+from megarl.core.text import encodable
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+LONGEST_NAME = 255
 LFS_POINTER = b"version https://git-lfs"
 
 
@@ -92,4 +94,5 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _is_file_name(name: str) -> bool:
-    return Path(name).name == name and name not in ("", "..") and "\0" not in name
+    is_name = Path(name).name == name and name not in ("", "..") and "\0" not in name
+    return is_name and encodable(name) == name and len(name.encode()) <= LONGEST_NAME

@@ -211,7 +211,7 @@ class RunFolder:
         manifests = [self.manifest, *self.path.glob(f"logs/{ATTEMPT.format('*')}/{self.manifest.name}")]
         contents = [models_in(read_object(path), path) for path in manifests if path.is_file()]
         models = [model for content in contents for model in content.values()]
-        return {model["given"]: model["folder"] for model in models if "given" in model}
+        return {model["given"]: model["folder"] for model in models if {"given", "folder"} <= model.keys()}
 
     @property
     def logs(self) -> Path:

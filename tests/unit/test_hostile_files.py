@@ -151,7 +151,7 @@ def test_truncated_or_damaged_parquet(tmp_path: Path, kept: float) -> None:
         pyarrow.StringArray.from_buffers(
             1, pyarrow.py_buffer((0).to_bytes(4, "little") + (2).to_bytes(4, "little")), pyarrow.py_buffer(b"\xff\xfe")
         ),
-        pyarrow.array([2**62], pyarrow.timestamp("s")),
+        pyarrow.array([2**62], pyarrow.timestamp("ms")),
         pyarrow.array([2**62], pyarrow.duration("s")),
         pyarrow.array([None]),
     ],
@@ -258,7 +258,7 @@ def test_file_names_in_an_index(tmp_path: Path, name: Any) -> None:
 def test_adapter_config(tmp_path: Path, content: str) -> None:
     save_file({"a": torch.zeros(2)}, tmp_path / "adapter_model.safetensors")
     (tmp_path / "adapter_config.json").write_bytes(CONTENTS[content])
-    lora = load(QUICKSTART).actor.lora
+    lora = load(QUICKSTART, ["actor.lora.rank=8", "actor.lora.alpha=16"]).actor.lora
     answers_or_names(lambda: check_adapter_config(tmp_path, lora), str(tmp_path))
     assert isinstance(lora, Lora)
 
