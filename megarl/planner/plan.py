@@ -117,7 +117,16 @@ def simulate_steps(planned: Planned, lengths: Sequence[int] = (), ahead: Sequenc
             if lengths
             else log_normal_lengths(workload.response_tokens, longest, samples)
         )
-        runs[max_staleness] = simulate(speeds, workload.prompts, max_staleness, draw, is_colocated=config.is_colocated)
+        is_own = max_staleness == config.rollout.max_staleness  # batch.oversampling is set for this value
+        runs[max_staleness] = simulate(
+            speeds,
+            workload.prompts,
+            max_staleness,
+            draw,
+            is_colocated=config.is_colocated,
+            num_ahead=config.prompts_ahead if is_own else None,
+            drops=config.drops_rollouts,
+        )
     return runs
 
 
