@@ -10,11 +10,13 @@ import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.core.errors import UserError
 from megarl.core.files import open_regular
+from megarl.core.optional_logs import OptionalLog
 
 if TYPE_CHECKING:
     from megarl.cluster.groups.group import TimedResult
@@ -45,6 +47,9 @@ class Span:
     end: float
 
 
+SPANS = OptionalLog("spans of the trace")
+
+
 class Trace:
     """An attempt's trace: one JSON line per finished task, in the attempt's log folder. Of a task with many processes,
     MAX_PROCESSES are written; of a long attempt, the last one or two windows of WINDOW_BYTES."""
@@ -71,6 +76,9 @@ class Trace:
         return self._seconds.pop(process, 0.0)
 
     def _write(self, spans: Sequence[Span]) -> None:
+        SPANS.attempt(self._path, partial(self._append, spans), len(spans))
+
+    def _append(self, spans: Sequence[Span]) -> None:
         with self._path.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(asdict(span)) + "\n" for span in spans)
             is_full = file.tell() >= WINDOW_BYTES

@@ -51,7 +51,8 @@ def simulated_table(runs: Mapping[int, Simulated]) -> str:
     synchronous, drops = runs[0].step_seconds, any(run.dropped for run in runs.values())
     lines = [
         "simulated, by rollout.max_staleness:",
-        f"{'':>14}{'step':>10}{'speedup':>9}{'engines idle':>14}{'trainers idle':>15}{'mean lag':>10}{'dropped' if drops else '':>9}",
+        f"{'':>14}{'step':>10}{'speedup':>9}{'engines idle':>14}{'trainers idle':>15}{'mean lag':>10}"
+        f"{'dropped' if drops else '':>9}",
         *(
             f"{max_staleness:>14}{run.step_seconds:>8.1f} s{synchronous / run.step_seconds:>7.2f} x"
             f"{100 * run.engines_idle:>12.1f} %{100 * run.trainers_idle:>13.1f} %{run.mean_age:>10.1f}"

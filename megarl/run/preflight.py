@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -51,7 +52,7 @@ from megarl.rewards.pool import FunctionPool, function_pool
 from megarl.rewards.rating import TEMPLATE, require_answer
 from megarl.rewards.row_checks import check_rows, require_rows
 from megarl.run.beginning import resolve
-from megarl.run.checkpoint_size import checkpoint_bytes
+from megarl.run.checkpoint_size import log_bytes, saved_bytes
 from megarl.run.checkpoints import Checkpoints
 from megarl.run.folder import RunFolder
 from megarl.run.resume import find_checkpoint
@@ -256,8 +257,27 @@ def _check_resume_and_disk(config: Config, models: ModelFolders, data: PromptSet
     find_checkpoint(config, data, models.identify())
     if config.checkpoint.may_be_saved:
         checkpoints, keep = Checkpoints(RunFolder.of(config).checkpoints), config.checkpoint.keep
-        size = checkpoint_bytes(config, models.trained(config))
+        size = saved_bytes(config, models.trained(config))
         checkpoints.require_space(size, keep, max(0, config.most_checkpoints + 1 - _num_existing(config, checkpoints)))
+    _announce_logs(config, models)
+
+
+def _announce_logs(config: Config, models: ModelFolders) -> None:
+    """Print a warning if the disk cannot hold the checkpoints and the rollout logs of all steps."""
+    path = RunFolder.of(config).path
+    free = shutil.disk_usage(next(folder for folder in path.parents if folder.exists())).free
+    checkpoints = 0
+    if config.checkpoint.may_be_saved:
+        checkpoints = (config.most_checkpoints + 1) * saved_bytes(config, models.trained(config))
+    room = max(0, free - checkpoints)
+    if (logs := log_bytes(config)) > room:
+        print(
+            f"megarl: warning: run.steps={config.run.steps}: the rollout logs in {path} may take up to "
+            f"{logs / 1e9:.2f} GB, but only {room / 1e9:.2f} GB are free besides the checkpoints. "
+            "When the disk is full, the run continues without writing rollouts",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _num_existing(config: Config, checkpoints: Checkpoints) -> int:
@@ -282,7 +302,7 @@ def print_checks(config: Config, _scratch: Path) -> None:
         needed = sum(host_parts(config, checked.models).values())
         rows["memory"] = f"at least {needed / 1e9:.2f} GB for weights, gradients and optimizers"
     if config.checkpoint.may_be_saved:
-        size = checkpoint_bytes(config, checked.models.trained(config))
+        size = saved_bytes(config, checked.models.trained(config))
         rows["disk"] = (
             f"({config.most_checkpoints} + 1) checkpoints x {size / 1e9:.2f} GB in {RunFolder.of(config).path}"
         )
