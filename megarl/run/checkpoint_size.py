@@ -29,7 +29,7 @@ CUTS = 3
 """Number of extra parts of a matrix if a rank's range ends within a row. The matrix is then saved in four parts: the
 rows before, the two parts of that row, and the rows after."""
 
-LOGGED_BYTES = 13
+LOGGED_BYTES = 15
 """Bytes per response token in a rollout log: its text and its log-prob."""
 
 RANK_BYTES = 26 * 1024
