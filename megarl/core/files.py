@@ -113,18 +113,19 @@ def read_record(path: Path, kind: type[Record]) -> Record:
         raise UserError(f"{path}: has missing or unknown fields. Fix: restore or remove the file") from None
 
 
-def read_foreign_object(path: Path, key: str = "") -> dict[str, Any]:
+def read_foreign_object(path: Path, key: str = "", fix: str = "copy the file again") -> dict[str, Any]:
     """Return the object in a JSON file that another program wrote, such as a model's config.json. It may be a symbolic
-    link. Raise a UserError if the file has other content or cannot be read. The message contains the config key."""
+    link. Raise a UserError if the file has other content or cannot be read. The message begins with `key` and ends
+    with the remedy `fix`."""
     try:
         with open_regular(path.resolve()) as file:
             return parse_object(file.read().decode("utf-8-sig"))
     except OSError as error:
-        raise UserError(f"{key}{path}: cannot be read ({error.strerror}). Fix: copy the file again") from None
+        raise UserError(f"{key}{path}: cannot be read ({error.strerror}). Fix: {fix}") from None
     except UserError:
         raise
     except ValueError as error:
-        raise UserError(f"{key}{path}: invalid JSON ({error}). Fix: copy the file again") from None
+        raise UserError(f"{key}{path}: invalid JSON ({error}). Fix: {fix}") from None
 
 
 def parse_json(text: str | bytes, parse_constant: Callable[[str], Any] | None = None) -> Any:

@@ -112,11 +112,12 @@ def read_config(folder: Path) -> dict[str, Any]:
     return read_config_file(folder / "config.json")
 
 
-def read_config_file(path: Path) -> dict[str, Any]:
+def read_config_file(path: Path, key: str = "") -> dict[str, Any]:
     """Return the contents of a config.json under any name, after the same checks as in `read_config`."""
-    config = read_foreign_object(path)
+    fix = "copy the model's file again"
+    config = read_foreign_object(path, key, fix)
     if (problem := wrong_type(config)) is not None:
-        raise UserError(f"{path}: {problem}. Fix: copy the model's file again")
+        raise UserError(f"{key}{path}: {problem}. Fix: {fix}")
     return config
 
 

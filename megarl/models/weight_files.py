@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -87,7 +88,9 @@ def require_names(folder: Path, present: Collection[str], names: Collection[str]
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    names = read_foreign_object(index).get("weight_map")
+    names = None
+    with suppress(UserError):
+        names = read_foreign_object(index).get("weight_map")
     if isinstance(names, dict) and all(isinstance(name, str) and _is_file_name(name) for name in names.values()):
         return names
     raise UserError(f"{index}: is not an index of safetensors files. Fix: download it again")

@@ -118,7 +118,7 @@ def _read(model: str) -> dict[str, Any]:
     """Return the model's config.json without quantization_config: trainers and engines hold unquantized weights."""
     file = Path(model).expanduser()
     try:
-        hf_config = read_config_file(file) if file.is_file() else read_local_config(model, key="--model")
+        hf_config = read_config_file(file, "--model ") if file.is_file() else read_local_config(model, key="--model")
     except ModelNotLocal as reason:
         raise UserError(f"--model {model}: {reason}. Fix: pass a config.json, or the folder that contains it") from None
     return {**hf_config, "quantization_config": None}
