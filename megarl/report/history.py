@@ -98,8 +98,9 @@ class HistoryReader:
             self._steps.insert(index, step)
             for values in self._values.values():
                 values.insert(index, np.nan)
-        for name in record.keys() - self._values.keys() - {"step", "nonfinite"}:
-            self._values[name] = [np.nan] * len(self._steps)
+        for name in record:
+            if name not in ("step", "nonfinite") and name not in self._values:
+                self._values[name] = [np.nan] * len(self._steps)
         for name, values in self._values.items():
             values[index] = _number(record.get(name))
         self._nonfinite[step] = [str(name) for name in names] if isinstance(names, list) else []

@@ -45,7 +45,8 @@ class LiveReport:
         """Raise a UserError if `folder` is not a run folder."""
         self._folder = RunFolder(Path(folder))
         self._lock = threading.Lock()
-        self._reader, self._state = ContentsReader(self._folder.path), ""
+        self._reader = ContentsReader(self._folder.path)
+        self._state: str | None = None
         self._drawn: dict[str, tuple[str, str]] = {}
         """The HTML of each element with charts, by id, and the hash of what it shows."""
         self._steps: dict[int, tuple[StepRollouts, str]] = {}

@@ -52,7 +52,11 @@ COMMANDS = {
     "megarl evaluate MODEL RECIPE": ("evaluate MODEL RECIPE", 2, "evaluation.sets=[]"),
     "megarl plan RECIPE --gpus GPUS": ("plan RECIPE --gpus 8xH100-80GB PLANNED", 0, "async"),
     "megarl plan {recipe} --gpus {gpus}": ("plan RECIPE --gpus 8xH100-80GB PLANNED", 0, "async"),
-    "megarl launch RECIPE": ("launch RECIPE --dry-run", 0, "dry run: nothing was submitted"),
+    "megarl launch RECIPE --nodes N --time TIME": (
+        "launch RECIPE --nodes 1 --time 1:00:00 --gpus-per-node 0 --dry-run",
+        2,
+        "exists only on this machine",
+    ),
     "megarl convert megatron-to-hf --checkpoint {path} --out FOLDER": (
         "convert megatron-to-hf --checkpoint MODEL --out FOLDER",
         2,
