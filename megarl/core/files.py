@@ -61,8 +61,8 @@ def require_room(out: Path, num_bytes: int) -> None:
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a regular file. Raise a UserError that names any other file, such as a pipe or a symbolic
-    link, and FileNotFoundError if there is none. Reading a pipe could take forever."""
+    """Return the text of a regular file. Raise FileNotFoundError if the file does not exist, and a UserError that
+    names it if it is a symbolic link or not a regular file. Reading a pipe could block forever."""
     with open_regular(path) as file:
         return file.read().decode("utf-8", "replace")
 
@@ -84,7 +84,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 def read_json(path: Path) -> Any:
     """Return the value in a JSON file. Raise a UserError that names the file if it is not valid JSON or not a regular
-    file, and FileNotFoundError if there is none."""
+    file, and FileNotFoundError if it does not exist."""
     try:
         return parse_json(read_text(path))
     except ValueError as error:

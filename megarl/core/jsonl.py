@@ -15,7 +15,7 @@ Keep = Callable[[dict[str, Any]], dict[str, Any]]
 def read_objects(path: Path, keep: Keep = dict) -> tuple[Objects, list[int]]:
     """Return the objects in a JSONL file, and the numbers of the lines that do not contain an object. NaN and
     infinities are read as None. `keep` reduces each object to the part to return, since objects may be large. A line
-    that it cannot read counts as one without an object. Raise a UserError if the file is not a regular file."""
+    that cannot be read counts as not containing an object. Raise a UserError if the file is not a regular file."""
     with open_regular(path) as lines:
         return parse_lines(lines, 1, keep)
 

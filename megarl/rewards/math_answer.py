@@ -23,13 +23,13 @@ _RISKY = re.compile(
     r"\\(?:binom|sum|prod|int|exp|ln|log|sin|cos|tan|sinh|cosh|tanh|arc|lim|mod|pmod|operatorname)",
     re.DOTALL,
 )
-"""Texts whose evaluation may take forever in code that no signal interrupts, or exhaust the stack or the memory."""
+"""Expressions whose evaluation may run forever in code that signals cannot interrupt, or exhaust stack or memory."""
 
 DEEPEST = 20
-"""Maximum depth of brackets in texts that are evaluated in this process."""
+"""Maximum bracket nesting depth of expressions that are evaluated in this process."""
 
 _EULER = re.compile(r"[+-]?[0-9]+e[+-]?[1-9]")
-"""Text that is more likely a term with Euler's number than a number with an exponent."""
+"""Text in which `e` more likely means Euler's number than an exponent."""
 
 _E_NOTATION = re.compile(r"(?<![\w.])(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE][+-]?[0-9]{1,2}(?!\w|\.[0-9])", re.ASCII)
 
@@ -53,11 +53,11 @@ class MathMatch:
     after "the answer is" counts, or the last expression.
 
     Numbers are equal if their relative difference is small; integers and fractions are compared exactly. If the answer
-    is a number, 1e-05 in the response is a number, not a term with Euler's number.
+    is a number, 1e-05 in the response is read as a number, not as a term with Euler's number.
 
-    Based on https://github.com/huggingface/Math-Verify. A response that it cannot parse or compare, or not within
-    timeout_s, is wrong. An answer that it cannot parse, or cannot compare with itself, is a failure. Expressions that
-    may be hard to evaluate run in a forked process that can be killed. For others, the timeout uses a signal, which
+    Based on https://github.com/huggingface/Math-Verify. A response that it cannot parse and compare within
+    timeout_s is wrong. An answer that it cannot parse, or cannot compare with itself, is a failure. Expressions that
+    may be expensive are evaluated in a forked process that can be killed. For others, the timeout uses a signal, which
     only a process's main thread can receive.
     """
 
@@ -66,12 +66,12 @@ class MathMatch:
 
         Args:
             timeout_s: timeout for parsing the response and for one comparison, in whole seconds.
-            digits: significant digits to which decimal numbers are compared, or decimal places if they are above 1.
+            digits: significant digits to which decimal numbers are compared (decimal places for numbers above 1).
             last_characters: number of characters at the end of the response to search.
         """
         for name, value in (("timeout_s", timeout_s), ("digits", digits), ("last_characters", last_characters)):
             if not isinstance(value, int) or value < 1:
-                raise ValueError(f"options.{name}={value!r}: must be a positive integer. Fix: change it to one")
+                raise ValueError(f"options.{name}={value!r}: must be a positive integer. Fix: use 1 or more")
         import math_verify  # takes nearly a second, which must not count toward the first call's timeout
         from math_verify.errors import TimeoutException
 
@@ -161,7 +161,7 @@ class MathMatch:
 
 
 def _text(answer: Any) -> str:
-    """Return the answer as text, with a floating-point number as a decimal number."""
+    """Return the answer as text. A float is written as a decimal number without an exponent."""
     if isinstance(answer, float) and math.isfinite(answer):
         return f"{Decimal(repr(answer)):f}"
     return str(answer).strip()
@@ -176,7 +176,7 @@ def _is_risky(text: str) -> bool:
 
 
 def _in_child(compare: Callable[[], bool], timeout_s: float) -> bool:
-    """Return the result of a function in a forked process. Raise TimeoutError if the process fails or is too slow."""
+    """Run a function in a forked process and return its result. Raise TimeoutError if it fails or takes too long."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:

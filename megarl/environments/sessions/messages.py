@@ -71,7 +71,7 @@ def _tool_call(call: Any, param: str) -> dict[str, Any]:
         raise invalid(param, f"{param} has a tool call without a function name")
     arguments = function.get("arguments") or "{}"
     if isinstance(arguments, str):
-        with suppress(ValueError, RecursionError):  # invalid or deep JSON stays a string
+        with suppress(ValueError, RecursionError):  # invalid or deeply nested JSON stays a string
             parsed = json.loads(arguments)
             arguments = arguments if is_deeper(parsed, MAX_DEPTH) else parsed
     function = {"name": function["name"], "arguments": arguments}

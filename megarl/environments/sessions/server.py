@@ -30,7 +30,7 @@ MODEL = "policy"
 LARGEST_REQUEST = 64 * 2**20
 
 BODY_S = 60.0
-"""Seconds in which a client must send a request's body."""
+"""Timeout in seconds for receiving a request's body."""
 
 SHUTDOWN_S = 2.0
 RETRIES = "x-stainless-retry-count"
@@ -147,7 +147,7 @@ class SessionServer:
 
 
 async def _read(request: web.Request) -> Any:
-    """Return the request's JSON. Raise ApiError if it is malformed, too large or too slow."""
+    """Return the request's JSON. Raise ApiError if it is malformed, too large, or arrives too slowly."""
     from aiohttp import web
 
     try:
