@@ -55,10 +55,10 @@ def environment_class(name: str) -> type[Environment] | type[Agent]:
     )
 
 
-def answer_check(name: str) -> Callable[[Any], object] | None:
+def answer_check(name: str | None) -> Callable[[Any], object] | None:
     """Return the function of a built-in class that raises ValueError for an answer that it cannot compare with
     responses; None if the class has none."""
-    return getattr(environment_class(name), "check_answer", None) if name in SHIPPED else None
+    return None if name is None or name not in SHIPPED else getattr(environment_class(name), "check_answer", None)
 
 
 def check_environment(name: str, options: Mapping[str, Any]) -> type[Environment] | type[Agent]:

@@ -179,11 +179,15 @@ def wrong_type(hf_config: Mapping[str, Any]) -> str | None:
         if type(hf_config[key]) is not int or not 0 < hf_config[key] <= most:
             return f"{key}={hf_config[key]!r}: expected an integer from 1 to {most}"
     for key, default in (defaults | _OPTIONAL).items():
-        value = hf_config.get(key)
+        value: Any = hf_config.get(key)
         kinds = (int, float) if isinstance(default, float) else type(default)
-        if default is None or key in _COUNTS or (value is None and (key not in hf_config or key not in _REQUIRED)):
+        if default is None or key in _COUNTS:
             continue
-        if not isinstance(value, kinds) or (isinstance(value, bool) and default not in (True, False)):
+        if value is None:
+            if key in hf_config and key in _REQUIRED:
+                return f"{key}=null: expected {_NAMES[type(default)]}"
+            continue
+        if not isinstance(value, kinds) or (isinstance(value, bool) and not isinstance(default, bool)):
             return f"{key}={value!r}: expected {_NAMES[type(default)]}"
         if not isinstance(value, str) and not 0 <= value <= LARGEST:
             return f"{key}={value!r}: expected a number from 0 to {LARGEST}"

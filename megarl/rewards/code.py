@@ -181,7 +181,9 @@ def _pairs(answer: Any) -> list[tuple[str, str]]:
             raise ValueError(
                 f"code_stdin_stdout: the answer is not valid JSON: {error}. Fix: store it as JSON"
             ) from None
-    columns = [answer.get(name) for name in ("inputs", "outputs")] if isinstance(answer, Mapping) else [None]
+    columns: list[Any] = [None]
+    if isinstance(answer, Mapping):
+        columns = [answer.get(name) for name in ("inputs", "outputs")]
     if all(isinstance(column, list | tuple) for column in columns):
         if len(columns[0]) != len(columns[1]):
             raise ValueError(

@@ -213,7 +213,7 @@ def _check_rows(config: Config, pool: FunctionPool | None, data: PromptSet) -> N
     if config.has_reward_model and config.reward_model.judges:
         template = config.reward_model.judge.template
         require_rows(data.prompts, partial(require_answer, TEMPLATE if template is None else template))
-    if config.has_environment and (check := answer_check(config.environment.name)) is not None:
+    if (check := answer_check(config.environment.name)) is not None:
         require_rows([prompt for prompt in data.prompts if prompt.messages], check)
 
 
