@@ -178,7 +178,7 @@ def wrong_type(hf_config: Mapping[str, Any]) -> str | None:
         most = MOST_LAYERS if key == "num_hidden_layers" else LARGEST
         if type(hf_config[key]) is not int or not 0 < hf_config[key] <= most:
             return f"{key}={hf_config[key]!r}: expected an integer from 1 to {most}"
-    for key, default in (defaults | _OPTIONAL).items():
+    for key, default in {**defaults, **_OPTIONAL}.items():
         value: Any = hf_config.get(key)
         kinds = (int, float) if isinstance(default, float) else type(default)
         if default is None or key in _COUNTS:
