@@ -42,7 +42,6 @@ from megarl.run import beginning
 from megarl.run.attempts import Attempts
 from megarl.run.diagnosis.diagnose import find_rollout
 from megarl.run.folder import RunFolder
-from tests.marks import exhaustive_but
 from tests.paths import QUICKSTART
 from tests.tiny_model import tiny_tokenizer
 
@@ -194,7 +193,7 @@ CONFIG_JSON = {
     **{"rope_scaling": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}, "id2label": {"0": "a"}},
     **{"hidden_act": "silu", "attention_bias": False, "sliding_window": None, "quantization_config": None},
 }
-SHAPES = exhaustive_but(["llama", "qwen3_moe", "deepseek_v3", "mixtral"], "deepseek_v3")
+SHAPES = ["llama", "qwen3_moe", "deepseek_v3", "mixtral"]
 
 
 def read_model(folder: Path, recipe: Config) -> None:
