@@ -6,13 +6,17 @@ import gzip
 import json
 import shutil
 import sys
+import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megarl.core.errors import UserError
 from megarl.core.files import open_regular
+from megarl.core.optional_logs import OptionalLog
 
 if TYPE_CHECKING:
     from megarl.cluster.groups.group import TimedResult
@@ -43,6 +47,9 @@ class Span:
     end: float
 
 
+SPANS = OptionalLog("spans of the trace")
+
+
 class Trace:
     """An attempt's trace: one JSON line per finished task, in the attempt's log folder. It covers at most
     MAX_PROCESSES processes per task, and the last one or two windows of WINDOW_BYTES."""
@@ -69,6 +76,9 @@ class Trace:
         return self._seconds.pop(process, 0.0)
 
     def _write(self, spans: Sequence[Span]) -> None:
+        SPANS.attempt(self._path, partial(self._append, spans), len(spans))
+
+    def _append(self, spans: Sequence[Span]) -> None:
         with self._path.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(asdict(span)) + "\n" for span in spans)
             is_full = file.tell() >= WINDOW_BYTES
@@ -95,7 +105,10 @@ def read_spans(logs: Path) -> Iterator[Span]:
     attempt, are skipped."""
     if (earlier := logs / EARLIER).exists():
         with open_regular(earlier) as file, gzip.open(file, "rt", encoding="utf-8", errors="replace") as lines:
-            yield from _spans(lines)
+            try:
+                yield from _spans(lines)
+            except (OSError, EOFError, zlib.error) as error:
+                raise UserError(f"{earlier}: is not a complete gzip file ({error}). Fix: remove the file") from None
     if (latest := logs / FILE).exists():
         with open_regular(latest) as file:
             yield from _spans(line.decode("utf-8", "replace") for line in file)
@@ -106,6 +119,6 @@ def _spans(lines: Iterable[str]) -> Iterator[Span]:
         try:
             row = json.loads(line)
             span = Span(sys.intern(row["process"]), sys.intern(row["task"]), float(row["begin"]), float(row["end"]))
-        except (ValueError, TypeError, KeyError, RecursionError):
+        except (ValueError, TypeError, KeyError, RecursionError, OverflowError):
             continue
         yield span

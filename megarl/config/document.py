@@ -61,6 +61,8 @@ def parse(text: str, name: str) -> Document:
         mark = error.problem_mark or error.context_mark
         place = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
         raise UserError(f"{place}: {_reason(error)}") from None
+    except RecursionError:
+        raise UserError(f"{name}: nested too deeply, or an alias contains itself. Fix: correct the file") from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise UserError(f"{name}:{line}: {_reason(error)}") from None
@@ -71,15 +73,25 @@ def parse(text: str, name: str) -> Document:
             f"{name}:{node.start_mark.line + 1}: expected a mapping (KEY: VALUE), found {kind(values)}"
             ". Fix: start the file with `base: base.yaml`"
         )
-    return Document(values, {key: f"{name}:{line}" for key, line in _lines(node)})
+    try:
+        return Document(values, {key: f"{name}:{line}" for key, line in _lines(node)})
+    except RecursionError:
+        raise UserError(f"{name}: nested too deeply, or an alias contains itself. Fix: correct the file") from None
 
 
 def parse_value(text: str) -> Any:
     """Read one YAML value. Raise a UserError with the reason if the text is not valid YAML."""
     try:
-        return _read(text)[1]
+        node, value = _read(text)
+        if node is not None:
+            list(_lines(node))  # raises RecursionError for an alias that contains itself
+        return value
     except yaml.YAMLError as error:
         raise UserError(f"invalid YAML value: {_reason(error)}") from None
+    except RecursionError:
+        raise UserError(
+            "invalid YAML value: nested too deeply, or an alias contains itself. Fix: correct the value"
+        ) from None
 
 
 def render(values: dict[str, Any]) -> str:
@@ -178,7 +190,11 @@ def _represent_str(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 
 def _construct_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
     text = loader.construct_scalar(node)
-    return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
+    try:
+        return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
+    except ValueError:
+        problem = f"an integer with {len(text)} digits. Fix: use a smaller number"
+        raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from None
 
 
 def _construct_mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[str, Any]:

@@ -84,7 +84,7 @@ class Checkpoint:
         try:
             manifest = parse_json(read_text(path / MANIFEST))
             content = manifest["content"]
-            if manifest["sha256"] != _digest(content):
+            if not isinstance(content, dict) or manifest["sha256"] != _digest(content):
                 raise ValueError("the digest of the content differs")
         except FileNotFoundError:
             raise _Damage(f"{MANIFEST} is missing") from None
@@ -94,9 +94,11 @@ class Checkpoint:
         try:
             files = tuple(FileRecord(**record) for record in content["files"])
             checkpoint = cls(path, int(content["step"]), content["state"], files, version)
+            if not isinstance(content["state"], dict):
+                raise TypeError("the state is not an object")
             if any(Path(record.path).is_absolute() or ".." in Path(record.path).parts for record in files):
                 raise ValueError("a file is outside the folder")
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
             raise _Damage(f"{MANIFEST} is corrupt") from None
         for record in files:
             checkpoint._check_size(record)

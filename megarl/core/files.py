@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar, get_type_hints
 
 from megarl.core.errors import UserError
 
@@ -21,8 +21,11 @@ Progress = Callable[[str, int, int], None]
 total bytes."""
 
 
-MAX_DEPTH = 100
-"""Maximum nesting depth of lists and objects in a JSON file. Processing deeper ones exhausts the stack."""
+Record = TypeVar("Record")
+
+MAX_DEPTH = 50
+"""Maximum number of nested lists and objects in a JSON value from outside, such as a request or a tool call. Deeper
+ones exhaust the stack when they are processed. Files may be twice as deep, because their rows contain such values."""
 
 
 def no_progress(done: str, num_bytes: int, total: int) -> None:
@@ -88,15 +91,60 @@ def read_json(path: Path) -> Any:
         raise UserError(f"{path}: is not valid JSON: {error}. Fix: restore or remove the file") from None
 
 
-def parse_json(text: str, parse_constant: Callable[[str], Any] | None = None) -> Any:
-    """Parse a JSON value. `parse_constant` converts NaN and infinities. Raise ValueError if the text is not JSON, is
-    nested more than MAX_DEPTH levels deep, or has an integer with thousands of digits."""
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file. Raise the errors of `read_json`, or a UserError for any other JSON value."""
+    value = read_json(path)
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: is not a JSON object. Fix: restore or remove the file")
+    return value
+
+
+def read_record(path: Path, kind: type[Record]) -> Record:
+    """Return the instance of a data class whose fields are in a JSON file. Raise the errors of `read_object`, or a
+    UserError if fields are missing, unknown or of the wrong type. Only text and numbers are checked."""
+    values = read_object(path)
+    for name, hint in get_type_hints(kind).items():
+        accepted = {str: str, int: int, float: (int, float)}.get(hint, object)
+        if name in values and not isinstance(values[name], accepted):
+            raise UserError(f"{path}: {name} has the wrong type. Fix: restore or remove the file")
+    try:
+        return kind(**values)
+    except TypeError:
+        raise UserError(f"{path}: has missing or unknown fields. Fix: restore or remove the file") from None
+
+
+def read_foreign_object(path: Path, key: str = "", fix: str = "copy the file again") -> dict[str, Any]:
+    """Return the object in a JSON file that another program wrote, such as a model's config.json. It may be a symbolic
+    link. Raise a UserError if the file has other content or cannot be read. The message begins with `key` and ends
+    with the remedy `fix`."""
+    try:
+        with open_regular(path.resolve()) as file:
+            return parse_object(file.read().decode("utf-8-sig"))
+    except OSError as error:
+        raise UserError(f"{key}{path}: cannot be read ({error.strerror}). Fix: {fix}") from None
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(f"{key}{path}: invalid JSON ({error}). Fix: {fix}") from None
+
+
+def parse_json(text: str | bytes, parse_constant: Callable[[str], Any] | None = None) -> Any:
+    """Return a JSON value. `parse_constant` replaces NaN and infinities. Raise ValueError if the text is not JSON, is
+    nested more than 2 * MAX_DEPTH levels deep, or has an integer with thousands of digits."""
     try:
         value = json.loads(text, parse_constant=parse_constant)
     except RecursionError:
         raise ValueError("nested too deeply") from None
-    if is_deeper(value, MAX_DEPTH):
+    if is_deeper(value, 2 * MAX_DEPTH):
         raise ValueError("nested too deeply")
+    return value
+
+
+def parse_object(text: str | bytes) -> dict[str, Any]:
+    """Return a JSON object. Raise ValueError under the conditions of `parse_json`, or for any other JSON value."""
+    value = parse_json(text)
+    if not isinstance(value, dict):
+        raise ValueError(f"expected an object, found a {type(value).__name__}")
     return value
 
 

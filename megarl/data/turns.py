@@ -122,8 +122,6 @@ class ChatTokens:
 
     def _render(self, messages: Sequence[Message], for_answer: bool = True) -> tuple[str | None, str]:
         """Return the conversation's text, or None and the template's error if it rejects the messages."""
-        from jinja2.exceptions import TemplateError
-
         try:
             text = self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
@@ -131,7 +129,7 @@ class ChatTokens:
                 add_generation_prompt=for_answer,
                 tokenize=False,
             )
-        except (TemplateError, TypeError) as error:  # templates raise TypeError when they add text to a missing value
+        except Exception as error:  # a template is a program and may raise anything
             return None, str(error)
         return str(text), ""
 

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from megarl.core.files import replace_text
+from megarl.core.files import read_record, read_text, replace_text
 from megarl.run.folder import LAUNCH
 
 Verdict = Literal["done", "signaled", "user_error", "stalled", "failed"]
@@ -68,7 +68,7 @@ class JobFolder:
         (self.path / "job.json").write_text(json.dumps(asdict(job), indent=2) + "\n", encoding="utf-8")
 
     def job(self) -> Job:
-        return Job(**json.loads((self.path / "job.json").read_text(encoding="utf-8")))
+        return read_record(self.path / "job.json", Job)
 
     def write_verdict(self, verdict: Verdict, cause: str, bad_nodes: Sequence[str] = ()) -> None:
         """Record the outcome of the attempt. bad_nodes: nodes to exclude from later attempts."""
@@ -82,4 +82,4 @@ class JobFolder:
     def last_cause(self) -> str:
         """Return the reason why the last attempt ended, or "" if there was no attempt."""
         file = self.path / "cause"
-        return file.read_text(encoding="utf-8").strip() if file.exists() else ""
+        return read_text(file).strip() if file.exists() else ""

@@ -15,7 +15,7 @@ from megarl.cluster.network import address_towards, interface_of, listen, own_ad
 from megarl.cluster.nodes.rendezvous import PACKAGES
 from megarl.config.schema import Config
 from megarl.core.errors import UserError
-from megarl.core.files import replace_text
+from megarl.core.files import read_record, replace_text
 from megarl.core.versions import installed_versions
 from megarl.launch.folder import Job, Verdict
 from megarl.launch.named_files import named_files
@@ -123,7 +123,7 @@ def await_reports(folder: Path, nodes: Sequence[str], timeout_s: float) -> list[
     while not all((folder / node).exists() for node in nodes) and time.monotonic() < deadline:
         time.sleep(POLL_S)
     files = [folder / node for node in nodes]
-    return [NodeReport(**json.loads(file.read_text(encoding="utf-8"))) for file in files if file.exists()]
+    return [read_record(file, NodeReport) for file in files if file.exists()]
 
 
 def find_objection(

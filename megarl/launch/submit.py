@@ -12,7 +12,7 @@ from pathlib import Path
 from megarl.config.load import dump, load
 from megarl.config.schema import Config
 from megarl.core.errors import UserError
-from megarl.core.files import replace_text
+from megarl.core.files import read_text, replace_text
 from megarl.launch.checks import check, check_slurm, run_slurm
 from megarl.launch.folder import Job, JobFolder
 from megarl.launch.request import Request
@@ -171,7 +171,7 @@ def _refuse_duplicate(folder: JobFolder) -> None:
     """Raise UserError if a job for this run is already queued or running."""
     if not folder.submitted.exists() or shutil.which("squeue") is None:
         return
-    number = folder.submitted.read_text(encoding="utf-8").strip()
+    number = read_text(folder.submitted).strip()
     queued = [line.split("|") for line in run_slurm("squeue", "--noheader", "--format=%F|%T").splitlines()]
     states = [state for job, state in queued if job == number]
     if states:

@@ -74,7 +74,8 @@ class Task:
         environ = os.environ
         if not {"SLURM_PROCID", "MEGARL_NODES"} <= environ.keys():
             raise UserError(
-                "megarl node: this command runs only inside the job script of megarl launch. Fix: use megarl launch"
+                "megarl node: this command runs only inside the job script of megarl launch. Fix: use megarl launch "
+                "RECIPE --nodes N --time TIME"
             )
         return cls(
             number=int(environ["SLURM_PROCID"]),

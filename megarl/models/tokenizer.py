@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.core.errors import UserError
+from megarl.core.files import read_foreign_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -53,13 +53,21 @@ def _load(folder: Path, key: str) -> PreTrainedTokenizerBase:
         raise UserError(
             f"{key}={folder}: the folder has no tokenizer. Fix: copy the model's tokenizer files into the folder"
         )
-    if _is_generic(folder):
-        from transformers import PreTrainedTokenizerFast
+    try:
+        if _is_generic(folder):
+            from transformers import PreTrainedTokenizerFast
 
-        return PreTrainedTokenizerFast.from_pretrained(folder)
-    from transformers import AutoTokenizer
+            return PreTrainedTokenizerFast.from_pretrained(folder)
+        from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(folder)
+        return AutoTokenizer.from_pretrained(folder)
+    except UserError:
+        raise
+    except Exception as error:  # the tokenizers library raises Exception for a damaged file
+        raise UserError(
+            f"{key}={folder}: the tokenizer cannot be loaded ({type(error).__name__}: {' '.join(str(error).split())}). "
+            "Fix: copy the model's tokenizer files again"
+        ) from error
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
@@ -103,7 +111,7 @@ def _is_generic(folder: Path) -> bool:
     config_file = folder / "tokenizer_config.json"
     if not config_file.exists() or not (folder / "tokenizer.json").exists():
         return False
-    return json.loads(config_file.read_text(encoding="utf-8")).get("tokenizer_class") in GENERIC_CLASSES
+    return read_foreign_object(config_file).get("tokenizer_class") in GENERIC_CLASSES
 
 
 def opening_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from megarl.core.jsonl import read_objects
+from megarl.core.files import open_regular
+from megarl.core.jsonl import parse_lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,19 +44,66 @@ class History:
 def read_history(path: Path) -> History:
     """Read a metrics.jsonl file. If the file does not exist, the history has no steps. If a step occurs more than once,
     its last line is used."""
-    objects, unreadable = read_objects(path) if os.path.lexists(path) else ([], [])
-    by_step = {record["step"]: record for record in objects if _is_step(record.get("step"))}
-    steps = sorted(by_step)
-    records = [by_step[step] for step in steps]
-    names = dict.fromkeys(name for record in records for name in record if name not in ("step", "nonfinite"))
-    nonfinite: dict[str, list[int]] = {}
-    for step, record in zip(steps, records, strict=True):
-        names_of_step = record.get("nonfinite")
-        for name in names_of_step if isinstance(names_of_step, list) else ():
-            nonfinite.setdefault(str(name), []).append(step)
-    values = {name: [record.get(name) for record in records] for name in names}
-    columns = {name: np.array([_number(value) for value in of_name]) for name, of_name in values.items()}
-    return History(np.array(steps, dtype=np.int64), columns, nonfinite, unreadable)
+    return HistoryReader(path).read()
+
+
+class HistoryReader:
+    """Reads a growing metrics.jsonl file. Each `read` parses only the lines appended since the last one."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._forget()
+
+    def _forget(self) -> None:
+        self._file, self._offset, self._num_lines = (0, 0), 0, 0
+        self._unreadable: list[int] = []
+        self._steps: list[int] = []
+        self._values: dict[str, list[float]] = {}
+        self._nonfinite: dict[int, list[str]] = {}
+
+    def read(self) -> History:
+        """Return the current history. Raise a UserError if the file is not a regular file."""
+        tail = self._append() if os.path.lexists(self._path) else []
+        nonfinite: dict[str, list[int]] = {}
+        for step in self._steps:
+            for name in self._nonfinite.get(step, ()):
+                nonfinite.setdefault(name, []).append(step)
+        columns = {name: np.array(values) for name, values in self._values.items()}
+        return History(np.array(self._steps, dtype=np.int64), columns, nonfinite, [*self._unreadable, *tail])
+
+    def _append(self) -> list[int]:
+        """Add the new lines. Return the number of a last line that is incomplete, in a list."""
+        with open_regular(self._path) as file:
+            status = os.fstat(file.fileno())
+            if self._file != (status.st_dev, status.st_ino) or status.st_size < self._offset:
+                self._forget()
+                self._file = status.st_dev, status.st_ino
+            file.seek(self._offset)
+            lines = file.read().splitlines(keepends=True)
+        last = lines.pop() if lines and not lines[-1].endswith(b"\n") else b""
+        objects, unreadable = parse_lines(lines, self._num_lines + 1)
+        self._offset, self._num_lines = self._offset + sum(map(len, lines)), self._num_lines + len(lines)
+        self._unreadable += unreadable
+        last_objects, tail = parse_lines([last] if last else [], self._num_lines + 1)
+        for record in [*objects, *last_objects]:
+            if _is_step(record.get("step")):
+                self._put(record)
+        return tail
+
+    def _put(self, record: Mapping[str, Any]) -> None:
+        """Add a step, or replace an earlier line of the step."""
+        step, names = record["step"], record.get("nonfinite")
+        index = bisect_left(self._steps, step)
+        if self._steps[index : index + 1] != [step]:
+            self._steps.insert(index, step)
+            for values in self._values.values():
+                values.insert(index, np.nan)
+        for name in record:
+            if name not in ("step", "nonfinite") and name not in self._values:
+                self._values[name] = [np.nan] * len(self._steps)
+        for name, values in self._values.items():
+            values[index] = _number(record.get(name))
+        self._nonfinite[step] = [str(name) for name in names] if isinstance(names, list) else []
 
 
 def _is_step(value: Any) -> bool:

@@ -10,12 +10,14 @@ import asyncio
 import json
 import re
 import socket
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 from megarl.rewards import code_tester
+from megarl.rewards.options import checks_rows
 from megarl.sandbox.provider import Provider
 from megarl.sandbox.sandbox import Finished
 
@@ -39,6 +41,33 @@ exec(compile({module!r}, "{name}.py", "exec", dont_inherit=True, optimize=2))
 _TESTER, _PROGRAM = _text_of("code_tester"), _text_of("code_program")
 
 
+def _tests(answer: Any) -> list[str]:
+    tests = [answer] if isinstance(answer, str) else answer
+    if not isinstance(tests, list | tuple) or not all(isinstance(test, str) for test in tests) or not "".join(tests):
+        raise ValueError(
+            "code_tests: the answer has no tests. Fix: set the answer to Python code, as a string or a list of strings"
+        )
+    return list(tests)
+
+
+def _check_tests(answer: Any, *, entry_point: str | None = None, test_setup_code: str | None = None) -> None:
+    """Raise ValueError if the answer has no tests, or tests that are not valid Python or do not define `check`, which
+    an entry point requires."""
+    tests = _tests(answer)
+    try:
+        with warnings.catch_warnings(action="ignore"):  # such as an invalid escape sequence
+            code_tester.parse_tests(test_setup_code or "", tests, entry_point)
+    except code_tester.InvalidTests as error:
+        raise _invalid(str(error)) from None
+    if entry_point and not re.search(r"\bcheck\b|import\s*\*", "\n".join([test_setup_code or "", *tests])):
+        raise _invalid(f"the tests do not define check, which the entry point {entry_point!r} is passed to")
+
+
+def _invalid(reason: str) -> ValueError:
+    return ValueError(f"code_tests: {reason}. Fix: correct the row's answer, test_setup_code or entry_point")
+
+
+@checks_rows(_check_tests)
 async def code_tests(
     prompt: str,
     response: str,
@@ -64,19 +93,14 @@ async def code_tests(
 
     Raise ValueError if the answer has no tests, or if the tests are not valid Python or need a missing module.
     """
-    tests = [answer] if isinstance(answer, str) else answer
-    if not isinstance(tests, list | tuple) or not all(isinstance(test, str) for test in tests) or not "".join(tests):
-        raise ValueError(
-            "code_tests: the answer has no tests. Fix: set the answer to Python code, as a string or a list of strings"
-        )
+    tests = _tests(answer)
     program = last_code_block(response)
     if program is None:
         return False
-    request = json.dumps({"setup": test_setup_code or "", "tests": list(tests), "entry_point": entry_point})
+    request = json.dumps({"setup": test_setup_code or "", "tests": tests, "entry_point": entry_point})
     finished = await _run_tests(sandbox, program, request.encode())
     if finished.status == code_tester.INVALID and finished.limit is None:
-        reason = finished.stderr.decode(errors="replace").strip()
-        raise ValueError(f"code_tests: {reason}. Fix: correct the row's answer or test_setup_code")
+        raise _invalid(finished.stderr.decode(errors="replace").strip())
     return finished.succeeded
 
 
@@ -103,6 +127,7 @@ async def _run_tests(provider: Provider, program: str, request: bytes) -> Finish
         return finished
 
 
+@checks_rows(lambda answer: _pairs(answer))
 async def code_stdin_stdout(prompt: str, response: str, answer: Any, *, sandbox: Provider) -> bool:
     """Return whether the response's program prints the expected output for every input. The answer is a list of
     `{"input": …, "output": …}`, or `{"inputs": […], "outputs": […]}` (as in APPS and TACO), or either as JSON text.
@@ -152,12 +177,14 @@ def _pairs(answer: Any) -> list[tuple[str, str]]:
     if isinstance(answer, str):
         try:
             answer = json.loads(answer)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(
                 f"code_stdin_stdout: the answer is not valid JSON: {error}. Fix: store it as JSON"
             ) from None
-    if isinstance(answer, Mapping) and {"inputs", "outputs"} <= answer.keys():
-        columns = list(answer["inputs"]), list(answer["outputs"])
+    columns: list[Any] = [None]
+    if isinstance(answer, Mapping):
+        columns = [answer.get(name) for name in ("inputs", "outputs")]
+    if all(isinstance(column, list | tuple) for column in columns):
         if len(columns[0]) != len(columns[1]):
             raise ValueError(
                 f"code_stdin_stdout: the answer has {len(columns[0])} inputs, but {len(columns[1])} outputs. Fix: add "

@@ -241,16 +241,22 @@ def root_name(expression):
     return next((node.id for node in nodes if isinstance(node, ast.Name)), None)
 
 
-def run(tester, setup, tests, entry_point):
-    """Run the tests. Return the verdict."""
+def parse_tests(setup, tests, entry_point):
+    """Return the tests' code, the import statements of the setup, and the names that the tests use. Raise InvalidTests
+    if the tests are not valid Python."""
     try:
         source = "\n".join([setup, *tests, f"check({entry_point})" if entry_point else ""])
         tree = ast.parse(source)
         code = compile(tree, "tests.py", "exec")
         imports = [ast.unparse(part) for part in ast.parse(setup).body if isinstance(part, ast.Import | ast.ImportFrom)]
-        used = UsedNames(tree, entry_point)
+        return code, imports, UsedNames(tree, entry_point)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise InvalidTests(f"the tests are not valid Python: {error}") from None
+
+
+def run(tester, setup, tests, entry_point):
+    """Run the tests. Return the verdict."""
+    code, imports, used = parse_tests(setup, tests, entry_point)
     sys.modules[TESTS] = types.ModuleType(TESTS)
     solution = sys.modules["solution"] = Solution(tester)
     defined = solution.__dict__["names"] = set(tester.request("load", imports))

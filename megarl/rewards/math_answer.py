@@ -37,6 +37,14 @@ MOST_BETWEEN = 16
 """Maximum number of characters between adjacent boxes, such as " and ". math-verify may join them to one answer."""
 
 
+MOST_SHOWN = 200
+"""Maximum number of characters of an answer in an error message."""
+
+
+class NotExpression(ValueError):
+    """Raised for an answer without an expression."""
+
+
 class MathMatch:
     """Reward function that returns whether the response's final expression equals the answer.
 
@@ -96,6 +104,27 @@ class MathMatch:
             return True
         return self._equal(end[boxes[0].start : boxes[-1].stop] if boxes else end, expected)
 
+    def check_row(self, answer: Any) -> None:
+        """Raise ValueError if the answer cannot be parsed, or cannot be compared with itself."""
+        expected = _text(answer)
+        if decimal(_bare(expected)) is not None:
+            return
+
+        def compare() -> bool:
+            gold = self._parsed_answer(expected)
+            return self._verify_parsed(gold, gold)
+
+        try:
+            _in_child(compare, 2 * self._timeout_s) if _is_risky(expected) else compare()
+        except NotExpression:
+            raise
+        except self._errors as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise ValueError(
+                f"math_match: the answer {expected[:MOST_SHOWN]!r} cannot be compared with itself ({reason}). Fix: "
+                "simplify the answer, or use exact_match"
+            ) from None
+
     def _compare(self, response: str, answer: str) -> bool:
         gold = self._gold(answer)
         compare = partial(self._is_same, gold, response)
@@ -115,11 +144,11 @@ class MathMatch:
         )
 
     def _parsed_answer(self, answer: str) -> list[Any]:
-        """Parse the answer. Raise ValueError if it has no expression."""
+        """Parse the answer. Raise NotExpression if it has no expression."""
         parsed = self._parsed(f"\\boxed{{{_bare(answer)}}}")
         if answer == "None" or not parsed:
-            raise ValueError(
-                f"math_match: the answer {answer!r} is not a mathematical expression. Fix: use exact_match"
+            raise NotExpression(
+                f"math_match: the answer {answer[:MOST_SHOWN]!r} is not a mathematical expression. Fix: use exact_match"
             )
         return parsed
 

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any
 
@@ -77,10 +78,15 @@ class FunctionPool:
         """Data columns that functions use. Each maps to the name of one function that requires it, or to None."""
         self.batch_functions: list[str] = []
         """Names of the functions that take whole batches."""
+        self.row_checks: dict[str, list[str]] = {}
+        """Functions that check data rows, mapped to the data columns that their checks use."""
         try:
+            for child in self._children:
+                self._send_arguments(child)
             for child in self._children:
                 ready = self._load_functions(child)
                 self.columns, self.batch_functions = ready["columns"], ready["batch_functions"]
+                self.row_checks = ready["row_checks"]
                 self._idle.put(child)
         except BaseException:
             self._kill_all()
@@ -116,11 +122,25 @@ class FunctionPool:
 
         return self._threads.submit(results)
 
-    def _run(self, function: str, arguments: Sequence[Any], columns: Any) -> dict[str, Any]:
+    def check_rows(self, function: str, rows: Sequence[tuple[Any, Mapping[str, Any]]]) -> Future[Sequence[str | None]]:
+        """Check rows, given as (answer, columns), with a function in `row_checks`. Return the problem with each row, or
+        None. rewards.timeout_s limits the mean time per row."""
+
+        def problems() -> Sequence[str | None]:
+            reply = self._run(function, rows, None, self._timeout_s * len(rows))
+            failure = f"{function} {reply.get('failure')} when it checked a row. Fix: correct the row's answer"
+            return reply.get("problems", [failure] * len(rows))
+
+        return self._threads.submit(problems)
+
+    def _run(
+        self, function: str, arguments: Sequence[Any], columns: Any, timeout_s: float | None = None
+    ) -> dict[str, Any]:
         """Run a call in an idle process. Return its reply, or the fields of a Result that describes the failure."""
         child = self._idle.get()
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
         try:
-            return child.call(pickle.dumps((function, tuple(arguments), columns)), self._timeout_s)
+            return child.call(pickle.dumps((function, tuple(arguments), columns)), timeout_s)
         except ChildFailure as failure:
             if failure.timed_out:
                 return {"value": None, "failure": f"did not return within rewards.timeout_s={self._timeout_s:g}"}
@@ -132,15 +152,19 @@ class FunctionPool:
         self._children.remove(child)
         new = _start_child()
         self._children.add(new)
+        self._send_arguments(new)
         self._load_functions(new)
         return new
 
+    def _send_arguments(self, child: ChildProcess) -> None:
+        with suppress(ChildFailure):  # `_load_functions` reports it
+            child.send(self._arguments)
+
     def _load_functions(self, child: ChildProcess) -> dict[str, Any]:
-        """Wait until the process has loaded its functions, and limit its memory. Return its `columns` and
-        `batch_functions`. Raise UserError if loading fails."""
+        """Wait until the process has loaded its functions, and limit its memory. Return its first message. Raise
+        UserError if loading fails."""
         importing, limit_s = "rewards", None  # the worker's own imports have no limit
         try:
-            child.send(self._arguments)
             while "ready" not in (reply := child.receive(limit_s)):
                 if "refused" in reply:
                     raise UserError(reply["refused"])

@@ -133,11 +133,9 @@ def text_of(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
 def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Any], content: str, opens_turn: bool = False) -> str:
     """Render messages with the chat template. Raise Unreadable, which names their `content`, if it rejects them.
     `opens_turn`: whether to append the header of the assistant's turn."""
-    from jinja2.exceptions import TemplateError
-
     try:
         return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=opens_turn))
-    except TemplateError as error:
+    except Exception as error:  # a template is a program and may raise anything
         raise Unreadable(f"the chat template rejects the {content}: {error}") from error
 
 

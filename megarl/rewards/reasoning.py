@@ -28,6 +28,18 @@ class ReasoningGym:
             raise ValueError(f"options.reads={reads!r}: unknown value. Fix: use one of {', '.join(READS)}")
         self._extract = load_gym().utils.extract_answer if reads == "tags" else str.strip
 
+    def check_row(self, answer: Any, *, task: str, options: Mapping[str, Any], metadata: Any) -> None:
+        """Raise ValueError if the task or its options are unknown, or the task cannot score the row's own answer."""
+        dataset = _dataset(task, json.dumps(options, sort_keys=True))
+        try:
+            dataset.score_answer(answer or "", {"question": "", "answer": answer, "metadata": metadata})
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise ValueError(
+                f"reasoning_gym: {task} cannot score the row's own answer ({reason}). Fix: correct the answer and "
+                "the column metadata, or drop the row"
+            ) from None
+
     def __call__(
         self, prompt: str, response: str, answer: Any, *, task: str, options: Mapping[str, Any], metadata: Any
     ) -> float:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from megarl.core.text import encodable
-from megarl.rewards.rating import TEMPLATE, question, rating
+from megarl.rewards.rating import TEMPLATE, question, rating, require_answer
 
 if TYPE_CHECKING:
     import httpx
@@ -67,6 +67,9 @@ class GenerativeJudge:
         self._question = {"model": model, "max_tokens": max_tokens, "temperature": temperature}
         self._template, self._scale = template, scale
         self._timeout_s, self._concurrency, self._retries = timeout_s, concurrency, retries
+
+    def check_row(self, answer: Any) -> None:
+        require_answer(self._template, answer)
 
     async def __call__(
         self, prompts: Sequence[str], responses: Sequence[str], answers: Sequence[Any]

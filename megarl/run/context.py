@@ -27,7 +27,7 @@ from megarl.data.prompts import PromptSet
 from megarl.data.weighted_cursor import WeightedCursor
 from megarl.models.paths import add_config_paths
 from megarl.models.run_models import ModelFolders
-from megarl.run.checkpoint_size import checkpoint_bytes
+from megarl.run.checkpoint_size import saved_bytes
 from megarl.run.effective_time import ALLOCATED, EffectiveShare
 from megarl.run.folder import RunFolder
 from megarl.run.lock import run_lock
@@ -98,7 +98,7 @@ class RunContext:
         """Lock and open the run folder, and print the run summary. No process is started. Raise UserError if the folder
         is in use, `resume` does not name a valid checkpoint, or the disk has no space for a checkpoint. `config_paths`
         has the model paths that the user wrote, by config key, if the config contains resolved paths."""
-        num_bytes = checkpoint_bytes(config, models.trained(config))
+        num_bytes = saved_bytes(config, models.trained(config))
         placement = place_here(config)
         with run_lock(RunFolder.of(config).path, LOCK_S if ALLOCATED in os.environ else 0.0):
             identities = add_config_paths(models.identify(), config, config_paths)

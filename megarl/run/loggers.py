@@ -5,28 +5,32 @@ Metric names have the form SECTION/NAME, such as reward/mean. Step numbers start
 
 from __future__ import annotations
 
-import json
 import math
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from megarl.core.optional_logs import OptionalLog
+
 
 class JsonlSink:
     """A sink that appends one JSON object per step to a file. The first key is `step`. JSON has no NaN or infinity.
-    Such values are written as null, and the names of these metrics are listed under "nonfinite"."""
+    Such values are written as null, and the names of these metrics are listed under "nonfinite". While the disk is
+    full, the objects are kept until there is room."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._path, self._log = path, OptionalLog("metrics (the next step writes them if there is room)")
+        self._unwritten: list[dict[str, Any]] = []
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         nonfinite = [name for name, value in metrics.items() if not math.isfinite(value)]
         record: dict[str, Any] = {"step": step, **metrics, **dict.fromkeys(nonfinite)}
         if nonfinite:
             record["nonfinite"] = nonfinite
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record, allow_nan=False) + "\n")
+        self._unwritten.append(record)
+        if self._log.append(self._path, self._unwritten, count=1):
+            self._unwritten.clear()
 
 
 COLUMNS = (  # title, minimum width, format

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megarl.core.files import is_deeper
+from megarl.core.files import MAX_DEPTH, is_deeper
 from megarl.core.text import encodable
 from megarl.environments.sessions.completion import chunks, completion_body
 from megarl.environments.sessions.errors import ApiError, invalid
@@ -31,9 +31,6 @@ LARGEST_REQUEST = 64 * 2**20
 
 BODY_S = 60.0
 """Timeout in seconds for receiving a request's body."""
-
-DEEPEST = 100
-"""Maximum nesting depth of a request's JSON, which Python's encoder and chat templates process recursively."""
 
 SHUTDOWN_S = 2.0
 RETRIES = "x-stainless-retry-count"
@@ -162,8 +159,8 @@ async def _read(request: web.Request) -> Any:
         raise ApiError(413, "request_too_large", f"the request body exceeds {LARGEST_REQUEST} bytes") from None
     except (ValueError, RecursionError) as error:
         raise invalid("body", f"the request body is not valid JSON: {error}") from error
-    if is_deeper(body, DEEPEST):
-        raise invalid("body", f"the request body is nested more than {DEEPEST} levels deep")
+    if is_deeper(body, MAX_DEPTH):
+        raise invalid("body", f"the request body is nested more than {MAX_DEPTH} levels deep")
     return body
 
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megarl.core.files import parse_json
 from megarl.environments.protocol import Environment, Step, Task, Turn
 from megarl.environments.tools import Message, as_text
 
@@ -51,8 +52,8 @@ class OpenEnvEnvironment(Environment):
 
     async def step(self, turn: Turn) -> Step:
         try:
-            action = json.loads(turn.text) if self.action == "json" else {self.action: turn.text}
-        except json.JSONDecodeError as error:
+            action = parse_json(turn.text) if self.action == "json" else {self.action: turn.text}
+        except ValueError as error:
             return Step(f"error: an action is a JSON object, but this is not valid JSON: {error}", reward=0.0)
         response = await self._exchange("step", action)
         if response["type"] == "error" and response["data"].get("code") == REFUSED:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 from collections.abc import Sequence
 from functools import lru_cache
@@ -11,6 +10,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megarl.core.errors import UserError
+from megarl.core.files import parse_json
+from megarl.core.text import encodable
 
 CORPUS = "environment.options.corpus"
 
@@ -78,20 +79,21 @@ def _read(path: Path) -> list[str]:
     if not path.is_file():
         raise UserError(f"{CORPUS}={path}: not a file. Fix: set {CORPUS} to a JSON-lines file of passages")
     passages = []
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             try:
-                row = json.loads(line)
+                row = parse_json(line)
             except ValueError as error:
                 raise UserError(
                     f"{CORPUS}={path}: line {number} is not valid JSON ({error}). Fix: write one JSON object per line"
                 ) from None
-            if not isinstance(row, dict) or ("contents" not in row and not {"title", "text"} <= row.keys()):
+            fields = ("contents",) if isinstance(row, dict) and "contents" in row else ("title", "text")
+            if not isinstance(row, dict) or not all(isinstance(row.get(field), str) for field in fields):
                 raise UserError(
                     f"{CORPUS}={path}: line {number} has no passage. Fix: write a JSON object with `contents`, or with "
                     "`title` and `text`"
                 )
-            passages.append(row["contents"] if "contents" in row else f"{row['title']}\n{row['text']}")
+            passages.append(encodable("\n".join(row[field] for field in fields)))
     if not passages:
         raise UserError(f"{CORPUS}={path}: the file is empty. Fix: add at least one passage")
     return passages
