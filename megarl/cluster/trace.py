@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.core.files import open_regular
+from megarl.core.files import append_lines, open_regular, retry_when_full
 
 if TYPE_CHECKING:
     from megarl.cluster.groups.group import TimedResult
@@ -69,11 +69,11 @@ class Trace:
         return self._seconds.pop(process, 0.0)
 
     def _write(self, spans: Sequence[Span]) -> None:
-        with self._path.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(asdict(span)) + "\n" for span in spans)
-            is_full = file.tell() >= WINDOW_BYTES
-        if is_full:
-            self._begin_window()
+        if not spans:
+            return
+        append_lines(self._path, ["\n".join(json.dumps(asdict(span)) for span in spans)])
+        if self._path.stat().st_size >= WINDOW_BYTES:
+            retry_when_full(self._begin_window, self._path)
 
     def _begin_window(self) -> None:
         compressed = self._path.with_name(f".{EARLIER}")

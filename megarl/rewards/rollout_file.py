@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from megarl.core.files import append_rows
+from megarl.core.files import append_rows, retry_when_full
 from megarl.core.types import Sample, Score
 
 LOGPROB_DECIMALS = 4
@@ -71,7 +71,14 @@ def write_advantages(
     path: Path, advantages: Mapping[str, float], details: Mapping[str, Mapping[str, Sequence[float]]] = NO_DETAILS
 ) -> None:
     """Write advantages, keyed by sample id, into the lines of their samples. The file is replaced atomically. `details`
-    contains one value per response token, keyed by sample id and name, for samples that have an advantage."""
+    contains one value per response token, keyed by sample id and name, for samples that have an advantage. Wait if the
+    disk is full, see retry_when_full."""
+    retry_when_full(lambda: _write_advantages(path, advantages, details), path)
+
+
+def _write_advantages(
+    path: Path, advantages: Mapping[str, float], details: Mapping[str, Mapping[str, Sequence[float]]]
+) -> None:
     new = path.with_name(f".{path.name}")
     with path.open("rb") as lines, new.open("wb") as out:
         for line in lines:

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from megarl.core.files import append_lines
+
 
 class JsonlSink:
     """A sink that appends one JSON object per step to a file. The first key is `step`. JSON has no NaN or infinity.
@@ -25,8 +27,7 @@ class JsonlSink:
         record: dict[str, Any] = {"step": step, **metrics, **dict.fromkeys(nonfinite)}
         if nonfinite:
             record["nonfinite"] = nonfinite
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record, allow_nan=False) + "\n")
+        append_lines(self._path, [json.dumps(record, allow_nan=False)])
 
 
 COLUMNS = (  # title, minimum width, format
