@@ -72,8 +72,8 @@ def require_room(out: Path, num_bytes: int) -> None:
 
 
 def retry_when_full(write: Callable[[], T], path: Path) -> T:
-    """Call `write`, and repeat it while the disk of `path` or its quota is full, for up to DISK_S seconds. A failed call
-    must leave nothing behind. Raise InfrastructureFailure if the disk is still full then."""
+    """Call `write`, and repeat it while the disk of `path` or its quota is full, for up to DISK_S seconds. A failed
+    call must leave nothing behind. Raise InfrastructureFailure if the disk is still full then."""
     remaining = pauses(DISK_S)
     is_waiting = False
     while True:
@@ -236,7 +236,7 @@ def append_lines(path: Path, lines: Iterable[str]) -> None:
     """Append lines to a file. No line is written in part: if the disk is full, wait as retry_when_full does."""
     with path.open("ab", buffering=0) as file:
         for line in lines:
-            # Text may contain lone surrogates, which UTF-8 cannot encode. backslashreplace turns them into JSON escapes.
+            # UTF-8 cannot encode lone surrogates. backslashreplace turns them into JSON escapes.
             data = f"{line}\n".encode(errors="backslashreplace")
             retry_when_full(lambda data=data: _append_whole(file, data), path)
 

@@ -19,8 +19,8 @@ def pauses(limit_s: float) -> Iterator[float]:
 
 
 class Outage:
-    """Limits how long calls wait for a service that is away. Calls share the limit, so that a thousand calls do not wait
-    a thousand times."""
+    """Limits how long calls wait for a service that is away. Calls share the limit, so that a thousand calls do not
+    wait a thousand times."""
 
     def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic):
         self.limit_s, self._clock = limit_s, clock
