@@ -82,9 +82,8 @@ class Checkpoints:
             try:
                 return self.require_space(num_bytes, keep)
             except (UserError, InfrastructureFailure) as error:
-                print(
-                    f"megarl: warning: waiting up to {DISK_S:g} s for disk space. {error}", file=sys.stderr, flush=True
-                )
+                line = f"megarl: warning: waiting up to {DISK_S:g} s for disk space. {error}"
+                print(line, file=sys.stderr, flush=True)
             time.sleep(pause)
         try:
             self.require_space(num_bytes, keep)

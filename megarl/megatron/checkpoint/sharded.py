@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
 from megarl.core.checkpoint import FileRecord, seal, write_note
 from megarl.core.errors import UserError
-from megarl.core.files import DISK_S, full_disk, is_full, retry_when_full
+from megarl.core.files import DISK_FULL, DISK_S, full_disk, is_full, retry_when_full
 from megarl.core.outage import pauses
 from megarl.megatron import parallel, random_state
 from megarl.megatron.checkpoint import optimizer_state
@@ -116,9 +116,8 @@ def _write_parts(folder: Path, write: Callable[[], None], rank: int) -> None:
         try:
             return write()
         except CheckpointException as error:
-            if not any(
-                isinstance(reason, OSError) and is_full(reason, folder) for reason, _ in error.failures.values()
-            ):
+            reasons = [reason for reason, _ in error.failures.values()]
+            if not any(isinstance(reason, OSError) and reason.errno in DISK_FULL for reason in reasons):
                 raise
             for file in folder.glob(f"__{rank}_*"):
                 file.unlink()  # other files of the run need the space in the meantime
