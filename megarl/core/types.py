@@ -316,6 +316,7 @@ class Score:
         value: weighted sum of the parts; None if any part failed.
         parts: value of each reward function, by name.
         failure: None, or one line that names the reward function and the error.
+        is_infrastructure: whether the infrastructure caused the failure, rather than a reward function.
         token_reward_totals: totals of the rewards that are assigned to single tokens.
     """
 
@@ -323,6 +324,7 @@ class Score:
     parts: dict[str, float]
     failure: str | None = None
     token_reward_totals: TokenTotals = NO_TOTALS
+    is_infrastructure: bool = False
 
 
 @dataclass(frozen=True, slots=True)

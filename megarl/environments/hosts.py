@@ -19,8 +19,8 @@ TOOLS_S = 5.0
 
 
 FREE_MEMORY = (
-    "The kernel kills processes when memory runs out. Fix: lower environment.processes or environment.memory_mib, or run "
-    "on a node with more memory"
+    "The kernel kills processes when memory runs out. Fix: lower environment.processes or environment.memory_mib, or "
+    "run on a node with more memory"
 )
 
 
@@ -40,8 +40,8 @@ class HostFailure(Exception):
 
 @dataclass(frozen=True, slots=True)
 class HostArguments:
-    """An environment process's arguments: class, options, seconds for a tool call, the `sandbox` section, and the memory
-    limit."""
+    """An environment process's arguments: class, options, seconds for a tool call, the `sandbox` section, and the
+    memory limit."""
 
     name: str
     options: Mapping[str, Any]
@@ -82,13 +82,9 @@ class HostProcess(ConcurrentChild):
             try:
                 hello = encodable(await host.open(asdict(arguments), IMPORT_S))
             except ChildFailure as failure:
-                reason, was_killed = (
-                    failure.import_error(f"environment.class={arguments.name}", IMPORT_S),
-                    failure.was_killed,
-                )
-                if was_killed:
+                if failure.was_killed:
                     continue
-                raise UserError(reason) from None
+                raise UserError(failure.import_error(f"environment.class={arguments.name}", IMPORT_S)) from None
             if "refused" in hello:
                 await host.end()
                 raise UserError(hello["refused"])
@@ -98,7 +94,8 @@ class HostProcess(ConcurrentChild):
                 host.limit_memory(arguments.memory_mib)
             return host
         raise InfrastructureFailure(
-            f"environment.class={arguments.name}: its process was killed {RESTARTS + 1} times while it started. {FREE_MEMORY}"
+            f"environment.class={arguments.name}: its process was killed {RESTARTS + 1} times while it started. "
+            f"{FREE_MEMORY}"
         )
 
     async def invoke(self, method: str, rollout: str, timeout_s: float, **arguments: Any) -> Any:
