@@ -151,7 +151,7 @@ def find_objection(
     common = set.intersection(*({*report.missing, *(report.problems if many else ())} for report in reports))
     if common:
         is_disk_only = all(line.startswith(DISK) for line in common)
-        verdict = "infrastructure" if has_run and is_disk_only else "user_error"
+        verdict: Verdict = "infrastructure" if has_run and is_disk_only else "user_error"
         return Objection(verdict, "on all nodes: " + "; ".join(sorted(common)))
     unconnected = {each.node: [each.connection_error] for each in reports if each.connection_error is not None}
     if many and len(unconnected) == len(nodes) - 1:
