@@ -105,9 +105,8 @@ class HostProcess(ConcurrentChild):
             response = encodable(await self.request(timeout_s, method=method, rollout=rollout, **arguments))
         except ChildFailure as failure:
             if not failure.timed_out:
-                limit = "" if self._memory_mib is None else f", environment.memory_mib={self._memory_mib}"
-                reason = f"{ended} ({failure}{limit})"
-                raise HostFailure(reason, kind="lost", is_infrastructure=failure.was_killed) from None
+                reason = failure.with_limit("environment.memory_mib", self._memory_mib)
+                raise HostFailure(f"{ended} ({reason})", kind="lost", is_infrastructure=failure.was_killed) from None
             if not self.is_retiring:
                 await asyncio.to_thread(self.show_stacks)
             self.is_retiring = True

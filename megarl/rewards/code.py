@@ -107,8 +107,8 @@ async def _run_tests(provider: Provider, program: str, request: bytes) -> Finish
 
 
 async def _unless_killed(run: Callable[[], Awaitable[Finished]]) -> Finished:
-    """Run a program, and repeat that up to RESTARTS times while it is killed, as the kernel does when memory runs out. A
-    program that kills itself each time is wrong."""
+    """Run a program, and repeat that up to RESTARTS times while it is killed, as the kernel does when memory runs out.
+    A program that kills itself each time is wrong."""
     finished = await run()
     for _ in range(RESTARTS):
         if not _was_killed(finished):

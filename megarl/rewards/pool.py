@@ -166,15 +166,12 @@ class FunctionPool:
             if child.kill_reason is not None:
                 return {"value": None, "failure": child.kill_reason}
             if failure.was_killed and not self._closed:
-                reason = f"lost its process ({failure}, as when memory runs out{self._limit})"
+                reason = f"lost its process ({failure}, as when memory runs out)"
                 return {"value": None, "failure": reason, "kind": "lost"}
-            return {"value": None, "failure": f"ended its process ({failure}{self._limit})"}
+            reason = failure.with_limit("rewards.memory_mib", self._memory_mib)
+            return {"value": None, "failure": f"ended its process ({reason})"}
         finally:
             self._idle.put(self._replacement(child) if child.has_ended and not self._closed else child)
-
-    @property
-    def _limit(self) -> str:
-        return "" if self._memory_mib is None else f", rewards.memory_mib={self._memory_mib}"
 
     def _replacement(self, child: ChildProcess) -> ChildProcess:
         """Start a process in place of `child`. If it is killed while it loads the functions, start another one, up to
