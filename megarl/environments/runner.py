@@ -137,26 +137,28 @@ class RolloutRunner:
 
     async def _play(self, rollout: _Rollout | AgentRollout, key: str, is_alone: bool) -> HostFailure | None:
         """Make one attempt at a rollout. Return its failure, if any."""
-        host = await (self.pool.take_alone() if is_alone else self.pool.take())
+        host, failure = await (self.pool.take_alone() if is_alone else self.pool.take()), None
         try:
             await rollout.play(host)
-        except HostFailure as failure:
-            return failure
+        except HostFailure as error:
+            failure = error
         except UserError as error:  # the chat template rejected the messages
-            return HostFailure(str(error))
+            failure = HostFailure(str(error))
         finally:  # the environment must also be closed if the rollout was aborted or the engine was lost
-            await asyncio.shield(self._close(host, key, rollout.outcome))
-        return None
+            closing_failure = await asyncio.shield(self._close(host, key, rollout.outcome))
+        if failure is None and closing_failure is not None and closing_failure.kind != "lost":
+            return closing_failure
+        return failure
 
-    async def _close(self, host: HostProcess, key: str, outcome: Outcome) -> None:
-        """Close the rollout's environment and release its process. A lost process has closed it."""
+    async def _close(self, host: HostProcess, key: str, outcome: Outcome) -> HostFailure | None:
+        """Close the rollout's environment and release its process. Return the failure, if any."""
         try:
             outcome.tool_calls.update(await host.invoke("close", key, self.config.environment.timeout_s))
         except HostFailure as failure:
-            if failure.kind != "lost":
-                outcome.fail(str(failure), failure.stack)
+            return failure
         finally:
             await self.pool.give_back(host)
+        return None
 
     def _count(self, outcome: Outcome) -> None:
         """Count a finished rollout. Lost and failed rollouts have separate counts."""
