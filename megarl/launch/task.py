@@ -15,7 +15,7 @@ from pathlib import Path
 
 from megarl.cluster.nodes.rendezvous import NODES, NodeRendezvous
 from megarl.config.load import load
-from megarl.core.errors import UserError
+from megarl.core.errors import InfrastructureFailure, UserError
 from megarl.core.files import replace_text
 from megarl.launch.folder import JobFolder, Verdict
 from megarl.launch.preflight import (
@@ -44,7 +44,12 @@ JOIN_S = 120.0
 
 POLL_S, TOUCH_S = 0.5, 10.0
 ERROR = "megarl: error: "
-VERDICTS: Mapping[int, Verdict] = {0: "done", 2: "user_error", 75: "infrastructure", 130: "signaled"}
+VERDICTS: Mapping[int, Verdict] = {
+    0: "done",
+    UserError.exit_code: "user_error",
+    InfrastructureFailure.exit_code: "infrastructure",
+    130: "signaled",
+}
 """Verdict for each exit status of `megarl train`. Any other status is a failure that may be transient."""
 
 

@@ -149,7 +149,7 @@ class FunctionPool:
                 for i in failed:
                     results[i] = replace(results[i], failure=f"{results[i].failure} ({limit})")
                 return results
-            print(f"rewards: {function} {failure}; repeating the call for {len(failed)} samples", flush=True)
+            print(f"rewards: {function} {failure}; repeating the call (samples: {len(failed)})", flush=True)
             for i, result in zip(failed, call(failed), strict=True):
                 results[i] = result
         outage.end()
