@@ -88,8 +88,8 @@ class FunctionPool:
         self.batch_functions: list[str] = []
         """Names of the functions that take whole batches."""
         try:
-            for child in self._children:
-                ready = self._load_functions(child)
+            for started in list(self._children):
+                child, ready = self._load_or_replace(started)
                 self.columns, self.batch_functions = ready["columns"], ready["batch_functions"]
                 self._idle.put(child)
         except BaseException:
@@ -174,19 +174,25 @@ class FunctionPool:
             self._idle.put(self._replacement(child) if child.has_ended and not self._closed else child)
 
     def _replacement(self, child: ChildProcess) -> ChildProcess:
-        """Start a process in place of `child`. If it is killed while it loads the functions, start another one, up to
-        RESTARTS times."""
+        return self._load_or_replace(self._start_instead(child))[0]
+
+    def _start_instead(self, child: ChildProcess) -> ChildProcess:
+        self._children.remove(child)
+        new = _start_child()
+        self._children.add(new)
+        return new
+
+    def _load_or_replace(self, child: ChildProcess) -> tuple[ChildProcess, dict[str, Any]]:
+        """Load the functions in a process. If it is killed in the meantime, start another one, up to RESTARTS times.
+        Return the process and its reply."""
         for num_left in reversed(range(RESTARTS + 1)):
-            self._children.remove(child)
-            child = _start_child()
-            self._children.add(child)
             try:
-                self._load_functions(child)
-                break
+                return child, self._load_functions(child)
             except InfrastructureFailure:
                 if not num_left or self._closed:
                     raise
-        return child
+                child = self._start_instead(child)
+        raise AssertionError("the last failure is raised")
 
     def _load_functions(self, child: ChildProcess) -> dict[str, Any]:
         """Wait until the process has loaded its functions, and limit its memory. Return its `columns` and

@@ -173,6 +173,19 @@ def test_service_that_stays_away_is_a_failure_of_the_infrastructure(file):
     assert result.failure == "raised ConnectionResetError: gone (waited for rewards.outage_s=0)"
 
 
+def test_process_killed_once_at_start_is_replaced(tmp_path):
+    (tmp_path / "killed.py").write_text(
+        f"import os, signal\nif not os.path.exists('{tmp_path}/1'):\n"
+        f"    open('{tmp_path}/1', 'w')\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "def f(prompt, response, answer):\n    return 1\n"
+    )
+    pool = FunctionPool([f"{tmp_path / 'killed.py'}:f"], None, 1, LIMIT_S)
+    try:
+        assert pool.call(f"{tmp_path / 'killed.py'}:f", "", "", None).result().value == 1.0
+    finally:
+        pool.close()
+
+
 def test_process_killed_at_start_is_not_the_users_error(tmp_path):
     (tmp_path / "killed.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
     with pytest.raises(

@@ -427,7 +427,7 @@ def test_client_that_does_not_read_its_response_is_disconnected(monkeypatch: pyt
         runner = web.AppRunner(app)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
-        reader, writer = await asyncio.open_connection(*runner.addresses[0][:2])
+        _, writer = await asyncio.open_connection(*runner.addresses[0][:2])
         writer.write(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
         async with asyncio.timeout(WAIT_S):
             while not delivered:
