@@ -16,7 +16,7 @@ TRACKERS_DONE := $(VENV)/trackers/.installed
 RUN := $(VENV)/bin/python
 GPU_PYTHON ?= python
 SLOWEST := --durations=10
-# The sixteenth of the day on which HEAD was committed, in UTC.
+# One of 16 parts of the tests, which changes with the day (UTC) on which HEAD was committed.
 TODAY = $(shell expr $$(git show --no-patch --format=%ct) / 86400 % 16)/16
 SHARE = $(addprefix --part=,$(PART:today=$(TODAY)))
 PIP := $(VENV)/bin/pip install --quiet --disable-pip-version-check --require-hashes --no-deps --only-binary=:all:
@@ -36,8 +36,8 @@ help:
 	@echo "make test-fast   fast unit tests, for the inner loop (3 minutes)"
 	@echo "make test-learn  the quickstart, all estimators and all objectives improve the reward (15 minutes)"
 	@echo "make test-exhaustive  layouts of up to 1,024 ranks, refits of all families, more end-to-end runs (an hour or more)"
-	@echo "                 for test-learn and test-exhaustive, PART=0/8 runs every eighth test, from the"
-	@echo "                 first, and PART=today runs the same sixteenth as .ci/run"
+	@echo "                 for test-learn and test-exhaustive, PART=0/8 runs every eighth test,"
+	@echo "                 starting with the first, and PART=today runs the same sixteenth as .ci/run"
 	@echo "make test-newest  distributed tests with the newest supported megatron-core (3 minutes)"
 	@echo "make test-sandbox  escape attempts from bubblewrap sandboxes; installs bubblewrap (1 minute)"
 	@echo "make test-cluster  multi-node runs in network namespaces, and Slurm jobs; installs packages (15 minutes)"
@@ -69,7 +69,7 @@ test-all:
 	then echo "$$commit" | tee .ci/verified; else echo "the working tree is not clean: .ci/verified is unchanged"; fi
 
 test-runs: $(DONE)
-	@$(RUN) -m pytest tests/e2e -m "(representative or not learn) and not exhaustive" $(SLOWEST) | sed --unbuffered 's/^/runs | /'
+	@$(RUN) -m pytest tests/e2e -m "not learn and not exhaustive" $(SLOWEST) | sed --unbuffered 's/^/runs | /'
 
 # The unit tests run last and on two cores, because the end-to-end runs beside them finish first.
 test-ranks: $(DONE) $(ENGINE_DONE) $(VERIFIERS_DONE) $(TRACKERS_DONE)

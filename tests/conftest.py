@@ -35,8 +35,8 @@ def pytest_collection_finish() -> None:
 
     Scanning the imported objects took a sixth of the ranks' time. On tiny tensors threads mostly wait for each other:
     with one thread the plain references take a tenth of the CPU time. They are unfrozen at exit, so that libraries can
-    count their leaked objects. pytest collects garbage before that: if a worker of pytest-xdist needs more than five
-    seconds for it, it gets SIGINT.
+    count their leaked objects. pytest collects garbage before that: a pytest-xdist worker that takes more than five
+    seconds for it receives SIGINT.
     """
     gc.freeze()
     gc.enable()

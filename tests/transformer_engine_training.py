@@ -35,9 +35,9 @@ class Trained:
 
 
 def train_all(folder: Path, cases: Mapping[str, tuple[str, list[str], dict[str, Any]]]) -> dict[str, Trained]:
-    """Make an update with each case. One process runs them all, because it takes seconds to start.
+    """Make an update with each case, all in one process, because it takes seconds to start.
 
-    The cases are name -> (model folder, config overrides, Packing overrides). Their files are written to `folder`.
+    A case is (model folder, config overrides, Packing overrides). Cases and results are exchanged through `folder`.
     """
     (folder / "cases.json").write_text(json.dumps(cases))
     command = [sys.executable, "-W", "ignore", "-m", "tests.transformer_engine_training", folder]

@@ -18,7 +18,7 @@ LOWEST_PORT = 20_000
 services on fixed ports and with Ray, which assigns ports from 10,002 upwards to its workers without reserving them."""
 
 LOOPBACK = "127.0.0.1"
-"""Address at which a run on a single node listens. Other machines cannot connect to it."""
+"""Address on which a run on a single node listens. Other machines cannot connect to it."""
 
 UNPRIVILEGED = 1024
 """Lowest unprivileged port."""

@@ -81,7 +81,7 @@ class Session:
         os.environ.update(
             RAY_AUTH_TOKEN=secrets.token_hex(32),  # otherwise Ray keeps a token in the home folder
             RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",  # the placement decides which GPUs a process sees
-            AUTOSCALER_METRIC_PORT="-1",  # an invalid port: Ray would serve metrics without authentication
+            AUTOSCALER_METRIC_PORT="-1",  # invalid, because Ray would serve metrics without authentication
         )
         if config.cluster.nodes > 1:
             address = own_address(config.cluster.interface)
@@ -89,7 +89,7 @@ class Session:
         else:
             address = LOOPBACK
             ray_constants.ENABLE_RAY_CLUSTER = False  # otherwise Ray replaces a loopback address
-        # Everything else listens at Ray's address for this node, or on its interface.
+        # Everything else listens on Ray's address for this node, or on its interface.
         os.environ.update(socket_environment(address))
         terminate = signal.getsignal(signal.SIGTERM)
         store_bytes = object_store_bytes(config, routed)

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 FILE = "trace.jsonl"
 
 EARLIER = "trace.earlier.jsonl.gz"
-"""The window before the one in FILE. Windows before that are discarded."""
+"""The window before the one in FILE, compressed. Older windows are discarded."""
 
 WINDOW_BYTES = 32 * 2**20
-"""Size of a window: 2,000 steps or more, because a step writes at most MAX_PROCESSES spans of 90 bytes per task."""
+"""Size of a window. It holds 2,000 steps or more, as a step writes at most MAX_PROCESSES spans of 90 bytes per task."""
 
 MAX_PROCESSES = 32
 """Maximum number of processes per task whose spans are written. They are evenly spaced by rank."""
@@ -44,8 +44,8 @@ class Span:
 
 
 class Trace:
-    """An attempt's trace: one JSON line per finished task, in the attempt's log folder. Of a task with many processes,
-    MAX_PROCESSES are written; of a long attempt, the last one or two windows of WINDOW_BYTES."""
+    """An attempt's trace: one JSON line per finished task, in the attempt's log folder. It covers at most
+    MAX_PROCESSES processes per task, and the last one or two windows of WINDOW_BYTES."""
 
     def __init__(self, logs: Path):
         self._path = logs / FILE
@@ -84,7 +84,7 @@ class Trace:
 
 
 def evenly_spaced(spans: Sequence[Span], limit: int) -> Sequence[Span]:
-    """Return at most `limit` spans, including the first and the last."""
+    """Return at most `limit` evenly spaced spans, including the first and the last."""
     if len(spans) <= limit:
         return spans
     return [spans[i * (len(spans) - 1) // (limit - 1)] for i in range(limit)]

@@ -19,7 +19,7 @@ FREE = (
     "run.export",
     "run.replace",
     "run.token_samples",
-    "data.date",  # the data's hash covers it where a template shows it
+    "data.date",  # covered by the data's hash if a chat template uses it
     "run.trackers",
     "run.profile.*",
     "trackers.*",
@@ -116,7 +116,7 @@ def _replace_steps(config: Config, steps: int) -> Config:
 
 
 def _differ(old: Mapping[str, Any], new: Mapping[str, Any], key: str) -> bool:
-    """Return whether a key's text differs. Most values are equal, which is faster to find out without writing YAML."""
+    """Return whether a key's text differs. Most values are equal, and comparing them is faster than dumping YAML."""
     is_same = key in old and key in new and repr(old[key]) == repr(new[key])
     return not is_same and _show(old, key) != _show(new, key)
 

@@ -26,7 +26,7 @@ def is_procedural(source: str) -> bool:
 
 
 def _iso_date(value: Any) -> Any:
-    """Check a day. Without quotes, YAML reads it as a date."""
+    """Return a date as YYYY-MM-DD. YAML parses it as a date object if it is not quoted."""
     return value if value is None else datetime.date.fromisoformat(str(value)).isoformat()
 
 

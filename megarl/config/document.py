@@ -53,7 +53,7 @@ class Document:
 def parse(text: str, name: str) -> Document:
     """Read a YAML mapping. Raise a UserError whose message starts with `name` and, if known, the line and column.
 
-    The documents are cached, because most recipes have the same base. Do not modify them.
+    Documents are cached, because most recipes share a base. Callers must not modify them.
     """
     try:
         node, values = _read(text)
@@ -135,7 +135,7 @@ def _read(text: str) -> tuple[yaml.Node | None, Any]:
 def _reason(error: yaml.YAMLError) -> str:
     if isinstance(error, yaml.reader.ReaderError):
         return f"character U+{error.character:04X} is not allowed in YAML. Fix: write it as an escape in double quotes"
-    if type(error) is yaml.MarkedYAMLError and error.problem is not None:  # raised in this file, with a remedy
+    if type(error) is yaml.MarkedYAMLError and error.problem is not None:  # raised in this module, with a remedy
         return error.problem
     parts = (error.context, error.problem) if isinstance(error, yaml.MarkedYAMLError) else (str(error),)
     return f"{', '.join(part for part in parts if part)}. Fix: correct the YAML syntax"

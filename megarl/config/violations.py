@@ -85,7 +85,7 @@ def _wrong(detail: ErrorDetails, origin: str, file: str) -> str:
     if value is None and name in _REQUIRED:
         return f"{file}: {name} is required. Fix: set it to {_REQUIRED[name]}, or pass {name}=VALUE on the command line"
     expected = _EXPECTED[detail["type"]].format(**detail.get("ctx", {}))
-    message, remedy = f"{origin}: {name}={show(value)}: expected {expected}", f"set {name} to such a value"
+    message, remedy = f"{origin}: {name}={show(value)}: expected {expected}", f"set {name} to an allowed value"
     if detail["type"].endswith("_type"):
         message, remedy = f"{message}, found {kind(value)}", f"set {name} to {expected}"
     if detail["type"] == "string_type" and isinstance(value, bool | int | float):

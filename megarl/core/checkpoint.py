@@ -85,7 +85,7 @@ class Checkpoint:
             manifest = parse_json(read_text(path / MANIFEST))
             content = manifest["content"]
             if manifest["sha256"] != _digest(content):
-                raise ValueError("the content has another digest")
+                raise ValueError("the digest of the content differs")
         except FileNotFoundError:
             raise _Damage(f"{MANIFEST} is missing") from None
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -129,11 +129,11 @@ class Checkpoint:
 
 
 class _Damage(Exception):
-    """The damage of a checkpoint, without the remedy."""
+    """Raised with a description of a checkpoint's damage, without a remedy."""
 
 
 def intact_before(checkpoint: Path) -> Path | None:
-    """Return the newest checkpoint before this one whose files are complete, or None if there is none."""
+    """Return the newest earlier checkpoint whose files are complete, or None if there is none."""
     step = number_in(checkpoint.name.removeprefix("."), NAME) or 0
     for other, path in reversed(numbered(checkpoint.parent, NAME).items()):
         if other < step:

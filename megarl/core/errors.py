@@ -11,7 +11,7 @@ class UserError(ValueError):
 
 
 def install_extra(extra: str) -> str:
-    """Return the command that installs the packages of an optional dependency. megarl is not on PyPI, and the package
+    """Return a remedy that installs an extra, such as `run`. megarl is not on PyPI, and the package
     named megarl there belongs to another project."""
     return f"run pip install '.[{extra}]' in a checkout of megarl, or pip install 'FILE.whl[{extra}]' with its wheel"
 
@@ -31,4 +31,4 @@ class InfrastructureFailure(RunFailure):
 
 
 class DamagedCheckpoint(UserError):
-    """A checkpoint lacks files, or its files differ from their records. An earlier checkpoint may be intact."""
+    """Raised if a checkpoint's files are missing or differ from their records. An earlier checkpoint may be intact."""

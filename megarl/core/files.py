@@ -28,7 +28,7 @@ total bytes."""
 
 
 MAX_DEPTH = 100
-"""Maximum number of nested lists and objects in a JSON file. Deeper ones exhaust the stack when they are processed."""
+"""Maximum nesting depth of lists and objects in a JSON file. Processing deeper ones exhausts the stack."""
 
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -114,8 +114,8 @@ def is_full(error: BaseException, path: Path) -> bool:
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a regular file. Raise a UserError that names any other file, such as a pipe or a symbolic
-    link, and FileNotFoundError if there is none. Reading a pipe could take forever."""
+    """Return the text of a regular file. Raise FileNotFoundError if the file does not exist, and a UserError that
+    names it if it is a symbolic link or not a regular file. Reading a pipe could block forever."""
     with open_regular(path) as file:
         return file.read().decode("utf-8", "replace")
 
@@ -137,7 +137,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 def read_json(path: Path) -> Any:
     """Return the value in a JSON file. Raise a UserError that names the file if it is not valid JSON or not a regular
-    file, and FileNotFoundError if there is none."""
+    file, and FileNotFoundError if it does not exist."""
     try:
         return parse_json(read_text(path))
     except ValueError as error:
@@ -145,7 +145,7 @@ def read_json(path: Path) -> Any:
 
 
 def parse_json(text: str, parse_constant: Callable[[str], Any] | None = None) -> Any:
-    """Return a JSON value. `parse_constant` replaces NaN and infinities. Raise ValueError if the text is not JSON, is
+    """Parse a JSON value. `parse_constant` converts NaN and infinities. Raise ValueError if the text is not JSON, is
     nested more than MAX_DEPTH levels deep, or has an integer with thousands of digits."""
     try:
         value = json.loads(text, parse_constant=parse_constant)

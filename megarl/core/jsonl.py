@@ -14,7 +14,7 @@ def read_objects(
 ) -> tuple[list[dict[str, Any]], list[int]]:
     """Return the objects in a JSONL file, and the numbers of the lines that do not contain an object. NaN and
     infinities are read as None. `keep` reduces each object to the part to return, since objects may be large. A line
-    that it cannot read counts as one without an object. Raise a UserError if the file is not a regular file."""
+    that cannot be read counts as not containing an object. Raise a UserError if the file is not a regular file."""
     objects, unreadable = [], []
     with open_regular(path) as lines:
         for number, line in enumerate(lines, start=1):

@@ -1,4 +1,4 @@
-"""Standard output and error that cannot end a run."""
+"""Keeps failures of standard output and error from ending a run."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any, TextIO
 
 
 def escape_unencodable() -> None:
-    """Print characters that a terminal's encoding lacks as escapes such as \\u2192, instead of raising UnicodeError."""
+    """Escape characters that a terminal cannot encode, as in \\u2192, instead of raising UnicodeError."""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]  a TextIOWrapper
 
 
 def tolerate_lost_readers() -> None:
-    """Drop later output of this process if a reader is gone, and lines for which the disk has no space."""
+    """Drop this process's output once its reader is gone, and lines that do not fit on a full disk."""
     sys.stdout, sys.stderr = _Tolerant(sys.stdout), _Tolerant(sys.stderr)
 
 

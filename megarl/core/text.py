@@ -1,4 +1,4 @@
-"""Text from outside: what environments, agents, judges and data files send."""
+"""External text, such as that from environments, agents, judges and data files."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Any
 
 
 def encodable(value: Any) -> Any:
-    """Return a JSON value whose texts UTF-8 can encode, as tokenizers require: two halves of a UTF-16 surrogate pair
-    become their character, and a lone half becomes U+FFFD."""
+    """Return a JSON value with strings that UTF-8 can encode, as tokenizers require. A UTF-16 surrogate pair becomes
+    its character, and a lone surrogate becomes U+FFFD."""
     if isinstance(value, str):
         return value if _is_encodable(value) else value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     if isinstance(value, dict):

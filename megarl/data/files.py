@@ -166,7 +166,7 @@ def _jsonl_records(path: Path, columns: Sequence[Column], _: Collection[str]) ->
             if not isinstance(record, dict):
                 raise UserError(
                     f"{path}:{number}: expected one JSON object per line, found a {type(record).__name__}. Fix: write "
-                    "the row as an object, with a column name for each value"
+                    "the row as an object that maps column names to values"
                 )
             yield number, record
 
@@ -179,8 +179,8 @@ def _parquet_records(path: Path, columns: Sequence[Column], further: Collection[
         file = pyarrow.parquet.ParquetFile(path)
     except pyarrow.ArrowInvalid as error:
         raise UserError(
-            f"data.source={path}: not a Parquet file ({error}). Fix: write the file again, or name a JSON-lines file "
-            ".jsonl"
+            f"data.source={path}: not a Parquet file ({error}). Fix: write the file again, or rename it to .jsonl "
+            "if it contains JSON lines"
         ) from error
     with file:
         _require_columns(_inner_names(file.schema_arrow), columns, f"{path}:1")

@@ -172,7 +172,7 @@ def encode(value: Any) -> Any:
     if isinstance(value, list):
         return list(map(encode, value))
     if isinstance(value, Integral) and not isinstance(value, bool):
-        return int(value)  # of numpy's integers as well
+        return int(value)  # including numpy's integers
     return value
 
 

@@ -67,7 +67,8 @@ class Host:
         observation = step.observation
         if observation is None and not (step.done or turn["is_last"]):
             raise TypeError(
-                "step returned neither an observation nor done=True, but the policy has turns left. Fix: return one"
+                "step returned neither an observation nor done=True, but the policy has turns left. Fix: return "
+                "one of the two"
             )
         if isinstance(observation, str):
             observation = [{"role": "user", "content": observation}]
@@ -106,7 +107,7 @@ def _plain(messages: Any) -> list[dict[str, Any]]:
     messages = [dict(message) for message in messages]
     invalid = [message for message in messages if not isinstance(message.get("role"), str) or "content" not in message]
     if invalid:
-        raise TypeError(f"{invalid[0]!r} is not a message. Fix: give each message a role and a content")
+        raise TypeError(f"{invalid[0]!r} is not a message. Fix: give each message the keys role and content")
     return json.loads(json.dumps(messages))
 
 

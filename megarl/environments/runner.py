@@ -310,7 +310,7 @@ class _Rollout:
 
 @contextmanager
 def _fails_rollout() -> Iterator[None]:
-    """Make any exception of the body, such as one of the tokenizer, fail only this rollout."""
+    """Turn any exception in the body, such as a tokenizer error, into a failure of this rollout only."""
     try:
         yield
     except (HostFailure, UserError):

@@ -116,7 +116,7 @@ def _smaller(
     if not 1 <= request.fewest < request.nodes:
         raise UserError(
             f"--fewest-nodes={request.fewest}: expected a number from 1 to {request.nodes - 1}, below --nodes. Fix: "
-            "set it in this range, or remove it"
+            "choose a number in this range, or remove the option"
         )
     by_nodes: dict[int, dict[int, Config]] = {}
     rejected: dict[int, str] = {}

@@ -30,7 +30,7 @@ MOST_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class FixedDate:
-    """Formats one day. Chat templates call it as `strftime_now`."""
+    """Formats a fixed date in place of the current one. Chat templates call it as `strftime_now`."""
 
     day: str
 
@@ -40,8 +40,8 @@ class FixedDate:
 
 def load_tokenizer(folder: Path, key: str = "model.path", date: str | None = None) -> PreTrainedTokenizerBase:
     """Load the tokenizer from a Hugging Face folder. Raise a UserError if the folder has no tokenizer. The message
-    contains the config key. `date` (data.date) is the day, as YYYY-MM-DD, that chat templates show instead of today's:
-    a resumed run must render the same prompts as before."""
+    contains the config key. `date` (data.date, YYYY-MM-DD) is the date that chat templates show instead of today's,
+    because a resumed run must render the same prompts as before."""
     tokenizer = _load(folder, key)
     if date is not None:
         tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, strftime_now=FixedDate(date))

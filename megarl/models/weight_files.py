@@ -14,14 +14,14 @@ LFS_POINTER = b"version https://git-lfs"
 
 
 class Header(NamedTuple):
-    """A tensor's description in its file."""
+    """A tensor's dtype and shape, as its file declares them."""
 
     dtype: str
     shape: tuple[int, ...]
 
 
 def files_by_tensor(folder: Path) -> dict[str, Path]:
-    """Return tensor name -> file. Raise a UserError if the folder has no safetensors weights, or files are missing."""
+    """Return each tensor's file, by name. Raise a UserError if the folder has no safetensors weights or lacks files."""
     index, single = folder / INDEX, folder / SINGLE
     if index.is_file():
         files = {tensor: folder / name for tensor, name in _weight_map(index).items()}
@@ -52,7 +52,7 @@ def open_file(path: Path, framework: str) -> Any:
 
 
 def read_headers(folder: Path) -> dict[str, Header]:
-    """Return tensor name -> header for all tensors of the folder. Raise a UserError if files are missing or damaged."""
+    """Return the headers of all tensors in the folder, by name. Raise a UserError if files are missing or damaged."""
     files = files_by_tensor(folder)
     headers = {}
     for path in sorted(set(files.values())):
@@ -65,7 +65,7 @@ def read_headers(folder: Path) -> dict[str, Header]:
 
 
 def require_tensors(folder: Path, headers: Mapping[str, Header], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise a UserError if a tensor of the model is missing or has another shape than `shapes`."""
+    """Raise a UserError if a tensor in `shapes` is missing or has a different shape."""
     require_names(folder, headers.keys(), shapes)
     for name, shape in shapes.items():
         if headers[name].shape != shape:
@@ -76,7 +76,7 @@ def require_tensors(folder: Path, headers: Mapping[str, Header], shapes: Mapping
 
 
 def require_names(folder: Path, present: Collection[str], names: Collection[str]) -> None:
-    """Raise a UserError if a tensor of `names` is not `present`."""
+    """Raise a UserError if one of `names` is not in `present`."""
     missing = next((name for name in names if name not in present), None)
     if missing is not None:
         raise UserError(
@@ -89,6 +89,6 @@ def _weight_map(index: Path) -> dict[str, str]:
         names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         if all(Path(name).name == name != ".." for name in names.values()):
             return names
-    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):  # other content than an index
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):  # not an index
         pass
     raise UserError(f"{index}: is not an index of safetensors files. Fix: download it again")

@@ -29,7 +29,7 @@ PROGRAM = "solution.py"
 
 
 def _text_of(name: str) -> str:
-    """Return a program for a sandbox's Python: the text of a module here, which may import code_channel."""
+    """Return the source of a sandboxed program: a module in this package that may import only code_channel from it."""
     channel, module = (Path(__file__).with_name(f"{file}.py").read_text() for file in ("code_channel", name))
     return f"""\
 import sys, types
@@ -58,13 +58,14 @@ async def code_tests(
     expression such as `Solution().add`, the tests define `check`, which is called with that function (as in HumanEval).
     Code under a `__name__ == "__main__"` guard does not run.
 
-    The tests and the program run in two sandboxes. The program receives the arguments of calls and the import
-    statements of `test_setup_code`, but neither the tests nor the expected values, and returns plain data or numbered
-    objects, on which it handles calls (see code_tester). A response can still pass without solving the task if it
-    recognises the arguments, if the tests compare results only with other results of the program (`decode(encode(x)) ==
-    x`), call its helper functions with expected values, or read arguments after the program could change them.
+    The tests and the program run in separate sandboxes. The program receives the arguments of calls and the import
+    statements of `test_setup_code`, but neither the tests nor the expected values. It returns plain data, or references
+    to its objects, which the tests can call and inspect (see code_tester). A response can still pass without solving
+    the task if it recognizes the arguments, or if the tests compare the program's results only with each other
+    (`decode(encode(x)) == x`), pass expected values to its helper functions, or read arguments after the program could
+    modify them.
 
-    Raise ValueError if the answer has no tests, or tests that are not valid Python or need a module that is missing.
+    Raise ValueError if the answer has no tests, or if the tests are not valid Python or need a missing module.
     """
     tests = [answer] if isinstance(answer, str) else answer
     if not isinstance(tests, list | tuple) or not all(isinstance(test, str) for test in tests) or not "".join(tests):
@@ -83,8 +84,8 @@ async def code_tests(
 
 
 async def _run_tests(provider: Provider, program: str, request: bytes) -> Finished:
-    """Run the tests and the program in two sandboxes, connected by a socket. Return the result of the tests, or that of
-    the program if it was killed."""
+    """Run the tests and the program in two sandboxes, connected by a socket. Return the tests' result, or that of the
+    program if it was killed."""
     ends = socket.socketpair()
     async with AsyncExitStack() as stack:
         for end in ends:

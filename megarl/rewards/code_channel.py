@@ -1,8 +1,8 @@
-"""The channel between the tests and the program under test: calls, and values as plain data.
+"""The channel between the tests and the program under test. It carries calls and plain data.
 
-The tests and the program run in two processes, in two sandboxes. The sandboxes' own Python runs the text of this file
-in both, so it imports only the standard library and nothing from megarl. A message is JSON, so reading one never runs
-code of the sender. Containers are listed flat, which keeps shared and cyclic references.
+The tests and the program run in separate sandboxes. The Python in each sandbox runs the source of this file, which
+therefore imports only the standard library and nothing from megarl. Messages are JSON, so reading one never runs the
+sender's code. A message lists containers flat, which preserves shared and cyclic references.
 """
 
 import builtins
@@ -29,7 +29,7 @@ ARGUMENTS = {
     "datetime.timedelta": lambda value: (value.days, value.seconds, value.microseconds),
     "datetime.timezone": lambda value: (value.utcoffset(None),),
 }
-"""Types whose values are sent as arguments for their constructors."""
+"""Types whose values are sent as constructor arguments."""
 
 ITEMS = {
     "builtins.list": list,
@@ -41,14 +41,14 @@ ITEMS = {
     "collections.OrderedDict": lambda value: [part for pair in value.items() for part in pair],
     "collections.defaultdict": lambda value: [part for pair in value.items() for part in pair],
 }
-"""Mutable types, and the items that are sent of their values."""
+"""Mutable types, each with a function that returns the items to send."""
 
 BASES = (int, float, str, bytes, tuple, list, dict, set, frozenset)
-"""Types that a value of another type is reduced to."""
+"""Types to which instances of their subclasses are reduced."""
 
 
 class ChannelError(Exception):
-    """Raised if the other process has closed the channel, or its message cannot be read."""
+    """Raised if the other process has closed the channel or sent an unreadable message."""
 
 
 def full_name(kind):
@@ -56,13 +56,13 @@ def full_name(kind):
 
 
 def items_of(value):
-    """Return the items of a mutable value: an object of a type in ITEMS, or a record with its attributes."""
+    """Return the items of a mutable value, which is an instance of a type in ITEMS, or a record with attributes."""
     items = ITEMS.get(full_name(type(value)))
     return [part for pair in vars(value).items() for part in pair] if items is None else items(value)
 
 
 def fill(value, items):
-    """Replace the contents of a mutable value with the items that ITEMS returned for another value."""
+    """Replace the contents of a mutable value with items as returned by `items_of`."""
     if isinstance(value, dict):
         value.clear()
         for key, item in zip(items[::2], items[1::2], strict=True):
@@ -79,7 +79,7 @@ def fill(value, items):
 
 
 class Peer:
-    """One end of the channel. Subclasses send and read the objects that only they have."""
+    """One end of the channel. Subclasses define how to send references to objects that exist only on one side."""
 
     def __init__(self, end):
         """end: file descriptor of this end."""
@@ -106,10 +106,10 @@ class Peer:
                 return json.loads(data)
         except (OSError, ValueError, RecursionError):
             pass
-        raise ChannelError("the other process has closed the channel, or sent no message")
+        raise ChannelError("the other process has closed the channel or sent an unreadable message")
 
     def request(self, kind, *values):
-        """Send a request, handle requests that the other process makes meanwhile, and return the reply."""
+        """Send a request, handle the other process's requests in the meantime, and return the result."""
         with self.lock:
             writer = Writer(self)
             self.send({"request": kind, "root": writer.reference(list(values)), "nodes": writer.nodes})
@@ -140,7 +140,7 @@ class Peer:
         self.send({**reply, "changed": changed, "nodes": writer.nodes, "printed": self.printed()})
 
     def result(self, message, sent):
-        """Return the value of a reply, or raise its error. `sent` has the request's mutable values by their index."""
+        """Return the value of a reply, or raise its error. `sent` maps indices to the request's mutable values."""
         reader = Reader(self, message["nodes"], sent)
         for index, items in message["changed"]:
             fill(sent[index], reader.dereferenced(items))
@@ -159,7 +159,7 @@ class Peer:
         return ""
 
     def error(self, kind, arguments, text):
-        """Return the exception to raise for an exception of the other process."""
+        """Return the exception to raise for an exception in the other process."""
         return kind(*arguments) if isinstance(kind, type) else RuntimeError(text)
 
     def is_record(self, value) -> bool:
@@ -168,10 +168,10 @@ class Peer:
 
 
 class Writer:
-    """Turns values into nodes. A reference is a JSON scalar, or a list with the index of a node."""
+    """Converts values to nodes. A reference is a JSON scalar, or a list that contains the index of a node."""
 
     def __init__(self, peer, known=None):
-        """known: the objects that the other process has sent, by id, and their references."""
+        """known: references to the objects that the other process has sent, by object id."""
         self.peer, self.nodes, self.indices, self.known = peer, [], {}, known or {}
         self.mutable, self.kept = {}, []
 
@@ -182,7 +182,7 @@ class Writer:
         if id(value) in self.known:
             return self.known[id(value)]
         if id(value) not in self.indices:
-            self.kept.append(value)  # so that no other object gets its id
+            self.kept.append(value)  # so that its id is not reused
             self.add(value)
         return [self.indices[id(value)]]
 
@@ -241,10 +241,10 @@ class Writer:
 
 
 class Reader:
-    """Turns the nodes of a message into values."""
+    """Converts the nodes of a message to values."""
 
     def __init__(self, peer, nodes, sent=None):
-        """sent: mutable values that the other process may refer to by negative numbers, by their index."""
+        """sent: mutable values by index, to which the other process may refer by negative numbers."""
         self.peer, self.sent = peer, sent or {}
         self.values, self.mutable = [], {}
         for i, (kind, *arguments) in enumerate(nodes):

@@ -1,7 +1,7 @@
-"""The process of the program under test: it runs the program and handles the calls of the tests.
+"""Runs the program under test in its sandbox and handles the tests' calls.
 
-The sandbox's own Python runs the text of this file after that of code_channel.py. Nothing here is secret from the
-program, and nothing here decides the verdict.
+The sandbox's Python runs the source of this file after that of code_channel.py. The program can access everything here,
+but nothing here decides the verdict.
 """
 
 import builtins
@@ -26,11 +26,11 @@ FUNCTIONS = {
     **{f"__{name}__": getattr(operator, f"{name}_") for name in ("and", "or")},
     "__xor__": operator.xor,
 }
-"""Operations on an object that the tests may request, by the name of the method."""
+"""Operations that the tests may request on an object, by method name."""
 
 
 class Program(Peer):
-    """The program's end of the channel. Objects that are not plain data stay here and have numbers."""
+    """The program's end of the channel. Objects that are not plain data stay here and are sent as numbers."""
 
     def __init__(self, end, path):
         super().__init__(end)

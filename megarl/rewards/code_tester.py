@@ -1,14 +1,15 @@
-"""The process of the tests: it runs them and exits with the verdict.
+"""Runs the tests in their sandbox and exits with the verdict.
 
-The sandbox's own Python runs the text of this file after that of code_channel.py. The program runs in another sandbox.
-Its functions and objects are represented by proxies, whose calls return plain data or other proxies. No code of the
-program runs here, and the program never receives the tests or the values that its results are compared with:
+The sandbox's Python runs the source of this file after that of code_channel.py. The program runs in another sandbox.
+Proxies stand for its functions and objects. Calling a proxy returns plain data or other proxies. None of the program's
+code runs here, and the program never receives the tests or the expected values:
 
-- A proxy never equals plain data, and is not asked. Operators work between two objects of the program, not between one
-  and plain data, because its methods would receive the expected value and could return what the test wants.
-- Names that the tests use and do not define are the program's, except builtins and modules of the standard library.
-- Containers are passed by value. If the program changes an argument in place, the argument changes here. Objects of
-  classes that the tests define are passed with their attributes. Functions are called back.
+- A proxy never equals plain data, whatever the program defines. Operators work between two objects of the program, but
+  not between an object and plain data, because the object's method would receive the expected value and could return
+  whatever passes the test.
+- Names that the tests use but do not define come from the program, except builtins and standard library modules.
+- Containers are passed by value. If the program modifies an argument in place, the tests see the change. Instances of
+  the tests' own classes are passed with their attributes. Functions are called back.
 """
 
 import ast
@@ -24,12 +25,12 @@ import types
 from megarl.rewards.code_channel import Peer
 
 PASSED, WRONG, INVALID = 0, 1, 2
-"""Exit statuses. INVALID: the tests themselves are at fault, regardless of the program."""
+"""Exit statuses. INVALID means that the tests themselves are at fault, regardless of the program."""
 
 TESTS = "tests"
 
 MODULE_ALIASES = {"np": "numpy"}
-"""Modules outside the standard library that tests use without importing them, by their usual names."""
+"""Modules outside the standard library that tests use without importing them, by their usual aliases."""
 
 UNARY = (
     *("len", "iter", "next", "str", "repr", "bool", "hash", "reversed", "float", "int", "index", "abs", "neg"),
@@ -46,7 +47,7 @@ class InvalidTests(BaseException):
 
 
 class Proxy:
-    """An object of the program."""
+    """Stands for an object in the program's process."""
 
     def __init__(self, tester, number):
         object.__setattr__(self, "_Proxy__tester", tester)
@@ -107,7 +108,7 @@ def add_operations():
 
 
 class Tester(Peer):
-    """The tests' end of the channel. Functions and iterators of the tests stay here and have numbers."""
+    """The tests' end of the channel. The tests' functions and iterators stay here and are sent as numbers."""
 
     def __init__(self, end):
         super().__init__(end)
@@ -124,7 +125,7 @@ class Tester(Peer):
             error = kind(*arguments)
         except Exception:
             error = RuntimeError(text)
-        error.is_of_program = True  # pyright: ignore[reportAttributeAccessIssue]  (tells whose error it is)
+        error.is_of_program = True  # pyright: ignore[reportAttributeAccessIssue]  (marks errors raised by the program)
         return error
 
     def is_record(self, value):
@@ -173,7 +174,7 @@ async def awaited(tester, coroutine):
 
 
 class Solution(types.ModuleType):
-    """The program's module."""
+    """The module `solution`, from which the tests can import the program's names."""
 
     def __init__(self, tester):
         super().__init__("solution")
@@ -197,7 +198,7 @@ class Solution(types.ModuleType):
 
 
 class Names(dict):
-    """The namespace of the tests. A name that they do not define is the program's."""
+    """The tests' namespace. Names that they do not define are looked up in the program."""
 
     def __init__(self, solution, from_program):
         super().__init__(__name__=TESTS, __builtins__=builtins)
@@ -207,13 +208,13 @@ class Names(dict):
         if name not in self.from_program:
             raise KeyError(name)
         value = getattr(self.solution, name)
-        if isinstance(value, Proxy | type):  # other values may change
+        if isinstance(value, Proxy | type):  # other values may change, so they are not cached
             self[name] = value
         return value
 
 
 class UsedNames:
-    """The names that the tests use, by how they use them."""
+    """The names that the tests use, grouped by how they are used."""
 
     def __init__(self, tree, entry_point):
         nodes = list(ast.walk(tree))
@@ -225,11 +226,11 @@ class UsedNames:
         self.entry_point = entry_point
 
     def of_program(self, defined):
-        """Return the names that are the program's, of those that it defines."""
+        """Return the names to look up in the program, out of those that it defines."""
         plain, shadowing = defined - set(dir(builtins)), defined & set(dir(builtins))
         if self.entry_point:
             return plain | (shadowing & {root_name(self.entry_point)})
-        # The function under test may have the name of a builtin, but then it is the only one that the tests take.
+        # The function under test may shadow a builtin, but only if it is the only program name that the tests use.
         shadowing &= self.loaded
         return plain | (shadowing if len(shadowing) == 1 and not self.loaded & plain else set())
 
@@ -258,7 +259,7 @@ def run(tester, setup, tests, entry_point):
         with contextlib.suppress(ImportError):
             namespace[name] = importlib.import_module(MODULE_ALIASES.get(name, name))
     for name in (used.loaded & namespace.from_program) - used.modules:
-        namespace[name]  # class bodies do not look for missing names
+        namespace[name]  # class bodies bypass __missing__
     exec(code, namespace)
 
 

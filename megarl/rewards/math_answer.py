@@ -28,16 +28,16 @@ _RISKY = re.compile(
     r"\\(?:binom|sum|prod|int|exp|ln|log|sin|cos|tan|sinh|cosh|tanh|arc|lim|mod|pmod|operatorname)",
     re.DOTALL,
 )
-"""Texts whose evaluation may take forever in code that no signal interrupts, or exhaust the stack or the memory."""
+"""Expressions whose evaluation may run forever in code that signals cannot interrupt, or exhaust stack or memory."""
 
 CHILD_BYTES = 2 * 2**30
 """Memory in bytes that a comparison in a forked process may use."""
 
 DEEPEST = 20
-"""Maximum depth of brackets in texts that are evaluated in this process."""
+"""Maximum bracket nesting depth of expressions that are evaluated in this process."""
 
 _EULER = re.compile(r"[+-]?[0-9]+e[+-]?[1-9]")
-"""Text that is more likely a term with Euler's number than a number with an exponent."""
+"""Text in which `e` more likely means Euler's number than an exponent."""
 
 _E_NOTATION = re.compile(r"(?<![\w.])(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE][+-]?[0-9]{1,2}(?!\w|\.[0-9])", re.ASCII)
 
@@ -53,11 +53,11 @@ class MathMatch:
     after "the answer is" counts, or the last expression.
 
     Numbers are equal if their relative difference is small; integers and fractions are compared exactly. If the answer
-    is a number, 1e-05 in the response is a number, not a term with Euler's number.
+    is a number, 1e-05 in the response is read as a number, not as a term with Euler's number.
 
-    Based on https://github.com/huggingface/Math-Verify. A response that it cannot parse or compare, or not within
-    timeout_s, is wrong. An answer that it cannot parse, or cannot compare with itself, is a failure. Expressions that
-    may be hard to evaluate run in a forked process that can be killed. For others, the timeout uses a signal, which
+    Based on https://github.com/huggingface/Math-Verify. A response that it cannot parse and compare within
+    timeout_s is wrong. An answer that it cannot parse, or cannot compare with itself, is a failure. Expressions that
+    may be expensive are evaluated in a forked process that can be killed. For others, the timeout uses a signal, which
     only a process's main thread can receive.
     """
 
@@ -66,12 +66,12 @@ class MathMatch:
 
         Args:
             timeout_s: timeout for parsing the response and for one comparison, in whole seconds.
-            digits: significant digits to which decimal numbers are compared, or decimal places if they are above 1.
+            digits: significant digits to which decimal numbers are compared (decimal places for numbers above 1).
             last_characters: number of characters at the end of the response to search.
         """
         for name, value in (("timeout_s", timeout_s), ("digits", digits), ("last_characters", last_characters)):
             if not isinstance(value, int) or value < 1:
-                raise ValueError(f"options.{name}={value!r}: must be a positive integer. Fix: change it to one")
+                raise ValueError(f"options.{name}={value!r}: must be a positive integer. Fix: use 1 or more")
         import math_verify  # takes nearly a second, which must not count toward the first call's timeout
         from math_verify.errors import TimeoutException
 
@@ -140,7 +140,7 @@ class MathMatch:
 
 
 def _text(answer: Any) -> str:
-    """Return the answer as text, with a floating-point number as a decimal number."""
+    """Return the answer as text. A float is written as a decimal number without an exponent."""
     if isinstance(answer, float) and math.isfinite(answer):
         return f"{Decimal(repr(answer)):f}"
     return str(answer).strip()
@@ -171,11 +171,12 @@ def _try_in_child(compare: Callable[[], bool], timeout_s: float) -> tuple[bytes,
     process."""
     read, write = os.pipe()
     ready: list[int] = []
+    limits = _memory_limits()
     pid = os.fork()
     if pid == 0:
         try:
             signal.alarm(0)
-            _limit_memory()
+            resource.setrlimit(resource.RLIMIT_AS, limits)
             os.write(write, b"1" if compare() else b"0")
         finally:
             os._exit(0)
@@ -191,13 +192,12 @@ def _try_in_child(compare: Callable[[], bool], timeout_s: float) -> tuple[bytes,
     return result, bool(ready) and os.WIFSIGNALED(status) and os.WTERMSIG(status) in KILLING_SIGNALS
 
 
-def _limit_memory() -> None:
-    """Limit this process's address space, so that a response that needs more is wrong, and the kernel does not kill
-    the process."""
+def _memory_limits() -> tuple[int, int]:
+    """Return the limits of a forked process's address space. A response that needs more memory is
+    wrong, and the kernel does not kill the process."""
     limits = resource.getrlimit(resource.RLIMIT_AS)
     limit = psutil.Process().memory_info().vms + CHILD_BYTES
-    lowest = min([limit, *(each for each in limits if each != resource.RLIM_INFINITY)])
-    resource.setrlimit(resource.RLIMIT_AS, (lowest, limits[1]))
+    return min([limit, *(each for each in limits if each != resource.RLIM_INFINITY)]), limits[1]
 
 
 def _bare(answer: str) -> str:

@@ -67,7 +67,7 @@ def decimal(text: str) -> Fraction | None:
 
 
 def is_close(first: Fraction, second: Fraction, digits: int) -> bool:
-    """Return whether two numbers agree to so many decimal places, or significant digits if they are below 1."""
+    """Return whether two numbers agree to `digits` decimal places, or significant digits if they are below 1."""
     return abs(first - second) <= Fraction(1, 10**digits) * min(1, max(abs(first), abs(second)))
 
 
@@ -116,8 +116,8 @@ def _value(term: Any, point: dict[Any, float], sympy: Any) -> float:
 
 
 def compare_relatively() -> None:
-    """Make math-verify compare numbers by their relative difference. It rounds to decimal places, so that all numbers
-    near 0 are equal."""
+    """Make math-verify compare numbers by their relative difference. By default, it rounds to decimal places, which
+    makes all numbers near 0 equal."""
     import sympy
     from math_verify import grader
 

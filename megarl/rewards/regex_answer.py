@@ -12,7 +12,7 @@ class RegexMatch:
     """Reward function that returns whether a pattern matches in the response. If the pattern has a group named
     `answer`, the group in the last match must equal the answer, ignoring surrounding whitespace. The syntax is Python's
     with the extensions from the `regex` package. A search that takes longer than timeout_s, for example because of
-    catastrophic backtracking, has no match."""
+    catastrophic backtracking, counts as no match."""
 
     def __init__(self, pattern: str, whole: bool = False, ignore_case: bool = False, timeout_s: float = 1.0):
         """whole: whether the pattern must match the whole response, excluding surrounding whitespace."""
@@ -20,7 +20,7 @@ class RegexMatch:
             self._pattern = regex.compile(pattern, regex.IGNORECASE if ignore_case else 0)
         except regex.error as error:
             raise ValueError(
-                f"options.pattern={pattern!r}: not a valid regular expression: {error}. Fix: correct it"
+                f"options.pattern={pattern!r}: not a valid regular expression: {error}. Fix: correct the pattern"
             ) from None
         if not timeout_s > 0:
             raise ValueError(f"options.timeout_s={timeout_s}: must be positive. Fix: use a positive number of seconds")

@@ -61,7 +61,7 @@ class GenerativeJudge:
                 "such as [1, 10]"
             )
         if not isinstance(concurrency, int) or concurrency < 1:
-            raise ValueError(f"options.concurrency={concurrency!r}: must be a positive integer. Fix: change it to one")
+            raise ValueError(f"options.concurrency={concurrency!r}: must be a positive integer. Fix: use 1 or more")
         if api_key_env is not None and not os.environ.get(api_key_env):
             raise ValueError(f"options.api_key_env={api_key_env}: this environment variable is not set. Fix: export it")
         self._url = f"{base_url.rstrip('/')}/chat/completions"

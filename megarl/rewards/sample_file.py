@@ -1,8 +1,8 @@
 """Saves groups of samples to a file that contains no code, unlike a pickle.
 
-The file is in the safetensors format. Its tensors are the samples' arrays and two texts in JSON: the prompts, and the
-groups, which refer to prompts by number. Values that JSON lacks are objects with one of the keys below. Floats are
-restored exactly.
+The file is in the safetensors format. Its tensors are the samples' arrays and two JSON texts: the prompts, and the
+groups, which refer to prompts by index. Values that JSON cannot represent are objects with one of the keys below.
+Floats are restored exactly.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CLASS, ARRAY, PROMPT, TUPLE, ITEMS = "__class__", "__array__", "__prompt__", "__
 """Keys of an object that stands for an instance, an array, a prompt, a tuple, or a dictionary with arbitrary keys."""
 
 DAMAGE = (ValueError, TypeError, KeyError, IndexError, AttributeError, AssertionError, RecursionError, OverflowError)
-"""Exceptions that reading another file may raise."""
+"""Exceptions that reading a malformed file may raise."""
 
 
 def save_samples(groups: Sequence[SavedGroup], file: Path) -> None:
@@ -54,12 +54,12 @@ def load_samples(file: Path) -> list[SavedGroup]:
         return groups
     except (SafetensorError, OSError, *DAMAGE) as error:
         raise UserError(
-            f"{file}: not a file of samples that megarl saved ({error}). Fix: resume from another checkpoint"
+            f"{file}: not a sample file written by megarl ({error}). Fix: resume from another checkpoint"
         ) from None
 
 
 class _Encoder:
-    """Turns values into JSON values and collects their arrays and prompts."""
+    """Converts values to JSON values and collects their arrays and prompts."""
 
     def __init__(self) -> None:
         self.arrays: dict[str, np.ndarray] = {}
@@ -91,7 +91,7 @@ class _Encoder:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether JSON restores the value. Such values may be nested deeper than Python functions can recurse."""
+    """Return whether JSON restores the value. Such values may be nested more deeply than `encode` can recurse."""
     try:
         text = _text(value)
     except (TypeError, ValueError):
@@ -104,7 +104,7 @@ def _text(value: Any) -> bytes:
 
 
 class _Decoder:
-    """Restores values from JSON. Only instances of `CLASSES` with fields of the declared types are created."""
+    """Restores values from JSON. It creates only instances of `CLASSES` whose fields have the declared types."""
 
     def __init__(self, arrays: Mapping[str, np.ndarray]):
         self._arrays = arrays

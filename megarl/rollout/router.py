@@ -33,8 +33,8 @@ class Aborted:
 
 
 def completed(results: list[T] | Aborted) -> list[T]:
-    """Return the results of a group that cannot be aborted, because its caller waits for it."""
-    assert not isinstance(results, Aborted), "the group was aborted while its caller waits for it"
+    """Return the results of a group that cannot be aborted, because its caller is waiting for it."""
+    assert not isinstance(results, Aborted), "the group was aborted while its caller was waiting for it"
     return results
 
 

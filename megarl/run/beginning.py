@@ -35,7 +35,7 @@ def check_beginning(config: Config) -> str | None:
 
 
 def resolve(config: Config) -> Config:
-    """Return the config with resolved model paths and a date. What an earlier attempt resolved is reused."""
+    """Return the config with resolved model paths and date. Values that an earlier attempt resolved are reused."""
     folders = {} if config.resume == "never" else RunFolder.of(config).resolved_models
     config = reuse_earlier_folders(config, folders)
     day = config.data.date or _earlier_date(config) or datetime.date.today().isoformat()

@@ -19,7 +19,7 @@ NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 """Error codes from file systems that are mounted without lock support, which is common for Lustre."""
 
 FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-"""Flags that refuse links, which another user may create in a shared folder: the lock overwrites the file."""
+"""Flags that reject links. Another user may create one in a shared folder, and the lock file is overwritten."""
 
 
 @contextmanager

@@ -157,11 +157,11 @@ def _find_models(config: Config) -> ModelFolders:
 
 
 def _check_weights(models: ModelFolders) -> None:
-    """Check the headers of all weights, which a failed download may have left incomplete."""
+    """Check the headers of all weight files, which a failed download may have left incomplete."""
     with _all_errors() as attempt:
         for folder in dict.fromkeys((models.actor, *models.others.values())):
             headers = attempt(read_headers, folder)
-            if headers is not None and folder != models.reward_model:  # vLLM may read it with names of its own
+            if headers is not None and folder != models.reward_model:  # vLLM may use other tensor names
                 attempt(require_tensors, folder, headers, huggingface_holder(read_config(folder)).shapes)
 
 

@@ -94,21 +94,21 @@ def find_checkpoint(config: Config, data: PromptSet | OfflineData, models: Model
 
 
 def _fallback(config: Config, checkpoint: Path) -> Path | None:
-    """Return the checkpoint that a Slurm job resumes from instead of a damaged one, because no user is there to choose
-    it. Return None outside a job, or if no earlier checkpoint is intact."""
+    """Return the checkpoint from which a Slurm job resumes instead of a damaged one, because no user can choose one for
+    the job. Return None outside a job, or if no earlier checkpoint is intact."""
     in_a_job = "SLURM_JOB_ID" in os.environ or (RunFolder.of(config).path / LAUNCH).exists()
     return intact_before(checkpoint) if config.resume == "auto" and in_a_job else None
 
 
 def fall_back(config: Config, checkpoint: Path, damage: DamagedCheckpoint) -> str | None:
-    """Set a damaged checkpoint aside if the job resumes from an earlier one. Return a log line, or None otherwise."""
+    """Set a damaged checkpoint aside and return a log line, or return None if the job cannot resume from another."""
     earlier = _fallback(config, checkpoint)
     if earlier is None:
         return None
     aside = Checkpoints(RunFolder.of(config).checkpoints).set_aside(checkpoint, earlier)
     reason = str(damage).partition(". Fix: ")[0]
     moved = f" moved it to {aside} and" if aside.exists() else ""
-    return f"{reason}. The job{moved} resumes from {earlier}, the checkpoint before it"
+    return f"{reason}. The job{moved} resumes from the last intact checkpoint {earlier}"
 
 
 def _fresh(config: Config, data: PromptSet | OfflineData) -> RunState:
@@ -178,7 +178,7 @@ def _checkpoint_path(config: Config) -> Path | None:
     if config.resume == "auto":
         latest = Checkpoints(RunFolder.of(config).checkpoints).latest()
         if latest is not None and not latest.exists() and (earlier := intact_before(latest)) is not None:
-            print(f"{latest}: this newest checkpoint was moved or removed. Resuming from {earlier}", flush=True)
+            print(f"{latest}: the newest checkpoint was moved or removed. Resuming from {earlier}", flush=True)
             return earlier
         return latest
     # Resolve links before the run folder may be moved aside, so that a checkpoint inside it is recognized.

@@ -23,7 +23,7 @@ MAX_FILES = 20_000
 OPEN_FILES = 256
 SIGNALS = 1024
 SOCKET_BYTES = 212992
-"""Largest buffer of a socket where the kernel does not report it: Linux's default."""
+"""Assumed maximum size of a socket buffer if the kernel does not report it: Linux's default."""
 
 READ_BYTES = 65536
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -295,7 +295,7 @@ def resident_bytes(pid):
 
 def proportional_bytes(pid):
     """Return the resident memory of a process and its page tables in bytes, with shared pages divided among the
-    processes that share them. If the process hides them, return its address space."""
+    processes that share them. If the process hides them, return the size of its address space."""
     sizes = [sizes_of(f"/proc/{pid}/{name}") for name in ("smaps_rollup", "status")]
     if "Pss" in sizes[0]:
         return sizes[0]["Pss"] + sizes[1].get("VmPTE", 0)
@@ -303,13 +303,13 @@ def proportional_bytes(pid):
 
 
 def sizes_of(path):
-    """Return the sizes in a file with lines such as `Pss: 12 kB`, in bytes by name."""
+    """Return the sizes in a file with lines such as `Pss: 12 kB`, in bytes, keyed by name."""
     fields = [line.split() for line in text_of(path).splitlines()]
     return {line[0].rstrip(":"): int(line[1]) << 10 for line in fields if len(line) == 3 and line[2] == "kB"}
 
 
 def socket_bytes():
-    """Return the most bytes that the sandbox's Unix sockets can buffer, and the bytes that its other sockets buffer."""
+    """Return the bytes that the sandbox's Unix sockets can buffer, plus the bytes buffered by its other sockets."""
     size = int(text_of("/proc/sys/net/core/wmem_max") or SOCKET_BYTES)
     total = 2 * size * (text_of("/proc/net/unix").count("\n") - 1)
     for kind in ("tcp", "tcp6", "udp", "udp6"):

@@ -77,7 +77,7 @@ def _isolation(limits: schema.Sandbox) -> list[str]:
         *(option for folder in SYSTEM for option in _system_folder(folder)),
         *(option for path in ETC for option in ("--ro-bind-try", path, path)),
         *("--proc", "/proc", "--remount-ro", "/proc"),
-        # /dev/full reads as /dev/zero, but cannot be mapped as shared memory.
+        # /dev/full reads like /dev/zero, but cannot be mapped as shared memory.
         *(
             "--dev",
             "/dev",

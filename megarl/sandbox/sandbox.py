@@ -44,7 +44,7 @@ class Command:
         environment: environment variables for the command, not for programs.
         files: open file descriptors that the command reads. They are closed in this process once the command has
             started.
-        inherited: open file descriptors for the programs in the sandbox.
+        inherited: open file descriptors that programs in the sandbox inherit.
         folder: a folder to remove at the end. The agent also removes it, in case this process is killed.
     """
 

@@ -1,7 +1,7 @@
 """A seccomp filter for programs in a sandbox.
 
-It denies system calls that allocate memory that cannot be counted, access other processes, or have a history of kernel
-vulnerabilities.
+It denies system calls that allocate memory outside the memory limit, access other processes, or have a history of
+kernel vulnerabilities.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ DENIED = {
     ),
 }
 """System call numbers by architecture: memfd_create, memfd_secret, shmget, semget, msgget, mq_open, io_setup, vmsplice,
-inotify_init (x86_64 only), inotify_init1 and fanotify_init, whose memory is not that of a process; ptrace,
+inotify_init (x86_64 only), inotify_init1 and fanotify_init, whose memory belongs to no process; ptrace,
 process_vm_readv, process_vm_writev and pidfd_getfd; add_key, request_key and keyctl; unshare and setns;
 perf_event_open, bpf, userfaultfd and io_uring_setup."""
 
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 MMAP = {"x86_64": 9, "aarch64": 222}
 SHARED_ANONYMOUS = 0x21
-"""Flags of mmap for memory that stays allocated while any part is mapped, even if no process's statistics show it. The
+"""mmap flags for memory that stays allocated while any part is mapped, even if no process's statistics show it. The
 sandbox's /dev/zero cannot be mapped for the same reason."""
 
 X32_BIT = 0x40000000

@@ -199,8 +199,8 @@ class ChildProcess:
         time.sleep(STACKS_S)
 
     def kill(self, reason: str | None = None) -> None:
-        """Kill the process with its descendants. Self-cleaning programs and their descendants are killed only if they
-        still run after CLEANUP_S, because user code can also set their mark. A call that another thread is waiting for
+        """Kill the process with its descendants. Self-cleaning programs and their descendants have CLEANUP_S to exit
+        first, but not longer, because user code can also set their mark. A call that another thread is waiting for
         fails with `reason`."""
         with self._killing:
             self.kill_reason = self.kill_reason or reason
@@ -297,7 +297,7 @@ class ConcurrentChild(ChildProcess):
 
 
 def _kill_remaining(processes: Sequence[psutil.Process]) -> None:
-    """Kill those of the processes that still run after CLEANUP_S, with their descendants."""
+    """Kill the processes that are still running after CLEANUP_S, with their descendants."""
     _, remaining = psutil.wait_procs(processes, timeout=CLEANUP_S)
     for process in remaining:
         with suppress(psutil.Error):

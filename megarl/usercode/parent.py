@@ -17,8 +17,8 @@ from megarl.core.parent import signal_with_parent
 
 SELF_CLEANING = "MEGARL_SELF_CLEANING"
 """Environment variable that marks a program that stops its own processes and exits once its connection closes. User
-code can set it as well, which delays the end of the programs that it starts by CLEANUP_S at most. ChildProcess ignores
-the user's own environment."""
+code can also set it, which delays the end of its programs by at most CLEANUP_S. ChildProcess does not take it from the
+user's environment."""
 
 
 def connect() -> BufferedRWPair:

@@ -92,7 +92,7 @@ def world(tmp_path_factory) -> World:
 
 
 def make_cases(world: World, spacing: int) -> dict[str, Case]:
-    """Return every pair of estimator and objective if `spacing` is 1, every fifth if it is 5."""
+    """Return every pair of estimator and objective if `spacing` is 1, or every fifth pair if it is 5."""
     pairs = product(enumerate(ESTIMATOR_CASES), enumerate(OBJECTIVE_TITLES))
     return {
         f"{estimator} with {objective}": case(world, i, j)
@@ -113,7 +113,7 @@ def test_cases_cover_every_pair(world):
 
 
 def test_every_fifth_case_covers_every_choice(world):
-    """The KL's placement, level, estimator and straight-through gradient occur in all pairs."""
+    """The KL's placement, level, estimator and straight-through gradient occur in all pairwise combinations."""
     cases, every_case = (make_cases(world, spacing).values() for spacing in (5, 1))
 
     def choices(case: Case) -> set[tuple[str, ...]]:

@@ -128,7 +128,7 @@ def pairs(layouts: Iterable[str], variants: Iterable[str] = VARIANTS) -> list[st
 
 
 def check(folder: Path, reference: Expected[Outcome], layouts: Mapping[str, str], pair: str) -> None:
-    """Train a pair of layout and variant, and compare the result with the reference."""
+    """Train one variant in one layout, and compare the result with the reference."""
     layout, _, variant = pair.partition(": ")
     keys, packing = VARIANTS[variant]
     config = config_of(folder, f"algorithm.kl.coefficient={KL}", f"actor.layout={{{layouts[layout]}}}", *keys)
@@ -136,7 +136,7 @@ def check(folder: Path, reference: Expected[Outcome], layouts: Mapping[str, str]
     assert_same_training(folder, ranks, reference)
 
 
-# Each variant is tested in one layout, and each kind of layout with one variant or more.
+# Each variant is tested in one layout, and each kind of layout with at least one variant.
 DENSE_IN_TEST = (
     *("DP2: without overlap", "DP2: padded", "PP3, uneven: packed, several microbatches"),
     *("TP2, SP: full recompute", "CP2: selective recompute, padded", "CP2, TP2, SP: packed, few microbatches"),

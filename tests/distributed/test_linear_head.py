@@ -21,7 +21,7 @@ BFLOAT16_TOLERANCE = 2e-2
 
 
 def inputs(vocab: int, padded: int, dtype: torch.dtype):
-    """Return random inputs that dtype can represent, and the gradients of the results."""
+    """Return random inputs that dtype can represent, and random gradients for the outputs."""
     generator = torch.Generator().manual_seed(vocab + padded)
     parts = [torch.randn(n, HIDDEN, generator=generator) / 4 for n in (TOKENS, padded)]
     hidden, weight, bias = (

@@ -201,7 +201,7 @@ def merged_reference(experts: Path, factors: dict[str, torch.Tensor]) -> MergedR
 
 
 def expert_pairs() -> Iterator[ParameterSet]:
-    """Yield the pairs of factors and layouts, of which `make test` runs one with each kind of factors."""
+    """Yield the pairs of factors and layouts. `make test` runs one pair for each kind of factors."""
     for factors, layout in product(FACTORS, EXPERTS):
         marks = [pytest.mark.newest] if layout in ("EP2, TP2, ETP2", "EP2, PP2, VPP2") else []
         if (factors, layout) not in (("own factors", "EP2, TP2, ETP2"), ("shared factors", "EP2, CP2")):

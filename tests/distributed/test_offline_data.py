@@ -280,7 +280,7 @@ def plain(case: Case, folder: Path, rows: list[dict]) -> tuple[dict[str, torch.T
 
 
 def is_in_test(name: str, layout: str) -> bool:
-    """Select every case with CP2, and one case in every layout."""
+    """Select every case with CP2, and one case with every layout."""
     return layout == "CP2" or name == "DPO, smoothed and by length"
 
 

@@ -85,7 +85,7 @@ def token_scores(model: torch.nn.Module, sample: Sample) -> list[float]:
 
 @pytest.fixture(scope="module")
 def plain_scores(reward_model) -> Expected[list[list[float]]]:
-    """The token scores of the samples by transformers."""
+    """The samples' token scores, computed by transformers."""
     folder, model = reward_model
     return expected(partial(scores_of_samples, type(model), folder))
 

@@ -29,7 +29,7 @@ IN_TEST = {
     *("Llama 3, tied", "Llama, all biases", "Phi-3", "Qwen3", "Mixtral", "Qwen3, experts in some layers"),
     "DeepSeek-V3, YaRN",
 }
-"""Models with all of the parts. The others are exhaustive."""
+"""Models that together cover all parts. `make test-exhaustive` runs the others."""
 
 APART = {"Qwen3", "DeepSeek-V3, YaRN"}
 """Models that are also trained on packs without shared prompts, for which Transformer Engine's attention is used."""

@@ -40,7 +40,6 @@ class Case:
     """A learning run.
 
     Attributes:
-        in_test: whether `make test` includes it.
         has_control: whether it has a control run. One case per task does.
         start: upper bound of the share of the optimum at the start.
         learned: lower bound of the share at the end.
@@ -49,7 +48,6 @@ class Case:
     overrides: tuple[str, ...]
     steps: int = 20
     task: Task = EVEN_DIGITS
-    in_test: bool = False
     has_control: bool = False
     start: float = 0.2
     learned: float = 0.9
@@ -88,7 +86,7 @@ CASES: dict[str, Case] = {
     "REINFORCE++, group baseline": estimator("reinforce_plus_plus_baseline"),
     "RLOO": estimator("rloo"),
     "ReMax": estimator("remax", "batch.samples_per_prompt=4"),
-    "GRPO": estimator("grpo", in_test=True, has_control=True),
+    "GRPO": estimator("grpo", has_control=True),
     "GRPO, rollouts a step ahead": estimator("grpo", *ahead(1, APART)),
     "GRPO, rollouts four steps ahead": estimator("grpo", *ahead(4, APART)),
     "GRPO, rollouts ahead in turns": estimator("grpo", *ahead(1, "rollout.kv_cache_on_update=recompute", FEW_AT_ONCE)),

@@ -118,6 +118,7 @@ def test_sigterm_while_starting(recipe: Path, tmp_path: Path) -> None:
         check_end(run, lambda: os.killpg(run.pid, signal.SIGTERM), 130, INTERRUPTED)
 
 
+@pytest.mark.exhaustive
 def test_lost_trainer_is_named(recipe: Path, tmp_path: Path) -> None:
     with Run(recipe, tmp_path) as run:
         run.wait_for_step(2)
@@ -222,6 +223,7 @@ def test_losing_a_rank_loses_its_engine(recipe: Path, tmp_path: Path, hold: Path
         run.wait_until(lambda: not {engine, first}.intersection(run.processes()))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("hold")
 def test_timeout_shows_stacks_of_the_awaited_process(recipe: Path, tmp_path: Path) -> None:
     with Run(recipe, tmp_path, ONE_RANK, f"cluster.timeouts.rewards={LIMIT_S}") as run:

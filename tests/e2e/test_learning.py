@@ -99,16 +99,12 @@ def last(shares: list[float], case: Case) -> float:
     return fmean(shares[-3:]) if len(shares) == case.steps else shares[-1]
 
 
-def parameter(name: str):
-    return pytest.param(name, marks=[pytest.mark.representative] if CASES[name].in_test else [])
-
-
 def test_each_task_has_a_control():
     tasks = {type(case.task) for case in CASES.values()}
     assert {type(case.task) for case in CASES.values() if case.has_control} == tasks
 
 
-@pytest.mark.parametrize("name", [parameter(name) for name in CASES])
+@pytest.mark.parametrize("name", CASES)
 def test_it_learns(runs, model, table, name):
     case = CASES[name]
     learned = shares(model, case, runs[name].learning)

@@ -217,6 +217,7 @@ def test_metrics_report_cost_of_checkpoints(uninterrupted: Path) -> None:
     assert size == pytest.approx(sum(file.stat().st_size for file in checkpoint.iterdir()), rel=0.01)
 
 
+@pytest.mark.exhaustive
 def test_damaged_checkpoint_is_rejected_by_name(recipe, resumed, tmp_path) -> None:
     """A rank detects a flipped bit. tests/unit/run/test_checkpoints.py covers other damage."""
     shutil.copytree(resumed, tmp_path / "tiny")

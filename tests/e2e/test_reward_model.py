@@ -115,6 +115,7 @@ def test_reward_model_uses_its_own_chat_template(series, model, tmp_path, engine
         assert row["reward"] == pytest.approx(scores.item(), rel=1e-5, abs=1e-4)
 
 
+@pytest.mark.exhaustive
 def test_critic_learns_returns_of_token_scores(series, model, tmp_path):
     """Check the critic's first targets. It starts at zero without discounting, so they are the rewards to go.
 

@@ -120,7 +120,7 @@ HOLDS = """
             time.sleep(30)
     for _ in range(4): os.wait()
 """
-"""A program whose four processes each hold 60 MiB. Below, they hold it in ways that their statistics do not show."""
+"""A program whose four processes each hold 60 MiB, in ways that their own statistics do not show."""
 
 
 @pytest.mark.parametrize(

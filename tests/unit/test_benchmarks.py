@@ -25,7 +25,7 @@ def output_of(*command: str) -> str:
 
 
 def printed_by(code: str, folder: Path) -> str:
-    """Run code beside the benchmark scripts, in a fork of this process, which has imported torch."""
+    """Run code next to the benchmark scripts, in a fork of this process, which has already imported torch."""
     script = folder / "script.py"
     script.write_text(f"import sys\nsys.path.insert(0, {str(FOLDER)!r})\n{code}")
     done = run_script(script, cwd=FOLDER)

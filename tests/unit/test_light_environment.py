@@ -144,7 +144,7 @@ def test_inspection_commands_succeed(site, folder, arguments):
     assert done.stdout.strip()
 
 
-def test_no_text_installs_the_other_package_of_this_name():
+def test_no_text_installs_the_unrelated_pypi_package():
     """On PyPI, the package named megarl belongs to another project."""
     folders = (ROOT / name for name in ("megarl", "configs", "launch", "tools"))
     files = [*ROOT.glob("*.*"), *(path for folder in folders for path in folder.rglob("*.*"))]
@@ -155,7 +155,7 @@ def test_no_text_installs_the_other_package_of_this_name():
 
 
 def test_install_command_finds_the_extra(site):
-    """The wheel has another name than the package that it contains."""
+    """The wheel's name differs from that of the package that it contains."""
     [metadata] = site.glob("megarl_trainer-*.dist-info/METADATA")
     extras = re.findall(r"^Provides-Extra: (.+)$", metadata.read_text(), re.M)
     assert {"run", "rewards", "gguf"} <= set(extras)

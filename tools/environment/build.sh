@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Builds a virtual environment with exactly the packages of a lock file, and an editable install of megarl.
-# Usage: build.sh PYTHON VENV LOCK. Files with other hashes are refused. On failure, the environment is removed.
+# Usage: build.sh PYTHON VENV LOCK. Files with different hashes are rejected. On failure, the environment is removed.
 set -euo pipefail
 
 python=$1 venv=$2 lock=$3
@@ -16,7 +16,7 @@ install() {
     "$venv/bin/pip" install --quiet --disable-pip-version-check --no-compile --no-deps "$@"
 }
 
-# install_locked PATTERN [OPTIONS...]: install the lines of the lock file that match PATTERN.
+# install_locked PATTERN [OPTIONS...]: install the packages on the lock file's lines that match PATTERN.
 install_locked() {
     install --require-hashes "${@:2}" --requirement <(grep --extended-regexp "$1" "$lock")
 }

@@ -1,10 +1,10 @@
-"""Write the SHA-256 hashes of packages into lock files, as pip's --require-hashes needs them.
+"""Write the SHA-256 hashes of packages into lock files, as pip's --require-hashes requires.
 
     python tools/environment/hashes.py LOCK...
 
 Each line `name==version` receives the hashes of PyPI's wheels for Linux on x86-64 and CPython 3.11 and 3.12. A package
 without such a wheel receives the hash of its source archive and the comment `# source`. Lines with the comment `# kept`
-are not changed: PyPI does not have torch's CPU build.
+are not changed: PyPI has no CPU build of torch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TAGS = {
 
 
 def files_of(name: str) -> list[dict]:
-    """Return the project's files as the index describes them."""
+    """Return the index's descriptions of a project's files."""
     accepts = {"Accept": "application/vnd.pypi.simple.v1+json"}
     request = urllib.request.Request(f"{INDEX}/{canonicalize_name(name)}/", headers=accepts)
     with urllib.request.urlopen(request, timeout=60) as response:

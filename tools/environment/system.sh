@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # Installs Debian packages for missing commands: system.sh COMMAND:PACKAGE …
 set -euo pipefail
+exec 9< "$0"
+flock 9  # targets of a parallel make may call this script at the same time
 missing=()
 for pair in "$@"; do
   command -v "${pair%%:*}" > /dev/null || missing+=("${pair##*:}")

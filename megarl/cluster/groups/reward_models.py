@@ -106,7 +106,7 @@ class RewardEngineGroup(VllmGroup):
     def _run(
         self, parts: Mapping[str, Sequence[SampleRef]]
     ) -> Pending[dict[str, list[list[tuple[str, ScoreRef]]] | Aborted]]:
-        """Score each engine's samples. The result has each sample's id and scores, by engine name."""
+        """Score each engine's samples. Return the sample ids and their scores, keyed by engine name."""
         calls = {name: self._score.on(self._actors[name], samples) for name, samples in parts.items()}
 
         def by_engine(answers: Answers) -> dict[str, list[list[tuple[str, ScoreRef]]] | Aborted]:

@@ -83,7 +83,7 @@ class VllmActor(ProcessActor):
 
     @abstractmethod
     def _load(self, arguments: Mapping[str, Any]) -> Any:
-        """Build the engine. Its `has_lost_a_rank` is whether one of its ranks has died."""
+        """Build the engine. Its attribute `has_lost_a_rank` is true once one of its ranks has died."""
 
     def _start_others(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Start the engine's other parts. Return the engine arguments for the first part."""
@@ -164,7 +164,7 @@ def _prepare(process: Process, batch_invariant: bool) -> None:
     scratch = own_scratch()
     # By default, vLLM leaves its processes' sockets and its ranks' rendezvous files behind.
     folders = {"VLLM_RPC_BASE_PATH": str(scratch), "TMPDIR": str(scratch)}
-    os.environ["VLLM_HOST_IP"] = LOOPBACK  # an engine on several nodes changes it; see set_rendezvous_address
+    os.environ["VLLM_HOST_IP"] = LOOPBACK  # an engine on several nodes overrides it; see set_rendezvous_address
     ranks = len(process.devices)
     variables = environment(ranks, process.threads, process.index, bool(process.gpus), batch_invariant)
     os.environ.update(variables, **folders)
@@ -173,14 +173,14 @@ def _prepare(process: Process, batch_invariant: bool) -> None:
 
 
 class VllmGroup(WorkerGroup):
-    """All engines in one role. The work for one prompt all goes to the least-loaded engine, where it shares a prefix
+    """All engines in one role. All work for one prompt goes to the least-loaded engine, where it shares a prefix
     cache. When an engine is lost, the remaining engines take over its work while it restarts."""
 
     actor_class: ClassVar[Any]
     """A class derived from VllmActor, as a Ray actor."""
     role: str
     awaits_restarts: ClassVar[bool]
-    """Whether work waits for a restarting engine if no other engine is left. This requires that engines start with
+    """Whether work waits for a restarting engine if no other engine is left. Set it only for engines that start with
     their weights."""
 
     def __init__(
@@ -239,14 +239,14 @@ class VllmGroup(WorkerGroup):
         run: Callable[[Mapping[str, Sequence[Q]]], Pending[dict[str, list[list[T]] | Aborted]]],
         abort: Abort,
     ) -> Pending[list[list[T] | Aborted]]:
-        """Run each group of requests on one of the engines. The result has the groups' results, or Aborted. The groups
-        of a lost engine run on the remaining ones.
+        """Run each group of requests on one engine. Return the results of each group, or Aborted. The groups of a lost
+        engine run again on the remaining engines.
 
         Args:
-            phase: what the run is doing, for the message about a lost engine.
+            phase: phase of the run, named in the message about a lost engine.
             names: the name of each request.
-            run: function that starts each engine's requests, by engine name. Its result has a list of results for each
-                request, or Aborted, without lost engines.
+            run: function that takes the requests of each engine, by engine name, and starts them. Its result omits lost
+                engines. Each other engine has a list of results per request, or Aborted.
             abort: function that aborts groups on an engine.
         """
         submission = Submission(self.router, names, abort)
@@ -328,7 +328,7 @@ class VllmGroup(WorkerGroup):
         return f"Continuing with {len(self._actors)} of {len(self._processes)} {self.role}s"
 
     def _watch(self) -> None:
-        """Watch engines whose loss ends the run, so that it ends every wait. The next call notices any other loss."""
+        """Watch the engines whose loss ends the run, so that it ends every wait. Calls notice other losses."""
         self._session.unwatch(self._processes)
         if not self.may_fail:
             self._session.watch(self._actors)

@@ -1,4 +1,4 @@
-"""Opens files in folders that all users share, such as /tmp, only if no other user can have written them."""
+"""Opens files in folders that all users share, such as /tmp, unless another user may have written the files."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 
 FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 FILE_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-"""O_NONBLOCK, because opening a FIFO would wait for its other end."""
+"""O_NONBLOCK is set because opening a FIFO would otherwise block."""
 
 
 class Untrusted(Exception):
-    """The reason why a file or folder is not used."""
+    """Raised with the reason why a file or folder cannot be trusted."""
 
 
 @contextmanager
@@ -32,7 +32,7 @@ def own_folder(path: Path) -> Iterator[int]:
 
 @contextmanager
 def private_folder(path: Path) -> Iterator[int]:
-    """Yield a descriptor like `own_folder`. Also raise Untrusted if other users may write to the folder."""
+    """Yield a descriptor as `own_folder` does. Also raise Untrusted if other users may write to the folder."""
     with own_folder(path) as folder:
         if (mode := stat.S_IMODE(os.fstat(folder).st_mode)) & 0o022:
             raise Untrusted(f"other users may write to it (mode {mode:o})")
@@ -42,7 +42,7 @@ def private_folder(path: Path) -> Iterator[int]:
 @contextmanager
 def open_file(name: str, folder: int, flags: int = os.O_RDONLY) -> Iterator[int]:
     """Open or create a regular file of this user, by its name in an open folder, and yield the descriptor. Raise
-    Untrusted if it is not such a file, and OSError if it is a link or cannot be opened."""
+    Untrusted if it is not a regular file of this user, and OSError if it is a link or cannot be opened."""
     file = os.open(name, flags | FILE_FLAGS, 0o600, dir_fd=folder)
     try:
         status = os.fstat(file)

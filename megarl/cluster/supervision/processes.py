@@ -116,7 +116,7 @@ def _signal(pid: int, number: int) -> bool:
 
 def request_stacks(files: Collection[Path], patience_s: float = 20.0, elsewhere: bool = False) -> list[Path]:
     """Make each descendant whose standard error is one of these files write its stack traces to that file. Processes
-    that share a file write one after another, because simultaneous traces would be mixed within their lines. Return the
+    that share a file write one after another, because the lines of simultaneous traces would interleave. Return the
     files that have received traces after at most patience_s seconds. `elsewhere`: whether some files may belong to
     processes on other nodes, which have received the same request."""
     sizes = {file: file.stat().st_size for file in files if elsewhere and file.exists()}
@@ -139,7 +139,7 @@ def request_stacks(files: Collection[Path], patience_s: float = 20.0, elsewhere:
 
 
 def _await_traces(sizes: Mapping[Path, int], expected: Mapping[Path, int], deadline: float) -> None:
-    """Wait until each file has the expected number of traces after its first `sizes` bytes, and grows no more."""
+    """Wait until each file has the expected number of traces after its first `sizes` bytes and has stopped growing."""
     last: dict[Path, bytes] = {}
     while time.monotonic() < deadline:
         written = {file: _read_from(file, size) for file, size in sizes.items()}

@@ -21,10 +21,10 @@ PLACE, PREFIX, LOCK = Path("/tmp"), "megarl-", "lock"
 long: socket paths are limited to 107 bytes."""
 
 NAME = re.compile(rf"{PREFIX}[a-z0-9_]{{8}}")
-"""Names that `tempfile.mkdtemp` chooses. Files with other names are not scratch folders."""
+"""Names that `tempfile.mkdtemp` generates. Files with other names are not scratch folders."""
 
 MOST_LISTED = 3
-"""Largest number of skipped folders that a message lists."""
+"""Maximum number of skipped folders that a message lists."""
 
 
 def own_scratch() -> Path:
@@ -33,13 +33,13 @@ def own_scratch() -> Path:
 
 
 def ray_folder(scratch: Path) -> Path:
-    """Return Ray's folder in a scratch folder. Ray makes its folder writable for all users, so it must not be the
+    """Return the path of Ray's folder in a scratch folder. Ray makes its folder world-writable, so it must not be the
     scratch folder itself, which keeps other users out."""
     return scratch / "ray"
 
 
 _locks: list[int] = []
-"""Descriptors of the lock files of scratch folders that this process has made."""
+"""Descriptors of the lock files in the scratch folders that this process has created."""
 
 
 def make_scratch() -> Path:
@@ -61,7 +61,7 @@ def remove_scratch(folder: Path) -> None:
 
 def sweep() -> None:
     """Remove scratch folders and shared memory of this user's runs that were killed before their cleanup. Print one
-    line about folders that cannot be trusted. They are not touched."""
+    line about folders that cannot be trusted, and leave them untouched."""
     skipped = [
         f"{folder} ({reason})"
         for folder in sorted(PLACE.glob(f"{PREFIX}*"))

@@ -27,7 +27,7 @@ NOTE = "segments"
 NOTE_NAME = re.compile(rf"{NOTE}\.[0-9]{{1,10}}")
 
 SEGMENT_NAME = re.compile(r"(?!\.{1,2}$)[^/\n\0]{1,255}")
-"""Names of segments that a run may remove: those of files in /dev/shm itself. A line of a note holds one."""
+"""Names of segments that a run may remove: file names directly in /dev/shm. Each line of a note contains one."""
 
 NOTE_LINE = re.compile(rf"(?P<inode>[0-9]{{1,20}}) (?P<name>{SEGMENT_NAME.pattern})")
 
@@ -63,11 +63,10 @@ def mapped() -> set[Segment]:
 
 
 def created(scratch: Path, mapped_at_end: Set[Segment] = frozenset()) -> set[Segment]:
-    """Return the segments that the run created; empty if the scratch folder is gone or
-    new. A segment belongs to the run if
-    one of the run's processes recorded it, if one of them still maps it at the end of the run, or if it is named after
-    the scratch folder. Segments that existed before the run are excluded. Raise Untrusted if the folder or a file in it
-    is not as this module writes them."""
+    """Return the segments that the run created; empty if the scratch folder is gone or new. A segment belongs to the
+    run if one of the run's processes recorded it, if one of them still maps it at the end of the run, or if it is named
+    after the scratch folder. Segments that existed before the run are excluded. Raise Untrusted if this module cannot
+    have written the folder or a file in it."""
     try:
         with private_folder(scratch) as folder:
             earlier = _read(EARLIER, folder)

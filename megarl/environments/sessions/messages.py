@@ -13,7 +13,7 @@ from megarl.environments.sessions.errors import invalid
 Message = Mapping[str, Any]
 
 DEEPEST_ARGUMENTS = 50
-"""Tool call arguments that are nested more deeply than this stay text."""
+"""Maximum nesting depth of parsed tool call arguments. Deeper ones stay text."""
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """Chat template role for each API role."""
@@ -74,7 +74,7 @@ def _tool_call(call: Any, param: str) -> dict[str, Any]:
         raise invalid(param, f"{param} has a tool call without a function name")
     arguments = function.get("arguments") or "{}"
     if isinstance(arguments, str):
-        with suppress(ValueError, RecursionError):  # invalid or deep JSON stays a string
+        with suppress(ValueError, RecursionError):  # invalid or deeply nested JSON stays a string
             parsed = json.loads(arguments)
             arguments = arguments if is_deeper(parsed, DEEPEST_ARGUMENTS) else parsed
     function = {"name": function["name"], "arguments": arguments}

@@ -30,7 +30,7 @@ MODEL = "policy"
 LARGEST_REQUEST = 64 * 2**20
 
 BODY_S = 60.0
-"""Seconds in which a client must send a request's body."""
+"""Timeout in seconds for receiving a request's body."""
 
 HEADERS_S = 60.0
 """Seconds in which a client must send the headers of its first request, or of the next one after a response."""
@@ -39,7 +39,7 @@ SEND_S = 60.0
 """Seconds in which a client must receive a response."""
 
 DEEPEST = 100
-"""Maximum nesting of a request's JSON. Python's encoder and chat templates recurse."""
+"""Maximum nesting depth of a request's JSON, which Python's encoder and chat templates process recursively."""
 
 SHUTDOWN_S = 2.0
 RETRIES = "x-stainless-retry-count"
@@ -156,7 +156,7 @@ class SessionServer:
 
 
 async def _read(request: web.Request) -> Any:
-    """Return the request's JSON. Raise ApiError if it is malformed, too large or too slow."""
+    """Return the request's JSON. Raise ApiError if it is malformed, too large, or arrives too slowly."""
     from aiohttp import web
 
     try:

@@ -41,10 +41,10 @@ class TurnTokens(Tokens, Protocol):
 CLOSED = ApiError(401, "invalid_api_key", "no session is open for this api_key. The session may have been closed")
 
 ROOM = 4
-"""Text of this many times the context length is rejected without rendering it."""
+"""Messages longer than this many times the context length are rejected before they are rendered."""
 
 PART = 2**16
-"""Number of characters that are tokenized at once to measure a long text."""
+"""Number of characters to tokenize at a time when a long text is measured."""
 
 TokensOf = Callable[[Sequence[Mapping[str, Any]]], TurnTokens]
 """Function that returns the renderer for a set of tools, or raises UserError if the chat template rejects them."""
@@ -159,7 +159,7 @@ class Session:
             slot = self.recording.reserve(tokens, tools_key(request.tools), request.messages)
         except ApiError:
             raise
-        except Exception as error:  # whatever the agent's messages cause
+        except Exception as error:  # any error that the agent's messages cause
             reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
             raise invalid("messages", reason) from error
         try:
@@ -169,7 +169,7 @@ class Session:
             raise
         try:
             return self._record(request, tokens, slot, completion)
-        except Exception as error:  # whatever the turn's text causes
+        except Exception as error:  # any error that the turn's text causes
             self.recording.release(slot)
             raise ApiError(500, "turn_failed", f"the turn cannot be processed: {error}") from error
 

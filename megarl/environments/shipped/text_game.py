@@ -77,8 +77,8 @@ class TextGameEnvironment(Environment):
         """
         if width * height < 3:
             raise UserError(
-                f"environment.options: width={width}, height={height}: the house has fewer than 3 rooms, one each for "
-                "the start, the key and the chest. Fix: raise width or height"
+                f"environment.options: width={width}, height={height}: the house has fewer than 3 rooms, but needs "
+                "one each for the start, the key and the chest. Fix: raise width or height"
             )
         self.width, self.height, self.walls = width, height, walls
         self.compass, self.rules = compass, rules

@@ -1,4 +1,4 @@
-"""Loading of checkpoints without code that their files contain."""
+"""Loads checkpoints without running code that their files contain."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megarl.resharding.transports.torch_dist import load_metadata
 def without_code() -> Iterator[None]:
     """Make torch's checkpoint reader accept only tensors and plain values inside the context. Otherwise it unpickles a
     checkpoint's metadata and objects, which may call any function."""
-    module: Any = filesystem  # its import of pickle is not public
+    module: Any = filesystem  # its attribute `pickle` is private
     original, load_bytes = module.pickle, DefaultLoadPlanner.load_bytes
     module.pickle = SimpleNamespace(load=load_metadata, dump=pickle.dump)
     DefaultLoadPlanner.load_bytes = _load_object

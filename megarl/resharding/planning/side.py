@@ -148,5 +148,5 @@ def _fields(text: str, known: Collection[str]) -> dict[str, str]:
 
 def _positive(name: str, value: str) -> int:
     if not re.fullmatch(r"[1-9]\d*", value):
-        raise UserError(f"{name}={value}: expected a positive integer. Fix: use one, such as {name}=1")
+        raise UserError(f"{name}={value}: expected a positive integer. Fix: use a value such as {name}=1")
     return int(value)

@@ -211,7 +211,7 @@ def _metadata(folder: Path) -> Metadata:
     try:
         with (folder / METADATA).open("rb") as file:
             return load_metadata(file)
-    except Exception as error:  # an arbitrary pickle raises arbitrary exceptions
+    except Exception as error:  # a malicious pickle may raise any exception
         raise UserError(
             f"{folder}: {METADATA} is corrupt or incomplete ({error}). Fix: copy the checkpoint again, or use another "
             "one"
@@ -220,7 +220,7 @@ def _metadata(folder: Path) -> Metadata:
 
 def load_metadata(file: IO[bytes]) -> Metadata:
     """Unpickle the metadata of an untrusted checkpoint without calling functions that it names. Raise an exception of
-    any type if the file contains anything else, or refers to files outside the checkpoint's folder."""
+    any type if the file contains anything but metadata, or refers to files outside the checkpoint's folder."""
     metadata = _MetadataUnpickler(file).load()
     if not isinstance(metadata, Metadata):
         raise ValueError(f"it contains a {type(metadata).__name__}")

@@ -1,4 +1,4 @@
-"""The processes of an engine's ranks."""
+"""Checks the processes of an engine's ranks."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def classifier_arguments(config: Config, folder: Path) -> dict[str, Any]:
 
 
 class _Model:
-    """A model with the weights in its folder."""
+    """A vLLM engine whose weights are those in the model's folder."""
 
     def __init__(self, arguments: Mapping[str, Any]):
         self._llm = LLM(**arguments)

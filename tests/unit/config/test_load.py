@@ -231,7 +231,7 @@ def test_dtypes_have_short_names(short: str, long: str) -> None:
 @pytest.mark.parametrize("value", ["fp8", "[bf16]", "16"])
 def test_invalid_dtype_is_reported_as_written(value: str) -> None:
     (line,) = errors(QUICKSTART, f"model.dtype={value}")
-    expected = "expected 'float32', 'bfloat16' or 'float16'. Fix: set model.dtype to such a value"
+    expected = "expected 'float32', 'bfloat16' or 'float16'. Fix: set model.dtype to an allowed value"
     assert line == f"command line: model.dtype={value}: {expected}"
 
 

@@ -81,7 +81,7 @@ def test_failure_to_lock_memory_raises(cudart: Cudart) -> None:
 
 @pytest.mark.parametrize("on_gpu", [True, False])
 @pytest.mark.parametrize("variable", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_segments_are_expandable_on_gpu_unless_the_environment_decides(monkeypatch, on_gpu: bool, variable: str | None):
+def test_segments_expand_on_gpu_unless_the_environment_decides(monkeypatch, on_gpu: bool, variable: str | None):
     settings: list[str] = []
     monkeypatch.setattr(device, "on_cuda", lambda: on_gpu)
     monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", settings.append)

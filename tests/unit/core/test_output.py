@@ -1,4 +1,4 @@
-"""Output that a terminal, a pipe or a disk does not accept."""
+"""Output that the terminal, pipe or disk rejects."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ with supervised():
 
 
 def test_run_continues_without_a_reader():
-    """The reader of the log, such as `head`, ends before the run."""
+    """The reader of the log, such as `head`, exits before the run."""
     reader, writer = os.pipe()
     command = [sys.executable, "-c", RUN]
     process = subprocess.Popen(command, cwd=ROOT, stdout=writer, stderr=writer)

@@ -1,4 +1,4 @@
-"""Text from outside is made encodable."""
+"""External text is made encodable."""
 
 from __future__ import annotations
 

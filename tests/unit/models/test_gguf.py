@@ -8,7 +8,7 @@ from tests.published_models import CONFIGS
 QUESTION = "What is the capital of France?"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_converted_model_answers_and_stops(tmp_path):
     """The package is converted on first use, into the cache that runs share."""
     try:

@@ -1,4 +1,4 @@
-"""Damaged weights are named before a run starts. Each case is what a failed or partial download leaves."""
+"""Damaged weights, such as those from an incomplete download, are named before a run starts."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_damaged_weights_are_named(model: Path, tmp_path: Path, damage, message:
         require_tensors(folder, read_headers(folder), huggingface_holder(read_config(folder)).shapes)
 
 
-def test_headers_equal_the_library(model: Path) -> None:
+def test_headers_match_the_safetensors_library(model: Path) -> None:
     headers = read_headers(model)
     require_tensors(model, headers, huggingface_holder(read_config(model)).shapes)
     with safe_open(model / SINGLE, framework="pt") as file:

@@ -35,7 +35,7 @@ def on_cpu(monkeypatch):
 
 @pytest.mark.parametrize(("name", "dims"), each_value([*PACKS], [(1, 16), (2, 16), (6, 16), (6, 10), (2, 24)]))
 def test_matches_masked_attention(name, dims):
-    """dims: the numbers of KV heads and of channels of a value."""
+    """dims: the number of KV heads, and the number of channels in a value."""
     kv_heads, value_dim = dims
     torch.manual_seed(0)
     tokens, boundaries = documents(PACKS[name])

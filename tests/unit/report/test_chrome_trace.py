@@ -67,7 +67,7 @@ class Answers(NamedTuple):
 
 
 def test_trace_of_many_ranks_and_steps_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 1,024 ranks and 300 steps, the trace keeps 32 ranks and the latest steps. Times of all ranks are returned."""
+    """The trace keeps 32 of 1,024 ranks and the latest of 300 steps. The returned times cover all ranks."""
     monkeypatch.setattr(trace, "WINDOW_BYTES", 200_000)
     logs = tmp_path / "logs" / "attempt_1"
     logs.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Odd files in a run folder: readers answer, or name the file."""
+"""Readers tolerate malformed files in a run folder, or name them in an error."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_files_that_are_not_regular_are_named(folder, tmp_path_factory, kind, na
 
 
 @pytest.mark.parametrize("name", ["report.html", ".report.html"])
-def test_report_replaces_pipes_and_links_instead_of_following_them(folder, tmp_path_factory, name):
+def test_report_replaces_pipes_and_links_without_following_them(folder, tmp_path_factory, name):
     other = tmp_path_factory.mktemp("other") / "file"
     other.write_text("mine")
     (folder / name).symlink_to(other)

@@ -36,7 +36,7 @@ class Page(HTMLParser):
 
 
 def make_run(folder, num_steps, *, target=14, tail="", rollouts=(), charts=False):
-    """Write a run's folder. charts: with metrics for several charts instead of two, which takes seconds to draw."""
+    """Write a run's folder. charts: whether to include metrics for several charts, which take seconds to draw."""
     (folder / "rollouts").mkdir()
     (folder / "manifest.json").write_text(json.dumps({"name": "test", "model": "tiny", "note": ATTACK}))
     (folder / "config.resolved.yaml").write_text(f"run:\n  steps: {target}\nmodel:\n  path: <i>tiny</i>\n")

@@ -138,7 +138,7 @@ def test_published_models_match_on_all_distinct_ranks(model, layout):
 
 def test_transformer_engine_layers_match_the_holder():
     """The layers are built in a separate process in which Megatron can import Transformer Engine. Four layers include
-    all kinds."""
+    all layer types."""
     four = {"num_hidden_layers": 4}
     cases = [
         (CONFIGS["SmolLM2-135M"] | four, layout_of(tp=3, pp=2), 5),

@@ -9,6 +9,7 @@ import pytest
 
 from megarl.rewards.code import code_stdin_stdout, code_tests, last_code_block
 from megarl.sandbox.choice import Unsafe
+from tests.marks import exhaustive_but
 from tests.sandboxes import limits
 from tests.timing import HANG_S, WAIT_S
 
@@ -134,7 +135,7 @@ FORGERIES = {
     "writes to every file": "import os\ndef f(x):\n    for n in range(3, 300):\n        for data in (b'0\\n"
     "', b'[]' * 9):\n"
     "            try: os.write(n, data)\n            except OSError: pass",
-    "answers before it is asked": "import json, os\n"
+    "replies before a request": "import json, os\n"
     "data = json.dumps({'root': None, 'nodes': [], 'changed': [], 'printed': ''}).encode()\nfor n in range(3, 300):\n"
     "    try: os.write(n, b''.join([b'%d\\n' % len(data), data]) * 50)\n    except OSError: pass\ndef f(x): return 0",
     "prints a verdict": "import os, sys\ndef f(x):\n    print('passed'); os.write(1, b'passed'); os._exit(0)",
@@ -144,25 +145,39 @@ FORGERIES = {
     "returns deep data": "def f(x):\n    a = []\n    for _ in range(100000): a = [a]\n    return a",
     "returns itself": "def f(x):\n    a = []\n    a.append(a)\n    return a",
     "returns a huge integer": "def f(x): return 10 ** 100000",
-    "defines its exceptions": "class AssertionError(Exception): pass\ndef f(x): raise AssertionError",
+    "defines its own exceptions": "class AssertionError(Exception): pass\ndef f(x): raise AssertionError",
     "returns a class": "def f(x): return AssertionError",
 }
 
 
-@pytest.mark.parametrize("program", FORGERIES.values(), ids=FORGERIES)
-def test_forged_results_are_wrong(program):
-    """A right program passes these tests. Each is run alone, since a forgery may pass only one of them."""
+@pytest.mark.parametrize(
+    "forgery",
+    exhaustive_but(
+        FORGERIES,
+        "reads the caller's frames",
+        "patches builtins",
+        "exits",
+        "returns an object that equals everything",
+        "replies before a request",
+        "returns a huge integer",
+        "returns itself",
+    ),
+)
+def test_forged_results_are_wrong(forgery):
+    """A correct program passes these tests. Each runs alone, since a forgery may pass only one of them."""
     tests = ["assert f(2) == 4", "assert 4 in [f(2)] and len([f(2)]) == 1", "assert abs(f(2) - 4) < 1e-6"]
     tests += ["assert math.isclose(f(2), 4)", "assert all(f(x) == x * x for x in [2, 3])", "assert not f(2) != 4"]
     tests += ["assert {f(2)} == {4}", "assert 4 - f(2) == 0", "if f(2) != 4:\n    raise ValueError"]
 
     async def score_all() -> list[bool]:
-        return await asyncio.gather(*(code_tests("", fenced(program), test, sandbox=PROVIDER) for test in tests))
+        return await asyncio.gather(
+            *(code_tests("", fenced(FORGERIES[forgery]), test, sandbox=PROVIDER) for test in tests)
+        )
 
     assert asyncio.run(score_all()) == [False] * len(tests)
 
 
-def test_right_program_passes_the_tests_of_forgeries():
+def test_correct_program_passes_the_tests_of_forgeries():
     tests = ["assert f(2) == 4", "assert math.isclose(f(2), 4)", "assert abs(f(2) - 4) < 1e-6 and {f(2)} == {4}"]
     assert passes("def f(x):\n    return x * x", [*tests, "assert all(f(x) == x * x for x in [2, 3])"])
 

@@ -83,7 +83,7 @@ LOWEST = {
     "knights_knaves": ("Zoey is a knave", -2.0),
     "math_match": ("12", 0.0),
 }
-"""Function -> an answer, and the value of a wrong response."""
+"""An answer for each function, and the value of a wrong response."""
 
 
 @pytest.mark.parametrize(

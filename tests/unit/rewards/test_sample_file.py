@@ -52,7 +52,7 @@ def test_samples_are_restored_exactly(tmp_path: Path) -> None:
     groups = [(17, 2, samples()), (4, 3, []), (0, 0, samples()[1:])]
     save_samples(groups, tmp_path / "file")
     restored = load_samples(tmp_path / "file")
-    # Equality ignores dtypes and the difference of tuples and lists, and NaN differs from itself.
+    # Equality ignores dtypes and the difference between tuples and lists, and NaN differs from itself.
     assert repr(restored) == repr([(row, version, [plain(s) for s in group]) for row, version, group in groups])
     whole = restored[0][2][0]
     assert (whole.routes.dtype, whole.response_ids.dtype, whole.response_mask.dtype) == (np.int16, np.int32, np.bool_)
@@ -60,7 +60,7 @@ def test_samples_are_restored_exactly(tmp_path: Path) -> None:
 
 
 def plain(sample: Sample) -> Sample:
-    """Return the sample as JSON restores it: the reason and the reward have types that derive from str and float."""
+    """Return the sample as JSON restores it: its stop reason and reward become plain str and float."""
     if sample.episode is None:
         return sample
     info = replace(sample.episode.info, stop_reason=sample.episode.info.stop_reason.value)
@@ -85,9 +85,7 @@ class Touch:
 
 def test_pickle_is_not_executed(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(pickle.dumps(Touch(tmp_path / "called")))
-    with pytest.raises(
-        UserError, match=r"file: not a file of samples that megarl saved \(.*\)\. Fix: resume from another"
-    ):
+    with pytest.raises(UserError, match=r"file: not a sample file written by megarl \(.*\)\. Fix: resume from another"):
         load_samples(tmp_path / "file")
     assert not (tmp_path / "called").exists()
 
@@ -117,7 +115,7 @@ def test_damaged_file_is_named(tmp_path: Path, change) -> None:
     text = tensors["groups"].tobytes().decode()
     assert change(text) != text
     save_file(tensors | {"groups": np.frombuffer(change(text).encode(), np.uint8)}, file)
-    with pytest.raises(UserError, match="file: not a file of samples that megarl saved "):
+    with pytest.raises(UserError, match="file: not a sample file written by megarl "):
         load_samples(file)
 
 
@@ -127,8 +125,8 @@ def test_truncated_file_is_named(tmp_path: Path, size: int) -> None:
     save_samples([(17, 2, samples())], file)
     content = file.read_bytes()
     file.write_bytes(content[:size])
-    with pytest.raises(UserError, match="file: not a file of samples"):
+    with pytest.raises(UserError, match="file: not a sample file"):
         load_samples(file)
     file.unlink()
-    with pytest.raises(UserError, match="file: not a file of samples"):
+    with pytest.raises(UserError, match="file: not a sample file"):
         load_samples(file)

@@ -74,7 +74,7 @@ def test_folder_that_is_not_writable_raises(tmp_path: Path, folder: str, why: st
 
 
 def test_link_in_place_of_the_lock_is_not_followed(tmp_path: Path) -> None:
-    """Another user may create it if the runs are in a shared folder."""
+    """Another user may create the link if the runs are in a shared folder."""
     victim = tmp_path / "victim"
     victim.write_text("text")
     (tmp_path / ".a.lock").symlink_to(victim)

@@ -81,7 +81,7 @@ def test_missing_earlier_folder_is_not_used(before: Path) -> None:
 
 @pytest.fixture
 def day(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], str]:
-    """A function that sets today's day of November 2026 and returns it as the config has it."""
+    """A function that sets today's date to a day in November 2026 and returns it as in the config."""
 
     def set_today(number: int) -> str:
         class Calendar(datetime.date):

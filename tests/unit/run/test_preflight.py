@@ -156,7 +156,7 @@ def test_token_without_an_embedding_fails_the_check(
 
 
 def fail(recipe: Path, root: Path, capfd: pytest.CaptureFixture, *overrides: str) -> str:
-    """Run a `megarl check` that fails with one line. Return this line."""
+    """Run a `megarl check` that fails with a one-line error. Return the line."""
     sys.argv = ["megarl", "check", str(recipe), f"run.folder={root}", "run.steps=10", *overrides]
     with pytest.raises(SystemExit) as exit:
         cli.main()

@@ -389,20 +389,21 @@ def test_remedy_without_an_earlier_checkpoint_works(root: Path) -> None:
     assert start(settings, PROMPTS).folder.moved == root / "a.1"
 
 
-def test_moved_newest_checkpoint_is_replaced_by_the_one_before_it(root: Path, capsys) -> None:
+def test_previous_checkpoint_replaces_a_moved_newest_one(root: Path, capsys) -> None:
     first = start(config(root), PROMPTS)
     saved = [save(first, config(root), step) for step in (1, 2)]
     damage("moved", saved[1])
     assert start(config(root, "resume=auto"), PROMPTS).checkpoint.path == saved[0]
     assert (
-        f"{saved[1]}: this newest checkpoint was moved or removed. Resuming from {saved[0]}\n"
-        in capsys.readouterr().out
+        f"{saved[1]}: the newest checkpoint was moved or removed. Resuming from {saved[0]}\n" in capsys.readouterr().out
     )
 
 
 @pytest.mark.parametrize("kind", [*DAMAGES, "moved"])
 @pytest.mark.parametrize("is_launched", [True, False], ids=["launched", "own script"])
-def test_job_falls_back_to_the_checkpoint_before(root: Path, kind: str, is_launched: bool, monkeypatch, capsys) -> None:
+def test_job_falls_back_to_the_last_intact_checkpoint(
+    root: Path, kind: str, is_launched: bool, monkeypatch, capsys
+) -> None:
     first = start(config(root), PROMPTS)
     saved = [save(first, config(root), step) for step in (1, 2, 3)]
     if is_launched:
@@ -416,7 +417,7 @@ def test_job_falls_back_to_the_checkpoint_before(root: Path, kind: str, is_launc
     again = start(settings, PROMPTS)
     output = capsys.readouterr().out
     assert (again.checkpoint.path, again.state.step) == (saved[0], 1)
-    assert f"{saved[0]}" in output and ("checkpoint before it" in output or kind == "moved")
+    assert f"{saved[0]}" in output and ("last intact checkpoint" in output or kind == "moved")
     assert save(again, settings, 2) == saved[1] and Checkpoints(saved[0].parent).latest() == saved[1]
     assert start(settings, PROMPTS).state.step == 2
 
@@ -445,7 +446,7 @@ def test_job_sets_a_checkpoint_aside_whose_weights_are_corrupt(root: Path, monke
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     line = fall_back(settings, checkpoint.path, damage.value)
     assert line.startswith(f"{saved[1]}: weights is corrupt: its SHA-256 is")
-    assert line.endswith(f"moved it to {saved[1]}.damaged and resumes from {saved[0]}, the checkpoint before it")
+    assert line.endswith(f"moved it to {saved[1]}.damaged and resumes from the last intact checkpoint {saved[0]}")
     assert start(settings, PROMPTS).checkpoint.path == saved[0]
 
 

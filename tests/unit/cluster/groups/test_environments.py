@@ -32,11 +32,11 @@ SET = {"name": "a", "temperature": 0.7, "top_p": 0.9, "top_k": 5, "max_new_token
 class Engine:
     """An engine that samples the last digit of the seed and records its requests.
 
-    The first turns wait until there are `num_awaited` at once.
+    The first turns wait until `num_awaited` of them are in progress.
     """
 
     def __init__(self, num_awaited: int = 1) -> None:
-        self._num_awaited, self._have_come = num_awaited, asyncio.Event()
+        self._num_awaited, self._have_arrived = num_awaited, asyncio.Event()
         self.asked: list[TurnRequest] = []
         self.is_lost = False
         self.under_way = self.most_under_way = 0
@@ -49,8 +49,8 @@ class Engine:
         self.under_way += 1
         self.most_under_way = max(self.most_under_way, self.under_way)
         if self.under_way == self._num_awaited:
-            self._have_come.set()
-        await self._have_come.wait()
+            self._have_arrived.set()
+        await self._have_arrived.wait()
         await asyncio.sleep(0.05)
         self.under_way -= 1
         ids = [*TOKENIZER(str(turn.seed % 10))["input_ids"], EOS_ID]

@@ -39,7 +39,7 @@ class Cluster:
         self.watched: set[str] = set()
         self.start_error: Exception | None = None
         self.is_up = False
-        """Whether restarting engines have started, even if nobody waits for them."""
+        """Whether restarting engines have started, even if no caller waits for them."""
 
     def on_node(self, actor_class: Any, process: Process) -> Any:
         def launch(*_: Any) -> SimpleNamespace:

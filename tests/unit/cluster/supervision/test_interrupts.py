@@ -96,7 +96,7 @@ def test_signal_repeated_at_once_counts_once() -> None:
 
 
 def test_signal_inside_the_handler_counts_once(monkeypatch, capfd) -> None:
-    """The clock interrupts its caller. It replaces only that of the handler, because other threads use the real one."""
+    """Reading the clock triggers a second signal. Only the handler's clock is replaced, not that of other threads."""
     told, clock = Interrupts(), SimpleNamespace(monotonic=time.monotonic)
     told._driver, told._parent = os.getpid(), os.getppid()  # without its handlers, which these tests' own timer needs
     monkeypatch.setattr(signal, "setitimer", lambda *_: None)

@@ -154,7 +154,7 @@ def test_folder_without_lock_is_skipped(tmp_path: Path, capsys: pytest.CaptureFi
 def test_one_line_names_at_most_three_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for number in range(9):
         (tmp_path / f"megarl-abcd_12{number}").mkdir(mode=0o700)
-    for name in ("megarl-notes", "megarl-\x1b[31mevil", "megarl-a\nb_12345"):  # not in the form of scratch folders
+    for name in ("megarl-notes", "megarl-\x1b[31mevil", "megarl-a\nb_12345"):  # not named like scratch folders
         (tmp_path / name).mkdir()
     sweep()
     [line] = capsys.readouterr().out.splitlines()
@@ -200,7 +200,7 @@ def test_other_users_cannot_access_the_scratch_folder(tmp_path: Path, umask: int
 
 
 def test_notes_are_not_written_to_another_users_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cleaner of /tmp may remove a run's folder; then another user may take its name."""
+    """A cleanup job may remove a run's folder from /tmp, and then another user may take its name."""
     folder = dead_scratch(tmp_path)
     victim = tmp_path / "victim"
     victim.write_text("text")

@@ -103,7 +103,7 @@ with supervisor.supervised() as scratch:
 def test_unreadable_descendants_are_ended() -> None:
     """The hidden process is like a setuid helper; as root, the test adds a process of another user, which stays."""
     done = subprocess.run([sys.executable, "-c", HIDDEN_DRIVER], capture_output=True, text=True, timeout=WAIT_S)
-    # The process without root's permissions skips the scratch folders of root's runs, which may be running.
+    # The unprivileged process skips the scratch folders of root's runs, which may still be running.
     printed = re.sub("megarl: note: skipped .*\n", "", done.stdout)
     *foreign, scratch, first, hidden, last = printed.split()
     left = [pid for pid in map(int, (*foreign, first, hidden, last)) if psutil.pid_exists(pid)]

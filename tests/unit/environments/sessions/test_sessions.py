@@ -338,8 +338,8 @@ def test_turn_that_cannot_be_read_is_not_recorded(monkeypatch: pytest.MonkeyPatc
     assert session.recording.num_turns == 1 and len(session.recording._samples) == 1
 
 
-def test_long_message_is_rejected_while_other_sessions_are_served() -> None:
-    """4 MB are measured in threads, and only until they exceed the limit."""
+def test_long_message_is_rejected_without_blocking_others() -> None:
+    """The message of 4 MB is tokenized in threads, and only until it exceeds the limit."""
     policy, measured = ScriptedPolicy(TOKENIZER, ["Short."]), []
 
     async def agent(ask: Ask, server: SessionServer, session: Session) -> None:
@@ -368,12 +368,12 @@ BODIES = {
     "deep": b"[" * DEEP + b"]" * DEEP,
     "deep, but below the limit of Python's parser": b'{"messages": ' + b"[" * 300 + b"]" * 300 + b"}",
     "long integer": b'{"messages": [], "max_tokens": ' + b"9" * 5000 + b"}",
-    "role of a wrong type": b'{"messages": [{"role": ["user"], "content": "a"}]}',
-    "name of a wrong type": b'{"messages": [{"role": "user", "name": {"a": 1}, "content": "a"}]}',
-    "content of a wrong type": b'{"messages": [{"role": "user", "content": 3}]}',
-    "call of a wrong type": b'{"messages": [{"role": "assistant", "tool_calls": [3]}]}',
-    "tool of a wrong type": b'{"messages": [{"role": "user", "content": "a"}], "tools": [3]}',
-    "stop of a wrong type": b'{"messages": [{"role": "user", "content": "a"}], "stop": [3]}',
+    "role with the wrong type": b'{"messages": [{"role": ["user"], "content": "a"}]}',
+    "name with the wrong type": b'{"messages": [{"role": "user", "name": {"a": 1}, "content": "a"}]}',
+    "content with the wrong type": b'{"messages": [{"role": "user", "content": 3}]}',
+    "call with the wrong type": b'{"messages": [{"role": "assistant", "tool_calls": [3]}]}',
+    "tool with the wrong type": b'{"messages": [{"role": "user", "content": "a"}], "tools": [3]}',
+    "stop with the wrong type": b'{"messages": [{"role": "user", "content": "a"}], "stop": [3]}',
 }
 
 

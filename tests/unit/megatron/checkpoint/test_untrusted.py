@@ -1,4 +1,4 @@
-"""Checkpoints by strangers, whose pickles call functions."""
+"""Untrusted checkpoints, whose pickles call functions."""
 
 from __future__ import annotations
 
