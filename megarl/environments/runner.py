@@ -7,7 +7,6 @@ import traceback
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megarl.config.schema import Config
@@ -106,8 +105,8 @@ class RolloutRunner:
         Raise UserError after environment.max_consecutive_failures failed rollouts without a successful one, and
         InfrastructureFailure after as many lost ones, unless it is None.
         """
-        pauses, num_lost = self._outage.begin_call(), 0
-        for num_restarts in count():
+        pauses, num_restarts, num_lost = self._outage.begin_call(), 0, 0
+        while True:
             rollout = (
                 _Rollout(self, request, sample)
                 if self._server is None
@@ -131,6 +130,7 @@ class RolloutRunner:
                 rollout.outcome.fail(reason, failure.stack, stop_reason)
                 break
             print(f"environments: rollout {request.id} starts over: {failure}", flush=True)
+            num_restarts += 1
             await asyncio.sleep(pause)
         self._count(rollout.outcome)
         return rollout.samples()
