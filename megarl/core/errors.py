@@ -16,6 +16,10 @@ def install_extra(extra: str) -> str:
     return f"run pip install '.[{extra}]' in a checkout of megarl, or pip install 'FILE.whl[{extra}]' with its wheel"
 
 
+class TooLittleSpace(UserError):
+    """A disk has less free space than a command needs."""
+
+
 class RunFailure(RuntimeError):
     """A failure not caused by the user: a lost process, a missed deadline, an error inside a worker. Errors that the
     user caused are raised as UserError, in every process."""

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from megarl.core.errors import InfrastructureFailure, UserError
+from megarl.core.errors import InfrastructureFailure, TooLittleSpace, UserError
 from megarl.core.outage import pauses
 
 T = TypeVar("T")
@@ -65,7 +65,7 @@ def require_room(out: Path, num_bytes: int) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(out.parent).free
     if num_bytes > free:
-        raise UserError(
+        raise TooLittleSpace(
             f"{out}: its disk has {free / 1e9:.2f} GB free, but {num_bytes / 1e9:.2f} GB are needed. Fix: free some "
             "space, or choose a folder on another disk"
         )
@@ -101,6 +101,8 @@ def full_disk(path: Path) -> InfrastructureFailure:
 def is_full(error: BaseException, path: Path) -> bool:
     """Return whether a full disk caused the error. Libraries such as torch and safetensors hide the error number, so
     their errors are checked with a small file beside `path`."""
+    if isinstance(error, TooLittleSpace):
+        return True
     if isinstance(error, OSError):
         return error.errno in DISK_FULL
     try:
