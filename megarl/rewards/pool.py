@@ -146,7 +146,7 @@ class FunctionPool:
                 num_lost += 1
                 pause, limit = 0.0 if num_lost <= RESTARTS else None, f"in each of {num_lost} attempts"
             if pause is None or self._ended.wait(pause):
-                for i in failed:
+                for i in failed if num_lost or outage.limit_s else ():
                     results[i] = replace(results[i], failure=f"{results[i].failure} ({limit})")
                 return results
             print(f"rewards: {function} {failure}; repeating the call (samples: {len(failed)})", flush=True)

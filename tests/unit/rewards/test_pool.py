@@ -164,13 +164,13 @@ def test_batch_call_is_repeated_for_the_samples_that_failed(file, monkeypatch):
 
 
 def test_service_that_stays_away_is_a_failure_of_the_infrastructure(file):
-    pool = FunctionPool([f"{file}:act"], None, 1, WAIT_S, outage_s=0.0)
+    pool = FunctionPool([f"{file}:act"], None, 1, WAIT_S, outage_s=0.001)
     try:
         result = act(pool, file, "(_ for _ in ()).throw(ConnectionResetError('gone'))")
     finally:
         pool.close()
     assert result.kind == "away"
-    assert result.failure == "raised ConnectionResetError: gone (waited for rewards.outage_s=0)"
+    assert result.failure == "raised ConnectionResetError: gone (waited for rewards.outage_s=0.001)"
 
 
 def test_process_killed_once_at_start_is_replaced(tmp_path):
