@@ -94,10 +94,8 @@ class OpenEnvEnvironment(Environment):
         await self._socket.send_json({"type": kind} if data is None else {"type": kind, "data": data})
         received = await self._socket.receive(self.timeout_s)
         if received.type.name != "TEXT":
-            is_away = received.type.name != "CLOSE" or received.data in AWAY
-            raise (ServiceAway if is_away else ServerError)(
-                f"{self.url} ended the session: {received.type.name} {received.data or ''}".rstrip()
-            )
+            kind = ServiceAway if received.type.name != "CLOSE" or received.data in AWAY else ServerError
+            raise kind(f"{self.url} ended the session: {received.type.name} {received.data or ''}".rstrip())
         return json.loads(received.data)
 
 
