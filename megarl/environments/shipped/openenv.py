@@ -94,8 +94,8 @@ class OpenEnvEnvironment(Environment):
         await self._socket.send_json({"type": kind} if data is None else {"type": kind, "data": data})
         received = await self._socket.receive(self.timeout_s)
         if received.type.name != "TEXT":
-            kind = ServiceAway if received.type.name != "CLOSE" or received.data in AWAY else ServerError
-            raise kind(f"{self.url} ended the session: {received.type.name} {received.data or ''}".rstrip())
+            error = ServiceAway if received.type.name != "CLOSE" or received.data in AWAY else ServerError
+            raise error(f"{self.url} ended the session: {received.type.name} {received.data or ''}".rstrip())
         return json.loads(received.data)
 
 
