@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterator, Sequence
 from functools import reduce
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import ValidationError
 
@@ -112,15 +113,53 @@ def _override(text: str) -> Document:
         raise UserError(
             f"{place}: {name}= has no value. Fix: write {name}=null for none, or \"{name}=''\" for empty text"
         )
+    key = tuple(name.split("."))
     try:
-        value = document.parse_value(value_text)
+        value = _typed_value(key, value_text)
     except ValueError as error:
         raise UserError(f"{place}: {text}: {error}") from None
-    key = tuple(name.split("."))
     origins = dict.fromkeys(_keys_within(key, value), place)
     for part in reversed(key):
         value = {part: value}
     return Document(value, origins)
+
+
+def _typed_value(key: Key, text: str) -> Any:
+    """Return the value that was typed for a key. It is YAML, except that text is taken as typed: YAML would drop " # …"
+    from it, and read "a: b" as a mapping. For a text key, only null and text in quotes are YAML."""
+    takes_text, plain = _takes_text(key), text.strip()
+    is_quoted = plain[0] in "'\""
+    if takes_text and plain != "null" and not is_quoted:
+        return text
+    try:
+        value = document.parse_value(text)
+    except ValueError:
+        if takes_text:
+            return text
+        raise
+    return plain if isinstance(value, str) and not is_quoted and plain.startswith(value) else value
+
+
+def _takes_text(key: Key) -> bool:
+    """Return whether the key's value is text, or text or null."""
+    types: list[Any] = [Config]
+    for name in key:
+        sections = [type_ for type_ in types if hasattr(type_, "model_fields")]
+        fields = [section.model_fields[name] for section in sections if name in section.model_fields]
+        types = [type_ for field in fields for type_ in _members(field.annotation)]
+    return set(types) - {type(None)} == {str}
+
+
+def _members(annotation: Any) -> list[Any]:
+    """Return the types in an annotation that may be a union or have metadata."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return _members(get_args(annotation)[0])
+    return (
+        [member for part in get_args(annotation) for member in _members(part)]
+        if origin in (Union, UnionType)
+        else [annotation]
+    )
 
 
 def _keys_within(key: Key, value: Any) -> Iterator[Key]:

@@ -8,6 +8,7 @@ and objectives are in their specs.
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from typing import Annotated, Any, Literal, Self, get_args, overload
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -235,7 +236,7 @@ class Config(Section):
     @property
     def prompts_ahead(self) -> int:
         """The number of prompts in flight beyond those for the current step."""
-        factor = self.batch.oversampling or 1 + self.rollout.max_staleness
+        factor = Fraction(repr(self.batch.oversampling or 1 + self.rollout.max_staleness))  # exactly 11/10 for 1.1
         return math.ceil((factor - 1) * self.batch.prompts_per_step)
 
     @property

@@ -263,6 +263,11 @@ class Sample(_HoldsArrays):
     def __hash__(self) -> int:
         return hash(self.id)
 
+    @property
+    def group(self) -> str:
+        """Name of the sample's group; see `group_of`."""
+        return group_of(self.prompt.id, self.rollout_id)
+
     def __reduce__(self) -> tuple:
         return _unpack_sample, (
             np.packbits(self.response_mask),
@@ -286,6 +291,12 @@ def _unpack_sample(
 ) -> Sample:
     mask = np.unpackbits(flags, count=len(ids)).view(np.bool_)
     return Sample(name, prompt, ids, logprobs, mask, *others)
+
+
+def group_of(prompt_id: str, rollout_id: str) -> str:
+    """Return the name of a rollout's group. A step may have several groups of a prompt, if it draws the prompt more
+    than once. The id of a sampled rollout is STEP.GROUP.NUMBER."""
+    return f"{prompt_id}/{rollout_id.rpartition('.')[0]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,19 +357,20 @@ class SampleRef:
     """A reference to a sample, with its names, counts, rewards and weights. The driver never has its tokens.
 
     Attributes:
-        prompt_id: id of the prompt, shared by the samples of a group.
+        prompt_id: id of the prompt, shared by the samples of a group, and by all groups of the prompt.
         rollout_id: as in Sample.
         rollout: statistics of its rollout; None without an environment.
         beginning: checksum of the prompt's tokens if an environment may vary them between samples of one prompt, and
             of their routes if the engine reports routes. Samples with equal values can share their prompt.
         sample: reference to the Sample in Ray's object store; in a rank, the Sample itself.
 
-    Rewards, once the sample is scored:
+    Rewards, once the sample is scored (`megarl.step.rollout_rewards` defines those of a rollout):
         outcome: combined value of the reward functions.
-        length_reward: reward for the sample's length, which is added to the outcome.
+        length_reward: reward for the lengths of the rollout's samples, which is added to the outcome.
         token_reward_totals: totals over per-token rewards, which are part of the outcome.
         greedy: reward of the greedy response to the same prompt, if the estimator needs it.
         baseline: baseline for the reward.
+        reward_from_others: part of the scalar reward that comes from token rewards of the rollout's other samples.
 
     Inputs of the loss, once the sample is dispatched to a rank:
         scalar_reward: the reward without per-token rewards that are dispatched separately.
@@ -384,6 +396,7 @@ class SampleRef:
     token_reward_totals: TokenTotals = NO_TOTALS
     greedy: float = 0.0
     baseline: Baseline = NO_BASELINE
+    reward_from_others: float = 0.0
     scalar_reward: float = 0.0
     weight: float = 0.0
     imitation_weight: float = 0.0
@@ -391,6 +404,11 @@ class SampleRef:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rollout_id", self.rollout_id or self.id)
+
+    @property
+    def group(self) -> str:
+        """Name of the sample's group; see `group_of`."""
+        return group_of(self.prompt_id, self.rollout_id)
 
     @property
     def has_failed(self) -> bool:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from megarl.core.errors import UserError
 from megarl.data.row import Content, Message, as_messages
+from megarl.models.tokenizer import opening_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -33,7 +34,7 @@ def render(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], place: str, *, for_answer: bool
 ) -> list[int]:
     """Render messages with the model's chat template and return their token ids. Raise a UserError if the template
-    rejects the messages.
+    rejects the messages, or one of them is already rendered.
 
     Args:
         for_answer: whether to append the header of the assistant's next turn.
@@ -41,6 +42,12 @@ def render(
     """
     from jinja2.exceptions import TemplateError
 
+    bos = tokenizer.bos_token
+    if bos and any(str(message["content"]).startswith(bos) for message in messages):
+        raise UserError(
+            f"{place}: a message starts with the beginning-of-sequence token {bos}, so it is already rendered. Fix: "
+            "remove the token, or set data.chat_template=false for rendered prompts"
+        )
     try:
         return tokenizer.apply_chat_template(  # pyright: ignore[reportReturnType]  (ids: neither text nor a dict)
             list(messages), add_generation_prompt=for_answer, return_dict=False
@@ -54,11 +61,18 @@ def render(
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: Content, chat_template: bool, place: str) -> list[int]:
     """Return the prompt's token ids. With a chat template, they end with the header of the assistant's turn. Raise a
-    UserError for a prompt without tokens."""
+    UserError for a prompt without tokens, or if the template would close the prompt's last message as a whole turn."""
     if chat_template:
-        ids = render(tokenizer, as_messages(prompt, "user"), place, for_answer=True)
+        messages = as_messages(prompt, "user")
+        if messages and messages[-1]["role"] == "assistant":
+            raise UserError(
+                f"{place}: the prompt ends with an assistant message, which the chat template would close before the "
+                "response. Fix: drop the message, or render the conversation up to the response as text and set "
+                "data.chat_template=false"
+            )
+        ids = render(tokenizer, messages, place, for_answer=True)
     else:
-        ids = tokenizer(plain(prompt, place))["input_ids"]
+        ids = opening_ids(tokenizer, plain(prompt, place))
     if not ids:
         raise UserError(f"{place}: the prompt has no tokens. Fix: add text or drop the row")
     return ids

@@ -157,7 +157,8 @@ def _answered(
     config: Config,
     place: str,
 ) -> Tokens:
-    """Return the tokens of the prompt and one response. A plain response gets an EOS token, like a sampled one."""
+    """Return the tokens of the prompt and one response. A plain response ends with an EOS token, like a sampled
+    one."""
     if config.data.chat_template:
         prompt_messages, answer = as_messages(prompt, "user"), as_messages(response, "assistant")
         if answer[0]["role"] != "assistant":
@@ -166,7 +167,8 @@ def _answered(
                 "assistant message"
             )
         return conversation(tokenizer, [*prompt_messages, *answer], place, first=len(prompt_messages))
-    ids = tokenizer(plain(response, place), add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+    ids = tokenizer(plain(response, place), add_special_tokens=False)["input_ids"]
+    ids = ids if ids[-1:] == [tokenizer.eos_token_id] else [*ids, tokenizer.eos_token_id]
     return prompt_ids + ids, [False] * len(prompt_ids) + [True] * len(ids)
 
 

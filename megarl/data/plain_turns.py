@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megarl.data.tool_calls import MalformedCall, ToolCall
-from megarl.models.tokenizer import response_text
+from megarl.models.tokenizer import opening_ids, response_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -20,7 +20,7 @@ class PlainTokens:
 
     def begin(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return the ids of the messages' text."""
-        return self._tokenizer("".join(message["content"] for message in messages))["input_ids"]
+        return opening_ids(self._tokenizer, "".join(message["content"] for message in messages))
 
     def extend(self, turn_ids: Sequence[int], messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return the ids of the messages' text, which directly follows the turn."""

@@ -77,6 +77,7 @@ class ChatTokens:
         chat template rejects the conversation."""
         if not messages:
             raise UserError(f"{self._key}: the conversation has no messages. Fix: begin it with a user message")
+        self._require_open_turn(messages)
         written = self._with_instructions(self._carried(messages))
         text, refusal = self._render(written)
         if text is None:
@@ -89,7 +90,9 @@ class ChatTokens:
     def extend(self, turn_ids: Sequence[int], messages: Sequence[Message]) -> list[int] | None:
         """Return the ids that follow a sampled turn. They consist of the closing tags that the turn lacks, the new
         messages and the header of the assistant's next turn. Return None if the template rejects the messages or
-        renders them elsewhere; a new sample must then be started."""
+        renders them elsewhere; a new sample must then be started. Raise a UserError if the last message is the
+        assistant's, or there are no messages."""
+        self._require_open_turn(messages)
         carried = self._carried(messages)
         if not all(message["role"] == "assistant" or self._shows(message["role"]) for message in carried):
             return None
@@ -108,6 +111,14 @@ class ChatTokens:
         """Return the text of a turn before its first call."""
         calls = self._calls
         return response_text(self._tokenizer, (), turn_ids) if calls is None else calls.text_before(turn_ids)
+
+    def _require_open_turn(self, messages: Sequence[Message]) -> None:
+        """Raise a UserError if the last message is the assistant's. Without messages, it is the policy's turn."""
+        if not messages or messages[-1]["role"] == "assistant":
+            raise UserError(
+                f"{self._key}: the conversation ends with an assistant message, which the chat template would close "
+                "before the next turn. Fix: end it with another message"
+            )
 
     def _render(self, messages: Sequence[Message], for_answer: bool = True) -> tuple[str | None, str]:
         """Return the conversation's text, or None and the template's error if it rejects the messages."""

@@ -118,7 +118,8 @@ def policy_loss(
         old_is_rollout: whether the ratio uses the engine's log-probs instead of the old policy's.
         has_moved: whether the policy has been updated since the start of the step.
         correct: (log π_old − log μ, samples) -> the correction factors f.
-        exclude: (log π_start − log μ, samples) -> tokens to exclude from the loss; None excludes no tokens.
+        exclude: (log π_start − log μ, samples) -> tokens to exclude from all of these terms except the critic's loss;
+            None excludes no tokens.
         estimate_kl: `token_kl` with its options bound.
         kl_coefficient: β; None if the KL is part of the reward.
     """
@@ -132,25 +133,28 @@ def policy_loss(
     inputs = [{"samples": samples, "selected": batch.selected}[name] for name in objective.inputs]
     policy = objective.loss(log_prob, old, advantage_of(batch), *inputs, **options)
     correction = correct(old - _at_trained(batch, batch.rollout_logprobs, old), samples)
-    factor, excluded = correction.factor, None
+    factor, excluded, weight = correction.factor, None, batch.weight
     if exclude is not None:
         assert start is not None, "the batch has no log-probs from the start of the step"
         known = _at_trained(batch, start, log_prob)
         excluded = exclude(known - _at_trained(batch, batch.rollout_logprobs, known), samples)
-        factor = factor.masked_fill(excluded, 0.0)
-    loss = (batch.weight * factor * policy.loss).sum()
+        weight = weight.masked_fill(excluded, 0.0)
+    loss = (weight * factor * policy.loss).sum()
     imitation = None
     if imitation_coefficient:
         assert batch.imitation_weight is not None, "the batch has no imitation weights"
-        imitation = -(batch.imitation_weight * log_prob).sum()
+        imitation_weight = batch.imitation_weight
+        if excluded is not None:
+            imitation_weight = imitation_weight.masked_fill(excluded, 0.0)
+        imitation = -(imitation_weight * log_prob).sum()
         loss = loss + imitation_coefficient * imitation
     if entropy_coefficient:
-        loss = loss - entropy_coefficient * (batch.weight * entropy).sum()
+        loss = loss - entropy_coefficient * (weight * entropy).sum()
     kl_estimate = None
     if batch.reference is not None:
         kl_estimate = estimate_kl(batch, batch.reference, log_prob, samples)
         if kl_coefficient is not None:
-            loss = loss + kl_coefficient * (batch.weight * kl_estimate).sum()
+            loss = loss + kl_coefficient * (weight * kl_estimate).sum()
     whole, value = loss, None
     if scored.shape[-1] == 3:  # the critic is a head on the actor
         value = value_loss(batch, scored[:, 2:], coefficient=value_coefficient, clip=value_clip)

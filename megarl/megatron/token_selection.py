@@ -6,6 +6,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
+from fractions import Fraction
 
 import torch
 import torch.distributed as dist
@@ -21,14 +22,14 @@ from megarl.megatron.losses import advantage_of
 
 
 def with_selection(
-    algorithm: Algorithm, batches: Sequence[TokenBatch], members: Sequence[Sequence[SampleRef]]
+    algorithm: Algorithm, batches: Sequence[TokenBatch], members: Sequence[Sequence[SampleRef]], epoch: int = 0
 ) -> list[TokenBatch]:
     """Return this rank's microbatches with the `selected` mask set.
 
     Of the tokens in the update's loss, select the fraction `covariance_share` with the highest selection keys, and at
     least one token. Tokens that tie with the last one selected are included. Tokens whose keys differ by less than the
     rounding error may be selected under one layout but not under another. Collective over the data-parallel ranks.
-    `members` holds the samples in each microbatch.
+    `members` holds the samples in each microbatch. `epoch` counts the step's epochs from 0; each has its own draws.
     """
     objective, spec = algorithm.objective, algorithm.objective.spec
     assert isinstance(spec, PolicyObjective) and spec.selection is not None, f"{spec.name} selects no tokens"
@@ -37,10 +38,11 @@ def with_selection(
     orders = []
     for batch, old, samples in zip(batches, olds, members, strict=True):
         covariances = covariance(old, advantage_of(batch), mean_old, mean_advantage)
-        draw = torch.cat([torch.empty(0), *(_draw(item) for item in samples)]).to(covariances.device)
+        draw = torch.cat([torch.empty(0), *(_draw(item, epoch) for item in samples)]).to(covariances.device)
         order = spec.selection.order(covariances, draw, **objective.options(spec.selection.arguments))
         orders.append(torch.where(batch.in_loss, order, -torch.inf))
-    number = max(int(objective.option("covariance_share") * count), 1)
+    share = Fraction(repr(objective.option("covariance_share")))  # 0.29 · 100 is 29, which float arithmetic rounds down
+    number = max(int(share * count), 1)
     least = _kth_largest(torch.cat(orders), number)
     return [
         replace(batch, selected=(order >= least) & (order > -torch.inf))
@@ -66,10 +68,11 @@ def _means(batches: Sequence[TokenBatch], olds: Sequence[torch.Tensor]) -> tuple
     return int(count), old / max(count, 1), advantage / max(count, 1)
 
 
-def _draw(item: SampleRef) -> torch.Tensor:
-    """Return one random number per response token, float32 [R]. The numbers depend only on the sample's name, so they
-    are the same under every layout."""
-    generator = torch.Generator().manual_seed(zlib.crc32(item.sample.id.encode()))
+def _draw(item: SampleRef, epoch: int) -> torch.Tensor:
+    """Return one random number per response token, float32 [R]. The numbers depend only on the sample's name and the
+    epoch, so they are the same under every layout."""
+    name = f"{item.sample.id} {epoch}" if epoch else item.sample.id
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     return torch.rand(len(item.sample.response_ids), generator=generator)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,38 +13,110 @@ from megarl.core.errors import UserError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
-PLAIN = {
-    **dict(bias="none", fan_in_fan_out=False, lora_bias=False, use_dora=False, use_rslora=False, modules_to_save=None),
-    **dict(rank_pattern={}, alpha_pattern={}, layer_replication=None, trainable_token_indices=None),
-    **dict(target_parameters=None),
+HARMLESS = {
+    *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "ensure_weight_tying"),
+    *("lora_dropout", "megatron_core", "runtime_config", "qalora_group_size"),
+    *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),
 }
-"""Keys that select variants of LoRA -> the only supported value of the key."""
+"""Keys of PEFT's LoraConfig that do not change the function of stored adapters: metadata, the choice of layers (the
+weights file has the same layers), dropout, and options of initializations and variants that other keys select."""
+
+CHECKED = {"r", "lora_alpha", "peft_type", "init_lora_weights"}
+"""Keys whose values are checked one by one."""
+
+PLAIN_INITIALIZATIONS = ("gaussian", "eva", "orthogonal", "mica")
+"""Initializations, besides true and false, that leave the base model's weights unchanged."""
+
+CONVERT = (
+    "save the adapters with PEFT's save_pretrained(…, path_initial_model_for_weight_conversion=…), which converts them "
+    "to plain LoRA. If the model in model.path already has the changed weights, set init_lora_weights to true in this "
+    "file"
+)
+MERGE = "merge the adapters with PEFT's merge_and_unload, and set model.path to the merged model"
+
+BASE_CHANGES = {
+    **dict.fromkeys(("pissa", "olora", "corda", "lora_ga"), ("subtracts the initial adapters from them", CONVERT)),
+    "loftq": ("quantizes them", MERGE),
+}
+"""First part of init_lora_weights -> change to the base model's weights, and remedy. The stored adapters fit the
+changed weights only."""
+
+VARIANTS = {
+    **{"bias": "the base model's biases were trained", "modules_to_save": "other layers were trained"},
+    **{
+        "trainable_token_indices": "token embeddings were trained",
+        "layer_replication": "the model has repeated layers",
+    },
+    **{"rank_pattern": "layers differ in rank", "alpha_pattern": "layers differ in alpha"},
+    **{"use_rslora": "the scale is alpha / √rank instead of alpha / rank", "lora_bias": "adapters have biases"},
+    **{"use_dora": "weights are normalized (DoRA)", "fan_in_fan_out": "weights are transposed"},
+    **{"use_qalora": "inputs are pooled (QALoRA)", "use_bdlora": "factors are block-diagonal (BD-LoRA)"},
+    **{"alora_invocation_tokens": "adapters apply only after these tokens (aLoRA)"},
+    **{"target_parameters": "adapters belong to parameters outside linear layers"},
+    **{"arrow_config": "tokens are routed between adapters (Arrow)"},
+    **{"kasa_config": "the base model's weights were truncated (KaSA)"},
+    **{"monteclora_config": "adapters are sampled (MonteCLoRA)", "velora_config": "adapters have projections (VeLoRA)"},
+    **{"megatron_config": "adapters belong to Megatron's layers"},
+}
+"""Keys that select variants of LoRA -> how the variant differs from plain LoRA."""
+
+CONDITIONAL = {"alora_invocation_tokens", "arrow_config"}
+"""Variants whose adapters do not apply to all tokens alike, so that they cannot be merged."""
+RETRAIN = "set actor.lora.path to plain LoRA adapters"
 
 
 def check_adapter_config(folder: Path, lora: Lora) -> None:
-    """Check that the adapters in the folder match the keys in actor.lora. Raise a UserError if files are missing or
-    corrupt, or keys differ. The message has one line per key."""
+    """Check that the adapters in the folder are plain LoRA (B·A·alpha/rank is added to linear weights) and match
+    the keys in actor.lora. Raise a UserError if files are missing or corrupt, if keys differ, or if a key that is not
+    known to be harmless has a value. The message has one line per key."""
     path = folder / CONFIG
     for file in (path, folder / WEIGHTS):
         if not file.is_file():
             raise UserError(f"actor.lora.path={folder}: has no {file.name}. Fix: use a folder that PEFT saved")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: invalid JSON ({error}). Fix: copy the file again") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: not a JSON object. Fix: use a folder that PEFT saved")
     lines = [
         f"actor.lora.{name}={value:g}: the adapters in {folder} have {key}={content.get(key)}. Fix: set "
         f"actor.lora.{name}={content.get(key)}"
         for key, name, value in (("r", "rank", lora.rank), ("lora_alpha", "alpha", lora.alpha))
         if content.get(key) != value
     ]
-    lines += [
-        f"actor.lora.path={folder}: {CONFIG} has {key}={content[key]!r}, which is not supported. Fix: use adapters "
-        f"with {key}={value!r}"
-        for key, value in PLAIN.items()
-        if content.get(key, value) != value and content[key]
-    ]
+    problems = [_kind_problem(content), _initialization_problem(content), *_variant_problems(content)]
+    lines += [f"actor.lora.path={folder}: {CONFIG} has {problem}" for problem in problems if problem is not None]
     raise_all(lines)
+
+
+def _kind_problem(content: Mapping[str, Any]) -> str | None:
+    kind = content.get("peft_type", "LORA")
+    return None if kind == "LORA" else f"peft_type={kind}, which is not LoRA. Fix: {MERGE}"
+
+
+def _initialization_problem(content: Mapping[str, Any]) -> str | None:
+    value = content.get("init_lora_weights")
+    if value is None or isinstance(value, bool) or value in PLAIN_INITIALIZATIONS:
+        return None
+    name = next((name for name in BASE_CHANGES if str(value).lower().startswith(name)), None)
+    if name is None:
+        return f"init_lora_weights={value!r}, which may change the base model's weights. Fix: {MERGE}"
+    change, remedy = BASE_CHANGES[name]
+    return (
+        f"init_lora_weights={value!r}: this initialization changes the base model's weights ({change}), so the "
+        f"adapters do not fit the original weights. Fix: {remedy}"
+    )
+
+
+def _variant_problems(content: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line for each key that may change the adapters' function. Unused variants are false, null or empty."""
+    for key in sorted(content.keys() - HARMLESS - CHECKED):
+        if content[key] and not (key == "bias" and content[key] == "none"):
+            reason = VARIANTS.get(key, "megarl does not support this key")
+            remedy = RETRAIN if key in CONDITIONAL else MERGE
+            yield f"{key}={content[key]!r}, which is not plain LoRA: {reason}. Fix: {remedy}"
 
 
 def adapter_config(lora: Lora, base: str, modules: Sequence[str]) -> dict[str, Any]:

@@ -104,3 +104,14 @@ def _is_generic(folder: Path) -> bool:
     if not config_file.exists() or not (folder / "tokenizer.json").exists():
         return False
     return json.loads(config_file.read_text(encoding="utf-8")).get("tokenizer_class") in GENERIC_CLASSES
+
+
+def opening_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Return the ids of a text with which a sequence begins. A text that was already rendered may start with the
+    beginning-of-sequence token, which the tokenizer would add a second time. An end-of-sequence token that the
+    tokenizer adds is omitted, because the sequence continues."""
+    ids, bos, eos = tokenizer(text)["input_ids"], tokenizer.bos_token, tokenizer.eos_token
+    if bos is not None and text.startswith(bos) and ids[:2] == [tokenizer.bos_token_id] * 2:
+        ids = ids[1:]
+    is_closed = eos is not None and not text.endswith(eos) and len(ids) > 1 and ids[-1] == tokenizer.eos_token_id
+    return ids[:-1] if is_closed else ids

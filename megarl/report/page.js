@@ -37,11 +37,12 @@ function card(sample, scales) {
   return element("article", "sample", [facts(sample), element("div", "texts", [prompt, answer])]);
 }
 
-// Returns one row of cards for each group.
+// Returns one row of cards for each group. A step may have several groups of a prompt; rollouts are STEP.GROUP.NUMBER.
 function groupCards(samples, scales) {
   const groups = new Map();
   for (const sample of samples) {
-    const key = sample.prompt_id === null ? sample.prompt : asText(sample.prompt_id);
+    const rollout = asText(sample.rollout_id ?? sample.sample_id ?? "");
+    const key = asText([sample.prompt_id ?? sample.prompt, rollout.slice(0, Math.max(0, rollout.lastIndexOf(".")))]);
     groups.set(key, [...(groups.get(key) || []), sample]);
   }
   return [...groups.values()].map((group) => {

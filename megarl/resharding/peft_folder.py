@@ -15,7 +15,7 @@ from megarl.config.model_schema import Lora
 from megarl.core.errors import UserError
 from megarl.core.files import new_folder
 from megarl.models.peft import CONFIG, WEIGHTS, adapter_config, check_adapter_config
-from megarl.resharding.families.adapters import expert_tensor_names
+from megarl.resharding.families.adapters import A, B, expert_tensor_names
 from megarl.resharding.piece import Holder, Rectangle
 
 
@@ -34,6 +34,13 @@ class PeftFolder(AbstractContextManager):
             raise UserError(
                 f"actor.lora.path={folder}: {unknown[0]} does not belong to a linear layer in the model's decoder. "
                 "Fix: set actor.lora.path to adapters for this model"
+            )
+        others = {name.replace(A, B) if A in name else name.replace(B, A) for name in self._names}
+        missing = sorted(others - self._names)
+        if missing or not self._names:
+            raise UserError(
+                f"actor.lora.path={folder}: {WEIGHTS} has no {missing[0] if missing else 'tensors'}. Fix: copy the "
+                "file again, or set actor.lora.path to complete adapters"
             )
         for name, shape in whole.shapes.items():
             for each in self._names.intersection(expert_tensor_names(name, num_experts)):

@@ -80,12 +80,27 @@ class QuantizedCopy(Generic[G]):
         for tensor, piece in self._pieces:
             _add_largest(self._grids[tensor], view(parameters[piece.local], piece.local_rectangle), piece)
         for group, largest in self._largest.items():
+            largest.nan_to_num_(nan=torch.inf, posinf=torch.inf)  # a reduction may drop NaN
             reduce_max(largest, group)
+        self._check_finite()
+        for largest in self._largest.values():
             largest.clamp_(min=SMALLEST).div_(LARGEST)
         for tensor, piece in self._pieces:
             self._quantize(tensor, piece, view(parameters[piece.local], piece.local_rectangle))
         for tensor, piece in self._scales:
             self.tensors[piece.local].copy_(view(self._grids[tensor], piece.canonical_rectangle))
+
+    def _check_finite(self) -> None:
+        """Raise a RuntimeError on all ranks that share a tensor with an infinite or NaN element. Its block would become
+        NaN."""
+        if all(bool(largest.isfinite().all()) for largest in self._largest.values()):
+            return
+        tensor, grid = next((name, grid) for name, grid in self._grids.items() if not grid.isfinite().all())
+        row, column = (BLOCK * int(place) for place in (~grid.isfinite()).nonzero()[0])
+        raise RuntimeError(
+            f"{tensor}: a weight in the fp8 block at row {row}, column {column} is infinite or NaN. Fix: check the "
+            "model's files, or resume from an earlier checkpoint with a lower learning rate"
+        )
 
     def _quantize(self, tensor: str, piece: Piece, values: torch.Tensor) -> None:
         target = view(self.tensors[piece.local], piece.local_rectangle)

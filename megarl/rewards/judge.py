@@ -21,7 +21,7 @@ Order = Literal["both", "seeded"]
 (`both`), or in a random order for each pair (`seeded`)."""
 
 Verdict = float | str
-"""Fraction of the prompt's other responses that a response beats (half for a tie), or why there is none."""
+"""Fraction of the group's other responses that a response beats (half for a tie), or why there is none."""
 
 
 class Lost(str):
@@ -45,10 +45,10 @@ class Comparison:
 
 
 def comparisons(samples: Sequence[Sample], order: Order, seed: int) -> list[Comparison]:
-    """Return the comparisons for every pair of responses to the same prompt. Random orders depend on the run's seed."""
+    """Return the comparisons for every pair of responses in a group. Random orders depend on the run's seed."""
     groups: dict[str, list[Sample]] = {}
     for sample in samples:
-        groups.setdefault(sample.prompt.id, []).append(sample)
+        groups.setdefault(sample.group, []).append(sample)
     pairs = [pair for group in groups.values() for pair in combinations(group, 2)]
     if order == "both":
         return [Comparison(*members) for pair in pairs for members in (pair, pair[::-1])]

@@ -21,7 +21,8 @@ def whole_routes(routed: Experts, computed: NDArray[np.integer], num_tokens: int
     otherwise. `computed` are the engine's routes, int [processed tokens, layers with experts, experts per token]."""
     layers = sum(routed.layers)
     assert computed.shape[1:] == (layers, routed.active), f"the routes have the wrong shape {computed.shape}"
-    has_duplicates = (computed[..., 0] == computed[..., -1]).any() and routed.active > 1
+    in_order = np.sort(computed, axis=-1)
+    has_duplicates = (in_order[..., 1:] == in_order[..., :-1]).any()
     if has_duplicates or computed.max(initial=0) >= routed.count or computed.min(initial=0) < 0:
         raise RuntimeError(
             f"actor.experts.replay_routes=true: the engine's routes do not have {routed.active} distinct experts (of "

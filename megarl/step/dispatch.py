@@ -56,7 +56,7 @@ def dispatch(
     subtracted from the sample's scalar reward."""
     objective = config.algorithm.objective
     num_tokens = [_counted_tokens(config, role, sample) for sample in samples]
-    prompts = [sample.prompt_id for sample in samples]
+    prompts = [sample.group for sample in samples]
     empty_samples = objective.empty_samples if role == "actor" else "include"
     longest = config.rollout.max_new_tokens
     weights = sample_weights(_aggregation(config, role), num_tokens, prompts, longest, empty_samples)
@@ -81,7 +81,8 @@ def _reward(item: SampleRef, role: Role, process: bool) -> float:
     """Return the sample's scalar reward. process: whether its per-token rewards are dispatched separately."""
     if role == "implicit_reward":
         return item.outcome
-    return item.reward - item.token_reward_totals.total if process else item.reward
+    reward = item.reward + item.reward_from_others
+    return reward - item.token_reward_totals.total if process else reward
 
 
 def _counted_tokens(config: Config, role: Role, sample: SampleRef) -> int:

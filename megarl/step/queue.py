@@ -137,8 +137,10 @@ class RolloutQueue:
             self.state.under_way.remove(group.item)
         sampled = [completed(group.result()) for group in taken]
         if self.config.rollout.longest_first:
+            lengths: dict[int, list[int]] = {}
             for group, samples in zip(taken, sampled, strict=True):
-                self.state.lengths[group.item.row] = fmean(sample.num_response_tokens for sample in samples)
+                lengths.setdefault(group.item.row, []).extend(sample.num_response_tokens for sample in samples)
+            self.state.lengths |= {row: fmean(counts) for row, counts in lengths.items()}
         return sampled
 
     def drop(self, number: int) -> None:

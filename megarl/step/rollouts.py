@@ -16,7 +16,8 @@ from megarl.core.metrics import Metric
 from megarl.core.timing import Stopwatch
 from megarl.core.types import SampleRef, Score
 from megarl.step.queue import RolloutQueue
-from megarl.step.scoring import Metrics, is_informative, rollouts_of, select
+from megarl.step.rollout_rewards import rollouts_of
+from megarl.step.scoring import Metrics, is_informative, select
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +90,12 @@ def collect_rollouts(
 
 
 def solve_rates(config: Config, groups: Sequence[Sequence[SampleRef]]) -> dict[str, float]:
-    """Return the fraction of rollouts with an outcome above data.solved_above, by prompt id, for scored prompts."""
-    above = config.data.solved_above
-    return {
-        group[0].prompt_id: fmean(rollout[0].outcome > above for rollout in rollouts_of(group))
-        for group in groups
-        if group
-    }
+    """Return the fraction of rollouts with an outcome above data.solved_above, by prompt id, for scored prompts. A step
+    may have several groups of a prompt, if it draws the prompt more than once."""
+    solved: dict[str, list[bool]] = {}
+    for first, *_ in (rollout for group in groups for rollout in rollouts_of(group)):
+        solved.setdefault(first.prompt_id, []).append(first.outcome > config.data.solved_above)
+    return {prompt: fmean(flags) for prompt, flags in solved.items()}
 
 
 def record_advantages(workers: Workers, rollouts: Path) -> Pending[None]:

@@ -4,27 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from fractions import Fraction
 from statistics import fmean, pstdev
 
 from megarl.config.schema import Config
 from megarl.core.errors import InfrastructureFailure, RunFailure, UserError
 from megarl.core.metrics import Metric, merge
 from megarl.core.types import SampleRef, Score
-from megarl.rewards.length import overlong_penalty
+from megarl.step.rollout_rewards import length_rewards, rollouts_of
 
 Metrics = dict[str, Metric]
 
 
-def rollouts_of(group: Sequence[SampleRef]) -> list[list[SampleRef]]:
-    """Return the samples in each rollout of a group. Samples in the same rollout share its reward."""
-    rollouts: dict[str, list[SampleRef]] = {}
-    for item in group:
-        rollouts.setdefault(item.rollout_id, []).append(item)
-    return list(rollouts.values())
-
-
 def is_informative(group: Sequence[SampleRef]) -> bool:
-    """Return whether the outcomes in the group differ. Otherwise its samples differ at most in their length rewards."""
+    """Return whether the outcomes in the group differ. Otherwise only length rewards may differ."""
     return len({item.outcome for item in group}) > 1
 
 
@@ -35,19 +28,22 @@ def select(
     on. Samples are left out and counted if their reward or environment failed, or if the greedy response to their
     prompt has no reward. The run stops if the fraction of reward failures exceeds rewards.failure_limit, with a
     UserError if the reward functions alone exceed it, else with an InfrastructureFailure. It also stops after
-    rewards.max_consecutive_failures failures of reward functions in a row. Environment failures do not count."""
+    rewards.max_consecutive_failures failures of reward functions in a row. Environment failures do not count, and a
+    rollout with several samples counts once."""
     samples = [sample for group in groups for sample in group]
-    of_rewards = [score for sample, score in zip(samples, scores, strict=True) if not sample.has_failed]
+    by_rollout = {sample.rollout_id: (sample, score) for sample, score in zip(samples, scores, strict=True)}
+    of_rewards = [score for sample, score in by_rollout.values() if not sample.has_failed]
     failed = [score for score in of_rewards if score.failure is not None]
     at_fault = [score for score in failed if not score.is_infrastructure]
-    allowed = config.rewards.failure_limit * len(scores)
+    allowed = Fraction(repr(config.rewards.failure_limit)) * len(by_rollout)  # 0.29 of 100 is 29
     if len(failed) > allowed:
         is_users = len(at_fault) > allowed
         first = at_fault[0] if is_users else next(score for score in failed if score.is_infrastructure)
         remedy = "correct the reward function" if is_users else "restore the service or free memory, then resume"
         raise (UserError if is_users else InfrastructureFailure)(
-            f"{first.failure} ({len(failed)} of {len(scores)} samples failed, but rewards.failure_limit="
-            f"{config.rewards.failure_limit:g} allows only {allowed:g}). Fix: {remedy}, or raise rewards.failure_limit"
+            f"{first.failure} ({len(failed)} of {len(by_rollout)} {_noun(config)} failed, but "
+            f"rewards.failure_limit={config.rewards.failure_limit:g} allows only {float(allowed):g}). Fix: {remedy}, "
+            "or raise rewards.failure_limit"
         )
     _check_consecutive_failures(config, of_rewards)
     remaining = iter(scores)
@@ -56,7 +52,7 @@ def select(
         scored = [_scored(config, group) for group in judged]
         return scored, _reward_metrics(scored, [member for group in judged for member in group])
     sampled = [_without_last_rollout(group) for group in judged]
-    greedy_rewards = [_reward(config, *group[-1]) for group in judged]
+    greedy_rewards = [_greedy_reward(config, group) for group in judged]
     scored = [
         [] if reward is None else _scored(config, group, reward)
         for group, reward in zip(sampled, greedy_rewards, strict=True)
@@ -80,34 +76,34 @@ def _check_consecutive_failures(config: Config, scores: Sequence[Score]) -> None
         failed = 0 if score.failure is None else failed + 1
         if failed == limit:
             raise UserError(
-                f"{score.failure} (rewards.max_consecutive_failures={limit}: {failed} consecutive samples "
+                f"{score.failure} (rewards.max_consecutive_failures={limit}: {failed} consecutive {_noun(config)} "
                 "failed). Fix: correct the reward function, or raise rewards.max_consecutive_failures"
             )
 
 
-def _reward(config: Config, sample: SampleRef, score: Score) -> float | None:
-    return None if score.value is None else score.value + _length_reward(config, sample)
+def _noun(config: Config) -> str:
+    return "rollouts" if config.has_environment else "samples"
+
+
+def _greedy_reward(config: Config, group: Sequence[Judged]) -> float | None:
+    last, score = group[-1]
+    length_reward = length_rewards(config, [sample for sample, _ in group])[last.rollout_id]
+    return None if score.value is None else score.value + length_reward
 
 
 def _scored(config: Config, members: Sequence[Judged], greedy: float = 0.0) -> list[SampleRef]:
+    by_rollout = length_rewards(config, [sample for sample, _ in members])
     return [
         replace(
             sample,
             outcome=score.value,
-            length_reward=_length_reward(config, sample),
+            length_reward=by_rollout[sample.rollout_id],
             token_reward_totals=score.token_reward_totals,
             greedy=greedy,
         )
         for sample, score in members
         if score.value is not None
     ]
-
-
-def _length_reward(config: Config, sample: SampleRef) -> float:
-    buffer = config.rewards.overlong_buffer
-    if buffer is None:
-        return 0.0
-    return overlong_penalty(sample.num_response_tokens, config.rollout.max_new_tokens, buffer)
 
 
 def _reward_metrics(groups: Sequence[Sequence[SampleRef]], judged: Sequence[Judged]) -> Metrics:

@@ -11,9 +11,9 @@ from megarl.cluster.rank_batch import Scores, Updates
 from megarl.cluster.workers import Workers
 from megarl.config.schema import Config
 from megarl.core.types import SampleRef
-from megarl.step.baselines import Totals
 from megarl.step.dispatch import dispatch, samples_of
 from megarl.step.passes import make_policy_passes
+from megarl.step.rollout_rewards import Totals
 from megarl.step.scoring import Metrics
 
 

@@ -23,6 +23,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from megarl.config.load import load
@@ -46,13 +47,14 @@ from megarl.resharding.planning.plan import Plan
 from megarl.resharding.planning.planner import make_plan
 from megarl.resharding.planning.schedule import ordered
 from megarl.resharding.transports.p2p import Rendezvous
-from megarl.resharding.transports.shared_memory import SharedMemory
+from megarl.resharding.transports.shared_memory import SharedMemory, publish
 from megarl.resharding.verification import NOTHING, Checksum, Region, regions
 from megarl.rollout.engine import SamplingRequest
 from megarl.rollout.vllm.environment import environment
 from tests.e2e.engine_processes import engine_context
 from tests.e2e.run import mapped_shared_memory
 from tests.paths import BASE
+from tests.routes import Replayed
 from tests.samples import training_ref
 from tests.timing import QUIET_S, RUN_S, SHORT_S, WAIT_S
 from tests.tiny_model import write_tiny_model
@@ -834,3 +836,35 @@ def test_fp8_block_engine_equals_vllm_quantization(model_type, tmp_path, remotes
     engine.call("refit", 2, trainers.expected(hf_config, by_loader, make_plan(sources, whole)))
     assert engine.call("checksums") == expected
     assert engine.call("greedy", prompts()) == answers
+
+
+def test_recomputed_tokens_keep_the_routes_of_their_weights(tmp_path, remotes):
+    """All weights change while samples are in flight, and their keys and values are computed again. The tokens that the
+    engine had processed keep the experts that the old weights choose; the later ones have those of the new weights."""
+    model_type, changes, _ = MODELS["Qwen3, experts"]
+    folders = [tmp_path / "old", tmp_path / "new"]
+    for seed, folder in enumerate(folders):
+        write_tiny_model(folder, model_type, seed, **SIZES | changes)
+    config = config_of(folders[0], "{}", 1, ["actor.experts.replay_routes=true"])
+    engine = remotes(engine_context(), EngineSide, config, folders[0], True)
+    hf_config, dtype = read_config(folders[0]), config.model.dtype
+    source, target = huggingface_holder(hf_config, dtype), vllm_holder(hf_config, 1, 0, replica=0, dtype=dtype)
+    weights = load_file(folders[1] / "model.safetensors")
+    channel = SharedMemory({source.name: publish(weights)})
+    engine.call("connect", make_plan([source], [target]), channel, [target])
+    early, _ = engine.call("sample_through_a_refit", prompts(), 1, "recompute")
+    through = [sample for sample in early if [run.version for run in sample.versions] == [0, 1]]
+    assert through
+    models = [Replayed(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)) for folder in folders]
+    for sample in through:
+        num_old = len(sample.prompt.token_ids) + sample.versions[0].count - 1
+        chosen = []
+        for model in models:
+            model.by(None)
+            with torch.no_grad():
+                model.model(torch.tensor(sample.token_ids)[None])
+            chosen.append(torch.stack(model.own, dim=1).sort(-1).values.numpy())
+        routes = np.sort(sample.routes[:-1], axis=-1)
+        assert (routes[:num_old] == chosen[0][:num_old]).all()
+        assert (chosen[0][:num_old] != chosen[1][:num_old]).any(), "the weights choose the same experts"
+        assert (routes[num_old:] == chosen[1][num_old:-1]).all()

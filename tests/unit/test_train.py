@@ -97,6 +97,14 @@ def test_overlong_penalty_applies_before_the_baseline():
     assert values(metrics)["reward/mean"] == 0.5 and values(metrics)["reward/f"] == 1.0
 
 
+def test_prompt_mean_weights_every_group_of_a_prompt():
+    """One update draws a prompt twice: its groups, of 6 and 3 tokens, have the same weight."""
+    settings = config("algorithm.objective.aggregation=prompt_mean_of_token_means")
+    samples = [sample(0, 0, 2), sample(0, 1, 4), replace(sample(1, 0, 3), prompt_id="p0")]
+    [batch] = dispatch(settings, samples, packing())
+    assert [item.weight for item in batch.samples] == pytest.approx([1 / 12, 1 / 12, 1 / 6])
+
+
 OVERLONG = "rewards.overlong_buffer=4"
 
 

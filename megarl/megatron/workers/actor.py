@@ -76,7 +76,7 @@ class ActorWorker(TrainerWorker):
             loss = configured_policy_loss(
                 algorithm, config.tolerance, self.kl_coefficient, has_moved=has_moved, penalty=self._penalty
             )
-            is_first = not self._has_moved and not self._repeats
+            is_first = not self._has_moved and not self._epoch
             makes_no_pass = parallel.returns_results() and is_first and self._settings.layout.cp == 1
             return self._token_details.watch(loss) if makes_no_pass else loss
         if spec.is_pairwise:
@@ -168,7 +168,7 @@ class ActorWorker(TrainerWorker):
 
     def _training_batches(self, batch: LocalBatch) -> list[TokenBatch]:
         batches, algorithm = super()._training_batches(batch), self._config.algorithm
-        is_noted = parallel.returns_results() and not self._repeats
+        is_noted = parallel.returns_results() and not self._epoch
         if algorithm.objective.spec.is_policy_objective and is_noted:
             for token_batch, members in zip(batches, batch.members, strict=True):
                 names = [item.sample.id for item in members]
@@ -176,7 +176,7 @@ class ActorWorker(TrainerWorker):
             self._token_details.begin_update(batches, batch)
         if not algorithm.objective.spec.selects_tokens or not parallel.is_last_stage(None):
             return batches
-        return with_selection(algorithm, batches, batch.members)
+        return with_selection(algorithm, batches, batch.members, self._epoch)
 
     def take_advantages(self) -> dict[str, float]:
         """Return sample id -> mean advantage over the sample's trained tokens, for all first-epoch updates since the

@@ -81,8 +81,8 @@ class TrainerWorker(ModelWorker, ABC):
         self._loss_scale = LossScale(self.chunks, self.dtype, optimizer_config(settings, self.dtype))
         self._has_moved = False
         """Whether this step has updated the parameters."""
-        self._repeats = False
-        """Whether the step has already trained on the same samples in an earlier epoch."""
+        self._epoch = 0
+        """Number of epochs of the step that have ended. Above 0, the step has already trained on the same samples."""
         self._is_complete = True
         """Whether the parameters are complete on this rank: see `_complete_parameters`."""
 
@@ -231,12 +231,12 @@ class TrainerWorker(ModelWorker, ABC):
 
     def end_epoch(self) -> None:
         """End an epoch. The step may train on the same samples again."""
-        self._repeats = True
+        self._epoch += 1
         self._complete_parameters()
 
     def end_step(self) -> None:
         """End the step and drop the scores for its samples."""
-        self._has_moved = self._repeats = False
+        self._has_moved, self._epoch = False, 0
         self._complete_parameters()
         self._kept.clear()
         if not is_alone(self._config, self.role):

@@ -43,9 +43,10 @@ class RouteCapture:
 
     @staticmethod
     def _joined(parts: Sequence[tuple[int, NDArray[np.int64]]]) -> NDArray[np.int64]:
-        """Join the routes from all steps of a request. They overlap if the request was preempted and recomputed."""
+        """Join the routes from all steps of a request. They overlap if the request was preempted and recomputed. A
+        token keeps its first routes, because recomputation may use newer weights than those it was sampled with."""
         routes = np.empty((max(start + len(rows) for start, rows in parts), *parts[0][1].shape[1:]), np.int64)
-        for start, rows in parts:
+        for start, rows in reversed(parts):
             routes[start : start + len(rows)] = rows
         return routes
 

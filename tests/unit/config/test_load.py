@@ -123,7 +123,6 @@ def test_yaml_values(override: str, read: Callable[[Config], object], value: obj
         ("actor.optimizer.lr=1e400", "actor.optimizer.lr=.inf: expected a finite number"),
         ("rollout.temperature=.nan", "rollout.temperature=.nan: expected "),
         ("run.export=1", "run.export=1: expected true or false, found an integer"),
-        ("run.name=7", "run.name=7: expected text, found an integer. Fix: write \"run.name='7'\""),
         ("run.name=a/b", "run.name=a/b: expected text that matches ^[A-Za-z0-9]"),
         ("run.folder=''", "run.folder='': expected non-empty text"),
         ("actor.optimizer.lr='1e-6'", "actor.optimizer.lr='1e-6': expected a number, found text"),
@@ -285,3 +284,38 @@ def test_dump_loads_back(tmp_path_factory: pytest.TempPathFactory, changed: dict
     path = tmp_path_factory.mktemp("dump") / "resolved.yaml"
     path.write_text(dump(config), encoding="utf-8", newline="")
     assert load(path) == config
+
+
+@pytest.mark.parametrize(
+    ("factor", "prompts", "ahead"), [(1.1, 10, 1), (1.2, 5, 1), (1.15, 20, 3), (1.01, 10, 1), (2, 7, 7)]
+)
+def test_oversampling_rounds_up_exactly(factor: float, prompts: int, ahead: int) -> None:
+    batch = f"batch={{prompts_per_step: {prompts}, prompts_per_update: {prompts}, oversampling: {factor}}}"
+    config = load(QUICKSTART, [batch, "rollout.max_staleness=1", "cluster.placement=disaggregated"])
+    assert config.prompts_ahead == ahead
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("Use #### before", "a: b", "- a", "{a}", "[a", "a b ", "'a' or 'b'", "%x", "- #1", "true: #", "| a", "&a b"),
+        *("7", "1e3", "true", "~", "Null", "2025-01-01", "# a", "a\n# b", "*a", "!a b", "`a`", "@a", "a=b", "\\n"),
+    ],
+)
+def test_text_keys_take_the_text_as_typed(text: str) -> None:
+    assert load(QUICKSTART, [f"data.system_prompt={text}"]).data.system_prompt == text
+
+
+def test_text_in_all_sections_is_taken_as_typed() -> None:
+    keys = ["run.name=7", "model.path=./a #1", "data.prompt_column=a: b", "environment.class=a.py:B #2"]
+    config = load(QUICKSTART, [*keys, "environment.options.prompt=Use #### before", "environment.options.n=3 # cells"])
+    assert (config.run.name, config.model.path, config.data.prompt_column) == ("7", "./a #1", "a: b")
+    assert config.environment.options == {"prompt": "Use #### before", "n": 3}
+    assert getattr(config.environment, "class") == "a.py:B #2"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("null", None), ("'Use # it'", "Use # it"), ('"a\\nb"', "a\nb"), ("'7'", "7"), ("''''", "'")]
+)
+def test_text_keys_take_null_and_quoted_text(text: str, value: str | None) -> None:
+    assert load(QUICKSTART, [f"data.system_prompt={text}"]).data.system_prompt == value

@@ -95,6 +95,22 @@ def test_plain_response_ends_with_the_eos_token(model_folder, tmp_path):
     assert chosen.response_ids[-1] == EOS_ID
 
 
+def test_plain_response_gets_no_second_eos_token(model_folder, tmp_path):
+    rows = [{"prompt": "1+1=", "chosen": "2<eos>", "rejected": "<eos>2"}]
+    [pair] = read(model_folder, tmp_path, "preferences", rows, "data.chat_template=false").rows
+    assert [texts(sample)[1] for sample in pair] == ["2<eos>", "<eos>2<eos>"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "columns"),
+    [("preferences", {"chosen": "2", "rejected": "3"}), ("labels", {"steps": ["2"], "labels": [True]})],
+)
+def test_prompt_that_ends_with_an_answer_is_refused(model_folder, tmp_path, kind, columns):
+    row = {"prompt": [message("user", "1+1?"), message("assistant", "The answer is")], **columns}
+    with pytest.raises(ValueError, match=r"rows.jsonl:1: the prompt ends with an assistant message"):
+        read(model_folder, tmp_path, kind, [row])
+
+
 def test_rows_that_are_too_long_are_refused_or_dropped(model_folder, tmp_path):
     rows = [PREFERENCE, PREFERENCE | {"rejected": "x" * 40}, PREFERENCE]
     limit = "rollout.context_length=32"  # the prompt has 7 tokens, and each response ends with an EOS token

@@ -1,6 +1,7 @@
 import hashlib
 import json
 import pickle
+import re
 import subprocess
 import sys
 
@@ -17,7 +18,7 @@ from megarl.config.schema import Config
 from megarl.core.errors import UserError
 from megarl.data.prompts import load_prompts
 from megarl.data.turns import ChatTokens
-from megarl.models.tokenizer import load_tokenizer
+from megarl.models.tokenizer import load_tokenizer, opening_ids
 from tests.paths import BASE
 from tests.tiny_model import tiny_tokenizer
 
@@ -324,3 +325,62 @@ def test_template_shows_the_date_of_the_run(tmp_path):
 def test_date_is_checked(day):
     with pytest.raises(ValueError, match=r"data\.date|data\n?.*date"):
         config_of("arithmetic", date=day)
+
+
+def test_prompt_that_ends_with_an_answer_is_refused(model_folder, tmp_path):
+    messages = [{"role": "user", "content": "U"}, {"role": "assistant", "content": "The answer is"}]
+    with pytest.raises(UserError, match=r"train.jsonl:1: the prompt ends with an assistant message.* Fix: drop"):
+        load_prompts(config_of(jsonl(tmp_path, messages)), model_folder)
+
+
+class StartingTokenizer:
+    """A tokenizer that begins every text with <s>, token 1, and has one token per other character. With `closes`, it
+    also ends every text with </s>, token 2."""
+
+    bos_token, bos_token_id, eos_token, eos_token_id = "<s>", 1, "</s>", 2
+
+    def __init__(self, closes: bool = False):
+        self._end = [2] if closes else []
+
+    def __call__(self, text):
+        ids = {"<s>": 1, "</s>": 2}
+        parts = [ids.get(part) or ord(part) for part in re.findall("</?s>|.", text)]
+        return {"input_ids": [1, *parts, *self._end]}
+
+
+@pytest.mark.parametrize(
+    ("text", "ids"),
+    [
+        ("ab", [1, 97, 98]),
+        ("<s>ab", [1, 97, 98]),
+        ("<s><s>a", [1, 1, 97]),
+        ("a<s>", [1, 97, 1]),
+        ("a</s>", [1, 97, 2]),
+    ],
+)
+def test_rendered_text_has_one_beginning_of_sequence(text, ids):
+    assert opening_ids(StartingTokenizer(), text) == ids
+
+
+def test_prompt_stays_open_if_the_tokenizer_adds_an_end():
+    assert opening_ids(StartingTokenizer(closes=True), "ab") == [1, 97, 98]
+
+
+@pytest.fixture
+def starting_folder(tmp_path):
+    """A model whose tokenizer has a beginning-of-sequence token, which its chat template writes."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    tokenizer.chat_template = "{{ bos_token }}" + tokenizer.chat_template
+    tokenizer.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize(
+    "prompt", ["<s>Hi", [{"role": "system", "content": "<s>You"}, {"role": "user", "content": "U"}]]
+)
+def test_rendered_text_is_not_rendered_again(starting_folder, tmp_path, prompt):
+    with pytest.raises(UserError, match=r"train.jsonl:1: a message starts with .*<s>.* Fix: remove the token"):
+        load_prompts(config_of(jsonl(tmp_path, prompt)), starting_folder)
+    [whole] = load_prompts(config_of(jsonl(tmp_path, "a <s> b")), starting_folder)
+    assert whole.text.startswith("<s><|user|>a <s> b")

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.core.errors import UserError
+from megarl.data.plain_turns import PlainTokens
 from megarl.data.tool_calls import MalformedCall, ToolCall
 from megarl.data.tool_formats import FORMATS
 from megarl.data.turns import ChatTokens
@@ -220,6 +221,30 @@ def test_conversation_that_cannot_be_rendered_is_refused():
         PLAIN["qwen3"].begin([])
     with pytest.raises(UserError, match=r"environment: .*rejects the messages: roles have to alternate"):
         PLAIN["mixtral"].begin([USER, USER])
+
+
+@families
+def test_conversation_that_ends_with_an_answer_is_refused(name):
+    """The template would close the answer and open another turn."""
+    answer, chat = {"role": "assistant", "content": "The answer is"}, PLAIN[name]
+    turn = sampled(ALL[name], name, "Yes", "closed")
+    for call in (
+        lambda: chat.begin([USER, answer]),
+        lambda: chat.extend(turn, [USER, answer]),
+        lambda: chat.extend(turn, [answer]),
+        lambda: chat.extend(turn, []),
+    ):
+        with pytest.raises(
+            UserError, match=r"environment: the conversation ends with an assistant message, .* Fix: end"
+        ):
+            call()
+
+
+def test_plain_text_continues_an_answer():
+    tokenizer = tiny_tokenizer()
+    answer = {"role": "assistant", "content": "The answer is"}
+    assert tokenizer.decode(PlainTokens(tokenizer).begin([USER, answer])) == "HiThe answer is"
+    assert tokenizer.decode(PlainTokens(tokenizer).extend([5], [USER, answer])) == "HiThe answer is"
 
 
 def test_unknown_tool_format_is_refused():

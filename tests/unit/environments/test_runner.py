@@ -108,6 +108,13 @@ def test_lone_surrogates_in_observations_are_replaced():
     assert sample.token_ids.tolist() == rendered("half", "12", "\ufffd turns", "345", "\ufffd turns", "6")
 
 
+@pytest.mark.parametrize("fault", ["answered", "answers"])
+def test_conversation_that_ends_with_an_answer_fails_the_rollout(fault):
+    [sample], [other] = play(config(), Says("12", "345", "6"), fault, "fine")
+    assert "environment: the conversation ends with an assistant message" in sample.episode.failure
+    assert other.episode.failure is None
+
+
 @pytest.mark.parametrize("method", ["extend", "read"])
 def test_error_while_processing_a_turn_fails_only_its_rollout(monkeypatch, method):
     def broken(*_):

@@ -23,6 +23,8 @@ class Counter(Environment):
         print("printed by an environment", flush=True)
         if self._fault == "other":
             return [{"role": "user", "content": f"begin {task.answer} {task.columns['level']} {task.seed}"}]
+        if self._fault == "answered":
+            return [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         return Opening(token_ids=[7, 8, 9]) if self._fault == "ids" else None
 
     async def step(self, turn: Turn) -> Step:
@@ -34,6 +36,8 @@ class Counter(Environment):
             return Step(reward=reward, done=True)
         if self._fault == "restart" and self.num_turns == 1:
             return Step([{"role": "user", "content": "restarted"}], restart=True)
+        if self._fault == "answers":
+            return Step([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
         if self._fault == "half":
             return Step("\ud83d turns", reward)
         return Step(f"{self.num_turns} turns", reward, as_is=self._fault == "as is")

@@ -11,6 +11,7 @@ from megarl.data.collate import collate
 from megarl.megatron.advantages import with_advantages
 from megarl.megatron.configured_losses import configured_policy_loss, configured_value_loss
 from megarl.megatron.metric_sums import read
+from megarl.megatron.token_selection import _draw
 from megarl.step.metrics import add_explained_variance
 from tests.packing import packing
 from tests.paths import BASE
@@ -52,3 +53,35 @@ def test_explained_variance_matches_torch():
     assert metrics["value/explained_variance"].value == pytest.approx(float(expected), rel=1e-5)
     assert not [name for name in metrics if "residual" in name or "square" in name]
     assert add_explained_variance({}) == {}
+
+
+def test_masked_tokens_have_no_loss_term():
+    """Trainer and engine disagree on the second token. It has no gradient from the policy, KL, entropy or imitation
+    terms, and the loss is that of a sample without it."""
+    keys = ["model.path=m", "data.source=arithmetic", "logprob_check={action: mask, mask: token}"]
+    keys += ["algorithm.objective={entropy_coefficient: 0.1, imitation_coefficient: 0.2, aggregation: token_sum}"]
+    config = load(BASE, [*keys, "algorithm.kl.coefficient=0.5"])
+    assert config.tolerance.threshold < 5
+
+    def terms(engine: tuple[float, ...], trained: tuple[bool, ...]):
+        run = (VersionRun(0, 3),)
+        sample = Sample("a", Prompt("p", "", (7, 8)), (9,) * 3, engine, trained, run, "stop", "")
+        scores = {"old": {"a": torch.tensor([-1.0, -1.5, -2.0])}, "reference": {"a": torch.tensor([-1.2, -1.1, -1.9])}}
+        ref = training_ref(sample, 1.0, NO_BASELINE, 1.0, imitation_weight=0.25)
+        [batch] = with_advantages(config.algorithm, [collate([ref], packing(), **scores)])
+        scored = torch.tensor([[-0.9, 2.0], [-1.4, 3.0], [-2.1, 4.0]], requires_grad=True)
+        loss = configured_policy_loss(config.algorithm, config.tolerance, 0.5).terms(batch, scored).loss
+        loss.backward()
+        return loss, scored.grad
+
+    masked = terms((-1.0, -9.0, -2.0), (True, True, True))
+    untrained = terms((-1.0, -9.0, -2.0), (True, False, True))
+    torch.testing.assert_close(masked, untrained)
+    assert not masked[1][1].any() and masked[1][[0, 2]].all()
+
+
+def test_every_epoch_has_its_own_draws():
+    sample = Sample("a", Prompt("p", "", (7, 8)), (9,) * 3, (-1.0,) * 3, (True,) * 3, (VersionRun(0, 3),), "stop", "")
+    draws = [_draw(training_ref(sample, 1.0), epoch) for epoch in (0, 1, 2, 1)]
+    assert torch.equal(draws[1], draws[3])
+    assert len({tuple(draw.tolist()) for draw in draws}) == 3

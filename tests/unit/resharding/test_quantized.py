@@ -260,3 +260,17 @@ def test_vllm_loads_quantized_checkpoints_where_declared(name, tp, tmp_path, mon
         declared = held(holder, expected)
         assert {n: (t.shape, t.dtype) for n, t in declared.items()} == {n: (t.shape, t.dtype) for n, t in real.items()}
         assert not [n for n, tensor in real.items() if not torch.equal(bits(tensor), bits(declared[n]))], f"rank {rank}"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_nonfinite_weights_are_refused(value):
+    config, layout = MODELS["Llama"], layout_of(tp=2)
+    tensors = checkpoint(config)
+    name = next(name for name in tensors if name.endswith("layers.0.self_attn.q_proj.weight"))
+    tensors[name][130, 3] = value
+    sources = megatron_holders(config, layout, "bfloat16")
+    quantized = [replace(holder, node=0) for holder in quantized_sources(config, sources)]
+    with pytest.raises(
+        RuntimeError, match=f"^{name}: a weight in the fp8 block at row 128, column 0 is infinite or NaN"
+    ):
+        copies_of(sources, quantized, layout, tensors)

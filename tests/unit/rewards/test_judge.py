@@ -85,3 +85,11 @@ def test_verdict_is_a_part_of_the_reward():
     assert [(score.value, score.parts) for score in scores] == [(1.0, {"judge": 1.0}), (0.0, {"judge": 0.0})]
     failed, _ = Scorer([]).score(samples[0], {}, verdict="raised KeyError: 1")
     assert failed.value is None and failed.failure == "rewards.functions: judge raised KeyError: 1 (sample 0.aa)"
+
+
+def test_groups_of_one_prompt_are_compared_separately():
+    prompt = Prompt("p", "question 0", (5,), answer="0")
+    run = (VersionRun(0, 1),)
+    texts = {"1.0.0": "a", "1.0.1": "bb", "1.1.0": "ccc", "1.1.1": "dddd"}
+    samples = [Sample(name, prompt, (7,), (-1.0,), (True,), run, "stop", text) for name, text in texts.items()]
+    assert judged(longer, samples) == {"1.0.0": 0.0, "1.0.1": 1.0, "1.1.0": 0.0, "1.1.1": 1.0}

@@ -57,3 +57,10 @@ def test_highest_expert_index_differs_from_no_route(count, dtype):
     routes = whole_routes(mixture(count, layers=(True,)), highest, 2)
     assert routes.dtype == dtype
     assert routes.tolist() == [[[count - 1, 0]], [[NO_ROUTE, NO_ROUTE]]]
+
+
+@pytest.mark.parametrize("experts", [[1, 1, 2, 3], [1, 2, 2, 3], [1, 2, 3, 3], [3, 1, 2, 1]])
+def test_duplicate_experts_are_rejected(experts):
+    routed = Experts(count=8, active=4, intermediate=32, shared_intermediate=0, layers=(True,))
+    with pytest.raises(RuntimeError, match=r"do not have 4 distinct experts \(of 8\)"):
+        whole_routes(routed, np.array([[[0, 1, 2, 3]], [experts]], np.uint8), 3)

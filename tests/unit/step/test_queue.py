@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -367,6 +368,24 @@ def test_longest_rows_are_submitted_first(max_staleness):
     assert [group[0].prompt_id for group in taken] == ["0", "1", "2"]
     assert [group[0].id for group in taken] == ["3.0.0", "3.1.0", "3.2.0"]
     assert state.lengths == {0: 1.0, 1: 1.0, 2: 1.0}
+
+
+def test_length_of_a_row_is_the_mean_over_its_groups():
+    """The step draws the only row twice, with responses of 2 and 6 tokens."""
+
+    class Lengths(Submitted):
+        def _ref(self, request) -> SampleRef:
+            return replace(super()._ref(request), num_response_tokens=2 + 4 * request.sample_id.startswith("1.1."))
+
+    config = config_of(0, "rollout.longest_first=true")
+    state, rollouts = RunState(0, PromptCursor(1, seed=0, shuffle=False)), Rollouts(random.Random(0))
+    queue = queue_of(config, rollouts, state)
+    queue.begin(1, 2)
+    [pending] = rollouts.under_way
+    pending.__class__ = Lengths
+    rollouts.end(pending)
+    queue.take(1, 2, lambda: None)
+    assert state.lengths == {0: 4.0}
 
 
 def test_run_without_correction_warns():

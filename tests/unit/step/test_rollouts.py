@@ -14,7 +14,7 @@ from megarl.core.timing import Stopwatch
 from megarl.core.types import Prompt, SampleRef, Score
 from megarl.data.cursor import PromptCursor
 from megarl.step.queue import RolloutQueue
-from megarl.step.rollouts import collect_rollouts
+from megarl.step.rollouts import collect_rollouts, solve_rates
 from megarl.step.scoring import select
 from megarl.step.state import RunState
 from tests.paths import BASE
@@ -153,3 +153,16 @@ def test_solve_rate_covers_only_scored_samples():
     """One of two samples has a reward above 0.5. Prompts without a scored sample have no rate."""
     _, _, rollouts = run("+-0+", rounds=1, wanted=4)
     assert rollouts.solve_rates == {"0": 0.5, "1": 0.0, "3": 0.5}
+
+
+def test_solve_rate_covers_all_groups_of_a_prompt():
+    """A step draws prompt p twice: 3 of 4 samples are solved in the first group, 0 of 2 in the second."""
+    config = load(BASE, ["model.path=m", "data.source=arithmetic"])
+
+    def group(number: int, outcomes: list[float]) -> list[SampleRef]:
+        names = [f"1.{number}.{k}" for k in range(len(outcomes))]
+        pairs = zip(names, outcomes, strict=True)
+        return [SampleRef(name, "p", 1, 1, 1, "stop", 0, 0, outcome=outcome) for name, outcome in pairs]
+
+    groups = [group(0, [1.0, 1.0, 1.0, 0.0]), [], group(1, [0.0, 0.0])]
+    assert solve_rates(config, groups) == {"p": 0.5}

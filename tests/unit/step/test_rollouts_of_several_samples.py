@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from dataclasses import replace
 
 import pytest
 
@@ -150,3 +151,40 @@ def test_metrics_of_environments_count_rollouts():
     assert found["environment/tool_error_frac"] == pytest.approx(1 / 3)
     assert found["environment/prefix_hit_frac"] == pytest.approx(0.8)
     assert found["environment/stop_done"] == 1
+
+
+def test_failed_reward_of_a_rollout_counts_once():
+    """One of three rollouts has no reward, and it has three samples."""
+    samples = group()
+    given = [
+        Score(None, {}, "f raised") if sample.rollout_id == "1.0.0" else score
+        for sample, score in zip(samples, scores(samples), strict=True)
+    ]
+    limits = "rewards.failure_limit=0.34", "rewards.max_consecutive_failures=2"
+    [scored], _ = select(config(*limits), [samples], given)
+    assert {item.rollout_id for item in scored} == {"1.0.1", "1.0.2"}
+    with pytest.raises(ValueError, match=r"f raised \(1 of 3 rollouts failed, but rewards.failure_limit=0.33 allows"):
+        select(config("rewards.failure_limit=0.33"), [samples], given)
+
+
+@pytest.mark.parametrize(("limit", "num_rollouts", "allowed"), [(0.29, 100, 29), (0.57, 100, 57), (0.3, 10, 3)])
+def test_failure_limit_is_exact(limit, num_rollouts, allowed):
+    samples = [SampleRef(f"1.0.{k}", "p", 10, 5, 3, "stop", 0, 0) for k in range(num_rollouts)]
+    keys = f"rewards.failure_limit={limit}", f"rewards.max_consecutive_failures={num_rollouts}"
+
+    def given(num_failures: int) -> list[Score]:
+        return [Score(None, {}, "f raised") if k < num_failures else Score(1.0, {}) for k in range(num_rollouts)]
+
+    [scored], _ = select(config(*keys), [samples], given(allowed))
+    assert len(scored) == num_rollouts - allowed
+    with pytest.raises(ValueError, match=rf"allows only {allowed}\)"):
+        select(config(*keys), [samples], given(allowed + 1))
+
+
+def test_greedy_reward_includes_all_length_rewards():
+    """Penalties of 0.5 and 1 at 15 and 16 of at most 16 tokens, with a buffer of 2."""
+    keys = "algorithm.advantage.estimator=remax", "rollout.max_new_tokens=16", "rewards.overlong_buffer=2"
+    samples = [SampleRef("1.0.0", "p", 10, 5, 3, "stop", 0, 0)]
+    greedy = [replace(sample_of("1.0.greedy", k), num_response_tokens=15 + k) for k in range(2)]
+    [[item]], _ = select(config(*keys), [[*samples, *greedy]], [Score(1.0, {})] * 3)
+    assert item.greedy == pytest.approx(1 - 1.5)

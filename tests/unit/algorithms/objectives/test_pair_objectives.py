@@ -11,6 +11,8 @@ from megarl.algorithms.objectives.ipo import ipo
 from megarl.algorithms.objectives.slic import slic
 from megarl.algorithms.registry import OBJECTIVES
 from megarl.algorithms.rewards import bradley_terry, margins
+from megarl.config.load import load
+from tests.paths import CONFIGS
 
 MARGINS = st.floats(-30, 30)
 
@@ -55,6 +57,13 @@ def test_slic_hinge_stops_at_margin_but_imitation_continues():
     losses.sum().backward()
     assert better.grad.tolist() == [-0.25, -1.25, -1.25]
     assert worse.grad.tolist() == [0.0, 1.0, 1.0]
+
+
+def test_slic_trains_with_the_margin_of_the_paper():
+    """SLiC-HF trains with a margin of 1 between log-probs that are not divided by the length. It reports no λ."""
+    config = load(CONFIGS / "smollm2-cpu-slic.yaml")
+    options = config.algorithm.objective.options()
+    assert options["hinge_margin"] == 1.0 and not config.algorithm.objective.option("length_normalised")
 
 
 @pytest.mark.parametrize("loss", [lambda m: bradley_terry(m, 0.2), lambda m: ipo(m, 0.3)])

@@ -275,6 +275,20 @@ def test_rejected_requests_are_not_recorded(given: dict[str, Any], code: int, wo
     assert samples == [] and session.recording.num_turns == 0
 
 
+@pytest.mark.parametrize("added", [[], [{"role": "assistant", "content": "So"}]])
+def test_request_that_ends_with_an_answer_is_rejected(added: list[dict[str, str]]) -> None:
+    """After a sampled turn, and after a message that the agent wrote in the policy's name."""
+
+    async def agent(ask: Ask, *_: Any) -> None:
+        talk = [*QUESTION, message_of(await ask(QUESTION)), *added]
+        for messages in (talk, [*QUESTION, {"role": "assistant", "content": "No."}]):
+            status, body = await ask(messages)
+            assert status == 400 and "the conversation ends with an assistant message" in body["error"]["message"]
+
+    session, [sample] = in_session(ScriptedPolicy(TOKENIZER, ["Yes."]), agent)
+    assert session.recording.num_turns == 1 and sampled(sample) == "Yes.<|im_end|>"
+
+
 def test_retried_request_gets_the_lost_response() -> None:
     policy = ScriptedPolicy(TOKENIZER, ["Once", "Other"])
     is_asked, may_finish = asyncio.Event(), asyncio.Event()

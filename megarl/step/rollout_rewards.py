@@ -1,0 +1,108 @@
+"""Rewards, KL and returns of rollouts, and the weight of a rollout in statistics and losses.
+
+A rollout may have several samples: its context was restarted, or sub-agents took part. Its samples share its reward.
+Statistics count a rollout once. Losses count each of its samples.
+
+For sample s of a rollout, x_t are the turn or process rewards of its tokens, which are part of the outcome, d_t the
+implicit reward model's rewards, and k_t the KL rewards; token u precedes token t in s. The outcome is the combined
+value of the reward functions and the environment. Length rewards and the KL of a rollout are sums over its samples.
+
+Reward of a rollout, from which its baseline and scale are computed (Σ_s over all of its samples):
+
+    credit=whole           R = outcome + Σ_s length_s + Σ_s Σ_t (k_t + d_t)
+    credit=reward_to_go    R = outcome + Σ_s length_s + Σ_s Σ_t (k_t − x_t); x and d are compared token by token
+
+Advantage of trained token t of sample s:
+
+    credit=whole           (R − baseline) / scale
+    credit=reward_to_go    (R − Σ_{u<t} k_u − baseline) / scale + Σ_{u≥t} (x_u + d_u − token_baseline) / token_scale
+    reinforce_plus_plus,   outcome + Σ_s length_s − Σ_s Σ_t x_t is the reward of the last trained token of every sample;
+    gae                    x_t, d_t and k_t are rewards of their tokens
+
+To go, a token's reward counts only for the tokens of its own sample: the turns of other samples do not continue the
+sample's tokens. A reward for the rollout as a whole belongs in the outcome.
+
+Weight of a rollout with n samples:
+
+    group baselines and scales, pass@k, GPG's factor, moving average,      1
+    greedy baseline, solve rates, reward metrics, limits on failures
+    OPO's baseline                                                         its trained tokens
+    baseline and scale of token rewards                                    its rewarded tokens (RLOO: 1)
+    whitening, token_mean, token_sum, prompt_mean_of_token_means,          its trained tokens
+    imitation loss
+    sequence_mean_of_token_means, sequence_mean_of_token_sums,             n: each sample is a sequence
+    sequence_mean_over_max_tokens, implicit reward model's loss,
+    kl.adaptive_horizon
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from megarl.algorithms.baselines import Member
+from megarl.algorithms.specs import SampleEstimator
+from megarl.config.algorithm_schema import Advantage
+from megarl.config.schema import Config
+from megarl.core.types import NO_TOTALS, SampleRef, TokenTotals
+from megarl.rewards.length import overlong_penalty
+
+Totals = Mapping[str, TokenTotals]
+"""Sums over the per-token rewards from one model: sample id -> TokenTotals."""
+
+
+def rollouts_of(group: Sequence[SampleRef]) -> list[list[SampleRef]]:
+    """Return the samples in each rollout of a group."""
+    rollouts: dict[str, list[SampleRef]] = {}
+    for item in group:
+        rollouts.setdefault(item.rollout_id, []).append(item)
+    return list(rollouts.values())
+
+
+def length_rewards(config: Config, samples: Sequence[SampleRef]) -> dict[str, float]:
+    """Return rollout id -> sum of the length rewards of its samples."""
+    buffer, longest = config.rewards.overlong_buffer, config.rollout.max_new_tokens
+    rewards = dict.fromkeys((item.rollout_id for item in samples), 0.0)
+    if buffer is not None:
+        for item in samples:
+            rewards[item.rollout_id] += overlong_penalty(item.num_response_tokens, longest, buffer)
+    return rewards
+
+
+def member_of(
+    advantage: Advantage,
+    rollout: Sequence[SampleRef],
+    token_reward_totals: Totals,
+    kl_reward_totals: Totals,
+    earlier: float = 0.0,
+) -> Member:
+    """Return the Member for a rollout, given its samples: its reward R, and its token rewards if they are compared
+    separately. The totals are those of the implicit reward model and of the KL rewards."""
+    item = rollout[0]
+    num_tokens = sum(item.num_trained_tokens for item in rollout)
+    learned = total_of(rollout, token_reward_totals)
+    reward = item.reward + total_of(rollout, kl_reward_totals).total
+    if advantage.credits_to_go:
+        token_totals = sum((item.token_reward_totals for item in rollout), NO_TOTALS)
+        return Member(reward - token_totals.total, num_tokens, token_totals + learned, item.greedy, earlier)
+    return Member(reward + learned.total, num_tokens, NO_TOTALS, item.greedy, earlier)
+
+
+def reward_from_others(
+    advantage: Advantage,
+    rollout: Sequence[SampleRef],
+    item: SampleRef,
+    token_reward_totals: Totals,
+    kl_reward_totals: Totals,
+) -> float:
+    """Return the part of the reward R that the other samples of the item's rollout add to its scalar reward. A rank
+    adds the item's own part from its tokens."""
+    others = [other for other in rollout if other.id != item.id]
+    kl = total_of(others, kl_reward_totals).total
+    if not advantage.credits_to_go:
+        return kl + total_of(others, token_reward_totals).total
+    token_total = sum((other.token_reward_totals for other in others), NO_TOTALS).total
+    return (kl if isinstance(advantage.spec, SampleEstimator) else 0.0) - token_total
+
+
+def total_of(samples: Sequence[SampleRef], totals: Totals) -> TokenTotals:
+    return sum((totals.get(item.id, NO_TOTALS) for item in samples), NO_TOTALS)

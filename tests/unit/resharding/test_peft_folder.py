@@ -1,0 +1,47 @@
+"""Adapter weights in PEFT folders: files without all factors are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
+
+from megarl.config.load import load
+from megarl.core.errors import UserError
+from megarl.models.peft import WEIGHTS
+from megarl.resharding.families.adapters import peft_holder
+from megarl.resharding.peft_folder import PeftFolder, save_adapters
+from tests.paths import BASE
+
+LORA = load(BASE, ["model.path=m", "data.source=arithmetic", "actor.lora={rank: 2, alpha: 2}"]).actor.lora
+WHOLE = peft_holder(
+    LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2).to_dict(),
+    2,
+    share_experts=False,
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tensors = {name: torch.ones(shape) for name, shape in WHOLE.shapes.items() if "q_proj" in name}
+    save_adapters(tensors, LORA, "m", 0, tmp_path / "adapters")
+    return tmp_path / "adapters"
+
+
+def test_adapters_of_some_layers_are_read(folder):
+    name = next(name for name in WHOLE.shapes if "q_proj.lora_B" in name)
+    with PeftFolder(folder, LORA, WHOLE, 0) as adapters:
+        assert torch.equal(adapters.read(name, ((0, 4), (0, 2))), torch.ones(4, 2))
+        assert adapters.read(name.replace("q_proj", "k_proj"), ((0, 4), (0, 2))) is None
+
+
+@pytest.mark.parametrize("kept", ["lora_A", "lora_B", "nothing"])
+def test_missing_factors_are_named(folder, kept):
+    tensors = load_file(folder / WEIGHTS)
+    save_file({name: tensor for name, tensor in tensors.items() if kept in name}, folder / WEIGHTS)
+    missing = {"lora_A": r"\S+layers.0.self_attn.q_proj.lora_B", "lora_B": r"\S+lora_A", "nothing": "tensors"}[kept]
+    with pytest.raises(UserError, match=rf"^actor.lora.path={folder}: {WEIGHTS} has no {missing}\S*\. Fix: copy"):
+        PeftFolder(folder, LORA, WHOLE, 0)
