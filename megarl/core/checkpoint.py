@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.core.errors import DamagedCheckpoint, UserError
-from megarl.core.files import number_in, numbered, parse_json, read_json, read_text
+from megarl.core.files import number_in, numbered, parse_json, read_json, read_text, retry_when_full
 
 MANIFEST = "manifest.json"
 PREFIX = "step_"
@@ -167,7 +167,7 @@ def write_note(folder: Path, rank: int, files: Iterable[FileRecord]) -> None:
     """Record that a rank has written these files to the folder. The note is not part of the checkpoint."""
     note = folder / NOTE.format(rank)
     new = note.with_suffix(".new")
-    new.write_text(json.dumps([asdict(record) for record in files]), encoding="utf-8")
+    write_synced(new, json.dumps([asdict(record) for record in files]))
     new.replace(note)
 
 
@@ -215,8 +215,12 @@ def _digest(content: Mapping[str, Any]) -> str:
 
 
 def write_synced(file: Path, text: str) -> None:
-    """Write a text file and flush it to disk."""
-    with file.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
+    """Write a text file and flush it to disk. Wait if the disk is full, see retry_when_full."""
+
+    def write() -> None:
+        with file.open("w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+
+    retry_when_full(write, file)

@@ -8,24 +8,35 @@ import os
 import re
 import shutil
 import stat
+import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, get_type_hints
 
-from megarl.core.errors import UserError
+from megarl.core.errors import InfrastructureFailure, TooLittleSpace, UserError
+from megarl.core.outage import pauses
+
+T, Record = TypeVar("T"), TypeVar("Record")
 
 Progress = Callable[[str, int, int], None]
 """Progress callback. It is called with the last action ("checked", "written", "verified"), the bytes processed and the
 total bytes."""
 
 
-Record = TypeVar("Record")
-
 MAX_DEPTH = 50
 """Maximum number of nested lists and objects in a JSON value from outside, such as a request or a tool call. Deeper
 ones exhaust the stack when they are processed. Files may be twice as deep, because their rows contain such values."""
+
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+DISK_S = 300.0
+"""Maximum time in seconds that a process waits for space on a full disk, per write."""
+
+PROBE_BYTES = 2**20
 
 
 def no_progress(done: str, num_bytes: int, total: int) -> None:
@@ -54,10 +65,54 @@ def require_room(out: Path, num_bytes: int) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(out.parent).free
     if num_bytes > free:
-        raise UserError(
+        raise TooLittleSpace(
             f"{out}: its disk has {free / 1e9:.2f} GB free, but {num_bytes / 1e9:.2f} GB are needed. Fix: free some "
             "space, or choose a folder on another disk"
         )
+
+
+def retry_when_full(write: Callable[[], T], path: Path) -> T:
+    """Call `write`, and repeat it while the disk of `path` or its quota is full, for up to DISK_S seconds. A failed
+    call must leave nothing behind. Raise InfrastructureFailure if the disk is still full then."""
+    remaining = pauses(DISK_S)
+    is_waiting = False
+    while True:
+        try:
+            return write()
+        except Exception as error:
+            if not is_full(error, path):
+                raise
+            pause = next(remaining, None)
+            if pause is None:
+                raise full_disk(path) from error
+        if not is_waiting:
+            is_waiting = True
+            print(f"megarl: warning: {path}: the disk is full; waiting for space", file=sys.stderr, flush=True)
+        time.sleep(pause)
+
+
+def full_disk(path: Path) -> InfrastructureFailure:
+    """Return the error for a disk that is still full after DISK_S."""
+    return InfrastructureFailure(
+        f"{path}: the disk or its quota was full for {DISK_S:g} s. Fix: free disk space, then resume with resume=auto"
+    )
+
+
+def is_full(error: BaseException, path: Path) -> bool:
+    """Return whether a full disk caused the error. Libraries such as torch and safetensors hide the error number, so
+    their errors are checked with a small file beside `path`."""
+    if isinstance(error, TooLittleSpace):
+        return True
+    if isinstance(error, OSError):
+        return error.errno in DISK_FULL
+    try:
+        with tempfile.TemporaryFile(dir=next(parent for parent in path.parents if parent.exists())) as file:
+            file.write(bytes(PROBE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as probe:
+        return probe.errno in DISK_FULL
+    return False
 
 
 def read_text(path: Path) -> str:
@@ -203,16 +258,33 @@ def write_new_file(option: str, path: Path, text: str) -> None:
 
 
 def replace_text(file: Path, text: str) -> None:
-    """Write a text file atomically, replacing any earlier version."""
+    """Write a text file atomically, replacing any earlier version. Wait if the disk is full, see retry_when_full."""
     new = file.with_name(f".{file.name}")
-    new.unlink(missing_ok=True)  # a link or pipe
-    with new.open("x", encoding="utf-8", errors="replace") as stream:
-        stream.write(text)
-    new.replace(file)
+
+    def write() -> None:
+        new.unlink(missing_ok=True)  # a link or pipe
+        try:
+            with new.open("x", encoding="utf-8", errors="replace") as stream:
+                stream.write(text)
+        except OSError:
+            new.unlink(missing_ok=True)
+            raise
+        new.replace(file)
+
+    retry_when_full(write, file)
 
 
 def append_rows(path: Path, rows: Iterable[Any]) -> None:
-    """Append values to a file as lines of human-readable JSON."""
-    # Text may contain lone surrogates, which UTF-8 cannot encode. backslashreplace turns them into JSON escapes.
-    with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
-        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    """Append values to a file as lines of human-readable JSON: all of them, or none if OSError is raised."""
+    with path.open("ab", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        try:
+            for row in rows:
+                # UTF-8 cannot encode lone surrogates. backslashreplace turns them into JSON escapes.
+                left = memoryview(f"{json.dumps(row, ensure_ascii=False)}\n".encode(errors="backslashreplace"))
+                while left:
+                    left = left[file.write(left) or 0 :]
+        except OSError:
+            with suppress(OSError):
+                file.truncate(size)
+            raise

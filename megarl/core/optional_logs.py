@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable
@@ -26,17 +25,7 @@ class OptionalLog:
 
     def append(self, path: Path, rows: Iterable[Any], count: int) -> bool:
         """Append `count` values as lines of JSON, all or none. Return whether they were written."""
-
-        def write() -> None:
-            size = path.stat().st_size if path.exists() else 0
-            try:
-                append_rows(path, rows)
-            except OSError:
-                with suppress(OSError):
-                    os.truncate(path, size)  # a torn line would be joined with the next one
-                raise
-
-        return self.attempt(path, write, count)
+        return self.attempt(path, lambda: append_rows(path, rows), count)
 
     def attempt(self, path: Path, write: Callable[[], object], count: int = 1) -> bool:
         """Write to a file in a way of the caller's. If that fails, count `count` rows as dropped."""

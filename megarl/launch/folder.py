@@ -25,10 +25,10 @@ from typing import Literal
 from megarl.core.files import read_record, read_text, replace_text
 from megarl.run.folder import LAUNCH
 
-Verdict = Literal["done", "signaled", "user_error", "stalled", "failed"]
+Verdict = Literal["done", "signaled", "user_error", "stalled", "infrastructure", "failed"]
 """Outcome of an attempt: the run is complete (`done`), a signal stopped it (`signaled`), a user error occurred that
-would recur (`user_error`), the attempt did not start because earlier ones saved no checkpoint (`stalled`), or any other
-failure occurred (`failed`)."""
+would recur (`user_error`), the attempt did not start because earlier ones saved no checkpoint (`stalled`), a resource
+outside the run was unavailable, such as disk space (`infrastructure`), or any other failure occurred (`failed`)."""
 
 
 @dataclass(frozen=True, slots=True)

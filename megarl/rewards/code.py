@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import signal
 import socket
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from megarl.rewards import code_tester
 from megarl.rewards.options import checks_rows
 from megarl.sandbox.provider import Provider
 from megarl.sandbox.sandbox import Finished
+from megarl.usercode.failures import RESTARTS
 
 _FENCE = re.compile(r" {0,3}(?P<marks>`{3,}|~{3,})(?P<info>.*)")
 _PYTHON = ("", "python", "python3", "py")
@@ -97,15 +100,16 @@ async def code_tests(
     program = last_code_block(response)
     if program is None:
         return False
-    request = json.dumps({"setup": test_setup_code or "", "tests": tests, "entry_point": entry_point})
-    finished = await _run_tests(sandbox, program, request.encode())
+    request = json.dumps({"setup": test_setup_code or "", "tests": tests, "entry_point": entry_point}).encode()
+    finished = await _unless_killed(lambda: _run_tests(sandbox, program, request))
     if finished.status == code_tester.INVALID and finished.limit is None:
         raise _invalid(finished.stderr.decode(errors="replace").strip())
     return finished.succeeded
 
 
 async def _run_tests(provider: Provider, program: str, request: bytes) -> Finished:
-    """Run the tests and the program in two sandboxes, connected by a socket. Return the tests' result."""
+    """Run the tests and the program in two sandboxes, connected by a socket. Return the tests' result, or that of the
+    program if it was killed."""
     ends = socket.socketpair()
     async with AsyncExitStack() as stack:
         for end in ends:
@@ -121,10 +125,25 @@ async def _run_tests(provider: Provider, program: str, request: bytes) -> Finish
         answers = asyncio.create_task(programs.run([programs.python, "-c", _PROGRAM, files[1], PROGRAM]))
         answers.add_done_callback(lambda _: ends[1].shutdown(socket.SHUT_RDWR))
         finished = await tester.run([tester.python, "-c", _TESTER, files[0]], request)
-        if answers.done():
-            answers.result()  # raises if the sandbox has failed
+        if answers.done() and _was_killed(answers.result()):  # raises if the sandbox has failed
+            return answers.result()
         answers.cancel()
         return finished
+
+
+async def _unless_killed(run: Callable[[], Awaitable[Finished]]) -> Finished:
+    """Run a program, and repeat that up to RESTARTS times while it is killed, as the kernel does when memory runs out.
+    A program that kills itself each time is wrong."""
+    finished = await run()
+    for _ in range(RESTARTS):
+        if not _was_killed(finished):
+            break
+        finished = await run()
+    return finished
+
+
+def _was_killed(finished: Finished) -> bool:
+    return finished.limit is None and finished.status == -signal.SIGKILL
 
 
 @checks_rows(lambda answer: _pairs(answer))
@@ -140,7 +159,8 @@ async def code_stdin_stdout(prompt: str, response: str, answer: Any, *, sandbox:
     async with await sandbox.start() as box:
         await box.upload(PROGRAM, program)
         for stdin, expected in pairs:
-            if not _prints(await box.run([box.python, PROGRAM], _encoded(stdin)), expected):
+            arguments = [box.python, PROGRAM], _encoded(stdin)
+            if not _prints(await _unless_killed(partial(box.run, *arguments)), expected):
                 return False
     return True
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import resource
 import select
 import signal
 import threading
@@ -13,7 +14,11 @@ from decimal import Decimal
 from functools import lru_cache, partial
 from typing import Any
 
+import psutil
+
 from megarl.rewards.math_shortcuts import compare_relatively, decimal, differ, is_close, number, parse_quickly
+from megarl.usercode.child_process import KILLING_SIGNALS
+from megarl.usercode.failures import RESTARTS, ProcessLost
 
 _WRAPPED = re.compile(r"\$+(?P<inner>[^$]*)\$+|\\\((?P<paren>.*)\\\)|\\\[(?P<bracket>.*)\\\]", re.DOTALL)
 _BOXED = "\\boxed{"
@@ -24,6 +29,9 @@ _RISKY = re.compile(
     re.DOTALL,
 )
 """Expressions whose evaluation may run forever in code that signals cannot interrupt, or exhaust stack or memory."""
+
+CHILD_BYTES = 2 * 2**30
+"""Memory in bytes that a comparison in a forked process may use."""
 
 DEEPEST = 20
 """Maximum bracket nesting depth of expressions that are evaluated in this process."""
@@ -176,12 +184,28 @@ def _is_risky(text: str) -> bool:
 
 
 def _in_child(compare: Callable[[], bool], timeout_s: float) -> bool:
-    """Run a function in a forked process and return its result. Raise TimeoutError if it fails or takes too long."""
+    """Return the result of a function in a forked process. Raise TimeoutError if the process fails, is too slow or
+    exceeds CHILD_BYTES, and ProcessLost if it is killed RESTARTS + 1 times."""
+    for _ in range(RESTARTS + 1):
+        result, was_killed = _try_in_child(compare, timeout_s)
+        if result:
+            return result == b"1"
+        if not was_killed:
+            raise TimeoutError("the comparison failed, or took too long")
+    raise ProcessLost(f"the process of the comparison was killed in each of {RESTARTS + 1} attempts")
+
+
+def _try_in_child(compare: Callable[[], bool], timeout_s: float) -> tuple[bytes, bool]:
+    """Run a comparison in a forked process. Return the result, or b"", and whether something else killed the
+    process."""
     read, write = os.pipe()
+    ready: list[int] = []
+    limits = _memory_limits()
     pid = os.fork()
     if pid == 0:
         try:
             signal.alarm(0)
+            resource.setrlimit(resource.RLIMIT_AS, limits)
             os.write(write, b"1" if compare() else b"0")
         finally:
             os._exit(0)
@@ -191,11 +215,18 @@ def _in_child(compare: Callable[[], bool], timeout_s: float) -> bool:
         result = os.read(read, 1) if ready else b""
     finally:
         os.close(read)
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    if not result:
-        raise TimeoutError("the comparison failed, or took too long")
-    return result == b"1"
+        if not ready:
+            os.kill(pid, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
+    return result, bool(ready) and os.WIFSIGNALED(status) and os.WTERMSIG(status) in KILLING_SIGNALS
+
+
+def _memory_limits() -> tuple[int, int]:
+    """Return the limits of a forked process's address space. A response that needs more memory is
+    wrong, and the kernel does not kill the process."""
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    limit = psutil.Process().memory_info().vms + CHILD_BYTES
+    return min([limit, *(each for each in limits if each != resource.RLIM_INFINITY)]), limits[1]
 
 
 def _bare(answer: str) -> str:

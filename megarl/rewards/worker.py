@@ -24,6 +24,7 @@ from megarl.rewards import judge as judges
 from megarl.rewards.options import CHECK_ROW, NUM_TOKENS
 from megarl.rewards.registry import FUNCTIONS, asked_columns, from_file, resolve, takes_batches
 from megarl.sandbox.choice import find_provider
+from megarl.usercode.failures import kind_of
 from megarl.usercode.parent import connect, send
 
 NUM_ARGUMENTS = 3
@@ -183,7 +184,8 @@ def _result(value: Any) -> dict[str, Any]:
 
 
 def _failure(error: BaseException) -> dict[str, Any]:
-    return {"value": None, "failure": f"raised {type(error).__name__}: {' '.join(str(error).split())}"}
+    failure = f"raised {type(error).__name__}: {' '.join(str(error).split())}"
+    return {"value": None, "failure": failure, "kind": kind_of(error)}
 
 
 def _number(value: Any) -> float | None:

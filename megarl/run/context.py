@@ -20,7 +20,8 @@ from megarl.cluster.supervision.memory import MemorySampler
 from megarl.cluster.trace import Trace
 from megarl.cluster.trained_models import TrainedModels
 from megarl.config.schema import Config
-from megarl.core.errors import DamagedCheckpoint, RunFailure
+from megarl.core.errors import DamagedCheckpoint, InfrastructureFailure, RunFailure
+from megarl.core.files import DISK_FULL
 from megarl.core.timing import Stopwatch
 from megarl.data.offline import OfflineData
 from megarl.data.prompts import PromptSet
@@ -64,12 +65,18 @@ def print_run_summary(
 
 
 def exit_status(run: Callable[[Config, Path], None], config: Config, scratch: Path) -> int:
-    """Call `run` with the config and a scratch folder. Return the exit code: 0 on success, 1 after a RunFailure."""
+    """Call `run` with the config and a scratch folder. Return the exit code: 0 on success, that of the RunFailure
+    otherwise. A full disk counts as a failure of the infrastructure, wherever it occurs."""
     try:
         run(config, scratch)
     except RunFailure as failure:
         print(f"megarl: error: {failure}", file=sys.stderr)
-        return 1
+        return failure.exit_code
+    except OSError as error:
+        if error.errno not in DISK_FULL:
+            raise
+        print(f"megarl: error: {error}. Fix: free disk space, then resume with resume=auto", file=sys.stderr)
+        return InfrastructureFailure.exit_code
     return 0
 
 

@@ -11,26 +11,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from megarl.core.optional_logs import OptionalLog
+from megarl.core.files import append_rows, retry_when_full
 
 
 class JsonlSink:
     """A sink that appends one JSON object per step to a file. The first key is `step`. JSON has no NaN or infinity.
-    Such values are written as null, and the names of these metrics are listed under "nonfinite". While the disk is
-    full, the objects are kept until there is room."""
+    Such values are written as null, and the names of these metrics are listed under "nonfinite". Writing waits
+    while the disk is full, see retry_when_full."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._log = path, OptionalLog("metrics (the next step writes them if there is room)")
-        self._unwritten: list[dict[str, Any]] = []
+        self._path = path
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         nonfinite = [name for name, value in metrics.items() if not math.isfinite(value)]
         record: dict[str, Any] = {"step": step, **metrics, **dict.fromkeys(nonfinite)}
         if nonfinite:
             record["nonfinite"] = nonfinite
-        self._unwritten.append(record)
-        if self._log.append(self._path, self._unwritten, count=1):
-            self._unwritten.clear()
+        retry_when_full(lambda: append_rows(self._path, [record]), self._path)
 
 
 COLUMNS = (  # title, minimum width, format

@@ -234,7 +234,7 @@ def _function_pool(config: Config) -> FunctionPool | None:
     rewards = config.rewards
     if config.is_offline or not (rewards.functions or rewards.judge):
         return None
-    return function_pool(config, 1)
+    return function_pool(config, 1, outage_s=0.0)
 
 
 def _find_folder(config: Config) -> RunFolder:

@@ -32,6 +32,12 @@ LARGEST_REQUEST = 64 * 2**20
 BODY_S = 60.0
 """Timeout in seconds for receiving a request's body."""
 
+HEADERS_S = 60.0
+"""Seconds in which a client must send the headers of its first request, or of the next one after a response."""
+
+SEND_S = 60.0
+"""Seconds in which a client must receive a response."""
+
 SHUTDOWN_S = 2.0
 RETRIES = "x-stainless-retry-count"
 """Header in which the openai client counts its retries of a request."""
@@ -63,7 +69,7 @@ class SessionServer:
         app.router.add_post("/v1/chat/completions", self._create_completion)
         app.router.add_get("/v1/models", self._list_models)
         app.router.add_get("/v1/models/{name:.+}", self._show_model)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_S)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_S, keepalive_timeout=HEADERS_S)
         await self._runner.setup()
         await web.TCPSite(self._runner, address, 0).start()
         self.base_url = f"http://{address}:{self._runner.addresses[0][1]}/v1"
@@ -165,14 +171,19 @@ async def _read(request: web.Request) -> Any:
 
 
 async def _send(request: web.Request, response: web.StreamResponse, data: bytes) -> bool:
-    """Send a response. Return whether the client was still connected."""
-    if request.transport is None or request.transport.is_closing():
+    """Send a response. Return whether the client has received it. Close the connection if it is too slow."""
+    transport = request.transport
+    if transport is None or transport.is_closing():
         return False
     try:
-        await response.prepare(request)
-        await response.write(data)
-        await response.write_eof()
+        async with asyncio.timeout(SEND_S):
+            await response.prepare(request)
+            await response.write(data)
+            await response.write_eof()
     except ConnectionError:
+        return False
+    except TimeoutError:
+        transport.abort()
         return False
     return True
 

@@ -9,13 +9,17 @@ from typing import Any
 from megarl.core.files import parse_json
 from megarl.environments.protocol import Environment, Step, Task, Turn
 from megarl.environments.tools import Message, as_text
+from megarl.usercode.failures import ServiceAway
+
+AWAY = (1001, 1012, 1013)
+"""WebSocket close codes of a server that is overloaded or restarting."""
 
 REFUSED = "VALIDATION_ERROR"
 """Error code for an invalid action. The model receives the error message and may try again."""
 
 
 class ServerError(RuntimeError):
-    """An error response from the server, or a closed connection. It fails the rollout."""
+    """An error response from the server, or a closed session. It fails the rollout."""
 
 
 class OpenEnvEnvironment(Environment):
@@ -91,7 +95,8 @@ class OpenEnvEnvironment(Environment):
         await self._socket.send_json({"type": kind} if data is None else {"type": kind, "data": data})
         received = await self._socket.receive(self.timeout_s)
         if received.type.name != "TEXT":
-            raise ServerError(f"{self.url} ended the session: {received.type.name} {received.data or ''}".rstrip())
+            error = ServiceAway if received.type.name != "CLOSE" or received.data in AWAY else ServerError
+            raise error(f"{self.url} ended the session: {received.type.name} {received.data or ''}".rstrip())
         return json.loads(received.data)
 
 

@@ -12,8 +12,12 @@ from typing import Any, Protocol
 from megarl.core.errors import UserError
 from megarl.core.files import parse_json
 from megarl.core.text import encodable
+from megarl.usercode.failures import ServiceAway
 
 CORPUS = "environment.options.corpus"
+
+UNAVAILABLE = (429, 502, 503, 504)
+"""Status codes of a server that is overloaded or restarting."""
 
 _LOADING = threading.Lock()
 
@@ -118,9 +122,14 @@ class Server:
         if self._session is None:
             self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(self.timeout_s))
         body = {"queries": [query], "topk": topk, "return_scores": True}
-        async with self._session.post(self.url, json=body) as response:
-            response.raise_for_status()
-            [items] = (await response.json())["result"]
+        try:
+            async with self._session.post(self.url, json=body) as response:
+                if response.status in UNAVAILABLE:
+                    raise ServiceAway(f"{self.url} returned status {response.status}")
+                response.raise_for_status()
+                [items] = (await response.json())["result"]
+        except (aiohttp.ClientConnectionError, TimeoutError) as error:
+            raise ServiceAway(f"{self.url}: {type(error).__name__}: {error}") from error
         return [item["document"]["contents"] for item in items]
 
     async def close(self) -> None:

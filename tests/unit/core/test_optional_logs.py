@@ -17,7 +17,6 @@ from megarl.cluster.trace import FILE, Trace
 from megarl.core.optional_logs import RESERVED_BYTES, OptionalLog
 from megarl.core.types import Prompt, Sample, Score, VersionRun
 from megarl.rewards.rollout_file import append_rollouts, write_advantages
-from megarl.run.loggers import JsonlSink
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -124,13 +123,3 @@ def test_evaluations_and_traces_survive_a_full_disk(tmp_path: Path, disk: Disk) 
     write_evaluation(file, 1, *zip(*samples(2), strict=True))
     trace.record("task", 0.0, 1.0)
     assert len(file.read_text().splitlines()) == 2 and len((tmp_path / FILE).read_text().splitlines()) == 1
-
-
-def test_metrics_wait_for_room(tmp_path: Path, disk: Disk, capfd: pytest.CaptureFixture) -> None:
-    sink = JsonlSink(tmp_path / "metrics.jsonl")
-    for step, free in enumerate((1, 0, 0, 1), start=1):
-        disk.free = free * 2 * RESERVED_BYTES
-        sink.write(step, {"a": float(step)})
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert rows == [{"step": step, "a": float(step)} for step in (1, 2, 3, 4)]
-    assert capfd.readouterr().err.count("megarl: warning: ") == 1

@@ -82,6 +82,14 @@ def test_program_that_exits_before_the_tests_is_wrong(program):
     assert not passes(program, "assert False")
 
 
+@pytest.mark.parametrize("check", [passes, prints])
+def test_program_that_is_killed_once_is_run_again(check, tmp_path):
+    first = f"if not os.path.exists('{tmp_path}/1'):\n    open('{tmp_path}/1', 'w')\n"
+    kill = f"import os\n{first}    os.kill(os.getpid(), 9)\n"
+    answer = "assert double(2) == 4" if check is passes else [{"input": "", "output": "4"}]
+    assert check(f"{kill}def double(x):\n    return 2 * x\nprint(double(2))", answer)
+
+
 def test_program_runs_as_a_separate_module():
     program = (
         "from __future__ import annotations\nimport dataclasses, inspect, pickle\n"

@@ -13,15 +13,17 @@ from typing import Any
 import aiohttp
 import numpy as np
 import pytest
+from aiohttp import web
 
 from megarl.core.types import Completion, Prompt, VersionRun
 from megarl.data.turns import ChatTokens
+from megarl.environments.sessions import server as servers
 from megarl.environments.sessions.messages import read_messages
 from megarl.environments.sessions.server import SessionServer
 from megarl.environments.sessions.session import Session, SessionLimits
 from megarl.environments.transcript import Part
 from tests.scripted_policy import ScriptedPolicy, call, hermes_tokenizer
-from tests.timing import POLL_S, SHORT_S
+from tests.timing import POLL_S, SHORT_S, WAIT_S
 
 PROGRAM = Path(__file__).with_name("openai_program.py")
 TOKENIZER = hermes_tokenizer()
@@ -407,6 +409,48 @@ def test_arguments_that_cannot_be_parsed_stay_text(arguments: str) -> None:
     called = {"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": arguments}}]}
     [message] = read_messages([called])
     assert message["tool_calls"][0]["function"]["arguments"] == arguments
+
+
+@pytest.mark.parametrize("head", ["", "POST /v1/chat/completions HTTP/1.1\r\nHost:"])
+def test_connection_with_slow_headers_is_closed(monkeypatch: pytest.MonkeyPatch, head: str) -> None:
+    monkeypatch.setattr("megarl.environments.sessions.server.HEADERS_S", SHORT_S)
+
+    async def agent(ask: Ask, server: SessionServer, session: Session) -> None:
+        host, port = server.base_url.removeprefix("http://").removesuffix("/v1").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(head.encode())
+        async with asyncio.timeout(WAIT_S):
+            assert await reader.read() == b""
+        writer.close()
+
+    in_session(ScriptedPolicy(TOKENIZER, []), agent)
+
+
+def test_client_that_does_not_read_its_response_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.environments.sessions.server.SEND_S", SHORT_S)
+    delivered: list[bool] = []
+
+    async def send(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        delivered.append(await servers._send(request, response, bytes(2**26)))
+        return response
+
+    async def connect() -> None:
+        app = web.Application()
+        app.router.add_get("/", send)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        _, writer = await asyncio.open_connection(*runner.addresses[0][:2])
+        writer.write(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+        async with asyncio.timeout(WAIT_S):
+            while not delivered:
+                await asyncio.sleep(POLL_S)
+        writer.close()
+        await runner.cleanup()
+
+    asyncio.run(connect())
+    assert delivered == [False]
 
 
 def test_slow_body_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
