@@ -262,7 +262,7 @@ def replace_text(file: Path, text: str) -> None:
     new = file.with_name(f".{file.name}")
 
     def write() -> None:
-        new.unlink(missing_ok=True)  # a link or pipe
+        new.unlink(missing_ok=True)  # it may be a link or a pipe
         try:
             with new.open("x", encoding="utf-8", errors="replace") as stream:
                 stream.write(text)

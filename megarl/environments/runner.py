@@ -170,14 +170,14 @@ class RolloutRunner:
             self._num_lost += 1
             if self._num_lost == settings.max_consecutive_failures:
                 raise InfrastructureFailure(
-                    f"{limit}: so many consecutive rollouts of environment.class={settings.name} were lost. Last "
+                    f"{limit}: this many consecutive rollouts of environment.class={settings.name} were lost. Last "
                     f"failure: {outcome.failure}. {FREE_MEMORY}, or restore the service, then resume with resume=auto"
                 )
         else:
             self._num_failures += 1
             if self._num_failures == settings.max_consecutive_failures:
                 raise UserError(
-                    f"{limit}: so many consecutive rollouts of environment.class={settings.name} failed. Fix: correct "
+                    f"{limit}: this many consecutive rollouts of environment.class={settings.name} failed. Fix: correct "
                     "the environment, or raise environment.max_consecutive_failures. Last failure: "
                     f"{outcome.failure}"
                 )

@@ -255,7 +255,7 @@ def parse_tests(setup, tests, entry_point):
 
 
 def run(tester, setup, tests, entry_point):
-    """Run the tests. Return the verdict."""
+    """Run the tests. Raise InvalidTests if they cannot run with any program, and any other exception if they fail."""
     code, imports, used = parse_tests(setup, tests, entry_point)
     sys.modules[TESTS] = types.ModuleType(TESTS)
     solution = sys.modules["solution"] = Solution(tester)
