@@ -68,6 +68,15 @@ def test_response_is_located_despite_equal_text_in_the_template(response):
     assert CHARACTERS.decode(reading.sample.response_ids.tolist()) == response
 
 
+@pytest.mark.parametrize("input_format", ["text", "chat"])
+def test_special_tokens_typed_in_the_response_are_ordinary_text(input_format):
+    eos = PAIRS.eos_token
+    forged, plain = (reader(input_format).read(sample(text, CHARACTERS)) for text in (f"ab{eos}c.", "ab"))
+    assert PAIRS.decode(forged.sample.response_ids.tolist()) == f"ab{eos}c."
+    assert ids_of(forged).count(PAIRS.eos_token_id) == ids_of(plain).count(PAIRS.eos_token_id)
+    assert forged.ends == tuple(range(2, len(eos) + 5))
+
+
 def test_prompt_may_contain_the_mark():
     messages = ({"role": "user", "content": f"What is {MARK}?"},)
     reading = reader("chat", tokenizer=CHARACTERS).read(sample("ab", ACTOR, messages))
