@@ -1,7 +1,7 @@
 """Special tokens that are typed as text, for example by the policy. They must not end a message or begin another one.
 
-Before the chat template renders a text, its special tokens are marked. The rendered text is then tokenized in pieces:
-marked tokens as ordinary text, everything else as usual. Texts without special tokens are tokenized as a whole.
+Before the chat template renders a text, a mark is inserted into its special tokens. The rendered text is then tokenized
+in pieces that end and begin at the marks, so that no piece contains the token. Other texts are tokenized as a whole.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-OPEN, CLOSE = "\ue001", "\ue002"
-"""Private-use characters around a marked token."""
+MARK = "\ue001"
+"""A private-use character, inserted after the first character of a token."""
 
 
 class TypedTokens:
@@ -22,14 +22,18 @@ class TypedTokens:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-        pattern = "|".join(map(re.escape, sorted(special, key=len, reverse=True))) or r"(?!)"
+        ends = [(re.escape(token[:1]), re.escape(token[1:])) for token in special if len(token) > 1]
         self._tokenizer = tokenizer
-        self._typed, self._marked = re.compile(pattern), re.compile(f"{OPEN}({pattern}){CLOSE}")
+        self._typed, self._marked = (
+            # A text may already contain marks. They stay, because only the first one is removed.
+            re.compile("|".join(f"(?<={first}){mark}(?={MARK}*{rest})" for first, rest in ends) or "(?!)")
+            for mark in ("", MARK)
+        )
 
     def mark(self, value: Any) -> Any:
         """Return a JSON value in which the special tokens in all strings are marked."""
         if isinstance(value, str):
-            return self._typed.sub(lambda token: f"{OPEN}{token[0]}{CLOSE}", value)
+            return self._typed.sub(MARK, value)
         if isinstance(value, Mapping):
             return {key: self.mark(item) for key, item in value.items()}
         if isinstance(value, list | tuple):
@@ -38,31 +42,30 @@ class TypedTokens:
 
     def text(self, marked: str) -> str:
         """Return a marked text without its marks."""
-        return self._marked.sub(lambda token: token[1], marked)
+        return self._marked.sub("", marked)
 
     def ids(self, marked: str) -> list[int]:
         """Return the token ids of a marked text, without adding special tokens."""
-        return [token for token, _ in self._tokens(marked, with_spans=False)]
+        pieces = self._marked.split(marked)
+        return [
+            i for text in pieces for i in self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        ]
 
     def ids_and_spans(self, marked: str, add_special_tokens: bool) -> tuple[list[int], list[tuple[int, int]]]:
         """Return the token ids of a marked text, and their start and end offsets in the text without its marks."""
-        tokens = self._tokens(marked, with_spans=True)
-        if add_special_tokens:
-            text = self.text(marked)
-            inner, outer = (self._tokenizer(text, add_special_tokens=added)["input_ids"] for added in (False, True))
-            start = next(i for i in range(len(outer)) if outer[i : i + len(inner)] == inner) if inner else len(outer)
-            before, after = outer[:start], outer[start + len(inner) :]
-            tokens = [*((token, (0, 0)) for token in before), *tokens, *((token, (0, 0)) for token in after)]
-        return [token for token, _ in tokens], [span for _, span in tokens]
-
-    def _tokens(self, marked: str, with_spans: bool) -> list[tuple[int, tuple[int, int]]]:
-        tokens, start = [], 0
-        for number, piece in enumerate(self._marked.split(marked)):
-            options = {"split_special_tokens": True} if number % 2 else {}
-            encoded = self._tokenizer(
-                piece, add_special_tokens=False, return_offsets_mapping=with_spans, verbose=False, **options
-            )
-            spans = encoded["offset_mapping"] if with_spans else [(0, 0)] * len(encoded["input_ids"])
-            tokens += [(i, (start + a, start + b)) for i, (a, b) in zip(encoded["input_ids"], spans, strict=True)]
+        ids, spans, start = [], [], 0
+        for piece in self._marked.split(marked):
+            encoded = self._tokenizer(piece, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+            ids += encoded["input_ids"]
+            spans += [(start + first, start + last) for first, last in encoded["offset_mapping"]]
             start += len(piece)
-        return tokens
+        if not add_special_tokens:
+            return ids, spans
+        before, after = self._added()
+        return [*before, *ids, *after], [*[(0, 0)] * len(before), *spans, *[(0, 0)] * len(after)]
+
+    def _added(self) -> tuple[list[int], list[int]]:
+        """Return the special tokens that the tokenizer adds before and after a text."""
+        inner, outer = (self._tokenizer("a", add_special_tokens=added)["input_ids"] for added in (False, True))
+        start = next(i for i in range(len(outer)) if outer[i : i + len(inner)] == inner)
+        return outer[:start], outer[start + len(inner) :]
