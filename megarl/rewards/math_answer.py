@@ -33,6 +33,9 @@ _EULER = re.compile(r"[+-]?[0-9]+e[+-]?[1-9]")
 
 _E_NOTATION = re.compile(r"(?<![\w.])(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE][+-]?[0-9]{1,2}(?!\w|\.[0-9])", re.ASCII)
 
+_SPACED = re.compile(r"(?<![\w.,])[0-9]{1,3}(?:(?:,?\\!|\\[,:;]|[~\u00a0\u2009\u202f])[0-9]{3})+(?![0-9])", re.ASCII)
+"""A number with thin spaces between groups of three digits. math-verify reads it as a product."""
+
 MOST_BETWEEN = 16
 """Maximum number of characters between adjacent boxes, such as " and ". math-verify may join them to one answer."""
 
@@ -78,7 +81,7 @@ class MathMatch:
         self._equal = lru_cache(maxsize=8192)(self._compare)
 
     def __call__(self, prompt: str, response: str, answer: Any) -> bool:
-        expected, end = _text(answer), response[-self._last_characters :]
+        expected, end = map(_join_digits, (_text(answer), response[-self._last_characters :]))
         boxes, bare = _last_boxes(end), _bare(expected)
         boxed = end[boxes[-1]].removeprefix(_BOXED)[:-1].strip() if boxes else None
         gold_number, boxed_number = number(bare), None if boxed is None or len(boxes) > 1 else number(boxed)
@@ -136,6 +139,10 @@ def _text(answer: Any) -> str:
     if isinstance(answer, float) and math.isfinite(answer):
         return f"{Decimal(repr(answer)):f}"
     return str(answer).strip()
+
+
+def _join_digits(text: str) -> str:
+    return _SPACED.sub(lambda match: re.sub("[^0-9]", "", match[0]), text)
 
 
 def _is_risky(text: str) -> bool:

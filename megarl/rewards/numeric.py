@@ -16,6 +16,10 @@ _UNSIGNED = (
 _NUMBER = re.compile(rf"(?P<sign>(?<![\w)\]}}])[+\-−])?(?P<numerator>{_UNSIGNED})(?:/(?P<denominator>{_UNSIGNED}))?")
 
 
+MOST_CHARACTERS = 10_000
+"""Maximum length of a number. Converting longer ones takes time that grows with the square of their length."""
+
+
 def numeric_match(prompt: str, response: str, answer: Any) -> bool:
     """Return whether the last number in the response equals the answer as an exact rational: 1/2 = 0.5, but 0.33 ≠ 1/3.
     A number may have a sign, thousands separators (1,234), a decimal part (.5, 1.50), an exponent (1e-3) and a
@@ -26,7 +30,7 @@ def numeric_match(prompt: str, response: str, answer: Any) -> bool:
     if value is None:
         raise ValueError(f"numeric_match: the answer {answer!r} is not a number. Fix: use exact_match for text answers")
     numbers = list(_NUMBER.finditer(response))
-    return bool(numbers) and _value(numbers[-1]) == value
+    return bool(numbers) and len(numbers[-1][0]) <= MOST_CHARACTERS and _value(numbers[-1]) == value
 
 
 def _value(number: re.Match[str]) -> Fraction | None:

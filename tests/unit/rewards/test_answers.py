@@ -122,6 +122,12 @@ def test_math_match_passes_on_errors_of_math_verify(monkeypatch):
         (r"10^{-20}\sqrt{8}", r"2\cdot 10^{-20}\sqrt{2}", True),
         ("٣", "3", False),
         ("1٣", "13", False),
+        (r"12\,000", "12000", True),
+        ("12000", r"12\,000", True),
+        ("1~234~567.5", "1234567.5", True),
+        (r"(1\,000, 2)", "(1000, 2)", True),
+        (r"1\,000", "0", False),
+        (r"1\,5", "15", False),
         ("٣/٤", r"\frac{3}{4}", False),
     ],
 )
