@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
 import re
-import select
-import signal
 import threading
-from collections.abc import Callable
 from decimal import Decimal
 from functools import lru_cache, partial
 from typing import Any
 
+from megarl.rewards.forked import in_child
 from megarl.rewards.math_shortcuts import compare_relatively, decimal, differ, is_close, number, parse_quickly
 
 _WRAPPED = re.compile(r"\$+(?P<inner>[^$]*)\$+|\\\((?P<paren>.*)\\\)|\\\[(?P<bracket>.*)\\\]", re.DOTALL)
@@ -103,7 +100,7 @@ class MathMatch:
         gold = self._gold(answer)
         compare = partial(self._is_same, gold, response)
         try:
-            return _in_child(compare, self._timeout_s) if _is_risky(response) else compare()
+            return bool(in_child(compare, self._timeout_s)) if _is_risky(response) else compare()
         except self._errors:
             self._verify_parsed(gold, gold)  # raises if the answer or the verifier is at fault
             return False
@@ -151,29 +148,6 @@ def _is_risky(text: str) -> bool:
         depth += (character in "([{") - (character in ")]}")
         deepest = max(deepest, depth)
     return deepest > DEEPEST or _RISKY.search(text) is not None
-
-
-def _in_child(compare: Callable[[], bool], timeout_s: float) -> bool:
-    """Run a function in a forked process and return its result. Raise TimeoutError if it fails or takes too long."""
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            signal.alarm(0)
-            os.write(write, b"1" if compare() else b"0")
-        finally:
-            os._exit(0)
-    os.close(write)
-    try:
-        ready = select.select([read], [], [], timeout_s)[0]
-        result = os.read(read, 1) if ready else b""
-    finally:
-        os.close(read)
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    if not result:
-        raise TimeoutError("the comparison failed, or took too long")
-    return result == b"1"
 
 
 def _bare(answer: str) -> str:
