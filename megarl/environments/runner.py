@@ -177,8 +177,8 @@ class RolloutRunner:
             self._num_failures += 1
             if self._num_failures == settings.max_consecutive_failures:
                 raise UserError(
-                    f"{limit}: this many consecutive rollouts of environment.class={settings.name} failed. Fix: correct "
-                    "the environment, or raise environment.max_consecutive_failures. Last failure: "
+                    f"{limit}: this many consecutive rollouts of environment.class={settings.name} failed. Fix: "
+                    "correct the environment, or raise environment.max_consecutive_failures. Last failure: "
                     f"{outcome.failure}"
                 )
 

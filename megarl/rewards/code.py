@@ -25,6 +25,7 @@ from megarl.sandbox.sandbox import Finished
 from megarl.usercode.failures import RESTARTS
 
 _FENCE = re.compile(r" {0,3}(?P<marks>`{3,}|~{3,})(?P<info>.*)")
+_LINE_END = re.compile(r"\r\n?|\n")
 _PYTHON = ("", "python", "python3", "py")
 
 PROGRAM = "solution.py"
@@ -91,8 +92,8 @@ async def code_tests(
     statements of `test_setup_code`, but neither the tests nor the expected values. It returns plain data, or references
     to its objects, which the tests can call and inspect (see code_tester). A response can still pass without solving
     the task if it recognizes the arguments, or if the tests compare the program's results only with each other
-    (`decode(encode(x)) == x`), pass expected values to its helper functions, or read arguments after the program could
-    modify them.
+    (`decode(encode(x)) == x`), pass expected values to its helper functions, read arguments after the program could
+    modify them, or accept NaN or empty results (`not abs(f(x) - 4) > 1e-6`, `zip(f(x), expected)`, `np.allclose`).
 
     Raise ValueError if the answer has no tests, or if the tests are not valid Python or need a missing module.
     """
@@ -168,7 +169,7 @@ async def code_stdin_stdout(prompt: str, response: str, answer: Any, *, sandbox:
 def last_code_block(response: str) -> str | None:
     """Return the last closed fenced block that is marked as Python or has no language, or None if there is none."""
     block, opened, lines = None, None, []
-    for line in response.splitlines():
+    for line in _LINE_END.split(response):
         fence = _FENCE.fullmatch(line)
         if opened is None:
             if fence is not None:

@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import math
-import os
 import re
-import resource
-import select
-import signal
 import threading
-from collections.abc import Callable
 from decimal import Decimal
 from functools import lru_cache, partial
 from typing import Any
 
-import psutil
-
+from megarl.rewards.forked import in_child
 from megarl.rewards.math_shortcuts import compare_relatively, decimal, differ, is_close, number, parse_quickly
-from megarl.usercode.child_process import KILLING_SIGNALS
-from megarl.usercode.failures import RESTARTS, ProcessLost
 
 _WRAPPED = re.compile(r"\$+(?P<inner>[^$]*)\$+|\\\((?P<paren>.*)\\\)|\\\[(?P<bracket>.*)\\\]", re.DOTALL)
 _BOXED = "\\boxed{"
@@ -30,9 +22,6 @@ _RISKY = re.compile(
 )
 """Expressions whose evaluation may run forever in code that signals cannot interrupt, or exhaust stack or memory."""
 
-CHILD_BYTES = 2 * 2**30
-"""Memory in bytes that a comparison in a forked process may use."""
-
 DEEPEST = 20
 """Maximum bracket nesting depth of expressions that are evaluated in this process."""
 
@@ -40,6 +29,9 @@ _EULER = re.compile(r"[+-]?[0-9]+e[+-]?[1-9]")
 """Text in which `e` more likely means Euler's number than an exponent."""
 
 _E_NOTATION = re.compile(r"(?<![\w.])(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE][+-]?[0-9]{1,2}(?!\w|\.[0-9])", re.ASCII)
+
+_SPACED = re.compile(r"(?<![\w.,])[0-9]{1,3}(?:(?:,?\\!|\\[,:;]|[~\u00a0\u2009\u202f])[0-9]{3})+(?![0-9])", re.ASCII)
+"""A number with thin spaces between groups of three digits. math-verify reads it as a product."""
 
 MOST_BETWEEN = 16
 """Maximum number of characters between adjacent boxes, such as " and ". math-verify may join them to one answer."""
@@ -94,7 +86,7 @@ class MathMatch:
         self._equal = lru_cache(maxsize=8192)(self._compare)
 
     def __call__(self, prompt: str, response: str, answer: Any) -> bool:
-        expected, end = _text(answer), response[-self._last_characters :]
+        expected, end = map(_join_digits, (_text(answer), response[-self._last_characters :]))
         boxes, bare = _last_boxes(end), _bare(expected)
         boxed = end[boxes[-1]].removeprefix(_BOXED)[:-1].strip() if boxes else None
         gold_number, boxed_number = number(bare), None if boxed is None or len(boxes) > 1 else number(boxed)
@@ -123,7 +115,7 @@ class MathMatch:
             return self._verify_parsed(gold, gold)
 
         try:
-            _in_child(compare, 2 * self._timeout_s) if _is_risky(expected) else compare()
+            in_child(compare, 2 * self._timeout_s) if _is_risky(expected) else compare()
         except NotExpression:
             raise
         except self._errors as error:
@@ -137,7 +129,7 @@ class MathMatch:
         gold = self._gold(answer)
         compare = partial(self._is_same, gold, response)
         try:
-            return _in_child(compare, self._timeout_s) if _is_risky(response) else compare()
+            return bool(in_child(compare, self._timeout_s)) if _is_risky(response) else compare()
         except self._errors:
             self._verify_parsed(gold, gold)  # raises if the answer or the verifier is at fault
             return False
@@ -175,58 +167,16 @@ def _text(answer: Any) -> str:
     return str(answer).strip()
 
 
+def _join_digits(text: str) -> str:
+    return _SPACED.sub(lambda match: re.sub("[^0-9]", "", match[0]), text)
+
+
 def _is_risky(text: str) -> bool:
     depth = deepest = 0
     for character in text:
         depth += (character in "([{") - (character in ")]}")
         deepest = max(deepest, depth)
     return deepest > DEEPEST or _RISKY.search(text) is not None
-
-
-def _in_child(compare: Callable[[], bool], timeout_s: float) -> bool:
-    """Return the result of a function in a forked process. Raise TimeoutError if the process fails, is too slow or
-    exceeds CHILD_BYTES, and ProcessLost if it is killed RESTARTS + 1 times."""
-    for _ in range(RESTARTS + 1):
-        result, was_killed = _try_in_child(compare, timeout_s)
-        if result:
-            return result == b"1"
-        if not was_killed:
-            raise TimeoutError("the comparison failed, or took too long")
-    raise ProcessLost(f"the process of the comparison was killed in each of {RESTARTS + 1} attempts")
-
-
-def _try_in_child(compare: Callable[[], bool], timeout_s: float) -> tuple[bytes, bool]:
-    """Run a comparison in a forked process. Return the result, or b"", and whether something else killed the
-    process."""
-    read, write = os.pipe()
-    ready: list[int] = []
-    limits = _memory_limits()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            signal.alarm(0)
-            resource.setrlimit(resource.RLIMIT_AS, limits)
-            os.write(write, b"1" if compare() else b"0")
-        finally:
-            os._exit(0)
-    os.close(write)
-    try:
-        ready = select.select([read], [], [], timeout_s)[0]
-        result = os.read(read, 1) if ready else b""
-    finally:
-        os.close(read)
-        if not ready:
-            os.kill(pid, signal.SIGKILL)
-        _, status = os.waitpid(pid, 0)
-    return result, bool(ready) and os.WIFSIGNALED(status) and os.WTERMSIG(status) in KILLING_SIGNALS
-
-
-def _memory_limits() -> tuple[int, int]:
-    """Return the limits of a forked process's address space. A response that needs more memory is
-    wrong, and the kernel does not kill the process."""
-    limits = resource.getrlimit(resource.RLIMIT_AS)
-    limit = psutil.Process().memory_info().vms + CHILD_BYTES
-    return min([limit, *(each for each in limits if each != resource.RLIM_INFINITY)]), limits[1]
 
 
 def _bare(answer: str) -> str:

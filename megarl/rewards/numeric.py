@@ -18,6 +18,10 @@ _UNSIGNED = (
 _NUMBER = re.compile(rf"(?P<sign>(?<![\w)\]}}])[+\-−])?(?P<numerator>{_UNSIGNED})(?:/(?P<denominator>{_UNSIGNED}))?")
 
 
+MOST_CHARACTERS = 10_000
+"""Maximum length of a number. Converting longer ones takes time that grows with the square of their length."""
+
+
 def expected_number(answer: Any) -> Fraction:
     """Return the answer as an exact fraction. Raise ValueError if it is not a number in the format below."""
     expected = _NUMBER.fullmatch(str(answer).strip())
@@ -35,7 +39,7 @@ def numeric_match(prompt: str, response: str, answer: Any) -> bool:
     ValueError if the answer is not a number in this format."""
     value = expected_number(answer)
     numbers = list(_NUMBER.finditer(response))
-    return bool(numbers) and _value(numbers[-1]) == value
+    return bool(numbers) and len(numbers[-1][0]) <= MOST_CHARACTERS and _value(numbers[-1]) == value
 
 
 def _value(number: re.Match[str]) -> Fraction | None:

@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 import sympy
 
-from megarl.rewards.math_answer import _in_child
+from megarl.rewards.forked import in_child
 from megarl.rewards.registry import asked_columns, resolve
 from megarl.usercode.failures import ProcessLost
 from tests.timing import WAIT_S
@@ -128,6 +128,12 @@ def test_math_match_passes_on_errors_of_math_verify(monkeypatch):
         (r"10^{-20}\sqrt{8}", r"2\cdot 10^{-20}\sqrt{2}", True),
         ("٣", "3", False),
         ("1٣", "13", False),
+        (r"12\,000", "12000", True),
+        ("12000", r"12\,000", True),
+        ("1~234~567.5", "1234567.5", True),
+        (r"(1\,000, 2)", "(1000, 2)", True),
+        (r"1\,000", "0", False),
+        (r"1\,5", "15", False),
         ("٣/٤", r"\frac{3}{4}", False),
     ],
 )
@@ -176,16 +182,16 @@ def test_killed_comparison_is_repeated_and_then_a_failure(tmp_path):
             os.kill(os.getpid(), signal.SIGKILL)
         return True
 
-    assert _in_child(partial(compare, 2), WAIT_S)
+    assert in_child(partial(compare, 2), WAIT_S)
     calls.unlink()
     with pytest.raises(ProcessLost, match="was killed in each of 3 attempts"):
-        _in_child(partial(compare, 9), WAIT_S)
+        in_child(partial(compare, 9), WAIT_S)
     assert calls.read_text() == "..."
 
 
 def test_comparison_that_exceeds_its_memory_is_not_killed():
     with pytest.raises(TimeoutError):
-        _in_child(lambda: bool(bytearray(2**32)), WAIT_S)
+        in_child(lambda: bool(bytearray(2**32)), WAIT_S)
 
 
 def test_length_penalty_is_linear():

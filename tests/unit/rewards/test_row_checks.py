@@ -11,7 +11,7 @@ import pytest
 
 from megarl.config.load import load
 from megarl.config.schema import Config, RewardFunction
-from megarl.core.errors import UserError
+from megarl.core.errors import InfrastructureFailure, UserError
 from megarl.core.types import Prompt
 from megarl.environments.registry import SHIPPED, answer_check
 from megarl.rewards import row_checks
@@ -157,15 +157,16 @@ def test_functions_check_only_rows_of_their_sources() -> None:
         pool.close()
 
 
-def test_row_that_kills_the_process_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pool whose process was killed still names the rows."""
+def test_rows_are_checked_again_after_their_process_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = FunctionPool([RewardFunction(function="exact_match")], None, 1, LIMIT_S)
     try:
         for child in pool._children:
             child.kill()
-        [problem] = pool.check_rows("exact_match", [("12", {})]).result()
-        assert problem is not None and problem.startswith("exact_match ended its process (")
-        assert pool.check_rows("exact_match", [("12", {}), (None, {})]).result()[0] is None
+        problems = pool.check_rows("exact_match", [("12", {}), (None, {})]).result()
+        assert problems[0] is None and "the prompt has no answer" in problems[1]
+        monkeypatch.setattr(pool, "_run", lambda *_: {"value": None, "failure": "lost its process", "kind": "lost"})
+        with pytest.raises(InfrastructureFailure, match="exact_match lost its process in each of 3 attempts to check"):
+            pool.check_rows("exact_match", [("12", {})]).result()
     finally:
         pool.close()
 

@@ -374,6 +374,42 @@ def test_long_message_is_rejected_without_blocking_others() -> None:
     assert session.counts["refused.context_length_exceeded"] == 1 and sampled(sample) == "Short.<|im_end|>"
 
 
+LONG = "look at it " * 400_000
+CALL = {"id": "a", "type": "function", "function": {"name": "look", "arguments": json.dumps({"a": LONG})}}
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"messages": [{"role": "assistant", "content": "", "tool_calls": [CALL]}, *QUESTION]},
+        {"messages": QUESTION, "tools": [{"type": "function", "function": {"name": "look", "description": LONG}}]},
+        {"messages": [{"role": "user", "name": LONG, "content": "a"}]},
+        {"messages": [{"role": "user", "content": ""}] * 20_000},
+    ],
+    ids=["tool call", "tool", "name", "number of messages"],
+)
+def test_long_request_is_rejected_before_it_is_rendered(parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ChatTokens, "begin", lambda *_: pytest.fail("was rendered"))
+
+    async def agent(ask: Ask, server: SessionServer, session: Session) -> None:
+        status, body = await ask(**parts)
+        assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
+
+    session, _ = in_session(ScriptedPolicy(TOKENIZER, []), agent)
+    assert session.error is None
+
+
+def test_messages_without_tokens_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ChatTokens, "begin", lambda *_: [])
+
+    async def agent(ask: Ask, *_: Any) -> None:
+        status, body = await ask([{"role": "user", "content": ""}])
+        assert (status, body["error"]["param"]) == (400, "messages")
+
+    session, samples = in_session(ScriptedPolicy(TOKENIZER, []), agent)
+    assert session.error is None and samples == []
+
+
 DEEP = 100_000
 BODIES = {
     "half": b'{"messages": [',
