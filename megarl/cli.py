@@ -12,8 +12,7 @@ import typer
 import megarl
 from megarl import convert
 from megarl.core.collector import imports
-from megarl.core.errors import UserError, install_extra
-from megarl.core.interpreter import keep_importable
+from megarl.core.errors import RunFailure, UserError, install_extra
 from megarl.core.output import escape_unencodable
 from megarl.launch.command import Overrides, Recipe, launch, node
 
@@ -383,15 +382,14 @@ def trace(
 
 
 def main() -> None:
-    """Run the command and exit with its code. A UserError is printed to stderr, with exit code 2."""
+    """Run the command and exit with its code. A UserError or RunFailure is printed to stderr, with its exit code."""
     escape_unencodable()
-    keep_importable()
     try:
         app()
-    except UserError as error:
+    except (UserError, RunFailure) as error:
         for line in (str(error) or repr(error)).splitlines():
             print(f"megarl: error: {line}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(error.exit_code)
 
 
 if __name__ == "__main__":

@@ -10,10 +10,6 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from megarl.core.interpreter import keep_importable
-
-keep_importable()  # for processes that import modules of tests/
-
 settings.register_profile("megarl", deadline=None)
 settings.load_profile("megarl")
 

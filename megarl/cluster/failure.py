@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 
-from megarl.core.errors import RunFailure, UserError
+from megarl.core.errors import InfrastructureFailure, RunFailure, UserError
+from megarl.core.files import DISK_FULL
 
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def cause(errors: Mapping[str, Exception], phase: str, logs: Path) -> UserError | RunFailure:
-    """Return the most informative of the errors by process name: user errors rank first, then lost processes."""
+    """Return the most informative of the errors by process name: user errors rank first, then failures of the
+    infrastructure, then lost processes."""
     name, error = min(errors.items(), key=lambda item: rank(item[1]))
     origin = _origin(error)
-    if isinstance(origin, UserError):
+    if isinstance(origin, UserError | InfrastructureFailure):
         return type(origin)(str(origin))
+    if isinstance(origin, OSError) and origin.errno in DISK_FULL:
+        return InfrastructureFailure(f"{phase}: {name}: {origin}. Fix: free disk space, then resume with resume=auto")
     return RunFailure(f"{phase}: {name}{_describe_error(error)}. See {logs / name}.log")
 
 
@@ -27,7 +32,7 @@ def write_stacks(errors: Mapping[str, Exception], logs: Path) -> None:
     for name, error in errors.items():
         log = logs / f"{name}.log"
         if isinstance(error, RayTaskError) and log.exists():
-            with log.open("a", encoding="utf-8", errors="backslashreplace") as file:
+            with suppress(OSError), log.open("a", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(_COLOR.sub("", str(error)).rstrip() + "\n")
 
 
@@ -37,15 +42,19 @@ def is_loss(error: Exception | None) -> bool:
 
 
 def is_cause(error: Exception) -> bool:
-    """Return whether the error is a user error or a lost process, rather than a consequence of one."""
-    return rank(error) < 2
+    """Return whether the error is a cause, such as a lost process, rather than a consequence of one."""
+    return rank(error) < 3
 
 
 def rank(error: Exception) -> int:
-    """Return the error's rank: 0 for a user error, 1 for a lost process, 2 for a consequence of another failure."""
-    if isinstance(_origin(error), UserError):
+    """Return the error's rank: 0 for a user error, 1 for a failure of the infrastructure, 2 for a lost process, 3 for a
+    consequence of another failure."""
+    origin = _origin(error)
+    if isinstance(origin, UserError):
         return 0
-    return 1 if is_loss(error) else 2
+    if isinstance(origin, InfrastructureFailure) or (isinstance(origin, OSError) and origin.errno in DISK_FULL):
+        return 1
+    return 2 if is_loss(error) else 3
 
 
 def _describe_error(error: Exception) -> str:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 
 from megarl.config.model_schema import Trained
 from megarl.config.schema import Config
 from megarl.config.violations import raise_all
 from megarl.core.errors import RunFailure
-from megarl.core.interpreter import PYTHON
 from megarl.models.run_models import ModelFolders
 
 PROGRAM = "megarl.megatron.preflight"
@@ -25,7 +25,7 @@ def check_megatron_settings(config: Config, models: ModelFolders) -> None:
         return
     try:
         child = subprocess.run(
-            [*PYTHON, "-m", PROGRAM],
+            [sys.executable, "-m", PROGRAM],
             input=json.dumps({"config": config.model_dump(), "models": checked}),
             capture_output=True,
             text=True,

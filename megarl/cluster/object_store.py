@@ -32,7 +32,7 @@ def object_store_mib(config: Config, experts: Experts | None) -> int:
         return config.cluster.object_store_mib
     # Evaluation sets without a known size are ignored.
     evaluated = [(settings.size or 0) * settings.samples_per_prompt for settings in config.evaluation.sets]
-    at_once = max(num_samples(config), _num_ahead(config) + max(evaluated, default=0))
+    at_once = max(num_samples(config), num_ahead(config) + max(evaluated, default=0))
     return FLOOR_MIB + math.ceil(at_once * sample_bytes(config, experts) / 2**20)
 
 
@@ -43,10 +43,10 @@ def num_samples(config: Config) -> int:
     if config.is_offline:
         return batch.prompts_per_step * config.trained_per_prompt
     per_prompt = batch.samples_per_prompt + config.samples_greedily
-    return batch.sampling_rounds * batch.prompts_per_step * per_prompt + _num_ahead(config)
+    return batch.sampling_rounds * batch.prompts_per_step * per_prompt + num_ahead(config)
 
 
-def _num_ahead(config: Config) -> int:
+def num_ahead(config: Config) -> int:
     """Return the number of samples started for later steps, which continue during an evaluation."""
     return config.prompts_ahead * (config.batch.samples_per_prompt + config.samples_greedily)
 

@@ -16,7 +16,6 @@ from typing import Any
 import ray
 from ray._private import ray_constants
 from ray.actor import ActorHandle
-from ray.job_config import JobConfig
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.cluster.failure import cause, is_loss, rank, write_stacks
@@ -57,13 +56,6 @@ HEALTH_CHECKS = {
 }
 """A node counts as lost after 4 · (2 + 5) s without an answer, which is half of Ray's default. This is shorter than any
 collective's deadline, but longer than the processes or the file system of a busy node may stall."""
-
-
-class _JobConfig(JobConfig):
-    """A job whose processes do not import modules from the driver's working directory. See interpreter.PYTHON."""
-
-    def _runtime_env_has_working_dir(self) -> bool:
-        return True  # otherwise Ray puts the working directory first in sys.path
 
 
 class Session:
@@ -109,7 +101,6 @@ class Session:
             include_dashboard=False,
             log_to_driver=False,
             configure_logging=False,
-            job_config=_JobConfig(),
             _temp_dir=str(ray_folder(scratch)),
             _node_ip_address=address,
             # Ray's workers run at low priority by default, but here they do the main work.

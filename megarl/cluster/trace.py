@@ -10,13 +10,15 @@ import sys
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.core.files import lines_of, open_regular
+from megarl.core.errors import UserError
+from megarl.core.files import lines_of, open_regular, replacement
+from megarl.core.optional_logs import OptionalLog
 
 if TYPE_CHECKING:
     from megarl.cluster.groups.group import TimedResult
@@ -50,6 +52,9 @@ class Span:
     end: float
 
 
+SPANS = OptionalLog("spans of the trace")
+
+
 class Trace:
     """An attempt's trace: one JSON line per finished task, in the attempt's log folder. It covers at most
     MAX_PROCESSES processes per task, and the last one or two windows of WINDOW_BYTES."""
@@ -76,6 +81,9 @@ class Trace:
         return self._seconds.pop(process, 0.0)
 
     def _write(self, spans: Sequence[Span]) -> None:
+        SPANS.attempt(self._path, partial(self._append, spans), len(spans))
+
+    def _append(self, spans: Sequence[Span]) -> None:
         with self._path.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(asdict(span)) + "\n" for span in spans)
             is_full = file.tell() >= WINDOW_BYTES
@@ -83,10 +91,12 @@ class Trace:
             self._begin_window()
 
     def _begin_window(self) -> None:
-        compressed = self._path.with_name(f".{EARLIER}")
-        with self._path.open("rb") as window, gzip.open(compressed, "wb", compresslevel=1) as file:
+        with (
+            self._path.open("rb") as window,
+            replacement(self._path.with_name(EARLIER)) as compressed,
+            gzip.open(compressed, "wb", compresslevel=1) as file,
+        ):
             shutil.copyfileobj(window, file)
-        compressed.replace(self._path.with_name(EARLIER))
         self._path.unlink()
 
 
@@ -99,10 +109,14 @@ def evenly_spaced(spans: Sequence[Span], limit: int) -> Sequence[Span]:
 
 def read_spans(logs: Path) -> Iterator[Span]:
     """Yield an attempt's spans one at a time, oldest first. Lines that are not spans, such as the last line of a killed
-    attempt, are skipped, and so is the damaged end of a compressed file."""
+    attempt, are skipped. Raise a UserError for a damaged compressed file."""
     if (earlier := logs / EARLIER).exists():
-        with open_regular(earlier) as file, gzip.open(file) as window, suppress(OSError, EOFError, zlib.error):
-            yield from _spans(takewhile(lambda _: window.tell() <= 2 * WINDOW_BYTES, lines_of(window, MAX_LINE)))
+        with open_regular(earlier) as file, gzip.open(file) as window:
+            lines = takewhile(lambda _: window.tell() <= 2 * WINDOW_BYTES, lines_of(window, MAX_LINE))
+            try:
+                yield from _spans(lines)
+            except (OSError, EOFError, zlib.error) as error:
+                raise UserError(f"{earlier}: is not a complete gzip file ({error}). Fix: remove the file") from None
     if (latest := logs / FILE).exists():
         with open_regular(latest) as file:
             yield from _spans(lines_of(file, MAX_LINE))

@@ -69,7 +69,7 @@ def parse(text: str, name: str) -> Document:
         line = text.count("\n", 0, error.position) + 1
         raise UserError(f"{name}:{line}: {_reason(error)}") from None
     except RecursionError:
-        raise UserError(f"{name}: is nested too deeply. Fix: use fewer levels") from None
+        raise UserError(f"{name}: nested too deeply. Fix: correct the file") from None
     if node is None or values is None:
         raise UserError(f"{name}: the file is empty. Fix: start it with `base: base.yaml`")
     if not isinstance(values, dict):
@@ -83,9 +83,11 @@ def parse(text: str, name: str) -> Document:
 def parse_value(text: str) -> Any:
     """Read one YAML value. Raise a UserError with the reason if the text is not valid YAML."""
     try:
-        return _read(text)[1]
+        return read(text)
     except yaml.YAMLError as error:
         raise UserError(f"invalid YAML value: {_reason(error)}") from None
+    except RecursionError:
+        raise UserError("invalid YAML value: nested too deeply. Fix: correct the value") from None
 
 
 def read(text: str) -> Any:
@@ -141,11 +143,11 @@ def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 def _read(text: str) -> tuple[yaml.Node | None, Any]:
     loader = _CoreLoader(text)
     node = loader.get_single_node()
-    if (
-        node is not None and MAX_VALUES < _num_values(node, {}) < math.inf
-    ):  # PyYAML refuses nodes that contain themselves
-        problem = f"aliases expand to more than {MAX_VALUES:,} values. Fix: use fewer aliases"
-        raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+    num_values = 0 if node is None else _num_values(node, {})
+    if num_values > MAX_VALUES:
+        result = f"aliases expand to more than {MAX_VALUES:,} values"
+        problem = "an alias contains itself" if num_values == math.inf else result
+        raise yaml.MarkedYAMLError(problem=f"{problem}. Fix: use fewer aliases", problem_mark=node.start_mark)
     return node, None if node is None else loader.construct_document(node)
 
 
@@ -208,10 +210,9 @@ def _construct_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
     text = loader.construct_scalar(node)
     try:
         return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
-    except ValueError as error:  # Python limits the number of digits
-        raise yaml.MarkedYAMLError(
-            problem=f"{error}. Fix: use a smaller integer", problem_mark=node.start_mark
-        ) from None
+    except ValueError:
+        problem = f"an integer with {len(text)} digits. Fix: use a smaller number"
+        raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from None
 
 
 def _construct_mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[str, Any]:

@@ -73,6 +73,7 @@ class Environment(EnvironmentClass):
     timeout_s: PositiveFloat
     tool_timeout_s: PositiveFloat
     agent_timeout_s: PositiveFloat
+    memory_mib: PositiveInt | None
     max_consecutive_failures: PositiveInt | None
 
 
@@ -92,6 +93,7 @@ class Rewards(Section):
     judge_order: Literal["both", "seeded"]
     processes: PositiveInt | None
     timeout_s: PositiveFloat
+    outage_s: NonNegativeFloat
     memory_mib: PositiveInt | None
     overlong_buffer: PositiveInt | None
     failure_limit: Annotated[float, Field(ge=0, le=1)]

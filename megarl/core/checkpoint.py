@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.core.errors import DamagedCheckpoint, UserError
-from megarl.core.files import number_in, numbered, parse_json, read_json, read_text
+from megarl.core.files import number_in, numbered, parse_json, read_json, read_text, retry_when_full
 
 MANIFEST = "manifest.json"
 PREFIX = "step_"
@@ -84,7 +84,7 @@ class Checkpoint:
         try:
             manifest = parse_json(read_text(path / MANIFEST))
             content = manifest["content"]
-            if manifest["sha256"] != _digest(content) or not isinstance(content, dict):
+            if not isinstance(content, dict) or manifest["sha256"] != _digest(content):
                 raise ValueError("the digest of the content differs")
         except FileNotFoundError:
             raise _Damage(f"{MANIFEST} is missing") from None
@@ -93,10 +93,12 @@ class Checkpoint:
         version = checked_format(content, path)
         try:
             files = tuple(FileRecord(**record) for record in content["files"])
-            checkpoint = cls(path, int(content["step"]), dict(content["state"]), files, version)
+            checkpoint = cls(path, int(content["step"]), content["state"], files, version)
+            if not isinstance(content["state"], dict):
+                raise TypeError("the state is not an object")
             if any(Path(record.path).is_absolute() or ".." in Path(record.path).parts for record in files):
                 raise ValueError("a file is outside the folder")
-        except (ValueError, KeyError, TypeError, OverflowError):
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
             raise _Damage(f"{MANIFEST} is corrupt") from None
         for record in files:
             checkpoint._check_size(record)
@@ -165,7 +167,7 @@ def write_note(folder: Path, rank: int, files: Iterable[FileRecord]) -> None:
     """Record that a rank has written these files to the folder. The note is not part of the checkpoint."""
     note = folder / NOTE.format(rank)
     new = note.with_suffix(".new")
-    new.write_text(json.dumps([asdict(record) for record in files]), encoding="utf-8")
+    write_synced(new, json.dumps([asdict(record) for record in files]))
     new.replace(note)
 
 
@@ -214,9 +216,13 @@ def _digest(content: Mapping[str, Any]) -> str:
 
 
 def write_synced(file: Path, text: str) -> None:
-    """Write a text file and flush it to disk."""
-    file.unlink(missing_ok=True)  # a link would be followed
-    with file.open("x", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
+    """Write a text file and flush it to disk. Wait if the disk is full, see retry_when_full."""
+
+    def write() -> None:
+        file.unlink(missing_ok=True)  # a link would be followed
+        with file.open("x", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+
+    retry_when_full(write, file)

@@ -8,22 +8,36 @@ import os
 import re
 import shutil
 import stat
+import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar, get_type_hints
 
-from megarl.core.errors import UserError
+from megarl.core.errors import InfrastructureFailure, TooLittleSpace, UserError
+from megarl.core.outage import pauses
+
+T, Record = TypeVar("T"), TypeVar("Record")
 
 Progress = Callable[[str, int, int], None]
 """Progress callback. It is called with the last action ("checked", "written", "verified"), the bytes processed and the
 total bytes."""
 
 
-MAX_DEPTH = 100
-"""Maximum nesting depth of lists and objects in a JSON file. Processing deeper ones exhausts the stack."""
+MAX_DEPTH = 50
+"""Maximum number of nested lists and objects in a JSON value from outside, such as a request or a tool call. Deeper
+ones exhaust the stack when they are processed. Files may be twice as deep, because their rows contain such values."""
+
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+DISK_S = 300.0
+"""Maximum time in seconds that a process waits for space on a full disk, per write."""
+
+PROBE_BYTES = 2**20
 
 
 MAX_BYTES, MAX_LINE_BYTES = 2**32, 2**28
@@ -56,20 +70,68 @@ def require_room(out: Path, num_bytes: int) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(out.parent).free
     if num_bytes > free:
-        raise UserError(
+        raise TooLittleSpace(
             f"{out}: its disk has {free / 1e9:.2f} GB free, but {num_bytes / 1e9:.2f} GB are needed. Fix: free some "
             "space, or choose a folder on another disk"
         )
+
+
+def retry_when_full(write: Callable[[], T], path: Path) -> T:
+    """Call `write`, and repeat it while the disk of `path` or its quota is full, for up to DISK_S seconds. A failed
+    call must leave nothing behind. Raise InfrastructureFailure if the disk is still full then."""
+    remaining = pauses(DISK_S)
+    is_waiting = False
+    while True:
+        try:
+            return write()
+        except Exception as error:
+            if not is_full(error, path):
+                raise
+            pause = next(remaining, None)
+            if pause is None:
+                raise full_disk(path) from error
+        if not is_waiting:
+            is_waiting = True
+            print(f"megarl: warning: {path}: the disk is full; waiting for space", file=sys.stderr, flush=True)
+        time.sleep(pause)
+
+
+def full_disk(path: Path) -> InfrastructureFailure:
+    """Return the error for a disk that is still full after DISK_S."""
+    return InfrastructureFailure(
+        f"{path}: the disk or its quota was full for {DISK_S:g} s. Fix: free disk space, then resume with resume=auto"
+    )
+
+
+def is_full(error: BaseException, path: Path) -> bool:
+    """Return whether a full disk caused the error. Libraries such as torch and safetensors hide the error number, so
+    their errors are checked with a small file beside `path`."""
+    if isinstance(error, TooLittleSpace):
+        return True
+    if isinstance(error, OSError):
+        return error.errno in DISK_FULL
+    try:
+        with tempfile.TemporaryFile(dir=next(parent for parent in path.parents if parent.exists())) as file:
+            file.write(bytes(PROBE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as probe:
+        return probe.errno in DISK_FULL
+    return False
 
 
 def read_text(path: Path) -> str:
     """Return the text of a regular file. Raise FileNotFoundError if the file does not exist, and a UserError that
     names it if it is a symbolic link, not a regular file, or larger than MAX_BYTES. Reading a pipe could block
     forever."""
+    return _read_bytes(path).decode("utf-8", "replace")
+
+
+def _read_bytes(path: Path) -> bytes:
     with open_regular(path) as file:
         if os.fstat(file.fileno()).st_size > MAX_BYTES:
             raise UserError(f"{path}: has more than {MAX_BYTES:,} bytes. Fix: remove the file")
-        return file.read().decode("utf-8", "replace")
+        return file.read()
 
 
 def lines_of(file: BinaryIO, max_bytes: int = MAX_LINE_BYTES) -> Iterator[bytes]:
@@ -101,23 +163,59 @@ def read_json(path: Path) -> Any:
         raise UserError(f"{path}: is not valid JSON: {error}. Fix: restore or remove the file") from None
 
 
-def parse_object(text: str) -> dict[str, Any]:
-    """Parse a JSON object. Raise ValueError under the conditions of `parse_json`, or if the text is another value."""
-    value = parse_json(text)
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file. Raise the errors of `read_json`, or a UserError for any other JSON value."""
+    value = read_json(path)
     if not isinstance(value, dict):
-        raise ValueError("not an object")
+        raise UserError(f"{path}: is not a JSON object. Fix: restore or remove the file")
     return value
 
 
-def parse_json(text: str, parse_constant: Callable[[str], Any] | None = None) -> Any:
-    """Parse a JSON value. `parse_constant` converts NaN and infinities. Raise ValueError if the text is not JSON, is
-    nested more than MAX_DEPTH levels deep, or has an integer with thousands of digits."""
+def read_record(path: Path, kind: type[Record]) -> Record:
+    """Return the instance of a data class whose fields are in a JSON file. Raise the errors of `read_object`, or a
+    UserError if fields are missing, unknown or of the wrong type. Only text and numbers are checked."""
+    values = read_object(path)
+    for name, hint in get_type_hints(kind).items():
+        accepted = {str: str, int: int, float: (int, float)}.get(hint, object)
+        if name in values and not isinstance(values[name], accepted):
+            raise UserError(f"{path}: {name} has the wrong type. Fix: restore or remove the file")
+    try:
+        return kind(**values)
+    except TypeError:
+        raise UserError(f"{path}: has missing or unknown fields. Fix: restore or remove the file") from None
+
+
+def read_foreign_object(path: Path, key: str = "", fix: str = "copy the file again") -> dict[str, Any]:
+    """Return the object in a JSON file that another program wrote, such as a model's config.json. It may be a symbolic
+    link. Raise a UserError if the file has other content or cannot be read. The message begins with `key` and ends
+    with the remedy `fix`."""
+    try:
+        return parse_object(_read_bytes(path.resolve()).decode("utf-8-sig"))
+    except OSError as error:
+        raise UserError(f"{key}{path}: cannot be read ({error.strerror}). Fix: {fix}") from None
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(f"{key}{path}: invalid JSON ({error}). Fix: {fix}") from None
+
+
+def parse_json(text: str | bytes, parse_constant: Callable[[str], Any] | None = None) -> Any:
+    """Return a JSON value. `parse_constant` replaces NaN and infinities. Raise ValueError if the text is not JSON, is
+    nested more than 2 * MAX_DEPTH levels deep, or has an integer with thousands of digits."""
     try:
         value = json.loads(text, parse_constant=parse_constant)
     except RecursionError:
         raise ValueError("nested too deeply") from None
-    if is_deeper(value, MAX_DEPTH):
+    if is_deeper(value, 2 * MAX_DEPTH):
         raise ValueError("nested too deeply")
+    return value
+
+
+def parse_object(text: str | bytes) -> dict[str, Any]:
+    """Return a JSON object. Raise ValueError under the conditions of `parse_json`, or for any other JSON value."""
+    value = parse_json(text)
+    if not isinstance(value, dict):
+        raise ValueError(f"expected an object, found a {type(value).__name__}")
     return value
 
 
@@ -176,23 +274,41 @@ def write_new_file(option: str, path: Path, text: str) -> None:
 
 
 def replace_text(file: Path, text: str) -> None:
-    """Write a text file atomically, replacing any earlier version."""
-    with replacement(file) as stream:
-        stream.write(text.encode(errors="replace"))
+    """Write a text file atomically, replacing any earlier version. Wait if the disk is full, see retry_when_full."""
+
+    def write() -> None:
+        with replacement(file) as stream:
+            stream.write(text.encode(errors="replace"))
+
+    retry_when_full(write, file)
 
 
 @contextmanager
 def replacement(file: Path) -> Iterator[BinaryIO]:
-    """Yield a new file, which replaces `file` when the body ends. An existing link or pipe is not followed."""
+    """Yield a new file, which replaces `file` when the body ends and is deleted if the body raises. An existing link or
+    pipe is not followed."""
     new = file.with_name(f".{file.name}")
     new.unlink(missing_ok=True)
-    with new.open("xb") as stream:
-        yield stream
-    new.replace(file)
+    try:
+        with new.open("xb") as stream:
+            yield stream
+        new.replace(file)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
 
 
 def append_rows(path: Path, rows: Iterable[Any]) -> None:
-    """Append values to a file as lines of human-readable JSON."""
-    # Text may contain lone surrogates, which UTF-8 cannot encode. backslashreplace turns them into JSON escapes.
-    with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
-        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    """Append values to a file as lines of human-readable JSON: all of them, or none if OSError is raised."""
+    with path.open("ab", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        try:
+            for row in rows:
+                # UTF-8 cannot encode lone surrogates. backslashreplace turns them into JSON escapes.
+                left = memoryview(f"{json.dumps(row, ensure_ascii=False)}\n".encode(errors="backslashreplace"))
+                while left:
+                    left = left[file.write(left) or 0 :]
+        except OSError:
+            with suppress(OSError):
+                file.truncate(size)
+            raise

@@ -21,7 +21,7 @@ FinishReason = Literal["stop", "length"]
 NO_ROUTE = -1
 """Expert index of a token without a route."""
 
-FAILED = "failed"
+FAILED, LOST = "failed", "lost"
 """Stop reason of a rollout whose environment raised an error, timed out or exited."""
 
 
@@ -161,6 +161,7 @@ class RolloutInfo:
             with the tokens sampled so far.
         num_context_tokens: number of tokens preceding each turn after the first, summed over these turns.
         num_cached_tokens: number of context tokens that were in the engine's KV cache.
+        num_restarts: number of times that the rollout started over, because its process was lost or a service was away.
     """
 
     stop_reason: str
@@ -169,10 +170,11 @@ class RolloutInfo:
     tool_calls: Mapping[str, int]
     num_context_tokens: int
     num_cached_tokens: int
+    num_restarts: int = 0
 
     @property
     def has_failed(self) -> bool:
-        return self.stop_reason == FAILED
+        return self.stop_reason in (FAILED, LOST)
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,6 +327,7 @@ class Score:
         value: weighted sum of the parts; None if any part failed.
         parts: value of each reward function, by name.
         failure: None, or one line that names the reward function and the error.
+        is_infrastructure: whether the infrastructure caused the failure, rather than a reward function.
         token_reward_totals: totals of the rewards that are assigned to single tokens.
     """
 
@@ -332,6 +335,7 @@ class Score:
     parts: dict[str, float]
     failure: str | None = None
     token_reward_totals: TokenTotals = NO_TOTALS
+    is_infrastructure: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megarl.core.errors import UserError
 from megarl.data.row import Content, Message, as_messages
@@ -40,22 +40,27 @@ def render(
         for_answer: whether to append the header of the assistant's next turn.
         place: the location of the row, for error messages.
     """
-    from jinja2.exceptions import TemplateError
-
     bos = tokenizer.bos_token
     if bos and any(str(message["content"]).startswith(bos) for message in messages):
         raise UserError(
             f"{place}: a message starts with the beginning-of-sequence token {bos}, so it is already rendered. Fix: "
             "remove the token, or set data.chat_template=false for rendered prompts"
         )
+    return _apply(tokenizer, messages, place, add_generation_prompt=for_answer, return_dict=False)
+
+
+def render_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], place: str) -> str:
+    """Render messages as text. Raise a UserError if the template rejects them."""
+    return _apply(tokenizer, messages, place, tokenize=False)
+
+
+def _apply(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], place: str, **options: bool) -> Any:
     try:
-        return tokenizer.apply_chat_template(  # pyright: ignore[reportReturnType]  (ids: neither text nor a dict)
-            list(messages), add_generation_prompt=for_answer, return_dict=False
-        )
-    except TemplateError as error:
+        return tokenizer.apply_chat_template(list(messages), **options)
+    except Exception as error:  # a template is a program and may raise anything
         raise UserError(
-            f"{place}: the model's chat template rejects the messages: {error}. Fix: change the messages, or drop the "
-            "row"
+            f"{place}: the model's chat template rejects the messages: {' '.join(str(error).split())}. Fix: change the "
+            "messages, or drop the row"
         ) from error
 
 

@@ -6,9 +6,10 @@ import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from megarl.core.errors import UserError
+from megarl.core.files import parse_json
 from megarl.core.text import encodable
 from megarl.data.row import Content, LabelRow, MessageRow, PreferenceRow, Row, as_messages
 
@@ -153,13 +154,13 @@ def column_of(record: Mapping[str, Any], name: str) -> Any:
 
 
 def _jsonl_records(path: Path, columns: Sequence[Column], _: Collection[str]) -> Iterator[tuple[int, Record]]:
-    with path.open("rb") as lines:
+    with _open(path) as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             try:
-                record = json.loads(line)
-            except (ValueError, RecursionError) as error:
+                record = parse_json(line)
+            except ValueError as error:
                 raise UserError(
                     f"{path}:{number}: invalid JSON ({error}). Fix: write one UTF-8 JSON object per line"
                 ) from error
@@ -171,27 +172,45 @@ def _jsonl_records(path: Path, columns: Sequence[Column], _: Collection[str]) ->
             yield number, record
 
 
+def _open(path: Path) -> BinaryIO:
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise UserError(f"data.source={path}: cannot be read ({error.strerror}). Fix: make the file readable") from None
+
+
 def _parquet_records(path: Path, columns: Sequence[Column], further: Collection[str]) -> Iterator[tuple[int, Record]]:
     import pyarrow
     import pyarrow.parquet
 
-    try:
-        file = pyarrow.parquet.ParquetFile(path)
-    except pyarrow.ArrowInvalid as error:
-        raise UserError(
-            f"data.source={path}: not a Parquet file ({error}). Fix: write the file again, or rename it to .jsonl "
-            "if it contains JSON lines"
-        ) from error
-    with file:
+    damage = (pyarrow.ArrowException, OSError, ValueError, OverflowError)
+    with _open(path) as stream:
+        try:
+            file = pyarrow.parquet.ParquetFile(stream)
+        except damage as error:
+            raise UserError(
+                f"data.source={path}: not a Parquet file ({_one_line(error)}). Fix: write the file again, or rename it "
+                "to .jsonl if it contains JSON lines"
+            ) from error
         _require_columns(_inner_names(file.schema_arrow), columns, f"{path}:1")
         available = file.schema_arrow.names
         requested = {*further, *(column.name for column in columns)}
         names = {name if name in available else name.partition(".")[0] for name in requested} & {*available}
         number = 0
-        for batch in file.iter_batches(batch_size=1024, columns=None if ALL_COLUMNS in further else list(names)):
-            for record in batch.to_pylist():
-                number += 1
-                yield number, record
+        try:
+            for batch in file.iter_batches(batch_size=1024, columns=None if ALL_COLUMNS in further else list(names)):
+                for record in batch.to_pylist():
+                    number += 1
+                    yield number, record
+        except damage as error:
+            raise UserError(
+                f"{path}:{number + 1}: this row or a later one cannot be read ({_one_line(error)}). Fix: write the "
+                "file again"
+            ) from error
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _inner_names(fields: Iterable[Any]) -> Record:
@@ -223,7 +242,9 @@ def _is_message(entry: Any) -> bool:
 def _is_steps(value: Any) -> bool:
     if not isinstance(value, list) or not value:
         return False
-    return all(isinstance(step, str) and step for step in value) or all(type(step) is int for step in value)
+    return all(isinstance(step, str) and step for step in value) or all(
+        type(step) is int and 0 <= step < 2**31 for step in value
+    )
 
 
 def _is_labels(value: Any) -> bool:
@@ -235,7 +256,7 @@ def _is_labels(value: Any) -> bool:
 def _is_json(value: Any) -> bool:
     try:
         json.dumps(value)
-    except TypeError:
+    except (TypeError, ValueError):  # ValueError: an integer with thousands of digits
         return False
     return True
 

@@ -19,7 +19,7 @@ from megarl.config.schema import Config
 from megarl.core.errors import UserError
 from megarl.core.types import Prompt, Sample, VersionRun
 from megarl.data.arithmetic import DEFAULT_SIZE, arithmetic_labels, arithmetic_messages, arithmetic_preferences
-from megarl.data.chat import MARK, conversation, plain, prompt_ids, response_span
+from megarl.data.chat import MARK, conversation, plain, prompt_ids, render_text, response_span
 from megarl.data.files import label_rows, message_rows, preference_rows
 from megarl.data.prompts import place_of, require_chat_template, require_size, row_name, rows_of_files, too_long
 from megarl.data.row import Content, LabelRow, MessageRow, PreferenceRow, as_messages
@@ -216,7 +216,7 @@ def _text_ends(
     if chat_template:
         prompt_messages = as_messages(prompt, "user")
         text, marked = (
-            str(tokenizer.apply_chat_template([*prompt_messages, *as_messages(content, "assistant")], tokenize=False))
+            render_text(tokenizer, [*prompt_messages, *as_messages(content, "assistant")], place)
             for content in (response, MARK)
         )
         span = response_span(text, marked, response)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -95,7 +95,7 @@ def _require_numbers(row: Row, data: Data) -> None:
     """Raise a UserError for a row whose sort value is not a number or whose weight is not a number of at least 0."""
     for column, key in data.ordering_columns.items():
         value = row.columns[column]
-        is_number = isinstance(value, int | float) and math.isfinite(value)
+        is_number = isinstance(value, int | float) and abs(value) <= sys.float_info.max
         if not is_number or (key == "data.weight_column" and value < 0):
             expected = "a number" if key == "data.sort_column" else "a number of at least 0"
             raise UserError(

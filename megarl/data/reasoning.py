@@ -11,15 +11,17 @@ import difflib
 import json
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import islice
 from numbers import Integral
 from types import ModuleType
 from typing import Any
 
-from megarl.core.errors import UserError, install_extra
+from megarl.core.errors import InfrastructureFailure, UserError, install_extra
 from megarl.core.interpreter import PYTHON
 from megarl.data.files import ALL_COLUMNS
 from megarl.data.row import Row
 from megarl.usercode.child_process import ChildFailure, ChildProcess
+from megarl.usercode.failures import RESTARTS
 from megarl.usercode.parent import connect, send
 
 COLUMNS = ("task", "options", "metadata")
@@ -98,8 +100,30 @@ class Task:
 def reasoning_rows(stages: Sequence[tuple[Task, int]], seed: int, included: Collection[str] = COLUMNS) -> Iterator[Row]:
     """Yield the given number of rows for each task, task by task. The rows are deterministic for a given seed.
     `included` names the columns to include; ALL_COLUMNS includes every column. Raise a UserError under the conditions
-    of `Task.dataset`."""
+    of `Task.dataset`. If the process that generates the rows is killed, another one continues, up to RESTARTS times;
+    then raise InfrastructureFailure."""
     names = COLUMNS if ALL_COLUMNS in included else [name for name in COLUMNS if name in included]
+    num_rows = 0
+    for _ in range(RESTARTS + 1):
+        try:
+            for row in islice(_rows_of_process(stages, seed), num_rows, None):
+                num_rows += 1
+                yield Row(row.number, row.prompt, row.answer, {name: row.columns[name] for name in names})
+            return
+        except ChildFailure as failure:
+            if not failure.was_killed:
+                raise RuntimeError(
+                    f"the reasoning-gym process exited before its last row ({failure}). Its output above shows the "
+                    "cause"
+                ) from None
+    raise InfrastructureFailure(
+        f"data.source: the reasoning-gym process was killed {RESTARTS + 1} times. The kernel kills processes when "
+        "memory runs out. Fix: run on a node with more memory, or lower data.size"
+    )
+
+
+def _rows_of_process(stages: Sequence[tuple[Task, int]], seed: int) -> Iterator[Row]:
+    """Yield the rows that a new process generates, with all columns. Raise ChildFailure if the process ends early."""
     process = ChildProcess([*PYTHON, "-m", "megarl.data.reasoning"], {**os.environ, "PYTHONHASHSEED": "0"})
     try:
         request = {"stages": [(task.name, task.options, size) for task, size in stages], "seed": seed}
@@ -107,12 +131,7 @@ def reasoning_rows(stages: Sequence[tuple[Task, int]], seed: int, included: Coll
         while "end" not in (message := process.receive()):
             if "refused" in message:
                 raise UserError(message["refused"])
-            number, prompt, answer, columns = decode(message["row"])
-            yield Row(number, prompt, answer, {name: columns[name] for name in names})
-    except ChildFailure as failure:
-        raise RuntimeError(
-            f"the reasoning-gym process exited before its last row ({failure}). Its output above shows the cause"
-        ) from None
+            yield Row(*decode(message["row"]))
     finally:
         process.kill()
 

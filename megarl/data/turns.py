@@ -5,6 +5,9 @@ earlier turns. Instead, the chat template renders a short conversation in which 
 by the new messages. The text that the template writes after the sentinel is appended to the turn; closing tags that the
 turn already contains are omitted.
 
+Special tokens in the text of messages are tokenized as ordinary text, because a tool result may repeat what the policy
+has written.
+
 If the template does not support tools, a system message describes them (`tool_formats.instructions`), and tool results
 are user messages between <tool_response> and </tool_response>.
 """
@@ -18,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from megarl.core.errors import UserError
 from megarl.data.tool_calls import MalformedCall, ToolCall
 from megarl.data.tool_formats import FORMATS, CallReader, format_of, instructions
+from megarl.data.typed_tokens import TypedTokens
 from megarl.models.tokenizer import response_text
 
 if TYPE_CHECKING:
@@ -61,6 +65,7 @@ class ChatTokens:
             )
         self._tokenizer = tokenizer
         self._key = key
+        self._typed = TypedTokens(tokenizer)
         self._special = {n: token.content for n, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._other_ends = [number for number, text in self._special.items() if text in OTHER_ENDS]
         self._shown: dict[str, bool] = {}
@@ -122,8 +127,6 @@ class ChatTokens:
 
     def _render(self, messages: Sequence[Message], for_answer: bool = True) -> tuple[str | None, str]:
         """Return the conversation's text, or None and the template's error if it rejects the messages."""
-        from jinja2.exceptions import TemplateError
-
         try:
             text = self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
@@ -131,13 +134,13 @@ class ChatTokens:
                 add_generation_prompt=for_answer,
                 tokenize=False,
             )
-        except (TemplateError, TypeError) as error:  # templates raise TypeError when they add text to a missing value
+        except Exception as error:  # a template is a program and may raise anything
             return None, str(error)
         return str(text), ""
 
     def _encode(self, text: str) -> list[int]:
         # The template has already written the beginning-of-sequence token.
-        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return self._typed.ids(text)
 
     def _suffix(self, messages: Sequence[Message], for_answer: bool = True) -> list[int] | None:
         """Return the ids that the template writes after an assistant turn; None if it rejects the messages."""
@@ -211,9 +214,10 @@ class ChatTokens:
         return self._shown[role]
 
     def _carried(self, messages: Sequence[Message]) -> list[Message]:
-        """Return the messages, with tool results converted to the form that the template accepts."""
+        """Return the messages with marked special tokens, and with tool results in the form that the template
+        accepts."""
         carried: list[Message] = []
-        for place, message in enumerate(messages):
+        for place, message in enumerate(map(self._typed.mark, messages)):
             if message["role"] != "tool":
                 is_after_answer = place > 0 and messages[place - 1]["role"] == "tool" and not self._shows("tool")
                 if message["role"] == "user" and is_after_answer:

@@ -22,6 +22,7 @@ from megarl.environments.protocol import Agent, Environment, Opening, Step, Task
 from megarl.environments.registry import SANDBOX, check_environment, is_agent, takes_sandbox
 from megarl.environments.tools import MalformedCall, Status, ToolCall, describe, run, tools_of
 from megarl.sandbox.choice import find_provider
+from megarl.usercode.failures import kind_of
 from megarl.usercode.parent import connect, send
 
 
@@ -41,8 +42,10 @@ class Host:
             methods = {"reset": self._reset, "step": self._step, "run": self._run, "close": self._close}
             return {"value": await methods[method](rollout, request)}
         except BaseException as error:  # user code may raise anything, including SystemExit
-            lines = traceback.format_exception(error)
-            return {"failure": f"{method} raised {type(error).__name__}: {error}", "stack": "".join(lines)}
+            failure, stack = f"{method} raised {type(error).__name__}: {error}", traceback.format_exception(error)
+            # The rollouts in this process share its memory limit, so another rollout may have used the memory.
+            kind = "lost" if isinstance(error, MemoryError) else kind_of(error)
+            return {"failure": failure, "stack": "".join(stack), "kind": kind}
 
     async def _reset(self, rollout: str, request: Mapping[str, Any]) -> dict[str, Any]:
         environment = self._environments[rollout] = self._kind(**self._options)
@@ -134,8 +137,14 @@ async def serve(host: Host, parent: BufferedRWPair) -> None:
 
 
 def main(
-    parent: BufferedRWPair, name: str, options: Mapping[str, Any], tool_timeout_s: float, sandbox: Mapping[str, Any]
+    parent: BufferedRWPair,
+    name: str,
+    options: Mapping[str, Any],
+    tool_timeout_s: float,
+    sandbox: Mapping[str, Any],
+    memory_mib: int | None,
 ) -> None:
+    """Serve requests for environments of the class `name`. The parent process applies `memory_mib`."""
     try:
         kind = check_environment(name, options)
         if takes_sandbox(kind):

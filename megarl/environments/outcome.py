@@ -23,6 +23,7 @@ class Outcome:
         tool_calls: number of tool calls per status.
         failure: one-line reason for the failure, or None. A failed rollout has no reward.
         stack: stack trace of the environment's exception, or "".
+        num_restarts: number of earlier attempts at this rollout, which left no samples.
     """
 
     stop_reason: StopReason = StopReason.DONE
@@ -31,11 +32,12 @@ class Outcome:
     tool_calls: Counter[str] = field(default_factory=Counter)
     failure: str | None = None
     stack: str = ""
+    num_restarts: int = 0
 
-    def fail(self, reason: str, stack: str = "") -> None:
+    def fail(self, reason: str, stack: str = "", stop_reason: StopReason = StopReason.FAILED) -> None:
         """Mark the rollout as failed. Only the first failure is kept."""
         if self.failure is None:
-            self.failure, self.stack, self.stop_reason = " ".join(reason.split()), stack, StopReason.FAILED
+            self.failure, self.stack, self.stop_reason = " ".join(reason.split()), stack, stop_reason
 
     def samples(self, name: str, prompt: Prompt, parts: Sequence[Part]) -> list[Sample]:
         """Return one sample per part that has a turn, or one empty sample if no part has one. Reward functions score
@@ -49,6 +51,7 @@ class Outcome:
             tool_calls=dict(self.tool_calls),
             num_context_tokens=sum(transcript.num_context_tokens for transcript in transcripts),
             num_cached_tokens=sum(transcript.num_cached_tokens for transcript in transcripts),
+            num_restarts=self.num_restarts,
         )
         if not parts:
             empty = np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.bool_)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.core.types import FAILED, FinishReason
+from megarl.core.types import FAILED, LOST, FinishReason
 from megarl.environments.tools import MalformedCall, Message, Toolbox, ToolCall, run
 
 
@@ -28,6 +28,9 @@ class StopReason(StrEnum):
     """The token limit leaves no room for another turn or for the observation."""
     FAILED = FAILED
     """The environment raised an error, hung, or exited its process. The rollout has no reward."""
+    LOST = LOST
+    """The environment's process was killed in every attempt, or a service that it needs was away for too long. The
+    rollout has no reward."""
 
 
 @dataclass(frozen=True, slots=True)

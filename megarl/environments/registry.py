@@ -55,6 +55,12 @@ def environment_class(name: str) -> type[Environment] | type[Agent]:
     )
 
 
+def answer_check(name: str | None) -> Callable[[Any], object] | None:
+    """Return the function of a built-in class that raises ValueError for an answer that it cannot compare with
+    responses; None if the class has none."""
+    return None if name is None or name not in SHIPPED else getattr(environment_class(name), "check_answer", None)
+
+
 def check_environment(name: str, options: Mapping[str, Any]) -> type[Environment] | type[Agent]:
     """Return the class with this name after checking for errors that would make rollouts fail. Raise UserError for
     options that the constructor does not accept, incorrect method signatures, and tools that cannot be described."""

@@ -10,17 +10,19 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megarl.config.schema import Config
-from megarl.core.errors import UserError
+from megarl.core.errors import InfrastructureFailure, UserError
+from megarl.core.outage import Outage
 from megarl.core.types import Completion, Prompt, Sample
 from megarl.data.plain_turns import PlainTokens, text_ids
 from megarl.data.turns import ChatTokens
 from megarl.environments.agent_rollout import AgentRollout
-from megarl.environments.hosts import TOOLS_S, HostFailure, HostPool, HostProcess
+from megarl.environments.hosts import FREE_MEMORY, TOOLS_S, HostFailure, HostPool, HostProcess
 from megarl.environments.outcome import Outcome
 from megarl.environments.protocol import StopReason, Task
 from megarl.environments.sessions.server import SessionServer
 from megarl.environments.sessions.session import turn_seed
 from megarl.environments.transcript import Part, Transcript
+from megarl.usercode.failures import RESTARTS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -73,7 +75,9 @@ class RolloutRunner:
         self.config, self.tokenizer, self.pool = config, tokenizer, pool
         self.tokens = turn_tokens(config, tokenizer, pool.tools)
         self._server: SessionServer | None = None
-        self._num_consecutive_failures = 0
+        self._outage = Outage(config.rewards.outage_s)
+        self._num_failures = self._num_lost = 0
+        """Numbers of failed and of lost rollouts since the last successful one."""
 
     async def start(self, address: str) -> None:
         """Start the endpoint for agents on this address. Do nothing if the class is an environment."""
@@ -93,42 +97,90 @@ class RolloutRunner:
 
     async def run(self, request: RolloutRequest, sample: Sampler) -> list[Sample]:
         """Run a rollout and return one or more samples. A failed rollout's samples carry the failure, not a reward.
-        Raise UserError after environment.max_consecutive_failures consecutive failed rollouts, unless it is None."""
-        rollout = (
-            _Rollout(self, request, sample)
-            if self._server is None
-            else AgentRollout(self.config, self._server, request, sample)
-        )
-        host = await self.pool.take()
-        try:
-            await rollout.play(host)
-        except HostFailure as failure:
-            rollout.outcome.fail(str(failure), failure.stack)
-        except UserError as error:  # the chat template rejected the messages
-            rollout.outcome.fail(str(error))
-        finally:  # the environment must also be closed if the rollout was aborted or the engine was lost
-            await asyncio.shield(self._close(host, request.key, rollout.outcome))
+
+        A rollout whose process is lost starts over in another process, up to RESTARTS times. The last time, it has the
+        process to itself, because another rollout in the process may have been the cause. While a service that the
+        environment needs is away, the rollout starts over with pauses, for up to rewards.outage_s.
+
+        Raise UserError after environment.max_consecutive_failures failed rollouts without a successful one, and
+        InfrastructureFailure after as many lost ones, unless it is None.
+        """
+        pauses, num_restarts, num_lost = self._outage.begin_call(), 0, 0
+        while True:
+            rollout = (
+                _Rollout(self, request, sample)
+                if self._server is None
+                else AgentRollout(self.config, self._server, request, sample)
+            )
+            rollout.outcome.num_restarts = num_restarts
+            failure = await self._play(rollout, request.key, is_alone=num_lost == RESTARTS)
+            if failure is None:
+                self._outage.end()
+                break
+            pause, reason = None, str(failure)
+            if failure.kind == "lost":
+                num_lost += 1
+                pause = 0.0 if num_lost <= RESTARTS else None
+                reason = f"{reason} in each of {num_lost} attempts"
+            elif failure.kind == "away":
+                pause = next(pauses)
+                reason = f"{reason} (for longer than rewards.outage_s={self._outage.limit_s:g})"
+            if pause is None:
+                stop_reason = StopReason.LOST if failure.is_infrastructure else StopReason.FAILED
+                rollout.outcome.fail(reason, failure.stack, stop_reason)
+                break
+            print(f"environments: rollout {request.id} starts over: {failure}", flush=True)
+            num_restarts += 1
+            await asyncio.sleep(pause)
         self._count(rollout.outcome)
         return rollout.samples()
 
-    async def _close(self, host: HostProcess, key: str, outcome: Outcome) -> None:
-        """Close the rollout's environment and release its process."""
+    async def _play(self, rollout: _Rollout | AgentRollout, key: str, is_alone: bool) -> HostFailure | None:
+        """Make one attempt at a rollout. Return its failure, if any."""
+        host, failure = await (self.pool.take_alone() if is_alone else self.pool.take()), None
+        try:
+            await rollout.play(host)
+        except HostFailure as error:
+            failure = error
+        except UserError as error:  # the chat template rejected the messages
+            failure = HostFailure(str(error))
+        finally:  # the environment must also be closed if the rollout was aborted or the engine was lost
+            closing_failure = await asyncio.shield(self._close(host, key, rollout.outcome))
+        if failure is None and closing_failure is not None and closing_failure.kind != "lost":
+            return closing_failure
+        return failure
+
+    async def _close(self, host: HostProcess, key: str, outcome: Outcome) -> HostFailure | None:
+        """Close the rollout's environment and release its process. Return the failure, if any."""
         try:
             outcome.tool_calls.update(await host.invoke("close", key, self.config.environment.timeout_s))
         except HostFailure as failure:
-            outcome.fail(str(failure), failure.stack)
+            return failure
         finally:
             await self.pool.give_back(host)
+        return None
 
     def _count(self, outcome: Outcome) -> None:
+        """Count a finished rollout. Lost and failed rollouts have separate counts."""
         settings = self.config.environment
-        self._num_consecutive_failures = self._num_consecutive_failures + 1 if outcome.failure is not None else 0
-        if self._num_consecutive_failures == settings.max_consecutive_failures:
-            raise UserError(
-                f"environment.max_consecutive_failures={settings.max_consecutive_failures}: so many consecutive "
-                f"rollouts of environment.class={settings.name} failed. Fix: correct the environment, or raise "
-                f"environment.max_consecutive_failures. Last failure: {outcome.failure}"
-            )
+        limit = f"environment.max_consecutive_failures={settings.max_consecutive_failures}"
+        if outcome.failure is None:
+            self._num_failures = self._num_lost = 0
+        elif outcome.stop_reason == StopReason.LOST:
+            self._num_lost += 1
+            if self._num_lost == settings.max_consecutive_failures:
+                raise InfrastructureFailure(
+                    f"{limit}: this many consecutive rollouts of environment.class={settings.name} were lost. Last "
+                    f"failure: {outcome.failure}. {FREE_MEMORY}, or restore the service, then resume with resume=auto"
+                )
+        else:
+            self._num_failures += 1
+            if self._num_failures == settings.max_consecutive_failures:
+                raise UserError(
+                    f"{limit}: this many consecutive rollouts of environment.class={settings.name} failed. Fix: "
+                    "correct the environment, or raise environment.max_consecutive_failures. Last failure: "
+                    f"{outcome.failure}"
+                )
 
 
 class _Rollout:

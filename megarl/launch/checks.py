@@ -162,7 +162,7 @@ def _check_layout(request: Request, config: Config) -> str:
         raise UserError(
             f"--nodes={request.nodes}: the layouts need {needed} GPUs (one per rank), but the job has "
             f"{request.nodes} x --gpus-per-node={request.gpus} = {available}. Fix: {remedy} the layouts or "
-            f"rollout.replicas to use {available} GPUs (see megarl plan)"
+            f"rollout.replicas to use {available} GPUs (see megarl plan RECIPE --gpus GPUS)"
         )
     on_gpus = request.gpus > 0
     placed = place(config, cores=1, on_gpus=on_gpus, gpus_per_node=request.gpus if on_gpus else None)

@@ -23,13 +23,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from megarl.core.files import read_json, read_text, replace_text
+from megarl.core.files import read_record, read_text, replace_text
 from megarl.run.folder import LAUNCH
 
-Verdict = Literal["done", "signaled", "user_error", "stalled", "failed"]
+Verdict = Literal["done", "signaled", "user_error", "stalled", "infrastructure", "failed"]
 """Outcome of an attempt: the run is complete (`done`), a signal stopped it (`signaled`), a user error occurred that
-would recur (`user_error`), the attempt did not start because earlier ones saved no checkpoint (`stalled`), or any other
-failure occurred (`failed`)."""
+would recur (`user_error`), the attempt did not start because earlier ones saved no checkpoint (`stalled`), a resource
+outside the run was unavailable, such as disk space (`infrastructure`), or any other failure occurred (`failed`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class JobFolder:
         replace_text(self.path / "job.json", json.dumps(asdict(job), indent=2) + "\n")
 
     def job(self) -> Job:
-        return Job(**read_json(self.path / "job.json"))
+        return read_record(self.path / "job.json", Job)
 
     def write_verdict(self, verdict: Verdict, cause: str, bad_nodes: Sequence[str] = ()) -> None:
         """Record the outcome of the attempt. bad_nodes: nodes to exclude from later attempts."""

@@ -15,7 +15,7 @@ from megarl.cluster.network import address_towards, interface_of, listen, own_ad
 from megarl.cluster.nodes.rendezvous import PACKAGES
 from megarl.config.schema import Config
 from megarl.core.errors import UserError
-from megarl.core.files import read_json, replace_text
+from megarl.core.files import read_record, replace_text
 from megarl.core.versions import installed_versions
 from megarl.launch.folder import Job, Verdict
 from megarl.launch.named_files import named_files
@@ -25,6 +25,10 @@ from megarl.planner.doctor.machine import RUN_DISK
 
 POLL_S = 0.2
 CONNECT_S = 10.0
+
+
+DISK = "run.folder="
+"""Start of the line for a full disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +67,7 @@ def examine_node(node: str, run: Path, job: Job, config: Config) -> NodeReport:
     missing = [named.missing_error(remedy) for named in named_files(config) if not named.exists]
     if any(item.name == RUN_DISK for item in findings):  # all nodes share this disk, so it is not the node's problem
         missing.append(
-            f"run.folder={config.run.folder}: the disk is full or not writable. Fix: run megarl doctor for details"
+            f"{DISK}{config.run.folder}: the disk is full or not writable. Fix: run megarl doctor for details"
         )
     if (gpus := num_gpus()) < job.gpus:
         problems.append(f"found {gpus} GPUs, but the run needs {job.gpus} per node")
@@ -123,16 +127,17 @@ def await_reports(folder: Path, nodes: Sequence[str], timeout_s: float) -> list[
     while not all((folder / node).exists() for node in nodes) and time.monotonic() < deadline:
         time.sleep(POLL_S)
     files = [folder / node for node in nodes]
-    return [NodeReport(**read_json(file)) for file in files if file.exists()]
+    return [read_record(file, NodeReport) for file in files if file.exists()]
 
 
 def find_objection(
-    reports: Sequence[NodeReport], nodes: Sequence[str], run: Path, timeout_s: float
+    reports: Sequence[NodeReport], nodes: Sequence[str], run: Path, timeout_s: float, has_run: bool = False
 ) -> Objection | None:
     """Return the reason why an attempt cannot start on these nodes, or None.
 
-    A path that is missing on all nodes is a user error, and so is a problem that more than two nodes share. Otherwise
-    nodes with problems are bad. Package versions must match the majority, or the first node if there is a tie. If no
+    A path that is missing on all nodes is a user error, and so is a problem that more than two nodes share. If an
+    earlier attempt has run (`has_run`), a full disk is a failure of the infrastructure. Otherwise nodes with problems
+    are bad. Package versions must match the majority, or the first node if there is a tie. If no
     other node can connect to the first one, the first one is bad.
     """
     reporting, many = {report.node for report in reports}, len(nodes) > 2
@@ -145,7 +150,9 @@ def find_objection(
         return Objection("user_error" if many and len(reporting) == 1 else "failed", cause, silent)
     common = set.intersection(*({*report.missing, *(report.problems if many else ())} for report in reports))
     if common:
-        return Objection("user_error", "on all nodes: " + "; ".join(sorted(common)))
+        is_disk_only = all(line.startswith(DISK) for line in common)
+        verdict: Verdict = "infrastructure" if has_run and is_disk_only else "user_error"
+        return Objection(verdict, "on all nodes: " + "; ".join(sorted(common)))
     unconnected = {each.node: [each.connection_error] for each in reports if each.connection_error is not None}
     if many and len(unconnected) == len(nodes) - 1:
         cause = f"node {nodes[0]}: no other node can connect to it: {reports[1].connection_error}"

@@ -15,9 +15,8 @@ from pathlib import Path
 
 from megarl.cluster.nodes.rendezvous import NODES, NodeRendezvous
 from megarl.config.load import load
-from megarl.core.errors import UserError
+from megarl.core.errors import InfrastructureFailure, UserError
 from megarl.core.files import replace_text
-from megarl.core.interpreter import PYTHON
 from megarl.launch.folder import JobFolder, Verdict
 from megarl.launch.preflight import (
     await_reports,
@@ -32,7 +31,7 @@ from megarl.run.checkpoints import Checkpoints
 from megarl.run.effective_time import ALLOCATED, effective_time
 from megarl.run.folder import RunFolder
 
-MEGARL = (*PYTHON, "-m", "megarl.cli")
+MEGARL = (sys.executable, "-m", "megarl.cli")
 REPORT_TIMEOUT_S = 300.0
 """Seconds that all nodes have to report to the first one. They may have to pull images, and network file systems may
 cache the absence of a file for a while."""
@@ -45,7 +44,12 @@ JOIN_S = 120.0
 
 POLL_S, TOUCH_S = 0.5, 10.0
 ERROR = "megarl: error: "
-VERDICTS: Mapping[int, Verdict] = {0: "done", 2: "user_error", 130: "signaled"}
+VERDICTS: Mapping[int, Verdict] = {
+    0: "done",
+    UserError.exit_code: "user_error",
+    InfrastructureFailure.exit_code: "infrastructure",
+    130: "signaled",
+}
 """Verdict for each exit status of `megarl train`. Any other status is a failure that may be transient."""
 
 
@@ -75,7 +79,8 @@ class Task:
         environ = os.environ
         if not {"SLURM_PROCID", "MEGARL_NODES"} <= environ.keys():
             raise UserError(
-                "megarl node: this command runs only inside the job script of megarl launch. Fix: use megarl launch"
+                "megarl node: this command runs only inside the job script of megarl launch. Fix: use megarl launch "
+                "RECIPE --nodes N --time TIME"
             )
         return cls(
             number=int(environ["SLURM_PROCID"]),
@@ -146,9 +151,12 @@ def drive(task: Task, folder: JobFolder) -> int:
     with listen_for_nodes(report, config) as report:
         send_report(preflight, report)
         reports = await_reports(preflight, task.nodes, REPORT_TIMEOUT_S)
-    if objection := find_objection(reports, task.nodes, run, REPORT_TIMEOUT_S):
+    record = Attempt(task.job, task.restart, task.allocated, time.time(), saved)
+    if objection := find_objection(reports, task.nodes, run, REPORT_TIMEOUT_S, has_run=bool(attempts.all())):
+        if objection.verdict == "infrastructure":
+            attempts.begin(record)  # `stalled` limits these attempts as well
         return _write_verdict(folder, objection.verdict, objection.cause, objection.bad_nodes)
-    attempt = attempts.begin(Attempt(task.job, task.restart, task.allocated, time.time(), saved))
+    attempt = attempts.begin(record)
     status, cause = _train(task, folder, attempt)
     verdict = VERDICTS.get(status, "failed")
     lost = NodeRendezvous(run / NODES).lost() if verdict == "failed" and len(task.nodes) > 1 else ()

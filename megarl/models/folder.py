@@ -14,7 +14,8 @@ from typing import Any
 
 from megarl.config.schema import Config
 from megarl.core.errors import UserError, install_extra
-from megarl.core.files import parse_object
+from megarl.core.files import read_foreign_object
+from megarl.models.huggingface import wrong_type
 
 PACKAGE_PREFIX = "package:"
 CONVERSION_TIMEOUT_S = 3600
@@ -108,11 +109,16 @@ def read_local_config(
 
 def read_config(folder: Path) -> dict[str, Any]:
     """Return the contents of the model's config.json. Raise a UserError if the file is corrupt."""
-    path = folder / "config.json"
-    try:
-        return parse_object(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path}: invalid JSON ({error}). Fix: copy the model's file again") from None
+    return read_config_file(folder / "config.json")
+
+
+def read_config_file(path: Path, key: str = "") -> dict[str, Any]:
+    """Return the contents of a config.json under any name, after the same checks as in `read_config`."""
+    fix = "copy the model's file again"
+    config = read_foreign_object(path, key, fix)
+    if (problem := wrong_type(config)) is not None:
+        raise UserError(f"{key}{path}: {problem}. Fix: {fix}")
+    return config
 
 
 def default_cache() -> Path:

@@ -9,7 +9,7 @@ from typing import Any
 from megarl.config.model_schema import Lora
 from megarl.config.violations import raise_all
 from megarl.core.errors import UserError
-from megarl.core.files import parse_object
+from megarl.core.files import read_foreign_object
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -74,10 +74,7 @@ def check_adapter_config(folder: Path, lora: Lora) -> None:
     for file in (path, folder / WEIGHTS):
         if not file.is_file():
             raise UserError(f"actor.lora.path={folder}: has no {file.name}. Fix: use a folder that PEFT saved")
-    try:
-        content = parse_object(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path}: invalid JSON ({error}). Fix: copy the file again") from None
+    content = read_foreign_object(path)
     lines = [
         f"actor.lora.{name}={value:g}: the adapters in {folder} have {key}={content.get(key)}. Fix: set "
         f"actor.lora.{name}={content.get(key)}"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.core.errors import UserError
-from megarl.core.files import parse_object
+from megarl.core.files import read_foreign_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -53,22 +53,24 @@ def _load(folder: Path, key: str) -> PreTrainedTokenizerBase:
         raise UserError(
             f"{key}={folder}: the folder has no tokenizer. Fix: copy the model's tokenizer files into the folder"
         )
-    if _is_generic(folder):
-        from transformers import PreTrainedTokenizerFast
-
-        return PreTrainedTokenizerFast.from_pretrained(folder)
-    from transformers import AutoTokenizer
-
     try:
+        if _is_generic(folder):
+            from transformers import PreTrainedTokenizerFast
+
+            return PreTrainedTokenizerFast.from_pretrained(folder)
+        from transformers import AutoTokenizer
+
         # By default, transformers asks on the terminal whether to execute the folder's code.
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except ValueError as error:
-        if "trust_remote_code" not in str(error):
-            raise
-        raise UserError(
-            f"{key}={folder}: the tokenizer is Python code in the folder, which megarl does not execute. Fix: save the "
-            "tokenizer as tokenizer.json"
-        ) from None
+    except UserError:
+        raise
+    except Exception as error:  # the tokenizers library raises Exception for a damaged file
+        problem = f"cannot be loaded ({type(error).__name__}: {' '.join(str(error).split())})"
+        fix = "copy the model's tokenizer files again"
+        if "trust_remote_code" in str(error):
+            problem = "is Python code in the folder, which megarl does not execute"
+            fix = "save the tokenizer as tokenizer.json"
+        raise UserError(f"{key}={folder}: the tokenizer {problem}. Fix: {fix}") from error
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
@@ -112,10 +114,7 @@ def _is_generic(folder: Path) -> bool:
     config_file = folder / "tokenizer_config.json"
     if not config_file.is_file() or not (folder / "tokenizer.json").is_file():
         return False
-    try:
-        return parse_object(config_file.read_text(encoding="utf-8")).get("tokenizer_class") in GENERIC_CLASSES
-    except ValueError as error:
-        raise UserError(f"{config_file}: invalid JSON ({error}). Fix: copy the model's file again") from None
+    return read_foreign_object(config_file).get("tokenizer_class") in GENERIC_CLASSES
 
 
 def opening_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megarl.core.errors import UserError
+from megarl.core.files import read_foreign_object
+from megarl.core.text import encodable
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+LONGEST_NAME = 255
 LFS_POINTER = b"version https://git-lfs"
 
 
@@ -85,10 +88,14 @@ def require_names(folder: Path, present: Collection[str], names: Collection[str]
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    try:
-        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        if all(Path(name).name == name != ".." for name in names.values()):
-            return names
-    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):  # not an index
-        pass
+    names = None
+    with suppress(UserError):
+        names = read_foreign_object(index).get("weight_map")
+    if isinstance(names, dict) and all(isinstance(name, str) and _is_file_name(name) for name in names.values()):
+        return names
     raise UserError(f"{index}: is not an index of safetensors files. Fix: download it again")
+
+
+def _is_file_name(name: str) -> bool:
+    is_name = Path(name).name == name and name not in ("", "..") and "\0" not in name
+    return is_name and encodable(name) == name and len(name.encode()) <= LONGEST_NAME

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from megarl.config.rules import shared_gpu as shared_gpu_rules
 from megarl.config.schema import Config
 from megarl.config.violations import raise_all
 from megarl.core.errors import UserError
+from megarl.core.files import parse_object
 from megarl.models.folder import ModelNotLocal, read_local_config
 from megarl.models.rules import check_critic_model
 from megarl.models.trained_model import trained_hf_config
@@ -117,7 +117,16 @@ def simulate_steps(planned: Planned, lengths: Sequence[int] = (), ahead: Sequenc
             if lengths
             else log_normal_lengths(workload.response_tokens, longest, samples)
         )
-        runs[max_staleness] = simulate(speeds, workload.prompts, max_staleness, draw, is_colocated=config.is_colocated)
+        is_own = max_staleness == config.rollout.max_staleness  # batch.oversampling is set for this value
+        runs[max_staleness] = simulate(
+            speeds,
+            workload.prompts,
+            max_staleness,
+            draw,
+            is_colocated=config.is_colocated,
+            num_ahead=config.prompts_ahead if is_own else None,
+            drops=config.drops_rollouts,
+        )
     return runs
 
 
@@ -126,11 +135,16 @@ def recorded(file: Path | None) -> list[int]:
     Raise a UserError if the file is empty or is not a rollout file."""
     if file is None:
         return []
+    lengths = []
     try:
-        lengths = [json.loads(line)["num_response_tokens"] for line in file.read_text(encoding="utf-8").splitlines()]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        for number, line in enumerate(file.read_bytes().splitlines(), start=1):
+            length = parse_object(line).get("num_response_tokens")
+            if type(length) is not int or not 0 <= length < 2**31:
+                raise ValueError(f"line {number}: num_response_tokens={length!r}")
+            lengths.append(length)
+    except (OSError, ValueError) as error:
         raise UserError(
-            f"--lengths {file}: cannot be read ({error!r}). Fix: use a file in rollouts/ of a run's folder"
+            f"--lengths {file}: cannot be read ({error}). Fix: use a file in rollouts/ of a run's folder"
         ) from None
     if not lengths:
         raise UserError(f"--lengths {file}: the file is empty. Fix: use a file in rollouts/ of a run's folder")

@@ -48,13 +48,15 @@ def table(planned: Planned) -> str:
 def simulated_table(runs: Mapping[int, Simulated]) -> str:
     """Return a table that compares simulated runs. runs: the simulated run for each value of rollout.max_staleness. The
     value 0 must be present."""
-    synchronous = runs[0].step_seconds
+    synchronous, drops = runs[0].step_seconds, any(run.dropped for run in runs.values())
     lines = [
         "simulated, by rollout.max_staleness:",
-        f"{'':>14}{'step':>10}{'speedup':>9}{'engines idle':>14}{'trainers idle':>15}{'mean lag':>10}",
+        f"{'':>14}{'step':>10}{'speedup':>9}{'engines idle':>14}{'trainers idle':>15}{'mean lag':>10}"
+        f"{'dropped' if drops else '':>9}",
         *(
             f"{max_staleness:>14}{run.step_seconds:>8.1f} s{synchronous / run.step_seconds:>7.2f} x"
             f"{100 * run.engines_idle:>12.1f} %{100 * run.trainers_idle:>13.1f} %{run.mean_age:>10.1f}"
+            + (f"{100 * run.dropped:>7.1f} %" if drops else "")
             for max_staleness, run in runs.items()
         ),
     ]

@@ -48,6 +48,7 @@ class Simulated:
         trainers_idle: fraction of the time in which the trainers were idle.
         mean_age: mean number of weight versions between the start of a rollout and its use in training.
         largest_age: maximum number of weight versions between the start of a rollout and its use in training.
+        dropped: fraction of the prompts' rollouts that were dropped as too old, relative to those that were started.
     """
 
     step_seconds: float
@@ -55,6 +56,7 @@ class Simulated:
     trainers_idle: float
     mean_age: float
     largest_age: int
+    dropped: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -107,6 +109,13 @@ class _Engine:
         steps = self.active[0][0] - self.steps
         return self.recomputing + steps * self.speeds.token_seconds(len(self.active))
 
+    def abort(self, groups: Sequence[_Group], numbers: Iterator[int]) -> None:
+        """Drop the sequences of these groups."""
+        self.active = [sequence for sequence in self.active if sequence[3] not in groups]
+        heapq.heapify(self.active)
+        self.waiting = [sequence for sequence in self.waiting if sequence[1] not in groups]
+        self._fill(numbers)
+
     def receive_weights(self) -> None:
         """Receive new weights and keep the running sequences."""
         if self.speeds.recompute is not None:
@@ -135,16 +144,32 @@ class _Engine:
 class _Clock:
     """The virtual clock of a run, together with the run's schedule and engines."""
 
-    def __init__(self, speeds: Speeds, per_step: int, max_staleness: int):
-        self.schedule: RolloutSchedule[_Group] = RolloutSchedule(per_step, max_staleness)
+    def __init__(self, speeds: Speeds, schedule: RolloutSchedule[_Group]):
+        self.schedule = schedule
         self.engines = [_Engine(speeds) for _ in range(speeds.replicas)]
         self.now = 0.0
+        self.num_begun = self.num_dropped = self.num_again = 0
         self._numbers = iter(range(2**62))
 
-    def begin(self, lengths: Sequence[int], version: int) -> None:
-        group = _Group(lengths, version, len(lengths))
-        self.schedule.begin(group, version)
-        min(self.engines, key=lambda engine: engine.load).add(group, self._numbers)
+    def begin(self, number: int, lengths: Callable[[], Sequence[int]], version: int, wanted: int) -> None:
+        """Start rollouts of so many prompts. Dropped prompts come first, and the step waits for them, as in
+        `step/queue.py`."""
+        num_waited = min(self.num_again, self.schedule.num_to_wait_for(wanted))
+        for i in range(number):
+            drawn = lengths()
+            group = _Group(drawn, version, len(drawn))
+            self.schedule.begin(group, version, again=i < num_waited)
+            min(self.engines, key=lambda engine: engine.load).add(group, self._numbers)
+        self.num_again = max(0, self.num_again - number)
+        self.num_begun += number
+
+    def drop(self, version: int) -> None:
+        """Drop the groups that are too old for a step from this version."""
+        expired = self.schedule.expire(version)
+        for engine in self.engines:
+            engine.abort(expired, self._numbers)
+        self.num_again += len(expired)
+        self.num_dropped += len(expired)
 
     def sample(self, seconds: float) -> None:
         """Let the engines sample for the given time."""
@@ -180,25 +205,29 @@ def simulate(
     lengths: Callable[[], Sequence[int]],
     steps: int = 20,
     is_colocated: bool = False,
+    num_ahead: int | None = None,
+    drops: bool = False,
 ) -> Simulated:
     """Simulate a run.
 
     Args:
+        num_ahead: number of prompts in flight beyond those for the current step, as in RolloutSchedule.
+        drops: whether rollouts that become too old are dropped and their prompts restarted, instead of waited for.
         lengths: draws the response lengths for the next prompt.
         is_colocated: whether engines pause while the models train, as they do on shared devices.
     """
-    clock = _Clock(speeds, prompts_per_step, max_staleness)
-    start, busy, ages = 0.0, 0.0, []
+    clock = _Clock(speeds, RolloutSchedule(prompts_per_step, max_staleness, num_ahead, drops))
+    start, busy, ages, begun, dropped = 0.0, 0.0, [], 0, 0
     for version in range(steps):
         if version == steps // 2:
-            start, busy, ages = clock.now, clock.busy, []
+            start, busy, ages, begun, dropped = clock.now, clock.busy, [], clock.num_begun, clock.num_dropped
         # Pretend that more steps follow. Otherwise fewer rollouts would start near the end of the simulation.
-        for _ in range(clock.schedule.num_to_begin(prompts_per_step, steps)):
-            clock.begin(lengths(), version)
+        clock.begin(clock.schedule.num_to_begin(prompts_per_step, steps), lengths, version, prompts_per_step)
         for missing in range(prompts_per_step, 0, -1):
             while (group := clock.schedule.take(version, missing)) is None:
                 clock.sample_until_next()
             ages.append(version - group.version)
+        clock.drop(version + 1)
         if is_colocated:
             clock.now += speeds.train_seconds
         else:
@@ -214,6 +243,7 @@ def simulate(
         trainers_idle=1 - speeds.train_seconds / seconds,
         mean_age=sum(ages) / len(ages),
         largest_age=max(ages),
+        dropped=(clock.num_dropped - dropped) / max(1, clock.num_begun - begun),
     )
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from megarl.core.jsonl import read_objects
 from megarl.report.history import History
 from megarl.report.plots import Band, Chart, draw, figure
-from megarl.report.viewer import number_or_none, score_of, select_turn_fields, shorten, spread
+from megarl.report.viewer import FileCache, number_or_none, score_of, select_turn_fields, shorten, spread, spread_stably
 
 PREFIX = "evaluation/"
 ESTIMATE = re.compile(r"evaluation/([^/]+)/((avg@|pass@|pass\^)([0-9]{1,9}))")
@@ -40,10 +40,12 @@ class SetSamples:
     num_steps: int
 
 
-def read_evaluations(files: Mapping[str, Mapping[int, Path]]) -> list[SetSamples]:
+def read_evaluations(files: Mapping[str, Mapping[int, Path]], cache: FileCache | None = None) -> list[SetSamples]:
     """Read samples from all evaluation sets. `files` maps a set name and a step to a sample file."""
+    cache = FileCache() if cache is None else cache
+    chosen = {name: spread_stably(sorted(by_step), MAX_STEPS) for name, by_step in files.items()}
     return [
-        SetSamples(name, {step: _read(by_step[step]) for step in spread(sorted(by_step), MAX_STEPS)}, len(by_step))
+        SetSamples(name, {step: cache.get(_read, by_step[step]) for step in chosen[name]}, len(by_step))
         for name, by_step in files.items()
     ]
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
-from megarl.core.jsonl import read_objects
+from megarl.core.files import MAX_LINE_BYTES, lines_of, open_regular
+from megarl.core.jsonl import parse_lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,19 +45,72 @@ class History:
 def read_history(path: Path) -> History:
     """Read a metrics.jsonl file. If the file does not exist, the history has no steps. If a step occurs more than once,
     its last line is used."""
-    objects, unreadable = read_objects(path) if os.path.lexists(path) else ([], [])
-    by_step = {record["step"]: record for record in objects if _is_step(record.get("step"))}
-    steps = sorted(by_step)
-    records = [by_step[step] for step in steps]
-    names = dict.fromkeys(name for record in records for name in record if name not in ("step", "nonfinite"))
-    nonfinite: dict[str, list[int]] = {}
-    for step, record in zip(steps, records, strict=True):
-        names_of_step = record.get("nonfinite")
-        for name in names_of_step if isinstance(names_of_step, list) else ():
-            nonfinite.setdefault(str(name), []).append(step)
-    values = {name: [record.get(name) for record in records] for name in names}
-    columns = {name: np.array([_number(value) for value in of_name]) for name, of_name in values.items()}
-    return History(np.array(steps, dtype=np.int64), columns, nonfinite, unreadable)
+    return HistoryReader(path).read()
+
+
+class HistoryReader:
+    """Reads a growing metrics.jsonl file. Each `read` parses only the lines appended since the last one."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._forget()
+
+    def _forget(self) -> None:
+        self._file, self._offset, self._num_lines = (0, 0), 0, 0
+        self._unreadable: list[int] = []
+        self._steps: list[int] = []
+        self._values: dict[str, list[float]] = {}
+        self._nonfinite: dict[int, list[str]] = {}
+
+    def read(self) -> History:
+        """Return the current history. Raise a UserError if the file is not a regular file."""
+        tail = self._append() if os.path.lexists(self._path) else []
+        nonfinite: dict[str, list[int]] = {}
+        for step in self._steps:
+            for name in self._nonfinite.get(step, ()):
+                nonfinite.setdefault(name, []).append(step)
+        columns = {name: np.array(values) for name, values in self._values.items()}
+        return History(np.array(self._steps, dtype=np.int64), columns, nonfinite, [*self._unreadable, *tail])
+
+    def _append(self) -> list[int]:
+        """Add the new lines. Return the number of a last line that is incomplete, in a list."""
+        with open_regular(self._path) as file:
+            status = os.fstat(file.fileno())
+            if self._file != (status.st_dev, status.st_ino) or status.st_size < self._offset:
+                self._forget()
+                self._file = status.st_dev, status.st_ino
+            file.seek(self._offset)
+            objects, unreadable = parse_lines(self._complete_lines(file), self._num_lines + 1)
+            file.seek(self._offset)
+            last_objects, tail = parse_lines(islice(lines_of(file), 1), self._num_lines + 1)
+        self._unreadable += unreadable
+        for record in [*objects, *last_objects]:
+            if _is_step(record.get("step")):
+                self._put(record)
+        return tail
+
+    def _complete_lines(self, file: BinaryIO) -> Iterator[bytes]:
+        """Yield the new lines except an incomplete last one, and count them."""
+        for line in lines_of(file):
+            if not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES:
+                return
+            self._offset, self._num_lines = self._offset + len(line), self._num_lines + 1
+            yield line
+
+    def _put(self, record: Mapping[str, Any]) -> None:
+        """Add a step, or replace an earlier line of the step."""
+        step, names = record["step"], record.get("nonfinite")
+        index = bisect_left(self._steps, step)
+        if self._steps[index : index + 1] != [step]:
+            self._steps.insert(index, step)
+            for values in self._values.values():
+                values.insert(index, np.nan)
+        for name in record:
+            if name not in ("step", "nonfinite") and name not in self._values:
+                self._values[name] = [np.nan] * len(self._steps)
+        for name, values in self._values.items():
+            values[index] = _number(record.get(name))
+        self._nonfinite[step] = [str(name) for name in names] if isinstance(names, list) else []
 
 
 def _is_step(value: Any) -> bool:

@@ -1,35 +1,41 @@
-// Polls the server and reloads the page when the run has changed. Controls and scroll position are preserved.
+// Polls the server for changes and inserts them. Controls, open sections and the scroll position are preserved.
 const POLL_MS = 2000;
-const KEPT = "megarl-watch";
-const shown = document.body.dataset.state;
+const OTHERS = "other-charts";
+const others = document.getElementById("others");
+let hashes = JSON.parse(document.body.dataset.hashes);
 
-function keep() {
-  const atLast = stepSelect.selectedIndex === steps.length - 1;
-  const values = CONTROLS.slice(1).map((id) => document.getElementById(id).value);
-  const open = [...document.querySelectorAll("details")].map((node) => node.open);
-  const step = atLast ? null : stepSelect.value;
-  sessionStorage.setItem(KEPT, JSON.stringify({ step, values, open, top: window.scrollY }));
+// The server has escaped all text in the sections. Rollouts are inserted as text.
+function insert(sections) {
+  for (const [id, html] of Object.entries(sections)) {
+    const part = document.getElementById(id);
+    const open = [...part.querySelectorAll("details")].map((node) => node.open);
+    part.innerHTML = html;
+    part.querySelectorAll("details").forEach((node, i) => (node.open = Boolean(open[i])));
+  }
 }
 
-function restore() {
-  const kept = JSON.parse(sessionStorage.getItem(KEPT));
-  if (kept === null) return;
-  CONTROLS.slice(1).forEach((id, i) => (document.getElementById(id).value = kept.values[i]));
-  if (kept.step !== null) stepSelect.value = kept.step;
-  document.querySelectorAll("details").forEach((node, i) => (node.open = kept.open[i]));
-  if (steps.length > 0) show();
-  window.scrollTo(0, kept.top);
+function updateSteps(order, changed) {
+  const known = new Map([...steps, ...changed].map((step) => [step.step, step]));
+  const isSame = changed.length === 0 && order.length === steps.length;
+  if (isSame) return;
+  const atLast = stepSelect.selectedIndex === steps.length - 1;
+  const selected = stepSelect.value;
+  steps.splice(0, steps.length, ...order.map((number) => known.get(number)));
+  fill(atLast ? null : selected);
 }
 
 async function poll() {
   const note = document.getElementById("live");
   try {
-    const answer = await fetch("state", { cache: "no-store" });
-    if ((await answer.text()) !== shown) {
-      keep();
-      location.reload();
-      return;
-    }
+    const query = new URLSearchParams(hashes);
+    if (others.open && !query.has(OTHERS)) query.set(OTHERS, "");
+    if (!others.open) query.delete(OTHERS);
+    const answer = await fetch("changes?" + query, { cache: "no-store" });
+    if (!answer.ok) throw new Error(await answer.text());
+    const changes = await answer.json();
+    hashes = { ...(OTHERS in hashes ? { [OTHERS]: hashes[OTHERS] } : {}), ...changes.hashes };
+    insert(changes.sections);
+    updateSteps(changes.order, changes.steps);
     note.textContent = "live";
   } catch (error) {
     note.textContent = "megarl watch has stopped. This page shows the last state.";
@@ -37,5 +43,5 @@ async function poll() {
   setTimeout(poll, POLL_MS);
 }
 
-restore();
+others.addEventListener("toggle", () => others.open && !(OTHERS in hashes) && (document.getElementById(OTHERS).textContent = "…"));
 setTimeout(poll, POLL_MS);

@@ -7,16 +7,27 @@ rebinding).
 
 from __future__ import annotations
 
+import hashlib
 import hmac
+import json
 import secrets
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl
+
+import numpy as np
 
 from megarl.core.errors import UserError
-from megarl.report.page import read_contents, render
+from megarl.report.evaluations import render_evaluations
+from megarl.report.history import History
+from megarl.report.page import ContentsReader, other_charts, render, text_sections
+from megarl.report.plots import MAX_POINTS, report_figures
+from megarl.report.viewer import StepRollouts
 from megarl.run.folder import RunFolder
 
 HOST = "127.0.0.1"
@@ -26,29 +37,98 @@ TIMEOUT_S = 30
 HEADERS = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer", "X-Content-Type-Options": "nosniff"}
 
 
+OTHERS = "other-charts"
+"""Id of the element with the charts that are drawn only while the reader looks at them."""
+
+
 class LiveReport:
-    """The current report page for a run. The page is rendered again when the run's files change."""
+    """The current report on a run. When the run's files change, only what they have changed is read and drawn."""
 
     def __init__(self, folder: Path):
         """Raise a UserError if `folder` is not a run folder."""
         self._folder = RunFolder(Path(folder))
         self._lock = threading.Lock()
-        self._state, self._page = "", ""
+        self._reader = ContentsReader(self._folder.path)
+        self._state: str | None = None
+        self._drawn: dict[str, tuple[str, str]] = {}
+        """The HTML of each element with charts, by id, and the hash of what it shows."""
+        self._steps: dict[int, tuple[StepRollouts, str]] = {}
+        """The hash of each step in the rollout viewer, by the object's id."""
         self.page()
 
-    def state(self) -> str:
-        """Return a fingerprint of the page, based on the sizes and modification times of its source files."""
+    def page(self) -> str:
+        """Return the whole page, without the charts that are hidden at first."""
+        with self._lock:
+            sections = self._sections()
+            return render(self._contents, {**sections, OTHERS: ""}, self._hashes(sections))
+
+    def changes(self, hashes: Mapping[str, str]) -> dict[str, Any]:
+        """Return what has changed since the page received elements and steps with these hashes. OTHERS is included if
+        it has a hash, which may be empty."""
+        with self._lock:
+            sections = self._sections(OTHERS in hashes)
+            new = self._hashes(sections)
+            steps = self._contents.rollouts.steps
+            return {
+                "hashes": new,
+                "sections": {name: html for name, html in sections.items() if hashes.get(name) != new[name]},
+                "order": [step.step for step in steps],
+                "steps": [asdict(step) for step in steps if hashes.get(str(step.step)) != new[str(step.step)]],
+            }
+
+    def _sections(self, draws_others: bool = False) -> dict[str, str]:
+        """Return the HTML of the page's changing elements by id, after reading new data."""
+        if (state := self._fingerprint()) != self._state:
+            self._contents, self._state = self._reader.read(), state
+        run, history = self._contents, _whole_bins(self._contents.history)
+        values = _hash(history.steps, *(part for item in history.columns.items() for part in item))
+        sections = text_sections(run) | {"charts": self._draw("charts", values, lambda: report_figures(history))}
+        evaluated = _hash(values, json.dumps([asdict(item) for item in run.evaluations]))
+        sections["evaluation-part"] = self._draw(
+            "evaluation-part", evaluated, lambda: render_evaluations(history, run.evaluations)
+        )
+        if draws_others:
+            sections[OTHERS] = self._draw(OTHERS, values, lambda: other_charts(history))
+        return sections
+
+    def _draw(self, name: str, shown: str, draw: Callable[[], str]) -> str:
+        if self._drawn.get(name, ("", ""))[0] != shown:
+            self._drawn[name] = shown, draw()
+        return self._drawn[name][1]
+
+    def _hashes(self, sections: Mapping[str, str]) -> dict[str, str]:
+        """Return the hash of each element and of each step in the rollout viewer."""
+        old, self._steps = self._steps, {}
+        for step in self._contents.rollouts.steps:
+            _, digest = old.get(id(step)) or (step, _hash(json.dumps(asdict(step))))
+            self._steps[id(step)] = step, digest
+        steps = {str(step.step): digest for step, digest in self._steps.values()}
+        return {name: _hash(html) for name, html in sections.items()} | steps
+
+    def _fingerprint(self) -> str:
+        """Return a text that changes with the sizes and modification times of the page's source files."""
         rollouts = list(self._folder.rollout_files().values())[-2:]
-        files = (self._folder.metrics, self._folder.manifest, *rollouts)
+        evaluations = (file for files in self._folder.evaluation_files().values() for file in list(files.values())[-1:])
+        files = (self._folder.metrics, self._folder.manifest, *rollouts, *evaluations)
         stats = [(file.name, file.stat()) for file in files if file.exists()]
         return " ".join(f"{name}:{stat.st_size}:{stat.st_mtime_ns}" for name, stat in stats)
 
-    def page(self) -> str:
-        with self._lock:
-            state = self.state()
-            if state != self._state or not self._page:
-                self._page, self._state = render(read_contents(self._folder.path), state), state
-            return self._page
+
+def _whole_bins(history: History) -> History:
+    """Return the history without the last steps if they are too few for a point of the charts. Otherwise, each new step
+    would change all points."""
+    num_steps = len(history.steps)
+    width = -(-num_steps // MAX_POINTS)
+    shown = num_steps // width * width if num_steps else 0
+    columns = {name: values[:shown] for name, values in history.columns.items()}
+    return replace(history, steps=history.steps[:shown], columns=columns)
+
+
+def _hash(*parts: str | np.ndarray) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        digest.update(part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part.tobytes())
+    return digest.hexdigest()
 
 
 @contextmanager
@@ -71,8 +151,10 @@ def _handler(report: LiveReport, token: str) -> type[BaseHTTPRequestHandler]:
             if host not in (HOST, "localhost") or not hmac.compare_digest(request_token.encode(), token.encode()):
                 return self._reply(404, "text/plain", "not found\n")
             try:
-                if rest[:1] == ["state"]:
-                    return self._reply(200, "text/plain", report.state())
+                name, _, query = rest[0].partition("?") if rest else ("", "", "")
+                if name == "changes":
+                    hashes = dict(parse_qsl(query, keep_blank_values=True))
+                    return self._reply(200, "application/json", json.dumps(report.changes(hashes)))
                 if rest[:1] == [""]:
                     return self._reply(200, "text/html", report.page())
             except (UserError, OSError) as error:

@@ -88,17 +88,27 @@ function move(distance) {
   show();
 }
 
-if (steps.length > 0) {
-  for (const step of steps) stepSelect.append(element("option", "", "step " + step.step));
-  stepSelect.selectedIndex = steps.length - 1;
+// Fills the controls with the steps and shows a step: the one with this label, or the last one.
+function fill(label = null) {
+  if (steps.length === 0) return;
+  stepSelect.replaceChildren(...steps.map((step) => element("option", "", "step " + step.step)));
+  stepSelect.value = label;
+  if (stepSelect.selectedIndex < 0) stepSelect.selectedIndex = steps.length - 1;
+  const reason = stop.value;
+  stop.replaceChildren(stop.options[0]);
   const samples = steps.flatMap((step) => step.samples);
   for (const reason of [...new Set(samples.map(stopReason))].filter((reason) => reason).sort()) {
     stop.append(element("option", "", reason));
   }
+  stop.value = [...stop.options].some((option) => option.value === reason) ? reason : "";
   color.disabled = !samples.some((sample) => sample.detail);
+  document.getElementById("controls").hidden = false;
+  show();
+}
+
+{
   for (const control of [stepSelect, order, view, color, outcome, stop, text, least, most]) control.addEventListener("input", show);
   previous.addEventListener("click", () => move(-1));
   next.addEventListener("click", () => move(1));
-  document.getElementById("controls").hidden = false;
-  show();
+  fill();
 }

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from html import escape
 from pathlib import Path
@@ -19,9 +20,9 @@ from megarl.config import document
 from megarl.core.errors import UserError
 from megarl.core.files import parse_json, read_text
 from megarl.report.evaluations import PREFIX, SetSamples, read_evaluations, render_evaluations
-from megarl.report.history import History, read_history
+from megarl.report.history import History, HistoryReader
 from megarl.report.plots import AGE, MAX_POINTS, Chart, charted_metrics, draw, figure, report_figures
-from megarl.report.viewer import MAX_CHARACTERS, Rollouts, read_rollouts
+from megarl.report.viewer import MAX_CHARACTERS, FileCache, Rollouts, read_rollouts
 from megarl.run.folder import RunFolder
 from megarl.run.loggers import duration
 
@@ -45,7 +46,24 @@ class Contents:
 def read_contents(folder: Path) -> Contents:
     """Read the contents of a report from the run folder `folder`. The run may be unfinished or may have crashed. Raise
     a UserError if `folder` is not a run folder."""
-    run_folder = RunFolder(Path(folder))
+    return ContentsReader(folder).read()
+
+
+class ContentsReader:
+    """Reads the contents of a report repeatedly. Each `read` parses only what has changed since the last one."""
+
+    def __init__(self, folder: Path):
+        self._folder = Path(folder)
+        self._history, self._samples = HistoryReader(RunFolder(self._folder).metrics), FileCache()
+
+    def read(self) -> Contents:
+        contents = _read(self._folder, self._history, self._samples)
+        self._samples.drop_unused()
+        return contents
+
+
+def _read(folder: Path, history: HistoryReader, samples: FileCache) -> Contents:
+    run_folder = RunFolder(folder)
     if not (os.path.lexists(run_folder.metrics) or os.path.lexists(run_folder.manifest)):
         raise UserError(f"{folder}: not a run folder (no metrics.jsonl or manifest.json). Fix: pass a run folder")
     config_text, manifest_text = _text_of(run_folder.config), _text_of(run_folder.manifest)
@@ -56,9 +74,9 @@ def read_contents(folder: Path) -> Contents:
         target_steps=_target_steps(config),
         config_text=config_text,
         manifest_text=manifest_text,
-        history=read_history(run_folder.metrics),
-        rollouts=read_rollouts(run_folder.rollout_files()),
-        evaluations=read_evaluations(run_folder.evaluation_files()),
+        history=history.read(),
+        rollouts=read_rollouts(run_folder.rollout_files(), samples),
+        evaluations=read_evaluations(run_folder.evaluation_files(), samples),
     )
 
 
@@ -94,31 +112,50 @@ def _manifest_of(path: Path, text: str) -> dict[str, Any]:
 SCRIPTS = ("tokens.js", "page.js")
 
 
-def render(run: Contents, state: str | None = None) -> str:
+def render(run: Contents, sections: Mapping[str, str] | None = None, hashes: Mapping[str, str] | None = None) -> str:
     """Return the report page as HTML. The page loads no external resources, and its content security policy allows only
-    its own scripts. state: fingerprint for a live page, which polls the server for changes. None for a static page."""
-    is_live = state is not None
+    its own scripts.
+
+    Args:
+        sections: HTML of the page's changing elements by id, as returned by `render_sections`.
+        hashes: hashes of a live page's elements and steps, for which the page polls the server. None for a static page.
+    """
+    is_live = hashes is not None
+    sections = render_sections(run) if sections is None else sections
     script = "".join(map(resource, (*SCRIPTS, "live.js") if is_live else SCRIPTS))
     digest = hashlib.sha256(script.encode()).digest()
     return Template(resource("page.html")).substitute(
         name=escape(run.name),
         subtitle=escape(run.subtitle),
         style=resource("page.css"),
-        state=f' data-state="{escape(state)}"' if is_live else "",
+        hashes=f' data-hashes="{escape(json.dumps(hashes))}"' if is_live else "",
         connect="connect-src 'self'; " if is_live else "",
         live='<p class="note" id="live">live</p>\n' if is_live else "",
-        notes="".join(f"<li>{escape(note)}</li>" for note in notes(run)),
-        summary="".join(f"<div><dt>{escape(term)}</dt><dd>{escape(text)}</dd></div>" for term, text in summary(run)),
-        charts=report_figures(run.history),
-        other_charts=_other_charts(run.history),
-        evaluations=render_evaluations(run.history, run.evaluations),
-        rollout_note=escape(rollout_note(run.rollouts)),
+        **{name.replace("-", "_"): html for name, html in sections.items()},
         rollouts=_script_json([asdict(step) for step in run.rollouts.steps]),
         config=escape(run.config_text),
         manifest=escape(run.manifest_text),
         script=script,
         script_hash=base64.b64encode(digest).decode(),
     )
+
+
+def render_sections(run: Contents) -> dict[str, str]:
+    """Return the HTML of the elements that change during a run, by their ids."""
+    return text_sections(run) | {
+        "charts": report_figures(run.history),
+        "other-charts": other_charts(run.history),
+        "evaluation-part": render_evaluations(run.history, run.evaluations),
+    }
+
+
+def text_sections(run: Contents) -> dict[str, str]:
+    """Return the changing elements without charts. They take little time."""
+    return {
+        "notes": "".join(f"<li>{escape(note)}</li>" for note in notes(run)),
+        "summary": "".join(f"<div><dt>{escape(term)}</dt><dd>{escape(text)}</dd></div>" for term, text in summary(run)),
+        "rollout-note": escape(rollout_note(run.rollouts)),
+    }
 
 
 def summary(run: Contents) -> list[tuple[str, str]]:
@@ -190,7 +227,7 @@ def rollout_note(rollouts: Rollouts) -> str:
     )
 
 
-def _other_charts(history: History) -> str:
+def other_charts(history: History) -> str:
     others = sorted(
         name
         for name in set(history.columns) - charted_metrics()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
@@ -49,9 +50,38 @@ class Rollouts:
     num_steps: int
 
 
-def read_rollouts(files: Mapping[int, Path]) -> Rollouts:
+def read_rollouts(files: Mapping[int, Path], cache: FileCache | None = None) -> Rollouts:
     """Read the rollouts from evenly spaced steps. `files` maps each step to its rollout file."""
-    return Rollouts([_read_step(step, files[step]) for step in spread(sorted(files), MAX_STEPS)], len(files))
+    cache = FileCache() if cache is None else cache
+    steps = spread_stably(sorted(files), MAX_STEPS)
+    return Rollouts([cache.get(partial(_read_step, step), files[step]) for step in steps], len(files))
+
+
+class FileCache:
+    """What was read from files. A file is read again when it has changed."""
+
+    def __init__(self) -> None:
+        self._values: dict[tuple[Path, int, int], Any] = {}
+        self._used: dict[tuple[Path, int, int], Any] = {}
+
+    def get(self, read: Callable[[Path], Any], path: Path) -> Any:
+        status = path.lstat()
+        key = path, status.st_size, status.st_mtime_ns
+        self._used[key] = value = self._values[key] if key in self._values else read(path)
+        return value
+
+    def drop_unused(self) -> None:
+        """Drop the files that were not used since the last call."""
+        self._values, self._used = self._used, {}
+
+
+def spread_stably(items: Sequence[Any], limit: int) -> list[Any]:
+    """Return at most `limit` evenly spaced items and the last one. When items are appended, most of them stay."""
+    stride = 1
+    while (len(items) - 1) // stride + 2 > limit and len(items) > limit:
+        stride *= 2
+    chosen = list(items[::stride])
+    return chosen if not items or (len(items) - 1) % stride == 0 else [*chosen, items[-1]]
 
 
 def spread(items: Sequence[Any], limit: int) -> list[Any]:

@@ -8,13 +8,13 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 
 from megarl.config.model_schema import Lora
 from megarl.core.errors import UserError
 from megarl.core.files import new_folder
 from megarl.models.peft import CONFIG, WEIGHTS, adapter_config, check_adapter_config
+from megarl.models.weight_files import open_file
 from megarl.resharding.families.adapters import A, B, expert_tensor_names
 from megarl.resharding.piece import Holder, Rectangle
 
@@ -27,7 +27,7 @@ class PeftFolder(AbstractContextManager):
         folder, or if its adapters do not match the config."""
         self._folder, self._num_experts = folder, num_experts
         check_adapter_config(folder, lora)
-        self._file = safe_open(folder / WEIGHTS, framework="pt")
+        self._file = open_file(folder / WEIGHTS, "pt")
         self._names = set(self._file.keys())
         expected = {each for name in whole.shapes for each in expert_tensor_names(name, num_experts)}
         if unknown := sorted(self._names - expected):

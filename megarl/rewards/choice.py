@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from megarl.rewards.options import checks_rows
+
 # Characters that may surround a letter: brackets, emphasis, LaTeX's \text{}. All repetitions are bounded so that
 # matching takes linear time.
 _BEFORE, _AFTER = r"(?:\\text\{|[\s*_(\[]){0,8}", r"[\s*_)\]}.$]{0,8}"
@@ -15,6 +17,14 @@ _ALONE = re.compile(rf"{_BEFORE}(?P<letter>[A-Z]){_AFTER}")
 _ANSWER = re.compile(r"\(?(?P<letter>[A-Za-z])\)?")
 
 
+def _expected_letter(answer: Any) -> str:
+    expected = _ANSWER.fullmatch(str(answer).strip())
+    if expected is None:
+        raise ValueError(f"choice_match: the answer {answer!r} is not an option's letter. Fix: use a letter such as B")
+    return expected["letter"].upper()
+
+
+@checks_rows(_expected_letter)
 def choice_match(prompt: str, response: str, answer: Any) -> bool:
     """Return whether the response selects the option named by the answer.
 
@@ -25,11 +35,9 @@ def choice_match(prompt: str, response: str, answer: Any) -> bool:
     Raises:
         ValueError: the answer is not a single letter, such as "B" or "(b)".
     """
-    expected = _ANSWER.fullmatch(str(answer).strip())
-    if expected is None:
-        raise ValueError(f"choice_match: the answer {answer!r} is not an option's letter. Fix: use a letter such as B")
+    expected = _expected_letter(answer)
     stated = [match["letter"] for match in _STATED.finditer(response)]
     alone = _ALONE.fullmatch(response.rstrip().rpartition("\n")[2].strip())
     if alone is not None:
         stated.append(alone["letter"])
-    return bool(stated) and stated[-1] == expected["letter"].upper()
+    return bool(stated) and stated[-1] == expected

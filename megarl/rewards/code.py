@@ -9,17 +9,23 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import signal
 import socket
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megarl.rewards import code_tester
+from megarl.rewards.options import checks_rows
 from megarl.sandbox.provider import Provider
 from megarl.sandbox.sandbox import Finished
+from megarl.usercode.failures import RESTARTS
 
 _FENCE = re.compile(r" {0,3}(?P<marks>`{3,}|~{3,})(?P<info>.*)")
+_LINE_END = re.compile(r"\r\n?|\n")
 _PYTHON = ("", "python", "python3", "py")
 
 PROGRAM = "solution.py"
@@ -39,6 +45,33 @@ exec(compile({module!r}, "{name}.py", "exec", dont_inherit=True, optimize=2))
 _TESTER, _PROGRAM = _text_of("code_tester"), _text_of("code_program")
 
 
+def _tests(answer: Any) -> list[str]:
+    tests = [answer] if isinstance(answer, str) else answer
+    if not isinstance(tests, list | tuple) or not all(isinstance(test, str) for test in tests) or not "".join(tests):
+        raise ValueError(
+            "code_tests: the answer has no tests. Fix: set the answer to Python code, as a string or a list of strings"
+        )
+    return list(tests)
+
+
+def _check_tests(answer: Any, *, entry_point: str | None = None, test_setup_code: str | None = None) -> None:
+    """Raise ValueError if the answer has no tests, or tests that are not valid Python or do not define `check`, which
+    an entry point requires."""
+    tests = _tests(answer)
+    try:
+        with warnings.catch_warnings(action="ignore"):  # such as an invalid escape sequence
+            code_tester.parse_tests(test_setup_code or "", tests, entry_point)
+    except code_tester.InvalidTests as error:
+        raise _invalid(str(error)) from None
+    if entry_point and not re.search(r"\bcheck\b|import\s*\*", "\n".join([test_setup_code or "", *tests])):
+        raise _invalid(f"the tests do not define check, which the entry point {entry_point!r} is passed to")
+
+
+def _invalid(reason: str) -> ValueError:
+    return ValueError(f"code_tests: {reason}. Fix: correct the row's answer, test_setup_code or entry_point")
+
+
+@checks_rows(_check_tests)
 async def code_tests(
     prompt: str,
     response: str,
@@ -59,29 +92,25 @@ async def code_tests(
     statements of `test_setup_code`, but neither the tests nor the expected values. It returns plain data, or references
     to its objects, which the tests can call and inspect (see code_tester). A response can still pass without solving
     the task if it recognizes the arguments, or if the tests compare the program's results only with each other
-    (`decode(encode(x)) == x`), pass expected values to its helper functions, or read arguments after the program could
-    modify them.
+    (`decode(encode(x)) == x`), pass expected values to its helper functions, read arguments after the program could
+    modify them, or accept NaN or empty results (`not abs(f(x) - 4) > 1e-6`, `zip(f(x), expected)`, `np.allclose`).
 
     Raise ValueError if the answer has no tests, or if the tests are not valid Python or need a missing module.
     """
-    tests = [answer] if isinstance(answer, str) else answer
-    if not isinstance(tests, list | tuple) or not all(isinstance(test, str) for test in tests) or not "".join(tests):
-        raise ValueError(
-            "code_tests: the answer has no tests. Fix: set the answer to Python code, as a string or a list of strings"
-        )
+    tests = _tests(answer)
     program = last_code_block(response)
     if program is None:
         return False
-    request = json.dumps({"setup": test_setup_code or "", "tests": list(tests), "entry_point": entry_point})
-    finished = await _run_tests(sandbox, program, request.encode())
+    request = json.dumps({"setup": test_setup_code or "", "tests": tests, "entry_point": entry_point}).encode()
+    finished = await _unless_killed(lambda: _run_tests(sandbox, program, request))
     if finished.status == code_tester.INVALID and finished.limit is None:
-        reason = finished.stderr.decode(errors="replace").strip()
-        raise ValueError(f"code_tests: {reason}. Fix: correct the row's answer or test_setup_code")
+        raise _invalid(finished.stderr.decode(errors="replace").strip())
     return finished.succeeded
 
 
 async def _run_tests(provider: Provider, program: str, request: bytes) -> Finished:
-    """Run the tests and the program in two sandboxes, connected by a socket. Return the tests' result."""
+    """Run the tests and the program in two sandboxes, connected by a socket. Return the tests' result, or that of the
+    program if it was killed."""
     ends = socket.socketpair()
     async with AsyncExitStack() as stack:
         for end in ends:
@@ -97,12 +126,28 @@ async def _run_tests(provider: Provider, program: str, request: bytes) -> Finish
         answers = asyncio.create_task(programs.run([programs.python, "-c", _PROGRAM, files[1], PROGRAM]))
         answers.add_done_callback(lambda _: ends[1].shutdown(socket.SHUT_RDWR))
         finished = await tester.run([tester.python, "-c", _TESTER, files[0]], request)
-        if answers.done():
-            answers.result()  # raises if the sandbox has failed
+        if answers.done() and _was_killed(answers.result()):  # raises if the sandbox has failed
+            return answers.result()
         answers.cancel()
         return finished
 
 
+async def _unless_killed(run: Callable[[], Awaitable[Finished]]) -> Finished:
+    """Run a program, and repeat that up to RESTARTS times while it is killed, as the kernel does when memory runs out.
+    A program that kills itself each time is wrong."""
+    finished = await run()
+    for _ in range(RESTARTS):
+        if not _was_killed(finished):
+            break
+        finished = await run()
+    return finished
+
+
+def _was_killed(finished: Finished) -> bool:
+    return finished.limit is None and finished.status == -signal.SIGKILL
+
+
+@checks_rows(lambda answer: _pairs(answer))
 async def code_stdin_stdout(prompt: str, response: str, answer: Any, *, sandbox: Provider) -> bool:
     """Return whether the response's program prints the expected output for every input. The answer is a list of
     `{"input": …, "output": …}`, or `{"inputs": […], "outputs": […]}` (as in APPS and TACO), or either as JSON text.
@@ -115,7 +160,8 @@ async def code_stdin_stdout(prompt: str, response: str, answer: Any, *, sandbox:
     async with await sandbox.start() as box:
         await box.upload(PROGRAM, program)
         for stdin, expected in pairs:
-            if not _prints(await box.run([box.python, PROGRAM], _encoded(stdin)), expected):
+            arguments = [box.python, PROGRAM], _encoded(stdin)
+            if not _prints(await _unless_killed(partial(box.run, *arguments)), expected):
                 return False
     return True
 
@@ -123,7 +169,7 @@ async def code_stdin_stdout(prompt: str, response: str, answer: Any, *, sandbox:
 def last_code_block(response: str) -> str | None:
     """Return the last closed fenced block that is marked as Python or has no language, or None if there is none."""
     block, opened, lines = None, None, []
-    for line in response.splitlines():
+    for line in _LINE_END.split(response):
         fence = _FENCE.fullmatch(line)
         if opened is None:
             if fence is not None:
@@ -152,12 +198,14 @@ def _pairs(answer: Any) -> list[tuple[str, str]]:
     if isinstance(answer, str):
         try:
             answer = json.loads(answer)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(
                 f"code_stdin_stdout: the answer is not valid JSON: {error}. Fix: store it as JSON"
             ) from None
-    if isinstance(answer, Mapping) and {"inputs", "outputs"} <= answer.keys():
-        columns = list(answer["inputs"]), list(answer["outputs"])
+    columns: list[Any] = [None]
+    if isinstance(answer, Mapping):
+        columns = [answer.get(name) for name in ("inputs", "outputs")]
+    if all(isinstance(column, list | tuple) for column in columns):
         if len(columns[0]) != len(columns[1]):
             raise ValueError(
                 f"code_stdin_stdout: the answer has {len(columns[0])} inputs, but {len(columns[1])} outputs. Fix: add "

@@ -43,16 +43,31 @@ ITEMS = {
 }
 """Mutable types, each with a function that returns the items to send."""
 
+VIEWS = ("builtins.dict_keys", "builtins.dict_values", "builtins.dict_items")
+
 BASES = (int, float, str, bytes, tuple, list, dict, set, frozenset)
 """Types to which instances of their subclasses are reduced."""
+
+CLASSES = (*BASES, bool, bytearray, complex, range, slice, enumerate, filter, map, reversed, zip)
+"""Classes that are sent by name, besides exceptions. Their instances can be sent as well."""
 
 
 class ChannelError(Exception):
     """Raised if the other process has closed the channel or sent an unreadable message."""
 
 
+class UnsendableError(TypeError):
+    """Raised for a value that cannot be sent to the other process."""
+
+
 def full_name(kind):
     return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def is_sent_by_name(value):
+    if not isinstance(value, type) or getattr(builtins, value.__name__, None) is not value:
+        return False
+    return value in CLASSES or issubclass(value, BaseException)
 
 
 def items_of(value):
@@ -80,6 +95,8 @@ def fill(value, items):
 
 class Peer:
     """One end of the channel. Subclasses define how to send references to objects that exist only on one side."""
+
+    sends_views_as_lists = False
 
     def __init__(self, end):
         """end: file descriptor of this end."""
@@ -128,15 +145,15 @@ class Peer:
         except BaseException as error:
             key, value = "error", [type(error), error.args, str(error)]
         writer = Writer(self, {id(value): [-i - 1] for i, value in reader.mutable.items()})
+        changed = []
         try:
             reply = {key: writer.reference(value)}
+            for i, value in reader.mutable.items():
+                items = items_of(value)
+                if len(items) != len(before[i]) or any(map(operator.is_not, items, before[i])):
+                    changed.append([i, writer.references(items)])
         except Exception as error:
             reply = {"error": writer.reference([type(error), (), str(error)])}
-        changed = []
-        for i, value in reader.mutable.items():
-            items = items_of(value)
-            if len(items) != len(before[i]) or any(map(operator.is_not, items, before[i])):
-                changed.append([i, writer.references(items)])
         self.send({**reply, "changed": changed, "nodes": writer.nodes, "printed": self.printed()})
 
     def result(self, message, sent):
@@ -219,6 +236,8 @@ class Writer:
             return ["bytes", value.decode("latin-1")]
         if name in ("builtins.tuple", "builtins.frozenset"):
             return [name, self.references(value)]
+        if name in VIEWS and self.peer.sends_views_as_lists:
+            return ["same", self.reference(list(value))]
         if name in ARGUMENTS:
             return ["new", name, self.references(ARGUMENTS[name](value))]
         if name.startswith("numpy.") and getattr(getattr(value, "dtype", None), "kind", "") in "biufc":
@@ -231,7 +250,7 @@ class Writer:
             ]
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return ["namedtuple", type(value).__name__, list(value._fields), self.references(value)]  # pyright: ignore
-        if isinstance(value, type) and getattr(builtins, value.__name__, None) is value:
+        if is_sent_by_name(value):
             return ["builtin", value.__name__]
         base = next((base for base in BASES if isinstance(value, base) and type(value) is not base), None)
         if base is not None:
@@ -290,6 +309,6 @@ class Reader:
             return namedtuple(arguments[0], arguments[1])(*self.dereferenced(arguments[2]))
         if kind == "same":
             return self.dereference(arguments[0])
-        if kind == "builtin" and isinstance(builtins_type := getattr(builtins, arguments[0]), type):
+        if kind == "builtin" and is_sent_by_name(builtins_type := getattr(builtins, arguments[0])):
             return builtins_type
         return self.peer.from_node(kind, *arguments)

@@ -7,7 +7,9 @@ code runs here, and the program never receives the tests or the expected values:
 - A proxy never equals plain data, whatever the program defines. Operators work between two objects of the program, but
   not between an object and plain data, because the object's method would receive the expected value and could return
   whatever passes the test.
-- Names that the tests use but do not define come from the program, except builtins and standard library modules.
+- Names that the tests use but do not define come from the program, except builtins and well-known modules. This also
+  applies to `from solution import *`.
+- A StopIteration from the program becomes a RuntimeError, because it would end the loops of the tests early.
 - Containers are passed by value. If the program modifies an argument in place, the tests see the change. Instances of
   the tests' own classes are passed with their attributes. Functions are called back.
 """
@@ -22,15 +24,16 @@ import os
 import sys
 import types
 
-from megarl.rewards.code_channel import Peer
+from megarl.rewards.code_channel import Peer, UnsendableError
 
 PASSED, WRONG, INVALID = 0, 1, 2
 """Exit statuses. INVALID means that the tests themselves are at fault, regardless of the program."""
 
 TESTS = "tests"
 
-MODULE_ALIASES = {"np": "numpy"}
-"""Modules outside the standard library that tests use without importing them, by their usual aliases."""
+MODULE_ALIASES = {"np": "numpy", "pd": "pandas"}
+MODULES = {*sys.stdlib_module_names, *MODULE_ALIASES, *MODULE_ALIASES.values(), "pytest", "scipy", "sympy", "torch"}
+"""Modules that tests use without importing them. The program cannot define these names."""
 
 UNARY = (
     *("len", "iter", "next", "str", "repr", "bool", "hash", "reversed", "float", "int", "index", "abs", "neg"),
@@ -40,6 +43,9 @@ BINARY = (
     *("eq", "ne", "lt", "le", "gt", "ge"),
     *("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor"),
 )
+
+RESUMING = ("send", "throw", "next")
+"""Methods of iterators that may raise StopIteration."""
 
 
 class InvalidTests(BaseException):
@@ -110,9 +116,27 @@ def add_operations():
 class Tester(Peer):
     """The tests' end of the channel. The tests' functions and iterators stay here and are sent as numbers."""
 
+    sends_views_as_lists = True
+
     def __init__(self, end):
         super().__init__(end)
-        self.proxies, self.callables = {}, []
+        self.proxies, self.callables, self.resuming = {}, [], set()
+
+    def request(self, kind, *values):
+        try:
+            value = super().request(kind, *values)
+            if kind == "get" and values[1] in RESUMING:
+                self.resuming.add(id(value))
+            return value
+        except StopIteration as error:
+            if (kind, values[0]) == ("operate", "__next__") or (kind == "call" and id(values[0]) in self.resuming):
+                raise
+            raise RuntimeError("the program raised StopIteration") from error
+        except ImportError as error:  # also if the program sends a value whose type needs a missing module
+            error.is_of_program = True  # pyright: ignore[reportAttributeAccessIssue]
+            raise
+        except UnsendableError as error:
+            raise InvalidTests(str(error)) from None
 
     def handle(self, kind, *values):
         number, positional, named = values
@@ -125,7 +149,6 @@ class Tester(Peer):
             error = kind(*arguments)
         except Exception:
             error = RuntimeError(text)
-        error.is_of_program = True  # pyright: ignore[reportAttributeAccessIssue]  (marks errors raised by the program)
         return error
 
     def is_record(self, value):
@@ -142,7 +165,10 @@ class Tester(Peer):
             return ["iterator", self.register(functools.partial(next, value))]  # pyright: ignore[reportCallIssue]
         if callable(value):
             return ["callback", self.register(value)]
-        raise InvalidTests(
+        # Values of other built-in types, such as `int | str`, may result from values that the program has chosen.
+        if type(value).__module__ in ("builtins", "types") and type(value) not in (object, types.ModuleType):
+            raise TypeError("values of this type cannot be sent to the program")
+        raise UnsendableError(
             f"the tests pass an object of type {type(value).__name__}, which cannot be sent to the program"
         )
 
@@ -181,8 +207,8 @@ class Solution(types.ModuleType):
         self.__dict__["tester"] = tester
 
     def __getattr__(self, name):
-        if name == "__all__":
-            return [name for name in self.__dict__["names"] if not name.startswith("_")]
+        if name == "__all__":  # the tests' namespace finds the program's names by itself
+            return []
         if name.startswith("__"):
             raise AttributeError(name)
         return self.__dict__["tester"].request("get", self, name)
@@ -222,17 +248,40 @@ class UsedNames:
         bases = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
         others = {node.id for node in names if id(node) not in bases}
         self.loaded = {node.id for node in names if isinstance(node.ctx, ast.Load)}
-        self.modules = (self.loaded - others) & {*sys.stdlib_module_names, *MODULE_ALIASES} - {root_name(entry_point)}
+        self.modules = (self.loaded - others) & MODULES - {root_name(entry_point)}
+        self.bound = {name for node in nodes for name in bound_names(node)}
+        self.names_solution = any(map(names_solution, nodes))
         self.entry_point = entry_point
 
     def of_program(self, defined):
         """Return the names to look up in the program, out of those that it defines."""
+        defined = defined - self.modules
         plain, shadowing = defined - set(dir(builtins)), defined & set(dir(builtins))
         if self.entry_point:
             return plain | (shadowing & {root_name(self.entry_point)})
         # The function under test may shadow a builtin, but only if it is the only program name that the tests use.
         shadowing &= self.loaded
-        return plain | (shadowing if len(shadowing) == 1 and not self.loaded & plain else set())
+        is_only_name = len(shadowing) == 1 and not self.loaded & plain and not self.names_solution
+        return plain | (shadowing if is_only_name else set())
+
+
+def bound_names(node):
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return [(part.asname or part.name).split(".")[0] for part in node.names]
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return [node.name]
+    if isinstance(node, ast.arg):
+        return [node.arg]
+    return [node.id] if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) else []
+
+
+def names_solution(node):
+    """Return whether a node refers to the program's module, except for `from solution import *`."""
+    if isinstance(node, ast.Import):
+        return any(part.name == "solution" for part in node.names)
+    if isinstance(node, ast.ImportFrom):
+        return node.module == "solution" and node.names[0].name != "*"
+    return isinstance(node, ast.Constant) and node.value == "solution"
 
 
 def root_name(expression):
@@ -241,24 +290,29 @@ def root_name(expression):
     return next((node.id for node in nodes if isinstance(node, ast.Name)), None)
 
 
-def run(tester, setup, tests, entry_point):
-    """Run the tests. Return the verdict."""
+def parse_tests(setup, tests, entry_point):
+    """Return the tests' code, the import statements of the setup, and the names that the tests use. Raise InvalidTests
+    if the tests are not valid Python."""
     try:
         source = "\n".join([setup, *tests, f"check({entry_point})" if entry_point else ""])
         tree = ast.parse(source)
         code = compile(tree, "tests.py", "exec")
         imports = [ast.unparse(part) for part in ast.parse(setup).body if isinstance(part, ast.Import | ast.ImportFrom)]
-        used = UsedNames(tree, entry_point)
+        return code, imports, UsedNames(tree, entry_point)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise InvalidTests(f"the tests are not valid Python: {error}") from None
+
+
+def run(tester, setup, tests, entry_point):
+    """Run the tests. Raise InvalidTests if they cannot run with any program, and any other exception if they fail."""
+    code, imports, used = parse_tests(setup, tests, entry_point)
     sys.modules[TESTS] = types.ModuleType(TESTS)
     solution = sys.modules["solution"] = Solution(tester)
-    defined = solution.__dict__["names"] = set(tester.request("load", imports))
-    namespace = Names(solution, used.of_program(defined))
+    namespace = Names(solution, used.of_program(set(tester.request("load", imports))))
     for name in used.modules:
-        with contextlib.suppress(ImportError):
+        with contextlib.suppress(*[ImportError] if name in used.bound else []):
             namespace[name] = importlib.import_module(MODULE_ALIASES.get(name, name))
-    for name in (used.loaded & namespace.from_program) - used.modules:
+    for name in used.loaded & namespace.from_program:
         namespace[name]  # class bodies bypass __missing__
     exec(code, namespace)
 

@@ -24,6 +24,10 @@ Verdict = float | str
 """Fraction of the group's other responses that a response beats (half for a tie), or why there is none."""
 
 
+class Lost(str):
+    """The reason for a missing verdict if the infrastructure failed."""
+
+
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """One pairwise comparison to be judged."""
@@ -66,6 +70,7 @@ def verdicts(samples: Sequence[Sample], results: Iterable[tuple[Comparison, Resu
             wins[second].append(1 - result.value)
         else:
             failure = result.failure or f"returned {result.returned} instead of a bool or a probability"
-            failures |= dict.fromkeys((first, second), f"{failure} on samples {first} and {second}")
+            reason = f"{failure} on samples {first} and {second}"
+            failures |= dict.fromkeys((first, second), Lost(reason) if result.is_infrastructure else reason)
     alone: Verdict = "has no second response to compare with"
     return {name: fmean(shares) if shares else alone for name, shares in wins.items()} | failures

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from megarl.rewards.options import checks_rows
 from megarl.rewards.think_answer import tagged_answer
 
 # reasoning-gym's names for truth-tellers and liars, in pairs.
@@ -17,6 +18,16 @@ _STATEMENT = re.compile(
 )
 
 
+def _expected_roles(answer: Any) -> dict[str, str]:
+    expected = _roles(str(answer))
+    if not expected:
+        raise ValueError(
+            f"knights_knaves: the answer {answer!r} does not state who is a knight or a knave. Fix: name each"
+        )
+    return expected
+
+
+@checks_rows(_expected_roles)
 def knights_knaves(
     prompt: str, response: str, answer: Any, right: float = 2.0, wrong: float = -1.5, unparseable: float = -2.0
 ) -> float:
@@ -30,11 +41,7 @@ def knights_knaves(
         `right` if all roles are correct, `wrong` if one is not, and `unparseable` if the response does not have the
         form `<think>…</think><answer>…</answer>` or does not assign exactly one role to each person.
     """
-    expected = _roles(str(answer))
-    if not expected:
-        raise ValueError(
-            f"knights_knaves: the answer {answer!r} does not state who is a knight or a knave. Fix: name each"
-        )
+    expected = _expected_roles(answer)
     text = tagged_answer(prompt, response)
     roles = None if text is None else _roles(text)
     if roles is None or roles.keys() != expected.keys():

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megarl.rewards.exact import exact_match
-from megarl.rewards.options import NUM_TOKENS, SINGLE
+from megarl.rewards.options import CHECK_ROW, NUM_TOKENS, SINGLE
 
 
 def length_penalty(
@@ -58,8 +58,8 @@ class CosineLength:
         """verifier: function that returns a positive value for a correct response. In a config, a function name as in
         rewards.functions, or {function, options}."""
         if not isinstance(max_tokens, int) or max_tokens < 1:
-            raise ValueError(f"options.max_tokens={max_tokens!r}: must be a positive integer. Fix: change it to one")
-        self._verifier = verifier
+            raise ValueError(f"options.max_tokens={max_tokens!r}: must be a positive integer. Fix: use 1 or more")
+        self._verifier, self.check_row = verifier, getattr(verifier, CHECK_ROW, None)
         self._max_tokens, self._too_long = max_tokens, too_long
         self._right, self._wrong = (right_start, right_end), (wrong_start, wrong_end)
         # Expose the columns that the verifier requires as parameters of this function.

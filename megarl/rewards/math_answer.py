@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
 import re
-import select
-import signal
 import threading
-from collections.abc import Callable
 from decimal import Decimal
 from functools import lru_cache, partial
 from typing import Any
 
+from megarl.rewards.forked import in_child
 from megarl.rewards.math_shortcuts import compare_relatively, decimal, differ, is_close, number, parse_quickly
 
 _WRAPPED = re.compile(r"\$+(?P<inner>[^$]*)\$+|\\\((?P<paren>.*)\\\)|\\\[(?P<bracket>.*)\\\]", re.DOTALL)
@@ -33,8 +30,19 @@ _EULER = re.compile(r"[+-]?[0-9]+e[+-]?[1-9]")
 
 _E_NOTATION = re.compile(r"(?<![\w.])(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE][+-]?[0-9]{1,2}(?!\w|\.[0-9])", re.ASCII)
 
+_SPACED = re.compile(r"(?<![\w.,])[0-9]{1,3}(?:(?:,?\\!|\\[,:;]|[~\u00a0\u2009\u202f])[0-9]{3})+(?![0-9])", re.ASCII)
+"""A number with thin spaces between groups of three digits. math-verify reads it as a product."""
+
 MOST_BETWEEN = 16
 """Maximum number of characters between adjacent boxes, such as " and ". math-verify may join them to one answer."""
+
+
+MOST_SHOWN = 200
+"""Maximum number of characters of an answer in an error message."""
+
+
+class NotExpression(ValueError):
+    """Raised for an answer without an expression."""
 
 
 class MathMatch:
@@ -78,7 +86,7 @@ class MathMatch:
         self._equal = lru_cache(maxsize=8192)(self._compare)
 
     def __call__(self, prompt: str, response: str, answer: Any) -> bool:
-        expected, end = _text(answer), response[-self._last_characters :]
+        expected, end = map(_join_digits, (_text(answer), response[-self._last_characters :]))
         boxes, bare = _last_boxes(end), _bare(expected)
         boxed = end[boxes[-1]].removeprefix(_BOXED)[:-1].strip() if boxes else None
         gold_number, boxed_number = number(bare), None if boxed is None or len(boxes) > 1 else number(boxed)
@@ -96,11 +104,32 @@ class MathMatch:
             return True
         return self._equal(end[boxes[0].start : boxes[-1].stop] if boxes else end, expected)
 
+    def check_row(self, answer: Any) -> None:
+        """Raise ValueError if the answer cannot be parsed, or cannot be compared with itself."""
+        expected = _text(answer)
+        if decimal(_bare(expected)) is not None:
+            return
+
+        def compare() -> bool:
+            gold = self._parsed_answer(expected)
+            return self._verify_parsed(gold, gold)
+
+        try:
+            in_child(compare, 2 * self._timeout_s) if _is_risky(expected) else compare()
+        except NotExpression:
+            raise
+        except self._errors as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise ValueError(
+                f"math_match: the answer {expected[:MOST_SHOWN]!r} cannot be compared with itself ({reason}). Fix: "
+                "simplify the answer, or use exact_match"
+            ) from None
+
     def _compare(self, response: str, answer: str) -> bool:
         gold = self._gold(answer)
         compare = partial(self._is_same, gold, response)
         try:
-            return _in_child(compare, self._timeout_s) if _is_risky(response) else compare()
+            return bool(in_child(compare, self._timeout_s)) if _is_risky(response) else compare()
         except self._errors:
             self._verify_parsed(gold, gold)  # raises if the answer or the verifier is at fault
             return False
@@ -115,11 +144,11 @@ class MathMatch:
         )
 
     def _parsed_answer(self, answer: str) -> list[Any]:
-        """Parse the answer. Raise ValueError if it has no expression."""
+        """Parse the answer. Raise NotExpression if it has no expression."""
         parsed = self._parsed(f"\\boxed{{{_bare(answer)}}}")
         if answer == "None" or not parsed:
-            raise ValueError(
-                f"math_match: the answer {answer!r} is not a mathematical expression. Fix: use exact_match"
+            raise NotExpression(
+                f"math_match: the answer {answer[:MOST_SHOWN]!r} is not a mathematical expression. Fix: use exact_match"
             )
         return parsed
 
@@ -138,35 +167,16 @@ def _text(answer: Any) -> str:
     return str(answer).strip()
 
 
+def _join_digits(text: str) -> str:
+    return _SPACED.sub(lambda match: re.sub("[^0-9]", "", match[0]), text)
+
+
 def _is_risky(text: str) -> bool:
     depth = deepest = 0
     for character in text:
         depth += (character in "([{") - (character in ")]}")
         deepest = max(deepest, depth)
     return deepest > DEEPEST or _RISKY.search(text) is not None
-
-
-def _in_child(compare: Callable[[], bool], timeout_s: float) -> bool:
-    """Run a function in a forked process and return its result. Raise TimeoutError if it fails or takes too long."""
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            signal.alarm(0)
-            os.write(write, b"1" if compare() else b"0")
-        finally:
-            os._exit(0)
-    os.close(write)
-    try:
-        ready = select.select([read], [], [], timeout_s)[0]
-        result = os.read(read, 1) if ready else b""
-    finally:
-        os.close(read)
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    if not result:
-        raise TimeoutError("the comparison failed, or took too long")
-    return result == b"1"
 
 
 def _bare(answer: str) -> str:

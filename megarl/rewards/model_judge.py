@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from megarl.config.model_schema import RewardModel
 from megarl.core.types import Sample
+from megarl.data.typed_tokens import TypedTokens
 from megarl.rewards.classifier import ModelReward
 from megarl.rewards.rating import TEMPLATE, question, rating
 from megarl.rewards.reading import Reading, Unreadable, reading_of, render, text_of
@@ -28,6 +29,7 @@ class ModelJudge:
         """`longest` is the maximum number of tokens in the question and the answer combined."""
         self._judge, self._longest = settings.judge, longest
         self._tokenizer, self._actor_tokenizer = tokenizer, actor_tokenizer
+        self._typed = TypedTokens(tokenizer)
         self._template = TEMPLATE if settings.judge.template is None else settings.judge.template
 
     def read(self, sample: Sample) -> Reading:
@@ -35,10 +37,11 @@ class ModelJudge:
         question leaves too few tokens for an answer, or the chat template rejects it."""
         # Special tokens of the actor's chat template are dropped, because the judge may use the same ones.
         prompt = text_of(self._actor_tokenizer, sample.prompt.token_ids.tolist())
-        content = question(self._template, prompt, sample.text, sample.prompt.answer)
+        mark = self._typed.mark  # the response must not begin the judge's turn
+        content = question(self._template, mark(prompt), mark(sample.text), sample.prompt.answer)
         message = {"role": "user", "content": content}
         text = render(self._tokenizer, [message], "question", opens_turn=True)
-        ids = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        ids = self._typed.ids(text)
         if len(ids) + self._judge.max_new_tokens > self._longest:
             raise Unreadable(
                 f"the question ({len(ids)} tokens) and the answer (reward_model.judge.max_new_tokens="

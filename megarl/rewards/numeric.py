@@ -7,6 +7,8 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
+from megarl.rewards.options import checks_rows
+
 # Digits with optional thousands separators, decimal part and exponent. The exponent has at most three digits.
 # Otherwise, a response such as 1e1000000000 would create a number with a billion digits.
 _UNSIGNED = (
@@ -16,17 +18,28 @@ _UNSIGNED = (
 _NUMBER = re.compile(rf"(?P<sign>(?<![\w)\]}}])[+\-−])?(?P<numerator>{_UNSIGNED})(?:/(?P<denominator>{_UNSIGNED}))?")
 
 
+MOST_CHARACTERS = 10_000
+"""Maximum length of a number. Converting longer ones takes time that grows with the square of their length."""
+
+
+def expected_number(answer: Any) -> Fraction:
+    """Return the answer as an exact fraction. Raise ValueError if it is not a number in the format below."""
+    expected = _NUMBER.fullmatch(str(answer).strip())
+    value = None if expected is None else _value(expected)
+    if value is None:
+        raise ValueError(f"numeric_match: the answer {answer!r} is not a number. Fix: use exact_match for text answers")
+    return value
+
+
+@checks_rows(expected_number)
 def numeric_match(prompt: str, response: str, answer: Any) -> bool:
     """Return whether the last number in the response equals the answer as an exact rational: 1/2 = 0.5, but 0.33 ≠ 1/3.
     A number may have a sign, thousands separators (1,234), a decimal part (.5, 1.50), an exponent (1e-3) and a
     denominator (3/4). Surrounding text ($12, 12%, 12 km) is ignored. A response without a number is wrong. Raise
     ValueError if the answer is not a number in this format."""
-    expected = _NUMBER.fullmatch(str(answer).strip())
-    value = None if expected is None else _value(expected)
-    if value is None:
-        raise ValueError(f"numeric_match: the answer {answer!r} is not a number. Fix: use exact_match for text answers")
+    value = expected_number(answer)
     numbers = list(_NUMBER.finditer(response))
-    return bool(numbers) and _value(numbers[-1]) == value
+    return bool(numbers) and len(numbers[-1][0]) <= MOST_CHARACTERS and _value(numbers[-1]) == value
 
 
 def _value(number: re.Match[str]) -> Fraction | None:

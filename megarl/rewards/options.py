@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from megarl.core.errors import UserError, install_extra
 
@@ -19,11 +19,30 @@ NUM_TOKENS = "num_response_tokens"
 """Name of the parameter that receives the number of response tokens instead of a data column."""
 
 
+CHECK_ROW = "check_row"
+"""Name of the attribute of a built-in function, or the method of a built-in class, that checks a data row before the
+run starts. f(answer) raises ValueError if the function would fail on every response to the row. Each additional
+parameter receives the data column with the same name."""
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def checks_rows(check: Callable[..., object]) -> Callable[[Function], Function]:
+    """Attach the check of data rows to a built-in function."""
+
+    def attach(function: Function) -> Function:
+        setattr(function, CHECK_ROW, check)
+        return function
+
+    return attach
+
+
 class WithOptions:
     """A function with its options bound and removed from its signature."""
 
     def __init__(self, function: Callable[..., Any], options: Mapping[str, Any]):
         self._function, self._options = function, dict(options)
+        self.check_row = getattr(function, CHECK_ROW, None)
         signature = inspect.signature(function)
         remaining = [p for p in signature.parameters.values() if p.name not in options]
         self.__signature__ = signature.replace(parameters=remaining)
@@ -48,10 +67,11 @@ def give_options(name: str, function: Callable[..., Any], options: Mapping[str, 
 
 def configure(name: str, function: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
     """Bind options to a built-in function, or instantiate a built-in class with them. A function's parameters with
-    defaults are always options, never data columns. Raise UserError if an option is unknown, missing or invalid."""
+    defaults are options, never data columns, unless they are keyword-only. Raise UserError if an option is unknown,
+    missing or invalid."""
     parameters, is_class = list(inspect.signature(function).parameters.values()), inspect.isclass(function)
     if not is_class:
-        known = parameters[NUM_ARGUMENTS:]
+        known = [p for p in parameters[NUM_ARGUMENTS:] if p.kind is not p.KEYWORD_ONLY]
         _require_known(name, known, options)
         defaults = {p.name: p.default for p in known if p.default is not p.empty}
         return WithOptions(function, {**defaults, **options}) if known else function

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import json
 import pickle
+import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any
 
 from megarl.config.schema import Config, RewardFunction, Sandbox
-from megarl.core.errors import UserError
-from megarl.core.interpreter import PYTHON
+from megarl.core.errors import InfrastructureFailure, UserError
+from megarl.core.outage import Outage
 from megarl.core.types import Prompt, Sample
+from megarl.rewards.judge import NAME
 from megarl.rewards.options import NUM_TOKENS
 from megarl.rewards.result import Result
 from megarl.usercode.child_process import IMPORT_S, ChildFailure, ChildProcess, group_sizes
+from megarl.usercode.failures import RESTARTS
 
 NO_COLUMNS: Mapping[str, Any] = {}
 
@@ -33,7 +38,10 @@ WATCH_S = 0.25
 class FunctionPool:
     """A pool of processes that hold a run's reward functions. Each process handles one call at a time. A call fails if
     it exceeds its time limit, if its process exits, or if it starts more than MOST_PROCESSES processes. The process is
-    then killed with all its children, and a new one replaces it immediately."""
+    then killed with all its children, and a new one replaces it immediately.
+
+    If the infrastructure fails, the call is repeated for the samples that failed: up to RESTARTS times if its process
+    or a sandbox was killed, and with pauses for up to `outage_s` while a server is away."""
 
     def __init__(
         self,
@@ -44,6 +52,7 @@ class FunctionPool:
         memory_mib: int | None = None,
         source_column: str | None = None,
         sandbox: Sandbox | None = None,
+        outage_s: float = 0.0,
     ):
         """Start the processes and wait until all have loaded the functions. Raise UserError if a function is missing or
         has the wrong signature, or if an import times out or exits the process.
@@ -55,6 +64,7 @@ class FunctionPool:
             memory_mib: address space in MiB that a process may use for its calls. None: unlimited.
             source_column: data column that selects the functions for a row. None: all functions apply.
             sandbox: settings for functions that use sandboxes, which are stopped after SANDBOX_SHARE of timeout_s.
+            outage_s: how long all calls of a function together wait for a server that is away, in seconds.
         """
         entries = [
             entry if isinstance(entry, RewardFunction) else RewardFunction(function=entry) for entry in functions
@@ -70,6 +80,7 @@ class FunctionPool:
         self._entries = {entry.label: entry for entry in entries}
         self._source_column = source_column
         self._timeout_s = timeout_s
+        self._outages = {name: Outage(outage_s) for name in (*self._entries, NAME)}
         self._children = {_start_child() for _ in range(num_processes)}
         self._idle: SimpleQueue[ChildProcess] = SimpleQueue()
         self._closed = False
@@ -77,10 +88,15 @@ class FunctionPool:
         """Data columns that functions use. Each maps to the name of one function that requires it, or to None."""
         self.batch_functions: list[str] = []
         """Names of the functions that take whole batches."""
+        self.row_checks: dict[str, list[str]] = {}
+        """Functions that check data rows, mapped to the data columns that their checks use."""
         try:
             for child in self._children:
-                ready = self._load_functions(child)
+                self._send_arguments(child)
+            for started in list(self._children):
+                child, ready = self._load_or_replace(started)
                 self.columns, self.batch_functions = ready["columns"], ready["batch_functions"]
+                self.row_checks = ready["row_checks"]
                 self._idle.put(child)
         except BaseException:
             self._kill_all()
@@ -97,7 +113,11 @@ class FunctionPool:
     def call(self, function: str, *arguments: Any, columns: Mapping[str, Any] = NO_COLUMNS) -> Future[Result]:
         """Call the function as soon as a process is free. Calls start in the order of submission. The function receives
         those of the data row's columns that its parameters name."""
-        return self._threads.submit(lambda: Result(**self._run(function, arguments, dict(columns))))
+
+        def results(_: Sequence[int]) -> list[Result]:
+            return [Result(**self._run(function, arguments, dict(columns)))]
+
+        return self._threads.submit(lambda: self._repeat(function, results, 1)[0])
 
     def call_batch(
         self,
@@ -107,40 +127,111 @@ class FunctionPool:
         columns: Sequence[Mapping[str, Any]] | None = None,
     ) -> Future[list[Result]]:
         """Call a batch function once for all samples. `columns` has their data columns; None: those of the prompts."""
-        arguments = [prompt.text for prompt in prompts], list(responses), [prompt.answer for prompt in prompts]
-        columns = [dict(row) for row in ([prompt.columns for prompt in prompts] if columns is None else columns)]
+        rows = [dict(row) for row in ([prompt.columns for prompt in prompts] if columns is None else columns)]
 
-        def results() -> list[Result]:
-            reply = self._run(function, arguments, columns)
-            return [Result(**fields) for fields in reply.get("results", [reply] * len(prompts))]
+        def results(indices: Sequence[int]) -> list[Result]:
+            batch = [prompts[i] for i in indices]
+            texts = [prompt.text for prompt in batch], [responses[i] for i in indices]
+            reply = self._run(function, (*texts, [prompt.answer for prompt in batch]), [rows[i] for i in indices])
+            return [Result(**fields) for fields in reply.get("results", [reply] * len(batch))]
 
-        return self._threads.submit(results)
+        return self._threads.submit(lambda: self._repeat(function, results, len(prompts)))
 
-    def _run(self, function: str, arguments: Sequence[Any], columns: Any) -> dict[str, Any]:
+    def _repeat(
+        self, function: str, call: Callable[[Sequence[int]], Sequence[Result]], num_samples: int
+    ) -> list[Result]:
+        """Call a function, and repeat the call for the samples for which the infrastructure failed. Return the results
+        of all samples. `call` returns the results of the samples with the given indices."""
+        outage, num_lost = self._outages[function], 0
+        pauses, results = outage.begin_call(), list(call(range(num_samples)))
+        while failed := [i for i, result in enumerate(results) if result.is_infrastructure]:
+            failure = results[failed[0]].failure
+            if any(results[i].kind == "away" for i in failed):
+                pause, limit = next(pauses), f"waited for rewards.outage_s={outage.limit_s:g}"
+            else:
+                num_lost += 1
+                pause, limit = 0.0 if num_lost <= RESTARTS else None, f"in each of {num_lost} attempts"
+            if pause is None or self._ended.wait(pause):
+                for i in failed if num_lost or outage.limit_s else ():
+                    results[i] = replace(results[i], failure=f"{results[i].failure} ({limit})")
+                return results
+            print(f"rewards: {function} {failure}; repeating the call (samples: {len(failed)})", flush=True)
+            for i, result in zip(failed, call(failed), strict=True):
+                results[i] = result
+        outage.end()
+        return results
+
+    def check_rows(self, function: str, rows: Sequence[tuple[Any, Mapping[str, Any]]]) -> Future[Sequence[str | None]]:
+        """Check rows, given as (answer, columns), with a function in `row_checks`. Return the problem with each row, or
+        None. rewards.timeout_s limits the mean time per row."""
+
+        def problems() -> Sequence[str | None]:
+            for _ in range(RESTARTS + 1):
+                reply = self._run(function, rows, None, self._timeout_s * len(rows))
+                if reply.get("kind") != "lost":
+                    break
+            else:
+                raise InfrastructureFailure(
+                    f"{function} {reply['failure']} in each of {RESTARTS + 1} attempts to check rows. Fix: lower "
+                    "rewards.processes, or run on a node with more memory"
+                )
+            failure = f"{function} {reply.get('failure')} when it checked a row. Fix: correct the row's answer"
+            return reply.get("problems", [failure] * len(rows))
+
+        return self._threads.submit(problems)
+
+    def _run(
+        self, function: str, arguments: Sequence[Any], columns: Any, timeout_s: float | None = None
+    ) -> dict[str, Any]:
         """Run a call in an idle process. Return its reply, or the fields of a Result that describes the failure."""
         child = self._idle.get()
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
         try:
-            return child.call(pickle.dumps((function, tuple(arguments), columns)), self._timeout_s)
+            return child.call(pickle.dumps((function, tuple(arguments), columns)), timeout_s)
         except ChildFailure as failure:
             if failure.timed_out:
                 return {"value": None, "failure": f"did not return within rewards.timeout_s={self._timeout_s:g}"}
-            return {"value": None, "failure": child.kill_reason or f"ended its process ({failure})"}
+            if child.kill_reason is not None:
+                return {"value": None, "failure": child.kill_reason}
+            if failure.was_killed and not self._closed:
+                reason = f"lost its process ({failure}, as when memory runs out)"
+                return {"value": None, "failure": reason, "kind": "lost"}
+            reason = failure.with_limit("rewards.memory_mib", self._memory_mib)
+            return {"value": None, "failure": f"ended its process ({reason})"}
         finally:
             self._idle.put(self._replacement(child) if child.has_ended and not self._closed else child)
 
     def _replacement(self, child: ChildProcess) -> ChildProcess:
+        return self._load_or_replace(self._start_instead(child))[0]
+
+    def _start_instead(self, child: ChildProcess) -> ChildProcess:
         self._children.remove(child)
         new = _start_child()
         self._children.add(new)
-        self._load_functions(new)
+        self._send_arguments(new)
         return new
 
+    def _send_arguments(self, child: ChildProcess) -> None:
+        with suppress(ChildFailure):  # `_load_functions` reports it
+            child.send(self._arguments)
+
+    def _load_or_replace(self, child: ChildProcess) -> tuple[ChildProcess, dict[str, Any]]:
+        """Load the functions in a process. If it is killed in the meantime, start another one, up to RESTARTS times.
+        Return the process and its reply."""
+        for num_left in reversed(range(RESTARTS + 1)):
+            try:
+                return child, self._load_functions(child)
+            except InfrastructureFailure:
+                if not num_left or self._closed:
+                    raise
+                child = self._start_instead(child)
+        raise AssertionError("the last failure is raised")
+
     def _load_functions(self, child: ChildProcess) -> dict[str, Any]:
-        """Wait until the process has loaded its functions, and limit its memory. Return its `columns` and
-        `batch_functions`. Raise UserError if loading fails."""
+        """Wait until the process has loaded its functions, and limit its memory. Return its first message. Raise
+        UserError if loading fails."""
         importing, limit_s = "rewards", None  # the worker's own imports have no limit
         try:
-            child.send(self._arguments)
             while "ready" not in (reply := child.receive(limit_s)):
                 if "refused" in reply:
                     raise UserError(reply["refused"])
@@ -148,6 +239,12 @@ class FunctionPool:
             if self._memory_mib is not None:
                 child.limit_memory(self._memory_mib)
         except ChildFailure as failure:
+            if failure.was_killed:
+                raise InfrastructureFailure(
+                    f"{importing}: the process of the reward functions was killed while it started ({failure}). The "
+                    "kernel kills processes when memory runs out. Fix: lower rewards.processes, or run on a node with "
+                    "more memory"
+                ) from None
             raise UserError(failure.import_error(importing, limit_s, ", or raise rewards.timeout_s")) from None
         return reply
 
@@ -171,11 +268,12 @@ class FunctionPool:
             child.kill()
 
 
-def function_pool(config: Config, num_processes: int) -> FunctionPool:
-    """Create a pool for the run's reward functions."""
+def function_pool(config: Config, num_processes: int, outage_s: float | None = None) -> FunctionPool:
+    """Create a pool for the run's reward functions. The default for outage_s is rewards.outage_s."""
     rewards, source = config.rewards, config.data.source_column
     limits = num_processes, rewards.timeout_s, rewards.memory_mib
-    return FunctionPool(rewards.functions, rewards.judge, *limits, source, config.sandbox)
+    outage_s = rewards.outage_s if outage_s is None else outage_s
+    return FunctionPool(rewards.functions, rewards.judge, *limits, source, config.sandbox, outage_s)
 
 
 def columns_of(sample: Sample) -> dict[str, Any]:
@@ -184,4 +282,4 @@ def columns_of(sample: Sample) -> dict[str, Any]:
 
 
 def _start_child() -> ChildProcess:
-    return ChildProcess([*PYTHON, "-m", "megarl.rewards.worker"])
+    return ChildProcess([sys.executable, "-m", "megarl.rewards.worker"])

@@ -31,6 +31,15 @@ def question(template: str, prompt: str, response: str, answer: Any) -> str:
     return _FIELD.sub(lambda field: fields[field[1]], template)
 
 
+def require_answer(template: str, answer: Any) -> None:
+    """Raise ValueError if the template contains {answer}, but the prompt has no answer."""
+    if answer is None and "{answer}" in template:
+        raise ValueError(
+            "the judge's template contains {answer}, but the prompt has no answer (null). Fix: add an answer to the "
+            "row, or use a template without {answer}"
+        )
+
+
 def rating(text: str, scale: Sequence[float]) -> float:
     """Return (rating − lowest) / (highest − lowest), from 0 to 1, for the last [[number]] in the judge's text. `scale`
     contains the lowest and the highest rating. Raise ValueError if the text has no rating in this range."""

@@ -12,6 +12,7 @@ import numpy as np
 from megarl.config.model_schema import RewardModel
 from megarl.core.types import Prompt, Sample, VersionRun
 from megarl.data.chat import MARK, response_span
+from megarl.data.typed_tokens import TypedTokens
 from megarl.models.classifier import Kind
 
 if TYPE_CHECKING:
@@ -52,15 +53,14 @@ class Reader:
         """`longest` is the maximum number of reward model tokens per sample."""
         self._kind, self._settings, self._longest = kind, settings, longest
         self._tokenizer, self._actor_tokenizer = tokenizer, actor_tokenizer
+        self._typed = TypedTokens(tokenizer)
 
     def read(self, sample: Sample) -> Reading:
         """Tokenize the sample for the reward model: a sequence classifier, which scores the last token, or a token
         classifier, which scores the response tokens. Raise Unreadable if the sample cannot be rendered."""
-        text = self._text(sample)
-        encoded = self._tokenizer(
-            text, add_special_tokens=self._settings.input_format == "text", return_offsets_mapping=True, verbose=False
-        )
-        ids, spans = encoded["input_ids"], encoded["offset_mapping"]
+        marked = self._text(sample)
+        text = self._typed.text(marked)
+        ids, spans = self._typed.ids_and_spans(marked, add_special_tokens=self._settings.input_format == "text")
         if not ids:
             raise Unreadable("the prompt and the response have no text to score")
         if len(ids) > self._longest:
@@ -104,9 +104,10 @@ class Reader:
         return text_of(self._actor_tokenizer, [*context, *sample.response_ids[:count].tolist()])[len(before) :]
 
     def _text(self, sample: Sample) -> str:
+        """Return the text to score, in which special tokens of the response are marked."""
         if self._settings.input_format == "chat":
-            return self._rendered(sample, sample.text)
-        return text_of(self._actor_tokenizer, sample.prompt.token_ids.tolist()) + sample.text
+            return self._rendered(sample, self._typed.mark(sample.text))
+        return text_of(self._actor_tokenizer, sample.prompt.token_ids.tolist()) + self._typed.mark(sample.text)
 
     def _rendered(self, sample: Sample, response: str) -> str:
         messages = [*sample.prompt.messages, {"role": "assistant", "content": response}]
@@ -133,11 +134,9 @@ def text_of(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
 def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Any], content: str, opens_turn: bool = False) -> str:
     """Render messages with the chat template. Raise Unreadable, which names their `content`, if it rejects them.
     `opens_turn`: whether to append the header of the assistant's turn."""
-    from jinja2.exceptions import TemplateError
-
     try:
         return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=opens_turn))
-    except TemplateError as error:
+    except Exception as error:  # a template is a program and may raise anything
         raise Unreadable(f"the chat template rejects the {content}: {error}") from error
 
 

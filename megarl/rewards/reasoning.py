@@ -8,8 +8,17 @@ from functools import lru_cache
 from typing import Any
 
 from megarl.data.reasoning import Task, load_gym
+from megarl.rewards.forked import in_child
+from megarl.rewards.gym_text import FORMULAS, make_safe
+from megarl.usercode.failures import ProcessLost
 
 READS = ("tags", "response")
+
+FORMULA_S = 5.0
+"""Timeout in seconds for scoring a formula or number. A short one may have a value with billions of digits."""
+
+KILLABLE = (*FORMULAS, "coin_flip")
+"""Tasks whose verifiers compute with numbers of any size."""
 
 
 class ReasoningGym:
@@ -26,7 +35,21 @@ class ReasoningGym:
         (empty if there is none); with reads="response", the whole response."""
         if reads not in READS:
             raise ValueError(f"options.reads={reads!r}: unknown value. Fix: use one of {', '.join(READS)}")
-        self._extract = load_gym().utils.extract_answer if reads == "tags" else str.strip
+        gym = load_gym()
+        make_safe(gym.factory)
+        self._extract = gym.utils.extract_answer if reads == "tags" else str.strip
+
+    def check_row(self, answer: Any, *, task: str, options: Mapping[str, Any], metadata: Any) -> None:
+        """Raise ValueError if the task or its options are unknown, or the task cannot score the row's own answer."""
+        dataset = _dataset(task, json.dumps(options, sort_keys=True))
+        try:
+            dataset.score_answer(answer or "", {"question": "", "answer": answer, "metadata": metadata})
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise ValueError(
+                f"reasoning_gym: {task} cannot score the row's own answer ({reason}). Fix: correct the answer and "
+                "the column metadata, or drop the row"
+            ) from None
 
     def __call__(
         self, prompt: str, response: str, answer: Any, *, task: str, options: Mapping[str, Any], metadata: Any
@@ -34,9 +57,15 @@ class ReasoningGym:
         text, entry = self._extract(response), {"question": prompt, "answer": answer, "metadata": metadata}
         if task == "game_of_life_halting":
             return float(text == answer)
+        if task == "complex_arithmetic" and "nan" in text.lower():  # its verifier limits the error, which is then NaN
+            return 0.0
         dataset = _dataset(task, json.dumps(options, sort_keys=True))
         try:
+            if task in KILLABLE and text != answer:
+                return in_child(lambda: dataset.score_answer(text, entry), FORMULA_S)
             return float(dataset.score_answer(text, entry))
+        except ProcessLost:
+            raise
         except Exception:
             dataset.score_answer(answer or "", entry)
             return 0.0

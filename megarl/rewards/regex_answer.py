@@ -27,13 +27,17 @@ class RegexMatch:
         self._whole, self._ignores_case, self._timeout_s = whole, ignore_case, timeout_s
         self._compares = "answer" in self._pattern.groupindex
 
-    def __call__(self, prompt: str, response: str, answer: Any) -> bool:
-        """Score the response. Raise ValueError if the pattern has a group `answer`, but the prompt has no answer."""
+    def check_row(self, answer: Any) -> None:
+        """Raise ValueError if the pattern has a group `answer`, but the prompt has no answer."""
         if self._compares and answer is None:
             raise ValueError(
                 "regex_match: the pattern has a group named answer, but the prompt has no answer (null). Fix: add an "
                 "answer to the row, or rename the group"
             )
+
+    def __call__(self, prompt: str, response: str, answer: Any) -> bool:
+        """Score the response. Raise ValueError under the conditions of `check_row`."""
+        self.check_row(answer)
         try:
             match = self._last_match(response)
         except TimeoutError:

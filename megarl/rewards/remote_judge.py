@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from megarl.core.text import encodable
-from megarl.rewards.rating import TEMPLATE, question, rating
+from megarl.rewards.rating import TEMPLATE, question, rating, require_answer
+from megarl.usercode.failures import ServiceAway
 
 if TYPE_CHECKING:
     import httpx
@@ -19,8 +20,8 @@ FIRST_PAUSE_S = 0.5
 class GenerativeJudge:
     """Reward function that returns a judge's ratings, scaled to (rating − lowest) / (highest − lowest), from 0 to 1. As
     in "Judging LLM-as-a-Judge" (https://arxiv.org/abs/2306.05685, single-answer grading). The requests in a scoring
-    pass run concurrently, and rewards.timeout_s covers all of them. If the server does not answer, or its answer has no
-    rating within the scale, the sample fails instead of scoring 0."""
+    pass run concurrently, and rewards.timeout_s covers all of them. If the answer has no rating within the scale, the
+    sample fails instead of scoring 0. While the server is away, requests are repeated for up to rewards.outage_s."""
 
     def __init__(
         self,
@@ -45,7 +46,8 @@ class GenerativeJudge:
             api_key_env: name of the environment variable that holds the API key.
             timeout_s: timeout for one request, in seconds.
             concurrency: maximum number of concurrent requests.
-            retries: number of retries after a failed connection, or after a response with status 429 or at least 500.
+            retries: number of retries after a failed connection, or after a response with status 429 or at least 500,
+                before the server counts as away.
         """
         if not base_url.startswith(("http://", "https://")):
             raise ValueError(
@@ -68,6 +70,9 @@ class GenerativeJudge:
         self._template, self._scale = template, scale
         self._timeout_s, self._concurrency, self._retries = timeout_s, concurrency, retries
 
+    def check_row(self, answer: Any) -> None:
+        require_answer(self._template, answer)
+
     async def __call__(
         self, prompts: Sequence[str], responses: Sequence[str], answers: Sequence[Any]
     ) -> list[float | BaseException]:
@@ -76,17 +81,26 @@ class GenerativeJudge:
 
         limits = httpx.Limits(max_connections=self._concurrency)
         slots = asyncio.Semaphore(self._concurrency)
+        outage: ServiceAway | None = None
         async with httpx.AsyncClient(headers=self._headers, timeout=self._timeout_s, limits=limits) as client:
 
             async def reward(*fields: Any) -> float:
+                nonlocal outage
                 async with slots:
-                    return rating(await self._ask(client, question(self._template, *fields)), self._scale)
+                    if outage is not None:  # the time limit of the call does not suffice for waiting once per sample
+                        raise outage
+                    try:
+                        return rating(await self._ask(client, question(self._template, *fields)), self._scale)
+                    except ServiceAway as error:
+                        outage = error
+                        raise
 
             samples = zip(prompts, responses, answers, strict=True)
             return await asyncio.gather(*(reward(*fields) for fields in samples), return_exceptions=True)
 
     async def _ask(self, client: httpx.AsyncClient, content: str) -> str:
-        """Return the judge's answer. Raise ValueError with the server's response if there is none."""
+        """Return the judge's answer. Raise ServiceAway if the server is away, and ValueError with its response if there
+        is no answer."""
         import httpx
 
         body, failure = self._question | {"messages": [{"role": "user", "content": content}]}, ""
@@ -106,8 +120,8 @@ class GenerativeJudge:
                 return _content(response)
             failure = f"returned status {response.status_code}: {response.text[:200]!r}"
             if response.status_code != httpx.codes.TOO_MANY_REQUESTS and not response.is_server_error:
-                break
-        raise ValueError(f"{self._url} {failure}")
+                raise ValueError(f"{self._url} {failure}")
+        raise ServiceAway(f"{self._url} {failure}")
 
 
 def _content(response: httpx.Response) -> str:

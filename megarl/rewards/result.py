@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megarl.usercode.failures import Kind
+
 
 @dataclass(frozen=True, slots=True)
 class Result:
@@ -12,8 +14,15 @@ class Result:
     Attributes:
         value: the returned number or numbers, or None if the function returned something else or failed.
         returned: a short description of the returned object, for messages.
+        kind: kind of a failed call.
     """
 
     value: float | list[float] | None
     returned: str = ""
     failure: str | None = None
+    kind: Kind = "error"
+
+    @property
+    def is_infrastructure(self) -> bool:
+        """Whether the call failed because of the infrastructure, not of the function."""
+        return self.failure is not None and self.kind != "error"

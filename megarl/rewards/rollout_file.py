@@ -9,14 +9,15 @@ log-prob and the engine's. They also have all token ids, from which `megarl diag
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megarl.core.files import append_rows, replacement
+from megarl.core.files import replacement
+from megarl.core.optional_logs import OptionalLog
 from megarl.core.types import Sample, Score
 
 LOGPROB_DECIMALS = 4
@@ -30,6 +31,8 @@ NO_ADVANTAGE = b"null}\n"
 """End of a line without an advantage."""
 
 
+ROLLOUTS, ADVANTAGES = OptionalLog("rollouts"), OptionalLog("advantages")
+
 MAX_TOKENS = 800
 """Maximum number of tokens per sample whose text is listed. Decoding more would delay the step."""
 
@@ -40,10 +43,12 @@ TokenTexts = Callable[[Sample], "list[str] | None"]
 
 
 def append_rollouts(
-    path: Path, step: int, scored: Iterable[tuple[Sample, Score]], texts_of: TokenTexts = lambda _: None
-) -> None:
-    """Append samples with their scores. `texts_of` returns the text of each token in a sample, or None."""
-    append_rows(path, (_row(step, sample, score, texts_of(sample)) for sample, score in scored))
+    path: Path, step: int, scored: Sequence[tuple[Sample, Score]], texts_of: TokenTexts = lambda _: None
+) -> bool:
+    """Append samples with their scores, unless the disk is full. Return whether they were written. `texts_of` returns
+    the text of each token in a sample, or None."""
+    rows = (_row(step, sample, score, texts_of(sample)) for sample, score in scored)
+    return ROLLOUTS.append(path, rows, len(scored))
 
 
 def has_token_details(sample_id: str, num_groups: int) -> bool:
@@ -71,7 +76,15 @@ def write_advantages(
     path: Path, advantages: Mapping[str, float], details: Mapping[str, Mapping[str, Sequence[float]]] = NO_DETAILS
 ) -> None:
     """Write advantages, keyed by sample id, into the lines of their samples. The file is replaced atomically. `details`
-    contains one value per response token, keyed by sample id and name, for samples that have an advantage."""
+    contains one value per response token, keyed by sample id and name, for samples that have an advantage. If the disk
+    is full, the lines stay without advantages."""
+    if path.exists():  # otherwise its samples were dropped
+        ADVANTAGES.attempt(path, lambda: _write_advantages(path, advantages, details), len(advantages))
+
+
+def _write_advantages(
+    path: Path, advantages: Mapping[str, float], details: Mapping[str, Mapping[str, Sequence[float]]]
+) -> None:
     with path.open("rb") as lines, replacement(path) as out:
         for line in lines:
             _, _, _, sample_id, _ = line.split(b'"', 4)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from megarl.config import schema
 from megarl.core.errors import UserError
-from megarl.core.types import Episode, Sample, Score, TokenTotals
+from megarl.core.types import LOST, Episode, Sample, Score, TokenTotals
 from megarl.rewards import judge
 from megarl.rewards.classifier import ModelReward
 from megarl.rewards.process import on_turns, together, turn_ends
@@ -55,7 +55,9 @@ class Scorer:
         are None if no reward is assigned to individual tokens.
         """
         if sample.episode is not None and sample.episode.failure is not None:
-            return Score(value=None, parts={}, failure=f"environment: {sample.episode.failure}"), None
+            is_lost = sample.episode.info.stop_reason == LOST
+            failure = f"environment: {sample.episode.failure}"
+            return Score(value=None, parts={}, failure=failure, is_infrastructure=is_lost), None
         returned, failures = _returned(sample, results, model_reward, verdict)
         parts: dict[str, float] = {}
         by_token = []
@@ -80,7 +82,9 @@ class Scorer:
                 turns = [math.nan if reward is None else weight * reward for reward in turn_rewards]
                 by_token.append(on_turns(turns, sample.response_mask))
         if failures:
-            return Score(value=None, parts=parts, failure=f"rewards.functions: {'; '.join(failures)}"), None
+            is_lost = len(failures) == _num_lost(results, verdict)
+            failure = f"rewards.functions: {'; '.join(failures)}"
+            return Score(value=None, parts=parts, failure=failure, is_infrastructure=is_lost), None
         if model_reward is not None and model_reward.by_token is not None:
             by_token.append([self._weights[MODEL] * reward for reward in model_reward.by_token])
         value = sum(self._weights[name] * part for name, part in parts.items() if name in self._weights)
@@ -131,6 +135,11 @@ def _returned(
         else:
             failures.append(f"{name} {result.failure} on sample {sample.id}")
     return returned, failures
+
+
+def _num_lost(results: Mapping[str, Result], verdict: judge.Verdict | None) -> int:
+    """Return the number of failures that the infrastructure caused."""
+    return sum(result.is_infrastructure for result in results.values()) + isinstance(verdict, judge.Lost)
 
 
 def _rewards(results: object, count: int) -> list[float] | None:

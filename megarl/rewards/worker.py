@@ -2,7 +2,7 @@
 
 It sends the name of each function that it imports, then the data columns that the functions use and the names of the
 functions that take whole batches. Then it receives pickled calls `(name, arguments, columns)` and sends one message per
-result.
+result. `columns` is None in a request to check data rows.
 """
 
 from __future__ import annotations
@@ -21,13 +21,17 @@ from megarl.config import schema
 from megarl.core.errors import UserError
 from megarl.data.files import ALL_COLUMNS
 from megarl.rewards import judge as judges
-from megarl.rewards.options import NUM_TOKENS
-from megarl.rewards.registry import asked_columns, from_file, resolve, takes_batches
+from megarl.rewards.options import CHECK_ROW, NUM_TOKENS
+from megarl.rewards.registry import FUNCTIONS, asked_columns, from_file, resolve, takes_batches
 from megarl.sandbox.choice import find_provider
+from megarl.usercode.failures import kind_of
 from megarl.usercode.parent import connect, send
 
 NUM_ARGUMENTS = 3
 JUDGE_ARGUMENTS = ("prompt", "first", "second", "answer")
+
+MOST_SHOWN = 100
+"""Maximum number of characters of an answer in a message."""
 
 SANDBOX = "sandbox"
 """Parameter that receives the sandbox provider instead of a data column."""
@@ -43,10 +47,15 @@ def main(
     """Serve calls until the parent closes the connection. `functions` has the label, name and options of each function.
     `sandbox` is the config's section, None if no function may use sandboxes, which live for `sandbox_s` seconds."""
     try:
-        loaded = {}
+        loaded: dict[str, Callable[..., Any]] = {}
         for label, name, options in functions:
             send(parent, {"importing": f"rewards.functions: {name}"})
             loaded[label] = resolve(name, options)
+        row_checks = {
+            label: check
+            for label, name, _ in functions
+            if name in FUNCTIONS and (check := getattr(loaded[label], CHECK_ROW, None)) is not None
+        }
         if judge is not None:
             send(parent, {"importing": f"rewards.judge: {judge}"})
             loaded[judges.NAME] = from_file("rewards.judge", judge, JUDGE_ARGUMENTS)
@@ -64,13 +73,23 @@ def main(
         send(parent, {"refused": str(error)})
         return
     batch_functions = [label for label, _, _ in functions if takes_batches(loaded[label])]
-    send(parent, {"ready": True, "columns": _required_by(used_columns), "batch_functions": batch_functions})
+    send(
+        parent,
+        {
+            "ready": True,
+            "columns": _required_by(used_columns),
+            "batch_functions": batch_functions,
+            "row_checks": {label: list(asked_columns(check, 1)) for label, check in row_checks.items()},
+        },
+    )
     while True:
         try:
             name, arguments, columns = pickle.load(parent)
         except EOFError:  # the pool was closed, or its process died
             return
-        if name in batch_functions:
+        if columns is None:
+            send(parent, check_rows(row_checks[name], arguments))
+        elif name in batch_functions:
             send(parent, call_batch(loaded[name], arguments, _batch_keywords(used_columns[name], columns)))
         else:
             send(parent, call(loaded[name], arguments, _keywords(used_columns[name], columns)))
@@ -136,6 +155,19 @@ def call_batch(
         return _failure(error)
 
 
+def check_rows(check: Callable[..., Any], rows: Sequence[tuple[Any, Mapping[str, Any]]]) -> dict[str, Any]:
+    """Check rows (answer, columns). Return `{"problems": ...}` with a message, or None, for each row."""
+    problems: list[str | None] = []
+    for answer, columns in rows:
+        try:
+            check(answer, **columns)
+            problems.append(None)
+        except BaseException as error:
+            failure = f"its answer {str(answer)[:MOST_SHOWN]!r} {_failure(error)['failure']}. Fix: correct the row"
+            problems.append(" ".join(str(error).split()) if "Fix: " in str(error) else failure)
+    return {"problems": problems}
+
+
 def _return_value(function: Callable[..., Any], arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
     """Call the function, and run the coroutine if it is async."""
     value = function(*arguments, **keywords)
@@ -152,7 +184,8 @@ def _result(value: Any) -> dict[str, Any]:
 
 
 def _failure(error: BaseException) -> dict[str, Any]:
-    return {"value": None, "failure": f"raised {type(error).__name__}: {' '.join(str(error).split())}"}
+    failure = f"raised {type(error).__name__}: {' '.join(str(error).split())}"
+    return {"value": None, "failure": failure, "kind": kind_of(error)}
 
 
 def _number(value: Any) -> float | None:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from itertools import takewhile
 from pathlib import Path
 
-from megarl.core.files import numbered, read_json, replace_text
+from megarl.core.files import numbered, read_record, replace_text
 from megarl.run.folder import LAUNCH
 
 ATTEMPTS = "attempts"
@@ -45,7 +45,7 @@ class Attempts:
     def all(self) -> list[tuple[Attempt, float]]:
         """Return all attempts, each with the Unix timestamp of its last heartbeat."""
         files = numbered(self._folder, "{}").values()
-        return [(Attempt(**read_json(file)), file.stat().st_mtime) for file in files]
+        return [(read_record(file, Attempt), file.stat().st_mtime) for file in files]
 
     def without_progress(self, step: int, job: str) -> list[Attempt]:
         """Return the job's most recent consecutive attempts that started from the checkpoint of `step`, newest first.

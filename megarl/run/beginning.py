@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import datetime
 from pathlib import Path
+from typing import Any
 
 from megarl.config import document
 from megarl.config.continuation import check_continues
 from megarl.config.saved import complete
 from megarl.config.schema import Config
 from megarl.core.checkpoint import Checkpoint, checked_format
-from megarl.core.files import read_json, read_text
+from megarl.core.errors import UserError
+from megarl.core.files import read_object, read_text
 from megarl.models.folder import model_paths
 from megarl.models.paths import Models, moved_models, reuse_earlier_folders, update_moved_paths
 from megarl.models.weights_hash import weights_hash
-from megarl.run.folder import RunFolder
+from megarl.run.folder import RunFolder, models_in
 
 
 def check_beginning(config: Config) -> str | None:
@@ -26,10 +28,10 @@ def check_beginning(config: Config) -> str | None:
     if step is None or config.run.steps > step or not folder.config.exists():
         return None
     saved = document.parse(read_text(folder.config), str(folder.config)).values
-    manifest = read_json(folder.manifest)
+    manifest = read_object(folder.manifest)
     config = resolve(config)
     saved = complete(saved, checked_format(manifest, folder.manifest))
-    moved = moved_models(config, _identities(config), saved, manifest["models"] or {})
+    moved = moved_models(config, _identities(config), saved, models_in(manifest, folder.manifest))
     check_continues(config, update_moved_paths(config, saved, moved), step, str(folder.path))
     return f"{folder.path}: the run has already finished step {step} of {config.run.steps}"
 
@@ -48,10 +50,18 @@ def _earlier_date(config: Config) -> str | None:
         return None
     if config.resume != "auto":
         path = Path(config.resume).expanduser()
-        return Checkpoint.open(path).state["config"]["data"].get("date") if path.is_dir() else None
+        return _date_in(Checkpoint.open(path).state.get("config"), path) if path.is_dir() else None
     file = RunFolder.of(config).config
-    saved = document.parse(read_text(file), str(file)).values if file.is_file() else {}
-    return saved.get("data", {}).get("date")
+    return _date_in(document.parse(read_text(file), str(file)).values, file) if file.is_file() else None
+
+
+def _date_in(config: Any, path: Path) -> str | None:
+    """Return data.date in a saved config. Raise UserError, which names `path`, if the config is malformed."""
+    data = config.get("data", {}) if isinstance(config, dict) else None
+    day = data.get("date") if isinstance(data, dict) else 0
+    if not isinstance(day, str | None):
+        raise UserError(f"{path}: its config is malformed. Fix: restore or remove the file")
+    return day
 
 
 def _identities(config: Config) -> Models:

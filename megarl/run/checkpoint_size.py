@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from math import prod
+from math import ceil, prod
 from typing import Any
 
+from megarl.cluster.object_store import num_ahead, sample_bytes
 from megarl.config.model_schema import Layout, Lora, Role, Trained
 from megarl.config.schema import Config
+from megarl.models.huggingface import completed, experts
 from megarl.resharding.families import huggingface_holder, megatron_holder
 from megarl.resharding.families.adapters import adapter_holder
 from megarl.resharding.families.megatron import VOCABULARY_MULTIPLE
@@ -27,6 +29,9 @@ CUTS = 3
 """Number of extra parts of a matrix if a rank's range ends within a row. The matrix is then saved in four parts: the
 rows before, the two parts of that row, and the rows after."""
 
+LOGGED_BYTES = 15
+"""Bytes per response token in a rollout log: its text and its log-prob."""
+
 RANK_BYTES = 26 * 1024
 """Size of one rank's RNG state in bytes."""
 
@@ -34,6 +39,28 @@ RANK_BYTES = 26 * 1024
 def checkpoint_bytes(config: Config, hf_configs: Mapping[Role, Mapping[str, Any]]) -> int:
     """Return the size of a checkpoint in bytes. `hf_configs` has the trained models' configs with their heads."""
     return sum(_model_bytes(config, config.placed(role), hf_config) for role, hf_config in hf_configs.items())
+
+
+def saved_bytes(config: Config, hf_configs: Mapping[Role, Mapping[str, Any]]) -> int:
+    """Return the size of a checkpoint in bytes, including samples that wait for a later step, at maximum length."""
+    return checkpoint_bytes(config, hf_configs) + _waiting_bytes(config, hf_configs["actor"])
+
+
+def _waiting_bytes(config: Config, actor: Mapping[str, Any]) -> int:
+    if config.is_offline or not config.prompts_ahead:
+        return 0
+    # The file stores masks as one byte per token.
+    sample = sample_bytes(config, experts(completed(actor))) + config.rollout.context_length
+    return ceil(num_ahead(config) * sample)
+
+
+def log_bytes(config: Config) -> int:
+    """Return the size in bytes of the rollout logs of all steps, with responses of maximum length."""
+    if config.is_offline:
+        return 0
+    batch, tokens = config.batch, min(config.rollout.max_new_tokens, config.rollout.context_length)
+    samples = batch.prompts_per_step * (batch.samples_per_prompt + config.samples_greedily)
+    return config.run.steps * samples * (tokens * LOGGED_BYTES + config.rollout.context_length)
 
 
 def _model_bytes(config: Config, settings: Trained, hf_config: Mapping[str, Any]) -> int:

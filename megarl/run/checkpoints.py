@@ -15,13 +15,16 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from megarl.core.checkpoint import NAME, PREFIX, Checkpoint, FileRecord, remove_notes, write_manifest, write_synced
-from megarl.core.errors import UserError
-from megarl.core.files import number_in, numbered, read_text, sync
+from megarl.core.errors import InfrastructureFailure, UserError
+from megarl.core.files import DISK_S, number_in, numbered, read_text, sync
+from megarl.core.outage import pauses
 
 POINTER, BEST = "latest", "best"
 MAX_NAME = 255
@@ -63,15 +66,30 @@ class Checkpoints:
         return self.path / target
 
     def require_space(self, num_bytes: int, keep: int, number: int = 1) -> None:
-        """Raise UserError, which names checkpoint.keep, if the disk has no space for `number` more checkpoints."""
+        """Raise an error, which names checkpoint.keep, if the disk has no space for `number` more checkpoints. It is an
+        InfrastructureFailure if the disk has filled up since a checkpoint was saved, so that it has no space for even
+        one, else a UserError."""
         free = shutil.disk_usage(next(path for path in (self.path, *self.path.parents) if path.exists())).free
         if free < number * num_bytes:
-            raise UserError(
+            raise (InfrastructureFailure if len(self) and free < num_bytes else UserError)(
                 f"checkpoint.keep={keep}: {self.path} has {free / 1e9:.2f} GB free, but {number} more "
                 f"{'checkpoint needs' if number == 1 else 'checkpoints need'} {number} x {num_bytes / 1e9:.2f} = "
                 f"{number * num_bytes / 1e9:.2f} GB (megarl writes a new one before it removes the oldest). Fix: free "
                 "disk space, lower checkpoint.keep, or set checkpoint.every_steps=null and checkpoint.on_signal=false"
             )
+
+    def await_space(self, num_bytes: int, keep: int) -> None:
+        """Wait up to DISK_S seconds for space for one more checkpoint. Raise InfrastructureFailure if there is none."""
+        for number, pause in enumerate((*pauses(DISK_S), None)):
+            try:
+                return self.require_space(num_bytes, keep)
+            except (UserError, InfrastructureFailure) as error:
+                if pause is None:
+                    raise InfrastructureFailure(str(error)) from None
+                if number == 0:
+                    line = f"megarl: warning: waiting up to {DISK_S:g} s for disk space. {error}"
+                    print(line, file=sys.stderr, flush=True)
+            time.sleep(pause)
 
     def begin(self, step: int) -> Path:
         """Create an empty hidden folder for the checkpoint of `step`."""

@@ -20,14 +20,15 @@ from megarl.cluster.supervision.memory import MemorySampler
 from megarl.cluster.trace import Trace
 from megarl.cluster.trained_models import TrainedModels
 from megarl.config.schema import Config
-from megarl.core.errors import DamagedCheckpoint, RunFailure
+from megarl.core.errors import DamagedCheckpoint, InfrastructureFailure, RunFailure
+from megarl.core.files import DISK_FULL
 from megarl.core.timing import Stopwatch
 from megarl.data.offline import OfflineData
 from megarl.data.prompts import PromptSet
 from megarl.data.weighted_cursor import WeightedCursor
 from megarl.models.paths import add_config_paths
 from megarl.models.run_models import ModelFolders
-from megarl.run.checkpoint_size import checkpoint_bytes
+from megarl.run.checkpoint_size import saved_bytes
 from megarl.run.effective_time import ALLOCATED, EffectiveShare
 from megarl.run.folder import RunFolder
 from megarl.run.lock import run_lock
@@ -64,12 +65,18 @@ def print_run_summary(
 
 
 def exit_status(run: Callable[[Config, Path], None], config: Config, scratch: Path) -> int:
-    """Call `run` with the config and a scratch folder. Return the exit code: 0 on success, 1 after a RunFailure."""
+    """Call `run` with the config and a scratch folder. Return the exit code: 0 on success, that of the RunFailure
+    otherwise. A full disk counts as a failure of the infrastructure, wherever it occurs."""
     try:
         run(config, scratch)
     except RunFailure as failure:
         print(f"megarl: error: {failure}", file=sys.stderr)
-        return 1
+        return failure.exit_code
+    except OSError as error:
+        if error.errno not in DISK_FULL:
+            raise
+        print(f"megarl: error: {error}. Fix: free disk space, then resume with resume=auto", file=sys.stderr)
+        return InfrastructureFailure.exit_code
     return 0
 
 
@@ -98,7 +105,7 @@ class RunContext:
         """Lock and open the run folder, and print the run summary. No process is started. Raise UserError if the folder
         is in use, `resume` does not name a valid checkpoint, or the disk has no space for a checkpoint. `config_paths`
         has the model paths that the user wrote, by config key, if the config contains resolved paths."""
-        num_bytes = checkpoint_bytes(config, models.trained(config))
+        num_bytes = saved_bytes(config, models.trained(config))
         placement = place_here(config)
         with run_lock(RunFolder.of(config).path, LOCK_S if ALLOCATED in os.environ else 0.0):
             identities = add_config_paths(models.identify(), config, config_paths)

@@ -57,7 +57,7 @@ def _completed_s(run: Path) -> float:
     metrics = run / "metrics.jsonl"
     rows = read_objects(metrics)[0] if os.path.lexists(metrics) else []
     # The evaluation before the first step has no step time.
-    return sum(row.get("time/step") or 0.0 for row in rows)
+    return sum(value for row in rows if isinstance(value := row.get("time/step"), int | float))
 
 
 def allocated_s(run: Path, now: float) -> float:

@@ -7,7 +7,7 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -22,7 +22,7 @@ from megarl.config.load import dump
 from megarl.config.schema import Config
 from megarl.core.checkpoint import FORMAT, FORMAT_KEY
 from megarl.core.errors import UserError
-from megarl.core.files import numbered, parse_json, read_json, read_text, replace_text, replacement, sync
+from megarl.core.files import numbered, parse_json, read_object, read_text, replace_text, replacement, sync
 from megarl.core.jsonl import read_objects
 from megarl.core.versions import installed_versions
 from megarl.models.folder import model_paths
@@ -43,6 +43,18 @@ class _Inside:
 
     def __get__(self, folder: RunFolder, owner: type) -> Path:
         return folder.path / self._name
+
+
+def models_in(manifest: Mapping[str, Any], path: Path) -> Models:
+    """Return the models in a run's manifest. Raise a UserError, which names `path`, if they are malformed."""
+    models = manifest.get("models") or {}
+    if not isinstance(models, dict) or not all(_is_model(model) for model in models.values()):
+        raise UserError(f"{path}: its models are malformed. Fix: restore or remove the file")
+    return models
+
+
+def _is_model(model: Any) -> bool:
+    return isinstance(model, dict) and all(isinstance(value, str) for value in model.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +158,8 @@ class RunFolder:
     def values_of(self, metric: str) -> dict[int, float]:
         """Return the values of a metric, keyed by step. Steps without the metric are omitted."""
         rows = read_objects(self.metrics)[0] if os.path.lexists(self.metrics) else []
-        return {row["step"]: row[metric] for row in rows if "step" in row and row.get(metric) is not None}
+        is_value = {row["step"]: row.get(metric) for row in rows if isinstance(row.get("step"), int)}
+        return {step: value for step, value in is_value.items() if isinstance(value, int | float)}
 
     def _open(self, config: Config, data_hash: str | None, models: Models | None, step: int) -> None:
         self.logs.mkdir(parents=True)
@@ -186,24 +199,20 @@ class RunFolder:
         """The last step of a finished run, or None if the run is not finished."""
         if not self.manifest.exists():
             return None
-        return read_json(self.manifest).get("finished_after_step")
+        return read_object(self.manifest).get("finished_after_step")
 
     def finish(self, step: int) -> None:
         """Record in the manifest that the run finished after `step`."""
-        manifest = read_json(self.manifest) | {"finished_after_step": step}
+        manifest = read_object(self.manifest) | {"finished_after_step": step}
         replace_text(self.manifest, json.dumps(manifest, indent=2) + "\n")
 
     @property
     def resolved_models(self) -> dict[str, str]:
         """Resolved model folders from all attempts so far, keyed by the path that the user wrote."""
         manifests = [self.manifest, *self.path.glob(f"logs/{ATTEMPT.format('*')}/{self.manifest.name}")]
-        models = [
-            model
-            for manifest in manifests
-            if manifest.is_file()
-            for model in (read_json(manifest).get("models") or {}).values()
-        ]
-        return {model["given"]: model["folder"] for model in models if "given" in model}
+        contents = [models_in(read_object(path), path) for path in manifests if path.is_file()]
+        models = [model for content in contents for model in content.values()]
+        return {model["given"]: model["folder"] for model in models if {"given", "folder"} <= model.keys()}
 
     @property
     def logs(self) -> Path:

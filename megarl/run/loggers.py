@@ -5,17 +5,19 @@ Metric names have the form SECTION/NAME, such as reward/mean. Step numbers start
 
 from __future__ import annotations
 
-import json
 import math
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from megarl.core.files import append_rows, retry_when_full
+
 
 class JsonlSink:
     """A sink that appends one JSON object per step to a file. The first key is `step`. JSON has no NaN or infinity.
-    Such values are written as null, and the names of these metrics are listed under "nonfinite"."""
+    Such values are written as null, and the names of these metrics are listed under "nonfinite". Writing waits
+    while the disk is full, see retry_when_full."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -25,8 +27,7 @@ class JsonlSink:
         record: dict[str, Any] = {"step": step, **metrics, **dict.fromkeys(nonfinite)}
         if nonfinite:
             record["nonfinite"] = nonfinite
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record, allow_nan=False) + "\n")
+        retry_when_full(lambda: append_rows(self._path, [record]), self._path)
 
 
 COLUMNS = (  # title, minimum width, format

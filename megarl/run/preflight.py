@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,7 @@ from megarl.data.files import ALL_COLUMNS, NO_COLUMNS
 from megarl.data.offline import OfflineData, load_offline_data
 from megarl.data.prompts import PromptSet, load_prompts
 from megarl.environments.hosts import HostPool, host_arguments
+from megarl.environments.registry import answer_check
 from megarl.environments.runner import turn_tokens
 from megarl.environments.trial import try_rewards
 from megarl.models.folder import read_config
@@ -46,8 +49,10 @@ from megarl.models.weight_files import read_headers, require_tensors
 from megarl.resharding.families import huggingface_holder
 from megarl.resharding.selection import check_all_selections
 from megarl.rewards.pool import FunctionPool, function_pool
+from megarl.rewards.rating import TEMPLATE, require_answer
+from megarl.rewards.row_checks import check_rows, require_rows
 from megarl.run.beginning import resolve
-from megarl.run.checkpoint_size import checkpoint_bytes
+from megarl.run.checkpoint_size import log_bytes, saved_bytes
 from megarl.run.checkpoints import Checkpoints
 from megarl.run.folder import RunFolder
 from megarl.run.resume import find_checkpoint
@@ -88,6 +93,8 @@ def preflight(config: Config) -> Preflight:
                 attempt(_check_environment, config, models.actor)
             if data is not None and folder is not None:
                 attempt(_check_resume_and_disk, config, models, data)
+            if isinstance(data, PromptSet):
+                attempt(_check_rows, config, pool, data)
             trial = None if data is None or pool is None else attempt(try_rewards, config, pool, data[0])
         evaluation = None if models is None else attempt(load_evaluation_sets, config, models.actor)
     assert models is not None and data is not None and evaluation is not None, "failed checks have raised their errors"
@@ -115,6 +122,7 @@ def _load_evaluation_set(config: Config, settings: EvaluationSet, model_folder: 
         pool = _function_pool(set_config)
         with nullcontext() if pool is None else closing(pool):
             prompts = _load_prompts(set_config, model_folder, pool)
+            _check_rows(set_config, pool, prompts)
             trial = None if pool is None else try_rewards(set_config, pool, prompts[0])
         if set_config.has_environment:
             _check_environment(set_config, model_folder)
@@ -197,6 +205,18 @@ def _require_embeddings(model_folder: Path, rows: Iterable[tuple[str, NDArray[np
             )
 
 
+def _check_rows(config: Config, pool: FunctionPool | None, data: PromptSet) -> None:
+    """Check all rows with the built-in functions, judge and environment that need an answer. They would fail on every
+    response to a row that does not pass."""
+    if pool is not None:
+        check_rows(config, pool, data.prompts)
+    if config.has_reward_model and config.reward_model.judges:
+        template = config.reward_model.judge.template
+        require_rows(data.prompts, partial(require_answer, TEMPLATE if template is None else template))
+    if (check := answer_check(config.environment.name)) is not None:
+        require_rows([prompt for prompt in data.prompts if prompt.messages], check)
+
+
 def _check_environment(config: Config, model_folder: Path) -> None:
     """Load the environment class in a separate process, and check that the model's chat template can render its turns.
     Raise UserError if the class cannot be loaded or its turns cannot be rendered."""
@@ -214,7 +234,7 @@ def _function_pool(config: Config) -> FunctionPool | None:
     rewards = config.rewards
     if config.is_offline or not (rewards.functions or rewards.judge):
         return None
-    return function_pool(config, 1)
+    return function_pool(config, 1, outage_s=0.0)
 
 
 def _find_folder(config: Config) -> RunFolder:
@@ -237,8 +257,27 @@ def _check_resume_and_disk(config: Config, models: ModelFolders, data: PromptSet
     find_checkpoint(config, data, models.identify())
     if config.checkpoint.may_be_saved:
         checkpoints, keep = Checkpoints(RunFolder.of(config).checkpoints), config.checkpoint.keep
-        size = checkpoint_bytes(config, models.trained(config))
+        size = saved_bytes(config, models.trained(config))
         checkpoints.require_space(size, keep, max(0, config.most_checkpoints + 1 - _num_existing(config, checkpoints)))
+    _announce_logs(config, models)
+
+
+def _announce_logs(config: Config, models: ModelFolders) -> None:
+    """Print a warning if the disk cannot hold the checkpoints and the rollout logs of all steps."""
+    path = RunFolder.of(config).path
+    free = shutil.disk_usage(next(folder for folder in path.parents if folder.exists())).free
+    checkpoints = 0
+    if config.checkpoint.may_be_saved:
+        checkpoints = (config.most_checkpoints + 1) * saved_bytes(config, models.trained(config))
+    room = max(0, free - checkpoints)
+    if (logs := log_bytes(config)) > room:
+        print(
+            f"megarl: warning: run.steps={config.run.steps}: the rollout logs in {path} may take up to "
+            f"{logs / 1e9:.2f} GB, but only {room / 1e9:.2f} GB are free besides the checkpoints. "
+            "When the disk is full, the run continues without writing rollouts",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _num_existing(config: Config, checkpoints: Checkpoints) -> int:
@@ -263,7 +302,7 @@ def print_checks(config: Config, _scratch: Path) -> None:
         needed = sum(host_parts(config, checked.models).values())
         rows["memory"] = f"at least {needed / 1e9:.2f} GB for weights, gradients and optimizers"
     if config.checkpoint.may_be_saved:
-        size = checkpoint_bytes(config, checked.models.trained(config))
+        size = saved_bytes(config, checked.models.trained(config))
         rows["disk"] = (
             f"({config.most_checkpoints} + 1) checkpoints x {size / 1e9:.2f} GB in {RunFolder.of(config).path}"
         )

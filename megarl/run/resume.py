@@ -134,6 +134,9 @@ def _is_of_this_run(checkpoint: Checkpoint, checkpoints: Checkpoints) -> bool:
 
 def _open(path: Path, config: Config, data: PromptSet | OfflineData, models: Models) -> Checkpoint:
     checkpoint = Checkpoint.open(path)
+    for name, kind in (("config", dict), ("models", dict), ("data_hash", str)):
+        if not isinstance(checkpoint.state.get(name), kind):
+            raise UserError(f"{path}: manifest.json has no valid {name}. Fix: use a checkpoint that megarl saved")
     saved_config = update_moved_paths(config, _saved_config(checkpoint), _moved_models(config, checkpoint, models))
     check_continues(config, saved_config, checkpoint.step, str(path))
     _check_models(config, checkpoint, models)

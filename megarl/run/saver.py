@@ -61,7 +61,7 @@ class Saver:
         if not self._has(step) if at_once else self._due(step):
             self.finish()
             with self._waiting():
-                self._checkpoints.require_space(self._num_bytes, self._config.checkpoint.keep)
+                self._checkpoints.await_space(self._num_bytes, self._config.checkpoint.keep)
                 folder = self._checkpoints.begin(step)
                 groups = trained.groups
                 start = time.perf_counter()

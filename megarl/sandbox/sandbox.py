@@ -15,6 +15,7 @@ from typing import Any, Self
 
 from megarl.config import schema
 from megarl.sandbox.agent import pack
+from megarl.usercode.failures import ProcessLost
 from megarl.usercode.parent import SELF_CLEANING
 
 START_S = 60.0
@@ -30,7 +31,7 @@ POLL_S = 0.002
 ERROR_BYTES = 4096
 
 
-class SandboxError(RuntimeError):
+class SandboxError(ProcessLost):
     """Raised when a sandbox itself fails, regardless of the program in it."""
 
 

@@ -109,6 +109,7 @@ def _rollout_metrics(samples: Sequence[SampleRef]) -> dict[str, float]:
             f"environment/stop_{reason}": fmean(rollout.stop_reason == reason for rollout in rollouts)
             for reason in StopReason
         },
+        "environment/restarts": sum(rollout.num_restarts for rollout in rollouts),
         "environment/tool_calls": num_calls / len(rollouts),
         "environment/tool_error_frac": 1 - calls["ok"] / num_calls if num_calls else 0.0,
         **{

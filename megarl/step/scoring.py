@@ -8,7 +8,7 @@ from fractions import Fraction
 from statistics import fmean, pstdev
 
 from megarl.config.schema import Config
-from megarl.core.errors import RunFailure, UserError
+from megarl.core.errors import InfrastructureFailure, RunFailure, UserError
 from megarl.core.metrics import Metric, merge
 from megarl.core.types import SampleRef, Score
 from megarl.step.rollout_rewards import length_rewards, rollouts_of
@@ -26,19 +26,24 @@ def select(
 ) -> tuple[list[list[SampleRef]], Metrics]:
     """Combine samples with their scores, by group. The last rollout in a group may be greedy, and is then not trained
     on. Samples are left out and counted if their reward or environment failed, or if the greedy response to their
-    prompt has no reward. The run stops if the fraction of reward failures exceeds rewards.failure_limit, or after
-    rewards.max_consecutive_failures reward failures in a row. Environment failures do not count, and a rollout with
-    several samples counts once."""
+    prompt has no reward. The run stops if the fraction of reward failures exceeds rewards.failure_limit, with a
+    UserError if the reward functions alone exceed it, else with an InfrastructureFailure. It also stops after
+    rewards.max_consecutive_failures failures of reward functions in a row. Environment failures do not count, and a
+    rollout with several samples counts once."""
     samples = [sample for group in groups for sample in group]
     by_rollout = {sample.rollout_id: (sample, score) for sample, score in zip(samples, scores, strict=True)}
     of_rewards = [score for sample, score in by_rollout.values() if not sample.has_failed]
-    failures = [score.failure for score in of_rewards if score.failure is not None]
+    failed = [score for score in of_rewards if score.failure is not None]
+    at_fault = [score for score in failed if not score.is_infrastructure]
     allowed = Fraction(repr(config.rewards.failure_limit)) * len(by_rollout)  # 0.29 of 100 is 29
-    if len(failures) > allowed:
-        raise UserError(
-            f"{failures[0]} ({len(failures)} of {len(by_rollout)} {_noun(config)} failed, but "
-            f"rewards.failure_limit={config.rewards.failure_limit:g} allows only {float(allowed):g}). Fix: correct the "
-            "reward function, or raise rewards.failure_limit"
+    if len(failed) > allowed:
+        is_users = len(at_fault) > allowed
+        first = at_fault[0] if is_users else next(score for score in failed if score.is_infrastructure)
+        remedy = "correct the reward function" if is_users else "restore the service or free memory, then resume"
+        raise (UserError if is_users else InfrastructureFailure)(
+            f"{first.failure} ({len(failed)} of {len(by_rollout)} {_noun(config)} failed, but "
+            f"rewards.failure_limit={config.rewards.failure_limit:g} allows only {float(allowed):g}). Fix: {remedy}, "
+            "or raise rewards.failure_limit"
         )
     _check_consecutive_failures(config, of_rewards)
     remaining = iter(scores)
@@ -67,7 +72,7 @@ def _without_last_rollout(group: Sequence[Judged]) -> list[Judged]:
 
 def _check_consecutive_failures(config: Config, scores: Sequence[Score]) -> None:
     limit, failed = config.rewards.max_consecutive_failures, 0
-    for score in scores:
+    for score in (score for score in scores if not score.is_infrastructure):
         failed = 0 if score.failure is None else failed + 1
         if failed == limit:
             raise UserError(
@@ -106,11 +111,15 @@ def _reward_metrics(groups: Sequence[Sequence[SampleRef]], judged: Sequence[Judg
     rewards = [rollout[0].reward for group in groups for rollout in rollouts_of(group)]
     scores = {sample.rollout_id: score for sample, score in judged}.values()
     if not rewards:
-        raise RunFailure("rewards: megarl could not score any sample of this step. See the failure fields in rollouts/")
+        is_lost = all(score.is_infrastructure for score in scores)
+        raise (InfrastructureFailure if is_lost else RunFailure)(
+            "rewards: megarl could not score any sample of this step. See the failure fields in rollouts/"
+        )
     parts = merge({f"reward/{name}": Metric(value) for name, value in score.parts.items()} for score in scores)
     return parts | {
         "reward/mean": Metric(fmean(rewards)),
         "reward/std": Metric(pstdev(rewards)),
         "reward/failed_frac": Metric(1 - len(rewards) / len(scores)),
+        "reward/infrastructure_failed_frac": Metric(fmean(score.is_infrastructure for score in scores)),
         "reward/zero_std_groups": Metric(fmean(not is_informative(group) for group in groups)),
     }

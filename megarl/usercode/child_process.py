@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 import psutil
 
-from megarl.core import interpreter, stacks
+from megarl.core import stacks
 from megarl.usercode.parent import SELF_CLEANING
 
 IMPORT_S = 60.0
@@ -34,6 +34,8 @@ CLEANUP_S = 20.0
 """Seconds that a self-cleaning program has to exit after the process that started it was killed. The longest grace
 period of such a program is the 10 s of verifiers_program."""
 
+KILLING_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
 POLL_S = 0.001
 READ_BYTES = 65536
 MOST_BYTES = 2**30
@@ -44,11 +46,15 @@ TOO_LONG = f"sent a message of more than {MOST_BYTES} bytes"
 
 class ChildFailure(Exception):
     """Raised when a child process fails. The message is its exit status, its signal, or the reason for killing it.
-    `timed_out`: whether it exceeded a time limit."""
+    `timed_out`: whether it exceeded a time limit. `was_killed`: see ChildProcess."""
 
-    def __init__(self, reason: str, timed_out: bool = False):
+    def __init__(self, reason: str, timed_out: bool = False, was_killed: bool = False):
         super().__init__(reason)
-        self.timed_out = timed_out
+        self.timed_out, self.was_killed = timed_out, was_killed
+
+    def with_limit(self, key: str, memory_mib: int | None) -> str:
+        """Return the message with the memory limit that `key` sets, because a process may crash when it reaches it."""
+        return f"{self}, {key}={memory_mib}" if str(self).startswith("SIG") and memory_mib is not None else str(self)
 
     def import_error(self, name: str, limit_s: float | None, remedy: str = "") -> str:
         """Return the message for a user file that the process could not import within a time limit, if any."""
@@ -88,11 +94,7 @@ class ChildProcess:
         self.kill_reason: str | None = None
         self._killing, self._unread = threading.Lock(), b""
         self._socket, remote = socket.socketpair()
-        own = {
-            SELF_CLEANING,
-            *([interpreter.VARIABLE] if environment.get(interpreter.VARIABLE) == interpreter.MARK else []),
-        }
-        environment = {name: value for name, value in environment.items() if name not in own}
+        environment = {name: value for name, value in environment.items() if name != SELF_CLEANING}
         with remote:
             self._process = subprocess.Popen(
                 [*command, str(remote.fileno())],
@@ -166,7 +168,14 @@ class ChildProcess:
         while not self.has_ended and time.monotonic() < deadline:
             time.sleep(POLL_S)
         self.kill(None if self.has_ended else "closed its connection")
-        return ChildFailure(self.status, isinstance(error, TimeoutError))
+        return ChildFailure(self.status, isinstance(error, TimeoutError), self.was_killed)
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether a signal from elsewhere ended the process, such as SIGKILL when the node's memory ran out. Signals
+        that crash a process, such as SIGSEGV, do not count."""
+        code = self._process.returncode
+        return self.kill_reason is None and code is not None and -code in KILLING_SIGNALS
 
     @property
     def status(self) -> str:
@@ -239,7 +248,7 @@ class ConcurrentChild(ChildProcess):
     async def request(self, timeout_s: float | None = None, **fields: Any) -> dict[str, Any]:
         """Send a request and return the reply. After a timeout, the process still runs."""
         if self._reading.done():
-            raise ChildFailure(self.status)
+            raise ChildFailure(self.status, was_killed=self.was_killed)
         number = next(self._numbers)
         reply = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:

@@ -63,6 +63,20 @@ def test_job_without_progress_fails_with_the_cause(cluster: Slurm, shared: Path)
     run.check_nothing_is_left()
 
 
+def test_judge_that_is_away_is_retried_and_not_the_users_error(cluster: Slurm, shared: Path) -> None:
+    """Two attempts fail at their first step, and the second one starts a minute after the first. A third one would not
+    make progress either."""
+    judge = "{function: generative_judge, options: {base_url: http://127.0.0.1:9/v1, model: m, retries: 0}}"
+    keys = ["actor.layout.pp=1", f"rewards.functions=[{judge}]", "rewards.outage_s=1"]
+    run = Launched(cluster, shared, "away", "--nodes=1", "--time=10", "--stalled=2", "--restarts=5", *keys)
+    job = cluster.wait_for_state(run.number, "FAILED", seconds=RUN_S)
+    assert (job["ExitCode"], job["Restarts"], len(run.attempts)) == ("3:0", "0", 3)
+    last = run.log.splitlines()[-1]
+    assert last.startswith("job: 2 attempts saved no checkpoint after step 0. Last cause: megarl: error: ")
+    assert "127.0.0.1:9/v1/chat/completions could not be reached" in last and "rewards.outage_s=1" in last
+    run.check_nothing_is_left()
+
+
 def test_runs_of_a_sweep_are_requeued_individually(cluster: Slurm, shared: Path) -> None:
     keys = ("actor.layout.pp=1", "--sweep=run.seed=0,1", "--nodes=1", "--time=30", "run.steps=1000000")
     done = launch(cluster, shared, "sweep", *keys)

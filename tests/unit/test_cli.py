@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import re
 import resource
@@ -21,9 +22,12 @@ from megarl.cluster.supervision import supervisor
 from megarl.config.algorithm_schema import KL, Advantage, Aggregation, Correction, Objective, Value
 from megarl.config.load import dump, load
 from megarl.config.schema import Config
-from megarl.core.errors import UserError
+from megarl.core.errors import InfrastructureFailure, RunFailure, UserError
+from megarl.launch.task import VERDICTS
+from megarl.run.context import exit_status
 from tests.marks import exhaustive_but
 from tests.paths import ROOT
+from tests.readme import text_of
 from tests.timing import LIGHT_CPU_S
 
 QUICKSTART = str(ROOT / "configs" / "quickstart.yaml")
@@ -287,6 +291,34 @@ def test_user_errors_are_printed_without_a_traceback(
     assert capsys.readouterr().err == "megarl: error: one thing is wrong\nmegarl: error: and another\n"
     assert run(monkeypatch, "train", "none.yaml") == 2
     assert capsys.readouterr().err.startswith("megarl: error: none.yaml: cannot be read")
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (RunFailure("engine-0 died"), 1),
+        (UserError("wrong key"), 2),
+        (InfrastructureFailure("the judge is away"), 75),
+        (OSError(errno.ENOSPC, "No space left on device"), 75),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), 75),
+    ],
+)
+def test_exit_code_names_the_kind_of_failure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, error: Exception, code: int
+) -> None:
+    def fail(config: Config, scratch: Path) -> None:
+        raise error
+
+    replace(monkeypatch, "train", main=lambda config, scratch: exit_status(fail, config, scratch))
+    assert run(monkeypatch, "train", QUICKSTART, f"run.folder={tmp_path}") == code
+    assert capsys.readouterr().err.startswith(f"megarl: error: {error}")
+
+
+def test_documented_exit_codes_and_verdicts_are_those_of_the_code() -> None:
+    rows = re.findall(r"^\| (\d+) \| .* \| `(\w+)`: ", text_of("configs/README.md"), re.MULTILINE)
+    codes = {RunFailure.exit_code: "failed", **VERDICTS}
+    assert {int(code): verdict for code, verdict in rows} == codes
+    assert [int(code) for code, _ in rows] == sorted(codes)
 
 
 @pytest.mark.parametrize(("bug", "kind"), [(lambda: {}["bug"], KeyError), (lambda: int("bug"), ValueError)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from megarl.config.evaluation import config_of_set
@@ -64,6 +65,7 @@ class EvaluationScorer:
 
 def _write(file: Path, version: int, samples: Sequence[Sample], scores: Sequence[Score]) -> None:
     """Overwrite the file, because an attempt that was killed during this call may have left one."""
-    file.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(OSError):  # the disk may be full, which append_rollouts reports
+        file.parent.mkdir(parents=True, exist_ok=True)
     file.unlink(missing_ok=True)
-    append_rollouts(file, version, zip(samples, scores, strict=True))
+    append_rollouts(file, version, list(zip(samples, scores, strict=True)))

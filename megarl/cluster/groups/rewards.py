@@ -21,6 +21,7 @@ from megarl.cluster.rank_batch import Scores, get_scores, put_sample, put_scores
 from megarl.cluster.session import Session
 from megarl.config.schema import Config
 from megarl.core.checkpoint import FileRecord, seal
+from megarl.core.files import retry_when_full
 from megarl.core.types import Sample, SampleRef, Score
 from megarl.environments.batch import is_judged, judge_batch, judge_single
 from megarl.models.classifier import Kind, score_head_of
@@ -154,8 +155,16 @@ class RewardWorker:
     def save_groups(self, groups: Sequence[WaitingGroup], file: Path) -> FileRecord:
         fetched = [(row, version, ray.get([ref.sample for ref in refs])) for row, version, refs in groups]
         file.parent.mkdir()
-        save_samples(fetched, file)
-        return seal(file, file.parent.parent)
+
+        def save() -> FileRecord:
+            try:
+                save_samples(fetched, file)
+                return seal(file, file.parent.parent)
+            except Exception:
+                file.unlink(missing_ok=True)
+                raise
+
+        return retry_when_full(save, file)
 
     def load_groups(self, file: Path) -> list[WaitingGroup]:
         groups = load_samples(file)

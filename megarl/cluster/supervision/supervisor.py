@@ -17,7 +17,6 @@ from megarl.cluster.supervision import processes, segments
 from megarl.cluster.supervision.interrupts import REPEAT_S, interrupts
 from megarl.cluster.supervision.ownership import Untrusted
 from megarl.cluster.supervision.scratch import VARIABLE, make_scratch, remove_scratch, sweep
-from megarl.core.interpreter import protect_children
 from megarl.core.output import tolerate_lost_readers
 from megarl.core.parent import signal_with_parent
 from megarl.core.proxies import LOOPBACK, bypass_proxies
@@ -55,7 +54,6 @@ def supervised(grace_s: float = 0.0) -> Iterator[Path]:
         sys.exit(_guard(child, scratch, signals, grace_s))
     os.setpgid(0, 0)
     os.environ[VARIABLE] = str(scratch)
-    protect_children()
     # By default, torch runs compiled code from a folder in /tmp that another user may have created.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(scratch / "inductor"))
     for number in (signal.SIGTTIN, signal.SIGTTOU):

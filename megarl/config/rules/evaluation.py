@@ -23,7 +23,7 @@ def evaluation_requires_engines(config: Config) -> Iterator[str]:
     if config.evaluation.sets and config.is_offline:
         yield (
             f"evaluation.sets: with data.format={config.data.format} the run has no engines to sample from. Fix: set "
-            "evaluation.sets=[] and evaluate the trained model with `megarl evaluate`"
+            "evaluation.sets=[] and evaluate the trained model with `megarl evaluate MODEL RECIPE`"
         )
 
 

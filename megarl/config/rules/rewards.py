@@ -8,7 +8,16 @@ from megarl.config.document import show
 from megarl.config.schema import Config
 from megarl.core.user_file import is_in_file
 
-RESERVED = ("judge", "reward_model", "mean", "std", "failed_frac", "zero_std_groups", "greedy_mean")
+RESERVED = (
+    "judge",
+    "reward_model",
+    "mean",
+    "std",
+    "failed_frac",
+    "infrastructure_failed_frac",
+    "zero_std_groups",
+    "greedy_mean",
+)
 """Names reserved for other reward components and for summary metrics of the reward."""
 
 

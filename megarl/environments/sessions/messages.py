@@ -7,13 +7,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from megarl.core.files import is_deeper
+from megarl.core.files import MAX_DEPTH, is_deeper
 from megarl.environments.sessions.errors import invalid
 
 Message = Mapping[str, Any]
-
-DEEPEST_ARGUMENTS = 50
-"""Maximum nesting depth of parsed tool call arguments. Deeper ones stay text."""
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """Chat template role for each API role."""
@@ -76,7 +73,7 @@ def _tool_call(call: Any, param: str) -> dict[str, Any]:
     if isinstance(arguments, str):
         with suppress(ValueError, RecursionError):  # invalid or deeply nested JSON stays a string
             parsed = json.loads(arguments)
-            arguments = arguments if is_deeper(parsed, DEEPEST_ARGUMENTS) else parsed
+            arguments = arguments if is_deeper(parsed, MAX_DEPTH) else parsed
     function = {"name": function["name"], "arguments": arguments}
     return {"id": str(call.get("id") or ""), "type": "function", "function": function}
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megarl.core.files import is_deeper
+from megarl.core.files import MAX_DEPTH, is_deeper
 from megarl.core.text import encodable
 from megarl.environments.sessions.completion import chunks, completion_body
 from megarl.environments.sessions.errors import ApiError, invalid
@@ -32,8 +32,11 @@ LARGEST_REQUEST = 64 * 2**20
 BODY_S = 60.0
 """Timeout in seconds for receiving a request's body."""
 
-DEEPEST = 100
-"""Maximum nesting depth of a request's JSON, which Python's encoder and chat templates process recursively."""
+HEADERS_S = 60.0
+"""Seconds in which a client must send the headers of its first request, or of the next one after a response."""
+
+SEND_S = 60.0
+"""Seconds in which a client must receive a response."""
 
 SHUTDOWN_S = 2.0
 RETRIES = "x-stainless-retry-count"
@@ -66,7 +69,7 @@ class SessionServer:
         app.router.add_post("/v1/chat/completions", self._create_completion)
         app.router.add_get("/v1/models", self._list_models)
         app.router.add_get("/v1/models/{name:.+}", self._show_model)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_S)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_S, keepalive_timeout=HEADERS_S)
         await self._runner.setup()
         await web.TCPSite(self._runner, address, 0).start()
         self.base_url = f"http://{address}:{self._runner.addresses[0][1]}/v1"
@@ -162,20 +165,25 @@ async def _read(request: web.Request) -> Any:
         raise ApiError(413, "request_too_large", f"the request body exceeds {LARGEST_REQUEST} bytes") from None
     except (ValueError, RecursionError) as error:
         raise invalid("body", f"the request body is not valid JSON: {error}") from error
-    if is_deeper(body, DEEPEST):
-        raise invalid("body", f"the request body is nested more than {DEEPEST} levels deep")
+    if is_deeper(body, MAX_DEPTH):
+        raise invalid("body", f"the request body is nested more than {MAX_DEPTH} levels deep")
     return body
 
 
 async def _send(request: web.Request, response: web.StreamResponse, data: bytes) -> bool:
-    """Send a response. Return whether the client was still connected."""
-    if request.transport is None or request.transport.is_closing():
+    """Send a response. Return whether the client has received it. Close the connection if it is too slow."""
+    transport = request.transport
+    if transport is None or transport.is_closing():
         return False
     try:
-        await response.prepare(request)
-        await response.write(data)
-        await response.write_eof()
+        async with asyncio.timeout(SEND_S):
+            await response.prepare(request)
+            await response.write(data)
+            await response.write_eof()
     except ConnectionError:
+        return False
+    except TimeoutError:
+        transport.abort()
         return False
     return True
 

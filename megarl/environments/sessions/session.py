@@ -153,10 +153,13 @@ class Session:
             self.stop_reason = StopReason.MAX_TURNS
             message = f"the rollout has used all of its {self.limits.max_turns} turns (environment.max_turns)"
             raise ApiError(400, "turn_limit_reached", message)
-        await self._require_room(request.messages)
+        await self._require_room(request)
         try:
             tokens = self._tokens_of(request.tools)
             slot = self.recording.reserve(tokens, tools_key(request.tools), request.messages)
+            if not slot.ids:
+                self.recording.release(slot)
+                raise invalid("messages", "the messages have no tokens")
         except ApiError:
             raise
         except Exception as error:  # any error that the agent's messages cause
@@ -173,15 +176,19 @@ class Session:
             self.recording.release(slot)
             raise ApiError(500, "turn_failed", f"the turn cannot be processed: {error}") from error
 
-    async def _require_room(self, messages: Sequence[Message]) -> None:
-        """Reject long messages before the event loop, which serves all sessions, renders and tokenizes them. Templates
-        may drop parts of the messages, so the limit for their text is several times the context length."""
+    async def _require_room(self, request: ChatRequest) -> None:
+        """Reject long requests before the event loop, which serves all sessions, renders and tokenizes them. Templates
+        may drop parts of a request, so the limit for its text is several times the context length."""
         most = ROOM * self.limits.context_length
-        texts = [message["content"] for message in messages]
-        if sum(map(len, texts)) <= most:  # a token has at least one character
+        texts = [text for message in request.messages for text in _texts(message)] + list(
+            map(json.dumps, request.tools)
+        )
+        count = len(request.messages)  # the template writes at least one token per message
+        if count + sum(map(len, texts)) <= most:  # a token has at least one character
             return
-        count = 0
-        for text in texts:
+        for text in ("", *texts):
+            if count > most:
+                raise self._context_exceeded(f"more than {most} tokens")
             for start in range(0, len(text), PART):
                 count += await asyncio.to_thread(self._num_tokens, text[start : start + PART])
                 if count > most:
@@ -236,6 +243,12 @@ class Session:
 def turn_seed(seed: int, number: int) -> int:
     """Return the seed for a turn of a rollout with this seed."""
     return seed if number == 0 else random.Random(repr((seed, number))).getrandbits(31)
+
+
+def _texts(message: Message) -> list[str]:
+    """Return a message's content, and its tool calls and names as JSON."""
+    others = {key: value for key, value in message.items() if key not in ("role", "content")}
+    return [message["content"], json.dumps(others)] if others else [message["content"]]
 
 
 def _tool_call(call: ToolCall, default_id: str) -> dict[str, Any]:

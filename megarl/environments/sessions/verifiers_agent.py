@@ -13,6 +13,7 @@ from typing import Any
 
 from megarl.environments.protocol import Agent, Task
 from megarl.usercode.child_process import ChildFailure, ConcurrentChild
+from megarl.usercode.failures import ProcessLost
 
 PROGRAM = Path(__file__).with_name("verifiers_program.py")
 
@@ -57,6 +58,8 @@ class _Program(ConcurrentChild):
         try:
             hello = await program.open(json.loads(arguments))
         except ChildFailure as failure:
+            if failure.was_killed:
+                raise ProcessLost(f"the verifiers process was killed while it started ({failure})") from None
             hello = {"refused": f"{failure}, see its output in the run's environments-*.log"}
         if "refused" in hello:
             await program.end()
@@ -68,12 +71,12 @@ class _Program(ConcurrentChild):
         return program
 
     async def run(self, **arguments: Any) -> dict[str, float]:
-        """Run a rollout and return its rewards. Raise RuntimeError if it fails."""
+        """Run a rollout and return its rewards. Raise RuntimeError if it fails, and ProcessLost if the process ends."""
         rollout = next(self._rollouts)
         try:
             response = await self.request(method="run", rollout=rollout, **arguments)
         except ChildFailure as failure:
-            raise RuntimeError(f"the verifiers process exited ({failure})") from None
+            raise ProcessLost(f"the verifiers process exited ({failure})") from None
         except asyncio.CancelledError:
             await self.post({"method": "cancel", "rollout": rollout})
             raise

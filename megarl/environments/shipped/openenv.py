@@ -6,15 +6,20 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megarl.core.files import parse_json
 from megarl.environments.protocol import Environment, Step, Task, Turn
 from megarl.environments.tools import Message, as_text
+from megarl.usercode.failures import ServiceAway
+
+AWAY = (1001, 1012, 1013)
+"""WebSocket close codes of a server that is overloaded or restarting."""
 
 REFUSED = "VALIDATION_ERROR"
 """Error code for an invalid action. The model receives the error message and may try again."""
 
 
 class ServerError(RuntimeError):
-    """An error response from the server, or a closed connection. It fails the rollout."""
+    """An error response from the server, or a closed session. It fails the rollout."""
 
 
 class OpenEnvEnvironment(Environment):
@@ -51,8 +56,8 @@ class OpenEnvEnvironment(Environment):
 
     async def step(self, turn: Turn) -> Step:
         try:
-            action = json.loads(turn.text) if self.action == "json" else {self.action: turn.text}
-        except json.JSONDecodeError as error:
+            action = parse_json(turn.text) if self.action == "json" else {self.action: turn.text}
+        except ValueError as error:
             return Step(f"error: an action is a JSON object, but this is not valid JSON: {error}", reward=0.0)
         response = await self._exchange("step", action)
         if response["type"] == "error" and response["data"].get("code") == REFUSED:
@@ -90,7 +95,8 @@ class OpenEnvEnvironment(Environment):
         await self._socket.send_json({"type": kind} if data is None else {"type": kind, "data": data})
         received = await self._socket.receive(self.timeout_s)
         if received.type.name != "TEXT":
-            raise ServerError(f"{self.url} ended the session: {received.type.name} {received.data or ''}".rstrip())
+            error = ServiceAway if received.type.name != "CLOSE" or received.data in AWAY else ServerError
+            raise error(f"{self.url} ended the session: {received.type.name} {received.data or ''}".rstrip())
         return json.loads(received.data)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 from collections.abc import Sequence
 from functools import lru_cache
@@ -11,8 +10,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megarl.core.errors import UserError
+from megarl.core.files import parse_json
+from megarl.core.text import encodable
+from megarl.usercode.failures import ServiceAway
 
 CORPUS = "environment.options.corpus"
+
+UNAVAILABLE = (429, 502, 503, 504)
+"""Status codes of a server that is overloaded or restarting."""
 
 _LOADING = threading.Lock()
 
@@ -78,20 +83,21 @@ def _read(path: Path) -> list[str]:
     if not path.is_file():
         raise UserError(f"{CORPUS}={path}: not a file. Fix: set {CORPUS} to a JSON-lines file of passages")
     passages = []
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             try:
-                row = json.loads(line)
+                row = parse_json(line)
             except ValueError as error:
                 raise UserError(
                     f"{CORPUS}={path}: line {number} is not valid JSON ({error}). Fix: write one JSON object per line"
                 ) from None
-            if not isinstance(row, dict) or ("contents" not in row and not {"title", "text"} <= row.keys()):
+            fields = ("contents",) if isinstance(row, dict) and "contents" in row else ("title", "text")
+            if not isinstance(row, dict) or not all(isinstance(row.get(field), str) for field in fields):
                 raise UserError(
                     f"{CORPUS}={path}: line {number} has no passage. Fix: write a JSON object with `contents`, or with "
                     "`title` and `text`"
                 )
-            passages.append(row["contents"] if "contents" in row else f"{row['title']}\n{row['text']}")
+            passages.append(encodable("\n".join(row[field] for field in fields)))
     if not passages:
         raise UserError(f"{CORPUS}={path}: the file is empty. Fix: add at least one passage")
     return passages
@@ -116,9 +122,14 @@ class Server:
         if self._session is None:
             self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(self.timeout_s))
         body = {"queries": [query], "topk": topk, "return_scores": True}
-        async with self._session.post(self.url, json=body) as response:
-            response.raise_for_status()
-            [items] = (await response.json())["result"]
+        try:
+            async with self._session.post(self.url, json=body) as response:
+                if response.status in UNAVAILABLE:
+                    raise ServiceAway(f"{self.url} returned status {response.status}")
+                response.raise_for_status()
+                [items] = (await response.json())["result"]
+        except (aiohttp.ClientConnectionError, TimeoutError) as error:
+            raise ServiceAway(f"{self.url}: {type(error).__name__}: {error}") from error
         return [item["document"]["contents"] for item in items]
 
     async def close(self) -> None:

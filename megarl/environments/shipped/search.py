@@ -31,6 +31,10 @@ _ARTICLE = re.compile(r"\b(a|an|the)\b")
 class _Searching(Environment):
     """Common base class for the search environments."""
 
+    @staticmethod
+    def check_answer(answer: Any) -> None:
+        exact_match("", answer)
+
     def __init__(self, corpus: str | None = None, url: str | None = None, topk: int = 3, timeout_s: float = 30.0):
         """
         Args:
@@ -139,7 +143,7 @@ def exact_match(response: str, answer: Any) -> float:
     """Return 1 if the response equals an answer up to case, punctuation, articles and whitespace, else 0. The answer is
     one text, a list of alternatives, or {"target": …} as in the Search-R1 datasets."""
     if isinstance(answer, Mapping):
-        answer = answer["target"]
+        answer = answer.get("target")
     if answer is None:
         raise ValueError("answer=null: the row has no answer to compare with. Fix: add one to the data")
     answers = [str(item) for item in answer] if isinstance(answer, list | tuple) else [str(answer)]

@@ -148,7 +148,9 @@ def _open(path: Path, huggingface: Path | None) -> Iterator[StoredAdapters]:
     sealed.verify(record for record in sealed.files if Path(record.path).parts[0] == path.name)
     config = validated(sealed.state["config"], sealed.format)
     if config.actor.adapters is None or path.name != "actor":
-        raise UserError(f"{path}: contains no adapters. Fix: use megarl convert megatron-to-hf")
+        raise UserError(
+            f"{path}: contains no adapters. Fix: run megarl convert megatron-to-hf --checkpoint {path} --out FOLDER"
+        )
     revision = config.model.revision if huggingface is None else None
     base = resolve(str(huggingface or config.model.path), key="--hf", revision=revision)
     with TorchDistFolder(path) as folder:

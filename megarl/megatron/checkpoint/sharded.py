@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import errno
+import os
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -28,10 +31,13 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
 from megarl.core.checkpoint import FileRecord, seal, write_note
 from megarl.core.errors import UserError
+from megarl.core.files import DISK_FULL, DISK_S, full_disk, is_full, retry_when_full
+from megarl.core.outage import pauses
 from megarl.megatron import parallel, random_state
 from megarl.megatron.checkpoint import optimizer_state
 from megarl.megatron.checkpoint.extents import CanonicalShard, Shard
@@ -78,7 +84,6 @@ class Saving:
             records = self._written.result()
         except CheckpointException as error:
             reason, _ = next(iter(error.failures.values()))
-            # torch's message for a full disk does not mention disk space.
             free = shutil.disk_usage(self._folder).free / 1e9
             raise RuntimeError(
                 f"{self._folder}: writing failed with {free:.2f} GB of free disk space: {reason}. Fix: free disk space "
@@ -92,16 +97,46 @@ class Saving:
 
 def _write(folder: Path, write: Callable[[], None], rank: int) -> list[FileRecord]:
     """Write this rank's part of the model and a note that lists its files. Return the files with paths relative to the
-    folder. Rank 0 also writes the small files shared by all ranks."""
-    write()
+    folder. Rank 0 also writes the small files shared by all ranks. Wait while the disk is full, see retry_when_full."""
+    _write_parts(folder, write, rank)
     files = sorted(folder.glob(f"__{rank}_*"))
     if rank == 0:
-        save_config(CheckpointingConfig(*BACKEND), str(folder))
+        retry_when_full(lambda: save_config(CheckpointingConfig(*BACKEND), str(folder)), folder / "config")
         # List the folder once: other ranks rename their notes concurrently.
         files += sorted(file for file in folder.iterdir() if not file.name.startswith("__"))
-    records = [seal(file, folder) for file in files]
+    records = [retry_when_full(lambda file=file: seal(file, folder), file) for file in files]
     write_note(folder, rank, records)
     return records
+
+
+def _write_parts(folder: Path, write: Callable[[], None], rank: int) -> None:
+    """Call `write`, a collective, and repeat it on all ranks while the disk is full for any of them. All ranks receive
+    the same errors and make the same pauses, so they repeat the call equally often."""
+    for pause in (*pauses(DISK_S), None):
+        try:
+            return write()
+        except CheckpointException as error:
+            reasons = [reason for reason, _ in error.failures.values()]
+            if not any(isinstance(reason, OSError) and reason.errno in DISK_FULL for reason in reasons):
+                raise
+            for file in folder.glob(f"__{rank}_*"):
+                file.unlink()  # other files of the run need the space in the meantime
+            if pause is None:
+                raise full_disk(folder) from error
+            print(f"{folder}: the disk is full; waiting {pause:g} s", flush=True)
+            time.sleep(pause)
+
+
+class _Writer(FileSystemWriter):
+    """A writer that reports a full disk as OSError. torch's own error does not mention disk space."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:
+            if is_full(error, Path(self.path) / "data"):
+                raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {self.path}") from error
+            raise
 
 
 def save(
@@ -184,7 +219,7 @@ class ThreadStrategy(TorchDistSaveShardedStrategy):
 
         def write() -> None:
             writer, planner = (
-                FileSystemWriter(checkpoint_dir, sync_files=True),
+                _Writer(checkpoint_dir, sync_files=True),
                 MCoreSavePlanner(flatten_state_dict=False),
             )
             save_state(state, storage_writer=writer, planner=planner, process_group=parallel.host_group())

@@ -18,6 +18,7 @@ from megarl.config.model_schema import Trained
 from megarl.config.schema import Config
 from megarl.core import device
 from megarl.core.checkpoint import Checkpoint, FileRecord
+from megarl.core.files import retry_when_full
 from megarl.core.metrics import Metric, merge
 from megarl.core.token_batch import TokenBatch
 from megarl.data.collate import TokenScores, add_scores
@@ -272,11 +273,16 @@ class TrainerWorker(ModelWorker, ABC):
         return self._whole_weights
 
     def export(self, plan: Plan, transport: Transport, out: Path) -> None:
-        """Write the model as a Hugging Face folder, or its adapters as a PEFT folder, with weights from all ranks."""
-        if self.adapters is not None and self.adapters.exports_factors:
-            self.adapters.write(plan, transport, self._config.model.path, out)
-            return
-        write_folder(plan, transport, without_value_head(self._hf_config), self._folder, out)
+        """Write the model as a Hugging Face folder, or its adapters as a PEFT folder, with weights from all ranks. Wait
+        if the disk is full, see retry_when_full."""
+
+        def write() -> None:
+            if self.adapters is not None and self.adapters.exports_factors:
+                self.adapters.write(plan, transport, self._config.model.path, out)
+            else:
+                write_folder(plan, transport, without_value_head(self._hf_config), self._folder, out)
+
+        retry_when_full(write, out)
 
     def write_part(self, plan: Plan, folder: Path) -> None:
         """Write the parameters that an export reads from this rank to files, for ranks on remote nodes. `plan` is this

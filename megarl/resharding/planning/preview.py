@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 from megarl.core.collector import without_collector
 from megarl.core.errors import UserError
-from megarl.models.folder import ModelNotLocal, default_cache, read_local_config
+from megarl.models.folder import ModelNotLocal, default_cache, read_config_file, read_local_config
 from megarl.resharding.families.quantized import FP8, quantized_sources
 from megarl.resharding.piece import Holder
 from megarl.resharding.planning.figures import Figures, figures
@@ -119,11 +118,7 @@ def _read(model: str) -> dict[str, Any]:
     """Return the model's config.json without quantization_config: trainers and engines hold unquantized weights."""
     file = Path(model).expanduser()
     try:
-        hf_config = (
-            json.loads(file.read_text(encoding="utf-8")) if file.is_file() else read_local_config(model, key="--model")
-        )
-    except json.JSONDecodeError as error:
-        raise UserError(f"--model {model}: invalid JSON: {error}. Fix: pass a valid config.json") from None
+        hf_config = read_config_file(file, "--model ") if file.is_file() else read_local_config(model, key="--model")
     except ModelNotLocal as reason:
         raise UserError(f"--model {model}: {reason}. Fix: pass a config.json, or the folder that contains it") from None
     return {**hf_config, "quantization_config": None}

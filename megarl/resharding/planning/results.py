@@ -34,10 +34,10 @@ def _read(file: Path) -> dict[str, Any] | None:
     if not file.is_file():
         return None
     try:
-        entry = json.loads(file.read_text(encoding="utf-8"))
+        entry = json.loads(file.read_bytes())
         if entry["sha256"] == _digest(entry["content"]):
             return entry["content"]
-    except (ValueError, KeyError, TypeError):
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
         pass
     logging.getLogger(__name__).warning("%s is corrupt and will be recomputed", file)
     return None

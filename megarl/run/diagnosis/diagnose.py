@@ -127,14 +127,14 @@ def find_rollout(folder: Path, step: int | None, sample: str | None) -> Rollout:
         raise UserError(
             f"--step {number}: the run has no rollouts of this step. Fix: pass a step from {min(files)} to {max(files)}"
         )
-    rows, _ = read_objects(files[number])
+    rows, _ = read_objects(files[number], keep=_token_fields)
     if sample is not None:
         rows = [row for row in rows if row.get("sample_id") == sample]
         if not rows:
             raise UserError(
                 f"--sample {sample}: step {number} has no such sample. Fix: pass a sample_id from {files[number]}"
             )
-    chosen = next((row for row in rows if len(row.get(PROMPT_IDS, ())) + len(row.get(RESPONSE_IDS, ())) >= 3), None)
+    chosen = next((row for row in rows if len(row[PROMPT_IDS]) + len(row[RESPONSE_IDS]) >= 3), None)
     if chosen is None:
         missing = f"sample {sample} has no token ids" if sample else "no sample has token ids"
         raise UserError(
@@ -142,6 +142,14 @@ def find_rollout(folder: Path, step: int | None, sample: str | None) -> Rollout:
             "different --sample or --step, or set run.token_samples above 0 in the next run"
         )
     return Rollout(number, chosen["sample_id"], chosen[PROMPT_IDS], chosen[RESPONSE_IDS])
+
+
+def _token_fields(record: dict[str, Any]) -> dict[str, Any]:
+    """Return a sample's name and token ids, empty lists without ids. Raise ValueError if they are malformed."""
+    ids = {name: record.get(name) or [] for name in (PROMPT_IDS, RESPONSE_IDS)}
+    if not all(isinstance(row, list) and all(type(token) is int for token in row) for row in ids.values()):
+        raise ValueError("malformed token ids")
+    return {"sample_id": record["sample_id"], **ids}
 
 
 def find_weights(folder: Path, config: Config, model: Path | None) -> Path:

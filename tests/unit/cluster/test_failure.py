@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import traceback
 from pathlib import Path
 
@@ -7,12 +8,14 @@ import pytest
 from ray.exceptions import ActorDiedError, OutOfMemoryError, RayTaskError
 
 from megarl.cluster.failure import cause, write_stacks
-from megarl.core.errors import RunFailure, UserError
+from megarl.core.errors import InfrastructureFailure, RunFailure, UserError
 
 LOGS = Path("/run/logs")
 USER = RayTaskError("score", "", UserError("rewards.functions: unknown function 'f'"))
 STRANGER = RayTaskError("update", "", ValueError("operands could not be broadcast together"))
 LOST = ActorDiedError()
+AWAY = RayTaskError("score", "", InfrastructureFailure("the judge is away"))
+FULL = RayTaskError("score", "", OSError(errno.EDQUOT, "Disk quota exceeded", "/run/rollouts"))
 UNBORN = ActorDiedError(RayTaskError("__init__", "Traceback\n  File\nTypeError: takes 2 arguments", TypeError()))
 ENDED = OutOfMemoryError("1 worker(s) were killed. Memory was 23.1GB used / 23.5GB limit\nand more")
 PEER = RayTaskError("update", "", RuntimeError("Connection closed by peer\nmore\nand more"))
@@ -25,6 +28,14 @@ PEER = RayTaskError("update", "", RuntimeError("Connection closed by peer\nmore\
             {"trainer-0": PEER, "trainer-1": LOST, "rewards-0": USER},
             UserError,
             "rewards.functions: unknown function 'f'",
+        ),
+        ({"rewards-0": AWAY, "engine-1": LOST, "trainer-0": PEER}, InfrastructureFailure, "the judge is away"),
+        ({"rewards-0": AWAY, "rewards-1": USER}, UserError, "rewards.functions: unknown function 'f'"),
+        (
+            {"trainer-0": PEER, "rewards-0": FULL},
+            InfrastructureFailure,
+            f"update: rewards-0: [Errno {errno.EDQUOT}] Disk quota exceeded: '/run/rollouts'. Fix: free disk space, "
+            "then resume with resume=auto",
         ),
         ({"trainer-0": PEER, "trainer-1": LOST}, RunFailure, "update: trainer-1 died. See /run/logs/trainer-1.log"),
         (

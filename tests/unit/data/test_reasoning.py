@@ -14,10 +14,11 @@ from reasoning_gym.factory import DATASETS
 
 from megarl.config.load import load
 from megarl.config.schema import Config
-from megarl.core.errors import UserError
+from megarl.core.errors import InfrastructureFailure, UserError
 from megarl.data.prompts import load_prompts
 from megarl.data.reasoning import Task, _make_rows, decode, encode, reasoning_rows
 from megarl.rewards.reasoning import ReasoningGym
+from tests.children import children
 from tests.paths import BASE, QUICKSTART
 from tests.tiny_model import tiny_tokenizer
 
@@ -89,6 +90,26 @@ def test_rows_depend_on_the_seed_only(rows, monkeypatch):
     first = list(reasoning_rows(stages, seed=5))
     monkeypatch.setenv("PYTHONHASHSEED", "8")
     assert first == list(reasoning_rows(stages, seed=5)) != list(reasoning_rows(stages, seed=6))
+
+
+def test_killed_row_process_is_continued_by_another_one():
+    stages = [(Task("gcd", {}), 5000)]
+    expected = list(reasoning_rows(stages, seed=5))
+    rows = reasoning_rows(stages, seed=5)
+    received = [next(rows), next(rows)]
+    [process] = [child for child in children() if "megarl.data.reasoning" in child.cmdline()]
+    process.kill()
+    assert [*received, *rows] == expected
+
+
+def test_row_process_that_is_killed_each_time_is_not_the_users_error(monkeypatch):
+    monkeypatch.setattr("megarl.data.reasoning.RESTARTS", 0)
+    rows = reasoning_rows([(Task("gcd", {}), 5000)], seed=5)
+    next(rows)
+    [process] = [child for child in children() if "megarl.data.reasoning" in child.cmdline()]
+    process.kill()
+    with pytest.raises(InfrastructureFailure, match=r"reasoning-gym process was killed 1 times.* Fix: "):
+        list(rows)
 
 
 def test_rows_keep_the_types_of_their_values():

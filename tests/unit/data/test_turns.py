@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -144,6 +145,17 @@ def test_stop_string_that_starts_the_suffix_is_not_repeated():
     chat = ChatTokens(tokenizer)
     turn = tokenizer(" Yes\nuser: ")["input_ids"]
     assert tokenizer.decode([*turn, *chat.extend(turn, [USER])]) == " Yes\nuser: Hi\nassistant:"
+
+
+@families
+def test_special_tokens_typed_in_messages_are_ordinary_text(name):
+    tokenizer, chat = TOKENIZERS[name], PLAIN[name]
+    special = [token for token in tokenizer.added_tokens_decoder.values() if token.special]
+    typed = {"role": "user", "content": f"a{''.join(token.content for token in special)}b"}
+    numbers = tokenizer.convert_tokens_to_ids([token.content for token in special])
+    for render in (chat.begin, partial(chat.extend, [1])):
+        forged, plain = ([number for number in render([message]) if number in numbers] for message in (typed, USER))
+        assert forged == plain
 
 
 def test_message_rendered_elsewhere_begins_a_new_sample():

@@ -94,8 +94,8 @@ def test_agent_without_base_class_runs():
 def test_blocking_or_exiting_agent_fails_its_rollout():
     [[sample]] = play("Blocked", ("fine", says("a")))
     assert sample.episode.failure == HANGS
-    [[sample]] = play("Delegator", ("exit", says("a")))
-    assert sample.episode.failure == "the environment's process exited (exit status 3)"
+    [[sample]] = play("Delegator", ("exit", says("a", "a", "a")))
+    assert sample.episode.failure == "the environment's process exited (exit status 3) in each of 3 attempts"
 
 
 def test_agent_of_the_sessions_page_runs(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
@@ -10,12 +11,13 @@ from pathlib import Path
 import pytest
 
 from megarl.config.load import load
-from megarl.core.errors import UserError
+from megarl.core.errors import InfrastructureFailure, UserError
 from megarl.core.types import CandidateIds, Completion, Prompt, Sample, VersionRun
 from megarl.data.turns import ChatTokens
 from megarl.environments.hosts import HostPool, host_arguments
 from megarl.environments.runner import RolloutRequest, RolloutRunner
 from tests.paths import QUICKSTART
+from tests.timing import POLL_S
 from tests.tiny_model import EOS_ID, tiny_tokenizer
 
 WORLDS = Path(__file__).with_name("worlds.py")
@@ -187,19 +189,72 @@ def test_rollout_stops_at_its_limits(overrides, reason, num_turns):
 FAULTS = {
     "raise": "step raised KeyError: 'broken world'",
     "hang": "step did not return within 4 s. Fix: make it faster, or raise environment.timeout_s",
-    "exit": "the environment's process exited (exit status 3)",
+    "exit": "the environment's process exited (exit status 3) in each of 3 attempts",
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_fault_fails_only_its_rollout(fault):
-    """A process that ends also fails the other rollouts in it, and is replaced."""
-    beside = "fine" if fault != "exit" else "exit"
-    [failed], [other] = play(config("Counter", "environment.max_consecutive_failures=9"), Says("12"), fault, beside)
+    """The rollouts beside one that ends the process each time start over, and none of them fails."""
+    [failed], *others = play(config(), Says("12"), fault, *["fine"] * 15)
     assert failed.episode.failure == FAULTS[fault]
     assert failed.episode.info.stop_reason == "failed" and failed.episode.info.num_turns == 2
     assert ("worlds.py" in failed.episode.stack) == (fault == "raise")
-    assert (other.episode.failure is None) == (beside == "fine")
+    assert [other.episode.failure for [other] in others] == [None] * 15
+    assert [other.episode.info.num_turns for [other] in others] == [3] * 15
+    assert failed.episode.info.num_restarts == (2 if fault == "exit" else 0)
+
+
+def test_killed_process_costs_no_rollout(tmp_path):
+    """The first process is killed while 16 rollouts are in it, as by the kernel when memory runs out."""
+    rollouts = play(
+        config("Killed", f"environment.options={{flag: {tmp_path / 'killed'}}}"), Says("12"), *["fine"] * 16
+    )
+    assert [sample.episode.failure for [sample] in rollouts] == [None] * 16
+    assert {sample.episode.info.num_restarts for [sample] in rollouts} == {1}
+    assert {sample.episode.info.stop_reason for [sample] in rollouts} == {"done"}
+
+
+def test_rollouts_lost_in_every_attempt_end_the_run_as_infrastructure():
+    options = ["environment.max_consecutive_failures=2"]
+    [[sample]] = play(config("Killed", *options), Says("12"), "fine")
+    assert sample.episode.info.stop_reason == "lost" and sample.episode.info.num_restarts == 2
+    expected = r"^the environment's process exited \(SIGKILL, environment.memory_mib=16384\) in each of 3 attempts$"
+    assert re.match(expected, sample.episode.failure)
+    with pytest.raises(
+        InfrastructureFailure, match=r"_failures=2: .* were lost\. .*SIGKILL.*The kernel kills .* Fix: "
+    ):
+        play(config("Killed", *options), Says("12"), "fine", "fine")
+
+
+def test_lost_rollouts_are_counted_apart_from_failed_ones():
+    """Two failed rollouts and one lost rollout do not reach a limit of three."""
+    settings = config("Mixed", "environment.max_consecutive_failures=3")
+    rollouts = play(settings, Says("12"), "raise", "kill", "raise")
+    assert [sample.episode.info.stop_reason for [sample] in rollouts] == ["failed", "lost", "failed"]
+
+
+def test_memory_limit_fails_only_the_rollout_that_exceeds_it():
+    settings = config("Mixed", "environment.memory_mib=1024")
+    [failed], *others = play(settings, Says("12"), "allocate", *["fine"] * 4)
+    expected = "step raised MemoryError:  (environment.memory_mib=1024) in each of 3 attempts"
+    assert " ".join(failed.episode.failure.split()) == " ".join(expected.split())
+    assert failed.episode.info.stop_reason == "failed"
+    assert [other.episode.failure for [other] in others] == [None] * 4
+
+
+def test_service_that_returns_is_waited_for(monkeypatch, tmp_path):
+    monkeypatch.setattr("megarl.core.outage.FIRST_PAUSE_S", POLL_S)
+    options = f"environment.options={{flag: {tmp_path / 'called'}, num_refusals: 5}}"
+    [[sample]] = play(config("Refused", options), Says("12"), "fine")
+    assert sample.episode.failure is None and sample.episode.info.num_restarts == 5
+
+
+def test_service_that_stays_away_loses_the_rollout(tmp_path):
+    options = f"environment.options={{flag: {tmp_path / 'called'}, num_refusals: 99}}"
+    [[sample]] = play(config("Refused", options, "rewards.outage_s=0"), Says("12"), "fine")
+    assert sample.episode.info.stop_reason == "lost" and "ConnectionRefusedError" in sample.episode.stack
+    assert sample.episode.failure.endswith("(for longer than rewards.outage_s=0)")
 
 
 def test_stuck_process_is_replaced():

@@ -3,7 +3,9 @@
 import asyncio
 import itertools
 import os
+import signal
 import time
+from pathlib import Path
 
 from megarl.environments import Environment, Opening, Step, Task, Turn, tool
 
@@ -49,6 +51,51 @@ class Counter(Environment):
             await asyncio.sleep(600)
         if self._fault == "block":
             time.sleep(600)
+
+
+class Killed(Counter):
+    """Kills its process in the second turn, unless the file `flag` exists, which it then creates."""
+
+    def __init__(self, flag: str | None = None):
+        super().__init__()
+        self._flag = None if flag is None else Path(flag)
+
+    async def step(self, turn: Turn) -> Step:
+        if turn.number == 1 and (self._flag is None or not self._flag.exists()):
+            if self._flag is not None:
+                self._flag.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return await super().step(turn)
+
+
+class Mixed(Counter):
+    """Counts turns. In the second turn, it may also kill its process or allocate too much memory."""
+
+    async def _fail(self) -> None:
+        if self._fault == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self._fault == "allocate":
+            bytearray(2**34)
+        await super()._fail()
+
+
+class Refused(Counter):
+    """Calls a server that refuses the first connections. The file `flag` counts them."""
+
+    def __init__(self, flag: str, num_refusals: int):
+        super().__init__()
+        self._flag, self._num_refusals = Path(flag), num_refusals
+
+    async def step(self, turn: Turn) -> Step:
+        if self.num_turns == 1:
+            with self._flag.open("a") as calls:
+                calls.write(".")
+            if self._flag.stat().st_size <= self._num_refusals:
+                try:
+                    raise ConnectionRefusedError("no server")
+                except ConnectionRefusedError as error:
+                    raise RuntimeError("the library's own error") from error
+        return await super().step(turn)
 
 
 class Nothing(Environment):

@@ -82,7 +82,7 @@ def test_every_recipe_becomes_a_job(recipe: Path, tmp_path: Path) -> None:
     config = load(JobFolder(run).recipe)
     assert (config.resume, config.checkpoint.on_signal, config.checkpoint.grace_s) == ("auto", True, 75.0)
     assert subprocess.run(["bash", "-n"], input=script_of(run), text=True).returncode == 0
-    assert array(script_of(run), "megarl") == [sys.executable, "-P", "-m", "megarl.cli"]
+    assert array(script_of(run), "megarl") == [sys.executable, "-m", "megarl.cli"]
 
 
 def test_script_contains_the_requested_options(on_h100s: Path, tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_script_passes_shellcheck_in_every_container(container: str, tmp_path: P
     outside, inside = array(script_of(run), "srun_options"), array(script_of(run), "megarl")
     mounts = [f"{folder}:{folder}" for folder in (run.parent, Path.cwd())]
     expected = {
-        "none": ([], [sys.executable, "-P", "-m", "megarl.cli"]),
+        "none": ([], [sys.executable, "-m", "megarl.cli"]),
         "pyxis": ([f"--container-image={image}", f"--container-mounts={','.join(mounts)}"], ["megarl"]),
         "enroot": (
             [],

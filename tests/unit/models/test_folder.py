@@ -179,10 +179,10 @@ def test_first_of_two_concurrent_conversions_wins(distribution, tmp_path, monkey
     def convert(key, source, folder):
         for path, owner in ((folder, "late"), (target, "early")):
             path.mkdir()
-            (path / "config.json").write_text(json.dumps({"owner": owner}))
+            (path / "config.json").write_text(json.dumps({"_name": owner}))
 
     monkeypatch.setattr(model_folder, "_run_conversion", convert)
-    assert read_config(resolve("package:one", cache)) == {"owner": "early"}
+    assert read_config(resolve("package:one", cache)) == {"_name": "early"}
     assert list(cache.iterdir()) == [target]
 
 

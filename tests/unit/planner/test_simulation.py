@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import cycle
+
 import pytest
 
 from megarl.planner.simulation import Speeds, log_normal_lengths, recorded_lengths, simulate
@@ -26,6 +28,41 @@ def test_one_step_off_takes_the_slower_side(train):
     assert found.step_seconds == pytest.approx(max(train, 20) + 1)
     assert found.largest_age == 1
     assert found.trainers_idle == pytest.approx(1 - train / found.step_seconds)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "sampling"),
+    [
+        pytest.param((10, 10, 10, 10, 100), 1.0, id="slow_prompt_is_dropped"),
+        # The first prompt of a step restarts the one dropped before, which the step waits for.
+        pytest.param((100, 10, 10, 10, 10), 10.0, id="restarted_prompt_is_waited_for"),
+    ],
+)
+def test_oversampling_drops_the_slowest_prompts(lengths, sampling):
+    """A step starts five prompts and trains on four."""
+    draws = cycle([[length] for length in lengths])
+    found = simulate(speeds(train=20), 4, 0, lambda: next(draws), num_ahead=1, drops=True)
+    assert found.step_seconds == pytest.approx(sampling + 20 + 1)
+    assert found.dropped == pytest.approx(1 / 5) and found.largest_age == 0
+    assert simulate(speeds(train=20), 4, 0, lambda: [100]).dropped == 0
+
+
+def test_stale_rollouts_are_dropped_instead_of_waited_for():
+    """One of eight responses takes 16 steps of the trainer. The others finish while the models train."""
+    found = []
+    for drops in (False, True):
+        draws = cycle([[1600], *[[50]] * 7])
+        found.append(simulate(speeds(train=9), 4, 1, lambda draws=draws: next(draws), steps=64, drops=drops))
+    waiting, dropping = found
+    assert waiting.dropped == 0 < dropping.dropped < 0.5
+    assert max(waiting.largest_age, dropping.largest_age) <= 1
+
+
+def test_dropped_sequences_free_the_engine():
+    """Two slots: without the dropped sequences, the next step's start at once."""
+    draws = cycle([[10], [1000]])
+    found = simulate(speeds(train=0, refit=0, concurrent=2), 1, 0, lambda: next(draws), num_ahead=1, drops=True)
+    assert found.step_seconds == pytest.approx(1.0)
 
 
 def test_sequences_beyond_capacity_are_queued():

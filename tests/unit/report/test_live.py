@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import html
 import json
+import re
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
 
 import pytest
 
+from megarl.report import history, live, viewer
 from megarl.report.live import serve
 from tests.timing import WAIT_S
 
@@ -35,6 +40,61 @@ def add_step(run: Path, step: int) -> None:
         file.write(json.dumps({"step": step, "reward/mean": step / 10}) + "\n")
 
 
+def write_rollouts(run: Path, step: int, num_samples: int = 2) -> None:
+    rows = [{"prompt": "p", "response": "r", "reward": 1.0, "sample_id": f"{step}.{i}"} for i in range(num_samples)]
+    (run / "rollouts" / f"step_{step:06d}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_long_run_is_read_and_drawn_incrementally(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At 5,000 steps, a point of a chart is the mean of 13 steps, so 12 of 13 steps change no chart."""
+    for step in range(2, 5001):
+        add_step(run, step)
+        write_rollouts(run, step)
+    drawn, parsed, read = [], [], []
+    for module, name, calls in ((live, "report_figures", drawn), (viewer, "_read_step", read)):
+        function = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *given, f=function, calls=calls: calls.append(given) or f(*given))
+    parse = history.parse_lines
+
+    def parse_lines(lines: list[bytes], first: int) -> Any:
+        parsed.extend(lines)
+        return parse(lines, first)
+
+    monkeypatch.setattr(history, "parse_lines", parse_lines)
+    report = live.LiveReport(run)
+    known = hashes_in(report.page())
+    assert (len(drawn), len(parsed)) == (1, 5000)
+    del drawn[:], parsed[:], read[:]
+    for step in range(5001, 5027):
+        add_step(run, step)
+        write_rollouts(run, step)
+        changed = report.changes(known)
+        known |= changed["hashes"]
+        assert [item["step"] for item in changed["steps"]] == [step]
+    assert (len(drawn), len(parsed), len(read)) == (2, 26, 26)
+
+
+def test_history_follows_a_replaced_file_and_torn_lines(tmp_path: Path) -> None:
+    """A resumed run replaces the file, and a killed one leaves a torn line."""
+    file = tmp_path / "metrics.jsonl"
+    reader = history.HistoryReader(file)
+    assert len(reader.read().steps) == 0
+    file.write_text('{"step": 1, "a": 1.0}\n{"step": 2, "a": 2.0, "nonfinite": ["b"]}\n{"step": 3, "a"')
+    read = reader.read()
+    assert (read.steps.tolist(), read["a"].tolist(), read.unreadable) == ([1, 2], [1.0, 2.0], [3])
+    with file.open("a") as lines:
+        lines.write(': 3.0, "c": 5}\n7\n{"step": 2, "a": 4.0}\n')
+    read = reader.read()
+    assert (read.steps.tolist(), read["a"].tolist(), read.unreadable) == ([1, 2, 3], [1.0, 4.0, 3.0], [4])
+    assert read.nonfinite == {} and read.finite("c").tolist() == [5.0]
+    whole = history.read_history(file)
+    assert whole["a"].tolist() == read["a"].tolist() and whole.unreadable == read.unreadable
+    new = tmp_path / "new"
+    new.write_text('{"step": 1, "a": 9.0}\n')
+    new.replace(file)
+    assert reader.read()["a"].tolist() == [9.0]
+
+
 def get(address: str, host: str | None = None, method: str = "GET") -> tuple[int, str, dict]:
     request = urllib.request.Request(address, headers={} if host is None else {"Host": host}, method=method)
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -45,19 +105,45 @@ def get(address: str, host: str | None = None, method: str = "GET") -> tuple[int
         return error.code, error.read().decode(), dict(error.headers)
 
 
-def test_page_and_state_follow_the_run_without_writing(address: str, run: Path) -> None:
+def hashes_in(page: str) -> dict[str, str]:
+    return json.loads(html.unescape(re.search(r'data-hashes="([^"]*)"', page)[1]))
+
+
+def changes(address: str, hashes: Mapping[str, str]) -> dict[str, Any]:
+    return json.loads(get(f"{address}changes?{urlencode(hashes)}")[1])
+
+
+def test_page_and_changes_follow_the_run_without_writing(address: str, run: Path) -> None:
     status, page, headers = get(address)
-    before = get(f"{address}state")[1]
-    assert status == 200 and "<h1>watched</h1>" in page and f'data-state="{before}"' in page
+    assert status == 200 and "<h1>watched</h1>" in page
     assert headers["Cache-Control"] == "no-store" and "connect-src 'self'" in page
+    known = hashes_in(page)
+    assert changes(address, known) == {"hashes": known, "sections": {}, "order": [], "steps": []}
     add_step(run, 2)
-    assert get(f"{address}state")[1] != before and "0.100 → 0.150" in get(address)[1]
+    changed = changes(address, known)
+    assert changed["sections"].keys() == {"summary", "charts"} and "0.100 → 0.150" in changed["sections"]["summary"]
+    assert "0.100 → 0.150" in get(address)[1]
+    known |= changed["hashes"]
+    write_rollouts(run, 2)
+    changed = changes(address, known)
+    assert changed["sections"].keys() == {"rollout-note"} and changed["order"] == [2]
+    assert [step["step"] for step in changed["steps"]] == [2]
+    known |= changed["hashes"]
+    assert changes(address, known | {"other-charts": ""})["sections"].keys() == {"other-charts"}
     assert sorted(path.name for path in run.iterdir()) == ["manifest.json", "metrics.jsonl", "rollouts"]
 
 
 def test_requests_without_the_token_are_rejected(address: str) -> None:
     root = address.rsplit("/", 2)[0]
-    for path in ("/", "/state", "/guess/", "/guess/state", "//state", address.removeprefix(root) + "../../etc/passwd"):
+    outside = address.removeprefix(root) + "../../etc/passwd"
+    for path in (
+        "/",
+        "/changes",
+        "/guess/",
+        "/guess/changes",
+        "//changes",
+        outside,
+    ):
         assert get(root + path)[:2] == (404, "not found\n")
     assert address.startswith("http://127.0.0.1:") and len(address.split("/")[3]) >= 20
 

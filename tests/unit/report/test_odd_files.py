@@ -15,7 +15,7 @@ import pytest
 
 from megarl.core import files, jsonl
 from megarl.core.errors import UserError
-from megarl.report import comparison, live, write
+from megarl.report import comparison, history, live, write
 from megarl.report.live import LiveReport, serve
 from megarl.report.viewer import read_rollouts
 from megarl.run.folder import RunFolder
@@ -131,7 +131,7 @@ def test_aliases_that_expand_without_bound_are_named(folder):
     levels = (f"a{i}: &a{i} {{a: *a{i - 1}, b: *a{i - 1}, c: *a{i - 1}}}\n" for i in range(1, 25))
     for text, reason in {
         f"a0: &a0 {{a: 1}}\n{''.join(levels)}": "aliases expand to more than 100,000 values",
-        "a: &a {b: *a}\n": "found unconstructable recursive node",
+        "a: &a {b: *a}\n": "an alias contains itself",
     }.items():
         (folder / CONFIG).write_text(text)
         with pytest.raises(UserError, match=rf"{CONFIG}: is not a config: {reason}"):
@@ -139,13 +139,14 @@ def test_aliases_that_expand_without_bound_are_named(folder):
 
 
 def test_long_lines_are_not_read_at_once(folder, monkeypatch):
-    for module in (files, jsonl):
+    for module in (files, jsonl, history):
         monkeypatch.setattr(module, "MAX_LINE_BYTES", 100)
     monkeypatch.setattr(files.lines_of, "__defaults__", (100,))
     with (folder / "metrics.jsonl").open("ab") as lines:
         lines.truncate(10**6)
     objects, unreadable = jsonl.read_objects(folder / "metrics.jsonl")
     assert len(objects) == 1 and len(unreadable) > 9000
+    assert len(history.read_history(folder / "metrics.jsonl").unreadable) == len(unreadable)
 
 
 def test_large_files_are_named(folder, monkeypatch):

@@ -138,7 +138,7 @@ def test_rollout_note_describes_the_selection(tmp_path):
     many = [sample(reward=float(index)) for index in range(200)]
     rollouts = [(step, many if step == 1 else [sample()]) for step in range(1, 31)]
     text = write(make_run(tmp_path, 1, rollouts=rollouts))
-    assert "This section shows 20 of 30 steps, evenly spaced, and 147 of the 219 samples in these steps" in text
+    assert "This section shows 16 of 30 steps, evenly spaced, and 143 of the 215 samples in these steps" in text
 
 
 def test_markup_in_run_data_is_escaped(tmp_path):

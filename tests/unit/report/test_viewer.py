@@ -4,7 +4,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.report.viewer import MAX_CHARACTERS, MAX_SAMPLES, MAX_STEPS, read_rollouts, spread
+from megarl.report.viewer import MAX_CHARACTERS, MAX_SAMPLES, MAX_STEPS, read_rollouts, spread, spread_stably
 
 
 def write_step(folder, step, samples, tail=""):
@@ -27,6 +27,16 @@ def test_spread_is_even_and_keeps_both_ends(size, limit):
     assert not gaps or max(gaps) - min(gaps) <= 1
 
 
+@given(st.integers(0, 300), st.integers(2, 40))
+def test_stable_spread_keeps_most_items_when_one_is_appended(size, limit):
+    chosen = spread_stably(range(size), limit)
+    assert min(size, limit // 2) <= len(chosen) <= min(size, limit)
+    assert chosen[:1] + chosen[-1:] == ([0, size - 1] if size else [])
+    assert len({after - before for before, after in pairwise(chosen[:-1])}) <= 1
+    after = spread_stably(range(size + 1), limit)
+    assert set(after) <= {*chosen, size}
+
+
 def test_samples_are_sorted_by_reward_with_failed_ones_last(tmp_path):
     path = write_step(tmp_path, 1, [sample(0.0), sample(None, failure="timeout"), sample(1.0), sample(-1.0)])
     (step,) = read_rollouts({1: path}).steps
@@ -40,7 +50,7 @@ def test_steps_and_samples_are_capped(tmp_path):
     samples = [sample(reward) for reward in rewards]
     rollouts = read_rollouts({number: write_step(tmp_path, number, samples) for number in numbers})
     assert rollouts.num_steps == len(numbers)
-    assert len(rollouts.steps) == MAX_STEPS
+    assert MAX_STEPS / 2 <= len(rollouts.steps) <= MAX_STEPS
     assert (rollouts.steps[0].step, rollouts.steps[-1].step) == (1, numbers[-1])
     for step in rollouts.steps:
         shown = [entry["reward"] for entry in step.samples]

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 import threading
+from functools import partial
 
 import pytest
 import sympy
 
+from megarl.rewards.forked import in_child
 from megarl.rewards.registry import asked_columns, resolve
+from megarl.usercode.failures import ProcessLost
+from tests.timing import WAIT_S
 
 
 @pytest.mark.parametrize(
@@ -122,6 +128,12 @@ def test_math_match_passes_on_errors_of_math_verify(monkeypatch):
         (r"10^{-20}\sqrt{8}", r"2\cdot 10^{-20}\sqrt{2}", True),
         ("٣", "3", False),
         ("1٣", "13", False),
+        (r"12\,000", "12000", True),
+        ("12000", r"12\,000", True),
+        ("1~234~567.5", "1234567.5", True),
+        (r"(1\,000, 2)", "(1000, 2)", True),
+        (r"1\,000", "0", False),
+        (r"1\,5", "15", False),
         ("٣/٤", r"\frac{3}{4}", False),
     ],
 )
@@ -158,6 +170,28 @@ def test_hostile_expression_is_wrong_and_not_a_failure(response):
     match = resolve("math_match", {"timeout_s": 1})
     for answer in ("1", r"\frac{\sqrt{2}}{3}"):
         assert match("", rf"\boxed{{{response}}}", answer) is False
+
+
+def test_killed_comparison_is_repeated_and_then_a_failure(tmp_path):
+    calls = tmp_path / "calls"
+
+    def compare(num_kills: int) -> bool:
+        with calls.open("a") as file:
+            file.write(".")
+        if calls.stat().st_size <= num_kills:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return True
+
+    assert in_child(partial(compare, 2), WAIT_S)
+    calls.unlink()
+    with pytest.raises(ProcessLost, match="was killed in each of 3 attempts"):
+        in_child(partial(compare, 9), WAIT_S)
+    assert calls.read_text() == "..."
+
+
+def test_comparison_that_exceeds_its_memory_is_not_killed():
+    with pytest.raises(TimeoutError):
+        in_child(lambda: bool(bytearray(2**32)), WAIT_S)
 
 
 def test_length_penalty_is_linear():

@@ -44,6 +44,7 @@ def prints(program: str, answer: object) -> bool:
         ("a = 1", None),
         ("`a`", None),
         ("```bash\nls\n```", None),
+        ("```python\r\na = '\u2028\x0c\x85'\r\n```", "a = '\u2028\x0c\x85'\n"),
     ],
 )
 def test_last_closed_python_block_is_extracted(response, block):
@@ -80,6 +81,14 @@ def test_code_tests_reads_columns_of_published_data_sets():
 )
 def test_program_that_exits_before_the_tests_is_wrong(program):
     assert not passes(program, "assert False")
+
+
+@pytest.mark.parametrize("check", [passes, prints])
+def test_program_that_is_killed_once_is_run_again(check, tmp_path):
+    first = f"if not os.path.exists('{tmp_path}/1'):\n    open('{tmp_path}/1', 'w')\n"
+    kill = f"import os\n{first}    os.kill(os.getpid(), 9)\n"
+    answer = "assert double(2) == 4" if check is passes else [{"input": "", "output": "4"}]
+    assert check(f"{kill}def double(x):\n    return 2 * x\nprint(double(2))", answer)
 
 
 def test_program_runs_as_a_separate_module():
@@ -169,6 +178,60 @@ def test_forged_results_are_wrong(forgery):
     assert asyncio.run(score_all()) == [False] * len(tests)
 
 
+STOPS = "def f(x): raise StopIteration"
+ABSENT = "def __getattr__(name): return lambda x: 0\n"
+NEAR = "assert abs(f(2) - 4) < 1e-6"
+WHOLE = "def f(x): return 0\n"
+
+
+@pytest.mark.parametrize(
+    ("program", "test"),
+    [
+        (STOPS, "assert all(map(lambda x: f(x) == x * x, [2, 3]))"),
+        (STOPS, "for got, expected in zip(map(f, [2]), [4]):\n    assert got == expected"),
+        (ABSENT + "def abs(x): return 0", f"from solution import f\n{NEAR}"),
+        (ABSENT + "def abs(x): return 0", f"import importlib\nf = importlib.import_module('solution').f\n{NEAR}"),
+        (ABSENT + "def all(x): return True", "import solution\nassert all(solution.f(x) == x * x for x in [2, 3])"),
+        (WHOLE + "def abs(x): return 0", f"from solution import *\n{NEAR}"),
+        (
+            WHOLE + "isclose = lambda *_: True",
+            "from math import isclose\nfrom solution import *\nassert isclose(f(2), 4)",
+        ),
+        (WHOLE + "class pytest: approx = lambda x: f", "assert f == pytest.approx(4) or f(2) == 4"),
+    ],
+)
+def test_program_does_not_skip_or_replace_parts_of_the_tests(program, test):
+    assert not passes(program, test)
+    assert passes("def f(x):\n    return x * x", test)
+
+
+@pytest.mark.parametrize(
+    ("program", "test"),
+    [
+        ("def f(g): return g(int, str)", "assert f(lambda a, b: a | b) == 3"),
+        ("def f(g): return g({})", "assert f(lambda a: a.__class__.__dict__) == 3"),
+        ("def f(x): return int", "assert f(f(1) | f(2)) == 3"),
+        ("def f(x): return object", "assert f(f(1)()) == 3"),
+        ("def f(x): return int", "assert f(f(1).real) == 3"),
+    ],
+)
+def test_value_that_cannot_be_sent_because_of_the_program_is_wrong(program, test):
+    assert not passes(program, test)
+
+
+def test_program_cannot_send_values_that_need_a_missing_module(monkeypatch):
+    """The program writes the message for an array by itself, on a machine without NumPy."""
+    hide = "import sys\nsys.modules['numpy'] = None\n"
+    node = ["numpy", "<f8", [0], "", True]
+    reply = f"{{'root': [0], 'nodes': [{node}], 'changed': [], 'printed': ''}}"
+    forgery = (
+        "import json, os, sys\n"
+        f"def f(x):\n    data = json.dumps({reply}).encode()\n"
+        "    os.write(int(sys.argv[1]), b'%d\\n%b' % (len(data), data))\n    os._exit(0)"
+    )
+    assert not passes(forgery, "assert f(1) == 1", test_setup_code=hide)
+
+
 def test_correct_program_passes_the_tests_of_forgeries():
     tests = ["assert f(2) == 4", "assert math.isclose(f(2), 4)", "assert abs(f(2) - 4) < 1e-6 and {f(2)} == {4}"]
     assert passes("def f(x):\n    return x * x", [*tests, "assert all(f(x) == x * x for x in [2, 3])"])
@@ -222,6 +285,11 @@ SAME = "def f(x):\n    return x"
         ("class Bad(ValueError): pass\ndef f(x):\n    raise Bad('no', x)",
          "for kind in (Bad, ValueError):\n    try: f(3)\n    except kind as e: assert e.args == ('no', 3)\n"
          "    else: assert False"),
+        ("def f():\n    x = yield 1\n    yield x", "g = f()\nassert next(g) == 1 and g.send(5) == 5\n"
+         "try:\n    g.send(1)\n    assert False\nexcept StopIteration: pass"),
+        ("def f(x): return sorted(x)", "assert f({2: 3}.items()) == [(2, 3)] and f({2: 3}.keys()) == [2]"),
+        ("def sum(a, b): return a * b", "from solution import *\nassert sum(2, 3) == 6"),
+        (SAME, "class A: pass\nnt = A()\nnt.x = 1\nassert f(2) == 2 and nt.x == 1"),
         ("async def f(x): return x + 1", "import asyncio\nassert asyncio.run(f(1)) == 2"),
         ("def f(x):\n    print('got', x)", "import contextlib, io\n"
          "with contextlib.redirect_stdout(io.StringIO()) as out: f(3)\n"

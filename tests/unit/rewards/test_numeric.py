@@ -1,5 +1,8 @@
+from fractions import Fraction
+
 import pytest
 
+from megarl.rewards import numeric
 from megarl.rewards.numeric import numeric_match
 
 
@@ -58,6 +61,12 @@ def test_last_number_equal_to_the_answer_is_correct(response, answer):
 )
 def test_any_other_response_is_wrong(response, answer):
     assert not numeric_match("", response, answer)
+
+
+def test_huge_number_is_wrong_without_being_converted(monkeypatch):
+    """The conversion of a million digits would take a minute."""
+    monkeypatch.setattr(numeric, "_unsigned", lambda text: Fraction(text) if len(text) < 100 else pytest.fail(text[:9]))
+    assert not numeric_match("", "1" * 1_000_000, 12)
 
 
 @pytest.mark.parametrize("answer", [None, "", "twelve", "#### 12", "1/0", True, float("nan"), [12]])

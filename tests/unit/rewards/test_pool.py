@@ -9,9 +9,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megarl.core.errors import InfrastructureFailure
+from megarl.core.types import Prompt
 from megarl.rewards.pool import FunctionPool
 from megarl.rewards.result import Result
-from tests.timing import HANG_S, LIMIT_S, WAIT_S
+from tests.timing import HANG_S, LIMIT_S, POLL_S, WAIT_S
 
 FUNCTIONS = """
 import os, signal, subprocess, sys, time
@@ -26,6 +28,14 @@ def sleeper(prompt, response, answer):
     child = subprocess.Popen(["sleep", "600"])
     open(response, "w").write(str(child.pid))
     time.sleep(600)
+
+calls = []
+
+def batch(prompts, responses, answers):
+    calls.append(1)
+    missing = ConnectionRefusedError("no server") if len(calls) < 3 else float(len(responses))
+    values = {"away": missing, "bad": ValueError("bad")}
+    return [values.get(response, float(len(responses))) for response in responses]
 
 async def later(prompt, response, answer):
     import asyncio
@@ -124,6 +134,72 @@ def test_hanging_call_fails_alone_and_its_children_are_killed(pool, file, tmp_pa
 def test_function_that_ends_its_process_fails_alone(pool, file, code, failure):
     assert act(pool, file, code) == Result(None, failure=failure)
     assert len(processes(pool, file)) == 2
+
+
+def test_killed_call_is_repeated_in_a_fresh_process(pool, file, tmp_path):
+    """The first process is killed in the middle of the call, as by the kernel when memory runs out."""
+    first = f"not os.path.exists('{tmp_path}/1') and not open('{tmp_path}/1', 'w').close()"
+    assert act(pool, file, f"os.kill(os.getpid(), signal.SIGKILL) if {first} else 7") == Result(7.0, "7.0")
+
+
+def test_call_that_is_killed_each_time_names_the_signal(pool, file, tmp_path):
+    code = f"open('{tmp_path}/calls', 'a').write('.') and os.kill(os.getpid(), signal.SIGKILL)"
+    result = act(pool, file, code)
+    assert result.failure == "lost its process (SIGKILL, as when memory runs out) (in each of 3 attempts)"
+    assert result.is_infrastructure and (tmp_path / "calls").read_text() == "..."
+    assert len(processes(pool, file)) == 2
+
+
+def test_batch_call_is_repeated_for_the_samples_that_failed(file, monkeypatch):
+    monkeypatch.setattr("megarl.core.outage.FIRST_PAUSE_S", POLL_S)
+    name = f"{file}:batch"
+    pool = FunctionPool([name], None, 1, WAIT_S, outage_s=WAIT_S)
+    try:
+        prompts = [Prompt("p", "", [1])] * 3
+        results = pool.call_batch(name, prompts, ["1", "away", "bad"]).result()
+    finally:
+        pool.close()
+    assert results[:2] == [Result(3.0, "3.0"), Result(1.0, "1.0")], "the numbers of samples in the last calls"
+    assert results[2] == Result(None, failure="raised ValueError: bad")
+
+
+def test_service_that_stays_away_is_a_failure_of_the_infrastructure(file):
+    pool = FunctionPool([f"{file}:act"], None, 1, WAIT_S, outage_s=0.001)
+    try:
+        result = act(pool, file, "(_ for _ in ()).throw(ConnectionResetError('gone'))")
+    finally:
+        pool.close()
+    assert result.kind == "away"
+    assert result.failure == "raised ConnectionResetError: gone (waited for rewards.outage_s=0.001)"
+
+
+def test_process_killed_once_at_start_is_replaced(tmp_path):
+    (tmp_path / "killed.py").write_text(
+        f"import os, signal\nif not os.path.exists('{tmp_path}/1'):\n"
+        f"    open('{tmp_path}/1', 'w')\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "def f(prompt, response, answer):\n    return 1\n"
+    )
+    pool = FunctionPool([f"{tmp_path / 'killed.py'}:f"], None, 1, LIMIT_S)
+    try:
+        assert pool.call(f"{tmp_path / 'killed.py'}:f", "", "", None).result().value == 1.0
+    finally:
+        pool.close()
+
+
+def test_process_killed_at_start_is_not_the_users_error(tmp_path):
+    (tmp_path / "killed.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    with pytest.raises(
+        InfrastructureFailure, match=r"killed\.py:f: .* was killed while it started \(SIGKILL\).* Fix: "
+    ):
+        FunctionPool([f"{tmp_path / 'killed.py'}:f"], None, 1, LIMIT_S)
+
+
+def test_crash_names_the_memory_limit(file):
+    pool = FunctionPool([f"{file}:act"], None, 1, LIMIT_S, memory_mib=4096)
+    try:
+        assert act(pool, file, "os.abort()").failure == "ended its process (SIGABRT, rewards.memory_mib=4096)"
+    finally:
+        pool.close()
 
 
 def test_printed_output_is_not_mistaken_for_a_result(pool, file):

@@ -9,6 +9,7 @@ from megarl.config.load import load
 from megarl.config.model_schema import RewardModel
 from megarl.core.types import Prompt, Sample, VersionRun
 from megarl.data.chat import MARK
+from megarl.data.typed_tokens import MARK as TYPED
 from megarl.rewards.classifier import ClassifierReward, ModelReward
 from megarl.rewards.reading import Reader, Unreadable
 from tests.paths import BASE
@@ -66,6 +67,17 @@ def test_response_is_located_despite_equal_text_in_the_template(response):
     reading = reader("chat", tokenizer=CHARACTERS).read(sample(response, ACTOR))
     assert CHARACTERS.decode(reading.sample.prompt.token_ids.tolist()).endswith("assistant: ")
     assert CHARACTERS.decode(reading.sample.response_ids.tolist()) == response
+
+
+@pytest.mark.parametrize("input_format", ["text", "chat"])
+def test_special_tokens_typed_in_the_response_are_ordinary_text(input_format):
+    eos = PAIRS.eos_token
+    forged, plain = (reader(input_format).read(sample(text, CHARACTERS)) for text in (f"ab{eos}c.", "ab"))
+    with_mark = f"ab{eos[0]}{TYPED}{eos[1:]}"
+    assert PAIRS.decode(reader(input_format).read(sample(with_mark, CHARACTERS)).sample.response_ids) == with_mark
+    assert PAIRS.decode(forged.sample.response_ids.tolist()) == f"ab{eos}c."
+    assert ids_of(forged).count(PAIRS.eos_token_id) == ids_of(plain).count(PAIRS.eos_token_id)
+    assert forged.ends == tuple(range(2, len(eos) + 5))
 
 
 def test_prompt_may_contain_the_mark():

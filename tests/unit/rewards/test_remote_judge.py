@@ -17,7 +17,7 @@ from megarl.core.types import Prompt, Sample, VersionRun
 from megarl.environments.batch import judge_batch
 from megarl.rewards.pool import FunctionPool
 from megarl.rewards.rating import TEMPLATE, question, rating
-from tests.timing import HANG_S, LIMIT_S, WAIT_S
+from tests.timing import HANG_S, LIMIT_S, POLL_S, WAIT_S
 
 CONCURRENCY = 4
 
@@ -33,6 +33,8 @@ class Server(ThreadingHTTPServer):
         self.requests: list[dict] = []
         self.keys: list[str | None] = []
         self.active = self.most_active = 0
+        self.num_unavailable = 1
+        """Number of requests for a flaky response that fail."""
         self.lock = threading.Lock()
         self.several = threading.Barrier(CONCURRENCY)
 
@@ -66,7 +68,7 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         num_requests = sum(response in request["messages"][0]["content"] for request in self.server.requests)
-        is_unavailable = action == "flaky" and num_requests < 2
+        is_unavailable = action == "flaky" and num_requests <= self.server.num_unavailable
         status = 503 if is_unavailable else int(text) if action == "status" else 200
         content = {"choices": [{"message": {"content": text}}]} if action != "shape" else {"choices": []}
         body = b"no JSON" if action == "plain" else json.dumps(content).encode()
@@ -89,7 +91,7 @@ def server() -> Iterator[Server]:
     server.server_close()
 
 
-def judged(server: Server, *responses: str, **options) -> list:
+def judged(server: Server, *responses: str, outage_s: float = 0.0, **options) -> list:
     """Return the results of the responses, computed in a pool's processes."""
     url = f"http://127.0.0.1:{server.server_port}/v1"
     defaults = {"base_url": url, "model": "m", "template": "{prompt}|{response}|{answer}"}
@@ -100,7 +102,7 @@ def judged(server: Server, *responses: str, **options) -> list:
         Sample(str(i), prompt, [7], [-1.0], [True], (VersionRun(0, 1),), "stop", text)
         for i, text in enumerate(responses)
     ]
-    pool = FunctionPool([entry], None, 1, WAIT_S)
+    pool = FunctionPool([entry], None, 1, WAIT_S, outage_s=outage_s)
     try:
         return [results["generative_judge"] for results in asyncio.run(judge_batch(pool, samples))]
     finally:
@@ -115,12 +117,9 @@ def test_ratings_are_rewards_and_missing_ones_failures(server):
         "say [[0]]": "the judge's answer has no rating [[1 to 10]]: …'[[0]]'",
         "say ten": "the judge's answer has no rating [[1 to 10]]: …'ten'",
         "say": "no rating [[1 to 10]]",
-        "status 500": "returned status 500: ",
         "status 404": "returned status 404: ",
         "plain": "returned no message: 'no JSON'",
         "shape": "returned no message: ",
-        "drop": "could not be reached (RemoteProtocolError: ",
-        "slow [[10]]": f"did not respond within {LIMIT_S} s",
     }
     for (response, expected), result in zip(cases.items(), judged(server, *cases), strict=True):
         if isinstance(expected, float):
@@ -133,6 +132,31 @@ def test_ratings_are_rewards_and_missing_ones_failures(server):
     assert (request["model"], request["temperature"], server.keys[0]) == ("m", 0.0, None)
 
 
+@pytest.mark.parametrize(
+    ("response", "failure"),
+    [
+        ("status 500", "returned status 500: "),
+        ("status 429", "returned status 429: "),
+        ("drop", "could not be reached (RemoteProtocolError: "),
+        ("slow [[10]]", f"did not respond within {LIMIT_S} s"),
+    ],
+)
+def test_server_that_is_away_is_not_at_fault_itself(server, response, failure):
+    [result] = judged(server, response)
+    assert result.kind == "away" and failure in result.failure
+    assert result.failure.startswith("raised ServiceAway: ")
+
+
+def test_server_that_returns_is_waited_for(server, monkeypatch):
+    """It is unavailable for the first three requests, each in a call of its own. Other samples are judged once."""
+    monkeypatch.setattr("megarl.core.outage.FIRST_PAUSE_S", POLL_S)
+    server.num_unavailable = 3
+    results = judged(server, "say [[10]]", "flaky [[1]]", concurrency=1, outage_s=WAIT_S)
+    assert [result.value for result in results] == [1.0, 0.0]
+    contents = [request["messages"][0]["content"].split("|")[1] for request in server.requests]
+    assert contents == ["say [[10]]"] + ["flaky [[1]]"] * 4
+
+
 def test_requests_are_concurrent_up_to_the_limit(server, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "secret")
     options = {"concurrency": CONCURRENCY, "api_key_env": "JUDGE_KEY", "timeout_s": WAIT_S}
@@ -142,12 +166,10 @@ def test_requests_are_concurrent_up_to_the_limit(server, monkeypatch):
 
 
 def test_only_transient_errors_are_retried(server):
-    results = judged(server, "flaky [[10]]", "status 429", "status 400", retries=1)
-    assert (
-        results[0].value == 1.0
-        and "returned status 429" in results[1].failure
-        and "returned status 400" in results[2].failure
-    )
+    results = judged(server, "flaky [[10]]", "status 400", "status 429", retries=1)
+    assert results[0].value == 1.0
+    assert "returned status 400" in results[1].failure and "returned status 429" in results[2].failure
+    assert [result.kind for result in results[1:]] == ["error", "away"]
     contents = [request["messages"][0]["content"].split("|")[1] for request in server.requests]
     assert sorted(contents) == ["flaky [[10]]"] * 2 + ["status 400"] + ["status 429"] * 2
 

@@ -5,6 +5,8 @@ import pytest
 import torch
 
 from megarl.rewards.worker import call
+from megarl.sandbox.sandbox import SandboxError
+from megarl.usercode.failures import ServiceAway
 
 
 @pytest.mark.parametrize(
@@ -36,4 +38,27 @@ def test_exception_is_reported_in_one_line():
     def function() -> None:
         raise ValueError("first\n second")
 
-    assert call(function, ()) == {"value": None, "failure": "raised ValueError: first second"}
+    assert call(function, ()) == {"value": None, "failure": "raised ValueError: first second", "kind": "error"}
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (KeyError("a"), "error"),
+        (OSError("disk"), "error"),
+        (ConnectionRefusedError("no server"), "away"),
+        (ServiceAway("503"), "away"),
+        (SandboxError("the sandbox exited with status -9"), "lost"),
+    ],
+)
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_failure_has_the_kind_of_its_cause(error: Exception, kind: str, is_wrapped: bool):
+    def function() -> None:
+        if not is_wrapped:
+            raise error
+        try:
+            raise error
+        except Exception as cause:
+            raise ValueError("a library's error") from cause
+
+    assert call(function, ())["kind"] == kind

@@ -30,7 +30,7 @@ def before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The model of the run `before`, which runs/latest points to."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("megarl.run.context.print_run_summary", lambda *_: None)
-    monkeypatch.setattr("megarl.run.context.checkpoint_bytes", lambda *_: 0)
+    monkeypatch.setattr("megarl.run.context.saved_bytes", lambda *_: 0)
     folder = model(tmp_path / "runs" / "before" / "model")
     (tmp_path / "runs" / "latest").symlink_to("before")
     return folder

@@ -12,7 +12,7 @@ import pytest
 from megarl.config.load import load
 from megarl.config.schema import Config
 from megarl.core.checkpoint import FileRecord, seal, write_manifest
-from megarl.core.errors import DamagedCheckpoint, UserError
+from megarl.core.errors import DamagedCheckpoint, InfrastructureFailure, UserError
 from megarl.core.types import Prompt
 from megarl.data.prompts import PromptSet
 from megarl.models.paths import Models
@@ -167,7 +167,7 @@ def test_disk_needs_space_for_one_more_than_keep(root: Path, monkeypatch: pytest
     for step in (1, 2, 3):
         save(first, config(root), step)
     have_space(monkeypatch, 99)
-    with pytest.raises(ValueError, match=r"^checkpoint.keep=3: .* 1 more checkpoint needs 1 x 0.00"):
+    with pytest.raises(InfrastructureFailure, match=r"^checkpoint.keep=3: .* 1 more checkpoint needs 1 x 0.00"):
         start(config(root, "checkpoint.keep=3", "resume=auto"), PROMPTS)
     # The oldest of the three, which a killed run did not remove, makes space.
     start(config(root, "checkpoint.keep=2", "resume=auto"), PROMPTS)
@@ -181,7 +181,10 @@ def test_full_disk_leaves_the_folder_unchanged(root: Path, monkeypatch, resume: 
     first.folder.model.mkdir()
     before = sorted(root.rglob("*"))
     have_space(monkeypatch, 99)
-    with pytest.raises(ValueError, match=r"^checkpoint.keep=50: "):
+    with pytest.raises(InfrastructureFailure, match=r"^checkpoint.keep=50: "):
+        start(config(root, f"resume={resume}", "run.steps=300", "checkpoint.keep=50"), PROMPTS)
+    have_space(monkeypatch, 100)
+    with pytest.raises(UserError, match=r"^checkpoint.keep=50: "):
         start(config(root, f"resume={resume}", "run.steps=300", "checkpoint.keep=50"), PROMPTS)
     assert sorted(root.rglob("*")) == before
     assert len(first.folder.metrics.read_text().splitlines()) == 3

@@ -12,6 +12,8 @@ from megarl.cluster.trained_models import TrainedModels
 from megarl.config.load import load
 from megarl.config.schema import Config
 from megarl.core.checkpoint import Checkpoint, FileRecord, seal
+from megarl.core.errors import InfrastructureFailure
+from megarl.core.files import DISK_S
 from megarl.run.checkpoints import Checkpoints
 from megarl.run.saver import Saver
 from tests.paths import BASE
@@ -198,14 +200,16 @@ def test_nothing_is_saved_without_every_steps(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_full_disk_raises_before_a_file_is_written(tmp_path: Path, monkeypatch) -> None:
+def test_full_disk_is_waited_for_before_a_file_is_written(tmp_path: Path, monkeypatch) -> None:
     group, saver = Group(), make_saver(tmp_path)
     saver.save(trained_models(group), 3, {})
     saver.finish()
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9 - 99, 99))
-    with pytest.raises(ValueError, match=r"^checkpoint.keep=2: .* 1 more checkpoint needs"):
+    pauses: list[float] = []
+    monkeypatch.setattr("megarl.run.checkpoints.time.sleep", pauses.append)
+    with pytest.raises(InfrastructureFailure, match=r"^checkpoint.keep=2: .* 1 more checkpoint needs"):
         saver.save(trained_models(group), 6, {})
-    assert latest(tmp_path) == 3
+    assert latest(tmp_path) == 3 and sum(pauses) == DISK_S
 
 
 BEST = (

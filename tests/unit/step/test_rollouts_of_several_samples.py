@@ -9,6 +9,7 @@ import pytest
 
 from megarl.algorithms.baselines import MovingAverage
 from megarl.config.load import load
+from megarl.core.errors import InfrastructureFailure, RunFailure, UserError
 from megarl.core.types import RolloutInfo, SampleRef, Score, TokenTotals
 from megarl.step.baselines import attach_baselines, update_reward_average
 from megarl.step.metrics import step_metrics
@@ -51,6 +52,37 @@ def test_grpo_compares_rollouts_not_samples():
         advantage = (item.reward - item.baseline.center) / item.baseline.scale
         expected = (REWARDS[item.rollout_id] - 0.5) / (statistics.stdev([1.0, 0.0, 0.5]) + 1e-6)
         assert advantage == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "limit", "raised"),
+    [
+        ("lost lost fine", 0.5, InfrastructureFailure),
+        ("lost code fine", 0.5, InfrastructureFailure),
+        ("code code fine", 0.5, UserError),
+        ("code code lost", 0.5, UserError),
+        ("lost lost lost", 1, InfrastructureFailure),
+        ("lost lost code", 1, RunFailure),
+    ],
+)
+def test_infrastructure_failures_are_not_the_users_errors(kinds: str, limit: float, raised: type[Exception]) -> None:
+    samples = [sample_of(name, 0) for name in REWARDS]
+    of_kind = {"fine": Score(1.0, {}), "code": Score(None, {}, "KeyError")}
+    of_kind["lost"] = Score(None, {}, "the judge is away", is_infrastructure=True)
+    with pytest.raises(raised) as caught:
+        select(config(f"rewards.failure_limit={limit}"), [samples], [of_kind[kind] for kind in kinds.split()])
+    assert type(caught.value) is raised
+    if limit < 1:
+        assert str(caught.value).startswith("the judge is away" if raised is InfrastructureFailure else "KeyError")
+
+
+def test_infrastructure_failures_are_counted_apart():
+    samples, lost = [sample_of(name, 0) for name in REWARDS], Score(None, {}, "lost", is_infrastructure=True)
+    results = [lost, Score(None, {}, "code"), Score(1.0, {})]
+    settings = config("rewards.failure_limit=1", "rewards.max_consecutive_failures=2")
+    _, metrics = select(settings, [samples], results)
+    assert metrics["reward/failed_frac"].value == pytest.approx(2 / 3)
+    assert metrics["reward/infrastructure_failed_frac"].value == pytest.approx(1 / 3)
 
 
 @pytest.mark.parametrize("estimator", ["rloo", "reinforce_plus_plus_baseline", "opo", "gpg"])

@@ -13,15 +13,17 @@ from typing import Any
 import aiohttp
 import numpy as np
 import pytest
+from aiohttp import web
 
 from megarl.core.types import Completion, Prompt, VersionRun
 from megarl.data.turns import ChatTokens
+from megarl.environments.sessions import server as servers
 from megarl.environments.sessions.messages import read_messages
 from megarl.environments.sessions.server import SessionServer
 from megarl.environments.sessions.session import Session, SessionLimits
 from megarl.environments.transcript import Part
 from tests.scripted_policy import ScriptedPolicy, call, hermes_tokenizer
-from tests.timing import POLL_S, SHORT_S
+from tests.timing import POLL_S, SHORT_S, WAIT_S
 
 PROGRAM = Path(__file__).with_name("openai_program.py")
 TOKENIZER = hermes_tokenizer()
@@ -372,6 +374,42 @@ def test_long_message_is_rejected_without_blocking_others() -> None:
     assert session.counts["refused.context_length_exceeded"] == 1 and sampled(sample) == "Short.<|im_end|>"
 
 
+LONG = "look at it " * 400_000
+CALL = {"id": "a", "type": "function", "function": {"name": "look", "arguments": json.dumps({"a": LONG})}}
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"messages": [{"role": "assistant", "content": "", "tool_calls": [CALL]}, *QUESTION]},
+        {"messages": QUESTION, "tools": [{"type": "function", "function": {"name": "look", "description": LONG}}]},
+        {"messages": [{"role": "user", "name": LONG, "content": "a"}]},
+        {"messages": [{"role": "user", "content": ""}] * 20_000},
+    ],
+    ids=["tool call", "tool", "name", "number of messages"],
+)
+def test_long_request_is_rejected_before_it_is_rendered(parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ChatTokens, "begin", lambda *_: pytest.fail("was rendered"))
+
+    async def agent(ask: Ask, server: SessionServer, session: Session) -> None:
+        status, body = await ask(**parts)
+        assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
+
+    session, _ = in_session(ScriptedPolicy(TOKENIZER, []), agent)
+    assert session.error is None
+
+
+def test_messages_without_tokens_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ChatTokens, "begin", lambda *_: [])
+
+    async def agent(ask: Ask, *_: Any) -> None:
+        status, body = await ask([{"role": "user", "content": ""}])
+        assert (status, body["error"]["param"]) == (400, "messages")
+
+    session, samples = in_session(ScriptedPolicy(TOKENIZER, []), agent)
+    assert session.error is None and samples == []
+
+
 DEEP = 100_000
 BODIES = {
     "half": b'{"messages": [',
@@ -407,6 +445,48 @@ def test_arguments_that_cannot_be_parsed_stay_text(arguments: str) -> None:
     called = {"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": arguments}}]}
     [message] = read_messages([called])
     assert message["tool_calls"][0]["function"]["arguments"] == arguments
+
+
+@pytest.mark.parametrize("head", ["", "POST /v1/chat/completions HTTP/1.1\r\nHost:"])
+def test_connection_with_slow_headers_is_closed(monkeypatch: pytest.MonkeyPatch, head: str) -> None:
+    monkeypatch.setattr("megarl.environments.sessions.server.HEADERS_S", SHORT_S)
+
+    async def agent(ask: Ask, server: SessionServer, session: Session) -> None:
+        host, port = server.base_url.removeprefix("http://").removesuffix("/v1").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(head.encode())
+        async with asyncio.timeout(WAIT_S):
+            assert await reader.read() == b""
+        writer.close()
+
+    in_session(ScriptedPolicy(TOKENIZER, []), agent)
+
+
+def test_client_that_does_not_read_its_response_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.environments.sessions.server.SEND_S", SHORT_S)
+    delivered: list[bool] = []
+
+    async def send(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        delivered.append(await servers._send(request, response, bytes(2**26)))
+        return response
+
+    async def connect() -> None:
+        app = web.Application()
+        app.router.add_get("/", send)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        _, writer = await asyncio.open_connection(*runner.addresses[0][:2])
+        writer.write(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+        async with asyncio.timeout(WAIT_S):
+            while not delivered:
+                await asyncio.sleep(POLL_S)
+        writer.close()
+        await runner.cleanup()
+
+    asyncio.run(connect())
+    assert delivered == [False]
 
 
 def test_slow_body_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:

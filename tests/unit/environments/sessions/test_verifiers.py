@@ -18,10 +18,13 @@ from megarl.core.types import Prompt
 from megarl.data.turns import ChatTokens
 from megarl.environments import Task
 from megarl.environments.hosts import HostArguments, HostFailure, HostPool
+from megarl.environments.sessions import verifiers_agent
 from megarl.environments.sessions.server import SessionServer
 from megarl.environments.sessions.session import SessionLimits
+from megarl.environments.sessions.verifiers_agent import VerifiersAgent
 from megarl.environments.transcript import Part
-from tests.paths import VERIFIERS
+from megarl.usercode.failures import ProcessLost, kind_of
+from tests.paths import ROOT, VERIFIERS
 from tests.scripted_policy import ScriptedPolicy, call, hermes_tokenizer
 from tests.timing import WAIT_S, wait_until
 
@@ -110,6 +113,38 @@ def test_verifiers_environment_plays_through_the_endpoint(surroundings: Path) ->
         assert f"<tool_response>{answer}</tool_response>" in TOKENIZER.decode(made.response_ids[~made.response_mask])
 
     wait_until(lambda: not processes_of(surroundings), lambda: processes_of(surroundings))
+
+
+STUB = """
+import json, os, signal
+from megarl.usercode.parent import connect, send
+parent = connect()
+parent.readline()
+send(parent, {})
+request = json.loads(parent.readline())
+if request["index"] == 0:
+    os.kill(os.getpid(), signal.SIGKILL)
+send(parent, {"id": request["id"], "rewards": {"right": 1.0}})
+parent.read()
+"""
+
+
+def test_killed_verifiers_process_is_no_failure_of_the_rollout(tmp_path, monkeypatch) -> None:
+    """The error makes the rollout start over, and the next call starts another process."""
+    (tmp_path / "stub.py").write_text(STUB)
+    monkeypatch.setattr("megarl.environments.sessions.verifiers_agent.PROGRAM", tmp_path / "stub.py")
+    agent = VerifiersAgent(env={}, path=[str(ROOT)])
+
+    async def main() -> None:
+        with pytest.raises(ProcessLost, match=r"the verifiers process exited \(SIGKILL\)") as lost:
+            await agent.run(Task("a", [], None, {"idx": 0}, 3), "", "", "policy")
+        assert kind_of(lost.value) == "lost"
+        assert await agent.run(Task("a", [], None, {"idx": 1}, 3), "", "", "policy") == {"right": 1.0}
+        [program] = verifiers_agent._programs.values()
+        await program.result().end()
+        verifiers_agent._programs.clear()
+
+    asyncio.run(main())
 
 
 @pytest.mark.slow

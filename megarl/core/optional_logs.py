@@ -1,0 +1,50 @@
+"""Logs that a run can do without. They never end a run: if the disk is full, rows are dropped with one warning."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from megarl.core.files import append_rows
+
+RESERVED_BYTES = 2**28
+"""Free disk space below which logs are dropped, so that checkpoints and other files can still be written."""
+
+
+class OptionalLog:
+    """A kind of log. Rows are dropped while the disk is full, and written again once there is room."""
+
+    def __init__(self, rows: str):
+        """rows: what the log contains, in the plural, for messages."""
+        self._rows, self._num_dropped = rows, 0
+
+    def append(self, path: Path, rows: Iterable[Any], count: int) -> bool:
+        """Append `count` values as lines of JSON, all or none. Return whether they were written."""
+        return self.attempt(path, lambda: append_rows(path, rows), count)
+
+    def attempt(self, path: Path, write: Callable[[], object], count: int = 1) -> bool:
+        """Write to a file in a way of the caller's. If that fails, count `count` rows as dropped."""
+        try:
+            if shutil.disk_usage(path.parent).free < RESERVED_BYTES:
+                raise OSError(errno.ENOSPC, f"less than {RESERVED_BYTES >> 20} MiB of disk space are free")
+            write()
+        except OSError as error:
+            if not self._num_dropped:
+                warning = f"{path.parent}: cannot be written ({error.strerror}). The run continues without the"
+                _print(f"megarl: warning: {warning} {self._rows}. Fix: free some disk space")
+            self._num_dropped += count
+            return False
+        if self._num_dropped:
+            _print(f"megarl: note: {path.parent}: can be written again, after {self._num_dropped} dropped {self._rows}")
+            self._num_dropped = 0
+        return True
+
+
+def _print(text: str) -> None:
+    with suppress(OSError):  # stderr may be a file on the same disk
+        print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,65 @@
+"""Runs a function in a forked process that can be killed, because signals cannot interrupt all code."""
+
+from __future__ import annotations
+
+import os
+import resource
+import select
+import signal
+from collections.abc import Callable
+
+import psutil
+
+from megarl.usercode.child_process import KILLING_SIGNALS
+from megarl.usercode.failures import RESTARTS, ProcessLost
+
+MAX_BYTES = 64
+"""Maximum length of a result."""
+
+CHILD_BYTES = 2**31
+"""Number of bytes that the process may allocate."""
+
+
+def in_child(function: Callable[[], float], timeout_s: float) -> float:
+    """Return the result of a function in a forked process. Raise TimeoutError if the process fails, is too slow or
+    exceeds CHILD_BYTES, and ProcessLost if it is killed RESTARTS + 1 times."""
+    for _ in range(RESTARTS + 1):
+        result, was_killed = _try_in_child(function, timeout_s)
+        if result:
+            return float(result)
+        if not was_killed:
+            raise TimeoutError("the comparison failed, or took too long")
+    raise ProcessLost(f"the process of the comparison was killed in each of {RESTARTS + 1} attempts")
+
+
+def _try_in_child(function: Callable[[], float], timeout_s: float) -> tuple[bytes, bool]:
+    """Run a function in a forked process. Return the result, or b"", and whether something else killed the process."""
+    read, write = os.pipe()
+    ready: list[int] = []
+    limits = _memory_limits()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            signal.alarm(0)
+            resource.setrlimit(resource.RLIMIT_AS, limits)
+            os.write(write, repr(float(function())).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    try:
+        ready = select.select([read], [], [], timeout_s)[0]
+        result = os.read(read, MAX_BYTES) if ready else b""
+    finally:
+        os.close(read)
+        if not ready:
+            os.kill(pid, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
+    return result, bool(ready) and os.WIFSIGNALED(status) and os.WTERMSIG(status) in KILLING_SIGNALS
+
+
+def _memory_limits() -> tuple[int, int]:
+    """Return the limits of a forked process's address space. A response that needs more memory is wrong, and the kernel
+    does not kill the process."""
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    limit = psutil.Process().memory_info().vms + CHILD_BYTES
+    return min([limit, *(each for each in limits if each != resource.RLIM_INFINITY)]), limits[1]

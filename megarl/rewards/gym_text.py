@@ -1,0 +1,49 @@
+"""Makes the verifiers of reasoning-gym safe for text that a policy has written.
+
+Some of them call Python's `eval` or SymPy's `parse_expr` on a response. Both run arbitrary code, which could change the
+verifier, so they are replaced: `eval` with a parser of literals, and `parse_expr` with one that accepts formulas only.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+from typing import Any
+
+LITERALS = ("string_insertion", "spiral_matrix", "number_sorting", "binary_matrix", "n_queens")
+"""Tasks whose verifiers call `eval` on a response."""
+
+FORMULAS = (*("countdown", "puzzle24", "polynomial_multiplication", "simple_integration", "intermediate_integration"),)
+"""Tasks whose verifiers call `parse_expr` on a response."""
+
+_FORMULA = re.compile(r"(?:(?!__|\.\s*[^\W\d])[\w\s+\-*/().,^=!<>|])*")
+"""Text without strings, attributes, subscripts, braces and names with two underscores."""
+
+
+def make_safe(factory: Any) -> None:
+    """Replace both functions in the modules of the tasks. `factory` is reasoning_gym.factory."""
+    import sympy
+
+    class Formulas:
+        """The sympy module with a safe `parse_expr`."""
+
+        parse_expr = staticmethod(parse_formula)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(sympy, name)
+
+    replacements = {"eval": ast.literal_eval, "parse_expr": parse_formula, "sympy": Formulas(), "sp": Formulas()}
+    for task in (*LITERALS, *FORMULAS):
+        module = importlib.import_module(factory.DATASETS[task][0].__module__)
+        names = ("eval",) if task in LITERALS else tuple(name for name in replacements if hasattr(module, name))
+        for name in names:
+            setattr(module, name, replacements[name])
+
+
+def parse_formula(text: str, **options: Any) -> Any:
+    from sympy.parsing.sympy_parser import parse_expr
+
+    if not _FORMULA.fullmatch(text):
+        raise ValueError("not a formula")
+    return parse_expr(text, **options)

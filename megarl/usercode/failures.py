@@ -1,0 +1,42 @@
+"""Failures of the infrastructure that user code depends on, as opposed to errors of the user code itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+RESTARTS = 2
+"""How often a call is repeated in a fresh process after its process was killed or crashed."""
+
+Kind = Literal["error", "lost", "away"]
+"""Kind of a failed call: an exception or another fault of the code (`error`), a process that was killed (`lost`), or a
+service that cannot be reached (`away`)."""
+
+
+class ProcessLost(RuntimeError):
+    """A process that user code depends on, such as a sandbox, has ended although the user code is not at fault."""
+
+
+class ServiceAway(ConnectionError):
+    """A server cannot be reached, does not respond, or reports that it is unavailable."""
+
+
+def kind_of(error: BaseException) -> Kind:
+    """Return the kind of failure that an exception of user code reports. Libraries raise their own exceptions for a
+    refused or lost connection, caused by a ConnectionError."""
+    for cause in _causes(error):
+        if isinstance(cause, ProcessLost):
+            return "lost"
+        if isinstance(cause, ConnectionError):
+            return "away"
+    return "error"
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield the exception, its cause, the cause's cause and so on."""
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        yield cause
+        seen.add(id(cause))
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)

@@ -1,0 +1,381 @@
+"""Hostile files from outside: every reader answers, or raises one line that names the file."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from megarl.cluster.trace import EARLIER, FILE, read_spans
+from megarl.config.load import load
+from megarl.config.model_schema import Lora
+from megarl.config.schema import Config
+from megarl.core.checkpoint import Checkpoint, write_manifest
+from megarl.core.errors import UserError
+from megarl.core.jsonl import read_objects
+from megarl.data.chat import prompt_ids
+from megarl.data.files import file_rows, label_rows, message_rows, preference_rows
+from megarl.environments.shipped import retrieval
+from megarl.launch.folder import Job, JobFolder
+from megarl.models.folder import read_config
+from megarl.models.huggingface import FAMILIES
+from megarl.models.peft import check_adapter_config
+from megarl.models.rules import check_model
+from megarl.models.shape import ModelShape
+from megarl.models.tokenizer import load_tokenizer
+from megarl.models.weight_files import read_headers
+from megarl.planner.plan import recorded
+from megarl.report.evaluations import read_evaluations
+from megarl.report.history import read_history
+from megarl.report.viewer import read_rollouts
+from megarl.resharding.planning import results
+from megarl.rewards.sample_file import load_samples
+from megarl.run import beginning
+from megarl.run.attempts import Attempts
+from megarl.run.diagnosis.diagnose import find_rollout
+from megarl.run.folder import RunFolder
+from tests.paths import QUICKSTART
+from tests.tiny_model import tiny_tokenizer
+
+HUGE = "9" * 5000
+DEEP = "[" * 100_000 + "]" * 100_000
+NESTED = "[" * 500 + "]" * 500
+
+CONTENTS: dict[str, bytes] = {
+    "empty": b"",
+    "nul": b"\0" * 64,
+    "not_utf8": b'{"prompt": "\xff\xfe", "answer": "\xc3"}\n',
+    "bom": b"\xef\xbb\xbf{}\n",
+    "utf16": '{"prompt": "a"}'.encode("utf-16"),
+    "huge_integer": f'{{"prompt": "a", "answer": {HUGE}, "step": {HUGE}, "r": {HUGE}}}\n'.encode(),
+    "large_integer": f'{{"step": {"9" * 400}, "num_response_tokens": {"9" * 400}, "r": {"9" * 400}}}\n'.encode(),
+    "deep": DEEP.encode(),
+    "deep_field": f'{{"prompt": "a", "answer": {DEEP}}}\n'.encode(),
+    "nested": f'{{"prompt": "a", "answer": {NESTED}, "step": {NESTED}}}\n'.encode(),
+    "list": b"[1, 2]\n",
+    "number": b"7\n",
+    "text": b'"text"\n',
+    "null": b"null\n",
+    "torn": b'{"prompt": "a", "answ',
+    "infinity": b'{"prompt": "a", "answer": Infinity, "step": NaN}\n',
+    "surrogate": b'{"prompt": "\\ud800", "answer": "\\udfff", "sample_id": "\\ud800"}\n',
+    "parquet_magic": b"PAR1" + b"\xff" * 100 + b"PAR1",
+    "safetensors_length": b"\xff" * 8 + b"{}",
+    "gzip": gzip.compress(b"{}")[:-4],
+}
+VALUES = [None, True, -1, 0, 2**40, 10**400, 1.5, float("nan"), "x", "\ud800", [], [1], {}, {"a": 1}]
+"""Values that replace each field of a valid file."""
+
+
+def answers_or_names(read: Callable[[], object], name: str) -> None:
+    try:
+        read()
+    except UserError as error:
+        lines = str(error).splitlines()
+        assert lines and all("Fix: " in line for line in lines), error
+        assert name in str(error), error
+
+
+def fields_of(value: Any) -> list[Any]:
+    """Return copies of an object in which one field at any depth has another value, or is missing."""
+    variants = []
+    for name in value:
+        variants += [{**value, name: other} for other in VALUES]
+        variants.append({other: value[other] for other in value if other != name})
+        if isinstance(value[name], dict):
+            variants += [{**value, name: inner} for inner in fields_of(value[name])]
+    return variants
+
+
+TEMPLATES = [
+    *("{{ 1 / 0 }}", "{{ messages[9].content + 1 }}", "{% for %}", "{{ raise_exception('no') }}", "{{ 'a'.x.y }}"),
+    *("{{ messages | nofilter }}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ range(10**9) | list }}"),
+]
+
+ROWS: dict[str, Callable[[Path], object]] = {
+    "prompts": lambda path: list(file_rows(path, "prompt", "answer", {"row": None})),
+    "messages": lambda path: list(message_rows(path, "messages")),
+    "preferences": lambda path: list(preference_rows(path, "prompt", "chosen", "rejected")),
+    "labels": lambda path: list(label_rows(path, "prompt", "steps", "labels")),
+}
+MESSAGES = [{"role": "user", "content": "a"}]
+ROW = {
+    **{"prompt": MESSAGES, "answer": "1", "messages": MESSAGES, "chosen": "a", "rejected": "b"},
+    **{"steps": ["a", "b"], "labels": [1, None]},
+}
+
+
+@pytest.mark.parametrize("content", CONTENTS)
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+@pytest.mark.parametrize("kind", ROWS)
+def test_data_file(tmp_path: Path, kind: str, suffix: str, content: str) -> None:
+    file = tmp_path / f"rows.{suffix}"
+    file.write_bytes(CONTENTS[content])
+    answers_or_names(lambda: ROWS[kind](file), file.name)
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_values_of_data_rows(tmp_path: Path, kind: str) -> None:
+    file = tmp_path / "rows.jsonl"
+    for row in fields_of(ROW):
+        file.write_text(json.dumps(row) + "\n")
+        answers_or_names(lambda: ROWS[kind](file), "rows.jsonl:1")
+
+
+@pytest.mark.parametrize("kept", [0.3, 0.6, 0.9])
+def test_truncated_or_damaged_parquet(tmp_path: Path, kept: float) -> None:
+    file = tmp_path / "rows.parquet"
+    rows = [{"prompt": f"question {i}" * 20, "answer": str(i)} for i in range(5000)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file, row_group_size=500)
+    whole = file.read_bytes()
+    size = int(kept * len(whole))
+    file.write_bytes(whole[:size])
+    with pytest.raises(UserError, match=r"rows\.parquet: not a Parquet file"):
+        ROWS["prompts"](file)
+    file.write_bytes(whole[: size // 2] + b"\xff" * 4000 + whole[size // 2 + 4000 :])
+    with pytest.raises(UserError, match=r"rows.parquet:\d+: this row or a later one cannot be read"):
+        ROWS["prompts"](file)
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        pyarrow.array([b"\xff\xfe"], pyarrow.binary()),
+        pyarrow.StringArray.from_buffers(
+            1, pyarrow.py_buffer((0).to_bytes(4, "little") + (2).to_bytes(4, "little")), pyarrow.py_buffer(b"\xff\xfe")
+        ),
+        pyarrow.array([2**62], pyarrow.timestamp("ms")),
+        pyarrow.array([2**62], pyarrow.duration("s")),
+        pyarrow.array([None]),
+    ],
+    ids=["bytes", "not_utf8", "late", "long", "null"],
+)
+def test_odd_parquet_columns(tmp_path: Path, column: pyarrow.Array) -> None:
+    file = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a"], "answer": column}), file)
+    answers_or_names(lambda: ROWS["prompts"](file), "rows.parquet:1")
+
+
+@pytest.mark.parametrize("content", [*CONTENTS, "alias", "integer", "deep_yaml", "tag", "date"])
+def test_recipe(tmp_path: Path, content: str) -> None:
+    more = {
+        "alias": b"base: base.yaml\nrun: &r\n  steps: 1\n  more: *r\ndata: &d [*d]\n",
+        "integer": f"base: base.yaml\nrun: {{steps: {HUGE}}}\n".encode(),
+        "deep_yaml": ("base: " + "{a: " * 3000 + "1" + "}" * 3000).encode(),
+        "tag": b"base: !!python/object/apply:os.system [id]\n",
+        "date": b"base: base.yaml\nrun: 2020-01-01\n",
+    }
+    file = tmp_path / "recipe.yaml"
+    file.write_bytes((CONTENTS | more)[content])
+    with pytest.raises(UserError) as error:
+        load(file)
+    assert "recipe.yaml" in str(error.value)
+
+
+@pytest.mark.parametrize("value", [HUGE, DEEP, "&a [*a]", "{a: &a {b: *a}}", "!!python/name:os.system", "\0", "[" * 9])
+def test_value_on_the_command_line(value: str) -> None:
+    with pytest.raises(UserError, match=r"command line: run\.steps="):
+        load(QUICKSTART, [f"run.steps={value}"])
+
+
+CONFIG_JSON = {
+    **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 256, "hidden_size": 64},
+    **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
+    **{"intermediate_size": 128, "max_position_embeddings": 256, "rms_norm_eps": 1e-6, "tie_word_embeddings": True},
+    **{"rope_scaling": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}, "id2label": {"0": "a"}},
+    **{"hidden_act": "silu", "attention_bias": False, "sliding_window": None, "quantization_config": None},
+}
+SHAPES = ["llama", "qwen3_moe", "deepseek_v3", "mixtral"]
+
+
+def read_model(folder: Path, recipe: Config) -> None:
+    config = read_config(folder)
+    check_model(recipe, config)
+    ModelShape.of(config)
+
+
+@pytest.mark.parametrize("content", CONTENTS)
+def test_model_config(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_bytes(CONTENTS[content])
+    answers_or_names(lambda: read_config(tmp_path), "config.json")
+
+
+@pytest.mark.parametrize("family", SHAPES)
+def test_values_in_a_model_config(tmp_path: Path, family: str) -> None:
+    whole = {**FAMILIES[family], **CONFIG_JSON, "model_type": family}
+    recipe = load(QUICKSTART)
+    for config in fields_of(whole):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        answers_or_names(lambda: read_model(tmp_path, recipe), "")
+
+
+@pytest.fixture(scope="module")
+def tokenizer_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tiny_tokenizer().save_pretrained(folder)
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+@pytest.mark.parametrize("content", CONTENTS)
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_tokenizer(tmp_path: Path, tokenizer_files: dict[str, bytes], name: str, content: str) -> None:
+    for other, data in tokenizer_files.items():
+        (tmp_path / other).write_bytes(data)
+    (tmp_path / name).write_bytes(CONTENTS[content])
+    answers_or_names(lambda: load_tokenizer(tmp_path), str(tmp_path))
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_chat_template(template: str) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    with pytest.raises(UserError, match=r"^rows:1: the model's chat template rejects the messages: .*Fix: "):
+        prompt_ids(tokenizer, "a", True, "rows:1")
+
+
+@pytest.mark.parametrize("content", CONTENTS)
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
+def test_weights(tmp_path: Path, name: str, content: str) -> None:
+    save_file({"a": torch.zeros(2)}, tmp_path / "model.safetensors")
+    (tmp_path / name).write_bytes(CONTENTS[content])
+    answers_or_names(lambda: read_headers(tmp_path), str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["..", ".", "", "/etc/passwd", "a\0b", "x" * 5000, 5, None])
+def test_file_names_in_an_index(tmp_path: Path, name: Any) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(UserError, match=r"model\.safetensors\.index\.json"):
+        read_headers(tmp_path)
+
+
+@pytest.mark.parametrize("content", CONTENTS)
+def test_adapter_config(tmp_path: Path, content: str) -> None:
+    save_file({"a": torch.zeros(2)}, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_bytes(CONTENTS[content])
+    lora = load(QUICKSTART, ["actor.lora.rank=8", "actor.lora.alpha=16"]).actor.lora
+    answers_or_names(lambda: check_adapter_config(tmp_path, lora), str(tmp_path))
+    assert isinstance(lora, Lora)
+
+
+@pytest.mark.parametrize("content", CONTENTS)
+def test_corpus(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "corpus.jsonl"
+    file.write_bytes(CONTENTS[content])
+    answers_or_names(lambda: retrieval._read(file), "corpus.jsonl")
+    for row in fields_of({"title": "a", "text": "b"}) + fields_of({"contents": "c"}):
+        file.write_text(json.dumps(row) + "\n")
+        answers_or_names(lambda: retrieval._read(file), "corpus.jsonl")
+
+
+MANIFEST = {"name": "run", "models": {"model.path": {"given": "a", "folder": "b", "hash": "c"}}, "format": 1}
+SAMPLE = {
+    **{"sample_id": "s", "prompt": "p", "response": "r", "reward": 1.0, "num_response_tokens": 3, "answer": "a"},
+    **{"messages": [{"role": "user", "content": "a"}], "tokens": ["a"], "prompt_ids": [1], "response_ids": [1, 2]},
+    **{"rollout_logprobs": [0.5], "mask": [1], "turns": [{"role": "user", "content": "a"}]},
+}
+
+
+def read_run(folder: Path, config: Config) -> None:
+    run = RunFolder(folder)
+    read_history(run.metrics)
+    for read in (lambda: run.values_of("r"), lambda: run.num_steps, lambda: run.finished_after):
+        read()
+    _ = run.resolved_models
+    beginning.resolve(config)
+    beginning.check_beginning(config)
+    run.metrics_until(5)
+    read_rollouts(run.rollout_files())
+    read_evaluations(run.evaluation_files())
+    Attempts(folder).all()
+    list(read_spans(folder / "logs"))
+
+
+FILES = {
+    "metrics.jsonl": {"step": 1, "r": 0.5, "time/step": 1.0, "nonfinite": []},
+    "manifest.json": MANIFEST,
+    "config.resolved.yaml": {"data": {"date": "2020-01-01"}},
+    "rollouts/step_000001.jsonl": SAMPLE,
+    "evaluations/set/step_000001.jsonl": SAMPLE,
+    "launch/attempts/1": {"job": "1", "restart": 0, "allocated": 1.0, "began": 1.0, "saved": 0},
+    f"logs/{FILE}": {"process": "a", "task": "b", "begin": 0.0, "end": 1.0},
+    f"logs/{EARLIER}": {},
+    "checkpoints/latest": {},
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_of_a_run(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "run"
+    config = load(QUICKSTART, [f"run.folder={tmp_path}", "run.name=run", "resume=auto"])
+    file = folder / name
+    file.parent.mkdir(parents=True)
+    for content in CONTENTS.values():
+        file.write_bytes(content)
+        answers_or_names(lambda: read_run(folder, config), file.name)
+    for row in fields_of(FILES[name]):
+        file.write_text(json.dumps(row) + "\n")
+        answers_or_names(lambda: read_run(folder, config), file.name)
+
+
+@pytest.mark.parametrize("content", CONTENTS)
+def test_other_files_of_runs(tmp_path: Path, content: str) -> None:
+    """Files that a command names, or that a job reads."""
+    file = tmp_path / "rollouts" / "step_000001.jsonl"
+    file.parent.mkdir()
+    file.write_bytes(CONTENTS[content])
+    answers_or_names(lambda: recorded(file), file.name)
+    answers_or_names(lambda: find_rollout(tmp_path, 1, None), file.name)
+    read_objects(file)
+    (tmp_path / "samples").write_bytes(CONTENTS[content])
+    answers_or_names(lambda: load_samples(tmp_path / "samples"), "samples")
+    launch = JobFolder(tmp_path)
+    launch.path.mkdir()
+    (launch.path / "job.json").write_bytes(CONTENTS[content])
+    answers_or_names(launch.job, "job.json")
+    (tmp_path / "result.json").write_bytes(CONTENTS[content])
+    assert results._read(tmp_path / "result.json") is None
+
+
+def test_values_in_a_rollout_file_and_a_job(tmp_path: Path) -> None:
+    file = tmp_path / "rollouts" / "step_000001.jsonl"
+    file.parent.mkdir()
+    for row in fields_of(SAMPLE):
+        file.write_text(json.dumps(row) + "\n")
+        answers_or_names(lambda: recorded(file), file.name)
+        answers_or_names(lambda: find_rollout(tmp_path, 1, None), file.name)
+    launch = JobFolder(tmp_path)
+    launch.path.mkdir()
+    launch.write_job(job := Job("folder", 1, 8, 3))
+    assert launch.job() == job
+    for row in fields_of({"folder": "f", "nodes": 1, "gpus": 8, "stalled": 3}):
+        (launch.path / "job.json").write_text(json.dumps(row))
+        answers_or_names(launch.job, "job.json")
+
+
+def test_manifest_of_a_checkpoint(tmp_path: Path) -> None:
+    folder = tmp_path / "step_000001"
+    folder.mkdir()
+    for content in CONTENTS.values():
+        (folder / "manifest.json").write_bytes(content)
+        answers_or_names(lambda: Checkpoint.open(folder), str(folder))
+    write_manifest(folder, 1, {"data_hash": "a"}, [])
+    whole = json.loads((folder / "manifest.json").read_text())
+    assert Checkpoint.open(folder).step == 1
+    for content in [*fields_of(whole["content"]), *VALUES]:
+        whole = {"sha256": _digest(content), "content": content}
+        (folder / "manifest.json").write_text(json.dumps(whole))
+        answers_or_names(lambda: Checkpoint.open(folder), str(folder))
+
+
+def _digest(content: Any) -> str:
+    import hashlib
+
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
