@@ -11,8 +11,9 @@ import pytest
 import megarl
 from megarl.core.interpreter import PYTHON
 from megarl.data.reasoning import Task, reasoning_rows
-from megarl.rewards.pool import _start_child
-from megarl.usercode.child_process import ChildFailure
+from megarl.rewards.pool import FunctionPool
+from megarl.rewards.result import Result
+from tests.timing import LIMIT_S
 
 PLANTED = "open('imported', 'w').close()\nraise SystemExit('imported from the working directory')\n"
 ROOT = Path(megarl.__file__).parent
@@ -38,11 +39,12 @@ def test_generated_rows_do_not_import_a_planted_module(tmp_path: Path, monkeypat
 
 
 def test_reward_functions_may_import_modules_of_the_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "json.py").write_text(PLANTED)
+    (tmp_path / "beside.py").write_text("VALUE = 0.5\n")
+    (tmp_path / "reward.py").write_text("import beside\n\ndef f(prompt, response, answer):\n    return beside.VALUE\n")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ChildFailure):
-        _start_child().call(b"not JSON\n", 60)
-    assert (tmp_path / "imported").exists()
+    pool = FunctionPool(["reward.py:f"], None, 1, LIMIT_S)
+    assert pool.call("reward.py:f", "", "", "").result() == Result(0.5, "0.5")
+    pool.close()
 
 
 def test_only_programs_that_run_user_code_search_the_working_directory() -> None:
