@@ -19,7 +19,8 @@ from typing import Any, BinaryIO, TypeVar, get_type_hints
 from megarl.core.errors import InfrastructureFailure, TooLittleSpace, UserError
 from megarl.core.outage import pauses
 
-T, Record = TypeVar("T"), TypeVar("Record")
+T = TypeVar("T")
+Record = TypeVar("Record")
 
 Progress = Callable[[str, int, int], None]
 """Progress callback. It is called with the last action ("checked", "written", "verified"), the bytes processed and the

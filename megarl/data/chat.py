@@ -40,7 +40,7 @@ def render(
         for_answer: whether to append the header of the assistant's next turn.
         place: the location of the row, for error messages.
     """
-    bos = tokenizer.bos_token
+    bos: Any = tokenizer.bos_token
     if bos and any(str(message["content"]).startswith(bos) for message in messages):
         raise UserError(
             f"{place}: a message starts with the beginning-of-sequence token {bos}, so it is already rendered. Fix: "
@@ -54,7 +54,7 @@ def render_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message],
     return _apply(tokenizer, messages, place, tokenize=False)
 
 
-def _apply(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], place: str, **options: bool) -> Any:
+def _apply(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], place: str, **options: Any) -> Any:
     try:
         return tokenizer.apply_chat_template(list(messages), **options)
     except Exception as error:  # a template is a program and may raise any exception

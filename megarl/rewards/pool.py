@@ -166,17 +166,16 @@ class FunctionPool:
         None. rewards.timeout_s limits the mean time per row."""
 
         def problems() -> Sequence[str | None]:
+            reply: dict[str, Any] = {}
             for _ in range(RESTARTS + 1):
                 reply = self._run(function, rows, None, self._timeout_s * len(rows))
                 if reply.get("kind") != "lost":
-                    break
-            else:
-                raise InfrastructureFailure(
-                    f"{function} {reply['failure']} in each of {RESTARTS + 1} attempts to check rows. Fix: lower "
-                    "rewards.processes, or run on a node with more memory"
-                )
-            failure = f"{function} {reply.get('failure')} when it checked a row. Fix: correct the row's answer"
-            return reply.get("problems", [failure] * len(rows))
+                    failure = f"{function} {reply.get('failure')} when it checked a row. Fix: correct the row's answer"
+                    return reply.get("problems", [failure] * len(rows))
+            raise InfrastructureFailure(
+                f"{function} {reply['failure']} in each of {RESTARTS + 1} attempts to check rows. Fix: lower "
+                "rewards.processes, or run on a node with more memory"
+            )
 
         return self._threads.submit(problems)
 
