@@ -165,7 +165,7 @@ class Tester(Peer):
             return ["iterator", self.register(functools.partial(next, value))]  # pyright: ignore[reportCallIssue]
         if callable(value):
             return ["callback", self.register(value)]
-        # Values of other built-in types, such as `int | str`, may result from values that the program has chosen.
+        # Values of other built-in types, such as `int | str`, may result from values that the program chose.
         if type(value).__module__ in ("builtins", "types") and type(value) not in (object, types.ModuleType):
             raise TypeError("values of this type cannot be sent to the program")
         raise UnsendableError(
@@ -207,7 +207,7 @@ class Solution(types.ModuleType):
         self.__dict__["tester"] = tester
 
     def __getattr__(self, name):
-        if name == "__all__":  # the tests' namespace finds the program's names by itself
+        if name == "__all__":  # the tests' namespace resolves the program's names itself
             return []
         if name.startswith("__"):
             raise AttributeError(name)

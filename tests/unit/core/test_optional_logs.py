@@ -22,7 +22,7 @@ Usage = namedtuple("Usage", "total used free")
 
 
 class Disk:
-    """A disk with as much free space as `free`."""
+    """A disk with `free` bytes of free space."""
 
     def __init__(self) -> None:
         self.free = 2 * RESERVED_BYTES
@@ -40,7 +40,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
 
 @pytest.fixture
 def file_limit() -> Iterator[None]:
-    """Files can have at most 64 bytes, so that writes fail in the middle of a line."""
+    """Limit files to 64 bytes, so that writes fail in the middle of a line."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))
     yield

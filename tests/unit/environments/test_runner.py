@@ -195,7 +195,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_fault_fails_only_its_rollout(fault):
-    """The rollouts beside one that ends the process each time start over, and none of them fails."""
+    """One rollout exits its process each time. The other rollouts in the process start over, and none of them fails."""
     [failed], *others = play(config(), Says("12"), fault, *["fine"] * 15)
     assert failed.episode.failure == FAULTS[fault]
     assert failed.episode.info.stop_reason == "failed" and failed.episode.info.num_turns == 2
@@ -206,7 +206,7 @@ def test_fault_fails_only_its_rollout(fault):
 
 
 def test_killed_process_costs_no_rollout(tmp_path):
-    """The first process is killed while 16 rollouts are in it, as by the kernel when memory runs out."""
+    """The first process is killed while it runs 16 rollouts, as the kernel does when memory runs out."""
     rollouts = play(
         config("Killed", f"environment.options={{flag: {tmp_path / 'killed'}}}"), Says("12"), *["fine"] * 16
     )

@@ -137,7 +137,7 @@ def test_function_that_ends_its_process_fails_alone(pool, file, code, failure):
 
 
 def test_killed_call_is_repeated_in_a_fresh_process(pool, file, tmp_path):
-    """The first process is killed in the middle of the call, as by the kernel when memory runs out."""
+    """The first process is killed during the call, as the kernel does when memory runs out."""
     first = f"not os.path.exists('{tmp_path}/1') and not open('{tmp_path}/1', 'w').close()"
     assert act(pool, file, f"os.kill(os.getpid(), signal.SIGKILL) if {first} else 7") == Result(7.0, "7.0")
 

@@ -34,7 +34,7 @@ class Server(ThreadingHTTPServer):
         self.keys: list[str | None] = []
         self.active = self.most_active = 0
         self.num_unavailable = 1
-        """Number of requests for a flaky response that fail."""
+        """Number of failing requests for a flaky response."""
         self.lock = threading.Lock()
         self.several = threading.Barrier(CONCURRENCY)
 
@@ -148,7 +148,8 @@ def test_server_that_is_away_is_not_at_fault_itself(server, response, failure):
 
 
 def test_server_that_returns_is_waited_for(server, monkeypatch):
-    """It is unavailable for the first three requests, each in a call of its own. Other samples are judged once."""
+    """The server is unavailable for the first three requests, each in a separate call. Other samples are judged
+    once."""
     monkeypatch.setattr("megarl.core.outage.FIRST_PAUSE_S", POLL_S)
     server.num_unavailable = 3
     results = judged(server, "say [[10]]", "flaky [[1]]", concurrency=1, outage_s=WAIT_S)

@@ -1,4 +1,4 @@
-"""Checks of all data rows with built-in functions before a run starts."""
+"""Checks all data rows with built-in functions before a run starts."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ CASES = [
 ]
 
 WITHOUT_ANSWERS = ("think_answer_format", "length_penalty", "soft_overlong")
-"""Functions that do not read the answer."""
+"""Functions that do not use the answer."""
 
 
 @pytest.mark.parametrize(
