@@ -1,4 +1,4 @@
-"""Logs that a run can do without. They never end a run: if the disk is full, rows are dropped with one warning."""
+"""Logs that a run can do without. They never stop a run: if the disk is full, rows are dropped with one warning."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class OptionalLog:
         return self.attempt(path, lambda: append_rows(path, rows), count)
 
     def attempt(self, path: Path, write: Callable[[], object], count: int = 1) -> bool:
-        """Write to a file in a way of the caller's. If that fails, count `count` rows as dropped."""
+        """Write to a file with the caller's function. If it fails, count `count` rows as dropped."""
         try:
             if shutil.disk_usage(path.parent).free < RESERVED_BYTES:
-                raise OSError(errno.ENOSPC, f"less than {RESERVED_BYTES >> 20} MiB of disk space are free")
+                raise OSError(errno.ENOSPC, f"less than {RESERVED_BYTES >> 20} MiB of disk space is free")
             write()
         except OSError as error:
             if not self._num_dropped:
@@ -46,5 +46,5 @@ class OptionalLog:
 
 
 def _print(text: str) -> None:
-    with suppress(OSError):  # stderr may be a file on the same disk
+    with suppress(OSError):  # stderr may be a file on the full disk
         print(text, file=sys.stderr, flush=True)

@@ -63,7 +63,7 @@ def _load(folder: Path, key: str) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(folder)
     except UserError:
         raise
-    except Exception as error:  # the tokenizers library raises Exception for a damaged file
+    except Exception as error:  # the tokenizers library raises a bare Exception for a corrupt file
         raise UserError(
             f"{key}={folder}: the tokenizer cannot be loaded ({type(error).__name__}: {' '.join(str(error).split())}). "
             "Fix: copy the model's tokenizer files again"
@@ -115,7 +115,7 @@ def _is_generic(folder: Path) -> bool:
 
 
 def opening_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Return the ids of a text with which a sequence begins. A text that was already rendered may start with the
+    """Return the ids of a text at the start of a sequence. A text that was already rendered may start with the
     beginning-of-sequence token, which the tokenizer would add a second time. An end-of-sequence token that the
     tokenizer adds is omitted, because the sequence continues."""
     ids, bos, eos = tokenizer(text)["input_ids"], tokenizer.bos_token, tokenizer.eos_token
