@@ -14,7 +14,7 @@ class Result:
     Attributes:
         value: the returned number or numbers, or None if the function returned something else or failed.
         returned: a short description of the returned object, for messages.
-        kind: kind of failure of a failed call.
+        kind: kind of failure, if the call failed.
     """
 
     value: float | list[float] | None

@@ -79,7 +79,7 @@ def test_failed_write_leaves_no_torn_line(tmp_path: Path, file_limit: None) -> N
     assert [json.loads(line) for line in file.read_text().splitlines()] == ["a" * 20, "c"]
 
 
-def test_disk_that_is_full_after_all_is_a_warning(tmp_path: Path, disk: Disk) -> None:
+def test_exhausted_quota_is_a_warning(tmp_path: Path, disk: Disk) -> None:
     """The device reports ENOSPC although space is free, as with a quota."""
     (tmp_path / "rows.jsonl").symlink_to("/dev/full")
     assert not OptionalLog("rollouts").append(tmp_path / "rows.jsonl", ["a"], 1)

@@ -127,7 +127,7 @@ def test_unknown_variants_are_refused(tmp_path, change, message):
 
 
 @pytest.mark.parametrize("content", ["[]", "3", "[" * 100_000, '{"r": 8'])
-def test_odd_files_are_named(tmp_path, content):
+def test_malformed_files_are_named(tmp_path, content):
     with pytest.raises(UserError, match=rf"^{tmp_path / CONFIG}: (invalid JSON|not a JSON object)"):
         check_adapter_config(written(tmp_path, content), lora())
 

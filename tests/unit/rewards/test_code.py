@@ -215,7 +215,7 @@ def test_program_does_not_skip_or_replace_parts_of_the_tests(program, test):
         ("def f(x): return int", "assert f(f(1).real) == 3"),
     ],
 )
-def test_value_that_cannot_be_sent_because_of_the_program_is_wrong(program, test):
+def test_unsendable_value_caused_by_the_program_is_wrong(program, test):
     assert not passes(program, test)
 
 

@@ -141,13 +141,13 @@ def test_ratings_are_rewards_and_missing_ones_failures(server):
         ("slow [[10]]", f"did not respond within {LIMIT_S} s"),
     ],
 )
-def test_server_that_is_away_is_not_at_fault_itself(server, response, failure):
+def test_unavailable_server_is_an_infrastructure_failure(server, response, failure):
     [result] = judged(server, response)
     assert result.kind == "away" and failure in result.failure
     assert result.failure.startswith("raised ServiceAway: ")
 
 
-def test_server_that_returns_is_waited_for(server, monkeypatch):
+def test_judge_waits_for_a_server_that_recovers(server, monkeypatch):
     """The server is unavailable for the first three requests, each in a separate call. Other samples are judged
     once."""
     monkeypatch.setattr("megarl.core.outage.FIRST_PAUSE_S", POLL_S)

@@ -65,7 +65,7 @@ def test_grpo_compares_rollouts_not_samples():
         ("lost lost code", 1, RunFailure),
     ],
 )
-def test_infrastructure_failures_are_not_the_users_errors(kinds: str, limit: float, raised: type[Exception]) -> None:
+def test_infrastructure_failures_are_not_user_errors(kinds: str, limit: float, raised: type[Exception]) -> None:
     samples = [sample_of(name, 0) for name in REWARDS]
     of_kind = {"fine": Score(1.0, {}), "code": Score(None, {}, "KeyError")}
     of_kind["lost"] = Score(None, {}, "the judge is away", is_infrastructure=True)
@@ -76,7 +76,7 @@ def test_infrastructure_failures_are_not_the_users_errors(kinds: str, limit: flo
         assert str(caught.value).startswith("the judge is away" if raised is InfrastructureFailure else "KeyError")
 
 
-def test_infrastructure_failures_are_counted_apart():
+def test_infrastructure_failures_are_counted_separately():
     samples, lost = [sample_of(name, 0) for name in REWARDS], Score(None, {}, "lost", is_infrastructure=True)
     results = [lost, Score(None, {}, "code"), Score(1.0, {})]
     settings = config("rewards.failure_limit=1", "rewards.max_consecutive_failures=2")
