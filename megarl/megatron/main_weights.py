@@ -33,8 +33,8 @@ from megarl.resharding.piece import Holder, Rectangle
 from megarl.resharding.transports.transport import view
 
 INWARD_SHARE = 1 / 6
-"""Share, in (−½, ½), up to which a main weight is placed relative to the inner neighbor; its probability is 2/3. It
-matters only for powers of two, because other weights have neighbors at equal distances."""
+"""Threshold for the random share in (−½, ½). Up to it, with probability 2/3, the share scales the distance to the inner
+neighbor. It matters only for powers of two, because other weights are equally far from both neighbors."""
 
 CHUNK = 2**20
 """Number of elements processed at a time. A larger number would only use more memory."""

@@ -1,6 +1,6 @@
 """Runs the tests in their sandbox and exits with the verdict.
 
-The sandbox's Python runs the source of this file after that of code_channel.py. The program runs in another sandbox.
+The sandbox's Python runs the source of code_channel.py, followed by this file. The program runs in another sandbox.
 Proxies stand for its functions and objects. Calling a proxy returns plain data or other proxies. None of the program's
 code runs here, and the program never receives the tests or the expected values:
 

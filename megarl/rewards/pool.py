@@ -175,7 +175,7 @@ class FunctionPool:
                     f"{function} {reply['failure']} in each of {RESTARTS + 1} attempts to check rows. Fix: lower "
                     "rewards.processes, or run on a node with more memory"
                 )
-            failure = f"{function} {reply.get('failure')} when it checked a row. Fix: correct the row's answer"
+            failure = f"{function} {reply.get('failure')} while checking a row. Fix: correct the row's answer"
             return reply.get("problems", [failure] * len(rows))
 
         return self._threads.submit(problems)
@@ -194,7 +194,7 @@ class FunctionPool:
             if child.kill_reason is not None:
                 return {"value": None, "failure": child.kill_reason}
             if failure.was_killed and not self._closed:
-                reason = f"lost its process ({failure}, as when memory runs out)"
+                reason = f"lost its process ({failure}, possibly because memory ran out)"
                 return {"value": None, "failure": reason, "kind": "lost"}
             reason = failure.with_limit("rewards.memory_mib", self._memory_mib)
             return {"value": None, "failure": f"ended its process ({reason})"}
