@@ -18,8 +18,23 @@ LITERALS = ("string_insertion", "spiral_matrix", "number_sorting", "binary_matri
 FORMULAS = (*("countdown", "puzzle24", "polynomial_multiplication", "simple_integration", "intermediate_integration"),)
 """Tasks whose verifiers call `parse_expr` on a response."""
 
-_FORMULA = re.compile(r"(?:(?!__|\.\s*[^\W\d])[\w\s+\-*/().,^=!<>|])*")
-"""Text without strings, attributes, subscripts, braces and names with double underscores."""
+_FORMULA = re.compile(r"(?:(?!\.\s*[^\W\d])[\w\s+\-*/().,^=!<>|])*")
+"""Text without strings, attributes, subscripts and braces."""
+
+_NAME = re.compile(r"[^\W\d]\w*")
+_VARIABLE = re.compile(r"[A-Za-z][0-9]*")
+
+FUNCTIONS = {
+    *("sqrt", "cbrt", "root", "exp", "log", "ln", "Abs", "abs", "sign", "factorial", "gamma", "erf", "Integral", "pi"),
+    *(
+        f"{prefix}{name}{suffix}"
+        for prefix in ("", "a")
+        for name in ("sin", "cos", "tan", "sec", "csc", "cot")
+        for suffix in ("", "h")
+    ),
+}
+"""Names that a formula may contain besides variables. SymPy also accepts Python's builtins: `exec` runs text, which
+`chr` and `+` can build without quotes."""
 
 
 def make_safe(factory: Any) -> None:
@@ -45,6 +60,7 @@ def make_safe(factory: Any) -> None:
 def parse_formula(text: str, **options: Any) -> Any:
     from sympy.parsing.sympy_parser import parse_expr
 
-    if not _FORMULA.fullmatch(text):
+    names = set(_NAME.findall(text)) - FUNCTIONS
+    if not _FORMULA.fullmatch(text) or not all(map(_VARIABLE.fullmatch, names)):
         raise ValueError("not a formula")
     return parse_expr(text, **options)

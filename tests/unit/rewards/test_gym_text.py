@@ -42,11 +42,16 @@ def test_response_is_not_run_as_code(task, tmp_path):
     opened = f"open('{file}', 'w')"
     escaped = "[c for c in ().__class__.__base__.__subclasses__() if c.__name__ == '_wrap_close'][0]"
     escaped += f".__init__.__globals__['system']('touch {file}')"
+    built = "+".join(f"chr({ord(character)})" for character in opened)
     for response in (
         opened,
         f"[{opened}]",
         escaped,
         f'S("{escaped}")',
+        f"exec({built})",
+        f"ｅｘｅｃ({built})",
+        f"S({built})",
+        f"x.exec({built})",
         "entry['answer']",
         "list(entry['answer'])",
         "entry['answer'].split()",
