@@ -20,7 +20,7 @@ class OptionalLog:
     """A kind of log. Rows are dropped while the disk is full, and written again once there is room."""
 
     def __init__(self, rows: str):
-        """rows: what the log contains, in the plural, for messages."""
+        """rows: plural noun for the log's contents, used in messages."""
         self._rows, self._num_dropped = rows, 0
 
     def append(self, path: Path, rows: Iterable[Any], count: int) -> bool:

@@ -13,9 +13,9 @@ pass is unchanged bit for bit, because every main weight still rounds to its par
 A power of two has different distances to its neighbors: a outward and b = a / 2 inward. Its cell extends from −b / 2 to
 a / 2. The mean move is s for all outward steps up to S if the density is 1 / a in the outermost part of length S, and
 for all inward steps up to S if it is 1 / b in the innermost part of length S. Together these parts have the probability
-S / a + S / b ≤ 1, so the largest possible S is a / 3. Main weights of powers of two therefore start with probability 1
-/ 3 in the outermost a / 3 of the cell, and with probability 2 / 3 in the innermost a / 3. Larger steps are biased by at
-most a / 4, because no position in the cell is unbiased for all of them.
+S / a + S / b ≤ 1, so the largest possible S is a / 3. Main weights of powers of two therefore start with probability
+1 / 3 in the outermost a / 3 of the cell, and with probability 2 / 3 in the innermost a / 3. Larger steps are biased by
+at most a / 4, because no position in the cell is unbiased for all of them.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from megarl.resharding.piece import Holder, Rectangle
 from megarl.resharding.transports.transport import view
 
 INWARD_SHARE = 1 / 6
-"""Share, in (−½, ½), up to which a main weight is placed relative to the inner neighbor; its probability is 2/3. It
-matters only for powers of two, because other weights have neighbors at equal distances."""
+"""Threshold for the random share in (−½, ½). Up to it, with probability 2/3, the share scales the distance to the inner
+neighbor. It matters only for powers of two, because other weights are equally far from both neighbors."""
 
 CHUNK = 2**20
 """Number of elements processed at a time. A larger number would only use more memory."""

@@ -133,7 +133,7 @@ _COUNTS = {
     *("decoder_sparse_step", "hidden_size", "intermediate_size", "max_position_embeddings", "num_attention_heads"),
     *("num_hidden_layers", "topk_group", "vocab_size"),
 }
-"""Keys whose value is a positive integer, because they have no default or are divisors."""
+"""Keys whose value must be a positive integer, because they have no default or are divisors."""
 
 _NUMBERS = ("factor", "high_freq_factor", "low_freq_factor", "original_max_position_embeddings", "rope_theta")
 """Parameters of rotary embeddings."""

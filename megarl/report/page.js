@@ -37,7 +37,7 @@ function card(sample, scales) {
   return element("article", "sample", [facts(sample), element("div", "texts", [prompt, answer])]);
 }
 
-// Returns one row of cards for each group. A step may have several groups for a prompt; rollout ids are STEP.GROUP.NUMBER.
+// Returns one row of cards per group. A step may have several groups for a prompt; rollout ids are STEP.GROUP.NUMBER.
 function groupCards(samples, scales) {
   const groups = new Map();
   for (const sample of samples) {

@@ -49,7 +49,7 @@ BASES = (int, float, str, bytes, tuple, list, dict, set, frozenset)
 """Types to which instances of their subclasses are reduced."""
 
 CLASSES = (*BASES, bool, bytearray, complex, range, slice, enumerate, filter, map, reversed, zip)
-"""Classes that are sent by name, besides exceptions. Their instances can be sent as well."""
+"""Classes, in addition to exceptions, that are sent by name. Their instances can also be sent."""
 
 
 class ChannelError(Exception):

@@ -1,7 +1,8 @@
-"""Makes the verifiers of reasoning-gym safe for text that a policy has written.
+"""Makes reasoning-gym's verifiers safe for text that a policy wrote.
 
-Some of them call Python's `eval` or SymPy's `parse_expr` on a response. Both run arbitrary code, which could change the
-verifier, so they are replaced: `eval` with a parser of literals, and `parse_expr` with one that accepts formulas only.
+Some of them call Python's `eval` or SymPy's `parse_expr` on a response. Both can run arbitrary code, which could modify
+the verifier, so they are replaced: `eval` with a literal parser, and `parse_expr` with a parser that accepts only
+formulas.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ FUNCTIONS = {
         for suffix in ("", "h")
     ),
 }
-"""Names that a formula may contain besides variables. SymPy's others include builtins: `exec` runs text, which `chr` and
-`+` can build without quotes."""
+"""Names that a formula may contain besides variables. SymPy also accepts Python's builtins: `exec` runs text, which
+`chr` and `+` can build without quotes."""
 
 
 def make_safe(factory: Any) -> None:
-    """Replace both functions in the modules of the tasks. `factory` is reasoning_gym.factory."""
+    """Replace both functions in the tasks' modules. `factory` is reasoning_gym.factory."""
     import sympy
 
     class Formulas:
-        """The sympy module with a safe `parse_expr`."""
+        """Stands for the sympy module, with a safe `parse_expr`."""
 
         parse_expr = staticmethod(parse_formula)
 

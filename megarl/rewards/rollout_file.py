@@ -77,7 +77,7 @@ def write_advantages(
     """Write advantages, keyed by sample id, into the lines of their samples. The file is replaced atomically. `details`
     contains one value per response token, keyed by sample id and name, for samples that have an advantage. If the disk
     is full, the lines stay without advantages."""
-    if path.exists():  # otherwise its samples were dropped
+    if path.exists():  # it is missing if its samples were dropped
         new = path.with_name(f".{path.name}")
         if not ADVANTAGES.attempt(new, lambda: _write_advantages(path, new, advantages, details), len(advantages)):
             new.unlink(missing_ok=True)

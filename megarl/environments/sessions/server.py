@@ -166,7 +166,7 @@ async def _read(request: web.Request) -> Any:
     except (ValueError, RecursionError) as error:
         raise invalid("body", f"the request body is not valid JSON: {error}") from error
     if is_deeper(body, MAX_DEPTH):
-        raise invalid("body", f"the request body is nested deeper than {MAX_DEPTH} levels deep")
+        raise invalid("body", f"the request body is nested deeper than {MAX_DEPTH} levels")
     return body
 
 

@@ -1,4 +1,4 @@
-"""Responses to reasoning-gym tasks are data: verifiers do not run them as code, and none takes forever."""
+"""Verifiers treat responses to reasoning-gym tasks as data: they never run them as code, and always finish in time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def score(task: str, response: str) -> float:
 
 
 def evaluates_responses(kind: type) -> bool:
-    """Return whether the verifier calls `eval` or the like."""
+    """Return whether the verifier calls `eval` or a similar function."""
     calls = [
         node.func
         for node in ast.walk(ast.parse(inspect.getsource(sys.modules[kind.__module__])))
