@@ -382,7 +382,7 @@ def trace(
 
 
 def main() -> None:
-    """Run the command and exit with its code. A UserError or RunFailure is printed to stderr, with its exit code."""
+    """Run the command and exit with its code. Print a UserError or RunFailure to stderr, and exit with its code."""
     escape_unencodable()
     try:
         app()

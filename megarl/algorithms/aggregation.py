@@ -44,7 +44,7 @@ def sequence_mean_over_max_tokens(num_tokens: Sequence[int], max_tokens: int) ->
 def prompt_mean_of_token_means(num_tokens: Sequence[int], prompts: Sequence[str], *_: object) -> list[float]:
     """Return w = 1 / (P · Σ n_j over the samples j of the same prompt): the token mean within each prompt, averaged
     over P prompts. This is DAPO's eq. 8 applied to each prompt. P includes prompts without trained tokens. `prompts`
-    names the prompt of each sample; a prompt that an update draws twice has two names."""
+    contains the prompt name of each sample; a prompt that is drawn twice in an update has two names."""
     totals: Counter[str] = Counter()
     for prompt, n in zip(prompts, num_tokens, strict=True):
         totals[prompt] += n

@@ -16,8 +16,8 @@ _COLOR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def cause(errors: Mapping[str, Exception], phase: str, logs: Path) -> UserError | RunFailure:
-    """Return the most informative of the errors by process name: user errors rank first, then failures of the
-    infrastructure, then lost processes."""
+    """Return the most informative of the errors by process name: user errors rank first, then infrastructure failures,
+    then lost processes."""
     name, error = min(errors.items(), key=lambda item: rank(item[1]))
     origin = _origin(error)
     if isinstance(origin, UserError | InfrastructureFailure):
@@ -47,7 +47,7 @@ def is_cause(error: Exception) -> bool:
 
 
 def rank(error: Exception) -> int:
-    """Return the error's rank: 0 for a user error, 1 for a failure of the infrastructure, 2 for a lost process, 3 for a
+    """Return the error's rank: 0 for a user error, 1 for an infrastructure failure, 2 for a lost process, 3 for a
     consequence of another failure."""
     origin = _origin(error)
     if isinstance(origin, UserError):

@@ -125,8 +125,8 @@ def _override(text: str) -> Document:
 
 
 def _typed_value(key: Key, text: str) -> Any:
-    """Return the value that was typed for a key. It is YAML, except that text is taken as typed: YAML would drop " # …"
-    from it, and read "a: b" as a mapping. For a text key, only null and text in quotes are YAML."""
+    """Parse the value typed for a key. It is YAML, except that text is taken as typed, because YAML would drop " # …"
+    and read "a: b" as a mapping. For a text key, only null and quoted text are parsed as YAML."""
     takes_text, plain = _takes_text(key), text.strip()
     is_quoted = plain[0] in "'\""
     if takes_text and plain != "null" and not is_quoted:
@@ -141,7 +141,7 @@ def _typed_value(key: Key, text: str) -> Any:
 
 
 def _takes_text(key: Key) -> bool:
-    """Return whether the key's value is text, or text or null."""
+    """Return whether the key's value is text, possibly null."""
     types: list[Any] = [Config]
     for name in key:
         sections = [type_ for type_ in types if hasattr(type_, "model_fields")]

@@ -1,4 +1,4 @@
-"""Error types that distinguish user mistakes from failures, each with the exit code of the command that it ends."""
+"""Error types that distinguish user mistakes from failures, each with the exit code of the command."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class RunFailure(RuntimeError):
 
 
 class InfrastructureFailure(RunFailure):
-    """A resource outside the run was unavailable for longer than the run waits: a full disk, a server that does not
-    answer, processes that the kernel kills. The same run may succeed later."""
+    """A resource outside the run was unavailable for longer than the run waits: the disk is full, a server does not
+    respond, or the kernel kills processes. The same run may succeed later."""
 
     exit_code = 75  # EX_TEMPFAIL of sysexits.h
 

@@ -20,7 +20,8 @@ from typing import Any, BinaryIO, TypeVar, get_type_hints
 from megarl.core.errors import InfrastructureFailure, TooLittleSpace, UserError
 from megarl.core.outage import pauses
 
-T, Record = TypeVar("T"), TypeVar("Record")
+T = TypeVar("T")
+Record = TypeVar("Record")
 
 Progress = Callable[[str, int, int], None]
 """Progress callback. It is called with the last action ("checked", "written", "verified"), the bytes processed and the
@@ -28,8 +29,8 @@ total bytes."""
 
 
 MAX_DEPTH = 50
-"""Maximum number of nested lists and objects in a JSON value from outside, such as a request or a tool call. Deeper
-ones exhaust the stack when they are processed. Files may be twice as deep, because their rows contain such values."""
+"""Maximum nesting depth of a JSON value from outside, such as a request or a tool call. Processing a deeper value would
+exhaust the stack. Files may be twice as deep, because their rows contain such values."""
 
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -77,8 +78,8 @@ def require_room(out: Path, num_bytes: int) -> None:
 
 
 def retry_when_full(write: Callable[[], T], path: Path) -> T:
-    """Call `write`, and repeat it while the disk of `path` or its quota is full, for up to DISK_S seconds. A failed
-    call must leave nothing behind. Raise InfrastructureFailure if the disk is still full then."""
+    """Call `write`, and retry for up to DISK_S seconds while the disk of `path` or its quota is full. A failed call
+    must leave nothing behind. Raise InfrastructureFailure if the disk is still full after that."""
     remaining = pauses(DISK_S)
     is_waiting = False
     while True:
@@ -172,8 +173,8 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def read_record(path: Path, kind: type[Record]) -> Record:
-    """Return the instance of a data class whose fields are in a JSON file. Raise the errors of `read_object`, or a
-    UserError if fields are missing, unknown or of the wrong type. Only text and numbers are checked."""
+    """Return an instance of a data class from a JSON file that contains its fields. Raise the errors of `read_object`,
+    or a UserError if fields are missing, unknown or of the wrong type. Only text and numbers are checked."""
     values = read_object(path)
     for name, hint in get_type_hints(kind).items():
         accepted = {str: str, int: int, float: (int, float)}.get(hint, object)
@@ -187,7 +188,7 @@ def read_record(path: Path, kind: type[Record]) -> Record:
 
 def read_foreign_object(path: Path, key: str = "", fix: str = "copy the file again") -> dict[str, Any]:
     """Return the object in a JSON file that another program wrote, such as a model's config.json. It may be a symbolic
-    link. Raise a UserError if the file has other content or cannot be read. The message begins with `key` and ends
+    link. Raise a UserError if the file is not a JSON object or cannot be read. The message begins with `key` and ends
     with the remedy `fix`."""
     try:
         return parse_object(_read_bytes(path.resolve()).decode("utf-8-sig"))

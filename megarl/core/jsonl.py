@@ -21,7 +21,7 @@ def read_objects(path: Path, keep: Keep = dict) -> tuple[Objects, list[int]]:
 
 
 def parse_lines(lines: Iterable[bytes], first: int, keep: Keep = dict) -> tuple[Objects, list[int]]:
-    """Return the objects and the numbers as in `read_objects`. first: number of the first line."""
+    """Return the objects and line numbers as `read_objects` does. first: number of the first line."""
     objects, unreadable = [], []
     for number, line in enumerate(lines, start=first):
         try:

@@ -1,4 +1,4 @@
-"""Logs that a run can do without. They never end a run: if the disk is full, rows are dropped with one warning."""
+"""Logs that a run can do without. They never stop a run: if the disk is full, rows are dropped with one warning."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class OptionalLog:
     """A kind of log. Rows are dropped while the disk is full, and written again once there is room."""
 
     def __init__(self, rows: str):
-        """rows: what the log contains, in the plural, for messages."""
+        """rows: plural noun for the log's contents, used in messages."""
         self._rows, self._num_dropped = rows, 0
 
     def append(self, path: Path, rows: Iterable[Any], count: int) -> bool:
@@ -28,10 +28,10 @@ class OptionalLog:
         return self.attempt(path, lambda: append_rows(path, rows), count)
 
     def attempt(self, path: Path, write: Callable[[], object], count: int = 1) -> bool:
-        """Write to a file in a way of the caller's. If that fails, count `count` rows as dropped."""
+        """Write to a file with the caller's function. If it fails, count `count` rows as dropped."""
         try:
             if shutil.disk_usage(path.parent).free < RESERVED_BYTES:
-                raise OSError(errno.ENOSPC, f"less than {RESERVED_BYTES >> 20} MiB of disk space are free")
+                raise OSError(errno.ENOSPC, f"less than {RESERVED_BYTES >> 20} MiB of disk space is free")
             write()
         except OSError as error:
             if not self._num_dropped:
@@ -46,5 +46,5 @@ class OptionalLog:
 
 
 def _print(text: str) -> None:
-    with suppress(OSError):  # stderr may be a file on the same disk
+    with suppress(OSError):  # stderr may be a file on the full disk
         print(text, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Waits for resources outside the run, with pauses that grow exponentially and a limit on their sum."""
+"""Waits for resources outside the run, with exponentially growing pauses and a limit on their total."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def pauses(limit_s: float) -> Iterator[float]:
 
 
 class Outage:
-    """Limits how long calls wait for a service that is away. Calls share the limit, so that a thousand calls do not
-    wait a thousand times."""
+    """Limits how long calls wait for an unavailable service. Calls share the limit, so a thousand calls do not wait a
+    thousand times as long."""
 
     def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic):
         self.limit_s, self._clock = limit_s, clock
@@ -38,5 +38,5 @@ class Outage:
             pause *= 2
 
     def end(self) -> None:
-        """Note a successful call."""
+        """Record a successful call."""
         self._since = None

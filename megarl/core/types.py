@@ -161,7 +161,8 @@ class RolloutInfo:
             with the tokens sampled so far.
         num_context_tokens: number of tokens preceding each turn after the first, summed over these turns.
         num_cached_tokens: number of context tokens that were in the engine's KV cache.
-        num_restarts: number of times that the rollout started over, because its process was lost or a service was away.
+        num_restarts: number of times that the rollout started over, because its process was lost or a service was
+            unavailable.
     """
 
     stop_reason: str
@@ -294,7 +295,7 @@ def _unpack_sample(
 
 
 def group_of(prompt_id: str, rollout_id: str) -> str:
-    """Return the name of a rollout's group. A step may have several groups of a prompt, if it draws the prompt more
+    """Return the name of a rollout's group. A step may have several groups for a prompt, if it draws the prompt more
     than once. The id of a sampled rollout is STEP.GROUP.NUMBER."""
     return f"{prompt_id}/{rollout_id.rpartition('.')[0]}"
 
@@ -321,7 +322,7 @@ NO_TOTALS = TokenTotals()
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """The rewards of one sample: either a value, or the reason why there is none. A failure is not a score of 0.
+    """The rewards of one sample: either a value, or the reason why it is missing. A failure is not a score of 0.
 
     Attributes:
         value: weighted sum of the parts; None if any part failed.

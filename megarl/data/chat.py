@@ -34,13 +34,13 @@ def render(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], place: str, *, for_answer: bool
 ) -> list[int]:
     """Render messages with the model's chat template and return their token ids. Raise a UserError if the template
-    rejects the messages, or one of them is already rendered.
+    rejects the messages, or if one of them is already rendered.
 
     Args:
         for_answer: whether to append the header of the assistant's next turn.
         place: the location of the row, for error messages.
     """
-    bos = tokenizer.bos_token
+    bos: Any = tokenizer.bos_token
     if bos and any(str(message["content"]).startswith(bos) for message in messages):
         raise UserError(
             f"{place}: a message starts with the beginning-of-sequence token {bos}, so it is already rendered. Fix: "
@@ -54,10 +54,10 @@ def render_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message],
     return _apply(tokenizer, messages, place, tokenize=False)
 
 
-def _apply(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], place: str, **options: bool) -> Any:
+def _apply(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], place: str, **options: Any) -> Any:
     try:
         return tokenizer.apply_chat_template(list(messages), **options)
-    except Exception as error:  # a template is a program and may raise anything
+    except Exception as error:  # a template is a program and may raise any exception
         raise UserError(
             f"{place}: the model's chat template rejects the messages: {' '.join(str(error).split())}. Fix: change the "
             "messages, or drop the row"
@@ -66,7 +66,8 @@ def _apply(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], plac
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: Content, chat_template: bool, place: str) -> list[int]:
     """Return the prompt's token ids. With a chat template, they end with the header of the assistant's turn. Raise a
-    UserError for a prompt without tokens, or if the template would close the prompt's last message as a whole turn."""
+    UserError for a prompt without tokens, or if the template would close the prompt's last message as a complete
+    turn."""
     if chat_template:
         messages = as_messages(prompt, "user")
         if messages and messages[-1]["role"] == "assistant":

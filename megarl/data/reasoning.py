@@ -99,9 +99,9 @@ class Task:
 
 def reasoning_rows(stages: Sequence[tuple[Task, int]], seed: int, included: Collection[str] = COLUMNS) -> Iterator[Row]:
     """Yield the given number of rows for each task, task by task. The rows are deterministic for a given seed.
-    `included` names the columns to include; ALL_COLUMNS includes every column. Raise a UserError under the conditions
-    of `Task.dataset`. If the process that generates the rows is killed, another one continues, up to RESTARTS times;
-    then raise InfrastructureFailure."""
+    `included` names the columns to include; ALL_COLUMNS includes every column. Raise a UserError under the same
+    conditions as `Task.dataset`. If the process that generates the rows is killed, a new process continues, up to
+    RESTARTS times; after that, raise InfrastructureFailure."""
     names = COLUMNS if ALL_COLUMNS in included else [name for name in COLUMNS if name in included]
     num_rows = 0
     for _ in range(RESTARTS + 1):
@@ -113,7 +113,7 @@ def reasoning_rows(stages: Sequence[tuple[Task, int]], seed: int, included: Coll
         except ChildFailure as failure:
             if not failure.was_killed:
                 raise RuntimeError(
-                    f"the reasoning-gym process exited before its last row ({failure}). Its output above shows the "
+                    f"the reasoning-gym process exited before it sent all rows ({failure}). Its output above shows the "
                     "cause"
                 ) from None
     raise InfrastructureFailure(

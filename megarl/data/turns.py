@@ -96,7 +96,7 @@ class ChatTokens:
         """Return the ids that follow a sampled turn. They consist of the closing tags that the turn lacks, the new
         messages and the header of the assistant's next turn. Return None if the template rejects the messages or
         renders them elsewhere; a new sample must then be started. Raise a UserError if the last message is the
-        assistant's, or there are no messages."""
+        assistant's or there are no messages."""
         self._require_open_turn(messages)
         carried = self._carried(messages)
         if not all(message["role"] == "assistant" or self._shows(message["role"]) for message in carried):
@@ -118,7 +118,7 @@ class ChatTokens:
         return response_text(self._tokenizer, (), turn_ids) if calls is None else calls.text_before(turn_ids)
 
     def _require_open_turn(self, messages: Sequence[Message]) -> None:
-        """Raise a UserError if the last message is the assistant's. Without messages, it is the policy's turn."""
+        """Raise a UserError if the last message is the assistant's. An empty conversation is the policy's turn."""
         if not messages or messages[-1]["role"] == "assistant":
             raise UserError(
                 f"{self._key}: the conversation ends with an assistant message, which the chat template would close "
@@ -134,7 +134,7 @@ class ChatTokens:
                 add_generation_prompt=for_answer,
                 tokenize=False,
             )
-        except Exception as error:  # a template is a program and may raise anything
+        except Exception as error:  # a template is a program and may raise any exception
             return None, str(error)
         return str(text), ""
 

@@ -1,7 +1,8 @@
-"""Special tokens that are typed as text, for example by the policy. They must not end a message or begin another one.
+"""Special tokens that are typed as text, for example by the policy. They must not end a message or begin a new one.
 
-Before the chat template renders a text, a mark is inserted into its special tokens. The rendered text is then tokenized
-in pieces that end and begin at the marks, so that no piece contains the token. Other texts are tokenized as a whole.
+Before the chat template renders a text, a mark is inserted into its special tokens. The rendered text is then split at
+the marks and tokenized piece by piece, so that no piece contains the token. Texts without marks are tokenized as a
+whole.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class TypedTokens:
         ends = [(re.escape(token[:1]), re.escape(token[1:])) for token in special if len(token) > 1]
         self._tokenizer = tokenizer
         self._typed, self._marked = (
-            # A text may already contain marks. They stay, because only the first one is removed.
+            # A text may already contain mark characters. They are preserved, because only the first one is removed.
             re.compile("|".join(f"(?<={first}){mark}(?={MARK}*{rest})" for first, rest in ends) or "(?!)")
             for mark in ("", MARK)
         )

@@ -30,7 +30,7 @@ class HostFailure(Exception):
     Attributes:
         stack: stack trace of the environment's exception, or "".
         is_infrastructure: whether the cause lies outside the environment's code: its process was killed, or a service
-            is away. A process that exits or crashes on its own is lost as well, but its code is at fault.
+            is unavailable. A process that exits or crashes by itself is also lost, but its code is at fault.
     """
 
     def __init__(self, reason: str, stack: str = "", kind: Kind = "error", is_infrastructure: bool = False):
@@ -75,7 +75,7 @@ class HostProcess(ConcurrentChild):
     @classmethod
     async def start(cls, arguments: HostArguments) -> HostProcess:
         """Start a process, wait until it has imported the environment class, and limit its memory. If the process is
-        killed, start another one up to RESTARTS times. Raise UserError if the class cannot be loaded, and
+        killed, start another one, up to RESTARTS times. Raise UserError if the class cannot be loaded, and
         InfrastructureFailure if all processes are killed."""
         for _ in range(RESTARTS + 1):
             host = cls()
@@ -159,7 +159,7 @@ class HostPool:
         return host
 
     async def take_alone(self) -> HostProcess:
-        """Start a process for a single rollout. At most as many of them run as the pool has processes."""
+        """Start a process for a single rollout. Their number is limited to the size of the pool."""
         await self._alone.acquire()
         starting = asyncio.create_task(HostProcess.start(self._arguments))
         try:
@@ -193,6 +193,6 @@ class HostPool:
 
 
 def _end_started(starting: asyncio.Task[HostProcess]) -> None:
-    """End a process whose rollout was aborted while the process started."""
+    """Stop a process whose rollout was aborted during startup."""
     if not starting.cancelled() and starting.exception() is None:
         starting.result().kill()

@@ -23,7 +23,7 @@ class Outcome:
         tool_calls: number of tool calls per status.
         failure: one-line reason for the failure, or None. A failed rollout has no reward.
         stack: stack trace of the environment's exception, or "".
-        num_restarts: number of earlier attempts at this rollout, which left no samples.
+        num_restarts: number of earlier attempts at this rollout, which produced no samples.
     """
 
     stop_reason: StopReason = StopReason.DONE

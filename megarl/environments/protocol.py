@@ -29,8 +29,8 @@ class StopReason(StrEnum):
     FAILED = FAILED
     """The environment raised an error, hung, or exited its process. The rollout has no reward."""
     LOST = LOST
-    """The environment's process was killed in every attempt, or a service that it needs was away for too long. The
-    rollout has no reward."""
+    """The environment's process was killed in every attempt, or a service that it needs was unavailable for too long.
+    The rollout has no reward."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,8 +56,8 @@ def environment_class(name: str) -> type[Environment] | type[Agent]:
 
 
 def answer_check(name: str | None) -> Callable[[Any], object] | None:
-    """Return the function of a built-in class that raises ValueError for an answer that it cannot compare with
-    responses; None if the class has none."""
+    """Return a built-in class's function that checks an answer, or None. It raises ValueError for an answer that the
+    class cannot compare with responses."""
     return None if name is None or name not in SHIPPED else getattr(environment_class(name), "check_answer", None)
 
 

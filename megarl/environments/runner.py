@@ -98,12 +98,12 @@ class RolloutRunner:
     async def run(self, request: RolloutRequest, sample: Sampler) -> list[Sample]:
         """Run a rollout and return one or more samples. A failed rollout's samples carry the failure, not a reward.
 
-        A rollout whose process is lost starts over in another process, up to RESTARTS times. The last time, it has the
-        process to itself, because another rollout in the process may have been the cause. While a service that the
-        environment needs is away, the rollout starts over with pauses, for up to rewards.outage_s.
+        A rollout whose process is lost starts over in another process, up to RESTARTS times. In the last attempt, it
+        has the process to itself, because another rollout in the process may have been the cause. While a service that
+        the environment needs is unavailable, the rollout starts over with pauses, for up to rewards.outage_s.
 
         Raise UserError after environment.max_consecutive_failures failed rollouts without a successful one, and
-        InfrastructureFailure after as many lost ones, unless it is None.
+        InfrastructureFailure after the same number of lost ones, unless the limit is None.
         """
         pauses, num_restarts, num_lost = self._outage.begin_call(), 0, 0
         while True:
@@ -161,7 +161,7 @@ class RolloutRunner:
         return None
 
     def _count(self, outcome: Outcome) -> None:
-        """Count a finished rollout. Lost and failed rollouts have separate counts."""
+        """Count a finished rollout. Lost and failed rollouts are counted separately."""
         settings = self.config.environment
         limit = f"environment.max_consecutive_failures={settings.max_consecutive_failures}"
         if outcome.failure is None:

@@ -154,7 +154,7 @@ def drive(task: Task, folder: JobFolder) -> int:
     record = Attempt(task.job, task.restart, task.allocated, time.time(), saved)
     if objection := find_objection(reports, task.nodes, run, REPORT_TIMEOUT_S, has_run=bool(attempts.all())):
         if objection.verdict == "infrastructure":
-            attempts.begin(record)  # `stalled` limits these attempts as well
+            attempts.begin(record)  # `stalled` also limits these attempts
         return _write_verdict(folder, objection.verdict, objection.cause, objection.bad_nodes)
     attempt = attempts.begin(record)
     status, cause = _train(task, folder, attempt)

@@ -10,10 +10,10 @@ its cell is unknown, so the main weight starts at a uniformly random position. A
 with probability s / w and moves the parameter by w, which is s on average, starting with the first update. The forward
 pass is unchanged bit for bit, because every main weight still rounds to its parameter.
 
-A power of two has different distances to its neighbors: a outward and b = a / 2 inward. Its cell reaches from −b / 2 to
+A power of two has different distances to its neighbors: a outward and b = a / 2 inward. Its cell extends from −b / 2 to
 a / 2. The mean move is s for all outward steps up to S if the density is 1 / a in the outermost part of length S, and
-for all inward steps up to S if it is 1 / b in the innermost part of length S. Both need the probability
-S / a + S / b ≤ 1, so S = a / 3 is the largest possible. Main weights of powers of two therefore start with probability
+for all inward steps up to S if it is 1 / b in the innermost part of length S. Together these parts have the probability
+S / a + S / b ≤ 1, so the largest possible S is a / 3. Main weights of powers of two therefore start with probability
 1 / 3 in the outermost a / 3 of the cell, and with probability 2 / 3 in the innermost a / 3. Larger steps are biased by
 at most a / 4, because no position in the cell is unbiased for all of them.
 """
@@ -33,8 +33,8 @@ from megarl.resharding.piece import Holder, Rectangle
 from megarl.resharding.transports.transport import view
 
 INWARD_SHARE = 1 / 6
-"""Share, in (−½, ½), up to which a main weight is placed relative to the inner neighbor; its probability is 2/3. It
-matters only for powers of two, because other weights have neighbors at equal distances."""
+"""Threshold for the random share in (−½, ½). Up to it, with probability 2/3, the share scales the distance to the inner
+neighbor. It matters only for powers of two, because other weights are equally far from both neighbors."""
 
 CHUNK = 2**20
 """Number of elements processed at a time. A larger number would only use more memory."""
@@ -87,7 +87,7 @@ def _place(values: torch.Tensor, dtype: torch.dtype, tensor: str, rectangle: Rec
         bits = part.to(dtype).view(torch.int16)
         outward = (bits + 1).view(dtype).float() - part  # distance to the next value away from 0
         inward = part - (bits - 1).view(dtype).float()
-        outward = outward.where(outward.isfinite(), inward)  # the next value of the largest one is infinite
+        outward = outward.where(outward.isfinite(), inward)  # the successor of the largest value is infinite
         # Keep zeros: near 0 the dtype represents even tiny updates, and a 0 may be padding that has no gradient.
         is_placed = (part != 0) & part.isfinite()
         part.add_((share * outward.where(share > INWARD_SHARE, inward)).where(is_placed, 0))
@@ -95,7 +95,7 @@ def _place(values: torch.Tensor, dtype: torch.dtype, tensor: str, rectangle: Rec
 
 def _levels(dtype: torch.dtype) -> int:
     """Return the number of positions in a cell, 2¹⁵ or 2¹². float32 has 16 more mantissa bits than bfloat16 and 13 more
-    than float16. Positions are at odd multiples of 2⁻¹⁶ or 2⁻¹³ times the distance to a neighbor, so they are never on
+    than float16. Positions are at odd multiples of 2⁻¹⁶ or 2⁻¹³ times the distance to a neighbor, so they never lie on
     the border between two cells. They are exact in float32, except some next to powers of two, which are rounded."""
     return round(torch.finfo(dtype).eps / torch.finfo(torch.float32).eps) // 2
 

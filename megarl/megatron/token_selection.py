@@ -29,7 +29,8 @@ def with_selection(
     Of the tokens in the update's loss, select the fraction `covariance_share` with the highest selection keys, and at
     least one token. Tokens that tie with the last one selected are included. Tokens whose keys differ by less than the
     rounding error may be selected under one layout but not under another. Collective over the data-parallel ranks.
-    `members` holds the samples in each microbatch. `epoch` counts the step's epochs from 0; each has its own draws.
+    `members` holds the samples in each microbatch. `epoch` counts the step's epochs from 0; each epoch draws different
+    tokens.
     """
     objective, spec = algorithm.objective, algorithm.objective.spec
     assert isinstance(spec, PolicyObjective) and spec.selection is not None, f"{spec.name} selects no tokens"
@@ -41,7 +42,7 @@ def with_selection(
         draw = torch.cat([torch.empty(0), *(_draw(item, epoch) for item in samples)]).to(covariances.device)
         order = spec.selection.order(covariances, draw, **objective.options(spec.selection.arguments))
         orders.append(torch.where(batch.in_loss, order, -torch.inf))
-    share = Fraction(repr(objective.option("covariance_share")))  # 0.29 · 100 is 29, which float arithmetic rounds down
+    share = Fraction(repr(objective.option("covariance_share")))  # exact: as floats, 0.29 · 100 < 29
     number = max(int(share * count), 1)
     least = _kth_largest(torch.cat(orders), number)
     return [

@@ -113,7 +113,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_config_file(path: Path, key: str = "") -> dict[str, Any]:
-    """Return the contents of a config.json under any name, after the same checks as in `read_config`."""
+    """Return the contents of a config.json under any name, after the same checks as `read_config`."""
     fix = "copy the model's file again"
     config = read_foreign_object(path, key, fix)
     if (problem := wrong_type(config)) is not None:

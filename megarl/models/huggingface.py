@@ -133,7 +133,7 @@ _COUNTS = {
     *("decoder_sparse_step", "hidden_size", "intermediate_size", "max_position_embeddings", "num_attention_heads"),
     *("num_hidden_layers", "topk_group", "vocab_size"),
 }
-"""Keys whose value is a positive integer. They have no default or are divisors."""
+"""Keys whose value must be a positive integer, because they have no default or are divisors."""
 
 _NUMBERS = ("factor", "high_freq_factor", "low_freq_factor", "original_max_position_embeddings", "rope_theta")
 """Parameters of rotary embeddings."""
@@ -154,7 +154,7 @@ MOST_LAYERS = 10_000
 
 
 def wrong_type(hf_config: Mapping[str, Any]) -> str | None:
-    """Describe the first value in config.json that has the wrong type for its key; None if there is none."""
+    """Describe the first value in config.json that has the wrong type for its key, or return None."""
     architectures = hf_config.get("architectures")
     if not isinstance(architectures, list | None) or not all(isinstance(name, str) for name in architectures or ()):
         return f"architectures={architectures!r}: expected a list of names"

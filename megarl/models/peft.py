@@ -39,8 +39,8 @@ BASE_CHANGES = {
     **dict.fromkeys(("pissa", "olora", "corda", "lora_ga"), ("subtracts the initial adapters from them", CONVERT)),
     "loftq": ("quantizes them", MERGE),
 }
-"""First part of init_lora_weights -> change to the base model's weights, and remedy. The stored adapters fit the
-changed weights only."""
+"""First part of init_lora_weights -> change to the base model's weights, and remedy. The stored adapters fit only the
+changed weights."""
 
 VARIANTS = {
     **{"bias": "the base model's biases were trained", "modules_to_save": "other layers were trained"},
@@ -62,14 +62,14 @@ VARIANTS = {
 """Keys that select variants of LoRA -> how the variant differs from plain LoRA."""
 
 CONDITIONAL = {"alora_invocation_tokens", "arrow_config"}
-"""Variants whose adapters do not apply to all tokens alike, so that they cannot be merged."""
+"""Variants whose adapters do not apply equally to all tokens, so they cannot be merged."""
 RETRAIN = "set actor.lora.path to plain LoRA adapters"
 
 
 def check_adapter_config(folder: Path, lora: Lora) -> None:
-    """Check that the adapters in the folder are plain LoRA (B·A·alpha/rank is added to linear weights) and match
-    the keys in actor.lora. Raise a UserError if files are missing or corrupt, if keys differ, or if a key that is not
-    known to be harmless has a value. The message has one line per key."""
+    """Check that the adapters in the folder are plain LoRA (B·A·alpha/rank is added to linear weights) and match the
+    keys in actor.lora. Raise a UserError if files are missing or corrupt, if keys differ, or if a key that is not known
+    to be harmless is set. The message has one line per key."""
     path = folder / CONFIG
     for file in (path, folder / WEIGHTS):
         if not file.is_file():

@@ -64,7 +64,7 @@ def _load(folder: Path, key: str) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except UserError:
         raise
-    except Exception as error:  # the tokenizers library raises Exception for a damaged file
+    except Exception as error:  # the tokenizers library raises a bare Exception for a corrupt file
         problem = f"cannot be loaded ({type(error).__name__}: {' '.join(str(error).split())})"
         fix = "copy the model's tokenizer files again"
         if "trust_remote_code" in str(error):
@@ -118,10 +118,12 @@ def _is_generic(folder: Path) -> bool:
 
 
 def opening_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Return the ids of a text with which a sequence begins. A text that was already rendered may start with the
+    """Return the ids of a text at the start of a sequence. A text that was already rendered may start with the
     beginning-of-sequence token, which the tokenizer would add a second time. An end-of-sequence token that the
     tokenizer adds is omitted, because the sequence continues."""
-    ids, bos, eos = tokenizer(text)["input_ids"], tokenizer.bos_token, tokenizer.eos_token
+    ids: Any = tokenizer(text)["input_ids"]
+    bos: Any = tokenizer.bos_token
+    eos: Any = tokenizer.eos_token
     if bos is not None and text.startswith(bos) and ids[:2] == [tokenizer.bos_token_id] * 2:
         ids = ids[1:]
     is_closed = eos is not None and not text.endswith(eos) and len(ids) > 1 and ids[-1] == tokenizer.eos_token_id

@@ -48,7 +48,7 @@ class Simulated:
         trainers_idle: fraction of the time in which the trainers were idle.
         mean_age: mean number of weight versions between the start of a rollout and its use in training.
         largest_age: maximum number of weight versions between the start of a rollout and its use in training.
-        dropped: fraction of the prompts' rollouts that were dropped as too old, relative to those that were started.
+        dropped: number of prompts whose rollouts were dropped as stale, divided by the number of prompts started.
     """
 
     step_seconds: float
@@ -152,7 +152,7 @@ class _Clock:
         self._numbers = iter(range(2**62))
 
     def begin(self, number: int, lengths: Callable[[], Sequence[int]], version: int, wanted: int) -> None:
-        """Start rollouts of so many prompts. Dropped prompts come first, and the step waits for them, as in
+        """Start the rollouts of this many prompts. Dropped prompts come first, and the step waits for them, as in
         `step/queue.py`."""
         num_waited = min(self.num_again, self.schedule.num_to_wait_for(wanted))
         for i in range(number):

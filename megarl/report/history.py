@@ -73,7 +73,7 @@ class HistoryReader:
         return History(np.array(self._steps, dtype=np.int64), columns, nonfinite, [*self._unreadable, *tail])
 
     def _append(self) -> list[int]:
-        """Add the new lines. Return the number of a last line that is incomplete, in a list."""
+        """Add the new lines. Return a list that is empty, or contains the number of an incomplete last line."""
         with open_regular(self._path) as file:
             status = os.fstat(file.fileno())
             if self._file != (status.st_dev, status.st_ino) or status.st_size < self._offset:
@@ -98,7 +98,7 @@ class HistoryReader:
             yield line
 
     def _put(self, record: Mapping[str, Any]) -> None:
-        """Add a step, or replace an earlier line of the step."""
+        """Add a step, or replace its earlier line."""
         step, names = record["step"], record.get("nonfinite")
         index = bisect_left(self._steps, step)
         if self._steps[index : index + 1] != [step]:

@@ -4,7 +4,7 @@ const OTHERS = "other-charts";
 const others = document.getElementById("others");
 let hashes = JSON.parse(document.body.dataset.hashes);
 
-// The server has escaped all text in the sections. Rollouts are inserted as text.
+// The server escapes all text in the sections. Rollouts are inserted as text.
 function insert(sections) {
   for (const [id, html] of Object.entries(sections)) {
     const part = document.getElementById(id);

@@ -38,11 +38,11 @@ HEADERS = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer", "X-Con
 
 
 OTHERS = "other-charts"
-"""Id of the element with the charts that are drawn only while the reader looks at them."""
+"""Id of the element with charts that are drawn only while they are visible."""
 
 
 class LiveReport:
-    """The current report on a run. When the run's files change, only what they have changed is read and drawn."""
+    """The current report on a run. When the run's files change, only the changes are read and drawn."""
 
     def __init__(self, folder: Path):
         """Raise a UserError if `folder` is not a run folder."""
@@ -51,20 +51,20 @@ class LiveReport:
         self._reader = ContentsReader(self._folder.path)
         self._state: str | None = None
         self._drawn: dict[str, tuple[str, str]] = {}
-        """The HTML of each element with charts, by id, and the hash of what it shows."""
+        """The HTML of each element with charts, by id, and the hash of its contents."""
         self._steps: dict[int, tuple[StepRollouts, str]] = {}
         """The hash of each step in the rollout viewer, by the object's id."""
         self.page()
 
     def page(self) -> str:
-        """Return the whole page, without the charts that are hidden at first."""
+        """Return the complete page, without the charts that are initially hidden."""
         with self._lock:
             sections = self._sections()
             return render(self._contents, {**sections, OTHERS: ""}, self._hashes(sections))
 
     def changes(self, hashes: Mapping[str, str]) -> dict[str, Any]:
-        """Return what has changed since the page received elements and steps with these hashes. OTHERS is included if
-        it has a hash, which may be empty."""
+        """Return the changes since the page received elements and steps with these hashes. OTHERS is included if it has
+        a hash, possibly empty."""
         with self._lock:
             sections = self._sections(OTHERS in hashes)
             new = self._hashes(sections)
@@ -106,7 +106,7 @@ class LiveReport:
         return {name: _hash(html) for name, html in sections.items()} | steps
 
     def _fingerprint(self) -> str:
-        """Return a text that changes with the sizes and modification times of the page's source files."""
+        """Return a string that changes with the sizes and modification times of the page's source files."""
         rollouts = list(self._folder.rollout_files().values())[-2:]
         evaluations = (file for files in self._folder.evaluation_files().values() for file in list(files.values())[-1:])
         files = (self._folder.metrics, self._folder.manifest, *rollouts, *evaluations)
@@ -115,7 +115,7 @@ class LiveReport:
 
 
 def _whole_bins(history: History) -> History:
-    """Return the history without the last steps if they are too few for a point of the charts. Otherwise, each new step
+    """Return the history without its last steps if they are too few for a point on the charts. Otherwise each new step
     would change all points."""
     num_steps = len(history.steps)
     width = -(-num_steps // MAX_POINTS)

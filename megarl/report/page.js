@@ -37,7 +37,7 @@ function card(sample, scales) {
   return element("article", "sample", [facts(sample), element("div", "texts", [prompt, answer])]);
 }
 
-// Returns one row of cards for each group. A step may have several groups of a prompt; rollouts are STEP.GROUP.NUMBER.
+// Returns one row of cards per group. A step may have several groups for a prompt; rollout ids are STEP.GROUP.NUMBER.
 function groupCards(samples, scales) {
   const groups = new Map();
   for (const sample of samples) {
@@ -88,7 +88,7 @@ function move(distance) {
   show();
 }
 
-// Fills the controls with the steps and shows a step: the one with this label, or the last one.
+// Fills the controls with the steps, and shows the step with this label or the last step.
 function fill(label = null) {
   if (steps.length === 0) return;
   stepSelect.replaceChildren(...steps.map((step) => element("option", "", "step " + step.step)));

@@ -50,7 +50,7 @@ def read_contents(folder: Path) -> Contents:
 
 
 class ContentsReader:
-    """Reads the contents of a report repeatedly. Each `read` parses only what has changed since the last one."""
+    """Reads the contents of a report repeatedly. Each `read` parses only the changes since the last one."""
 
     def __init__(self, folder: Path):
         self._folder = Path(folder)
@@ -150,7 +150,7 @@ def render_sections(run: Contents) -> dict[str, str]:
 
 
 def text_sections(run: Contents) -> dict[str, str]:
-    """Return the changing elements without charts. They take little time."""
+    """Return the changing elements without charts, which are cheap to render."""
     return {
         "notes": "".join(f"<li>{escape(note)}</li>" for note in notes(run)),
         "summary": "".join(f"<div><dt>{escape(term)}</dt><dd>{escape(text)}</dd></div>" for term, text in summary(run)),

@@ -58,7 +58,7 @@ def read_rollouts(files: Mapping[int, Path], cache: FileCache | None = None) -> 
 
 
 class FileCache:
-    """What was read from files. A file is read again when it has changed."""
+    """Cached contents of files. A file is read again when it has changed."""
 
     def __init__(self) -> None:
         self._values: dict[tuple[Path, int, int], Any] = {}
@@ -71,7 +71,7 @@ class FileCache:
         return value
 
     def drop_unused(self) -> None:
-        """Drop the files that were not used since the last call."""
+        """Drop the files that have not been used since the last call."""
         self._values, self._used = self._used, {}
 
 

@@ -80,7 +80,7 @@ class QuantizedCopy(Generic[G]):
         for tensor, piece in self._pieces:
             _add_largest(self._grids[tensor], view(parameters[piece.local], piece.local_rectangle), piece)
         for group, largest in self._largest.items():
-            largest.nan_to_num_(nan=torch.inf, posinf=torch.inf)  # a reduction may drop NaN
+            largest.nan_to_num_(nan=torch.inf, posinf=torch.inf)  # a reduction may ignore NaN
             reduce_max(largest, group)
         self._check_finite()
         for largest in self._largest.values():
@@ -91,8 +91,8 @@ class QuantizedCopy(Generic[G]):
             self.tensors[piece.local].copy_(view(self._grids[tensor], piece.canonical_rectangle))
 
     def _check_finite(self) -> None:
-        """Raise a RuntimeError on all ranks that share a tensor with an infinite or NaN element. Its block would become
-        NaN."""
+        """Raise a RuntimeError on all ranks that share a tensor with an infinite or NaN element, because its block
+        would become NaN."""
         if all(bool(largest.isfinite().all()) for largest in self._largest.values()):
             return
         tensor, grid = next((name, grid) for name, grid in self._grids.items() if not grid.isfinite().all())

@@ -55,11 +55,11 @@ def _tests(answer: Any) -> list[str]:
 
 
 def _check_tests(answer: Any, *, entry_point: str | None = None, test_setup_code: str | None = None) -> None:
-    """Raise ValueError if the answer has no tests, or tests that are not valid Python or do not define `check`, which
-    an entry point requires."""
+    """Raise ValueError if the answer has no tests, if they are not valid Python, or if they do not define `check`
+    although there is an entry point."""
     tests = _tests(answer)
     try:
-        with warnings.catch_warnings(action="ignore"):  # such as an invalid escape sequence
+        with warnings.catch_warnings(action="ignore"):  # such as one about an invalid escape sequence
             code_tester.parse_tests(test_setup_code or "", tests, entry_point)
     except code_tester.InvalidTests as error:
         raise _invalid(str(error)) from None
@@ -109,8 +109,8 @@ async def code_tests(
 
 
 async def _run_tests(provider: Provider, program: str, request: bytes) -> Finished:
-    """Run the tests and the program in two sandboxes, connected by a socket. Return the tests' result, or that of the
-    program if it was killed."""
+    """Run the tests and the program in two sandboxes, connected by a socket. Return the tests' result, or the program's
+    if it was killed."""
     ends = socket.socketpair()
     async with AsyncExitStack() as stack:
         for end in ends:
@@ -126,15 +126,15 @@ async def _run_tests(provider: Provider, program: str, request: bytes) -> Finish
         answers = asyncio.create_task(programs.run([programs.python, "-c", _PROGRAM, files[1], PROGRAM]))
         answers.add_done_callback(lambda _: ends[1].shutdown(socket.SHUT_RDWR))
         finished = await tester.run([tester.python, "-c", _TESTER, files[0]], request)
-        if answers.done() and _was_killed(answers.result()):  # raises if the sandbox has failed
+        if answers.done() and _was_killed(answers.result()):  # raises if the sandbox failed
             return answers.result()
         answers.cancel()
         return finished
 
 
 async def _unless_killed(run: Callable[[], Awaitable[Finished]]) -> Finished:
-    """Run a program, and repeat that up to RESTARTS times while it is killed, as the kernel does when memory runs out.
-    A program that kills itself each time is wrong."""
+    """Run a program. If it is killed, for example because memory ran out, run it again, up to RESTARTS times. A program
+    that kills itself each time is wrong."""
     finished = await run()
     for _ in range(RESTARTS):
         if not _was_killed(finished):

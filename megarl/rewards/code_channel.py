@@ -49,7 +49,7 @@ BASES = (int, float, str, bytes, tuple, list, dict, set, frozenset)
 """Types to which instances of their subclasses are reduced."""
 
 CLASSES = (*BASES, bool, bytearray, complex, range, slice, enumerate, filter, map, reversed, zip)
-"""Classes that are sent by name, besides exceptions. Their instances can be sent as well."""
+"""Classes, in addition to exceptions, that are sent by name. Their instances can also be sent."""
 
 
 class ChannelError(Exception):
@@ -251,7 +251,7 @@ class Writer:
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return ["namedtuple", type(value).__name__, list(value._fields), self.references(value)]  # pyright: ignore
         if is_sent_by_name(value):
-            return ["builtin", value.__name__]
+            return ["builtin", value.__name__]  # pyright: ignore  (`value` is a class)
         base = next((base for base in BASES if isinstance(value, base) and type(value) is not base), None)
         if base is not None:
             plain = str.__str__(value) if base is str else base(value)  # pyright: ignore  (`value` is a `base`)

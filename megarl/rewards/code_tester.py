@@ -1,6 +1,6 @@
 """Runs the tests in their sandbox and exits with the verdict.
 
-The sandbox's Python runs the source of this file after that of code_channel.py. The program runs in another sandbox.
+The sandbox's Python runs the source of code_channel.py, followed by this file. The program runs in another sandbox.
 Proxies stand for its functions and objects. Calling a proxy returns plain data or other proxies. None of the program's
 code runs here, and the program never receives the tests or the expected values:
 
@@ -165,7 +165,7 @@ class Tester(Peer):
             return ["iterator", self.register(functools.partial(next, value))]  # pyright: ignore[reportCallIssue]
         if callable(value):
             return ["callback", self.register(value)]
-        # Values of other built-in types, such as `int | str`, may result from values that the program has chosen.
+        # Values of other built-in types, such as `int | str`, may result from values that the program chose.
         if type(value).__module__ in ("builtins", "types") and type(value) not in (object, types.ModuleType):
             raise TypeError("values of this type cannot be sent to the program")
         raise UnsendableError(
@@ -207,7 +207,7 @@ class Solution(types.ModuleType):
         self.__dict__["tester"] = tester
 
     def __getattr__(self, name):
-        if name == "__all__":  # the tests' namespace finds the program's names by itself
+        if name == "__all__":  # the tests' namespace resolves the program's names itself
             return []
         if name.startswith("__"):
             raise AttributeError(name)

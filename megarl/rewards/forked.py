@@ -17,11 +17,11 @@ MAX_BYTES = 64
 """Maximum length of a result."""
 
 CHILD_BYTES = 2**31
-"""Number of bytes that the process may allocate."""
+"""Maximum number of bytes that the process may allocate."""
 
 
 def in_child(function: Callable[[], float], timeout_s: float) -> float:
-    """Return the result of a function in a forked process. Raise TimeoutError if the process fails, is too slow or
+    """Run a function in a forked process and return its result. Raise TimeoutError if the process fails, times out or
     exceeds CHILD_BYTES, and ProcessLost if it is killed RESTARTS + 1 times."""
     for _ in range(RESTARTS + 1):
         result, was_killed = _try_in_child(function, timeout_s)
@@ -29,11 +29,11 @@ def in_child(function: Callable[[], float], timeout_s: float) -> float:
             return float(result)
         if not was_killed:
             raise TimeoutError("the comparison failed, or took too long")
-    raise ProcessLost(f"the process of the comparison was killed in each of {RESTARTS + 1} attempts")
+    raise ProcessLost(f"the comparison's process was killed in each of {RESTARTS + 1} attempts")
 
 
 def _try_in_child(function: Callable[[], float], timeout_s: float) -> tuple[bytes, bool]:
-    """Run a function in a forked process. Return the result, or b"", and whether something else killed the process."""
+    """Run a function in a forked process. Return its result or b"", and whether the process was killed from outside."""
     read, write = os.pipe()
     ready: list[int] = []
     limits = _memory_limits()
@@ -58,8 +58,8 @@ def _try_in_child(function: Callable[[], float], timeout_s: float) -> tuple[byte
 
 
 def _memory_limits() -> tuple[int, int]:
-    """Return the limits of a forked process's address space. A response that needs more memory is wrong, and the kernel
-    does not kill the process."""
+    """Return the limits of a forked process's address space. A response that needs more memory is wrong, and the limit
+    keeps the kernel from killing the process."""
     limits = resource.getrlimit(resource.RLIMIT_AS)
     limit = psutil.Process().memory_info().vms + CHILD_BYTES
     return min([limit, *(each for each in limits if each != resource.RLIM_INFINITY)]), limits[1]

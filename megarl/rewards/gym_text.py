@@ -1,7 +1,8 @@
-"""Makes the verifiers of reasoning-gym safe for text that a policy has written.
+"""Makes reasoning-gym's verifiers safe for text that a policy wrote.
 
-Some of them call Python's `eval` or SymPy's `parse_expr` on a response. Both run arbitrary code, which could change the
-verifier, so they are replaced: `eval` with a parser of literals, and `parse_expr` with one that accepts formulas only.
+Some of them call Python's `eval` or SymPy's `parse_expr` on a response. Both can run arbitrary code, which could modify
+the verifier, so they are replaced: `eval` with a literal parser, and `parse_expr` with a parser that accepts only
+formulas.
 """
 
 from __future__ import annotations
@@ -17,16 +18,31 @@ LITERALS = ("string_insertion", "spiral_matrix", "number_sorting", "binary_matri
 FORMULAS = (*("countdown", "puzzle24", "polynomial_multiplication", "simple_integration", "intermediate_integration"),)
 """Tasks whose verifiers call `parse_expr` on a response."""
 
-_FORMULA = re.compile(r"(?:(?!__|\.\s*[^\W\d])[\w\s+\-*/().,^=!<>|])*")
-"""Text without strings, attributes, subscripts, braces and names with two underscores."""
+_FORMULA = re.compile(r"(?:(?!\.\s*[^\W\d])[\w\s+\-*/().,^=!<>|])*")
+"""Text without strings, attributes, subscripts and braces."""
+
+_NAME = re.compile(r"[^\W\d]\w*")
+_VARIABLE = re.compile(r"[A-Za-z][0-9]*")
+
+FUNCTIONS = {
+    *("sqrt", "cbrt", "root", "exp", "log", "ln", "Abs", "abs", "sign", "factorial", "gamma", "erf", "Integral", "pi"),
+    *(
+        f"{prefix}{name}{suffix}"
+        for prefix in ("", "a")
+        for name in ("sin", "cos", "tan", "sec", "csc", "cot")
+        for suffix in ("", "h")
+    ),
+}
+"""Names that a formula may contain besides variables. SymPy also accepts Python's builtins: `exec` runs text, which
+`chr` and `+` can build without quotes."""
 
 
 def make_safe(factory: Any) -> None:
-    """Replace both functions in the modules of the tasks. `factory` is reasoning_gym.factory."""
+    """Replace both functions in the tasks' modules. `factory` is reasoning_gym.factory."""
     import sympy
 
     class Formulas:
-        """The sympy module with a safe `parse_expr`."""
+        """Stands for the sympy module, with a safe `parse_expr`."""
 
         parse_expr = staticmethod(parse_formula)
 
@@ -44,6 +60,7 @@ def make_safe(factory: Any) -> None:
 def parse_formula(text: str, **options: Any) -> Any:
     from sympy.parsing.sympy_parser import parse_expr
 
-    if not _FORMULA.fullmatch(text):
+    names = set(_NAME.findall(text)) - FUNCTIONS
+    if not _FORMULA.fullmatch(text) or not all(map(_VARIABLE.fullmatch, names)):
         raise ValueError("not a formula")
     return parse_expr(text, **options)

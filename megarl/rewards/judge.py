@@ -21,7 +21,7 @@ Order = Literal["both", "seeded"]
 (`both`), or in a random order for each pair (`seeded`)."""
 
 Verdict = float | str
-"""Fraction of the group's other responses that a response beats (half for a tie), or why there is none."""
+"""Fraction of the group's other responses that a response beats (half for a tie), or the reason why it is missing."""
 
 
 class Lost(str):

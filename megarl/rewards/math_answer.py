@@ -38,7 +38,7 @@ MOST_BETWEEN = 16
 
 
 MOST_SHOWN = 200
-"""Maximum number of characters of an answer in an error message."""
+"""Maximum number of characters of an answer that an error message shows."""
 
 
 class NotExpression(ValueError):

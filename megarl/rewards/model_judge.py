@@ -37,7 +37,7 @@ class ModelJudge:
         question leaves too few tokens for an answer, or the chat template rejects it."""
         # Special tokens of the actor's chat template are dropped, because the judge may use the same ones.
         prompt = text_of(self._actor_tokenizer, sample.prompt.token_ids.tolist())
-        mark = self._typed.mark  # the response must not begin the judge's turn
+        mark = self._typed.mark  # the response must not start the judge's turn
         content = question(self._template, mark(prompt), mark(sample.text), sample.prompt.answer)
         message = {"role": "user", "content": content}
         text = render(self._tokenizer, [message], "question", opens_turn=True)

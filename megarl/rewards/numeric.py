@@ -19,11 +19,11 @@ _NUMBER = re.compile(rf"(?P<sign>(?<![\w)\]}}])[+\-−])?(?P<numerator>{_UNSIGNE
 
 
 MOST_CHARACTERS = 10_000
-"""Maximum length of a number. Converting longer ones takes time that grows with the square of their length."""
+"""Maximum length of a number. Conversion takes time quadratic in the length."""
 
 
 def expected_number(answer: Any) -> Fraction:
-    """Return the answer as an exact fraction. Raise ValueError if it is not a number in the format below."""
+    """Parse the answer as an exact fraction. Raise ValueError if it is not a number in the format below."""
     expected = _NUMBER.fullmatch(str(answer).strip())
     value = None if expected is None else _value(expected)
     if value is None:

@@ -20,15 +20,15 @@ NUM_TOKENS = "num_response_tokens"
 
 
 CHECK_ROW = "check_row"
-"""Name of the attribute of a built-in function, or the method of a built-in class, that checks a data row before the
-run starts. f(answer) raises ValueError if the function would fail on every response to the row. Each additional
-parameter receives the data column with the same name."""
+"""Name of the attribute of a built-in function, or of the method of a built-in class, that checks a data row before the
+run starts. It is called as f(answer), and raises ValueError if the reward function would fail on every response to the
+row. Each additional parameter receives the data column with the same name."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def checks_rows(check: Callable[..., object]) -> Callable[[Function], Function]:
-    """Attach the check of data rows to a built-in function."""
+    """Attach a check for data rows to a built-in function."""
 
     def attach(function: Function) -> Function:
         setattr(function, CHECK_ROW, check)

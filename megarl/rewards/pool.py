@@ -41,7 +41,7 @@ class FunctionPool:
     then killed with all its children, and a new one replaces it immediately.
 
     If the infrastructure fails, the call is repeated for the samples that failed: up to RESTARTS times if its process
-    or a sandbox was killed, and with pauses for up to `outage_s` while a server is away."""
+    or a sandbox was killed, and with pauses for up to `outage_s` while a server is unavailable."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class FunctionPool:
             memory_mib: address space in MiB that a process may use for its calls. None: unlimited.
             source_column: data column that selects the functions for a row. None: all functions apply.
             sandbox: settings for functions that use sandboxes, which are stopped after SANDBOX_SHARE of timeout_s.
-            outage_s: how long all calls of a function together wait for a server that is away, in seconds.
+            outage_s: total time in seconds that all calls of a function wait for an unavailable server.
         """
         entries = [
             entry if isinstance(entry, RewardFunction) else RewardFunction(function=entry) for entry in functions
@@ -140,8 +140,8 @@ class FunctionPool:
     def _repeat(
         self, function: str, call: Callable[[Sequence[int]], Sequence[Result]], num_samples: int
     ) -> list[Result]:
-        """Call a function, and repeat the call for the samples for which the infrastructure failed. Return the results
-        of all samples. `call` returns the results of the samples with the given indices."""
+        """Call a function, and repeat the call for samples that failed because of the infrastructure. Return the
+        results of all samples. `call` returns the results of the samples with the given indices."""
         outage, num_lost = self._outages[function], 0
         pauses, results = outage.begin_call(), list(call(range(num_samples)))
         while failed := [i for i, result in enumerate(results) if result.is_infrastructure]:
@@ -166,17 +166,16 @@ class FunctionPool:
         None. rewards.timeout_s limits the mean time per row."""
 
         def problems() -> Sequence[str | None]:
+            reply: dict[str, Any] = {}
             for _ in range(RESTARTS + 1):
                 reply = self._run(function, rows, None, self._timeout_s * len(rows))
                 if reply.get("kind") != "lost":
-                    break
-            else:
-                raise InfrastructureFailure(
-                    f"{function} {reply['failure']} in each of {RESTARTS + 1} attempts to check rows. Fix: lower "
-                    "rewards.processes, or run on a node with more memory"
-                )
-            failure = f"{function} {reply.get('failure')} when it checked a row. Fix: correct the row's answer"
-            return reply.get("problems", [failure] * len(rows))
+                    failure = f"{function} {reply.get('failure')} while checking a row. Fix: correct the row's answer"
+                    return reply.get("problems", [failure] * len(rows))
+            raise InfrastructureFailure(
+                f"{function} {reply['failure']} in each of {RESTARTS + 1} attempts to check rows. Fix: lower "
+                "rewards.processes, or run on a node with more memory"
+            )
 
         return self._threads.submit(problems)
 
@@ -194,7 +193,7 @@ class FunctionPool:
             if child.kill_reason is not None:
                 return {"value": None, "failure": child.kill_reason}
             if failure.was_killed and not self._closed:
-                reason = f"lost its process ({failure}, as when memory runs out)"
+                reason = f"lost its process ({failure}, possibly because memory ran out)"
                 return {"value": None, "failure": reason, "kind": "lost"}
             reason = failure.with_limit("rewards.memory_mib", self._memory_mib)
             return {"value": None, "failure": f"ended its process ({reason})"}
@@ -216,7 +215,7 @@ class FunctionPool:
             child.send(self._arguments)
 
     def _load_or_replace(self, child: ChildProcess) -> tuple[ChildProcess, dict[str, Any]]:
-        """Load the functions in a process. If it is killed in the meantime, start another one, up to RESTARTS times.
+        """Load the functions in a process. If it is killed while loading, start another one, up to RESTARTS times.
         Return the process and its reply."""
         for num_left in reversed(range(RESTARTS + 1)):
             try:
@@ -241,7 +240,7 @@ class FunctionPool:
         except ChildFailure as failure:
             if failure.was_killed:
                 raise InfrastructureFailure(
-                    f"{importing}: the process of the reward functions was killed while it started ({failure}). The "
+                    f"{importing}: the reward functions' process was killed while it started ({failure}). The "
                     "kernel kills processes when memory runs out. Fix: lower rewards.processes, or run on a node with "
                     "more memory"
                 ) from None

@@ -32,7 +32,7 @@ def question(template: str, prompt: str, response: str, answer: Any) -> str:
 
 
 def require_answer(template: str, answer: Any) -> None:
-    """Raise ValueError if the template contains {answer}, but the prompt has no answer."""
+    """Raise ValueError if the template contains {answer} but the prompt has no answer."""
     if answer is None and "{answer}" in template:
         raise ValueError(
             "the judge's template contains {answer}, but the prompt has no answer (null). Fix: add an answer to the "

@@ -104,7 +104,7 @@ class Reader:
         return text_of(self._actor_tokenizer, [*context, *sample.response_ids[:count].tolist()])[len(before) :]
 
     def _text(self, sample: Sample) -> str:
-        """Return the text to score, in which special tokens of the response are marked."""
+        """Return the text to score, with the special tokens in the response marked."""
         if self._settings.input_format == "chat":
             return self._rendered(sample, self._typed.mark(sample.text))
         return text_of(self._actor_tokenizer, sample.prompt.token_ids.tolist()) + self._typed.mark(sample.text)
@@ -136,7 +136,7 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Any], content:
     `opens_turn`: whether to append the header of the assistant's turn."""
     try:
         return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=opens_turn))
-    except Exception as error:  # a template is a program and may raise anything
+    except Exception as error:  # a template is a program and may raise any exception
         raise Unreadable(f"the chat template rejects the {content}: {error}") from error
 
 

@@ -15,10 +15,10 @@ from megarl.usercode.failures import ProcessLost
 READS = ("tags", "response")
 
 FORMULA_S = 5.0
-"""Timeout in seconds for scoring a formula or number. A short one may have a value with billions of digits."""
+"""Timeout in seconds for scoring a formula or number. The value of a short formula may have billions of digits."""
 
 KILLABLE = (*FORMULAS, "coin_flip")
-"""Tasks whose verifiers compute with numbers of any size."""
+"""Tasks whose verifiers compute with arbitrarily large numbers."""
 
 
 class ReasoningGym:
@@ -40,7 +40,7 @@ class ReasoningGym:
         self._extract = gym.utils.extract_answer if reads == "tags" else str.strip
 
     def check_row(self, answer: Any, *, task: str, options: Mapping[str, Any], metadata: Any) -> None:
-        """Raise ValueError if the task or its options are unknown, or the task cannot score the row's own answer."""
+        """Raise ValueError if the task or its options are unknown, or if the task cannot score the row's own answer."""
         dataset = _dataset(task, json.dumps(options, sort_keys=True))
         try:
             dataset.score_answer(answer or "", {"question": "", "answer": answer, "metadata": metadata})

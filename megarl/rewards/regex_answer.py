@@ -28,7 +28,7 @@ class RegexMatch:
         self._compares = "answer" in self._pattern.groupindex
 
     def check_row(self, answer: Any) -> None:
-        """Raise ValueError if the pattern has a group `answer`, but the prompt has no answer."""
+        """Raise ValueError if the pattern has a group `answer` but the prompt has no answer."""
         if self._compares and answer is None:
             raise ValueError(
                 "regex_match: the pattern has a group named answer, but the prompt has no answer (null). Fix: add an "
@@ -36,7 +36,7 @@ class RegexMatch:
             )
 
     def __call__(self, prompt: str, response: str, answer: Any) -> bool:
-        """Score the response. Raise ValueError under the conditions of `check_row`."""
+        """Score the response. Raise ValueError under the same conditions as `check_row`."""
         self.check_row(answer)
         try:
             match = self._last_match(response)

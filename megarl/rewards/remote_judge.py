@@ -21,7 +21,8 @@ class GenerativeJudge:
     """Reward function that returns a judge's ratings, scaled to (rating − lowest) / (highest − lowest), from 0 to 1. As
     in "Judging LLM-as-a-Judge" (https://arxiv.org/abs/2306.05685, single-answer grading). The requests in a scoring
     pass run concurrently, and rewards.timeout_s covers all of them. If the answer has no rating within the scale, the
-    sample fails instead of scoring 0. While the server is away, requests are repeated for up to rewards.outage_s."""
+    sample fails instead of scoring 0. While the server is unavailable, requests are retried for up to
+    rewards.outage_s."""
 
     def __init__(
         self,
@@ -47,7 +48,7 @@ class GenerativeJudge:
             timeout_s: timeout for one request, in seconds.
             concurrency: maximum number of concurrent requests.
             retries: number of retries after a failed connection, or after a response with status 429 or at least 500,
-                before the server counts as away.
+                before the server counts as unavailable.
         """
         if not base_url.startswith(("http://", "https://")):
             raise ValueError(
@@ -87,7 +88,7 @@ class GenerativeJudge:
             async def reward(*fields: Any) -> float:
                 nonlocal outage
                 async with slots:
-                    if outage is not None:  # the time limit of the call does not suffice for waiting once per sample
+                    if outage is not None:  # waiting once per sample would exceed the call's time limit
                         raise outage
                     try:
                         return rating(await self._ask(client, question(self._template, *fields)), self._scale)
@@ -99,8 +100,8 @@ class GenerativeJudge:
             return await asyncio.gather(*(reward(*fields) for fields in samples), return_exceptions=True)
 
     async def _ask(self, client: httpx.AsyncClient, content: str) -> str:
-        """Return the judge's answer. Raise ServiceAway if the server is away, and ValueError with its response if there
-        is no answer."""
+        """Return the judge's answer. Raise ServiceAway if the server is unavailable, and ValueError with its response
+        if that contains no answer."""
         import httpx
 
         body, failure = self._question | {"messages": [{"role": "user", "content": content}]}, ""

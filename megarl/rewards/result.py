@@ -14,7 +14,7 @@ class Result:
     Attributes:
         value: the returned number or numbers, or None if the function returned something else or failed.
         returned: a short description of the returned object, for messages.
-        kind: kind of a failed call.
+        kind: kind of failure, if the call failed.
     """
 
     value: float | list[float] | None
@@ -24,5 +24,5 @@ class Result:
 
     @property
     def is_infrastructure(self) -> bool:
-        """Whether the call failed because of the infrastructure, not of the function."""
+        """Whether the infrastructure, rather than the function, caused the failure."""
         return self.failure is not None and self.kind != "error"

@@ -78,7 +78,7 @@ def write_advantages(
     """Write advantages, keyed by sample id, into the lines of their samples. The file is replaced atomically. `details`
     contains one value per response token, keyed by sample id and name, for samples that have an advantage. If the disk
     is full, the lines stay without advantages."""
-    if path.exists():  # otherwise its samples were dropped
+    if path.exists():  # it is missing if its samples were dropped
         ADVANTAGES.attempt(path, lambda: _write_advantages(path, advantages, details), len(advantages))
 
 

@@ -1,4 +1,4 @@
-"""Checks of all data rows with built-in reward functions, before a run starts."""
+"""Checks all data rows with built-in reward functions before a run starts."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from megarl.rewards.pool import FunctionPool, function_pool
 ROWS_PER_CALL = 256
 
 ROWS_PER_PROCESS = 2000
-"""Number of rows above which a process saves more time than it takes to start."""
+"""Number of rows above which an additional process saves more time than it takes to start."""
 
 MOST_NAMED = 3
 """Maximum number of rows that a message names."""
 
 Row = tuple[Any, Mapping[str, Any]]
-"""(answer, columns of the check)."""
+"""(answer, data columns for the check)."""
 
 
 def check_rows(config: Config, pool: FunctionPool, prompts: Sequence[Prompt]) -> None:
     """Check all rows with the built-in functions that apply to them. Raise UserError with one line per function that
-    would fail on every response to some rows. Only print a warning if rewards.failure_limit allows for these rows.
-    `pool` holds the run's functions; more processes check large data."""
+    would fail on every response to some rows. Only print a warning if rewards.failure_limit permits these rows to fail.
+    `pool` holds the run's functions; large data is checked by additional processes."""
     if not pool.row_checks:
         return
     num_processes = min(usable_cores(), len(prompts) // ROWS_PER_PROCESS)
@@ -47,7 +47,7 @@ def check_rows(config: Config, pool: FunctionPool, prompts: Sequence[Prompt]) ->
 
 
 def require_rows(prompts: Sequence[Prompt], check: Callable[[Any], object]) -> None:
-    """Check all answers in this process. Raise UserError for answers for which `check` raises ValueError."""
+    """Check all answers in this process. Raise UserError if `check` raises ValueError for any of them."""
     problems = []
     for prompt in prompts:
         try:
@@ -59,13 +59,13 @@ def require_rows(prompts: Sequence[Prompt], check: Callable[[Any], object]) -> N
 
 
 def _problem_lines(pool: FunctionPool, prompts: Sequence[Prompt]) -> list[tuple[str, int]]:
-    """Return a line for each function that cannot score some rows, and the number of these rows."""
+    """Return one line for each function that cannot score some rows, and the number of these rows."""
     found = ((function, _problems(pool, function, prompts)) for function in pool.row_checks)
     return [(_describe(problems), len(problems)) for _, problems in found if problems]
 
 
 def _problems(pool: FunctionPool, function: str, prompts: Sequence[Prompt]) -> list[tuple[str, str]]:
-    """Return (name, problem) of each row that the function cannot score. Equal rows are checked once."""
+    """Return (name, problem) for each row that the function cannot score. Identical rows are checked once."""
     columns = pool.row_checks[function]
     hashes, rows = [], dict[bytes, Row]()
     judged = [prompt for prompt in prompts if pool.judges(function, prompt)]
@@ -79,7 +79,7 @@ def _problems(pool: FunctionPool, function: str, prompts: Sequence[Prompt]) -> l
 
 
 def _checked(pool: FunctionPool, function: str, rows: Sequence[Row]) -> Iterable[str | None]:
-    """Yield the problem with each row, or None."""
+    """Yield each row's problem, or None."""
     parts = [rows[start : start + ROWS_PER_CALL] for start in range(0, len(rows), ROWS_PER_CALL)]
     for checked in [pool.check_rows(function, part) for part in parts]:
         yield from checked.result()

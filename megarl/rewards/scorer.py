@@ -138,7 +138,7 @@ def _returned(
 
 
 def _num_lost(results: Mapping[str, Result], verdict: judge.Verdict | None) -> int:
-    """Return the number of failures that the infrastructure caused."""
+    """Return the number of failures caused by the infrastructure."""
     return sum(result.is_infrastructure for result in results.values()) + isinstance(verdict, judge.Lost)
 
 

@@ -1,4 +1,4 @@
-"""The worker process of a `FunctionPool`. It calls user functions and may be killed at any time.
+"""The worker process of a `FunctionPool`. It calls user functions and can be killed at any time.
 
 It sends the name of each function that it imports, then the data columns that the functions use and the names of the
 functions that take whole batches. Then it receives pickled calls `(name, arguments, columns)` and sends one message per
@@ -31,7 +31,7 @@ NUM_ARGUMENTS = 3
 JUDGE_ARGUMENTS = ("prompt", "first", "second", "answer")
 
 MOST_SHOWN = 100
-"""Maximum number of characters of an answer in a message."""
+"""Maximum number of characters of an answer that an error message shows."""
 
 SANDBOX = "sandbox"
 """Parameter that receives the sandbox provider instead of a data column."""
@@ -156,7 +156,7 @@ def call_batch(
 
 
 def check_rows(check: Callable[..., Any], rows: Sequence[tuple[Any, Mapping[str, Any]]]) -> dict[str, Any]:
-    """Check rows (answer, columns). Return `{"problems": ...}` with a message, or None, for each row."""
+    """Check rows (answer, columns). Return `{"problems": ...}` with a message or None for each row."""
     problems: list[str | None] = []
     for answer, columns in rows:
         try:

@@ -42,7 +42,7 @@ def checkpoint_bytes(config: Config, hf_configs: Mapping[Role, Mapping[str, Any]
 
 
 def saved_bytes(config: Config, hf_configs: Mapping[Role, Mapping[str, Any]]) -> int:
-    """Return the size of a checkpoint in bytes, including samples that wait for a later step, at maximum length."""
+    """Return the size of a checkpoint in bytes, including samples of maximum length that wait for a later step."""
     return checkpoint_bytes(config, hf_configs) + _waiting_bytes(config, hf_configs["actor"])
 
 

@@ -66,9 +66,9 @@ class Checkpoints:
         return self.path / target
 
     def require_space(self, num_bytes: int, keep: int, number: int = 1) -> None:
-        """Raise an error, which names checkpoint.keep, if the disk has no space for `number` more checkpoints. It is an
-        InfrastructureFailure if the disk has filled up since a checkpoint was saved, so that it has no space for even
-        one, else a UserError."""
+        """Raise an error that names checkpoint.keep if the disk has no space for `number` more checkpoints. It is an
+        InfrastructureFailure if a checkpoint was saved but the disk has since filled up, so that not even one more
+        fits. Otherwise it is a UserError."""
         free = shutil.disk_usage(next(path for path in (self.path, *self.path.parents) if path.exists())).free
         if free < number * num_bytes:
             raise (InfrastructureFailure if len(self) and free < num_bytes else UserError)(
@@ -79,7 +79,7 @@ class Checkpoints:
             )
 
     def await_space(self, num_bytes: int, keep: int) -> None:
-        """Wait up to DISK_S seconds for space for one more checkpoint. Raise InfrastructureFailure if there is none."""
+        """Wait up to DISK_S seconds until the disk has space for another checkpoint, or raise InfrastructureFailure."""
         for number, pause in enumerate((*pauses(DISK_S), None)):
             try:
                 return self.require_space(num_bytes, keep)

@@ -65,8 +65,8 @@ def print_run_summary(
 
 
 def exit_status(run: Callable[[Config, Path], None], config: Config, scratch: Path) -> int:
-    """Call `run` with the config and a scratch folder. Return the exit code: 0 on success, that of the RunFailure
-    otherwise. A full disk counts as a failure of the infrastructure, wherever it occurs."""
+    """Call `run` with the config and a scratch folder. Return the exit code: 0 on success, otherwise the RunFailure's.
+    A full disk always counts as an infrastructure failure."""
     try:
         run(config, scratch)
     except RunFailure as failure:

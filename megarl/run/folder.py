@@ -46,7 +46,7 @@ class _Inside:
 
 
 def models_in(manifest: Mapping[str, Any], path: Path) -> Models:
-    """Return the models in a run's manifest. Raise a UserError, which names `path`, if they are malformed."""
+    """Return the models in a run's manifest. Raise a UserError that names `path` if they are malformed."""
     models = manifest.get("models") or {}
     if not isinstance(models, dict) or not all(_is_model(model) for model in models.values()):
         raise UserError(f"{path}: its models are malformed. Fix: restore or remove the file")

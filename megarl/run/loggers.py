@@ -15,9 +15,9 @@ from megarl.core.files import append_rows, retry_when_full
 
 
 class JsonlSink:
-    """A sink that appends one JSON object per step to a file. The first key is `step`. JSON has no NaN or infinity.
-    Such values are written as null, and the names of these metrics are listed under "nonfinite". Writing waits
-    while the disk is full, see retry_when_full."""
+    """A sink that appends one JSON object per step to a file. The first key is `step`. Because JSON has no NaN or
+    infinity, such values are written as null, and their metrics are listed under "nonfinite". Writing waits while the
+    disk is full, see retry_when_full."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -206,8 +206,8 @@ def _require_embeddings(model_folder: Path, rows: Iterable[tuple[str, NDArray[np
 
 
 def _check_rows(config: Config, pool: FunctionPool | None, data: PromptSet) -> None:
-    """Check all rows with the built-in functions, judge and environment that need an answer. They would fail on every
-    response to a row that does not pass."""
+    """Check all rows with the built-in functions, judge and environment that need an answer. If a row does not pass,
+    they would fail on every response to it."""
     if pool is not None:
         check_rows(config, pool, data.prompts)
     if config.has_reward_model and config.reward_model.judges:

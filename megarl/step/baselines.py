@@ -21,8 +21,8 @@ def attach_baselines(
     config: Config, groups: Groups, token_reward_totals: Totals, kl_reward_totals: Totals, average: MovingAverage
 ) -> list[SampleRef]:
     """Return all samples in an update with their baselines and the rewards from the other samples of their rollouts.
-    The samples in a rollout share its baseline. The totals are sums over per-token rewards: those of the implicit
-    reward model, and KL rewards."""
+    The samples in a rollout share its baseline. The totals are sums over the per-token rewards of the implicit reward
+    model, and over the KL rewards."""
     advantage, spec = config.algorithm.advantage, config.algorithm.advantage.spec
     earlier, totals = average.value, (token_reward_totals, kl_reward_totals)
     rollouts = [rollouts_of(group) for group in groups]

@@ -1,6 +1,6 @@
 """Rewards, KL and returns of rollouts, and the weight of a rollout in statistics and losses.
 
-A rollout may have several samples: its context was restarted, or sub-agents took part. Its samples share its reward.
+A rollout has several samples if its context was restarted or sub-agents took part. The samples share its reward.
 Statistics count a rollout once. Losses count each of its samples.
 
 For sample s of a rollout, x_t are the turn or process rewards of its tokens, which are part of the outcome, d_t the
@@ -19,8 +19,8 @@ Advantage of trained token t of sample s:
     reinforce_plus_plus,   outcome + Σ_s length_s − Σ_s Σ_t x_t is the reward of the last trained token of every sample;
     gae                    x_t, d_t and k_t are rewards of their tokens
 
-To go, a token's reward counts only for the tokens of its own sample: the turns of other samples do not continue the
-sample's tokens. A reward for the rollout as a whole belongs in the outcome.
+In rewards to go, a token's reward counts only for the tokens of its own sample, because the turns of other samples do
+not continue the sample's tokens. A reward for the rollout as a whole belongs in the outcome.
 
 Weight of a rollout with n samples:
 
@@ -59,7 +59,7 @@ def rollouts_of(group: Sequence[SampleRef]) -> list[list[SampleRef]]:
 
 
 def length_rewards(config: Config, samples: Sequence[SampleRef]) -> dict[str, float]:
-    """Return rollout id -> sum of the length rewards of its samples."""
+    """Return the sum of the length rewards of each rollout's samples, by rollout id."""
     buffer, longest = config.rewards.overlong_buffer, config.rollout.max_new_tokens
     rewards = dict.fromkeys((item.rollout_id for item in samples), 0.0)
     if buffer is not None:
@@ -75,8 +75,8 @@ def member_of(
     kl_reward_totals: Totals,
     earlier: float = 0.0,
 ) -> Member:
-    """Return the Member for a rollout, given its samples: its reward R, and its token rewards if they are compared
-    separately. The totals are those of the implicit reward model and of the KL rewards."""
+    """Return the Member for a rollout, given its samples. It contains the reward R, and the token rewards if they are
+    compared separately. The totals come from the implicit reward model and from the KL rewards."""
     item = rollout[0]
     num_tokens = sum(item.num_trained_tokens for item in rollout)
     learned = total_of(rollout, token_reward_totals)
@@ -94,8 +94,8 @@ def reward_from_others(
     token_reward_totals: Totals,
     kl_reward_totals: Totals,
 ) -> float:
-    """Return the part of the reward R that the other samples of the item's rollout add to its scalar reward. A rank
-    adds the item's own part from its tokens."""
+    """Return the part of the reward R that the other samples of the item's rollout add to its scalar reward. The item's
+    rank adds the item's own part, computed from its tokens."""
     others = [other for other in rollout if other.id != item.id]
     kl = total_of(others, kl_reward_totals).total
     if not advantage.credits_to_go:

@@ -91,7 +91,7 @@ def collect_rollouts(
 
 def solve_rates(config: Config, groups: Sequence[Sequence[SampleRef]]) -> dict[str, float]:
     """Return the fraction of rollouts with an outcome above data.solved_above, by prompt id, for scored prompts. A step
-    may have several groups of a prompt, if it draws the prompt more than once."""
+    may have several groups for a prompt, if it draws the prompt more than once."""
     solved: dict[str, list[bool]] = {}
     for first, *_ in (rollout for group in groups for rollout in rollouts_of(group)):
         solved.setdefault(first.prompt_id, []).append(first.outcome > config.data.solved_above)

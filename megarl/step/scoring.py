@@ -17,7 +17,7 @@ Metrics = dict[str, Metric]
 
 
 def is_informative(group: Sequence[SampleRef]) -> bool:
-    """Return whether the outcomes in the group differ. Otherwise only length rewards may differ."""
+    """Return whether the outcomes in the group differ. If not, only length rewards may differ."""
     return len({item.outcome for item in group}) > 1
 
 
@@ -27,15 +27,15 @@ def select(
     """Combine samples with their scores, by group. The last rollout in a group may be greedy, and is then not trained
     on. Samples are left out and counted if their reward or environment failed, or if the greedy response to their
     prompt has no reward. The run stops if the fraction of reward failures exceeds rewards.failure_limit, with a
-    UserError if the reward functions alone exceed it, else with an InfrastructureFailure. It also stops after
-    rewards.max_consecutive_failures failures of reward functions in a row. Environment failures do not count, and a
+    UserError if reward functions alone exceed it, otherwise with an InfrastructureFailure. It also stops after
+    rewards.max_consecutive_failures consecutive failures of reward functions. Environment failures do not count, and a
     rollout with several samples counts once."""
     samples = [sample for group in groups for sample in group]
     by_rollout = {sample.rollout_id: (sample, score) for sample, score in zip(samples, scores, strict=True)}
     of_rewards = [score for sample, score in by_rollout.values() if not sample.has_failed]
     failed = [score for score in of_rewards if score.failure is not None]
     at_fault = [score for score in failed if not score.is_infrastructure]
-    allowed = Fraction(repr(config.rewards.failure_limit)) * len(by_rollout)  # 0.29 of 100 is 29
+    allowed = Fraction(repr(config.rewards.failure_limit)) * len(by_rollout)  # exact, so 0.29 of 100 is 29
     if len(failed) > allowed:
         is_users = len(at_fault) > allowed
         first = at_fault[0] if is_users else next(score for score in failed if score.is_infrastructure)

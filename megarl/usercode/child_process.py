@@ -53,7 +53,7 @@ class ChildFailure(Exception):
         self.timed_out, self.was_killed = timed_out, was_killed
 
     def with_limit(self, key: str, memory_mib: int | None) -> str:
-        """Return the message with the memory limit that `key` sets, because a process may crash when it reaches it."""
+        """Return the message with the memory limit in `key`, because a process that reaches the limit may crash."""
         return f"{self}, {key}={memory_mib}" if str(self).startswith("SIG") and memory_mib is not None else str(self)
 
     def import_error(self, name: str, limit_s: float | None, remedy: str = "") -> str:

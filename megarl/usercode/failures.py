@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 RESTARTS = 2
-"""How often a call is repeated in a fresh process after its process was killed or crashed."""
+"""Number of times that a call is repeated in a fresh process after its process was killed or crashed."""
 
 Kind = Literal["error", "lost", "away"]
 """Kind of a failed call: an exception or another fault of the code (`error`), a process that was killed (`lost`), or a
@@ -14,7 +14,7 @@ service that cannot be reached (`away`)."""
 
 
 class ProcessLost(RuntimeError):
-    """A process that user code depends on, such as a sandbox, has ended although the user code is not at fault."""
+    """A process that user code depends on, such as a sandbox, exited although the user code is not at fault."""
 
 
 class ServiceAway(ConnectionError):
@@ -22,8 +22,8 @@ class ServiceAway(ConnectionError):
 
 
 def kind_of(error: BaseException) -> Kind:
-    """Return the kind of failure that an exception of user code reports. Libraries raise their own exceptions for a
-    refused or lost connection, caused by a ConnectionError."""
+    """Return the kind of failure that an exception in user code reports. If a connection is refused or lost, libraries
+    raise their own exceptions, which are caused by a ConnectionError."""
     for cause in _causes(error):
         if isinstance(cause, ProcessLost):
             return "lost"

@@ -63,9 +63,9 @@ def test_job_without_progress_fails_with_the_cause(cluster: Slurm, shared: Path)
     run.check_nothing_is_left()
 
 
-def test_judge_that_is_away_is_retried_and_not_the_users_error(cluster: Slurm, shared: Path) -> None:
-    """Two attempts fail at their first step, and the second one starts a minute after the first. A third one would not
-    make progress either."""
+def test_unavailable_judge_is_an_infrastructure_failure(cluster: Slurm, shared: Path) -> None:
+    """Two attempts fail at their first step; the second starts a minute after the first. A third would not make
+    progress either."""
     judge = "{function: generative_judge, options: {base_url: http://127.0.0.1:9/v1, model: m, retries: 0}}"
     keys = ["actor.layout.pp=1", f"rewards.functions=[{judge}]", "rewards.outage_s=1"]
     run = Launched(cluster, shared, "away", "--nodes=1", "--time=10", "--stalled=2", "--restarts=5", *keys)

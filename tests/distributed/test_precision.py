@@ -103,7 +103,7 @@ def test_main_weights_start_at_a_float32_checkpoint(folder):
 @pytest.mark.parametrize("dtype", ULP)
 def test_main_weights_start_uniformly_in_rounding_cells(tmp_path, dtype):
     """A cell extends halfway to the neighbours that torch returns. Each position inside it is equally likely. Powers of
-    two have another distribution, which tests/unit/megatron/test_main_weights.py checks."""
+    two have a different distribution, which tests/unit/megatron/test_main_weights.py checks."""
     rounded(tmp_path, getattr(torch, dtype))
     main, weights = start(tmp_path, dtype=dtype), load_file(tmp_path / "model.safetensors")
     places = []

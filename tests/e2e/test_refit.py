@@ -839,8 +839,8 @@ def test_fp8_block_engine_equals_vllm_quantization(model_type, tmp_path, remotes
 
 
 def test_recomputed_tokens_keep_the_routes_of_their_weights(tmp_path, remotes):
-    """All weights change while samples are in flight, and their keys and values are computed again. The tokens that the
-    engine had processed keep the experts that the old weights choose; the later ones have those of the new weights."""
+    """All weights change while samples are in flight, and the KV cache is recomputed. Tokens that the engine had
+    already processed keep the experts chosen by the old weights; later tokens have those of the new weights."""
     model_type, changes, _ = MODELS["Qwen3, experts"]
     folders = [tmp_path / "old", tmp_path / "new"]
     for seed, folder in enumerate(folders):

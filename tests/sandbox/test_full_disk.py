@@ -133,7 +133,7 @@ WRITES = {name: globals()[name] for name in ("APPEND", "REPLACE", "METRICS", "TE
 
 @pytest.mark.parametrize("outcome", ["freed", "stays full"])
 @pytest.mark.parametrize("name", WRITES)
-def test_full_disk_is_waited_for(name: str, outcome: str, tmp_path: Path) -> None:
+def test_writes_wait_while_the_disk_is_full(name: str, outcome: str, tmp_path: Path) -> None:
     disk = ["bwrap", "--dev-bind", "/", "/", "--size", str(SIZE), "--tmpfs", str(tmp_path)]
     script = [sys.executable, "-c", PRELUDE + WRITES[name], str(tmp_path), outcome]
     ended = subprocess.run([*disk, *script], cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S)

@@ -314,7 +314,7 @@ def test_exit_code_names_the_kind_of_failure(
     assert capsys.readouterr().err.startswith(f"megarl: error: {error}")
 
 
-def test_documented_exit_codes_and_verdicts_are_those_of_the_code() -> None:
+def test_documented_exit_codes_and_verdicts_match_the_code() -> None:
     rows = re.findall(r"^\| (\d+) \| .* \| `(\w+)`: ", text_of("configs/README.md"), re.MULTILINE)
     codes = {RunFailure.exit_code: "failed", **VERDICTS}
     assert {int(code): verdict for code, verdict in rows} == codes

@@ -1,4 +1,4 @@
-"""Hostile files from outside: every reader answers, or raises one line that names the file."""
+"""Hostile files: every reader either succeeds or raises a one-line error that names the file."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ CONTENTS: dict[str, bytes] = {
     "gzip": gzip.compress(b"{}")[:-4],
 }
 VALUES = [None, True, -1, 0, 2**40, 10**400, 1.5, float("nan"), "x", "\ud800", [], [1], {}, {"a": 1}]
-"""Values that replace each field of a valid file."""
+"""Values that replace each field of a valid file in turn."""
 
 
 def answers_or_names(read: Callable[[], object], name: str) -> None:
@@ -85,7 +85,7 @@ def answers_or_names(read: Callable[[], object], name: str) -> None:
 
 
 def fields_of(value: Any) -> list[Any]:
-    """Return copies of an object in which one field at any depth has another value, or is missing."""
+    """Return copies of an object in which one field at any depth has a different value or is missing."""
     variants = []
     for name in value:
         variants += [{**value, name: other} for other in VALUES]
@@ -327,7 +327,7 @@ def test_files_of_a_run(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("content", CONTENTS)
 def test_other_files_of_runs(tmp_path: Path, content: str) -> None:
-    """Files that a command names, or that a job reads."""
+    """Covers files named in commands and files that jobs read."""
     file = tmp_path / "rollouts" / "step_000001.jsonl"
     file.parent.mkdir()
     file.write_bytes(CONTENTS[content])

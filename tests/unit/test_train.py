@@ -98,7 +98,7 @@ def test_overlong_penalty_applies_before_the_baseline():
 
 
 def test_prompt_mean_weights_every_group_of_a_prompt():
-    """One update draws a prompt twice: its groups, of 6 and 3 tokens, have the same weight."""
+    """An update draws a prompt twice. Its groups, with 6 and 3 tokens, have the same weight."""
     settings = config("algorithm.objective.aggregation=prompt_mean_of_token_means")
     samples = [sample(0, 0, 2), sample(0, 1, 4), replace(sample(1, 0, 3), prompt_id="p0")]
     [batch] = dispatch(settings, samples, packing())

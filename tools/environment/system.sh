@@ -2,7 +2,7 @@
 # Installs Debian packages for missing commands: system.sh COMMAND:PACKAGE …
 set -euo pipefail
 exec 9< "$0"
-flock 9  # targets of a parallel make may call this script at the same time
+flock 9  # targets of a parallel make may run this script concurrently
 missing=()
 for pair in "$@"; do
   command -v "${pair%%:*}" > /dev/null || missing+=("${pair##*:}")

@@ -33,10 +33,10 @@ BODY_S = 60.0
 """Timeout in seconds for receiving a request's body."""
 
 HEADERS_S = 60.0
-"""Seconds in which a client must send the headers of its first request, or of the next one after a response."""
+"""Seconds within which a client must send the headers of its first request, or of the next request after a response."""
 
 SEND_S = 60.0
-"""Seconds in which a client must receive a response."""
+"""Seconds within which a client must receive a response."""
 
 SHUTDOWN_S = 2.0
 RETRIES = "x-stainless-retry-count"
@@ -166,12 +166,12 @@ async def _read(request: web.Request) -> Any:
     except (ValueError, RecursionError) as error:
         raise invalid("body", f"the request body is not valid JSON: {error}") from error
     if is_deeper(body, MAX_DEPTH):
-        raise invalid("body", f"the request body is nested more than {MAX_DEPTH} levels deep")
+        raise invalid("body", f"the request body is nested deeper than {MAX_DEPTH} levels")
     return body
 
 
 async def _send(request: web.Request, response: web.StreamResponse, data: bytes) -> bool:
-    """Send a response. Return whether the client has received it. Close the connection if it is too slow."""
+    """Send a response. Return whether the client received it. Close the connection if the client is too slow."""
     transport = request.transport
     if transport is None or transport.is_closing():
         return False

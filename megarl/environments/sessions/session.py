@@ -177,8 +177,8 @@ class Session:
             raise ApiError(500, "turn_failed", f"the turn cannot be processed: {error}") from error
 
     async def _require_room(self, request: ChatRequest) -> None:
-        """Reject long requests before the event loop, which serves all sessions, renders and tokenizes them. Templates
-        may drop parts of a request, so the limit for its text is several times the context length."""
+        """Reject long requests before they are rendered and tokenized in the event loop, which serves all sessions.
+        Templates may drop parts of a request, so the limit for its text is several times the context length."""
         most = ROOM * self.limits.context_length
         texts = [text for message in request.messages for text in _texts(message)] + list(
             map(json.dumps, request.tools)

@@ -71,7 +71,8 @@ class _Program(ConcurrentChild):
         return program
 
     async def run(self, **arguments: Any) -> dict[str, float]:
-        """Run a rollout and return its rewards. Raise RuntimeError if it fails, and ProcessLost if the process ends."""
+        """Run a rollout and return its rewards. Raise RuntimeError if it fails, and ProcessLost if the process
+        exits."""
         rollout = next(self._rollouts)
         try:
             response = await self.request(method="run", rollout=rollout, **arguments)

@@ -12,7 +12,7 @@ from megarl.environments.tools import Message, as_text
 from megarl.usercode.failures import ServiceAway
 
 AWAY = (1001, 1012, 1013)
-"""WebSocket close codes of a server that is overloaded or restarting."""
+"""WebSocket close codes that mean the server is overloaded or restarting."""
 
 REFUSED = "VALIDATION_ERROR"
 """Error code for an invalid action. The model receives the error message and may try again."""

@@ -17,7 +17,7 @@ from megarl.usercode.failures import ServiceAway
 CORPUS = "environment.options.corpus"
 
 UNAVAILABLE = (429, 502, 503, 504)
-"""Status codes of a server that is overloaded or restarting."""
+"""HTTP status codes that mean the server is overloaded or restarting."""
 
 _LOADING = threading.Lock()
 

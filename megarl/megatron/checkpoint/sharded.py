@@ -110,8 +110,8 @@ def _write(folder: Path, write: Callable[[], None], rank: int) -> list[FileRecor
 
 
 def _write_parts(folder: Path, write: Callable[[], None], rank: int) -> None:
-    """Call `write`, a collective, and repeat it on all ranks while the disk is full for any of them. All ranks receive
-    the same errors and make the same pauses, so they repeat the call equally often."""
+    """Call `write`, a collective, and retry on all ranks while the disk is full on any of them. All ranks receive the
+    same errors and use the same pauses, so they make the same number of calls."""
     for pause in (*pauses(DISK_S), None):
         try:
             return write()
@@ -120,7 +120,7 @@ def _write_parts(folder: Path, write: Callable[[], None], rank: int) -> None:
             if not any(isinstance(reason, OSError) and reason.errno in DISK_FULL for reason in reasons):
                 raise
             for file in folder.glob(f"__{rank}_*"):
-                file.unlink()  # other files of the run need the space in the meantime
+                file.unlink()  # other files of the run need the space during the pause
             if pause is None:
                 raise full_disk(folder) from error
             print(f"{folder}: the disk is full; waiting {pause:g} s", flush=True)
@@ -128,7 +128,7 @@ def _write_parts(folder: Path, write: Callable[[], None], rank: int) -> None:
 
 
 class _Writer(FileSystemWriter):
-    """A writer that reports a full disk as OSError. torch's own error does not mention disk space."""
+    """A writer that reports a full disk as an OSError, because torch's own error does not mention disk space."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
         try:

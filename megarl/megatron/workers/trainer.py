@@ -82,7 +82,8 @@ class TrainerWorker(ModelWorker, ABC):
         self._has_moved = False
         """Whether this step has updated the parameters."""
         self._epoch = 0
-        """Number of epochs of the step that have ended. Above 0, the step has already trained on the same samples."""
+        """Number of finished epochs in this step. If it is above 0, the step has already trained on the same
+        samples."""
         self._is_complete = True
         """Whether the parameters are complete on this rank: see `_complete_parameters`."""
 

@@ -145,7 +145,8 @@ def find_rollout(folder: Path, step: int | None, sample: str | None) -> Rollout:
 
 
 def _token_fields(record: dict[str, Any]) -> dict[str, Any]:
-    """Return a sample's name and token ids, empty lists without ids. Raise ValueError if they are malformed."""
+    """Return a sample's name and token ids; the lists are empty if it has none. Raise ValueError if they are
+    malformed."""
     ids = {name: record.get(name) or [] for name in (PROMPT_IDS, RESPONSE_IDS)}
     if not all(isinstance(row, list) and all(type(token) is int for token in row) for row in ids.values()):
         raise ValueError("malformed token ids")

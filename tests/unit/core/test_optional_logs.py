@@ -22,7 +22,7 @@ Usage = namedtuple("Usage", "total used free")
 
 
 class Disk:
-    """A disk with as much free space as `free`."""
+    """A disk with `free` bytes of free space."""
 
     def __init__(self) -> None:
         self.free = 2 * RESERVED_BYTES
@@ -40,7 +40,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
 
 @pytest.fixture
 def file_limit() -> Iterator[None]:
-    """Files can have at most 64 bytes, so that writes fail in the middle of a line."""
+    """Limit files to 64 bytes, so that writes fail in the middle of a line."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))
     yield
@@ -79,7 +79,7 @@ def test_failed_write_leaves_no_torn_line(tmp_path: Path, file_limit: None) -> N
     assert [json.loads(line) for line in file.read_text().splitlines()] == ["a" * 20, "c"]
 
 
-def test_disk_that_is_full_after_all_is_a_warning(tmp_path: Path, disk: Disk) -> None:
+def test_exhausted_quota_is_a_warning(tmp_path: Path, disk: Disk) -> None:
     """The device reports ENOSPC although space is free, as with a quota."""
     (tmp_path / "rows.jsonl").symlink_to("/dev/full")
     assert not OptionalLog("rollouts").append(tmp_path / "rows.jsonl", ["a"], 1)

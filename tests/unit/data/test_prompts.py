@@ -368,7 +368,7 @@ def test_prompt_stays_open_if_the_tokenizer_adds_an_end():
 
 @pytest.fixture
 def starting_folder(tmp_path):
-    """A model whose tokenizer has a beginning-of-sequence token, which its chat template writes."""
+    """A model whose tokenizer has a beginning-of-sequence token and whose chat template writes it."""
     tokenizer = tiny_tokenizer()
     tokenizer.add_special_tokens({"bos_token": "<s>"})
     tokenizer.chat_template = "{{ bos_token }}" + tokenizer.chat_template

@@ -92,7 +92,7 @@ def test_rows_depend_on_the_seed_only(rows, monkeypatch):
     assert first == list(reasoning_rows(stages, seed=5)) != list(reasoning_rows(stages, seed=6))
 
 
-def test_killed_row_process_is_continued_by_another_one():
+def test_killed_row_process_is_replaced():
     stages = [(Task("gcd", {}), 5000)]
     expected = list(reasoning_rows(stages, seed=5))
     rows = reasoning_rows(stages, seed=5)
@@ -102,7 +102,7 @@ def test_killed_row_process_is_continued_by_another_one():
     assert [*received, *rows] == expected
 
 
-def test_row_process_that_is_killed_each_time_is_not_the_users_error(monkeypatch):
+def test_repeatedly_killed_row_process_is_not_a_user_error(monkeypatch):
     monkeypatch.setattr("megarl.data.reasoning.RESTARTS", 0)
     rows = reasoning_rows([(Task("gcd", {}), 5000)], seed=5)
     next(rows)

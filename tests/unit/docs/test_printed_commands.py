@@ -1,4 +1,4 @@
-"""Run every command that a message of megarl prints. Each reaches the checks of its own command."""
+"""Run every command that megarl's messages print. Each one reaches the checks of its own subcommand."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MENTIONS = (
     "megarl plan",
     "megarl join only on the other nodes",
 )
-"""Statements about a command, and names of commands in the help."""
+"""Statements about a command, and command names in the help."""
 
 COMMANDS = {
     "megarl algorithms": ("algorithms", 0, "grpo"),
@@ -64,7 +64,7 @@ COMMANDS = {
     ),
     "megarl diagnose FOLDER with the run folder": ("diagnose RUN", 2, "the run has no rollouts yet"),
 }
-"""What a message prints, up to a punctuation mark -> the command, its exit code, and a part of its output."""
+"""Text of a message up to a punctuation mark -> the command, its exit code, and part of its output."""
 
 
 def messages(tree: ast.Module) -> Iterator[str]:

@@ -195,7 +195,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_fault_fails_only_its_rollout(fault):
-    """The rollouts beside one that ends the process each time start over, and none of them fails."""
+    """One rollout exits its process each time. The other rollouts in the process start over, and none of them fails."""
     [failed], *others = play(config(), Says("12"), fault, *["fine"] * 15)
     assert failed.episode.failure == FAULTS[fault]
     assert failed.episode.info.stop_reason == "failed" and failed.episode.info.num_turns == 2
@@ -205,8 +205,8 @@ def test_fault_fails_only_its_rollout(fault):
     assert failed.episode.info.num_restarts == (2 if fault == "exit" else 0)
 
 
-def test_killed_process_costs_no_rollout(tmp_path):
-    """The first process is killed while 16 rollouts are in it, as by the kernel when memory runs out."""
+def test_killed_process_loses_no_rollout(tmp_path):
+    """The first process is killed while it runs 16 rollouts, as the kernel does when memory runs out."""
     rollouts = play(
         config("Killed", f"environment.options={{flag: {tmp_path / 'killed'}}}"), Says("12"), *["fine"] * 16
     )
@@ -215,7 +215,7 @@ def test_killed_process_costs_no_rollout(tmp_path):
     assert {sample.episode.info.stop_reason for [sample] in rollouts} == {"done"}
 
 
-def test_rollouts_lost_in_every_attempt_end_the_run_as_infrastructure():
+def test_repeatedly_lost_rollouts_raise_infrastructure_failure():
     options = ["environment.max_consecutive_failures=2"]
     [[sample]] = play(config("Killed", *options), Says("12"), "fine")
     assert sample.episode.info.stop_reason == "lost" and sample.episode.info.num_restarts == 2
@@ -227,7 +227,7 @@ def test_rollouts_lost_in_every_attempt_end_the_run_as_infrastructure():
         play(config("Killed", *options), Says("12"), "fine", "fine")
 
 
-def test_lost_rollouts_are_counted_apart_from_failed_ones():
+def test_lost_rollouts_are_counted_separately_from_failed_ones():
     """Two failed rollouts and one lost rollout do not reach a limit of three."""
     settings = config("Mixed", "environment.max_consecutive_failures=3")
     rollouts = play(settings, Says("12"), "raise", "kill", "raise")
@@ -243,14 +243,14 @@ def test_memory_limit_fails_only_the_rollout_that_exceeds_it():
     assert [other.episode.failure for [other] in others] == [None] * 4
 
 
-def test_service_that_returns_is_waited_for(monkeypatch, tmp_path):
+def test_rollout_waits_for_a_service_that_recovers(monkeypatch, tmp_path):
     monkeypatch.setattr("megarl.core.outage.FIRST_PAUSE_S", POLL_S)
     options = f"environment.options={{flag: {tmp_path / 'called'}, num_refusals: 5}}"
     [[sample]] = play(config("Refused", options), Says("12"), "fine")
     assert sample.episode.failure is None and sample.episode.info.num_restarts == 5
 
 
-def test_service_that_stays_away_loses_the_rollout(tmp_path):
+def test_rollout_is_lost_if_a_service_stays_unavailable(tmp_path):
     options = f"environment.options={{flag: {tmp_path / 'called'}, num_refusals: 99}}"
     [[sample]] = play(config("Refused", options, "rewards.outage_s=0"), Says("12"), "fine")
     assert sample.episode.info.stop_reason == "lost" and "ConnectionRefusedError" in sample.episode.stack

@@ -54,7 +54,7 @@ class Counter(Environment):
 
 
 class Killed(Counter):
-    """Kills its process in the second turn, unless the file `flag` exists, which it then creates."""
+    """Kills its process in the second turn unless the file `flag` exists. Creates the file first."""
 
     def __init__(self, flag: str | None = None):
         super().__init__()
@@ -80,7 +80,7 @@ class Mixed(Counter):
 
 
 class Refused(Counter):
-    """Calls a server that refuses the first connections. The file `flag` counts them."""
+    """Calls a server that refuses the first connections. The file `flag` counts the connections."""
 
     def __init__(self, flag: str, num_refusals: int):
         super().__init__()

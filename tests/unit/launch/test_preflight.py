@@ -52,7 +52,7 @@ def test_problem_on_all_nodes_is_a_user_error() -> None:
     assert find_objection(one, ["n0"], RUN, 60) == Objection("user_error", f"on all nodes: {everywhere}")
 
 
-def test_disk_that_fills_up_after_an_attempt_is_not_the_users_error() -> None:
+def test_disk_that_fills_up_later_is_not_a_user_error() -> None:
     full = "run.folder=/shared/runs: the disk is full or not writable. Fix: run megarl doctor for details"
     on_all = [NodeReport(node, [], [full], SAME) for node in NODES]
     assert find_objection(on_all, NODES, RUN, 60).verdict == "user_error"

@@ -57,7 +57,7 @@ def test_explained_variance_matches_torch():
 
 def test_masked_tokens_have_no_loss_term():
     """Trainer and engine disagree on the second token. It has no gradient from the policy, KL, entropy or imitation
-    terms, and the loss is that of a sample without it."""
+    terms, and the loss equals that of a sample without the token."""
     keys = ["model.path=m", "data.source=arithmetic", "logprob_check={action: mask, mask: token}"]
     keys += ["algorithm.objective={entropy_coefficient: 0.1, imitation_coefficient: 0.2, aggregation: token_sum}"]
     config = load(BASE, [*keys, "algorithm.kl.coefficient=0.5"])
@@ -80,7 +80,7 @@ def test_masked_tokens_have_no_loss_term():
     assert not masked[1][1].any() and masked[1][[0, 2]].all()
 
 
-def test_every_epoch_has_its_own_draws():
+def test_epochs_have_different_draws():
     sample = Sample("a", Prompt("p", "", (7, 8)), (9,) * 3, (-1.0,) * 3, (True,) * 3, (VersionRun(0, 3),), "stop", "")
     draws = [_draw(training_ref(sample, 1.0), epoch) for epoch in (0, 1, 2, 1)]
     assert torch.equal(draws[1], draws[3])

@@ -1,4 +1,4 @@
-"""Initial main weights compared with closed forms: all positions of a cell are enumerated instead of sampled."""
+"""Compare initial main weights with closed forms: all positions in a cell are enumerated instead of sampled."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DTYPES = pytest.mark.parametrize("dtype", POWERS)
 
 @pytest.fixture(autouse=True)
 def _all_positions(monkeypatch):
-    """Element i of a tensor gets the i-th position of its cell."""
+    """Place element i of a tensor at the i-th position in its cell."""
 
     def shares(levels, tensor, rectangle, device):
         [(start, stop)] = rectangle
@@ -26,7 +26,7 @@ def _all_positions(monkeypatch):
 
 
 def placed(value: float, dtype: torch.dtype) -> torch.Tensor:
-    """Return the main weights for all positions of the value's cell, float32."""
+    """Return the float32 main weights at all positions in the value's cell."""
     count = main_weights._levels(dtype)
     values = torch.full((count,), value).to(dtype).float()
     main_weights._place(values, dtype, "w", ((0, count),))
@@ -50,8 +50,8 @@ def mean_move(main: torch.Tensor, dtype: torch.dtype, step: float) -> float:
 @DTYPES
 @pytest.mark.parametrize("sign", [1, -1])
 def test_moves_of_powers_of_two_are_unbiased(dtype, sign):
-    """Steps of up to a third of the larger distance, in both directions. Each position has a probability of 2⁻¹⁵ or
-    2⁻¹², which is the resolution of the mean."""
+    """Covers steps of up to a third of the larger distance, in both directions. The mean has a resolution of 2⁻¹⁵ or
+    2⁻¹², the probability of a single position."""
     for power in POWERS[dtype]:
         value, above, below = neighbors(sign * power, dtype)
         distance = max(above, below)
@@ -90,7 +90,7 @@ def test_main_weights_round_to_their_parameters(dtype, sign):
 
 @DTYPES
 def test_positions_of_powers_of_two_match_the_derivation(dtype):
-    """A third of the positions is uniform in the outermost third of the distance, two thirds in the innermost."""
+    """A third of the positions are uniform in the outermost third of the distance, two thirds in the innermost."""
     main = placed(1.0, dtype).double() - 1
     distance = torch.finfo(dtype).eps
     outer = main[main > distance / 8]

@@ -1,4 +1,4 @@
-"""Advantages in rollouts with several samples, from scores to tokens, compared with values computed by hand."""
+"""Advantages of rollouts with several samples, from scores to tokens, compared with hand-computed values."""
 
 from __future__ import annotations
 
@@ -95,8 +95,8 @@ def test_implicit_rewards_of_all_samples_count_for_each_sample():
 
 
 def test_kl_to_go_excludes_earlier_tokens_of_the_sample_only():
-    """The mean reward is 1 − 0.7 / 2 = 0.65. The second sample's tokens have 1 − 0.3 − 0.65 and, without its first
-    token's KL, 1 − 0.2 − 0.65."""
+    """The mean reward is 1 − 0.7 / 2 = 0.65. The advantages of the second sample's tokens are 1 − 0.3 − 0.65 and,
+    without its first token's KL, 1 − 0.2 − 0.65."""
     kl = [[[-0.1], [-0.1, -0.1]], [[-0.4]]]
     found = advantages([PLAIN.replace("CREDIT", "reward_to_go"), IN_REWARD], [1.0, 1.0], kl_reward=kl)
     assert flat(found) == pytest.approx([0.05, 0.05, 0.15, -0.05])
@@ -113,7 +113,7 @@ def test_turn_rewards_are_not_part_of_the_scalar_reward():
 
 @pytest.mark.parametrize("estimator", ["reinforce_plus_plus", "rloo", "opo", "gpg", "policy_gradient", "reinforce"])
 def test_outcome_is_shared_and_turn_rewards_are_not(estimator):
-    """An outcome of 2 besides the turn rewards."""
+    """The rollouts have an outcome of 2 in addition to the turn rewards."""
     key = f"algorithm.advantage={{estimator: {estimator}, whiten: false"
     spec = key + ("}" if estimator == "reinforce_plus_plus" else ", credit: reward_to_go}")
     found = flat(advantages([spec], [3.0, 3.0], process_reward=TURNS))
@@ -136,7 +136,7 @@ def test_gae_credits_each_turn_reward_once():
 
 
 def test_length_penalties_are_summed_over_a_rollout():
-    """Penalties of 0.5 and 1 in the first rollout. Every sample has the rollout's reward, 1 − 1.5."""
+    """The first rollout has penalties of 0.5 and 1. Each of its samples has the rollout's reward, 1 − 1.5."""
     keys = ["rollout.max_new_tokens=4", "rewards.overlong_buffer=2", PLAIN.replace("CREDIT", "whole")]
     kl = [[[0.0] * 3, [0.0] * 4, [0.0]], [[0.0]]]
     found = advantages([*keys, IN_REWARD], [1.0, 1.0], kl_reward=kl)

@@ -1,4 +1,4 @@
-"""Only plain LoRA adapters are accepted, compared with PEFT's own configs and outputs."""
+"""Only plain LoRA adapters are accepted. The references are PEFT's own configs and outputs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def stored(tmp_path: Path, config: LoraConfig) -> Path:
 
 
 def test_every_key_of_peft_is_known():
-    """A key of a newer PEFT must be looked up: does it change the adapters' function?"""
+    """If this fails for a newer PEFT, check whether its new keys change how adapters work."""
     assert LoraConfig().to_dict().keys() <= HARMLESS | CHECKED | VARIANTS.keys()
     assert not HARMLESS & (CHECKED | VARIANTS.keys())
 
@@ -127,7 +127,7 @@ def test_unknown_variants_are_refused(tmp_path, change, message):
 
 
 @pytest.mark.parametrize("content", ["[]", "3", "[" * 100_000, '{"r": 8'])
-def test_odd_files_are_named(tmp_path, content):
+def test_malformed_files_are_named(tmp_path, content):
     with pytest.raises(UserError, match=rf"^{tmp_path / CONFIG}: (invalid JSON|not a JSON object)"):
         check_adapter_config(written(tmp_path, content), lora())
 
@@ -143,8 +143,8 @@ def base_model() -> PreTrainedModel:
 
 
 def test_remedies_for_pissa(tmp_path):
-    """The adapters' product on the original weights misses the logits, and that of the converted adapters does not.
-    Merging gives the logits of the changed model."""
+    """On the original weights, the saved adapters do not reproduce the logits, but the converted adapters do. Merging
+    reproduces the logits of the changed model."""
     model = get_peft_model(base_model(), LoraConfig(r=4, lora_alpha=4, init_lora_weights="pissa"))
     model.save_pretrained(tmp_path / "start")
     with pytest.raises(UserError, match="init_lora_weights='pissa'"):

@@ -34,7 +34,7 @@ def test_one_step_off_takes_the_slower_side(train):
     ("lengths", "sampling"),
     [
         pytest.param((10, 10, 10, 10, 100), 1.0, id="slow_prompt_is_dropped"),
-        # The first prompt of a step restarts the one dropped before, which the step waits for.
+        # The first prompt of a step is the restarted one that was dropped before, and the step waits for it.
         pytest.param((100, 10, 10, 10, 10), 10.0, id="restarted_prompt_is_waited_for"),
     ],
 )
@@ -59,7 +59,7 @@ def test_stale_rollouts_are_dropped_instead_of_waited_for():
 
 
 def test_dropped_sequences_free_the_engine():
-    """Two slots: without the dropped sequences, the next step's start at once."""
+    """The engine has two slots. The next step's sequences start immediately, because the dropped ones are aborted."""
     draws = cycle([[10], [1000]])
     found = simulate(speeds(train=0, refit=0, concurrent=2), 1, 0, lambda: next(draws), num_ahead=1, drops=True)
     assert found.step_seconds == pytest.approx(1.0)

@@ -46,7 +46,7 @@ def write_rollouts(run: Path, step: int, num_samples: int = 2) -> None:
 
 
 def test_long_run_is_read_and_drawn_incrementally(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At 5,000 steps, a point of a chart is the mean of 13 steps, so 12 of 13 steps change no chart."""
+    """At 5,000 steps, each point on a chart is the mean of 13 steps, so 12 of 13 steps change no chart."""
     for step in range(2, 5001):
         add_step(run, step)
         write_rollouts(run, step)
@@ -76,7 +76,7 @@ def test_long_run_is_read_and_drawn_incrementally(run: Path, monkeypatch: pytest
 
 
 def test_history_follows_a_replaced_file_and_torn_lines(tmp_path: Path) -> None:
-    """A resumed run replaces the file, and a killed one leaves a torn line."""
+    """A resumed run replaces the file, and a killed run leaves a truncated line."""
     file = tmp_path / "metrics.jsonl"
     reader = history.HistoryReader(file)
     assert len(reader.read().steps) == 0

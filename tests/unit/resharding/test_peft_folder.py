@@ -1,4 +1,4 @@
-"""Adapter weights in PEFT folders: files without all factors are refused."""
+"""Adapter weights in PEFT folders: files with missing factors are rejected."""
 
 from __future__ import annotations
 

@@ -247,7 +247,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("name", MODELS)
 def test_vllm_loads_quantized_checkpoints_where_declared(name, tp, tmp_path, monkeypatch):
     """Compares names, shapes, dtypes and elements with the model that vLLM's own classes build and load."""
-    # Without AMX or AVX-512 vLLM finds no kernels. None runs here.
+    # vLLM finds no kernels on processors without AMX or AVX-512. This test does not run any kernel.
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
     monkeypatch.setattr(_custom_ops, "_supports_cpu_fp8_w8a16", True)
     config = MODELS[name]

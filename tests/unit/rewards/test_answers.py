@@ -172,7 +172,7 @@ def test_hostile_expression_is_wrong_and_not_a_failure(response):
         assert match("", rf"\boxed{{{response}}}", answer) is False
 
 
-def test_killed_comparison_is_repeated_and_then_a_failure(tmp_path):
+def test_killed_comparison_is_repeated_before_it_fails(tmp_path):
     calls = tmp_path / "calls"
 
     def compare(num_kills: int) -> bool:

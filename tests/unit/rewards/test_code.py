@@ -215,12 +215,12 @@ def test_program_does_not_skip_or_replace_parts_of_the_tests(program, test):
         ("def f(x): return int", "assert f(f(1).real) == 3"),
     ],
 )
-def test_value_that_cannot_be_sent_because_of_the_program_is_wrong(program, test):
+def test_unsendable_value_caused_by_the_program_is_wrong(program, test):
     assert not passes(program, test)
 
 
 def test_program_cannot_send_values_that_need_a_missing_module(monkeypatch):
-    """The program writes the message for an array by itself, on a machine without NumPy."""
+    """Without NumPy, the program writes the message for an array itself."""
     hide = "import sys\nsys.modules['numpy'] = None\n"
     node = ["numpy", "<f8", [0], "", True]
     reply = f"{{'root': [0], 'nodes': [{node}], 'changed': [], 'printed': ''}}"

@@ -1,4 +1,4 @@
-"""Responses to reasoning-gym tasks are data: verifiers do not run them as code, and none takes forever."""
+"""Verifiers treat responses to reasoning-gym tasks as data: they never run them as code, and always finish in time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def score(task: str, response: str) -> float:
 
 
 def evaluates_responses(kind: type) -> bool:
-    """Return whether the verifier calls `eval` or the like."""
+    """Return whether the verifier calls `eval` or a similar function."""
     calls = [
         node.func
         for node in ast.walk(ast.parse(inspect.getsource(sys.modules[kind.__module__])))
@@ -42,11 +42,16 @@ def test_response_is_not_run_as_code(task, tmp_path):
     opened = f"open('{file}', 'w')"
     escaped = "[c for c in ().__class__.__base__.__subclasses__() if c.__name__ == '_wrap_close'][0]"
     escaped += f".__init__.__globals__['system']('touch {file}')"
+    built = "+".join(f"chr({ord(character)})" for character in opened)
     for response in (
         opened,
         f"[{opened}]",
         escaped,
         f'S("{escaped}")',
+        f"exec({built})",
+        f"ｅｘｅｃ({built})",
+        f"S({built})",
+        f"x.exec({built})",
         "entry['answer']",
         "list(entry['answer'])",
         "entry['answer'].split()",

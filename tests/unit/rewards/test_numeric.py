@@ -64,7 +64,7 @@ def test_any_other_response_is_wrong(response, answer):
 
 
 def test_huge_number_is_wrong_without_being_converted(monkeypatch):
-    """The conversion of a million digits would take a minute."""
+    """Converting a million digits would take a minute."""
     monkeypatch.setattr(numeric, "_unsigned", lambda text: Fraction(text) if len(text) < 100 else pytest.fail(text[:9]))
     assert not numeric_match("", "1" * 1_000_000, 12)
 

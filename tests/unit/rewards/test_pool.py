@@ -137,15 +137,15 @@ def test_function_that_ends_its_process_fails_alone(pool, file, code, failure):
 
 
 def test_killed_call_is_repeated_in_a_fresh_process(pool, file, tmp_path):
-    """The first process is killed in the middle of the call, as by the kernel when memory runs out."""
+    """The first process is killed during the call, as the kernel does when memory runs out."""
     first = f"not os.path.exists('{tmp_path}/1') and not open('{tmp_path}/1', 'w').close()"
     assert act(pool, file, f"os.kill(os.getpid(), signal.SIGKILL) if {first} else 7") == Result(7.0, "7.0")
 
 
-def test_call_that_is_killed_each_time_names_the_signal(pool, file, tmp_path):
+def test_repeatedly_killed_call_names_the_signal(pool, file, tmp_path):
     code = f"open('{tmp_path}/calls', 'a').write('.') and os.kill(os.getpid(), signal.SIGKILL)"
     result = act(pool, file, code)
-    assert result.failure == "lost its process (SIGKILL, as when memory runs out) (in each of 3 attempts)"
+    assert result.failure == "lost its process (SIGKILL, possibly because memory ran out) (in each of 3 attempts)"
     assert result.is_infrastructure and (tmp_path / "calls").read_text() == "..."
     assert len(processes(pool, file)) == 2
 
@@ -163,7 +163,7 @@ def test_batch_call_is_repeated_for_the_samples_that_failed(file, monkeypatch):
     assert results[2] == Result(None, failure="raised ValueError: bad")
 
 
-def test_service_that_stays_away_is_a_failure_of_the_infrastructure(file):
+def test_lasting_outage_is_an_infrastructure_failure(file):
     pool = FunctionPool([f"{file}:act"], None, 1, WAIT_S, outage_s=0.001)
     try:
         result = act(pool, file, "(_ for _ in ()).throw(ConnectionResetError('gone'))")
@@ -186,7 +186,7 @@ def test_process_killed_once_at_start_is_replaced(tmp_path):
         pool.close()
 
 
-def test_process_killed_at_start_is_not_the_users_error(tmp_path):
+def test_process_killed_at_start_is_not_a_user_error(tmp_path):
     (tmp_path / "killed.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
     with pytest.raises(
         InfrastructureFailure, match=r"killed\.py:f: .* was killed while it started \(SIGKILL\).* Fix: "

@@ -34,7 +34,7 @@ class Server(ThreadingHTTPServer):
         self.keys: list[str | None] = []
         self.active = self.most_active = 0
         self.num_unavailable = 1
-        """Number of requests for a flaky response that fail."""
+        """Number of failing requests for a flaky response."""
         self.lock = threading.Lock()
         self.several = threading.Barrier(CONCURRENCY)
 
@@ -141,14 +141,15 @@ def test_ratings_are_rewards_and_missing_ones_failures(server):
         ("slow [[10]]", f"did not respond within {LIMIT_S} s"),
     ],
 )
-def test_server_that_is_away_is_not_at_fault_itself(server, response, failure):
+def test_unavailable_server_is_an_infrastructure_failure(server, response, failure):
     [result] = judged(server, response)
     assert result.kind == "away" and failure in result.failure
     assert result.failure.startswith("raised ServiceAway: ")
 
 
-def test_server_that_returns_is_waited_for(server, monkeypatch):
-    """It is unavailable for the first three requests, each in a call of its own. Other samples are judged once."""
+def test_judge_waits_for_a_server_that_recovers(server, monkeypatch):
+    """The server is unavailable for the first three requests, each in a separate call. Other samples are judged
+    once."""
     monkeypatch.setattr("megarl.core.outage.FIRST_PAUSE_S", POLL_S)
     server.num_unavailable = 3
     results = judged(server, "say [[10]]", "flaky [[1]]", concurrency=1, outage_s=WAIT_S)

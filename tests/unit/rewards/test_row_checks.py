@@ -1,4 +1,4 @@
-"""Checks of all data rows with built-in functions before a run starts."""
+"""Checks all data rows with built-in functions before a run starts."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ CASES = [
 ]
 
 WITHOUT_ANSWERS = ("think_answer_format", "length_penalty", "soft_overlong")
-"""Functions that do not read the answer."""
+"""Functions that do not use the answer."""
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_environments_check_answers(name: str, valid: Any, invalid: Sequence[Any
             require_rows([prompt(1, valid), prompt(2, answer)], check)
 
 
-def test_only_built_in_environments_that_compare_answers_check_them() -> None:
+def test_built_in_environments_that_compare_answers_check_them() -> None:
     assert [name for name in SHIPPED if answer_check(name) is not None] == ["calculator", "search", "search_tool"]
     assert answer_check("no/such/file.py:Class") is None
 

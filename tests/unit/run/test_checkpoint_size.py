@@ -1,4 +1,4 @@
-"""The disk space of samples that wait for a later step, and of rollout logs."""
+"""Disk space for samples that wait for a later step, and for rollout logs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BATCH = ["batch.prompts_per_step=4", "batch.prompts_per_update=4", "batch.sample
 
 
 def sample(name: str, prompt_tokens: int, tokens: int) -> Sample:
-    """Return a sample with words of four letters, one per token."""
+    """Return a sample with one four-letter word per token."""
     prompt = Prompt(f"p{name}", "word " * prompt_tokens, list(range(prompt_tokens)))
     ids, probs = list(range(tokens)), [-1.2345] * tokens
     return Sample(name, prompt, ids, probs, [True] * tokens, (VersionRun(0, tokens),), "stop", "word " * tokens)

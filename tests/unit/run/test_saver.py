@@ -200,7 +200,7 @@ def test_nothing_is_saved_without_every_steps(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_full_disk_is_waited_for_before_a_file_is_written(tmp_path: Path, monkeypatch) -> None:
+def test_saver_waits_for_disk_space_before_writing(tmp_path: Path, monkeypatch) -> None:
     group, saver = Group(), make_saver(tmp_path)
     saver.save(trained_models(group), 3, {})
     saver.finish()

@@ -65,7 +65,7 @@ def test_grpo_compares_rollouts_not_samples():
         ("lost lost code", 1, RunFailure),
     ],
 )
-def test_infrastructure_failures_are_not_the_users_errors(kinds: str, limit: float, raised: type[Exception]) -> None:
+def test_infrastructure_failures_are_not_user_errors(kinds: str, limit: float, raised: type[Exception]) -> None:
     samples = [sample_of(name, 0) for name in REWARDS]
     of_kind = {"fine": Score(1.0, {}), "code": Score(None, {}, "KeyError")}
     of_kind["lost"] = Score(None, {}, "the judge is away", is_infrastructure=True)
@@ -76,7 +76,7 @@ def test_infrastructure_failures_are_not_the_users_errors(kinds: str, limit: flo
         assert str(caught.value).startswith("the judge is away" if raised is InfrastructureFailure else "KeyError")
 
 
-def test_infrastructure_failures_are_counted_apart():
+def test_infrastructure_failures_are_counted_separately():
     samples, lost = [sample_of(name, 0) for name in REWARDS], Score(None, {}, "lost", is_infrastructure=True)
     results = [lost, Score(None, {}, "code"), Score(1.0, {})]
     settings = config("rewards.failure_limit=1", "rewards.max_consecutive_failures=2")
@@ -154,7 +154,7 @@ def test_metrics_of_environments_count_rollouts():
 
 
 def test_failed_reward_of_a_rollout_counts_once():
-    """One of three rollouts has no reward, and it has three samples."""
+    """One of three rollouts has no reward. It consists of three samples."""
     samples = group()
     given = [
         Score(None, {}, "f raised") if sample.rollout_id == "1.0.0" else score
@@ -182,7 +182,7 @@ def test_failure_limit_is_exact(limit, num_rollouts, allowed):
 
 
 def test_greedy_reward_includes_all_length_rewards():
-    """Penalties of 0.5 and 1 at 15 and 16 of at most 16 tokens, with a buffer of 2."""
+    """With a buffer of 2, 15 and 16 of at most 16 tokens have penalties of 0.5 and 1."""
     keys = "algorithm.advantage.estimator=remax", "rollout.max_new_tokens=16", "rewards.overlong_buffer=2"
     samples = [SampleRef("1.0.0", "p", 10, 5, 3, "stop", 0, 0)]
     greedy = [replace(sample_of("1.0.greedy", k), num_response_tokens=15 + k) for k in range(2)]

@@ -59,8 +59,8 @@ def test_slic_hinge_stops_at_margin_but_imitation_continues():
     assert worse.grad.tolist() == [0.0, 1.0, 1.0]
 
 
-def test_slic_trains_with_the_margin_of_the_paper():
-    """SLiC-HF trains with a margin of 1 between log-probs that are not divided by the length. It reports no λ."""
+def test_slic_uses_the_margin_from_the_paper():
+    """SLiC-HF uses a margin of 1 between log-probs without length normalization. The paper does not report λ."""
     config = load(CONFIGS / "smollm2-cpu-slic.yaml")
     options = config.algorithm.objective.options()
     assert options["hinge_margin"] == 1.0 and not config.algorithm.objective.option("length_normalised")

@@ -277,7 +277,7 @@ def test_rejected_requests_are_not_recorded(given: dict[str, Any], code: int, wo
 
 @pytest.mark.parametrize("added", [[], [{"role": "assistant", "content": "So"}]])
 def test_request_that_ends_with_an_answer_is_rejected(added: list[dict[str, str]]) -> None:
-    """After a sampled turn, and after a message that the agent wrote in the policy's name."""
+    """Covers a sampled turn, and a message that the agent wrote on the policy's behalf."""
 
     async def agent(ask: Ask, *_: Any) -> None:
         talk = [*QUESTION, message_of(await ask(QUESTION)), *added]

@@ -129,7 +129,7 @@ parent.read()
 """
 
 
-def test_killed_verifiers_process_is_no_failure_of_the_rollout(tmp_path, monkeypatch) -> None:
+def test_killed_verifiers_process_does_not_fail_the_rollout(tmp_path, monkeypatch) -> None:
     """The error makes the rollout start over, and the next call starts another process."""
     (tmp_path / "stub.py").write_text(STUB)
     monkeypatch.setattr("megarl.environments.sessions.verifiers_agent.PROGRAM", tmp_path / "stub.py")

@@ -1,4 +1,4 @@
-"""Routes of requests that an engine has preempted and computed again."""
+"""Routes of requests that an engine preempts and recomputes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megarl.rollout.vllm.route_capture import RouteCapture
 
 
 def test_recomputed_tokens_keep_their_first_routes():
-    """Four tokens are routed to expert 1. After an update, they are computed again, followed by a fifth."""
+    """Four tokens are routed to expert 1. After an update, they are recomputed, followed by a fifth token."""
     steps = [
         (0, np.full((3, 1, 1), 1)),
         (3, np.full((1, 1, 1), 1)),
