@@ -6,7 +6,6 @@ text, a number, 10 and text.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -143,23 +142,25 @@ def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 def _read(text: str) -> tuple[yaml.Node | None, Any]:
     loader = _CoreLoader(text)
     node = loader.get_single_node()
-    num_values = 0 if node is None else _num_values(node, {})
-    if num_values > MAX_VALUES:
-        result = f"aliases expand to more than {MAX_VALUES:,} values"
-        problem = "an alias contains itself" if num_values == math.inf else result
-        raise yaml.MarkedYAMLError(problem=f"{problem}. Fix: use fewer aliases", problem_mark=node.start_mark)
+    if node is not None and _num_values(node, {}) > MAX_VALUES:
+        problem = f"aliases expand to more than {MAX_VALUES:,} values. Fix: use fewer aliases"
+        raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
     return node, None if node is None else loader.construct_document(node)
 
 
-def _num_values(node: yaml.Node, counted: dict[int, float]) -> float:
-    """Return the number of keys and values in a node with expanded aliases, which is infinite if a node contains
-    itself."""
+def _num_values(node: yaml.Node, counted: dict[int, int | None]) -> int:
+    """Return the number of keys and values in a node with expanded aliases. Raise MarkedYAMLError if a node contains
+    itself. counted: numbers for the nodes visited so far, None until all children are counted."""
     if id(node) not in counted:
-        counted[id(node)] = math.inf
+        counted[id(node)] = None
         children = node.value if isinstance(node, yaml.CollectionNode) else ()
         nodes = [each for child in children for each in (child if isinstance(child, tuple) else (child,))]
         counted[id(node)] = 1 + sum(_num_values(each, counted) for each in nodes)
-    return counted[id(node)]
+    number = counted[id(node)]
+    if number is None:
+        problem = "an alias contains itself. Fix: remove the alias"
+        raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+    return number
 
 
 def _reason(error: yaml.YAMLError) -> str:
