@@ -43,15 +43,12 @@ def checkpoint_bytes(config: Config, hf_configs: Mapping[Role, Mapping[str, Any]
 
 def saved_bytes(config: Config, hf_configs: Mapping[Role, Mapping[str, Any]]) -> int:
     """Return the size of a checkpoint in bytes, including samples of maximum length that wait for a later step."""
-    return checkpoint_bytes(config, hf_configs) + _waiting_bytes(config, hf_configs["actor"])
-
-
-def _waiting_bytes(config: Config, actor: Mapping[str, Any]) -> int:
+    size = checkpoint_bytes(config, hf_configs)
     if config.is_offline or not config.prompts_ahead:
-        return 0
+        return size
     # The file stores masks as one byte per token.
-    sample = sample_bytes(config, experts(completed(actor))) + config.rollout.context_length
-    return ceil(num_ahead(config) * sample)
+    sample = sample_bytes(config, experts(completed(hf_configs["actor"]))) + config.rollout.context_length
+    return size + ceil(num_ahead(config) * sample)
 
 
 def log_bytes(config: Config) -> int:
