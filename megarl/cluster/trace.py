@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import shutil
 import sys
 import zlib
@@ -11,11 +12,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.core.errors import UserError
-from megarl.core.files import open_regular
+from megarl.core.files import lines_of, open_regular, replacement
 from megarl.core.optional_logs import OptionalLog
 
 if TYPE_CHECKING:
@@ -29,6 +31,9 @@ EARLIER = "trace.earlier.jsonl.gz"
 
 WINDOW_BYTES = 32 * 2**20
 """Size of a window. It holds 2,000 steps or more, as a step writes at most MAX_PROCESSES spans of 90 bytes per task."""
+
+MAX_LINE = 2**16
+"""Maximum number of bytes of a line that is read. The lines of other programs' files may be of any length."""
 
 MAX_PROCESSES = 32
 """Maximum number of processes per task whose spans are written. They are evenly spaced by rank."""
@@ -86,10 +91,12 @@ class Trace:
             self._begin_window()
 
     def _begin_window(self) -> None:
-        compressed = self._path.with_name(f".{EARLIER}")
-        with self._path.open("rb") as window, gzip.open(compressed, "wb", compresslevel=1) as file:
+        with (
+            self._path.open("rb") as window,
+            replacement(self._path.with_name(EARLIER)) as compressed,
+            gzip.open(compressed, "wb", compresslevel=1) as file,
+        ):
             shutil.copyfileobj(window, file)
-        compressed.replace(self._path.with_name(EARLIER))
         self._path.unlink()
 
 
@@ -102,23 +109,25 @@ def evenly_spaced(spans: Sequence[Span], limit: int) -> Sequence[Span]:
 
 def read_spans(logs: Path) -> Iterator[Span]:
     """Yield an attempt's spans one at a time, oldest first. Lines that are not spans, such as the last line of a killed
-    attempt, are skipped."""
+    attempt, are skipped. Raise a UserError for a damaged compressed file."""
     if (earlier := logs / EARLIER).exists():
-        with open_regular(earlier) as file, gzip.open(file, "rt", encoding="utf-8", errors="replace") as lines:
+        with open_regular(earlier) as file, gzip.open(file) as window:
+            lines = takewhile(lambda _: window.tell() <= 2 * WINDOW_BYTES, lines_of(window, MAX_LINE))
             try:
                 yield from _spans(lines)
             except (OSError, EOFError, zlib.error) as error:
                 raise UserError(f"{earlier}: is not a complete gzip file ({error}). Fix: remove the file") from None
     if (latest := logs / FILE).exists():
         with open_regular(latest) as file:
-            yield from _spans(line.decode("utf-8", "replace") for line in file)
+            yield from _spans(lines_of(file, MAX_LINE))
 
 
-def _spans(lines: Iterable[str]) -> Iterator[Span]:
+def _spans(lines: Iterable[bytes]) -> Iterator[Span]:
     for line in lines:
         try:
-            row = json.loads(line)
+            row = json.loads(line.decode("utf-8", "replace"))
             span = Span(sys.intern(row["process"]), sys.intern(row["task"]), float(row["begin"]), float(row["end"]))
         except (ValueError, TypeError, KeyError, RecursionError, OverflowError):
             continue
-        yield span
+        if math.isfinite(span.begin) and math.isfinite(span.end):
+            yield span

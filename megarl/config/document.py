@@ -19,6 +19,9 @@ from megarl.core.errors import UserError
 Key = tuple[str | int, ...]
 """The path of a key from the top level; integers index lists."""
 
+MAX_VALUES = 100_000
+"""Maximum number of keys and values in a document. A few nested aliases would expand to billions."""
+
 _KINDS = {
     dict: "a mapping",
     list: "a list",
@@ -61,11 +64,11 @@ def parse(text: str, name: str) -> Document:
         mark = error.problem_mark or error.context_mark
         place = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
         raise UserError(f"{place}: {_reason(error)}") from None
-    except RecursionError:
-        raise UserError(f"{name}: nested too deeply, or an alias contains itself. Fix: correct the file") from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise UserError(f"{name}:{line}: {_reason(error)}") from None
+    except RecursionError:
+        raise UserError(f"{name}: nested too deeply. Fix: correct the file") from None
     if node is None or values is None:
         raise UserError(f"{name}: the file is empty. Fix: start it with `base: base.yaml`")
     if not isinstance(values, dict):
@@ -73,25 +76,23 @@ def parse(text: str, name: str) -> Document:
             f"{name}:{node.start_mark.line + 1}: expected a mapping (KEY: VALUE), found {kind(values)}"
             ". Fix: start the file with `base: base.yaml`"
         )
-    try:
-        return Document(values, {key: f"{name}:{line}" for key, line in _lines(node)})
-    except RecursionError:
-        raise UserError(f"{name}: nested too deeply, or an alias contains itself. Fix: correct the file") from None
+    return Document(values, {key: f"{name}:{line}" for key, line in _lines(node)})
 
 
 def parse_value(text: str) -> Any:
     """Read one YAML value. Raise a UserError with the reason if the text is not valid YAML."""
     try:
-        node, value = _read(text)
-        if node is not None:
-            list(_lines(node))  # raises RecursionError for an alias that contains itself
-        return value
+        return read(text)
     except yaml.YAMLError as error:
         raise UserError(f"invalid YAML value: {_reason(error)}") from None
     except RecursionError:
-        raise UserError(
-            "invalid YAML value: nested too deeply, or an alias contains itself. Fix: correct the value"
-        ) from None
+        raise UserError("invalid YAML value: nested too deeply. Fix: correct the value") from None
+
+
+def read(text: str) -> Any:
+    """Read a YAML value. Raise yaml.YAMLError if the text is not valid YAML, and RecursionError if it is nested too
+    deeply."""
+    return _read(text)[1]
 
 
 def render(values: dict[str, Any]) -> str:
@@ -141,7 +142,25 @@ def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 def _read(text: str) -> tuple[yaml.Node | None, Any]:
     loader = _CoreLoader(text)
     node = loader.get_single_node()
+    if node is not None and _num_values(node, {}) > MAX_VALUES:
+        problem = f"aliases expand to more than {MAX_VALUES:,} values. Fix: use fewer aliases"
+        raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
     return node, None if node is None else loader.construct_document(node)
+
+
+def _num_values(node: yaml.Node, counted: dict[int, int | None]) -> int:
+    """Return the number of keys and values in a node with expanded aliases. Raise MarkedYAMLError if a node contains
+    itself. counted: numbers for the nodes visited so far, None until all children are counted."""
+    if id(node) not in counted:
+        counted[id(node)] = None
+        children = node.value if isinstance(node, yaml.CollectionNode) else ()
+        nodes = [each for child in children for each in (child if isinstance(child, tuple) else (child,))]
+        counted[id(node)] = 1 + sum(_num_values(each, counted) for each in nodes)
+    number = counted[id(node)]
+    if number is None:
+        problem = "an alias contains itself. Fix: remove the alias"
+        raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+    return number
 
 
 def _reason(error: yaml.YAMLError) -> str:

@@ -124,7 +124,7 @@ class Checkpoint:
 
     def _check_size(self, record: FileRecord) -> None:
         file = self.path / record.path
-        if not file.is_file():
+        if not os.path.isfile(file):  # unlike Path.is_file, it accepts names that are too long
             raise _Damage(f"{record.path} is missing")
         if (size := file.stat().st_size) != record.num_bytes:
             raise _Damage(f"{record.path} is corrupt: it has {size:,} bytes, expected {record.num_bytes:,}")
@@ -189,7 +189,8 @@ def is_checkpoint(folder: Path) -> bool:
     """Return whether the folder is a checkpoint, complete or corrupt. The manifest's name is not sufficient evidence:
     run folders also contain a file with that name."""
     try:
-        return "content" in parse_json(read_text(folder / MANIFEST))
+        manifest = parse_json(read_text(folder / MANIFEST))
+        return isinstance(manifest, dict) and "content" in manifest
     except FileNotFoundError:
         return False
     except ValueError:
@@ -218,7 +219,8 @@ def write_synced(file: Path, text: str) -> None:
     """Write a text file and flush it to disk. Wait if the disk is full, see retry_when_full."""
 
     def write() -> None:
-        with file.open("w", encoding="utf-8") as stream:
+        file.unlink(missing_ok=True)  # a link would be followed
+        with file.open("x", encoding="utf-8") as stream:
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())

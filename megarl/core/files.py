@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, get_type_hints
 
@@ -38,6 +39,10 @@ DISK_S = 300.0
 """Maximum time in seconds that a process waits for space on a full disk, per write."""
 
 PROBE_BYTES = 2**20
+
+
+MAX_BYTES, MAX_LINE_BYTES = 2**32, 2**28
+"""Maximum size in bytes of a file that is read as a whole, and of a line."""
 
 
 def no_progress(done: str, num_bytes: int, total: int) -> None:
@@ -118,9 +123,21 @@ def is_full(error: BaseException, path: Path) -> bool:
 
 def read_text(path: Path) -> str:
     """Return the text of a regular file. Raise FileNotFoundError if the file does not exist, and a UserError that
-    names it if it is a symbolic link or not a regular file. Reading a pipe could block forever."""
+    names it if it is a symbolic link, not a regular file, or larger than MAX_BYTES. Reading a pipe could block
+    forever."""
+    return _read_bytes(path).decode("utf-8", "replace")
+
+
+def _read_bytes(path: Path) -> bytes:
     with open_regular(path) as file:
-        return file.read().decode("utf-8", "replace")
+        if os.fstat(file.fileno()).st_size > MAX_BYTES:
+            raise UserError(f"{path}: has more than {MAX_BYTES:,} bytes. Fix: remove the file")
+        return file.read()
+
+
+def lines_of(file: BinaryIO, max_bytes: int = MAX_LINE_BYTES) -> Iterator[bytes]:
+    """Yield the lines of a file. A line of more than `max_bytes` is split, so that it does not fill the memory."""
+    return iter(partial(file.readline, max_bytes), b"")
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -174,8 +191,7 @@ def read_foreign_object(path: Path, key: str = "", fix: str = "copy the file aga
     link. Raise a UserError if the file is not a JSON object or cannot be read. The message begins with `key` and ends
     with the remedy `fix`."""
     try:
-        with open_regular(path.resolve()) as file:
-            return parse_object(file.read().decode("utf-8-sig"))
+        return parse_object(_read_bytes(path.resolve()).decode("utf-8-sig"))
     except OSError as error:
         raise UserError(f"{key}{path}: cannot be read ({error.strerror}). Fix: {fix}") from None
     except UserError:
@@ -260,19 +276,27 @@ def write_new_file(option: str, path: Path, text: str) -> None:
 
 def replace_text(file: Path, text: str) -> None:
     """Write a text file atomically, replacing any earlier version. Wait if the disk is full, see retry_when_full."""
-    new = file.with_name(f".{file.name}")
 
     def write() -> None:
-        new.unlink(missing_ok=True)  # it may be a link or a pipe
-        try:
-            with new.open("x", encoding="utf-8", errors="replace") as stream:
-                stream.write(text)
-        except OSError:
-            new.unlink(missing_ok=True)
-            raise
-        new.replace(file)
+        with replacement(file) as stream:
+            stream.write(text.encode(errors="replace"))
 
     retry_when_full(write, file)
+
+
+@contextmanager
+def replacement(file: Path) -> Iterator[BinaryIO]:
+    """Yield a new file, which replaces `file` when the body ends and is deleted if the body raises. An existing link or
+    pipe is not followed."""
+    new = file.with_name(f".{file.name}")
+    new.unlink(missing_ok=True)
+    try:
+        with new.open("xb") as stream:
+            yield stream
+        new.replace(file)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
 
 
 def append_rows(path: Path, rows: Iterable[Any]) -> None:

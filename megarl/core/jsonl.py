@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from megarl.core.files import open_regular, parse_json
+from megarl.core.files import MAX_LINE_BYTES, lines_of, open_regular, parse_json
 
 Objects = list[dict[str, Any]]
 Keep = Callable[[dict[str, Any]], dict[str, Any]]
@@ -17,7 +17,7 @@ def read_objects(path: Path, keep: Keep = dict) -> tuple[Objects, list[int]]:
     infinities are read as None. `keep` reduces each object to the part to return, since objects may be large. A line
     that cannot be read counts as not containing an object. Raise a UserError if the file is not a regular file."""
     with open_regular(path) as lines:
-        return parse_lines(lines, 1, keep)
+        return parse_lines(lines_of(lines), 1, keep)
 
 
 def parse_lines(lines: Iterable[bytes], first: int, keep: Keep = dict) -> tuple[Objects, list[int]]:
@@ -25,6 +25,8 @@ def parse_lines(lines: Iterable[bytes], first: int, keep: Keep = dict) -> tuple[
     objects, unreadable = [], []
     for number, line in enumerate(lines, start=first):
         try:
+            if len(line) == MAX_LINE_BYTES:
+                raise ValueError("longer than any line that megarl writes")
             value = parse_json(line.decode("utf-8", "replace"), lambda _: None)
             if not isinstance(value, dict):
                 raise ValueError("not an object")

@@ -10,7 +10,6 @@ import dataclasses
 import difflib
 import json
 import os
-import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import islice
 from numbers import Integral
@@ -18,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from megarl.core.errors import InfrastructureFailure, UserError, install_extra
+from megarl.core.interpreter import PYTHON
 from megarl.data.files import ALL_COLUMNS
 from megarl.data.row import Row
 from megarl.usercode.child_process import ChildFailure, ChildProcess
@@ -124,7 +124,7 @@ def reasoning_rows(stages: Sequence[tuple[Task, int]], seed: int, included: Coll
 
 def _rows_of_process(stages: Sequence[tuple[Task, int]], seed: int) -> Iterator[Row]:
     """Yield the rows that a new process generates, with all columns. Raise ChildFailure if the process ends early."""
-    process = ChildProcess([sys.executable, "-m", "megarl.data.reasoning"], {**os.environ, "PYTHONHASHSEED": "0"})
+    process = ChildProcess([*PYTHON, "-m", "megarl.data.reasoning"], {**os.environ, "PYTHONHASHSEED": "0"})
     try:
         request = {"stages": [(task.name, task.options, size) for task, size in stages], "seed": seed}
         process.send(json.dumps(request).encode() + b"\n")

@@ -17,6 +17,7 @@ bad_nodes         bad nodes of all attempts, written by the script
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -65,7 +66,7 @@ class JobFolder:
         return self.path / "preflight" / attempt
 
     def write_job(self, job: Job) -> None:
-        (self.path / "job.json").write_text(json.dumps(asdict(job), indent=2) + "\n", encoding="utf-8")
+        replace_text(self.path / "job.json", json.dumps(asdict(job), indent=2) + "\n")
 
     def job(self) -> Job:
         return read_record(self.path / "job.json", Job)
@@ -82,4 +83,4 @@ class JobFolder:
     def last_cause(self) -> str:
         """Return the reason why the last attempt ended, or "" if there was no attempt."""
         file = self.path / "cause"
-        return read_text(file).strip() if file.exists() else ""
+        return read_text(file).strip() if os.path.lexists(file) else ""

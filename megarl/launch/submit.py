@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -169,7 +170,7 @@ def _write(request: Request, configs: Mapping[int, Config]) -> Path:
 
 def _refuse_duplicate(folder: JobFolder) -> None:
     """Raise UserError if a job for this run is already queued or running."""
-    if not folder.submitted.exists() or shutil.which("squeue") is None:
+    if not os.path.lexists(folder.submitted) or shutil.which("squeue") is None:
         return
     number = read_text(folder.submitted).strip()
     queued = [line.split("|") for line in run_slurm("squeue", "--noheader", "--format=%F|%T").splitlines()]

@@ -60,14 +60,17 @@ def _load(folder: Path, key: str) -> PreTrainedTokenizerBase:
             return PreTrainedTokenizerFast.from_pretrained(folder)
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(folder)
+        # By default, transformers asks on the terminal whether to execute the folder's code.
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except UserError:
         raise
     except Exception as error:  # the tokenizers library raises a bare Exception for a corrupt file
-        raise UserError(
-            f"{key}={folder}: the tokenizer cannot be loaded ({type(error).__name__}: {' '.join(str(error).split())}). "
-            "Fix: copy the model's tokenizer files again"
-        ) from error
+        problem = f"cannot be loaded ({type(error).__name__}: {' '.join(str(error).split())})"
+        fix = "copy the model's tokenizer files again"
+        if "trust_remote_code" in str(error):
+            problem = "is Python code in the folder, which megarl does not execute"
+            fix = "save the tokenizer as tokenizer.json"
+        raise UserError(f"{key}={folder}: the tokenizer {problem}. Fix: {fix}") from error
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
@@ -109,7 +112,7 @@ def response_text(tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int],
 def _is_generic(folder: Path) -> bool:
     """Return whether tokenizer.json fully defines the tokenizer, so that AutoTokenizer and torch are not needed."""
     config_file = folder / "tokenizer_config.json"
-    if not config_file.exists() or not (folder / "tokenizer.json").exists():
+    if not config_file.is_file() or not (folder / "tokenizer.json").is_file():
         return False
     return read_foreign_object(config_file).get("tokenizer_class") in GENERIC_CLASSES
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from megarl.cluster.trace import DRIVER, FILE, Span, read_spans
 from megarl.core.errors import UserError
-from megarl.core.files import numbered
+from megarl.core.files import numbered, replacement
 from megarl.run.folder import ATTEMPT
 
 STEP = re.compile(r"step \d+")
@@ -29,13 +29,11 @@ def write(run: Path, out: Path | None = None) -> Path:
     if not attempts:
         raise UserError(f"{run}: logs/{ATTEMPT.format(1)}/{FILE} contains no tasks. Fix: pass a run folder")
     out = run / "trace.json" if out is None else out
-    new = out.with_name(f".{out.name}")
-    with new.open("w", encoding="utf-8") as file:  # one event at a time: a million events take a gigabyte of memory
-        file.write('{"displayTimeUnit": "ms", "traceEvents": [')
+    with replacement(out) as file:  # one event at a time: a million events take a gigabyte of memory
+        file.write(b'{"displayTimeUnit": "ms", "traceEvents": [')
         for number, event in enumerate(events(attempts)):
-            file.write(",\n" * (number > 0) + json.dumps(event))
-        file.write("]}\n")
-    new.replace(out)
+            file.write((",\n" * (number > 0) + json.dumps(event)).encode())
+        file.write(b"]}\n")
     return out
 
 
@@ -97,4 +95,5 @@ def _metadata(kind: str, pid: int, tid: int = 0, **arguments: Any) -> dict[str, 
 
 def _natural(name: str) -> Sequence[tuple[int, str]]:
     """Return a sort key that compares numbers by value, so that rank 10 comes after rank 9."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+    parts = re.split(r"([0-9]{1,18})", name)
+    return [(int(part), "") if number % 2 else (-1, part) for number, part in enumerate(parts)]

@@ -8,10 +8,10 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-import yaml
-
+from megarl.config import document
 from megarl.config.document import leaves
 from megarl.core.errors import UserError
+from megarl.core.files import replace_text
 from megarl.report.page import Contents, read_contents, resource, summary
 from megarl.report.plots import CHARTS, REWARD, SERIES, WIDE, charted_metrics, draw_overlaid, figure
 
@@ -30,14 +30,14 @@ def write(folders: Sequence[Path]) -> Path:
     runs = [read_contents(folder) for folder in folders]
     others = "_".join(Path(folder).resolve().name for folder in folders[1:])
     out = Path(folders[0]) / f"against_{others}.html"
-    out.write_text(render(runs, [str(folder) for folder in folders]), encoding="utf-8", errors="replace")
+    replace_text(out, render(runs, [str(folder) for folder in folders]))
     return out
 
 
 def render(runs: Sequence[Contents], folders: Sequence[str]) -> str:
     """Return the comparison page as HTML. The page has no scripts and loads no external resources."""
     names, figures = labels([run.name for run in runs], folders), [dict(summary(run)) for run in runs]
-    configs = [dict(leaves(yaml.safe_load(run.config_text) or {})) for run in runs]
+    configs = [dict(leaves(document.read(run.config_text) or {})) for run in runs]
     differences = list(_differences(configs))
     count = {0: "No keys differ.", 1: "One key differs."}.get(len(differences), f"{len(differences)} keys differ.")
     return Template(resource("comparison.html")).substitute(

@@ -18,7 +18,7 @@ from megarl.report.plots import Band, Chart, draw, figure
 from megarl.report.viewer import FileCache, number_or_none, score_of, select_turn_fields, shorten, spread, spread_stably
 
 PREFIX = "evaluation/"
-ESTIMATE = re.compile(r"evaluation/([^/]+)/((avg@|pass@|pass\^)(\d+))")
+ESTIMATE = re.compile(r"evaluation/([^/]+)/((avg@|pass@|pass\^)([0-9]{1,9}))")
 MAX_STEPS = 6  # per evaluation set
 MAX_SAMPLES = 24  # per step
 MAX_CHARACTERS = 1500  # per prompt or response

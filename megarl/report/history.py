@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
-from megarl.core.files import open_regular
+from megarl.core.files import MAX_LINE_BYTES, lines_of, open_regular
 from megarl.core.jsonl import parse_lines
 
 
@@ -79,16 +80,22 @@ class HistoryReader:
                 self._forget()
                 self._file = status.st_dev, status.st_ino
             file.seek(self._offset)
-            lines = file.read().splitlines(keepends=True)
-        last = lines.pop() if lines and not lines[-1].endswith(b"\n") else b""
-        objects, unreadable = parse_lines(lines, self._num_lines + 1)
-        self._offset, self._num_lines = self._offset + sum(map(len, lines)), self._num_lines + len(lines)
+            objects, unreadable = parse_lines(self._complete_lines(file), self._num_lines + 1)
+            file.seek(self._offset)
+            last_objects, tail = parse_lines(islice(lines_of(file), 1), self._num_lines + 1)
         self._unreadable += unreadable
-        last_objects, tail = parse_lines([last] if last else [], self._num_lines + 1)
         for record in [*objects, *last_objects]:
             if _is_step(record.get("step")):
                 self._put(record)
         return tail
+
+    def _complete_lines(self, file: BinaryIO) -> Iterator[bytes]:
+        """Yield the new lines except an incomplete last one, and count them."""
+        for line in lines_of(file):
+            if not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES:
+                return
+            self._offset, self._num_lines = self._offset + len(line), self._num_lines + 1
+            yield line
 
     def _put(self, record: Mapping[str, Any]) -> None:
         """Add a step, or replace its earlier line."""

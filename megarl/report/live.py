@@ -31,6 +31,9 @@ from megarl.report.viewer import StepRollouts
 from megarl.run.folder import RunFolder
 
 HOST = "127.0.0.1"
+TIMEOUT_S = 30
+"""Maximum seconds without data from a client. Other users of the machine could otherwise keep connections open."""
+
 HEADERS = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer", "X-Content-Type-Options": "nosniff"}
 
 
@@ -140,6 +143,8 @@ def serve(folder: Path, port: int = 0) -> Iterator[tuple[str, Callable[[], None]
 
 def _handler(report: LiveReport, token: str) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
+        timeout = TIMEOUT_S
+
         def do_GET(self) -> None:
             host = self.headers.get("Host", "").rpartition(":")[0]
             _, request_token, *rest = f"{self.path}/".split("/")

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from megarl.config import document
 from megarl.core.errors import UserError
 from megarl.core.files import parse_json, read_text
 from megarl.report.evaluations import PREFIX, SetSamples, read_evaluations, render_evaluations
@@ -70,7 +71,7 @@ def _read(folder: Path, history: HistoryReader, samples: FileCache) -> Contents:
     return Contents(
         name=str(manifest.get("name", run_folder.path.resolve().name)),
         subtitle=" · ".join(str(manifest[key]) for key in ("model", "started") if manifest.get(key)),
-        target_steps=config.get("run", {}).get("steps"),
+        target_steps=_target_steps(config),
         config_text=config_text,
         manifest_text=manifest_text,
         history=history.read(),
@@ -85,12 +86,17 @@ def _text_of(path: Path) -> str:
 
 def _config_of(path: Path, text: str) -> dict[str, Any]:
     try:
-        config = yaml.safe_load(text) or {}
+        config = document.read(text) or {}
         if not isinstance(config, dict) or not isinstance(config.get("run", {}), dict):
             raise ValueError("not a mapping")
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: is not a config: {error}. Fix: restore or remove the file") from None
     return config
+
+
+def _target_steps(config: dict[str, Any]) -> int | None:
+    steps = config.get("run", {}).get("steps")
+    return steps if isinstance(steps, int) else None
 
 
 def _manifest_of(path: Path, text: str) -> dict[str, Any]:

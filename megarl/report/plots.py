@@ -167,7 +167,7 @@ CHARTS = (
 PHASES = ("rollout", "reward", "train", "refit")
 PHASE_TITLE = "Time by phase"
 PHASE_EXPLANATION = "Seconds per step in each phase."
-AGE = re.compile(r"weights/staleness_(\d+)_share")
+AGE = re.compile(r"weights/staleness_([0-9]{1,9})_share")
 AGE_TITLE = "Staleness of samples"
 AGE_EXPLANATION = (
     "Fraction of a step's samples by staleness: weight versions between the oldest token and the trained weights."

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -139,8 +140,8 @@ def _detail(record: Mapping[str, Any]) -> dict[str, Any]:
     tokens = record["tokens"][:MAX_TOKENS]
     detail: dict[str, Any] = {"tokens": tokens}
     if record.get("mask") is not None:
-        is_turn = [1 - number % 2 for number, length in enumerate(record["mask"]) for _ in range(length)]
-        detail["mask"] = is_turn[: len(tokens)]
+        is_turn = (1 - number % 2 for number, length in enumerate(record["mask"]) for _ in range(length))
+        detail["mask"] = list(islice(is_turn, len(tokens)))
     for name, field in ARRAYS.items():
         if record.get(field):
             values = record[field][: len(tokens)]

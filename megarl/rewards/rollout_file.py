@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from megarl.core.files import replacement
 from megarl.core.optional_logs import OptionalLog
 from megarl.core.types import Sample, Score
 
@@ -78,15 +79,13 @@ def write_advantages(
     contains one value per response token, keyed by sample id and name, for samples that have an advantage. If the disk
     is full, the lines stay without advantages."""
     if path.exists():  # it is missing if its samples were dropped
-        new = path.with_name(f".{path.name}")
-        if not ADVANTAGES.attempt(new, lambda: _write_advantages(path, new, advantages, details), len(advantages)):
-            new.unlink(missing_ok=True)
+        ADVANTAGES.attempt(path, lambda: _write_advantages(path, advantages, details), len(advantages))
 
 
 def _write_advantages(
-    path: Path, new: Path, advantages: Mapping[str, float], details: Mapping[str, Mapping[str, Sequence[float]]]
+    path: Path, advantages: Mapping[str, float], details: Mapping[str, Mapping[str, Sequence[float]]]
 ) -> None:
-    with path.open("rb") as lines, new.open("wb") as out:
+    with path.open("rb") as lines, replacement(path) as out:
         for line in lines:
             _, _, _, sample_id, _ = line.split(b'"', 4)
             advantage = advantages.get(sample_id.decode())
@@ -96,7 +95,6 @@ def _write_advantages(
                 )
                 line = line.removesuffix(NO_ADVANTAGE) + f"{advantage:.{ADVANTAGE_DIGITS}g}{more}}}\n".encode()
             out.write(line)
-    new.replace(path)
 
 
 def _numbers(values: Sequence[float]) -> str:

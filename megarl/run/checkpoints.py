@@ -13,6 +13,7 @@ are removed, in this order. If the run is killed at any point, the checkpoint th
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import time
@@ -22,10 +23,11 @@ from typing import Any
 
 from megarl.core.checkpoint import NAME, PREFIX, Checkpoint, FileRecord, remove_notes, write_manifest, write_synced
 from megarl.core.errors import InfrastructureFailure, UserError
-from megarl.core.files import DISK_S, number_in, numbered, sync
+from megarl.core.files import DISK_S, number_in, numbered, read_text, sync
 from megarl.core.outage import pauses
 
 POINTER, BEST = "latest", "best"
+MAX_NAME = 255
 
 
 class Checkpoints:
@@ -52,10 +54,10 @@ class Checkpoints:
 
     def _pointed_to(self, name: str) -> Path | None:
         pointer = self.path / name
-        if not pointer.exists():
+        if not os.path.lexists(pointer):
             return None
-        target = pointer.read_text(encoding="utf-8", errors="replace").strip()
-        if number_in(target, NAME) is None:
+        target = read_text(pointer).strip()
+        if len(target) > MAX_NAME or number_in(target, NAME) is None:
             newest = f"such as {self._named(self.steps()[-1]).name}" if self.steps() else "or remove the file"
             raise UserError(
                 f"{pointer}: {target[:40]!r} is not the name of a checkpoint. Fix: write a checkpoint's name to it, "

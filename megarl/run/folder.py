@@ -22,7 +22,7 @@ from megarl.config.load import dump
 from megarl.config.schema import Config
 from megarl.core.checkpoint import FORMAT, FORMAT_KEY
 from megarl.core.errors import UserError
-from megarl.core.files import numbered, parse_json, read_object, read_text, replace_text, sync
+from megarl.core.files import numbered, parse_json, read_object, read_text, replace_text, replacement, sync
 from megarl.core.jsonl import read_objects
 from megarl.core.versions import installed_versions
 from megarl.models.folder import model_paths
@@ -163,12 +163,13 @@ class RunFolder:
 
     def _open(self, config: Config, data_hash: str | None, models: Models | None, step: int) -> None:
         self.logs.mkdir(parents=True)
-        self.config.write_text(dump(config), encoding="utf-8")
+        replace_text(self.config, dump(config))
         for variant in (config.algorithm.advantage, config.algorithm.objective):
             if variant.file is not None:
                 file, content = variant.file
                 self.code.mkdir(exist_ok=True)
-                shutil.copyfile(file, self.code / f"{content[:12]}-{file.name}")
+                with replacement(self.code / f"{content[:12]}-{file.name}") as copy:
+                    copy.write(file.read_bytes())
         attempt = {"attempt": self.attempt, "resumed_after_step": step or None}
         manifest = _manifest(config, data_hash) | {"models": models, FORMAT_KEY: FORMAT} | attempt
         replace_text(self.manifest, json.dumps(manifest, indent=2) + "\n")

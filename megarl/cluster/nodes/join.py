@@ -21,6 +21,7 @@ from megarl.cluster.supervision.scratch import ray_folder
 from megarl.core import device
 from megarl.core.cores import usable_cores
 from megarl.core.errors import RunFailure, UserError
+from megarl.core.interpreter import PYTHON
 
 POLL_S = 0.5
 MARGIN_S = 15.0
@@ -172,4 +173,4 @@ def _command(invitation: Invitation, report: Report, scratch: Path) -> list[str]
         "temp-dir": ray_folder(scratch),
     }
     flags = [f"--{name}={value}" for name, value in options.items()]
-    return [sys.executable, "-m", "ray.scripts.scripts", "start", *flags, "--block", "--disable-usage-stats"]
+    return [*PYTHON, "-m", "ray.scripts.scripts", "start", *flags, "--block", "--disable-usage-stats"]

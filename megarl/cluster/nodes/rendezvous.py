@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from megarl.core.files import read_json
 from megarl.core.versions import installed_versions
 
 PACKAGES = (
@@ -152,7 +153,8 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 def _write(file: Path, content: Mapping[str, Any]) -> None:
     new = file.with_name(f".{file.name}.{os.getpid()}")
-    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    new.unlink(missing_ok=True)
+    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)  # the mode of an existing file could differ
     with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
         json.dump(content, stream)
     new.replace(file)
@@ -160,5 +162,5 @@ def _write(file: Path, content: Mapping[str, Any]) -> None:
 
 def _read(file: Path) -> dict[str, Any] | None:
     with suppress(FileNotFoundError):
-        return json.loads(file.read_text(encoding="utf-8"))
+        return read_json(file)
     return None

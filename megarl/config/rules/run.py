@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from megarl.config.divisors import divisibility_error, divisors
 from megarl.config.schema import Config
+
+CREDENTIALS = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s@]*:[^/\s@]+@\S*", re.IGNORECASE)
+"""URLs with a password."""
+
+SECRETS = {"api_key", "apikey", "password", "passwd", "secret", "access_token", "auth_token"}
+"""Names of options that hold secrets."""
 
 
 def prompts_per_update_divides_prompts_per_step(config: Config) -> Iterator[str]:
@@ -66,7 +74,30 @@ def profiled_ranks_are_ranks_of_a_model(config: Config) -> Iterator[str]:
         )
 
 
+def values_have_no_credentials(config: Config) -> Iterator[str]:
+    """Every value reaches the run folder, the report and the trackers."""
+    for key, value in _texts(config.model_dump()):
+        if CREDENTIALS.fullmatch(value) or key.rpartition(".")[2].lower() in SECRETS:
+            yield (
+                f"{key}: contains credentials, which megarl would write to the run folder. Fix: remove them, and pass "
+                "them in an environment variable such as MLFLOW_TRACKING_PASSWORD or the one in options.api_key_env"
+            )
+
+
+def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the key and the value of each text at any depth."""
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _texts(inner, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _texts(inner, key)
+
+
 RULES = (
+    values_have_no_credentials,
     prompts_per_update_divides_prompts_per_step,
     dynamic_sampling_needs_groups,
     oversampled_prompts_are_used,

@@ -11,11 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import ValidationError
 
-from megarl.config.load import load
+from megarl.config import document
+from megarl.config.saved import validated
 from megarl.config.schema import Config
+from megarl.core.checkpoint import FORMAT
 from megarl.core.errors import RunFailure, UserError
-from megarl.core.files import numbered
+from megarl.core.files import numbered, read_text
+from megarl.core.interpreter import PYTHON
 from megarl.core.jsonl import read_objects
 from megarl.models.folder import resolve
 from megarl.rewards.rollout_file import PROMPT_IDS, RESPONSE_IDS
@@ -28,6 +32,13 @@ MAX_TOKENS = 512
 """Maximum number of leading tokens to compare. An implementation keeps all layers' outputs in memory."""
 
 DEADLINE_S = 3600.0
+
+KEPT_OVERRIDES = {
+    *("attention_backend", "block_size", "enable_prefix_caching", "kv_cache_dtype", "load_format"),
+    *("max_num_batched_tokens", "max_num_seqs", "quantization"),
+}
+"""The rollout.vllm_overrides that the engine receives. Others, such as trust_remote_code, can make vLLM execute code,
+and anyone may have written the run folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,22 +88,29 @@ def on_one_rank(config: Config, num_tokens: int) -> Config:
     """Return the run's config, changed so that the trainer and the engine have one rank each. Adapters are disabled
     because they are already merged in exported models. The engine loads its weights unchanged."""
     single_rank = with_engines_only(config)
+    overrides = {name: value for name, value in single_rank.rollout.vllm_overrides.items() if name in KEPT_OVERRIDES}
     budget = max(single_rank.actor.tokens_per_microbatch, num_tokens)
     changes: dict[str, dict[str, Any]] = {
         "actor": {"tokens_per_microbatch": budget, "threads": None},
-        "rollout": {"tp": 1, "replicas": 1, "top_k": None, "top_p": 1.0},
+        "rollout": {"tp": 1, "replicas": 1, "top_k": None, "top_p": 1.0, "vllm_overrides": overrides},
     }
     sections = {name: getattr(single_rank, name).model_copy(update=update) for name, update in changes.items()}
     return single_rank.model_copy(update=sections)
 
 
 def read_config(folder: Path) -> Config:
+    """Return the config of a run, without executing files that it names."""
     path = folder / "config.resolved.yaml"
     if not path.is_file():
         raise UserError(
             f"{folder}: not a run folder (no config.resolved.yaml). Fix: pass a run folder such as runs/latest"
         )
-    config = load(path)
+    try:
+        config = validated(document.parse(read_text(path), str(path)).values, FORMAT)
+    except (ValidationError, LookupError, TypeError, AttributeError):
+        raise UserError(
+            f"{path}: is not a config of this version of megarl. Fix: use the version that the run used"
+        ) from None
     if config.is_offline:
         raise UserError(f"{folder}: a run on offline data has no rollouts. Fix: pass the folder of an RL run")
     return config
@@ -152,7 +170,7 @@ def _compute(side: str, request: Request, scratch: Path) -> dict[str, np.ndarray
     folder = scratch / side
     folder.mkdir()
     (folder / REQUEST).write_bytes(pickle.dumps(request))
-    command = [sys.executable, "-m", "megarl.run.diagnosis.side", side, str(folder)]
+    command = [*PYTHON, "-m", "megarl.run.diagnosis.side", side, str(folder)]
     with (folder / "log").open("w+", encoding="utf-8", errors="replace") as log:
         finished = subprocess.run(command, stdout=log, stderr=log, timeout=DEADLINE_S)
         if finished.returncode:

@@ -15,7 +15,7 @@ def layer_outputs(folder: Path, token_ids: Sequence[int]) -> dict[str, np.ndarra
     """Return the outputs of each stage in the order of the forward pass. The last stage contains the log-probs of all
     tokens except the first, as float32 [T − 1]. Each of the preceding stages contains hidden states for all tokens
     except the last, as float32 [T − 1, hidden]."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
     outputs: dict[str, np.ndarray] = {}
 
     def keep(stage: str) -> Callable[..., None]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.core.files import replace_text
+from megarl.core.files import read_text, replace_text
 
 PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow-skinny", "trackio": "trackio"}
 """Maps each tracker to the package to install. Trackers are named after their Python modules."""
@@ -47,7 +47,7 @@ class Settings:
     def read_id(self) -> str | None:
         """Return the tracker's run id from an earlier attempt, or None if there is none."""
         file = self._id_file
-        return file.read_text(encoding="utf-8") if file.exists() else None
+        return read_text(file) if os.path.lexists(file) else None
 
     def save_id(self, run_id: str) -> str:
         replace_text(self._id_file, run_id)

@@ -24,6 +24,7 @@ from typing import Any
 
 from megarl.config.schema import Config
 from megarl.core.errors import UserError
+from megarl.core.interpreter import PYTHON
 from megarl.run.folder import RunFolder
 from megarl.run.trackers.backends import PACKAGES, Settings
 from megarl.usercode.child_process import ChildFailure, ChildProcess
@@ -112,7 +113,7 @@ class Tracker:
     def _start_process(self) -> ChildProcess:
         with self._log.open("ab") as log:
             self._process = ChildProcess(
-                [sys.executable, "-m", "megarl.run.trackers.process"],
+                [*PYTHON, "-m", "megarl.run.trackers.process"],
                 {**os.environ, "CUDA_VISIBLE_DEVICES": ""},
                 log,
                 is_self_cleaning=True,  # it may write its last rows if this process is killed

@@ -1,4 +1,5 @@
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -6,8 +7,12 @@ from importlib.metadata import version
 
 import pytest
 
+from megarl.config.model_schema import Lora
+from megarl.core.errors import UserError
 from megarl.models import folder as model_folder
 from megarl.models.folder import ModelNotLocal, default_cache, read_config, read_local_config, real_path, resolve
+from megarl.models.peft import check_adapter_config
+from megarl.models.tokenizer import _is_generic, load_tokenizer
 
 
 @pytest.fixture
@@ -206,3 +211,24 @@ def test_default_cache_follows_the_environment(monkeypatch, tmp_path):
     assert str(default_cache()) == "/xdg/megarl"
     monkeypatch.setenv("MEGARL_CACHE", "~/mine")
     assert str(default_cache()) == "/home/me/mine"
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "[" * 500 + "]" * 500, '{"a": ' + "9" * 5000 + "}", "[1]", "\xff"])
+def test_odd_json_in_model_folders_is_named(tmp_path, text):
+    names = ("config.json", "tokenizer_config.json", "adapter_config.json")
+    for name in (*names, "tokenizer.json", "adapter_model.safetensors"):
+        (tmp_path / name).write_bytes(text.encode("latin-1"))
+    readers = (
+        read_config,
+        load_tokenizer,
+        lambda folder: check_adapter_config(folder, Lora.model_construct(rank=4, alpha=8.0)),
+    )
+    for name, read in zip(names, readers, strict=True):
+        with pytest.raises(UserError, match=rf"{name}: invalid JSON \(.*\)\. Fix: copy"):
+            read(tmp_path)
+
+
+def test_a_pipe_in_a_model_folder_is_not_opened(tmp_path):
+    os.mkfifo(tmp_path / "tokenizer_config.json")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert not _is_generic(tmp_path)

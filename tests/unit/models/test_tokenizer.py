@@ -3,6 +3,7 @@ import json
 import pytest
 from transformers.models.qwen2 import Qwen2Tokenizer
 
+from megarl.core.errors import UserError
 from megarl.models.tokenizer import load_tokenizer
 from tests.tiny_model import tiny_tokenizer, write_tiny_llama
 
@@ -25,3 +26,15 @@ def test_ids_do_not_depend_on_the_class(tmp_path):
 def test_folder_without_a_tokenizer_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"model\.path=.*: the folder has no tokenizer"):
         load_tokenizer(tmp_path)
+
+
+def test_code_in_the_folder_is_not_executed(tmp_path, monkeypatch):
+    """The answer to transformers' question would be yes."""
+    monkeypatch.setattr("builtins.input", lambda _: "y")
+    executed = tmp_path / "executed"
+    (tmp_path / "planted.py").write_text(f"open({str(executed)!r}, 'w').close()\n")
+    content = {"tokenizer_class": "Planted", "auto_map": {"AutoTokenizer": ["planted.Planted", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"model\.path=.*: the tokenizer is Python code in the folder"):
+        load_tokenizer(tmp_path)
+    assert not executed.exists()

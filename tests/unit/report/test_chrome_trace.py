@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from itertools import combinations
 from pathlib import Path
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from megarl.cluster import trace
 from megarl.cluster.groups.group import TimedResult
 from megarl.cluster.trace import Span, Trace
+from megarl.core.errors import UserError
 from megarl.report import chrome_trace
 
 
@@ -96,3 +98,55 @@ def test_foreign_lines_are_skipped(tmp_path: Path, line: str) -> None:
     (logs / "trace.jsonl").write_text(f"{line}\n", errors="surrogateescape")
     Trace(logs).record("rollout", 1.0, 2.0)
     assert [span.task for span in trace.read_spans(logs)] == ["rollout"]
+
+
+GOOD = '{"process": "driver", "task": "t", "begin": 1, "end": 2}\n'
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"process": "d", "task": "t", "begin": 1' + "0" * 400 + ', "end": 2}',
+        '{"process": "d", "task": "t", "begin": NaN, "end": 2}',
+        '{"process": "d", "task": "t", "begin": 1, "end": Infinity}',
+        '{"process": "²", "task": "t", "begin": 1, "end": 2}',
+        '{"process": "rank ' + "1" * 5000 + '", "task": "t", "begin": 1, "end": 2}',
+        " " * 10**6,
+    ],
+    ids=range(6),
+)
+def test_odd_spans_do_not_raise(tmp_path: Path, line: str) -> None:
+    logs = tmp_path / "logs/attempt_1"
+    logs.mkdir(parents=True)
+    (logs / "trace.jsonl").write_text(f"{line}\n{GOOD}")
+    assert "NaN" not in chrome_trace.write(tmp_path).read_text()
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda data: b"text", lambda data: data[:40], lambda data: data[:20] + b"\xff" * 50], ids=range(3)
+)
+def test_a_damaged_earlier_window_is_named(tmp_path: Path, damage) -> None:
+    logs = tmp_path / "logs/attempt_1"
+    logs.mkdir(parents=True)
+    (logs / trace.EARLIER).write_bytes(damage(gzip.compress(GOOD.encode() * 1000)))
+    (logs / "trace.jsonl").write_text(GOOD)
+    with pytest.raises(UserError, match=rf"{trace.EARLIER}: is not a complete gzip file"):
+        chrome_trace.write(tmp_path)
+
+
+def test_a_compressed_file_is_read_up_to_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small file can expand to terabytes."""
+    monkeypatch.setattr(trace, "WINDOW_BYTES", 10 * len(GOOD))
+    (tmp_path / trace.EARLIER).write_bytes(gzip.compress(GOOD.encode() * 10_000))
+    assert 10 <= len(list(trace.read_spans(tmp_path))) <= 20
+
+
+@pytest.mark.parametrize("name", ["trace.json", ".trace.json"])
+def test_links_are_not_followed(tmp_path: Path, name: str) -> None:
+    logs, victim = tmp_path / "run/logs/attempt_1", tmp_path / "victim"
+    logs.mkdir(parents=True)
+    (logs / "trace.jsonl").write_text(GOOD)
+    victim.write_text("mine")
+    (tmp_path / "run" / name).symlink_to(victim)
+    chrome_trace.write(tmp_path / "run")
+    assert victim.read_text() == "mine"

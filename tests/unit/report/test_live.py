@@ -8,7 +8,7 @@ import re
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -56,9 +56,10 @@ def test_long_run_is_read_and_drawn_incrementally(run: Path, monkeypatch: pytest
         monkeypatch.setattr(module, name, lambda *given, f=function, calls=calls: calls.append(given) or f(*given))
     parse = history.parse_lines
 
-    def parse_lines(lines: list[bytes], first: int) -> Any:
-        parsed.extend(lines)
-        return parse(lines, first)
+    def parse_lines(lines: Iterable[bytes], first: int) -> Any:
+        given = list(lines)
+        parsed.extend(given)
+        return parse(given, first)
 
     monkeypatch.setattr(history, "parse_lines", parse_lines)
     report = live.LiveReport(run)

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import urllib.error
+import urllib.parse
 import urllib.request
 from pathlib import Path
 from threading import Thread
 
 import pytest
 
+from megarl.core import files, jsonl
 from megarl.core.errors import UserError
-from megarl.report import write
+from megarl.report import comparison, history, live, write
 from megarl.report.live import LiveReport, serve
+from megarl.report.viewer import read_rollouts
 from megarl.run.folder import RunFolder
 from tests.timing import WAIT_S
 
@@ -107,3 +111,67 @@ def test_live_report_answers_when_a_file_becomes_a_pipe(folder):
         with pytest.raises(urllib.error.HTTPError) as answer:
             urllib.request.urlopen(url, timeout=WAIT_S)
         assert answer.value.code == 500 and b"metrics.jsonl: is not a regular file" in answer.value.read()
+
+
+@pytest.mark.parametrize("steps", ["abc", "[1]", "{a: 1}", "1e400", "null", "2026-01-01"])
+def test_report_survives_odd_target_steps(folder, steps):
+    (folder / CONFIG).write_text(f"run: {{steps: {steps}}}\n")
+    assert write(folder).read_text().startswith("<!DOCTYPE html>")
+
+
+def test_a_mask_longer_than_the_tokens_is_cut(folder):
+    """The whole mask would have 10 billion values."""
+    row = ROW | {"tokens": ["a", "b", "c"], "mask": [1, 1, 10**10]}
+    RunFolder(folder).rollouts(1).write_text(json.dumps(row) + "\n")
+    [step] = read_rollouts(RunFolder(folder).rollout_files()).steps
+    assert step.samples[0]["detail"]["mask"] == [1, 0, 1]
+
+
+def test_aliases_that_expand_without_bound_are_named(folder):
+    levels = (f"a{i}: &a{i} {{a: *a{i - 1}, b: *a{i - 1}, c: *a{i - 1}}}\n" for i in range(1, 25))
+    for text, reason in {
+        f"a0: &a0 {{a: 1}}\n{''.join(levels)}": "aliases expand to more than 100,000 values",
+        "a: &a {b: *a}\n": "an alias contains itself",
+    }.items():
+        (folder / CONFIG).write_text(text)
+        with pytest.raises(UserError, match=rf"{CONFIG}: is not a config: {reason}"):
+            comparison.write([folder, folder])
+
+
+def test_long_lines_are_not_read_at_once(folder, monkeypatch):
+    for module in (files, jsonl, history):
+        monkeypatch.setattr(module, "MAX_LINE_BYTES", 100)
+    monkeypatch.setattr(files.lines_of, "__defaults__", (100,))
+    with (folder / "metrics.jsonl").open("ab") as lines:
+        lines.truncate(10**6)
+    objects, unreadable = jsonl.read_objects(folder / "metrics.jsonl")
+    assert len(objects) == 1 and len(unreadable) > 9000
+    assert len(history.read_history(folder / "metrics.jsonl").unreadable) == len(unreadable)
+
+
+def test_large_files_are_named(folder, monkeypatch):
+    monkeypatch.setattr(files, "MAX_BYTES", 2000)
+    (folder / "manifest.json").write_text("{" + " " * 2000 + "}")
+    with pytest.raises(UserError, match=r"manifest\.json: has more than 2,000 bytes"):
+        write(folder)
+
+
+@pytest.mark.parametrize("name", ["against_other.html", ".against_other.html"])
+def test_comparison_does_not_follow_links(folder, tmp_path_factory, name):
+    victim = tmp_path_factory.mktemp("victim") / "file"
+    victim.write_text("mine")
+    (folder / name).symlink_to(victim)
+    other = victim.parent / "other"
+    other.mkdir()
+    (other / "manifest.json").write_text("{}")
+    assert comparison.write([folder, other]) == folder / "against_other.html"
+    assert victim.read_text() == "mine"
+
+
+def test_live_report_closes_idle_connections(folder, monkeypatch):
+    """Another user of the machine could otherwise keep any number of connections open."""
+    monkeypatch.setattr(live, "TIMEOUT_S", 0.2)
+    with serve(folder) as (url, run):
+        Thread(target=run, daemon=True).start()
+        with socket.create_connection(("127.0.0.1", urllib.parse.urlsplit(url).port), timeout=WAIT_S) as idle:
+            assert idle.recv(1) == b""

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.core.checkpoint import Checkpoint, FileRecord, noted_files, seal, write_note
+from megarl.core.checkpoint import Checkpoint, FileRecord, _digest, is_checkpoint, noted_files, seal, write_note
+from megarl.core.errors import DamagedCheckpoint, UserError
 from megarl.run.checkpoints import Checkpoints
 
 STATE = {"run": {"step": 1}, "config": {"lr": 1e-6, "name": "é"}}
@@ -273,3 +274,55 @@ def test_full_disk_raises_with_the_arithmetic(checkpoints: Checkpoints, monkeypa
         "(megarl writes a new one before it removes the oldest). Fix: free disk space, lower checkpoint.keep, or set "
         "checkpoint.every_steps=null and checkpoint.on_signal=false"
     )
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link", "digits"])
+def test_odd_pointers_are_named(checkpoints: Checkpoints, kind: str) -> None:
+    save(checkpoints, 1)
+    pointer = checkpoints.path / "latest"
+    pointer.unlink()
+    if kind == "pipe":
+        os.mkfifo(pointer)
+    elif kind == "link":
+        pointer.symlink_to("/dev/zero")
+    else:
+        pointer.write_text("step_" + "1" * 5000)
+    with pytest.raises(
+        UserError, match=r"latest: (is not a regular file|is a symbolic link|'step_1+' is not the name)"
+    ):
+        checkpoints.latest()
+
+
+def test_pointers_do_not_follow_links(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    save(checkpoints, 1)
+    (checkpoints.path / ".latest").symlink_to(victim)
+    save(checkpoints, 2)
+    assert victim.read_text() == "mine" and checkpoints.latest() == checkpoints.path / "step_000002"
+
+
+RECORD = {"path": "a", "num_bytes": 1, "sha256": "0"}
+CONTENT = {"format_version": 1, "step": 1, "state": {}, "files": []}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *([1], "text", None, CONTENT | {"step": 1e400}, CONTENT | {"state": [1]}, CONTENT | {"files": None}),
+        *(CONTENT | {"files": [RECORD | {"path": path}]} for path in ("a" * 5000, "a\0b", 5, ".")),
+    ],
+    ids=range(10),
+)
+def test_odd_manifests_are_damage(tmp_path: Path, content) -> None:
+    folder = tmp_path / "step_000001"
+    folder.mkdir()
+    (folder / "manifest.json").write_text(json.dumps({"sha256": _digest(content), "content": content}))
+    with pytest.raises(DamagedCheckpoint, match=r"step_000001: .* is (corrupt|missing)"):
+        Checkpoint.open(folder)
+
+
+@pytest.mark.parametrize("text", ["5", "[]", "null", '"content"'])
+def test_other_json_is_not_a_checkpoint(tmp_path: Path, text: str) -> None:
+    (tmp_path / "manifest.json").write_text(text)
+    assert not is_checkpoint(tmp_path)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from megarl.config import document
 from megarl.config.load import dump, load
 from megarl.core.errors import UserError
 from megarl.run.diagnosis.comparison import compare, difference, first_different, table, verdict
@@ -107,3 +109,23 @@ def test_single_rank_config_has_no_adapters(run: Path) -> None:
     config = on_one_rank(read_config(run), 512)
     assert config.actor.layout.world_size == config.num_ranks["rollout"] == 1
     assert config.actor.adapters is None and config.rollout.vllm_overrides == {"load_format": "auto"}
+
+
+def test_the_run_folder_cannot_execute_code(run: Path, tmp_path: Path) -> None:
+    """Anyone may have written the folder."""
+    (tmp_path / "planted.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w').close()\n")
+    config = run / "config.resolved.yaml"
+    values = deepcopy(document.parse(config.read_text(), "config").values)
+    values["algorithm"]["objective"]["name"] = f"{tmp_path}/planted.py:SPEC"
+    values["rollout"]["vllm_overrides"] = {"trust_remote_code": True, "worker_cls": "planted.Worker", "block_size": 32}
+    config.write_text(document.render(values))
+    overrides = on_one_rank(read_config(run), 512).rollout.vllm_overrides
+    assert overrides == {"block_size": 32, "load_format": "auto"}
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize("text", ["run: {}\n", "algorithm: []\n", "base: other.yaml\nalgorithm: {}\n", "a: [" * 5000])
+def test_an_invalid_config_is_named(run: Path, text: str) -> None:
+    (run / "config.resolved.yaml").write_text(text)
+    with pytest.raises(UserError, match=r"config\.resolved\.yaml"):
+        read_config(run)

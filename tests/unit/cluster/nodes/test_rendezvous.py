@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 from dataclasses import replace
 from pathlib import Path
@@ -110,3 +111,20 @@ def test_lost_nodes_are_those_missing_from_ray(alive: list[int]) -> None:
     assert lost_nodes([report(2), report(3)], patience_s=9.0) == ["n3"]
     assert lost_nodes([report(2)], patience_s=0.0) == []
     assert lost_nodes([], patience_s=9.0) == []
+
+
+def test_the_token_is_not_written_through_a_link(rendezvous: NodeRendezvous, tmp_path: Path) -> None:
+    readable = tmp_path / "readable"
+    readable.write_text("")
+    (tmp_path / "nodes" / f".{INVITATION}.{os.getpid()}").symlink_to(readable)
+    rendezvous.invite(INVITED)
+    assert readable.read_text() == "" and rendezvous.invitation() == INVITED
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda file: file.write_text("[" * 100_000)], ids=["pipe", "deep"])
+def test_an_odd_invitation_is_named(rendezvous: NodeRendezvous, tmp_path: Path, make) -> None:
+    file = tmp_path / "nodes" / INVITATION
+    file.unlink()
+    make(file)
+    with pytest.raises(UserError, match=rf"{INVITATION}: is not "):
+        rendezvous.invitation()

@@ -30,5 +30,27 @@ def test_invalid_run_settings_are_rejected(overrides: list[str], message: str) -
     assert message in error
 
 
+JUDGE = "rewards.functions=[{{function: generative_judge, options: {{base_url: '{}', model: m, template: t}}}}]"
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        (["run.trackers=[mlflow]", "trackers.mlflow.tracking_uri=https://me:hunter2@host:5000"], "trackers.mlflow"),
+        ([JUDGE.format("http://:hunter2@host/v1")], "rewards.functions.options.base_url: "),
+        (["environment={class: 'a.py:A', options: {nested: [{API_KEY: hunter2}]}}"], "environment.options.nested"),
+    ],
+)
+def test_credentials_are_refused_and_not_printed(override: list[str], key: str) -> None:
+    """They would reach the run folder."""
+    [error] = [error for error in errors(*override) if "contains credentials" in error]
+    assert error.startswith(key) and "hunter2" not in error
+
+
+@pytest.mark.parametrize("uri", ["https://host:5000/a@b", "https://user@host:5000"])
+def test_urls_without_a_password_are_allowed(uri: str) -> None:
+    recipe("run.trackers=[mlflow]", f"trackers.mlflow.tracking_uri={uri}")
+
+
 def test_token_details_cover_whole_groups() -> None:
     assert [recipe(f"run.token_samples={n}").num_detailed_groups for n in (0, 1, 8, 9)] == [0, 1, 1, 2]
