@@ -34,6 +34,7 @@ def url(monkeypatch):
         monkeypatch.setenv(name, UNREACHABLE)
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.setenv(name, "")
+    monkeypatch.setattr(urllib.request, "_opener", None)  # urlopen keeps the proxies of its first call
     with HTTPServer(("127.0.0.1", 0), Answer) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}/"
