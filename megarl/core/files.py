@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import re
@@ -135,7 +136,7 @@ def _read_bytes(path: Path) -> bytes:
         return file.read()
 
 
-def lines_of(file: BinaryIO, max_bytes: int = MAX_LINE_BYTES) -> Iterator[bytes]:
+def lines_of(file: BinaryIO | io.BufferedIOBase, max_bytes: int = MAX_LINE_BYTES) -> Iterator[bytes]:
     """Yield the lines of a file. A line of more than `max_bytes` is split, so that it does not fill the memory."""
     return iter(partial(file.readline, max_bytes), b"")
 
