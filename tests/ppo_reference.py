@@ -47,8 +47,8 @@ class PpoReference:
         """Load both models.
 
         Args:
-            critic: a classifier's folder, or the actor's for a value head of zeros.
-            token_rewards: rewards of the response tokens by sample id; None if only whole samples have rewards.
+            critic: a classifier's folder, or the actor's folder for a zero-initialized value head.
+            token_rewards: per-token rewards by sample id; None if rewards are per sample only.
         """
         self.settings, self.token_rewards = settings, token_rewards
         self.actor = load(AutoModelForCausalLM, actor)

@@ -212,7 +212,7 @@ def _construct_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
     try:
         return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
     except ValueError:
-        problem = f"an integer with {len(text)} digits. Fix: use a smaller number"
+        problem = f"the integer is too long ({len(text)} digits). Fix: use a smaller number"
         raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from None
 
 
@@ -226,7 +226,7 @@ def _construct_mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[
             problem = f"key {one_line(name)} is not text. Fix: write it as '{one_line(name)}'"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
         if name in mapping:
-            problem = f"duplicate key {name!r}, first set in line {lines[name]}. Fix: remove one of them"
+            problem = f"duplicate key {name!r}, first set on line {lines[name]}. Fix: remove one of them"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
         mapping[name] = loader.construct_object(value_node, deep=True)
         lines[name] = mark.line + 1

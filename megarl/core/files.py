@@ -217,7 +217,7 @@ def parse_object(text: str | bytes) -> dict[str, Any]:
     """Return a JSON object. Raise ValueError under the conditions of `parse_json`, or for any other JSON value."""
     value = parse_json(text)
     if not isinstance(value, dict):
-        raise ValueError(f"expected an object, found a {type(value).__name__}")
+        raise ValueError(f"expected an object, found {type(value).__name__}")
     return value
 
 

@@ -1,4 +1,4 @@
-"""Waits for resources outside the run, with exponentially growing pauses and a limit on their total."""
+"""Waits for external resources with exponential backoff, up to a total time limit."""
 
 from __future__ import annotations
 

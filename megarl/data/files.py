@@ -166,7 +166,7 @@ def _jsonl_records(path: Path, columns: Sequence[Column], _: Collection[str]) ->
                 ) from error
             if not isinstance(record, dict):
                 raise UserError(
-                    f"{path}:{number}: expected one JSON object per line, found a {type(record).__name__}. Fix: write "
+                    f"{path}:{number}: expected one JSON object per line, found {type(record).__name__}. Fix: write "
                     "the row as an object that maps column names to values"
                 )
             yield number, record

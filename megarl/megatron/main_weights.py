@@ -144,6 +144,6 @@ def _main_weights(part: DistributedOptimizer) -> Iterator[tuple[torch.Tensor, to
     parameter. The slice locates the main weight in the flattened parameter."""
     for mains, parameters in zip(part.shard_fp32_from_float16_groups, part.model_float16_groups, strict=True):
         for main, parameter in zip(mains, parameters, strict=True):
-            if main is not None:  # a precision-aware optimizer keeps them in its kernel
+            if main is not None:  # a precision-aware optimizer stores them in its own state
                 span = part._get_model_param_range_map(parameter)["param"]
                 yield main, parameter, slice(span.start, span.end)

@@ -118,8 +118,8 @@ def _inverse(places: torch.Tensor | None, num_tokens: int) -> torch.Tensor:
 
 
 class _Document:
-    """One document: its keys [S], its queries [q] without those in earlier documents, and the queries' positions in the
-    document. If all tokens are queries, the kernel needs no mask."""
+    """One document: its keys [S]; its queries [q], excluding those that belong to an earlier document; and the queries'
+    positions in the document. If all tokens are queries, the kernel needs no mask."""
 
     def __init__(self, places, query_index, key_index, unclaimed):
         self.keys = key_index[places]

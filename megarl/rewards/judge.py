@@ -25,7 +25,7 @@ Verdict = float | str
 
 
 class Lost(str):
-    """The reason for a missing verdict if the infrastructure failed."""
+    """Reason why a verdict is missing, if the infrastructure failed."""
 
 
 @dataclass(frozen=True, slots=True)

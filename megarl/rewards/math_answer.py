@@ -121,7 +121,7 @@ class MathMatch:
         except self._errors as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             raise ValueError(
-                f"math_match: the answer {expected[:MOST_SHOWN]!r} cannot be compared with itself ({reason}). Fix: "
+                f"math_match: math-verify cannot compare the answer {expected[:MOST_SHOWN]!r} ({reason}). Fix: "
                 "simplify the answer, or use exact_match"
             ) from None
 

@@ -91,7 +91,8 @@ class _Encoder:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether JSON restores the value. Such values may be nested more deeply than `encode` can recurse."""
+    """Return whether the value survives a JSON round trip. Such values may be nested more deeply than `encode`
+    can recurse."""
     try:
         text = _text(value)
     except (TypeError, ValueError):

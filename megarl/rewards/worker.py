@@ -163,7 +163,9 @@ def check_rows(check: Callable[..., Any], rows: Sequence[tuple[Any, Mapping[str,
             check(answer, **columns)
             problems.append(None)
         except BaseException as error:
-            failure = f"its answer {str(answer)[:MOST_SHOWN]!r} {_failure(error)['failure']}. Fix: correct the row"
+            failure = (
+                f"checking its answer {str(answer)[:MOST_SHOWN]!r} {_failure(error)['failure']}. Fix: correct the row"
+            )
             problems.append(" ".join(str(error).split()) if "Fix: " in str(error) else failure)
     return {"problems": problems}
 

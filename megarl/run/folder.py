@@ -111,10 +111,12 @@ class RunFolder:
         if config.resume == "auto" or config.run.replace or not folder.is_taken or folder.contains(config.resume):
             return
         count = "1 step" if folder.num_steps == 1 else f"{folder.num_steps} steps"
-        contents = f"{count} of an earlier run" if folder.num_steps else "other files"
+        contents, remedy = "other files", ""
+        if folder.num_steps:
+            contents, remedy = f"{count} of an earlier run", "set resume=auto to continue that run, "
         raise UserError(
-            f"run.name={config.run.name}: {folder.path} already contains {contents}. Fix: set resume=auto to continue "
-            "that run, set a different run.name, or set run.replace=true to move the folder aside"
+            f"run.name={config.run.name}: {folder.path} already contains {contents}. Fix: {remedy}set a different "
+            "run.name, or set run.replace=true to move the folder aside"
         )
 
     @classmethod

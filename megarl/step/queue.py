@@ -155,7 +155,8 @@ class RolloutQueue:
         self.state.put_back([group.item for group in expired], number)
 
     def save(self, folder: Path) -> list[FileRecord]:
-        """Write the samples of finished groups to a file in a checkpoint's folder. Return its record, if any waits."""
+        """Write the samples of finished groups to a file in the checkpoint's folder. Return the file's record, or an
+        empty list if no group has finished."""
         self._note_finished()
         finished = self._schedule.finished
         groups = [(group.item.row, group.item.version, completed(group.result())) for group in finished]

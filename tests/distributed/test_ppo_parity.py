@@ -192,8 +192,8 @@ class Outcome:
 def plain_ppo(
     actor: Path, critic: Path, settings: PpoSettings, steps, token_rewards: dict | None = None
 ) -> Expected[Outcome]:
-    """Make the updates of all steps in plain torch. `token_rewards` holds rewards of single tokens, by sample, NaN
-    where a token has none."""
+    """Run the updates of all steps in plain torch. `token_rewards` maps sample ids to per-token rewards; NaN marks
+    tokens without one."""
     known = token_rewards and {name: own.nan_to_num(nan=0.0) for name, own in token_rewards.items()}
 
     def trained() -> Outcome:

@@ -99,7 +99,7 @@ def test_rollouts_have_expected_samples_and_rewards(run):
 
 
 def digits(row: dict) -> float:
-    """Return the digit rewards of all turns but the last."""
+    """Return the total digit reward of all turns but the last, without the bonus per turn."""
     return sum(row["turn_rewards"][:-1]) - 0.25 * (len(row["turn_rewards"]) - 1)
 
 

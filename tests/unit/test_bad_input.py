@@ -172,7 +172,7 @@ CASES = [
     ("data.source=FOLDER/long.jsonl", ["FOLDER/long.jsonl:2: the prompt has 63 tokens (63 + "]),
     ("data.source=FOLDER/torn.jsonl", ["FOLDER/torn.jsonl:2: invalid JSON"]),
     ("data.source=FOLDER/latin.jsonl", ["FOLDER/latin.jsonl:1: invalid JSON"]),
-    ("data.source=FOLDER/list.jsonl", ["FOLDER/list.jsonl:1: expected one JSON object per line, found a list"]),
+    ("data.source=FOLDER/list.jsonl", ["FOLDER/list.jsonl:1: expected one JSON object per line, found list"]),
     (
         "data.source=FOLDER/blank.jsonl",
         ["data.source=FOLDER/blank.jsonl: the source has no rows. Fix: use a file with at least one"],

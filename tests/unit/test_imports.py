@@ -215,7 +215,7 @@ def test_there_are_no_circular_imports() -> None:
 
 
 def circles(sources: Mapping[str, str]) -> list[list[str]]:
-    """Return the modules of a circular import, directly or through other modules. `sources` maps paths to text."""
+    """Return the modules of a circular import, direct or indirect. `sources` maps paths to text."""
     modules = {module_of(file): file for file in sources}
     graph = TopologicalSorter()
     for module, file in modules.items():

@@ -52,7 +52,9 @@ def main() -> None:
     worker.update(LocalBatch(batch.samples, batch.microbatches[:1]))  # fills caches and memory pools
 
     def update() -> None:
-        worker.update(LocalBatch(batch.samples, batch.microbatches))  # not collated yet
+        worker.update(
+            LocalBatch(batch.samples, batch.microbatches)
+        )  # a new batch, so that its collation is timed as well
         worker.end_step()
         device.synchronize()
 

@@ -82,7 +82,7 @@ def measure_trl(python: Path, steps: int, microbatch: int, work: Path) -> dict[s
 
 
 def summary(lines: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    """Return the steps, and medians without the first one, which fills caches and memory pools."""
+    """Return all steps, and medians that exclude the first step, which warms up caches and memory pools."""
     steps = [_step(line) for line in lines]
     return {
         "median_seconds": {name: median(step["seconds"][name] for step in steps[1:]) for name in steps[0]["seconds"]},

@@ -357,7 +357,7 @@ def update_8b_long() -> Figures:
 
 
 def kernels_alone() -> Figures:
-    """Times of the layers' small kernels, written in torch and compiled, and the fewest bytes that they move."""
+    """Time the layers' small kernels, eager and compiled, and return the minimum number of bytes that each moves."""
     tokens, hidden, rows = pick((8192, 4096, 14336), (64, 128, 256))
     norm = torch.nn.RMSNorm(hidden, eps=1e-5, dtype=torch.bfloat16, device=device.device())
     compiled_norm = torch.compile(norm) if device.on_cuda() else norm

@@ -91,8 +91,9 @@ class RewardEngineGroup(VllmGroup):
         super().__init__(session, config, model_folder, processes, restarts)
 
     def scores(self, samples: Sequence[SampleRef]) -> Pending[Scores]:
-        """Score each response token, float32 [R], or each sample, [1], with a sequence classifier. A judge returns the
-        token ids in its answer about the sample, int64 [A]. If an engine is lost, its samples are scored again."""
+        """Score each response token, float32 [R], or each sample, [1], with a sequence classifier. With a
+        judge, return the token ids of its response for each sample, int64 [A]. If an engine is lost, its samples are
+        scored again."""
         if not samples:
             return ready({})
         self.rejoin_restarted("rewards")

@@ -1,4 +1,4 @@
-"""External text is made encodable."""
+"""`encodable` and the data readers replace lone surrogates in external text."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ def test_non_json_answer_is_refused(tmp_path):
     [
         (b'{"question": "a", "answer": 1', "invalid JSON"),
         (b'{"question": "\xff", "answer": 1}', "invalid JSON"),
-        (b"[1, 2]", "expected one JSON object per line, found a list"),
+        (b"[1, 2]", "expected one JSON object per line, found list"),
         (b'{"answer": 1}', "missing column 'question'"),
     ],
 )

@@ -80,7 +80,7 @@ def test_every_command_is_run_by_a_test():
 
 
 def test_gpu_measurements_accept_their_command():
-    """The test in tests/unit/test_first_contact.py runs them, and `make lint` checks kit.sh."""
+    """Only arguments are parsed here. tests/unit/test_first_contact.py measures, and `make lint` checks kit.sh."""
     kit, install, measure = (shlex.split(command, comments=True) for command in ON_GPU)
     assert kit == ["tools/gpu/kit.sh"] and install[:2] == ["tools/gpu/kit.sh", "install"]
     assert measure[0].startswith("PYTHONPATH=") and measure[1:4] == ["python", "-m", "tools.gpu.first_contact"]

@@ -132,7 +132,9 @@ def test_kv_cache_bytes_match_published_sizes():
     """Published sizes per token and rank: 128 KiB for Llama-3.1-8B, about 69 kB for DeepSeek-V3's latents."""
     assert kv_bytes(ModelParameters(CONFIGS["Llama-3.1-8B"]), 1, 2) == 128 * 2**10
     assert kv_bytes(ModelParameters(CONFIGS["Llama-3.1-8B"]), 8, 2) == 16 * 2**10
-    assert kv_bytes(ModelParameters(CONFIGS["Llama-3.1-8B"]), 16, 2) == 16 * 2**10  # repeated
+    assert (
+        kv_bytes(ModelParameters(CONFIGS["Llama-3.1-8B"]), 16, 2) == 16 * 2**10
+    )  # each of the 8 heads is on two ranks
     assert kv_bytes(ModelParameters(CONFIGS["DeepSeek-V3"]), 32, 2) == 61 * 576 * 2
 
 

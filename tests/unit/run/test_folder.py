@@ -111,7 +111,7 @@ def test_folder_with_other_files_raises(config):
     for name in ("config.resolved.yaml", "manifest.json"):
         (path / name).unlink()
     with pytest.raises(
-        ValueError, match=r"^run.name=first: .*/first already contains other files. Fix: set resume=auto"
+        ValueError, match=r"^run.name=first: .*/first already contains other files. Fix: set a different run.name"
     ):
         RunFolder.create(config)
 

@@ -236,7 +236,7 @@ print(psutil.pid_exists(tracker))
 
 
 def test_resource_tracker_has_time_to_clean_up(tmp_path: Path) -> None:
-    """The tracker is stopped while the other processes end."""
+    """The tracker stays suspended until the other processes have exited."""
     file = tmp_path / "names"
     (tmp_path / "child.py").write_text(WITH_TRACKER)
     done = subprocess.run(
