@@ -15,7 +15,7 @@ import pytest
 
 from megarl import cli
 from megarl.cluster.supervision import supervisor
-from megarl.config.load import load
+from megarl.config.load import dump, load
 from megarl.report import resume_hint
 from megarl.run.folder import RunFolder
 from tests.e2e.run import write_recipe
@@ -99,7 +99,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "planned").mkdir()
     (folder / "planned" / "config.json").write_text(json.dumps(CONFIGS["Qwen2.5-7B"]))
     (folder / "run").mkdir()
-    (folder / "run" / "config.resolved.yaml").write_text((folder / "tiny.yaml").read_text())
+    (folder / "run" / "config.resolved.yaml").write_text(dump(load(folder / "tiny.yaml")))
     return folder
 
 
