@@ -13,8 +13,8 @@ import pytest
 from tests.paths import ROOT
 
 CI, MAKEFILE = ROOT / ".ci" / "run", ROOT / "Makefile"
-FIRST = ["lint", "types", "test"]
-ALWAYS = ["test-cluster", "test-sandbox", "resolve-gpu"]
+FIRST = ["lint", "types", "test", "test-cluster"]
+ALWAYS = ["test-sandbox", "resolve-gpu"]
 PARTS = ["test-learn", "test-exhaustive", "test-newest", "test-browser"]
 
 
