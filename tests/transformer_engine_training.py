@@ -35,7 +35,7 @@ class Trained:
 
 
 def train_all(folder: Path, cases: Mapping[str, tuple[str, list[str], dict[str, Any]]]) -> dict[str, Trained]:
-    """Make an update with each case, all in one process, because it takes seconds to start.
+    """Make one update per case. All cases share a process, because starting one takes seconds.
 
     A case is (model folder, config overrides, Packing overrides). Cases and results are exchanged through `folder`.
     """
