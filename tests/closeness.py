@@ -63,7 +63,7 @@ def load(kind: type, folder: Path, **keys: Any) -> torch.nn.Module:
 class _Float64(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func is torch.Tensor.view:  # of bytes as another dtype
+        if func is torch.Tensor.view:  # reinterprets bytes as another dtype
             return func(*args, **kwargs)
         func = torch.Tensor.double if func is torch.Tensor.float else func
         return func(*map(_widened, args), **{name: _widened(value) for name, value in kwargs.items()})

@@ -40,7 +40,7 @@ def write_rewards(shared: Path) -> None:
 def launch(
     cluster: Slurm, shared: Path, name: str, *arguments: str, vllm: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """Launch a run as a job. Without `vllm` its engines are fake ones (tests.fakes.engine)."""
+    """Launch a run as a job. Without `vllm`, the engines are fakes (tests.fakes.engine)."""
     engines = [] if vllm else [*UNCHECKED, f"--command={shlex.join(FAKE_MEGARL)}"]
     keys = [f"run.folder={shared}/runs", f"run.name={name}", *COMMON, *engines]
     command = [*MEGARL, "launch", str(shared / "tiny.yaml"), *keys, *arguments]

@@ -152,8 +152,9 @@ def draw() -> list[float]:
 
 
 def save(store, rank: int, config: Config, model: Path, folder: Path, before: Checkpoint | None = None) -> Saved:
-    """Save on one rank and make the last update while the files are being written. The rank first resumes from `before`
-    or, without it, makes the first updates."""
+    """Save on one rank and run the last update while the files are being written. Before that, the rank resumes from
+    `before` if given; otherwise it runs the first updates.
+    """
     worker = ActorWorker(config, model, rank, store, threads=1)
     if before is None:
         for number in range(SAVED_AFTER):
@@ -176,7 +177,7 @@ def resume(store, rank: int, config: Config, model: Path, checkpoint: Checkpoint
 def saved_by(
     config: Config, model: Path, folder: Path, *arguments: Any, function: Callable[..., Saved] = save
 ) -> tuple[list[RankResult], Checkpoint]:
-    """Run a function that saves on all ranks."""
+    """Run a function that saves on all ranks. Return the ranks' results and the checkpoint."""
     checkpoints = Checkpoints(folder)
     hidden = checkpoints.begin(SAVED_AFTER)
     (hidden / "actor").mkdir()
@@ -372,7 +373,8 @@ def load(store, rank: int, config: Config, model: Path, checkpoint: Checkpoint) 
 
 
 def test_checkpoint_holds_the_weights_at_the_time_of_the_save(model, tmp_path):
-    # In bfloat16, the model's weights differ from the optimizer's main weights. Each rank reads one half of them.
+    # In bfloat16, the model's weights differ from the optimizer's main weights. Each rank reads half of the main
+    # weights.
     config = config_of(model, "model.dtype=bfloat16", "actor.layout.dp=2")
     held, checkpoint = saved_by(config, model, tmp_path, function=save_late)
     for loaded, result in zip(run_ranks(2, load, config, model, checkpoint), held, strict=True):

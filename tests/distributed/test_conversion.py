@@ -124,7 +124,7 @@ def test_checkpoint_from_megatrons_own_writer_converts(tmp_path):
 
 
 def train_and_save(store, rank: int, config: Config, model: Path, folder: Path):
-    """Make one update and save a checkpoint of the result."""
+    """Run one update and save a checkpoint of the result."""
     worker: list[ActorWorker] = []
     inner = ActorWorker.end_step
 
@@ -188,7 +188,7 @@ def check_corruption_is_reported(checkpoint: Path, out: Path) -> None:
 
 
 def train_and_save_critic(store, rank: int, config: Config, model: Path, folder: Path):
-    """Make one update, save a checkpoint, and compute the values with its weights."""
+    """Run one update, save a checkpoint, and compute the values with its weights."""
     saved: list[list] = []
     inner = CriticWorker.end_step
 

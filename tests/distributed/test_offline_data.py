@@ -147,7 +147,7 @@ def sft(model: torch.nn.Module, start: torch.nn.Module, samples: list[Text]) -> 
 
 def bradley_terry(smoothing: float = 0.0):
     def loss(model: torch.nn.Module, start: torch.nn.Module, samples: list[Text]) -> torch.Tensor:
-        """Score a sample by its last token."""
+        """Return the pairwise loss. A sample's score is that of its last token."""
         scores = torch.cat([model(token_ids(text)[0]).logits[:, 0] for text in samples])
         return is_pairwise(scores, smoothing)
 
@@ -177,7 +177,7 @@ def ipo(beta: float, normalised: bool = False):
 
 
 def label_loss(model: torch.nn.Module, start: torch.nn.Module, samples: list[Text]) -> torch.Tensor:
-    """Return the mean over all tokens with a label."""
+    """Return the mean cross-entropy over all labelled tokens."""
     scores, known = [], []
     for text in samples:
         ids, labels = token_ids(text)
@@ -246,7 +246,7 @@ def models(folder, tmp_path_factory) -> dict[str | None, Path]:
 
 
 def train(store, rank: int, config: Config, folder: Path) -> RankResult:
-    """Make two updates, each on half of the file's rows, in order."""
+    """Run two updates, each on half of the file's rows, in order."""
     worker = worker_class(config, "actor")(config, folder, rank, store, threads=1)
     rows = load_offline_data(config, folder).rows
     for number in (0, 1):
@@ -280,7 +280,7 @@ def plain(case: Case, folder: Path, rows: list[dict]) -> tuple[dict[str, torch.T
 
 
 def is_in_test(name: str, layout: str) -> bool:
-    """Select every case with CP2, and one case with every layout."""
+    """Return whether `make test` runs the case: every case with CP2, and one case with every layout."""
     return layout == "CP2" or name == "DPO, smoothed and by length"
 
 

@@ -98,7 +98,7 @@ def state_of(worker: ActorWorker) -> list[torch.Tensor]:
 
 
 def updates_with_factors(store, rank: int, config: Config, folder: Path, factors: list[float]) -> list[Skipped]:
-    """Make an update for each factor, which multiplies the loss of one sample's microbatch."""
+    """Run an update for each factor, which multiplies the loss of one sample's microbatch."""
     worker = ActorWorker(config, folder, rank, store, threads=1)
     plain, outcomes = ActorWorker.loss, []
     for seed, factor in enumerate(factors):

@@ -132,7 +132,7 @@ class Case:
 
 
 def in_dtypes(holder: Holder) -> Holder:
-    """Set norms to float32 and all others to bfloat16, so that buckets contain elements of several sizes."""
+    """Set norms to float32 and all other parameters to bfloat16, so that buckets contain elements of several sizes."""
     dtypes = {name: "float32" if len(shape) == 1 else "bfloat16" for name, shape in holder.shapes.items()}
     return replace(holder, shard=replace(holder.shard, dtypes=dtypes))
 
@@ -269,7 +269,9 @@ def test_scheduled_order_differs_from_plan_order():
 
 
 def fails_midway(store: dist.Store, rank: int, case: Case) -> str:
-    """Let the first destination fail in the second exchange, when all are connected. Return each member's error."""
+    """Let the first destination fail in the second exchange, when all members are connected. Return this member's
+    error.
+    """
     transport, parameters = case.open(store, rank)
     name = case.members[rank].name
 
@@ -332,7 +334,7 @@ SIGNAL_TAG = 2**30
 
 
 class PartialTransfer:
-    """A small message and a large one, which is transferred only in part because its receiver is stopped."""
+    """A small message and a large one, which is transferred only in part because its receiver is suspended."""
 
     names = "source", "engine"
 
