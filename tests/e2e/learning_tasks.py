@@ -69,7 +69,7 @@ class EvenDigits(Task):
 class ScoredDigits(EvenDigits):
     """EvenDigits with a reward model that scores each token: 1 for an even digit, else 0.
 
-    For the control it prefers other tokens.
+    For the control, it prefers other tokens.
     """
 
     def overrides(self, folder: Path, shuffled: bool) -> list[str]:
@@ -158,9 +158,8 @@ class Bandit(Task):
 
 
 class Answers(Task):
-    """Supervised fine-tuning: answer a digit with the next one. The share is the probability of the answer and its end.
-
-    For the control answers belong to other rows.
+    """Supervised fine-tuning: answer a digit with the next one. The share is the probability of the answer, including
+    its end token. For the control, answers belong to other rows.
     """
 
     def overrides(self, folder: Path, shuffled: bool) -> list[str]:
