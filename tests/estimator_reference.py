@@ -58,7 +58,8 @@ class Divergence:
     """The KL as a reward: −coefficient · K(log-ratio) per token, or of the summed log-ratio at the last token.
 
     Attributes:
-        credit: "whole" credits every token with the sample's total KL, "reward_to_go" only with the KL from itself on.
+        credit: "whole" credits every token with the sample's total KL, "reward_to_go" only with the KL from that token
+            on.
     """
 
     coefficient: float = 0.0
@@ -219,7 +220,7 @@ class EstimatorCase(NamedTuple):
 
     Attributes:
         keys: its name and options in the config.
-        estimate: the reference, from the KL reward and the World of tests/objective_cases.py.
+        estimate: returns the reference, given the KL reward and the World of tests/objective_cases.py.
         given: names of the World's per-token scores that the estimator needs.
     """
 

@@ -407,7 +407,7 @@ def check(
     greedy: Mapping[str, float] | None = None,
     average: float = 0.0,
 ) -> None:
-    """Check the loss, metrics and gradients of each case in a layout against the references of single samples.
+    """Check the loss, metrics and gradients of each case in a layout against references computed sample by sample.
 
     Args:
         greedy, average: baseline rewards of some estimators.

@@ -149,7 +149,9 @@ def merging_tokenizer(*merges: str, vocab_size: int = 300) -> PreTrainedTokenize
 
 
 def _randomise(model: torch.nn.Module, seed: int) -> None:
-    """Set all weights to random values with std 0.1: logits then have std near 1, and rounding decides no argmax."""
+    """Set all weights to random values with std 0.1: logits then have std near 1, so that rounding does not change an
+    argmax.
+    """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         biases = [(n, b) for n, b in model.named_buffers() if n.endswith("e_score_correction_bias")]

@@ -38,7 +38,7 @@ def in_vllm(folders: Sequence[Path]) -> list[list[list[float]]]:
     os.environ.update(environment(ranks=1, threads=1, index=0))
     from megarl.rollout.vllm.reward_model import VllmClassifier, classifier_arguments
 
-    # Keep all engines alive, because the first one that ends would destroy the process group.
+    # Keep all engines alive, because the first engine that is deleted would destroy the process group.
     engines = [VllmClassifier(classifier_arguments(config(folder), folder)) for folder in folders]
     return [[scores.tolist() for scores in engine.scores(SAMPLES)] for engine in engines]
 

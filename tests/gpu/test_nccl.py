@@ -54,7 +54,7 @@ class Rank:
         self.transport = rendezvous.open(self.holder.name, self.weights, self._part)
 
     def refit(self, factor: float) -> None:
-        """Make a refit. The source has multiplied its weights by the factor."""
+        """Run a refit and check the received weights: the expected ones times the factor."""
         if self.receives:
             execute(self._writes, self.weights, self.transport)
             assert torch.cuda.current_stream().query(), "execute returned before all weights were written"
@@ -84,7 +84,7 @@ def die_in_the_second_refit(connection: Connection, rank: int, port: int) -> Non
 
 
 def continue_without_peer(connection: Connection, rank: int, port: int) -> None:
-    """Lose the peer in the second refit, and make a third one with its replacement."""
+    """Lose the peer in the second refit, and run a third refit with the peer's replacement."""
     member = Rank(rank, port)
     member.refit(1)
     begun = time.monotonic()

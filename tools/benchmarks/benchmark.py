@@ -128,7 +128,7 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
 def run_logged(
     *commands: Sequence[str], log: Path, environment: Mapping[str, str] = MappingProxyType({})
 ) -> dict[str, float]:
-    """Run commands at the same time, and exit with the end of their log if one fails. Return their seconds, and the
+    """Run commands concurrently, and exit with the end of their log if one fails. Return their seconds, and the
     percentage of the machine's CPU time that they did not use (that of other processes and, on a virtual machine, of
     its neighbours)."""
     variables = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
@@ -147,7 +147,7 @@ def run_logged(
             for child in children:
                 own |= _cpu_seconds(child.pid)
             time.sleep(0.5)
-    finally:  # also after Ctrl-C, which does not reach the process groups, SIGTERM and the deadline
+    finally:  # also after SIGTERM, a timeout, and Ctrl-C, which does not reach the process groups
         for child in children:
             child.terminate()
             child.wait()
