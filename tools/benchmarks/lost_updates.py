@@ -202,7 +202,7 @@ class Stochastic(Copied):
 
 
 class StochasticAlone(Stochastic):
-    """The same without main weights: the next update starts from the rounded parameters."""
+    """Stochastic rounding without main weights: the next update starts from the rounded parameters."""
 
     has_main_weights = False
 

@@ -130,7 +130,7 @@ class CommonWay:
         return sum(map(len, self.stages[:stage]))
 
     def tensors(self, stage: int) -> dict[str, Writes]:
-        """Return a stage's checkpoint tensors, and the writes that assemble them. A tied head is sent as embedding."""
+        """Return a stage's checkpoint tensors with the writes that assemble them. A tied head is sent as the embedding."""
         held = {p.canonical for holder in self.stages[stage] for p in holder.pieces} - {None}
         earlier = {p.canonical for ranks in self.stages[:stage] for holder in ranks for p in holder.pieces}
         names = [name for name in self.folder.shapes if name in held - earlier]
@@ -211,7 +211,7 @@ class Engine:
         self._engine.connect(CompactPlan.of(plan), channel, [holder], by_loader=False)
 
     def refit(self) -> float:
-        """Seconds."""
+        """Refit the engine. Return the seconds."""
         self._version += 1
         start = time.perf_counter()
         self._engine.refit(self._version)
@@ -222,7 +222,7 @@ class Engine:
         self._tensors = [list(way.tensors(stage)) for stage in range(len(way.stages))]
 
     def receive_common(self) -> float:
-        """Seconds."""
+        """Receive and load the baseline's tensors. Return the seconds."""
         start = time.perf_counter()
         self._engine._llm.apply_model(self._load)
         self._engine._llm.reset_prefix_cache()
@@ -352,8 +352,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_rounds(case: Case, folder: Path, rounds: int) -> dict[str, Any]:
-    """Run the methods alternately, so that all see the same load of the machine. Before each, the engine's weights are
-    wiped; afterwards they must be the same for all methods.
+    """Run the methods alternately, so that all of them run under the same machine load. Before each run, the engine's
+    weights are wiped; after it, they must be the same for all methods.
 
     Returns:
         The seconds of all rounds by method; and the bytes per second that a rank sends to the engine over Gloo, in

@@ -2,8 +2,8 @@
 
 python -m tools.gpu.first_contact --minutes 6 --out FOLDER
 
-The steps run in order of value, each in a new process with a time limit; after a failure the next step runs. Steps that
-measure no times share the GPU. FOLDER/first_contact.json is rewritten after each step.
+The steps run in order of importance, each in a new process with a time limit; after a failure the next step runs. Steps
+that measure no times share the GPU. FOLDER/first_contact.json is rewritten after each step.
 """
 
 from __future__ import annotations
