@@ -130,7 +130,7 @@ class CommonWay:
         return sum(map(len, self.stages[:stage]))
 
     def tensors(self, stage: int) -> dict[str, Writes]:
-        """Return a stage's checkpoint tensors with the writes that assemble them. A tied head is sent as the embedding."""
+        """Return a stage's checkpoint tensors and the writes that assemble them. A tied head is sent as embedding."""
         held = {p.canonical for holder in self.stages[stage] for p in holder.pieces} - {None}
         earlier = {p.canonical for ranks in self.stages[:stage] for holder in ranks for p in holder.pieces}
         names = [name for name in self.folder.shapes if name in held - earlier]

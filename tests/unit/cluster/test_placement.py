@@ -167,7 +167,7 @@ def test_ranks_fill_the_nodes_in_order() -> None:
         "node 3: engine-2 to 3 on GPUs 12-15",
     ]
     workers = vllm_holders(config_of(num_attention_heads=4, num_key_value_heads=2), 2, 1, "float32")
-    # A process sees GPUs by their indices on its node, and only those weights' GPUs that are on the node.
+    # A process sees GPUs by their indices on its node. Of the GPUs with weights, it sees only those on its node.
     visible = [process.environment(None)["CUDA_VISIBLE_DEVICES"] for process in placement.engines]
     assert visible == ["0,1", "2,3", "0,1", "2,3"]
     holders = [holder for process in placement.engines for holder in process.hold(workers[:2])]

@@ -330,7 +330,7 @@ def test_roles_start_concurrently_unless_they_share_memory(
 
 
 def test_models_on_shared_devices_start_one_after_another(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A started model holds all of its state. The next one starts after the offloadable part has left."""
+    """A started model holds all of its state. The next one starts after the offloadable part has been offloaded."""
     folder, log = write_tiny_llama(tmp_path), []
     keys = ["model.path=m", "data.source=arithmetic", "model.dtype=float32", "algorithm.advantage.estimator=gae"]
     config = load(BASE, keys)

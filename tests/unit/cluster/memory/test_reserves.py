@@ -1,4 +1,4 @@
-"""Memory that processes hold on a GPU beside tensors, item by item, and rejection of a run that lacks room for it."""
+"""GPU memory that processes use in addition to tensors, item by item, and the rejection of runs that do not fit."""
 
 from __future__ import annotations
 
