@@ -1,4 +1,6 @@
-"""Enforces the package's import rules: imports go down only, and each heavy library has one owner."""
+"""Enforces the package's import rules: modules import only from their own layer and lower ones, and each heavy library
+has one owner.
+"""
 
 from __future__ import annotations
 
@@ -346,7 +348,7 @@ def test_reward_process_starts_without_torch() -> None:
 
 
 def test_a_trainer_rank_needs_neither_ray_nor_vllm() -> None:
-    """So that one rank runs on a machine that has only torch and megatron-core."""
+    """A single rank must run on a machine that has only torch and megatron-core."""
     code = "import sys, megarl.megatron.workers.actor, megarl.step.dispatch, megarl.step.baselines; print(*sys.modules)"
     command = [sys.executable, "-W", "ignore", "-c", code]
     loaded = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout

@@ -105,7 +105,7 @@ def test_only_models_on_the_same_devices_share_memory(tmp_path):
             if not part.startswith(("actor: ", "activations", "head"))
         } == beside
         assert not any("actor" in part or "critic" in part for part in loads[SAMPLES])
-    assert apart.times.seconds < shared.times.seconds, "the models are trained at once"
+    assert apart.times.seconds < shared.times.seconds, "the models are trained concurrently"
 
 
 @pytest.mark.parametrize(("offload", "stays"), [("[]", 3), ("[gradients, optimizer]", 1)])

@@ -1,4 +1,4 @@
-"""Checks all data rows with built-in functions before a run starts."""
+"""Checks of all data rows by built-in functions, before a run starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The queue of rollouts started ahead trains on each row of the data once, even in a run that is killed."""
+"""With a queue of rollouts that start ahead, a run trains on each row once, even if the run is killed."""
 
 from __future__ import annotations
 
