@@ -1,4 +1,4 @@
-"""Checks that this machine's devices can support the run, made before any process starts."""
+"""Checks, before any process starts, that this machine's devices support the run."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ class EnvironmentGroup(WorkerGroup):
         session.watch(self._actors)
         self._config, self._model_folder, self._engines = config, model_folder, engines
         self._process_of = dict(zip(engines.router.engines, actors, strict=True))
-        """Engine name -> name of the environment process beside it."""
+        """Engine name -> name of its environment process."""
 
     @remote(timeout="start")
     def _start(self, config: Config, model_folder: Path) -> None: ...
@@ -198,8 +198,8 @@ class EnvironmentGroup(WorkerGroup):
 
             def by_engine(answers: Answers) -> Answered:
                 values = self._session.trace.add("generate", answers)
-                found = {engine: values[self._process_of[engine]] for engine in requests}
-                return {engine: value for engine, value in found.items() if value is not None}
+                results = {engine: values[self._process_of[engine]] for engine in requests}
+                return {engine: value for engine, value in results.items() if value is not None}
 
             return self._session.submit(calls, self.phase(call.method), call.method.timeout).then(by_engine)
 

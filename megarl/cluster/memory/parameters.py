@@ -75,7 +75,8 @@ class Models:
         reward: Mapping[str, Any] | None = None,
         lora: Lora | None = None,
     ) -> Models:
-        """Create the models from their config.json files, which include heads. `lora` are the actor's adapters."""
+        """Create the models from their config.json files, which include heads. `lora` describes the actor's
+        adapters."""
         return cls({role: ModelParameters(c, lora if role == "actor" else None) for role, c in trained.items()}, reward)
 
     @property

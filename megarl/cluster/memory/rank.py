@@ -37,7 +37,7 @@ class RankMemory:
         gradients: P · 4, or A · 4 with adapters: the float32 buffer in which gradients are accumulated and reduced.
         optimizer: P / d · 8, or P / d · 12 for 2-byte weights: Adam's two moments and the main weights, sharded
             over d = dp · cp data-parallel ranks. Experts are sharded over the d = tp · cp · dp / (etp · ep) ranks that
-            hold the same ones. Adapters are float32 and take A / d · 8.
+            hold the same experts. Adapters are float32 and take A / d · 8.
         activations: outputs that the layers keep for microbatches whose backward pass has not yet run.
         head: hidden states of the scored rows, their gradient, and one tile of logits; on the last stage only.
     """

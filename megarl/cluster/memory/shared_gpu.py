@@ -152,7 +152,8 @@ def staging_parts(config: Config, engine_bytes: float, gpus_per_node: int) -> di
 
 
 def _states(config: Config, settings: Trained, hf_config: Mapping[str, Any], gpu: int) -> dict[str, int]:
-    """Return the bytes of each state whose size is certain, by its name in `offload`; empty without a rank here."""
+    """Return the bytes of each state whose size is certain, by its name in `offload`; empty if the GPU has no rank of
+    the model."""
     span = device_spans(config)[NAMES[settings.section]]
     if gpu not in span:
         return {}
