@@ -60,7 +60,7 @@ collective's deadline, but longer than the processes or the file system of a bus
 
 class Session:
     """The Ray cluster for one run. It starts Ray and watches all pending remote calls, each with a deadline and a
-    diagnosis. It runs inside `supervised`, which ends remaining processes."""
+    diagnosis. It runs inside `supervised`, which terminates remaining processes."""
 
     def __init__(
         self, config: Config, logs: Path, scratch: Path, rendezvous: Path | None = None, routed: Experts | None = None
@@ -157,18 +157,18 @@ class Session:
 
     def __exit__(self, kind: type[BaseException] | None, *_) -> None:
         self._watchdog.stop()
-        # A signal to the whole process group has also ended Ray's processes, so a shutdown would hang.
+        # A signal to the whole process group has also killed Ray's processes, so a shutdown would hang.
         if kind is not KeyboardInterrupt:
             ray.shutdown()
         if self._rendezvous is not None:
             self._rendezvous.withdraw()  # last: a node that leaves while Ray runs counts as lost
 
     def watch(self, actors: Mapping[str, ActorHandle]) -> None:
-        """Make the loss of any of these processes end every subsequent wait, including waits for other processes."""
+        """Make every subsequent wait fail if any of these processes is lost, including waits for other processes."""
         self._watched |= actors
 
     def unwatch(self, names: Collection[str]) -> None:
-        """Stop watching these processes. From now on, only their own calls notice their loss."""
+        """Stop watching these processes. After that, only calls to a lost process notice its loss."""
         for name in names:
             self._watched.pop(name, None)
 
@@ -189,8 +189,8 @@ class Session:
         return pending
 
     def wait(self, wanted: Pending, meanwhile: Callable[[], object] | None) -> None:
-        """Wait until any pending call ends, or for CHECK_S seconds. If no specific call has failed, errors name
-        `wanted`, the Pending that the caller waits for."""
+        """Wait until any pending call finishes, for at most CHECK_S seconds. If no specific call has failed, errors
+        name `wanted`, the Pending that the caller waits for."""
         self._pending = [pending for pending in self._pending if pending.unfinished]
         self._watchdog.phase = wanted.phase
         most_urgent = min(self._pending, key=lambda pending: pending.deadline)
@@ -205,7 +205,7 @@ class Session:
             meanwhile()
 
     def _ended(self, timeout_s: float) -> bool:
-        """Wait until a call ends, and record all calls that have ended. Return whether any call has ended."""
+        """Wait until a call finishes, and record all finished calls. Return whether any call has finished."""
         refs = [ref for pending in self._pending for ref in pending.unfinished]
         if not ray.wait(refs, timeout=timeout_s)[0]:
             return False

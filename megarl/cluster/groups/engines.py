@@ -138,8 +138,8 @@ class EngineGroup(VllmGroup):
 
     def _check_parameters(self, described: tuple[Sequence[Parameters], Sequence[str]]) -> None:
         """Switch to sending whole tensors if kernels repack parameters, or if the parameters differ from those of the
-        model family by more than the padding of experts. `described` contains the parameters of each worker in the first
-        engine, and the names of kernels that repack parameters."""
+        model family by more than the padding of experts. `described` contains the parameters of each worker in the
+        first engine, and the names of kernels that repack parameters."""
         workers, repacking = described
         self._holders = self._make_holders(padded_experts(workers[0]))
         mismatched = [

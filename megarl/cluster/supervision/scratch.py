@@ -43,7 +43,7 @@ _locks: list[int] = []
 
 
 def make_scratch() -> Path:
-    """Create a scratch folder. This process and its forks hold the folder's lock until the last of them ends."""
+    """Create a scratch folder. This process and its forks hold the folder's lock until the last of them exits."""
     folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=PLACE))
     hidden = folder / f".{LOCK}"
     lock = os.open(hidden, os.O_CREAT | os.O_RDONLY | os.O_CLOEXEC, 0o600)
