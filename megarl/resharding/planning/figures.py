@@ -33,8 +33,8 @@ class Figures:
         communicator_bytes: estimated maximum memory for communicators per GPU, in bytes.
         neighbors: maximum number of ranks with which one rank exchanges messages.
         operations: maximum number of NCCL messages that one rank sends and receives.
-        peak_staging_bytes: maximum size of a rank's staging buffers, which hold the current and the next bucket between
-            nodes.
+        peak_staging_bytes: maximum size of a rank's staging buffers, which hold the current and the next bucket sent
+            between nodes.
         ranks_source, ranks_destination: number of processes on each side.
     """
 
