@@ -14,7 +14,7 @@ service that cannot be reached (`away`)."""
 
 
 class ProcessLost(RuntimeError):
-    """A process that user code depends on, such as a sandbox, exited although the user code is not at fault."""
+    """A process that user code depends on, such as a sandbox, exited through no fault of the user code."""
 
 
 class ServiceAway(ConnectionError):
