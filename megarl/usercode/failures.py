@@ -17,7 +17,7 @@ class ProcessLost(RuntimeError):
     """A process that user code depends on, such as a sandbox, exited through no fault of the user code."""
 
 
-class ServiceAway(ConnectionError):
+class ServiceUnavailable(ConnectionError):
     """A server cannot be reached, does not respond, or reports that it is unavailable."""
 
 
