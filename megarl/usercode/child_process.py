@@ -39,10 +39,10 @@ KILLING_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 POLL_S = 0.001
 READ_BYTES = 65536
-MOST_BYTES = 2**30
+MAX_MESSAGE_BYTES = 2**30
 """Maximum length of a message from a child."""
 
-TOO_LONG = f"sent a message of more than {MOST_BYTES} bytes"
+TOO_LONG = f"sent a message of more than {MAX_MESSAGE_BYTES} bytes"
 
 
 class ChildFailure(Exception):
@@ -154,7 +154,7 @@ class ChildProcess:
             data += chunk
             if not chunk:
                 raise EOFError
-            if len(data) > MOST_BYTES:
+            if len(data) > MAX_MESSAGE_BYTES:
                 raise ValueError(TOO_LONG)
         line, _, self._unread = bytes(data).partition(b"\n")
         return line
@@ -234,7 +234,7 @@ class ConcurrentChild(ChildProcess):
         """Send the program's arguments and return its first message."""
         self._numbers, self._waiting = count(), dict[int, asyncio.Future[dict[str, Any]]]()
         connection = socket.socket(fileno=self._socket.detach())
-        self._reader, self._writer = await asyncio.open_unix_connection(sock=connection, limit=MOST_BYTES)
+        self._reader, self._writer = await asyncio.open_unix_connection(sock=connection, limit=MAX_MESSAGE_BYTES)
         try:
             async with asyncio.timeout(timeout_s):
                 await self.post(arguments)
