@@ -45,7 +45,7 @@ CHECK_S = 5.0
 PING_S = 1.0
 """Timeout of a ping, in seconds. A live process may take longer; for a dead one, Ray returns an error at once."""
 
-SMALL = 4096
+MAX_INLINE_BYTES = 4096
 """Maximum size in bytes of a result that Ray sends to the caller. Larger ones, such as samples, stay on their node."""
 
 HEALTH_CHECKS = {
@@ -105,7 +105,11 @@ class Session:
             _node_ip_address=address,
             # Ray's workers run at low priority by default, but here they do the main work.
             _system_config=HEALTH_CHECKS
-            | {"worker_niceness": 0, "max_direct_call_object_size": SMALL, "enable_metrics_collection": False},
+            | {
+                "worker_niceness": 0,
+                "max_direct_call_object_size": MAX_INLINE_BYTES,
+                "enable_metrics_collection": False,
+            },
         )
         # Replace Ray's handler, which prints a stack trace and skips all cleanup.
         signal.signal(signal.SIGTERM, terminate)

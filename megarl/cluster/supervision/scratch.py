@@ -23,7 +23,7 @@ long: socket paths are limited to 107 bytes."""
 NAME = re.compile(rf"{PREFIX}[a-z0-9_]{{8}}")
 """Names that `tempfile.mkdtemp` generates. Files with other names are not scratch folders."""
 
-MOST_LISTED = 3
+MAX_LISTED = 3
 """Maximum number of skipped folders that a message lists."""
 
 
@@ -68,8 +68,8 @@ def sweep() -> None:
         if NAME.fullmatch(folder.name) and (reason := _sweep(folder)) is not None
     ]
     if skipped:
-        rest = f" and {len(skipped) - MOST_LISTED} more" if len(skipped) > MOST_LISTED else ""
-        print(f"megarl: note: skipped scratch folders: {', '.join(skipped[:MOST_LISTED])}{rest}", flush=True)
+        rest = f" and {len(skipped) - MAX_LISTED} more" if len(skipped) > MAX_LISTED else ""
+        print(f"megarl: note: skipped scratch folders: {', '.join(skipped[:MAX_LISTED])}{rest}", flush=True)
 
 
 def _sweep(folder: Path) -> str | None:
