@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.cluster.failure import cause, is_loss, rank, write_stacks
 from megarl.cluster.network import LOOPBACK, interface_of, own_address, own_name, socket_environment
-from megarl.cluster.nodes.gathering import VERDICT_S, alive_nodes, gather, lost_nodes
+from megarl.cluster.nodes.gathering import NODE_LOSS_S, alive_nodes, gather, lost_nodes
 from megarl.cluster.nodes.rendezvous import PACKAGES, Invitation, NodeRendezvous, Report
 from megarl.cluster.object_store import FLOOR_MIB, object_store_mib
 from megarl.cluster.pending import Answers, Pending, outcome
@@ -234,7 +234,7 @@ class Session:
         all_errors = [error for pending in self._pending for error in pending.errors.values()]
         # Processes that were connected to a lost node, or read its object store, may notice the loss first.
         users = any(rank(error) == 0 for error in all_errors)
-        lost = lost_nodes(self._others, 0.0 if users else VERDICT_S)
+        lost = lost_nodes(self._others, 0.0 if users else NODE_LOSS_S)
         if self._others and not lost and not users:
             self._settle(wanted)  # processes on other nodes, such as a shard of a multi-node engine, may also be lost
             if not (failed := self._failed()):

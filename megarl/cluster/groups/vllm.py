@@ -23,7 +23,7 @@ from megarl.cluster.failure import cause, write_stacks
 from megarl.cluster.groups.group import ProcessActor, TimedResult, WorkerGroup
 from megarl.cluster.groups.remote import RemoteMethod, remote
 from megarl.cluster.network import LOOPBACK
-from megarl.cluster.nodes.gathering import VERDICT_S
+from megarl.cluster.nodes.gathering import NODE_LOSS_S
 from megarl.cluster.pending import Answers, Pending, outcome
 from megarl.cluster.placement import Process
 from megarl.cluster.session import Session
@@ -125,7 +125,7 @@ class VllmActor(ProcessActor):
     def _has_lost_a_part(self) -> bool:
         """Return whether one of the engine's other parts has exited. Wait long enough for Ray to notice an exit."""
         calls = [call for _, call in self._others.values()]
-        return bool(calls and ray.wait(calls, num_returns=1, timeout=VERDICT_S)[0])
+        return bool(calls and ray.wait(calls, num_returns=1, timeout=NODE_LOSS_S)[0])
 
 
 @ray.remote(num_cpus=0, max_restarts=0)
@@ -146,7 +146,7 @@ class PartActor(ProcessActor):
         set_rendezvous_address(ray.util.get_node_ip_address())
         ranks = PartRanks(arguments)
         segments.note(own_scratch())
-        store = join_store(arguments["master_addr"], arguments["master_port"], None, VERDICT_S)
+        store = join_store(arguments["master_addr"], arguments["master_port"], None, NODE_LOSS_S)
         while not ranks.died.wait(CHECK_S):
             if not is_open(store):
                 end_process()
