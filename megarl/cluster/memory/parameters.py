@@ -84,7 +84,7 @@ class Models:
         return self.trained["actor"]
 
 
-def least_host_bytes(config: Config, models: Models, policy: ModelParameters) -> dict[str, int]:
+def min_host_bytes(config: Config, models: Models, policy: ModelParameters) -> dict[str, int]:
     """Return the host memory in bytes that models and engines always hold, by purpose.
 
     Activations, KV caches and the processes' own memory come on top, so a machine with less memory cannot run the
