@@ -65,7 +65,7 @@ LAYER_GRAPH = 0.38 * MIB
 within vLLM's documented range of 1 to 3 GiB."""
 
 
-def together(*items: Mapping[str, float]) -> dict[str, float]:
+def sum_by_name(*items: Mapping[str, float]) -> dict[str, float]:
     """Add up the items of several processes by name, and leave out items of size 0."""
     names = dict.fromkeys(name for each in items for name in each)
     sums = {name: sum(each.get(name, 0.0) for each in items) for name in names}
@@ -102,7 +102,7 @@ def gpu_reserve(
         items.append(engine_reserve(config, engine, gpus_per_node))
     if reward is not None:
         items.append(_reward_model_reserve(config, reward, gpus_per_node))
-    return together(*items)
+    return sum_by_name(*items)
 
 
 def trainer_reserve(settings: Placed, shape: ModelShape, matrices: int, gpus_per_node: int) -> dict[str, float]:

@@ -85,7 +85,7 @@ def _reserve(
     return gpu_reserve(config, held, engine, scorer, gpus_per_node)
 
 
-def staying(config: Config, role: Role, states: Mapping[str, float]) -> dict[str, float]:
+def resident_states(config: Config, role: Role, states: Mapping[str, float]) -> dict[str, float]:
     """Return the bytes of a model's state that stay on the GPU while a different model or an engine computes there.
     `states` maps each state's name in the key `offload` to its bytes."""
     return {part: size for part, size in states.items() if part not in config.placed(role).offload}
@@ -116,7 +116,7 @@ def engine_loads(
         """Return the bytes on the GPU while this model's weights are loaded."""
         resident = {}
         for role, states in models.items():
-            kept = staying(config, role, states)
+            kept = resident_states(config, role, states)
             parts = [part for part in states if part in kept or (role == loaded and part == "parameters")]
             if parts:
                 names = ", ".join(parts).replace("parameters", "weights")
@@ -128,7 +128,7 @@ def engine_loads(
     phases: dict[Role, str] = {"actor": "while the engine receives weights"}
     if config.checkpoint.may_be_saved:
         phases |= {role: f"while the {role} is saved" for role in models if role != "actor"}
-    stay = {role: staying(config, role, states) for role, states in models.items()}
+    stay = {role: resident_states(config, role, states) for role, states in models.items()}
     kept = {f"{role}: {part}": size for role, parts in stay.items() for part, size in parts.items()}
     rollout = {**kept, "engine: weights": engine, "engine: KV cache": config.rollout.kv_cache_gib * GIB}
     return [
