@@ -87,7 +87,7 @@ class Agent:
             pids += children
         return pids
 
-    def end_all(self):
+    def kill_others(self):
         """Kill all other processes, including detached ones, and wait until they have exited."""
         while True:
             # Only process 1 may signal all processes (pid −1), because then all of them are inside the sandbox.
@@ -138,7 +138,7 @@ class Run:
         self.stdin, self.status, self.limit = memoryview(stdin), None, b""
         self.outputs = {out_read: self.out, err_read: self.err}
         self.watch()
-        agent.end_all()
+        agent.kill_others()
         for end in list(self.outputs):
             os.set_blocking(end, False)
             while self.read(end):
@@ -339,7 +339,7 @@ def text_of(path):
 def exit_sandbox(agent):
     """Exit the sandbox. The kernel kills its other processes when process 1 exits."""
     if not agent.is_first:
-        agent.end_all()
+        agent.kill_others()
         if agent.removes_folder:
             import shutil
 

@@ -83,7 +83,7 @@ def _take_part(rendezvous: NodeRendezvous, invitation: Invitation, scratch: Path
             stderr=subprocess.STDOUT,
         )
         answered, first_node = 0, FirstNode(invitation)
-        while ray.poll() is None and _is_on(rendezvous, invitation) and first_node.answers():
+        while ray.poll() is None and _is_current(rendezvous, invitation) and first_node.answers():
             time.sleep(POLL_S)
             if memory.peak_gb() != report.peak_gb:
                 report = replace(report, peak_gb=memory.peak_gb())
@@ -92,7 +92,7 @@ def _take_part(rendezvous: NodeRendezvous, invitation: Invitation, scratch: Path
             if number > answered:
                 answered = number
                 processes.request_stacks(files)
-    if not _is_on(rendezvous, invitation):
+    if not _is_current(rendezvous, invitation):
         return
     if not first_node.answers():
         raise RunFailure(
@@ -159,7 +159,7 @@ def _report(invitation: Invitation) -> Report:
     return Report(name, invitation.id, address, usable_cores(), gpus, problem=problem)
 
 
-def _is_on(rendezvous: NodeRendezvous, invitation: Invitation) -> bool:
+def _is_current(rendezvous: NodeRendezvous, invitation: Invitation) -> bool:
     now = rendezvous.invitation()
     return now is not None and now.id == invitation.id
 
