@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from megarl.cluster.memory.parameters import ModelParameters, Models
 from megarl.cluster.memory.rank import RankMemory, forward_bytes, item_bytes, saved_bytes, stage_memory
 from megarl.cluster.memory.reserves import FRAGMENT_BYTES, FRAGMENTS, awake_reserve, gpu_reserve, sampling_reserve
-from megarl.cluster.memory.shared_gpu import Load, engine_loads, reward_model_parts, staging_parts, resident_states
+from megarl.cluster.memory.shared_gpu import Load, engine_loads, resident_states, reward_model_parts, staging_parts
 from megarl.cluster.object_store import object_store_mib
 from megarl.config.device_spans import ENGINE, NAMES, device_spans, overlap, reward_model_is_beside_engines
 from megarl.config.model_schema import Layout, Role, Trained

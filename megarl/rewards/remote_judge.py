@@ -100,8 +100,8 @@ class GenerativeJudge:
             return await asyncio.gather(*(reward(*fields) for fields in samples), return_exceptions=True)
 
     async def _ask(self, client: httpx.AsyncClient, content: str) -> str:
-        """Return the judge's answer. Raise ServiceUnavailable if the server is unavailable, and ValueError with its response
-        if that contains no answer."""
+        """Return the judge's answer. Raise ServiceUnavailable if the server is unavailable, and ValueError with its
+        response if that contains no answer."""
         import httpx
 
         body, failure = self._question | {"messages": [{"role": "user", "content": content}]}, ""
