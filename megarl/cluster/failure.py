@@ -1,4 +1,4 @@
-"""Selection of the most informative error when several processes fail."""
+"""Select the most informative error when several processes fail."""
 
 from __future__ import annotations
 

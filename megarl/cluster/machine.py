@@ -1,4 +1,4 @@
-"""Checks, before any process starts, that this machine's devices support the run."""
+"""Check, before any process starts, that this machine's devices support the run."""
 
 from __future__ import annotations
 

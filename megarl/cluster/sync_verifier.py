@@ -1,4 +1,4 @@
-"""Verification that updates change the trainer's weights and, after a refit, the engines' weights."""
+"""Verify that updates change the trainer's weights and, after a refit, the engines' weights."""
 
 from __future__ import annotations
 

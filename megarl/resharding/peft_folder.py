@@ -71,8 +71,8 @@ class PeftFolder(AbstractContextManager):
 
 
 def save_adapters(tensors: Mapping[str, torch.Tensor], lora: Lora, base: str, num_experts: int, out: Path) -> None:
-    """Write unsharded tensors as a PEFT folder, repeating a shared adapter for each expert. `base` is the base
-    model."""
+    """Write unsharded tensors as a PEFT folder, repeating a shared adapter for each expert. `base` is the path or name
+    of the base model."""
     named = {
         each: tensor.clone() for name, tensor in tensors.items() for each in expert_tensor_names(name, num_experts)
     }

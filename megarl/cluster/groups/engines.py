@@ -209,8 +209,8 @@ class EngineGroup(VllmGroup):
         return self.route(groups, partial(self._sample, listener), self._abort)
 
     def route(self, groups: Requests, run: Run, abort: Abort) -> Pending[list[Sampled]]:
-        """Run the rollouts of each group on one of the engines. The result has their samples by group. The groups of a
-        lost engine run on the remaining ones.
+        """Run the rollouts of each group on one of the engines. For each group, in order, the result contains its
+        samples or Aborted. The groups of a lost engine run on the remaining engines.
 
         Args:
             run: function that takes each engine's requests, by engine name, and starts the rollouts. Its result omits

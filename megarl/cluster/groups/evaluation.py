@@ -1,5 +1,5 @@
-"""Scoring of evaluation samples. Their reward functions run in separate processes, because functions that score
-training samples may keep state that an evaluation must not change."""
+"""Score evaluation samples. Their reward functions run in separate processes, because functions that score training
+samples may keep state that an evaluation must not change."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ class VllmActor(ProcessActor):
 
 @ray.remote(num_cpus=0, max_restarts=0)
 class PartActor(ProcessActor):
-    """An engine's ranks on one node, except on the engine's first node."""
+    """An engine's ranks on a node other than the engine's first node."""
 
     def __init__(self, process: Process, logs: Path, batch_invariant: bool):
         super().__init__(process, logs)

@@ -87,7 +87,7 @@ class Models:
 def min_host_bytes(config: Config, models: Models, policy: ModelParameters) -> dict[str, int]:
     """Return the host memory in bytes that models and engines always hold, by purpose.
 
-    Activations, KV caches and the processes' own memory come on top, so a machine with less memory cannot run the
+    Activations, KV caches and the processes' own memory are not included, so a machine with less memory cannot run the
     config.
 
     Args:

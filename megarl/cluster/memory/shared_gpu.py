@@ -1,4 +1,4 @@
-"""Closed-form estimate of the memory on a GPU that models and an engine share."""
+"""Closed-form estimate of the memory usage of a GPU that models and an engine share."""
 
 from __future__ import annotations
 

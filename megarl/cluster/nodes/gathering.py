@@ -1,4 +1,4 @@
-"""The driver's wait for the run's other nodes."""
+"""Wait for the run's other nodes to join, and detect lost nodes."""
 
 from __future__ import annotations
 

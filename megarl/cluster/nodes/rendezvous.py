@@ -141,7 +141,7 @@ class NodeRendezvous:
         _write(self._folder / STACKS, {"number": request["number"] + 1, "files": [str(file) for file in files]})
 
     def requested_stacks(self) -> tuple[int, list[Path]]:
-        """Return the last request for stack traces: its number (0 without any request) and its log files."""
+        """Return the last request for stack traces: its number (0 if there is none) and its log files."""
         request = _read(self._folder / STACKS) or {"number": 0, "files": []}
         return request["number"], [Path(file) for file in request["files"]]
 

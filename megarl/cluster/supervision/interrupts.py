@@ -1,4 +1,4 @@
-"""Handling of signals that end a run: the driver stops at once, or at its next safe point within a grace period."""
+"""Handle signals that end a run: the driver stops at once, or at its next safe point within a grace period."""
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ FATAL = ("raylet", "gcs_server")
 
 class Watchdog:
     """A thread that watches the raylet and the GCS. A run cannot survive the loss of either process, and the driver's
-    calls may hang in Ray's core. The thread therefore prints an error and exits the driver. The parent process then
-    terminates all remaining processes."""
+    calls may hang in Ray's core. The thread therefore prints an error and terminates the driver. The parent process
+    then terminates all remaining processes."""
 
     def __init__(self) -> None:
         self.phase = "Ray start"
