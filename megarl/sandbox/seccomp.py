@@ -71,8 +71,8 @@ class Instruction(NamedTuple):
 
 
 def open_filter() -> tuple[int, ...]:
-    """Return the file descriptor of a file with the filter for this machine, or an empty tuple if the architecture is
-    not supported."""
+    """Return a 1-tuple with the descriptor of a file that contains the filter for this machine, or an empty tuple if
+    the architecture is not supported."""
     machine = platform.machine()
     if machine not in DENIED:
         return ()
