@@ -31,7 +31,7 @@ app.add_typer(config_app, name="config")
 app.add_typer(convert.app, name="convert")
 
 MAX_GRACE_S = 3600.0
-"""Maximum seconds that `megarl join` waits after a signal for the run to finish. The run itself has
+"""Maximum time in seconds that `megarl join` waits for the run to finish after a signal. The run's own limit is
 checkpoint.grace_s."""
 
 
@@ -318,7 +318,7 @@ def doctor(
 def report(
     folders: Annotated[list[Path], typer.Argument(metavar="FOLDER", help="Run folders, such as runs/latest.")],
 ) -> None:
-    """Write an HTML report and print its path. Several runs are compared in the first one's folder."""
+    """Write an HTML report and print its path. A comparison of several runs is written to the first folder."""
     import megarl.report
     from megarl.report import comparison
 

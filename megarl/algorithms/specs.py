@@ -345,8 +345,8 @@ class ImitationObjective(ObjectiveSpec):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabelObjective(ObjectiveSpec):
     """An objective that learns the data's labels for steps in responses. The actor is a token classifier. `loss` maps
-    (score [N], label [N], **arguments) to float32 [N]. Only the last token in a step, or all of its tokens, receive its
-    label, as `labeled` determines."""
+    (score [N], label [N], **arguments) to float32 [N]. `labeled` selects the tokens to which a step's label applies:
+    its last token ("end") or all of its tokens ("all")."""
 
     loss: Callable[..., torch.Tensor]
     rows: tuple[Rows, ...] = ("labels",)

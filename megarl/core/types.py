@@ -22,7 +22,8 @@ NO_ROUTE = -1
 """Expert index of a token without a route."""
 
 FAILED, LOST = "failed", "lost"
-"""Stop reason of a rollout whose environment raised an error, timed out or exited."""
+"""Stop reasons of a rollout without a reward: the environment failed, or the infrastructure did. See StopReason in
+megarl.environments.protocol."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -341,8 +342,8 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """Baseline for a sample's reward: advantage = (reward − center) / scale. token_center and token_scale are the same
-    for per-token rewards, where each token is compared separately."""
+    """Baseline for a sample's reward: advantage = (reward − center) / scale. token_center and token_scale are the
+    corresponding values for per-token rewards, each of which is compared separately."""
 
     center: float = 0.0
     scale: float = 1.0

@@ -114,7 +114,8 @@ def policy_loss(
 
     Args:
         scored: log-prob and entropy for each row, and the value if the critic's head is on the actor.
-        objective: the objective whose `loss` computes ℓ for each token. options: keyword arguments for `loss`.
+        objective: the objective whose `loss` computes ℓ for each token.
+        options: keyword arguments for `loss`.
         old_is_rollout: whether the ratio uses the engine's log-probs instead of the old policy's.
         has_moved: whether the policy has been updated since the start of the step.
         correct: (log π_old − log μ, samples) -> the correction factors f.

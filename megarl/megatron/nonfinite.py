@@ -19,13 +19,14 @@ from megarl.megatron.model.build import named_parameters, named_weights
 
 
 class SkippedUpdates:
-    """Counts skipped updates. `total` starts with the run, `in_a_row` with the last applied update."""
+    """Counts skipped updates: `total` since the start of the run, `in_a_row` since the last applied update."""
 
     def __init__(self) -> None:
         self.total = self.in_a_row = 0
 
     def add(self, is_skipped: bool, counts: bool = True) -> None:
-        """Record an update. Without `counts`, for updates skipped to reduce the loss scale, in_a_row stays."""
+        """Record an update. `counts` is False for an update skipped to reduce the loss scale, which does not increase
+        in_a_row."""
         self.total += is_skipped
         self.in_a_row = self.in_a_row + counts if is_skipped else 0
 

@@ -118,9 +118,9 @@ def _is_generic(folder: Path) -> bool:
 
 
 def opening_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Return the ids of a text at the start of a sequence. A text that was already rendered may start with the
-    beginning-of-sequence token, which the tokenizer would add a second time. An end-of-sequence token that the
-    tokenizer adds is omitted, because the sequence continues."""
+    """Return the token ids of a text that starts a sequence. If the text already begins with the beginning-of-sequence
+    token, the second one that the tokenizer adds is removed. An end-of-sequence token that the tokenizer adds is also
+    removed, because the sequence continues."""
     ids: Any = tokenizer(text)["input_ids"]
     bos: Any = tokenizer.bos_token
     eos: Any = tokenizer.eos_token

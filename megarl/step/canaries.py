@@ -60,7 +60,7 @@ class Canaries:
 
     @classmethod
     def of(cls, config: Config, workers: Workers, data: PromptSet) -> Canaries:
-        """Return canaries from the first prompts in the data or, if these have no tokens, from TEXTS. Prompts from
+        """Return canaries from the first prompts in the data or, if any of them has no tokens, from TEXTS. Prompts from
         TEXTS are cut to fit the context, and prompts without tokens are left out."""
         prompts = [data[number] for number in range(min(NUM_PROMPTS, len(data)))]
         if not all(len(prompt.token_ids) for prompt in prompts):
@@ -81,7 +81,7 @@ class Canaries:
         return {name: Answers.of(samples) for name, samples in groups.items()}
 
     def measure(self, answers: Mapping[str, Answers]) -> dict[str, Evidence]:
-        """Return evidence with each engine's log-prob differences from the trainer, but not on their causes."""
+        """Return each engine's log-prob differences from the trainer, without evidence on their causes."""
         greedy, sampled = self._differences(answers, [(kind, self._scoring(kind)) for kind in KINDS])
         return {name: Evidence(self.limit, greedy[name], sampled[name]) for name in answers}
 
@@ -140,7 +140,7 @@ class Canaries:
         return Scoring(1.0 if kind == GREEDY else self.config.rollout.temperature)
 
     def _other_scorings(self) -> dict[str, Scoring]:
-        """Return the mistaken ways in which an engine may score tokens, as completions of "the trainer's ..."."""
+        """Return the scorings that a misconfigured engine may use, by description, such as "at temperature 1"."""
         default = self._scoring(SAMPLED)
         temperatures = dict.fromkeys((1.0, default.temperature**2, 1 / default.temperature))
         others = {

@@ -48,7 +48,8 @@ class Group:
 
 @dataclass(slots=True)
 class Dropped:
-    """Counts of samples and tokens in rollouts dropped as stale, and of those aborted among them."""
+    """Counts of samples and tokens in stale rollouts that were dropped, and in those that were aborted before they
+    finished."""
 
     samples: int = 0
     tokens: int = 0
@@ -121,7 +122,8 @@ class RolloutQueue:
             self._schedule.begin(groups[i], number - 1, turn=item.version, again=i < num_again)
 
     def take(self, number: int, wanted: int, meanwhile: Callable[[], object]) -> list[list[SampleRef]]:
-        """Wait for the groups that this step trains on. Return their samples in the order of their starts."""
+        """Wait for the groups that this step trains on. Return their samples in the order in which the
+        groups started."""
         taken: list[Group] = []
         while len(taken) < wanted:
             self._note_finished()

@@ -110,7 +110,8 @@ def record_advantages(workers: Workers, rollouts: Path) -> Pending[None]:
 
 
 def further_prompts(missing: int, num_informative: int, seen: int, most: int) -> int:
-    """Return the number of prompts expected to yield the missing ones at the informative fraction so far."""
+    """Return the number of prompts to sample, so that as many as are missing can be expected to be informative, given
+    the fraction so far. The number is at most `most`."""
     return min(most, ceil(missing * max(seen, 1) / max(num_informative, 1)))
 
 

@@ -97,7 +97,8 @@ class Saving:
 
 def _write(folder: Path, write: Callable[[], None], rank: int) -> list[FileRecord]:
     """Write this rank's part of the model and a note that lists its files. Return the files with paths relative to the
-    folder. Rank 0 also writes the small files shared by all ranks. Wait while the disk is full, see retry_when_full."""
+    folder. Rank 0 also writes the small files shared by all ranks. While the disk is full, wait as in
+    `retry_when_full`."""
     _write_parts(folder, write, rank)
     files = sorted(folder.glob(f"__{rank}_*"))
     if rank == 0:
@@ -163,7 +164,7 @@ def save(
     state = {**untrained, SNAPSHOTS: snapshots, "own": optimized, "counters": dict(counters), RANDOM: _sharded_random()}
     strategy = ThreadStrategy(*BACKEND)
     request = dist_checkpointing.save(state, str(folder), strategy, async_sharded_save=True)
-    assert request is not None, "an asynchronous save returns a request"
+    assert request is not None, "the asynchronous save returned no request"
     return Saving(folder, request)
 
 
@@ -229,7 +230,7 @@ class ThreadStrategy(TorchDistSaveShardedStrategy):
 
 
 def _sharded_models(chunks: Sequence[DistributedDataParallel]) -> dict[str, Any]:
-    """Return each chunk's sharded state. Layer numbers count through the whole model, under every layout."""
+    """Return each chunk's sharded state. Layers are numbered across the whole model, regardless of the layout."""
     return {f"model{i}": model_of(chunk).sharded_state_dict(metadata=FORMAT) for i, chunk in enumerate(chunks)}
 
 

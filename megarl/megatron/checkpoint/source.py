@@ -88,7 +88,7 @@ class CheckpointSource:
 
 @contextmanager
 def open_checkpoint(path: Path, huggingface: Path | None = None) -> Iterator[CheckpointSource]:
-    """Open a checkpoint as a source of weights. Raise a UserError if it is not a complete one of this model.
+    """Open a checkpoint as a source of weights. Raise a UserError if it is incomplete or belongs to a different model.
 
     Args:
         path: a converted checkpoint, a run's `checkpoints/step_…` folder (which opens the actor), or a role's folder in
@@ -183,7 +183,7 @@ def _companions(path: Path, folder: TorchDistFolder, parameters: Collection[str]
 
 
 def companion_prefix(key: str, parameters: Collection[str]) -> str | None:
-    """Return the part of a key that precedes a parameter's key, or None if it does not end with one."""
+    """Return the part of a key that precedes a parameter's key, or None if the key does not end with one."""
     parts = key.split(".")
     cuts = (cut for cut in range(1, len(parts)) if ".".join(parts[cut:]) in parameters)
     return next((".".join(parts[:cut]) + "." for cut in cuts), None)

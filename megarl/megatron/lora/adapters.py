@@ -30,7 +30,8 @@ CHUNK = 2**24
 
 
 class Adapters:
-    """The adapters for one rank's weights. `holder` describes this rank's factors, and `whole` the unsharded ones."""
+    """The adapters for one rank's weights. `holder` describes this rank's factors, and `whole` the unsharded
+    factors."""
 
     def __init__(self, lora: Lora, hf_config: Mapping[str, Any], weights: Holder):
         """`weights` describes the base model's weights on this rank."""
@@ -53,8 +54,8 @@ class Adapters:
 
     @torch.no_grad()
     def initialize(self, factors: Mapping[str, torch.Tensor], seed: int) -> None:
-        """Initialize the factors as PEFT does: A uniformly in ±1/√columns, B with zeros, so that they have no effect at
-        first. Values depend only on the seed and the tensor's name, not on the layout."""
+        """Initialize the factors as PEFT does: A uniformly in ±1/√columns, B with zeros, so that the adapters initially
+        have no effect. Values depend only on the seed and the tensor's name, not on the layout."""
         for tensor, piece in self.holder.shard.canonical_pieces:
             if f".{A}." in tensor:
                 rows, columns = self.whole.shapes[tensor]

@@ -97,7 +97,7 @@ def build_model(
     ]
     config.finalize_model_grads_func = finalize_model_grads
     if settings.overlap_communication:
-        # Megatron's annotations omit that its schedules read lists for several chunks.
+        # Megatron's annotations omit that its schedules accept a list with one function per chunk.
         config.no_sync_func = _only_or_all(  # pyright: ignore[reportAttributeAccessIssue]
             [chunk.no_sync for chunk in wrapped]
         )

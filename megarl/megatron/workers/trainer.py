@@ -155,7 +155,8 @@ class TrainerWorker(ModelWorker, ABC):
         return self._transport.send()
 
     def checksums(self, wanted: Sequence[Region], plan: Plan) -> dict[Region, Checksum]:
-        """Return this rank's part of the expected checksums of the engines. `plan` exports a refit's weights."""
+        """Return this rank's part of the checksums that the engines must match. `plan` is a plan for exporting the
+        weights that a refit sends."""
         return source_checksums(wanted, plan, self.holder.name, self._refit_weights)
 
     def update(self, batch: LocalBatch) -> dict[str, Metric]:
@@ -274,8 +275,8 @@ class TrainerWorker(ModelWorker, ABC):
         return self._whole_weights
 
     def export(self, plan: Plan, transport: Transport, out: Path) -> None:
-        """Write the model as a Hugging Face folder, or its adapters as a PEFT folder, with weights from all ranks. Wait
-        if the disk is full, see retry_when_full."""
+        """Write the model as a Hugging Face folder, or its adapters as a PEFT folder, with weights from all ranks. If
+        the disk is full, wait as in `retry_when_full`."""
 
         def write() -> None:
             if self.adapters is not None and self.adapters.exports_factors:
