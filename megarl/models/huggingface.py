@@ -150,7 +150,7 @@ _OPTIONAL = {"head_dim": 1, "num_key_value_heads": 1, "num_nextn_predict_layers"
 _OBJECTS = ("id2label", "quantization_config", "rope_parameters", "rope_scaling")
 
 LARGEST = 2**31 - 1
-MOST_LAYERS = 10_000
+MAX_LAYERS = 10_000
 
 
 def wrong_type(hf_config: Mapping[str, Any]) -> str | None:
@@ -175,7 +175,7 @@ def wrong_type(hf_config: Mapping[str, Any]) -> str | None:
     if not defaults:
         return None
     for key in hf_config.keys() & _COUNTS:
-        most = MOST_LAYERS if key == "num_hidden_layers" else LARGEST
+        most = MAX_LAYERS if key == "num_hidden_layers" else LARGEST
         if type(hf_config[key]) is not int or not 0 < hf_config[key] <= most:
             return f"{key}={hf_config[key]!r}: expected an integer from 1 to {most}"
     for key, default in {**defaults, **_OPTIONAL}.items():
