@@ -214,7 +214,7 @@ def implicit_reward_loss(
     """Compute the implicit reward model's loss, a mean over samples. `scored` holds log-prob and entropy."""
     assert batch.reference is not None, "the batch has no reference log-probs"
     samples = sample_segments(batch)
-    reward = samples.of_each(token_reward(scored[:, 0], batch.reference, beta))
+    reward = samples.differentiable_total(token_reward(scored[:, 0], batch.reference, beta))
     success = (batch.reward > success_above).float()
     losses = binary_cross_entropy(reward, success)
     return ImplicitRewardTerms((_sample_weight(batch, samples) * losses).sum(), samples, reward, success)
@@ -279,7 +279,7 @@ def reward_model_loss(
 ) -> PairTerms:
     """Compute a reward model's loss on sample pairs from the score of each sample's trained token. `scored`: [N, 1]."""
     samples = sample_segments(batch)
-    return _pair_loss(batch, samples, samples.of_each(scored[:, 0]), objective, options)
+    return _pair_loss(batch, samples, samples.differentiable_total(scored[:, 0]), objective, options)
 
 
 def preference_loss(
@@ -300,7 +300,7 @@ def preference_loss(
     if beta is not None:
         assert batch.reference is not None, "the batch has no reference log-probs"
         reward = beta * (log_prob - _at_trained(batch, batch.reference, log_prob))
-    rewards = samples.of_each(reward)
+    rewards = samples.differentiable_total(reward)
     if length_normalised:
         rewards = rewards / samples.count.clamp(min=1)
     start = log_prob.detach() if batch.old is None and not has_moved else batch.old
