@@ -282,13 +282,13 @@ class PolicyObjective(ObjectiveSpec):
         loss: (log_prob [N], old [N], advantage [N], *inputs, **arguments) -> PolicyLoss.
         inputs: additional arguments of `loss`: the SampleSegments of the rows, or the mask of selected tokens.
         selection: how the selected tokens are chosen.
-        of_steps: options that adapt arguments of `loss` between steps.
+        step_parameters: options that adapt arguments of `loss` between steps.
     """
 
     loss: Callable[..., PolicyLoss]
     inputs: tuple[Literal["samples", "selected"], ...] = ()
     selection: Selection | None = None
-    of_steps: Parameters = field(default_factory=dict)
+    step_parameters: Parameters = field(default_factory=dict)
 
     @property
     def functions(self) -> list[Signature]:
@@ -298,7 +298,7 @@ class PolicyObjective(ObjectiveSpec):
     @property
     def all_parameters(self) -> Parameters:
         if self.selection is None:
-            return {**self.parameters, **self.of_steps}
+            return {**self.parameters, **self.step_parameters}
         share = (Annotated[float, Field(gt=0, le=1)], self.selection.share)
         return {**self.parameters, **self.selection.parameters, "covariance_share": share}
 
