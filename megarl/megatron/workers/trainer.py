@@ -171,10 +171,10 @@ class TrainerWorker(ModelWorker, ABC):
         biases, self._is_complete = RouterBiases(self.chunks), False
         sums = step.accumulate_gradients(self.chunks, self.loss, batches)
         routes = route_metrics(self.chunks, ModelShape.of(self._hf_config), self.metrics)
-        self._loss_scale.take_out()
+        self._loss_scale.unscale_gradients()
         grad_norm, additional = self._apply_gradients(batches, sums)
         is_skipped = not math.isfinite(grad_norm)
-        self._skipped.add(is_skipped, self._loss_scale.is_least)
+        self._skipped.add(is_skipped, self._loss_scale.is_minimal)
         self._loss_scale.update(is_skipped)
         additional |= self._take_rounding_metrics()
         if is_skipped:
