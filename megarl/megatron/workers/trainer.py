@@ -205,10 +205,10 @@ class TrainerWorker(ModelWorker, ABC):
     def _check_limit(self, batch: LocalBatch, sums: Sequence[Sums], grad_norm: float) -> None:
         """Raise a RuntimeError if too many consecutive updates were skipped. The arguments describe the last update."""
         key, limit = f"{self._settings.section}.optimizer", self._settings.optimizer.nonfinite_limit
-        if self._skipped.in_a_row >= limit:
+        if self._skipped.consecutive >= limit:
             worst = describe_worst(batch.members, sums, f"{self.metrics}/loss")
             raise RuntimeError(
-                f"{key}.nonfinite_limit={limit}: {self._skipped.in_a_row} consecutive updates were skipped, because "
+                f"{key}.nonfinite_limit={limit}: {self._skipped.consecutive} consecutive updates were skipped, because "
                 f"their gradients were not finite (last norm: {grad_norm:g}). Worst microbatch: {worst}. Fix: inspect "
                 f"these samples, lower {key}.lr or raise {key}.nonfinite_limit, and resume with resume=auto"
             )
