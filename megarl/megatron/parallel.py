@@ -34,7 +34,7 @@ def initialize(layout: Layout, store: Store, rank: int, seed: int, timeout_s: fl
 
 
 @contextmanager
-def pretended(layout: Layout, rank: int) -> Iterator[None]:
+def simulated_rank(layout: Layout, rank: int) -> Iterator[None]:
     """Return a context manager that simulates one rank of a layout in a single process. Process groups have ranks and
     sizes but do not communicate."""
     cpu_support.install()
