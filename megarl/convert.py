@@ -191,10 +191,10 @@ def _options(dtype: str | None, verify: bool) -> Iterator[Options]:
     with Progress(*columns, TimeRemainingColumn()) as bar:
         tasks = {}
 
-        def progress(done: str, num_bytes: int, total: int) -> None:
-            if done not in tasks:
-                tasks[done] = bar.add_task(done, total=total)
-            bar.advance(tasks[done], num_bytes)
+        def progress(action: str, num_bytes: int, total: int) -> None:
+            if action not in tasks:
+                tasks[action] = bar.add_task(action, total=total)
+            bar.advance(tasks[action], num_bytes)
 
         try:
             yield Options(dtype, verify, progress)

@@ -46,7 +46,7 @@ MAX_BYTES, MAX_LINE_BYTES = 2**32, 2**28
 """Maximum size in bytes of a file that is read as a whole, and of a line."""
 
 
-def no_progress(done: str, num_bytes: int, total: int) -> None:
+def no_progress(action: str, num_bytes: int, total: int) -> None:
     pass
 
 

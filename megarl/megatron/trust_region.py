@@ -36,7 +36,7 @@ from megarl.megatron.optimizer import parts_of
 DIFFERENCE = 1e-3
 """Norm of the one-sided step in a central difference, relative to the norm of all parameters."""
 
-SHORTER = 0.5
+BACKTRACKING_FACTOR = 0.5
 """Factor by which the line search shortens a step."""
 
 Vector = list[torch.Tensor]
@@ -87,7 +87,7 @@ def take_step(
         loss, divergence = _read(step.evaluate(chunks, objective, batches))
         if loss < first_loss and divergence <= kl_limit:
             return StepResult(rate, divergence, trial)
-        rate *= SHORTER
+        rate *= BACKTRACKING_FACTOR
     shards.move(start, 0.0, direction)
     return StepResult(0.0, 0.0, limits.trials if rate else 0)
 

@@ -175,9 +175,9 @@ def wrong_type(hf_config: Mapping[str, Any]) -> str | None:
     if not defaults:
         return None
     for key in hf_config.keys() & _COUNTS:
-        most = MAX_LAYERS if key == "num_hidden_layers" else LARGEST
-        if type(hf_config[key]) is not int or not 0 < hf_config[key] <= most:
-            return f"{key}={hf_config[key]!r}: expected an integer from 1 to {most}"
+        limit = MAX_LAYERS if key == "num_hidden_layers" else LARGEST
+        if type(hf_config[key]) is not int or not 0 < hf_config[key] <= limit:
+            return f"{key}={hf_config[key]!r}: expected an integer from 1 to {limit}"
     for key, default in {**defaults, **_OPTIONAL}.items():
         value: Any = hf_config.get(key)
         kinds = (int, float) if isinstance(default, float) else type(default)

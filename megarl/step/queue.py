@@ -56,11 +56,11 @@ class Dropped:
     aborted_samples: int = 0
     aborted_tokens: int = 0
 
-    def add(self, sampled: Sampled, num_asked: int) -> None:
+    def add(self, sampled: Sampled, num_requested: int) -> None:
         if isinstance(sampled, Aborted):
-            self.samples += num_asked
+            self.samples += num_requested
             self.tokens += sampled.num_tokens
-            self.aborted_samples += num_asked
+            self.aborted_samples += num_requested
             self.aborted_tokens += sampled.num_tokens
         else:
             self.samples += len(sampled)
@@ -112,9 +112,9 @@ class RolloutQueue:
         group_requests = requests(self.config, number, [self.data[item.row] for item in items], first=self._num_in_step)
         self._num_in_step += len(items)
         groups: dict[int, Group] = {}
-        for together in self._submissions(self._in_order(items)):
-            pending = self._sample([group_requests[i] for i in together])
-            for place, i in enumerate(together):
+        for submission in self._submissions(self._in_order(items)):
+            pending = self._sample([group_requests[i] for i in submission])
+            for place, i in enumerate(submission):
                 names = [request.sample_id for request in group_requests[i]]
                 groups[i] = Group(items[i], self._num_begun + i, names, pending, place)
         self._num_begun += len(items)

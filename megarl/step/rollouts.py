@@ -109,10 +109,10 @@ def record_advantages(workers: Workers, rollouts: Path) -> Pending[None]:
     )
 
 
-def further_prompts(missing: int, num_informative: int, seen: int, most: int) -> int:
+def further_prompts(missing: int, num_informative: int, num_sampled: int, limit: int) -> int:
     """Return the number of prompts to sample, so that as many as are missing can be expected to be informative, given
-    the fraction so far. The number is at most `most`."""
-    return min(most, ceil(missing * max(seen, 1) / max(num_informative, 1)))
+    the fraction so far. The number is at most `limit`."""
+    return min(limit, ceil(missing * max(num_sampled, 1) / max(num_informative, 1)))
 
 
 def choose(groups: Sequence[Sequence[SampleRef]], wanted: int) -> list[Sequence[SampleRef]]:
