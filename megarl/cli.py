@@ -382,7 +382,8 @@ def trace(
 
 
 def main() -> None:
-    """Run the command and exit with its code. Print a UserError or RunFailure to stderr, and exit with its code."""
+    """Run the command and exit with its code. If it raises a UserError or RunFailure, print the error to stderr and
+    exit with the error's code."""
     escape_unencodable()
     try:
         app()

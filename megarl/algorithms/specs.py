@@ -1,4 +1,5 @@
-"""Spec classes, which describe estimators and objectives. The configuration reads them, so torch is not imported.
+"""Spec classes, which describe estimators and objectives. The module does not import torch, because the configuration
+imports it.
 
 The options of an estimator or objective are the keyword arguments of its function. Recipes use the same names.
 """
@@ -61,7 +62,7 @@ BASELINE_KINDS: Mapping[BaselineKind, str] = {
     "group": "the group's rewards as its baseline, such as their mean",
     "values": "a critic's values as its baseline",
 }
-"""Kind of baseline -> the value that an estimator compares a reward with, in words."""
+"""Kind of baseline -> its description."""
 
 NO_ADVANTAGE = Baseline(scale=math.inf, token_scale=math.inf)
 """The baseline with which every advantage is 0."""

@@ -142,7 +142,7 @@ def uneven_collectives() -> None:
 
 
 def lone_ranks() -> None:
-    """Skip collectives over a single rank. A rank that shares the optimizer with no peer already has all gradients and
+    """Skip collectives over a single rank. A rank whose optimizer is not sharded already has all gradients and
     parameters in its buffers. Unlike NCCL, gloo would copy whole buffers to new memory and back."""
     from megatron.core.distributed import param_and_grad_buffer
 

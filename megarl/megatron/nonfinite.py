@@ -26,7 +26,7 @@ class SkippedUpdates:
 
     def add(self, is_skipped: bool, counts: bool = True) -> None:
         """Record an update. `counts` is False for an update skipped to reduce the loss scale, which does not increase
-        consecutive."""
+        `consecutive`."""
         self.total += is_skipped
         self.consecutive = self.consecutive + counts if is_skipped else 0
 

@@ -135,7 +135,7 @@ class Shards:
         return [parameter.detach().clone() for parameter in self._parameters]
 
     def dot(self, one: Vector, other: Vector) -> float:
-        """Return the dot product of two unsharded vectors. Collective over all ranks."""
+        """Return the dot product of two vectors, given this rank's shards. Collective over all ranks."""
         products = [
             torch.dot(a.double(), b.double()) for a, b, counts in zip(one, other, self._counts, strict=True) if counts
         ]

@@ -78,7 +78,8 @@ ROPE_TYPES: Mapping[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
 LATENT_ROPE_TYPES: Mapping[str, tuple[str, ...]] = {"default": (), "yarn": ("factor",)}
-"""Supported types of rotary embeddings (the latter: with latent attention) -> required parameters of the type."""
+"""Supported type of rotary embeddings -> parameters that the type requires. Models with latent attention support only
+the types in LATENT_ROPE_TYPES."""
 
 FP8_BLOCK = 128
 """Number of rows, and of columns, per block with one scale in fp8 checkpoints."""

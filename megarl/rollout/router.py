@@ -109,7 +109,7 @@ class Router:
                 moving[submission.engine].append(submission)
         for name, submissions in moving.items():
             print(
-                f"rollout: {name} needs {slowness[name]:.1f} times as long per token as the fastest engine, so idle "
+                f"rollout: {name} takes {slowness[name]:.1f} times as long per token as the fastest engine, so idle "
                 f"engines restart {len(submissions)} of its prompts",
                 flush=True,
             )

@@ -110,8 +110,8 @@ def record_advantages(workers: Workers, rollouts: Path) -> Pending[None]:
 
 
 def further_prompts(missing: int, num_informative: int, num_sampled: int, limit: int) -> int:
-    """Return the number of prompts to sample, so that as many as are missing can be expected to be informative, given
-    the fraction so far. The number is at most `limit`."""
+    """Return the number of prompts to sample so that `missing` of them are expected to be informative, given the
+    fraction of informative prompts so far. The number is at most `limit`."""
     return min(limit, ceil(missing * max(num_sampled, 1) / max(num_informative, 1)))
 
 

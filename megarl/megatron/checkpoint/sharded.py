@@ -47,7 +47,8 @@ from megarl.megatron.model.build import named_tensors
 from megarl.megatron.routes import model_of
 from megarl.megatron.weight_snapshots import WeightSnapshots
 
-# Save each layer under its own name. As slices of one tensor, frozen layers would leave holes in the optimizer state.
+# Save each layer under its own name. If layers were slices of one tensor, frozen layers would leave holes in the
+# optimizer state.
 FORMAT = {"non_homogeneous_layers": True}
 BACKEND = ("torch_dist", 1)
 """Megatron's name and version of the file format."""

@@ -49,7 +49,7 @@ class Adapters:
         return self._lora.export == "adapters"
 
     def attach(self, models: Sequence[GPTModel]) -> None:
-        """Attach the adapters to this rank's model chunks. All factors are zero."""
+        """Attach the adapters to this rank's model chunks, with zero-initialized factors."""
         self._by_weight = attach_adapters(models, self._weights, self._lora)
 
     @torch.no_grad()

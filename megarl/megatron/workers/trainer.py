@@ -253,13 +253,13 @@ class TrainerWorker(ModelWorker, ABC):
             self._is_complete = True
 
     def start_profile(self, ranks: Sequence[int]) -> None:
-        """Record operators and kernels until `stop_profile`. Shapes, stacks and memory would add overhead."""
+        """Start to record operators and kernels. Shapes, stacks and memory are not recorded, to limit the overhead."""
         if self._rank in ranks:
             self._profile = torch.profiler.profile(activities=torch.profiler.supported_activities())
             self._profile.start()
 
     def stop_profile(self, ranks: Sequence[int], folder: Path) -> None:
-        """Write the recording as a Chrome trace."""
+        """Stop recording, and write a Chrome trace to the folder."""
         if self._rank in ranks:
             self._profile.stop()
             self._profile.export_chrome_trace(str(folder / f"{self.role}-{self._rank}.json.gz"))

@@ -109,7 +109,7 @@ class VllmEngine:
     def _num_tokens(self, item: _PendingRequest) -> int:
         """Return the number of tokens sampled so far for an unfinished request."""
         detokenizer = self._llm.llm_engine.output_processor.request_states[item.vllm_id].detokenizer
-        assert detokenizer is not None, "only pooling requests have no detokenizer"
+        assert detokenizer is not None, "the request has no detokenizer"
         return detokenizer.num_output_tokens()
 
     def begin(self, request: TurnRequest) -> asyncio.Future[Completion]:
