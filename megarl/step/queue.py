@@ -119,7 +119,7 @@ class RolloutQueue:
                 groups[i] = Group(items[i], self._num_begun + i, names, pending, place)
         self._num_begun += len(items)
         for i, item in enumerate(items):
-            self._schedule.begin(groups[i], number - 1, turn=item.version, again=i < num_again)
+            self._schedule.begin(groups[i], number - 1, earlier_version=item.version, is_restart=i < num_again)
 
     def take(self, number: int, wanted: int, meanwhile: Callable[[], object]) -> list[list[SampleRef]]:
         """Wait for the groups that this step trains on. Return their samples in the order in which the
