@@ -216,8 +216,8 @@ def reshard(
     if file is not None:
         from megarl.planner.refit_preview import preview_refit, transport_of
 
-        given = {**sides, "--colocated": colocated or None}
-        if redundant := [option for option, value in given.items() if value is not None]:
+        options = {**sides, "--colocated": colocated or None}
+        if redundant := [option for option, value in options.items() if value is not None]:
             raise UserError(f"{redundant[0]}: conflicts with the recipe {file}. Fix: pass only one of them")
         config = _load(file, overrides)
         preview = preview_refit(config, nodes_of, bandwidth)

@@ -91,7 +91,7 @@ def documents_of(
     indices = [
         tuple(_padded([getattr(d, name) for d in members]) for name in ("keys", "queries")) for members in ordered
     ]
-    keys, queries = (torch.cat([index.flatten() for index in of_name]) for of_name in zip(*indices, strict=True))
+    keys, queries = (torch.cat([index.flatten() for index in parts]) for parts in zip(*indices, strict=True))
     kept = torch.cat([_padded([document.kept for document in members], fill=False).flatten() for members in ordered])
     outputs = torch.empty(num_tokens if query_positions is None else len(query_positions), dtype=torch.long)
     outputs[queries[kept]] = kept.nonzero()[:, 0]

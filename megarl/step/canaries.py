@@ -97,14 +97,14 @@ class Canaries:
         differing = workers.refit.differing()
         workers.suspend_engines()
         tokenizer = load_tokenizer(workers.model_folder)
-        own_ids = [tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts]
+        trainer_ids = [tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts]
         has_experts = experts(completed(read_config(workers.model_folder))) is not None
         replays = config.actor.experts.replay_routes
-        own_routes = [(GREEDY, replace(self._scoring(GREEDY), replays=False))] if replays else []
-        [other_routes] = self._differences(answers, own_routes) or [{}]
+        unreplayed = [(GREEDY, replace(self._scoring(GREEDY), replays=False))] if replays else []
+        [other_routes] = self._differences(answers, unreplayed) or [{}]
 
         def explained(name: str, evidence: Evidence, info: EngineInfo) -> Evidence:
-            pairs = zip(texts, own_ids, info.token_ids, strict=True)
+            pairs = zip(texts, trainer_ids, info.token_ids, strict=True)
             return replace(
                 evidence,
                 rescored={scoring: differences[name] for scoring, differences in rescored.items()},
@@ -163,8 +163,8 @@ class Canaries:
         differences = trained.run({"actor": score}, parts=("parameters",))["actor"] if scorings else []
         return [
             {
-                name: fmean(abs(value) for sample in of_engine.samples[kind] for value in values[sample.id])
-                for name, of_engine in answers.items()
+                name: fmean(abs(value) for sample in responses.samples[kind] for value in values[sample.id])
+                for name, responses in answers.items()
             }
             for (kind, _), values in zip(scorings, differences, strict=True)
         ]

@@ -69,4 +69,4 @@ def _score_and_train(group: TrainerGroup, batches: Updates) -> Pending:
 def _score_kl(config: Config, actor: TrainerGroup, batches: Updates) -> Pending:
     """Submit the policies' passes and the KL rewards. The result is ((KL rewards, their totals), log-probs)."""
     passes, scored = make_policy_passes(config, actor, batches), actor.score_tokens(batches)
-    return passes.then(lambda log_probs: scored.then(lambda of_kl: (of_kl, log_probs)))
+    return passes.then(lambda log_probs: scored.then(lambda kl_scores: (kl_scores, log_probs)))

@@ -250,12 +250,12 @@ def _sharded_snapshots(
     """Return the sharded state of the mutable snapshots, sharded like the model's weights."""
     live, shards = named_tensors(chunks), _by_parameter(models)
     return {
-        name: {key: _like(shards[live[key]], f"{SNAPSHOTS}.{name}", weight) for key, weight in weights.items()}
+        name: {key: _sharded_like(shards[live[key]], f"{SNAPSHOTS}.{name}", weight) for key, weight in weights.items()}
         for name, weights in weight_snapshots.state().items()
     }
 
 
-def _like(model: Shard, prefix: str, tensor: torch.Tensor) -> Shard:
+def _sharded_like(model: Shard, prefix: str, tensor: torch.Tensor) -> Shard:
     """Return a sharded tensor with the sharding of a parameter, stored under its key with the prefix."""
     changes: dict[str, Any] = {"key": f"{prefix}.{model.key}", "data": tensor}
     if isinstance(model, ShardedTensor):  # factories have no dtype

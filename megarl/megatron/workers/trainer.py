@@ -297,11 +297,11 @@ class TrainerWorker(ModelWorker, ABC):
         rank wrote and loads next, so the load finds them in the page cache. Raise a UserError that names the first
         corrupt file."""
         files = [record for record in checkpoint.files if record.path.startswith(f"{self.role}/")]
-        own_files, num_ranks = self._has_layout_of(checkpoint), self._settings.layout.world_size
+        same_layout, num_ranks = self._has_layout_of(checkpoint), self._settings.layout.world_size
         checkpoint.verify(
             record
             for number, record in enumerate(files)
-            if (record.rank if own_files else number) % num_ranks == self._rank
+            if (record.rank if same_layout else number) % num_ranks == self._rank
         )
 
     def load_checkpoint(self, checkpoint: Checkpoint) -> None:
@@ -389,8 +389,8 @@ class TrainerWorker(ModelWorker, ABC):
 
     def _with_all_scores(self, batch: LocalBatch) -> list[TokenBatch]:
         names = batch.samples[0].scores if batch.samples else ()
-        handed = {name: {item.sample.id: item.scores[name] for item in batch.samples} for name in names}
-        return self._scored(batch, self._kept | handed)
+        dispatched = {name: {item.sample.id: item.scores[name] for item in batch.samples} for name in names}
+        return self._scored(batch, self._kept | dispatched)
 
     def _scored(self, batch: LocalBatch, scores: TokenScores) -> list[TokenBatch]:
         pairs = zip(self._collate(batch), batch.members, strict=True)
