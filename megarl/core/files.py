@@ -175,8 +175,8 @@ def read_object(path: Path) -> dict[str, Any]:
 
 def read_record(path: Path, kind: type[Record]) -> Record:
     """Return an instance of a data class from a JSON file that contains its fields. Raise the errors of `read_object`,
-    or a UserError if fields are missing, unknown or of the wrong type. Only fields of type str, int and float are
-    checked for their type."""
+    or a UserError if fields are missing, unknown or of the wrong type. Only the types of str, int and float
+    fields are checked."""
     values = read_object(path)
     for name, hint in get_type_hints(kind).items():
         accepted = {str: str, int: int, float: (int, float)}.get(hint, object)
