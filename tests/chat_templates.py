@@ -57,7 +57,7 @@ def bytes_tokenizer(
 ) -> PreTrainedTokenizerFast:
     """Return a tokenizer of all bytes, MERGES and the given tokens.
 
-    Like the published tokenizers it prepends `bos` unless add_special_tokens is false, although a chat template has
+    Like the published tokenizers, it prepends `bos` unless add_special_tokens is false, even if the chat template has
     already written that token.
     """
     tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(merge.replace(" ", "") for merge in MERGES)]

@@ -3,7 +3,7 @@
 The reference runs twice: in float64, which our result is compared with, and in float32, whose error against float64
 measures the rounding of this case on this processor. The tolerance is a small multiple of that error, clamped to
 [1e-5, 1e-4] of a tensor's largest value; 1e-5 is the guarantee across layouts. Rounding is largest in gradients that
-nearly cancel, such as those of adapter factors, and in weights with near-zero gradients, which Adam normalises.
+nearly cancel, such as those of adapter factors, and in weights with near-zero gradients, which Adam normalizes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Expected(NamedTuple, Generic[T]):
 
 
 def expected(compute: Callable[[], T]) -> Expected[T]:
-    """Call `compute` in float64 and in float32. It must not draw random numbers."""
+    """Call `compute` in float64 and in float32. `compute` must not draw random numbers."""
     with float64():
         exact = compute()
     return Expected(exact, compute())

@@ -175,7 +175,7 @@ def token_estimate(gamma: float, kl: Divergence = Divergence()) -> Estimate:
 def temporal_differences(
     gamma: float, lambda_: float, values: Tokens | None, kl: Divergence = Divergence()
 ) -> Estimate:
-    """Return generalised advantage estimates. Without a critic all values are 0."""
+    """Return generalized advantage estimates. Without a critic all values are 0."""
 
     def estimate(groups: Groups, ratios: Ratios) -> dict[str, list[float]]:
         advantages = {}

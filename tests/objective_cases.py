@@ -425,7 +425,7 @@ def check(
     for name, ((loss, gradients), (plain_loss, plain_gradients)) in expected.items():
         results = [rank[name] for rank in ranks]
         metrics = values(merge([rank.metrics for rank in results if rank.metrics]))
-        # Whitened advantages cancel in a sum over tokens, so the rounding errors of all tokens remain.
+        # Whitened advantages cancel in a sum over tokens, which leaves the rounding errors of all tokens.
         tokens = sum(len(r.now) for r in world.responses(cases[name])) if cases[name].aggregation == "token_sum" else 1
         assert metrics["policy/loss"] == close_to(loss, plain_loss, TOLERANCE * tokens), name
         plain_metrics = world.metrics(cases[name])

@@ -92,7 +92,7 @@ class Launched:
             time.sleep(ASK_S)
 
     def wait_for_attempt(self, number: int) -> list[str]:
-        """Wait until this attempt (counted from 1) or a later one has finished steps. Return its nodes."""
+        """Wait until this attempt (counted from 1) or a later one has finished a step. Return its nodes."""
         deadline = time.monotonic() + RUN_S
         while len(self.attempts) < number or not self._latest_attempt_has_steps():
             assert time.monotonic() < deadline, (self.job, self.log)

@@ -95,7 +95,7 @@ class ClusterRun:
         if ended not in codes:
             printed = "\n".join(self.output(i) for i in {number: 1, 0: 1})
             name = self.machines[number].name
-            raise AssertionError(f"{name} ended with {ended}, not {codes}, in {seconds} s:\n{printed}")
+            raise AssertionError(f"{name} exited with {ended} instead of {codes} within {seconds} s:\n{printed}")
 
     def signal_all(self, number: int) -> None:
         """Signal megarl on all machines."""

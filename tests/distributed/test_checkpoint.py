@@ -381,24 +381,24 @@ def test_checkpoint_holds_the_weights_at_the_time_of_the_save(model, tmp_path):
         assert all(torch.equal(loaded[name], result.weights[name]) for name in loaded)
 
 
-AWAY = ("gradients", "optimizer")
+OFFLOADED = ("gradients", "optimizer")
 
 
 def save_offloaded(store, rank: int, config: Config, model: Path, folder: Path, begun: Path) -> Saved:
     """Save with all state offloaded, before and after the updates that create the optimizer's moments. Saving leaves
     the state offloaded."""
     worker = ActorWorker(config, model, rank, store, threads=1)
-    worker.offload(AWAY)
+    worker.offload(OFFLOADED)
     worker.save_checkpoint(begun)
     assert not _optimizer_bytes(worker)
     worker.finish_checkpoint(begun)
     for number in range(SAVED_AFTER):
-        worker.onload(AWAY)
+        worker.onload(OFFLOADED)
         update(worker, config, number)
-        worker.offload(AWAY)
+        worker.offload(OFFLOADED)
     worker.save_checkpoint(folder)
     assert not _optimizer_bytes(worker)
-    worker.onload(AWAY)
+    worker.onload(OFFLOADED)
     result = update(worker, config, SAVED_AFTER)
     return Saved(worker.finish_checkpoint(folder), result)
 
@@ -412,7 +412,7 @@ def _optimizer_bytes(worker: ActorWorker) -> int:
 def test_offloaded_optimizer_is_saved_while_offloaded(model, tmp_path):
     """With bfloat16, the optimizer includes main weights. The run used for comparison offloads nothing."""
     keys = ("model.dtype=bfloat16", "actor.layout.dp=2")
-    resident, offloading = (config_of(model, *keys, f"actor.offload=[{parts}]") for parts in ("", ", ".join(AWAY)))
+    resident, offloading = (config_of(model, *keys, f"actor.offload=[{parts}]") for parts in ("", ", ".join(OFFLOADED)))
     (tmp_path / "begun" / "actor").mkdir(parents=True)
     offloaded, checkpoint = saved_by(
         offloading, model, tmp_path / "offloaded", tmp_path / "begun", function=save_offloaded

@@ -124,7 +124,7 @@ def train_adapters(store, rank: int, config: Config, folder: Path, updates: list
 
 
 def whole_factors(ranks: list[AdapterResult], what: str) -> dict[str, torch.Tensor]:
-    """Return whole "gradients" or "factors" under PEFT's names."""
+    """Assemble the ranks' "gradients" or "factors" into whole tensors under PEFT's names."""
     target = ranks[0].whole
     plan = make_plan([rank.adapter_holder for rank in ranks], [target])
     whole = {name: torch.full(shape, torch.nan) for name, shape in target.shapes.items()}
@@ -374,8 +374,8 @@ def check_merged_folders(
 
 
 def merged_with_peft(folder: Path, adapters: Path) -> dict[str, torch.Tensor]:
-    """Merge adapters, in float32, into a model that was loaded in bfloat16. PEFT merges them unless single experts have
-    adapters, which it does not support; plain torch merges those models.
+    """Merge adapters, in float32, into a model that was loaded in bfloat16. PEFT does the merge, except where
+    individual experts have adapters, which it does not support: plain torch merges those.
     """
     stored = load_file(adapters / WEIGHTS)
     if not any(".experts." in name for name in stored):
@@ -429,7 +429,7 @@ def export(config: Config, folder: Path, out: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def experts_alone(tmp_path_factory) -> Path:
-    """Experts in every layer, because PEFT ignores adapters of dense layers beside experts."""
+    """Experts in every layer, because PEFT ignores the adapters of dense layers in a model with experts."""
     return write_tiny_experts(tmp_path_factory.mktemp("experts"), dense_layers=())
 
 

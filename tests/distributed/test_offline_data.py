@@ -159,25 +159,25 @@ def is_pairwise(rewards: torch.Tensor, smoothing: float) -> torch.Tensor:
     return -((1 - smoothing) * wins.log() + smoothing * (1 - wins).log()).mean()
 
 
-def log_ratios(model, start, samples: list[Text], normalised: bool) -> torch.Tensor:
+def log_ratios(model, start, samples: list[Text], normalized: bool) -> torch.Tensor:
     ratios = [log_probs(model, text) - log_probs(start, text).detach() for text in samples]
-    return torch.stack([ratio.mean() if normalised else ratio.sum() for ratio in ratios])
+    return torch.stack([ratio.mean() if normalized else ratio.sum() for ratio in ratios])
 
 
-def dpo(beta: float, smoothing: float = 0.0, normalised: bool = False):
-    return lambda model, start, samples: is_pairwise(beta * log_ratios(model, start, samples, normalised), smoothing)
+def dpo(beta: float, smoothing: float = 0.0, normalized: bool = False):
+    return lambda model, start, samples: is_pairwise(beta * log_ratios(model, start, samples, normalized), smoothing)
 
 
-def ipo(beta: float, normalised: bool = False):
+def ipo(beta: float, normalized: bool = False):
     def loss(model: torch.nn.Module, start: torch.nn.Module, samples: list[Text]) -> torch.Tensor:
-        ratios = log_ratios(model, start, samples, normalised)
+        ratios = log_ratios(model, start, samples, normalized)
         return ((ratios[0::2] - ratios[1::2] - 1 / (2 * beta)) ** 2).mean()
 
     return loss
 
 
 def label_loss(model: torch.nn.Module, start: torch.nn.Module, samples: list[Text]) -> torch.Tensor:
-    """Return the mean cross-entropy over all labelled tokens."""
+    """Return the mean cross-entropy over all labeled tokens."""
     scores, known = [], []
     for text in samples:
         ids, labels = token_ids(text)
@@ -186,10 +186,10 @@ def label_loss(model: torch.nn.Module, start: torch.nn.Module, samples: list[Tex
     return binary_cross_entropy_with_logits(torch.cat(scores), torch.cat(known))
 
 
-def slic(delta: float, coefficient: float, normalised: bool = False):
+def slic(delta: float, coefficient: float, normalized: bool = False):
     def loss(model: torch.nn.Module, start: torch.nn.Module, samples: list[Text]) -> torch.Tensor:
         said = [log_probs(model, text) for text in samples]
-        scores = torch.stack([each.mean() if normalised else each.sum() for each in said])
+        scores = torch.stack([each.mean() if normalized else each.sum() for each in said])
         pairs = list(zip(scores[0::2], scores[1::2], strict=True))
         hinge = [torch.clamp(delta - (better - worse), min=0) for better, worse in pairs]
         return torch.stack(hinge).mean() - coefficient * torch.stack([better for better, _ in pairs]).mean()

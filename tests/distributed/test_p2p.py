@@ -1,4 +1,4 @@
-"""Sending weights between processes: results, staging memory, and behaviour when a member fails."""
+"""Sending weights between processes: results, staging memory, and behavior when a member fails."""
 
 from __future__ import annotations
 

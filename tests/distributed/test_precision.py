@@ -104,7 +104,7 @@ def test_main_weights_start_at_a_float32_checkpoint(folder):
 
 @pytest.mark.parametrize("dtype", ULP)
 def test_main_weights_start_uniformly_in_rounding_cells(tmp_path, dtype):
-    """A cell extends halfway to the neighbours that torch returns. Each position inside it is equally likely. Powers of
+    """A cell extends halfway to the neighbors that torch returns. Each position inside it is equally likely. Powers of
     two have a different distribution, which tests/unit/megatron/test_main_weights.py checks."""
     rounded(tmp_path, getattr(torch, dtype))
     main, weights = start(tmp_path, dtype=dtype), load_file(tmp_path / "model.safetensors")
@@ -122,8 +122,8 @@ def test_main_weights_start_uniformly_in_rounding_cells(tmp_path, dtype):
     assert places.abs().max() < 0.5
     share = torch.histc(places, 20, -0.5, 0.5) / len(places)
     assert (share - 0.05).abs().max() < 5 * (0.05 / len(places)) ** 0.5  # five standard deviations of a count
-    neighbours = torch.corrcoef(torch.stack((places[1:], places[:-1])))[0, 1]
-    assert neighbours.abs() < 5 / len(places) ** 0.5
+    neighbors = torch.corrcoef(torch.stack((places[1:], places[:-1])))[0, 1]
+    assert neighbors.abs() < 5 / len(places) ** 0.5
 
 
 @pytest.mark.parametrize("layout", ["{tp: 2}", "{pp: 2}", "{dp: 2}"])
@@ -190,7 +190,7 @@ def test_main_weights_accumulate_small_updates(folder):
     assert main.dtype is torch.float32
     assert torch.equal(after, main.bfloat16())
     moved = (main - ran.main_before[FC2]).abs()
-    large = before.abs() > 0.1  # their neighbours in bfloat16 are at least 0.1 · 2⁻⁹ away
+    large = before.abs() > 0.1  # their neighbors in bfloat16 are at least 0.1 · 2⁻⁹ away
     assert 6 * rate < moved[large].median() < 9 * rate  # the same batch each time: Adam moves by the rate
     assert (after == before)[large].float().mean() > 0.5
 

@@ -218,7 +218,7 @@ class Run:
     def wait_until_held(self, folder: Path) -> None:
         """Wait until sampling has finished and the run only waits for the blocked rewards."""
         (folder / "held").unlink(missing_ok=True)
-        # With concurrent calls an actor's title shows the last one that began or ended.
+        # With concurrent calls, an actor's process title shows the one that started or finished last.
         self.wait_until(lambda: (folder / "held").exists() and not self.find_all("ray::EngineActor.generate"))
 
     def wait_until(self, condition: Callable[[], object]) -> None:

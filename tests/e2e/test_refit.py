@@ -77,7 +77,7 @@ class Remote:
         self._scratch = tempfile.TemporaryDirectory(dir="/tmp")
         self._process = mp.Process(target=serve, args=(child, self._scratch.name, build, args))
         self._process.start()
-        child.close()  # so that recv raises EOFError when the process ends
+        child.close()  # so that recv raises EOFError when the process exits
 
     def send(self, method: str, *args) -> None:
         self._connection.send((method, args))
@@ -329,7 +329,7 @@ class TwoModels:
 
 @pytest.fixture
 def remotes():
-    """Return a function that starts Remotes; they end with the test."""
+    """Return a function that starts Remotes, which are shut down at the end of the test."""
     started: list[Remote] = []
 
     def start(*args) -> Remote:

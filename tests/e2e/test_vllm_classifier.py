@@ -64,7 +64,7 @@ def test_every_family_scores_as_transformers(tmp_path, kind):
     models = {}
     for name in names:
         model_type, changes, _ = MODELS[name]
-        # With latent attention transformers' head_dim is the number of rotary channels.
+        # With latent attention, head_dim in transformers is the number of rotary channels.
         changes = changes | ({"head_dim": changes["qk_rope_head_dim"]} if model_type == "deepseek_v3" else {})
         trunk = write_tiny_model(tmp_path / "trunk" / folders[name].name, model_type, **SIZES | changes)
         models[name] = write_classifier(folders[name], trunk, kind)

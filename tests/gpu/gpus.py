@@ -1,6 +1,6 @@
 """Helpers for GPU tests. Each rank sees its own GPU, as in a run.
 
-Without GPUs, MEGARL_REHEARSAL=1 runs the tests that make the same calls on CPU, which verifies them beforehand.
+Without GPUs, MEGARL_REHEARSAL=1 runs, on CPU, those tests whose calls are the same there, to find mistakes beforehand.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from tests.timing import LIMIT_S, WAIT_S
 from tests.unit.resharding.cases import layout_of
 
 pytestmark = needs_gpus(2, can_rehearse=False)
-BESIDE = 256 * 2**20
+OTHER_MEMORY = 256 * 2**20
 """Allowance for memory other than buffers in the first exchange: NCCL's kernels and the transport's messages."""
 
 
@@ -131,7 +131,7 @@ class Processes:
         parent, child = self._context.Pipe()
         process = self._context.Process(target=function, args=(child, rank, self._store.port))
         process.start()
-        child.close()  # so that recv fails when the process ends
+        child.close()  # so that recv fails when the process exits
         self._started.append(process)
         return parent
 
@@ -166,7 +166,7 @@ def test_two_ranks_use_one_communicator_within_its_budget(processes, monkeypatch
     monkeypatch.setenv("NCCL_DEBUG_FILE", f"{tmp_path}/%p.log")
     connections = [processes.start(measure_first_refit, rank) for rank in range(2)]
     for connection in connections:
-        assert answer(connection) <= buffer_bytes(between=0, near=1) + BESIDE
+        assert answer(connection) <= buffer_bytes(between=0, near=1) + OTHER_MEMORY
     logs = [file.read_text(errors="replace") for file in sorted(tmp_path.iterdir())]
     assert [log.count("Init COMPLETE") for log in logs] == [1, 1]
 

@@ -130,7 +130,7 @@ def run_logged(
 ) -> dict[str, float]:
     """Run commands concurrently, and exit with the end of their log if one fails. Return their seconds, and the
     percentage of the machine's CPU time that they did not use (that of other processes and, on a virtual machine, of
-    its neighbours)."""
+    its neighbors)."""
     variables = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     variables |= {"PYTHONPATH": str(ROOT), **environment}
     start, machine_before, own = time.perf_counter(), machine_cpu_seconds(), {}

@@ -1,4 +1,4 @@
-"""Measure the trainer on one GPU in a few minutes, without network, Ray or vLLM: see README.md beside this file.
+"""Measure the trainer on one GPU in a few minutes, without network, Ray or vLLM: see README.md in this folder.
 
 python -m tools.gpu.first_contact --minutes 6 --out FOLDER
 

@@ -137,4 +137,4 @@ def test_groups_outside_the_window_are_not_chosen():
     schedule, names = started(3)
     for name in names[WINDOW * 2 :]:
         schedule.finish(name)
-    assert schedule.take(0, 2) is None, "the step would favour short responses"
+    assert schedule.take(0, 2) is None, "the step would favor short responses"

@@ -333,7 +333,7 @@ def test_late_group_is_dropped_with_its_samples():
 
 
 def test_prompts_drawn_by_solve_rate_can_start_ahead():
-    """Solve rates arrive steps after the draw, also for rows that an earlier attempt drew."""
+    """Solve rates arrive several steps after the draw, even for rows that an earlier attempt drew."""
     config = config_of(2, "data.solved_weight=0.1")
     state = RunState(0, WeightedCursor(len(DATA), 0, None, 0.1))
     loop = SimpleNamespace(data=DATA, state=state)

@@ -181,7 +181,7 @@ print([exists(pid) for pid in (foreign.pid, plain, hidden, below_plain, below_hi
 
 
 def in_namespace(hidepid: int, command: str) -> subprocess.CompletedProcess[str]:
-    """Run a shell command in a namespace with /proc mounted with this hidepid option."""
+    """Run a shell command in a namespace whose /proc is mounted with this hidepid option."""
     mount = f"mount --make-rprivate / && mount -t proc -o hidepid={hidepid} proc /proc"
     namespace = ["unshare", "--mount", "--pid", "--fork", "sh", "-c", f"{mount} && {command}"]
     return subprocess.run(namespace, capture_output=True, text=True, timeout=WAIT_S)
