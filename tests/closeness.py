@@ -44,7 +44,7 @@ def expected(compute: Callable[[], T]) -> Expected[T]:
 
 @contextmanager
 def float64() -> Iterator[None]:
-    """Make float64 the default dtype, also where code names float32 explicitly, as transformers' norms do."""
+    """Make float64 the default dtype, even where code names float32 explicitly, as transformers' norms do."""
     previous = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:

@@ -128,7 +128,7 @@ def group_mean(rewards: list[float], lengths: list[int], prompt: str) -> list[tu
     return [(fmean(rewards), 1.0)] * len(rewards)
 
 
-def standardised(rewards: list[float], lengths: list[int], prompt: str) -> list[tuple[float, float]]:
+def standardized(rewards: list[float], lengths: list[int], prompt: str) -> list[tuple[float, float]]:
     return [(fmean(rewards), stdev(rewards) + 1e-6)] * len(rewards)
 
 
@@ -157,7 +157,9 @@ def best_of(k: int) -> Compare:
 
 
 def amplified(kl: Divergence = Divergence()) -> Estimate:
-    """GPG: subtract the group's mean, multiply by samples / samples in groups whose rewards (without KL) differ."""
+    """Return GPG's estimate: r minus the group's mean, times samples / samples in groups with unequal rewards (without
+    KL).
+    """
 
     def larger(groups: Groups, ratios: Ratios) -> dict[str, list[float]]:
         factor = sum(map(len, groups)) / sum(len(group) for group in groups if len({r for _, r in group}) > 1)
@@ -196,7 +198,7 @@ def temporal_differences(
 
 
 def whitened(estimate: Estimate) -> Estimate:
-    """Standardise an estimate over all trained tokens."""
+    """Whiten an estimate over all trained tokens."""
 
     def over_all(groups: Groups, ratios: Ratios) -> dict[str, list[float]]:
         plain = estimate(groups, ratios)
@@ -254,7 +256,7 @@ CASES: dict[str, EstimatorCase] = {
         ("implicit_reward",),
     ),
     "ReMax": compared("remax", by_prompt(GREEDY)),
-    "GRPO": compared("grpo", standardised),
+    "GRPO": compared("grpo", standardized),
     "OPO": compared("opo", weighted_by_length),
     "GPG": EstimatorCase("gpg", lambda kl, world: amplified(kl)),
     "pass@k": compared("pass_at_k, k: 2", best_of(2)),

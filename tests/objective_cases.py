@@ -21,7 +21,7 @@ from megarl.megatron.metric_sums import read
 from megarl.megatron.workers.actor import ActorWorker
 from tests import objective_reference as plain
 from tests.closeness import TOLERANCE, Expected, assert_close, close_to, float64
-from tests.estimator_reference import Estimate, sample_estimate, standardised
+from tests.estimator_reference import Estimate, sample_estimate, standardized
 from tests.forked import run_ranks
 from tests.grpo_reference import GrpoReference
 from tests.parity import (
@@ -85,7 +85,7 @@ class Case:
     share: float = 0.0
     bounds: tuple[float, float] | None = None
     estimator: str = "estimator: grpo"
-    estimate: Estimate = dataclasses.field(default_factory=lambda: sample_estimate(standardised))
+    estimate: Estimate = dataclasses.field(default_factory=lambda: sample_estimate(standardized))
     given: tuple[str, ...] = ()
     reported: tuple[str, plain.Loss] | None = None
     threshold: float = 1e-3

@@ -59,8 +59,9 @@ def write(folder: Path, model_type: str, changes: dict[str, Any]) -> Path:
 
 
 def logits(store, rank: int, config: Config, folder: Path, checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Return this rank's part [R, vocabulary share] of each response's logits, by sample id. Only the last stage has
-    any."""
+    """Return this rank's part [R, vocabulary share] of each response's logits, by sample id. It is empty except on the
+    last stage.
+    """
     worker = ActorWorker(config, folder, rank, store, threads=1)
     for weight in worker.parameters().values():
         weight.fill_(torch.nan)

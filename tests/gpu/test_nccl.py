@@ -35,9 +35,8 @@ class Rank:
 
     def __init__(self, rank: int, port: int, rendezvous: str = "first"):
         torch.cuda.set_device(rank)
-        messages.UNPACKED_BYTES_NCCL = (
-            64  # larger tensors are sent separately from the packed message, in the same batch
-        )
+        # Larger tensors are sent separately from the packed message, in the same batch.
+        messages.UNPACKED_BYTES_NCCL = 64
         case = a_case()
         self.holder = case.members[rank]
         self.receives = self.holder in case.destinations

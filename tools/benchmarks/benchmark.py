@@ -163,8 +163,9 @@ def run_logged(
 
 
 def _cpu_seconds(pid: int) -> dict[psutil.Process, float]:
-    """Return the CPU seconds of a process and its descendants. The accounting of ended children misses processes whose
-    parent does not wait for them."""
+    """Return the CPU seconds of a process and its descendants. The kernel's totals of exited children miss processes
+    whose parent does not wait for them.
+    """
     found = {}
     with suppress(psutil.NoSuchProcess):
         root = psutil.Process(pid)

@@ -271,7 +271,7 @@ class Sides:
     """The processes of a case: a trainer's ranks and an engine."""
 
     def __init__(self, case: Case, folder: Path):
-        """folder: the engine's model folder."""
+        """Start the processes. `folder` is the engine's model folder."""
         settings = {"context_length": 128, "max_new_tokens": 8, "kv_cache_gib": 0.1}
         rollout = load_config(folder, {f"rollout.{name}": value for name, value in settings.items()}).rollout
         self._case = case

@@ -466,7 +466,7 @@ def _attention(heads: int, kv_heads: int, size: int, pack: list) -> Figures:
 
 
 def _attend(name, describe, attend, pack, inputs, gradient, scale) -> tuple[Figures, list[torch.Tensor]]:
-    """Return the times and memory of one way, and its output and gradients."""
+    """Return the times and memory of one implementation, and its output and gradients."""
     described = {}
     for threads in (torch.get_num_threads(), 1):
         torch.set_num_threads(threads)

@@ -66,7 +66,9 @@ def test_samples_share_prompts_only_without_cp():
 
 
 def test_pipeline_bubble_matches_closed_form():
-    """(p − 1) / v microbatches of the slowest stage, of m + (p − 1) / v."""
+    """The bubble takes as long as (p − 1) / v microbatches of the slowest stage, the step as long as m + (p −
+    1) / v.
+    """
     keys = (*ENGINE, *BATCH, "actor.recompute=full")
     plain, virtual = (
         plan_of(DENSE, "8xH100", *layout_keys(pp=4, dp=2, vpp=vpp), *keys).times.training["actor"] for vpp in (1, 7)
@@ -132,9 +134,8 @@ def test_kv_cache_bytes_match_published_sizes():
     """Published sizes per token and rank: 128 KiB for Llama-3.1-8B, about 69 kB for DeepSeek-V3's latents."""
     assert kv_bytes(ModelParameters(CONFIGS["Llama-3.1-8B"]), 1, 2) == 128 * 2**10
     assert kv_bytes(ModelParameters(CONFIGS["Llama-3.1-8B"]), 8, 2) == 16 * 2**10
-    assert (
-        kv_bytes(ModelParameters(CONFIGS["Llama-3.1-8B"]), 16, 2) == 16 * 2**10
-    )  # each of the 8 heads is on two ranks
+    # With 16 ranks, each of the 8 heads is on two of them.
+    assert kv_bytes(ModelParameters(CONFIGS["Llama-3.1-8B"]), 16, 2) == 16 * 2**10
     assert kv_bytes(ModelParameters(CONFIGS["DeepSeek-V3"]), 32, 2) == 61 * 576 * 2
 
 
