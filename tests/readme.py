@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 
 from tests.paths import ROOT
+from tools.docs import reference
 
 README = "README.md"
-FOLDERS = ("configs", "launch", "megarl", "tests", "tools")
+FOLDERS = ("configs", "docs", "launch", "megarl", "tests", "tools")
 PAGES = sorted([README, *(str(path.relative_to(ROOT)) for folder in FOLDERS for path in (ROOT / folder).rglob("*.md"))])
+GENERATED = frozenset(f"docs/{page}" for page in reference.PAGES)
+"""Pages of the site that `make docs` generates."""
 
 
 def text_of(page: str) -> str:

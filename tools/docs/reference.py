@@ -1,0 +1,148 @@
+"""Reference pages in Markdown, generated from base.yaml, the schema, the command line and the tables in the code."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import typer
+from pydantic import BaseModel
+
+from megarl import cli
+from megarl.algorithms.registry import ESTIMATORS, OBJECTIVES
+from megarl.config.document import show
+from megarl.config.schema import Config
+
+BASE = Path(__file__).parents[2] / "configs" / "base.yaml"
+LINE = re.compile(r"^( *)([a-z_0-9]+):([^#\"]*|[^#]*\"[^\"]*\"[^#]*)(?:# (.*))?$")
+"""Indentation, key, value and comment of a line in base.yaml."""
+
+
+def keys() -> dict[str, tuple[str, str]]:
+    """Return each key in base.yaml, such as `actor.layout.tp`, with its value as written there and its comment. Keys of
+    an aliased section are not repeated."""
+    found: dict[str, tuple[str, str]] = {}
+    path: list[tuple[int, str]] = []
+    for line in BASE.read_text(encoding="utf-8").splitlines():
+        if match := LINE.match(line):
+            indent, key, value, comment = match.groups()
+            path = [*(part for part in path if part[0] < len(indent)), (len(indent), key)]
+            found[".".join(name for _, name in path)] = re.sub(r"^[&*]\w+", "", value.strip()), (comment or "").strip()
+        elif path and line.lstrip().startswith("#"):
+            key = ".".join(name for _, name in path)
+            value, comment = found[key]
+            found[key] = value, f"{comment} {line.strip().removeprefix('#').strip()}".strip()
+        elif path and line.lstrip().startswith("- "):  # the only list that is written over several lines
+            key = ".".join(name for _, name in path)
+            found[key] = "[" + line.partition("#")[0].strip().removeprefix("- ") + "]", found[key][1]
+    return found
+
+
+def describe_type(annotation: Any) -> str:
+    """Return the values that a key accepts, such as `int | null`."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return describe_type(arguments[0])
+    if origin is Literal:
+        return " | ".join("null" if value is None else show(value) for value in arguments)
+    if origin in (Union, UnionType):
+        return " | ".join(describe_type(part) for part in arguments)
+    if origin in (list, tuple, frozenset):
+        element = describe_type(arguments[0]) if arguments else ""
+        return f"list of ({element})" if "|" in element else f"list of {element}"
+    if origin in (dict, Mapping):
+        return "mapping"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "mapping"
+    names = {int: "integer", float: "number", str: "text", bool: "true | false", type(None): "null"}
+    return names.get(annotation, "")
+
+
+def annotation_of(key: str) -> Any:
+    """Return the schema's annotation of a key, or None if the section's keys depend on another key."""
+    section: Any = Config
+    for name in key.split("."):
+        if not (isinstance(section, type) and issubclass(section, BaseModel)) or name not in section.model_fields:
+            return None
+        section = section.model_fields[name].annotation
+    return section
+
+
+def config_page() -> str:
+    """Return the page of all config keys: types from the schema, defaults and comments from base.yaml."""
+    lines = [
+        "# Configuration keys",
+        "",
+        "Every key with its type, default and meaning, from `base.yaml` and the schema. Sections that have the same",
+        "keys as in `actor`, such as `critic.layout`, are listed without their keys.",
+    ]
+    section = None
+    for key, (default, comment) in keys().items():
+        top = key.split(".")[0]
+        if top != section:
+            section = top
+            lines += ["", f"## {top}", ""]
+            if not default and comment:
+                lines += [comment[:1].upper() + comment[1:] + ".", ""]
+            lines += ["| Key | Type | Default | Meaning |", "|---|---|---|---|"]
+        if key != top or default:
+            kind = describe_type(annotation_of(key))
+            shown = code(default) if default else ""
+            lines.append(f"| `{key}` | {code(kind) if kind else ''} | {shown} | {cell(comment)} |")
+    for title, prefix, specs in (
+        ("Options of estimators", "algorithm.advantage", ESTIMATORS),
+        ("Options of objectives", "algorithm.objective", OBJECTIVES),
+    ):
+        name = "estimator" if specs is ESTIMATORS else "name"
+        lines += [
+            "",
+            f"## {title}",
+            "",
+            f"| `{prefix}.{name}` | Options with their defaults | Paper |",
+            "|---|---|---|",
+        ]
+        for entry, spec in specs.items():
+            options = ", ".join(f"`{option}={show(value)}`" for option, value in spec.options.items()) or "none"
+            lines.append(f"| `{entry}` | {options} | {cell(spec.paper)} |")
+    return "\n".join(lines) + "\n"
+
+
+def cli_page() -> str:
+    """Return the page of all commands with their arguments and options."""
+    root = typer.main.get_command(cli.app)
+    lines = ["# Command line", "", cell(root.help or ""), ""]
+    for name, command in commands(root, "megarl"):
+        lines += ["", f"## {name}", "", *(cell(part) + "\n" for part in (command.help or "").split("\n\n"))]
+        context = typer.Context(command)
+        lines += ["```", " ".join([name, *command.collect_usage_pieces(context)]), "```", ""]
+        records = [record for parameter in command.params if (record := parameter.get_help_record(context))]
+        lines += ["| Argument or option | Meaning |", "|---|---|"] if records else []
+        for names, meaning in records:
+            shown = re.sub(r"^(\S+) <.*", r"\1", names) if not names.startswith("-") else names
+            lines.append(f"| {code(shown)} | {cell(meaning)} |")
+    return "\n".join(lines) + "\n"
+
+
+def commands(command: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield every command that has no subcommands, with its full name."""
+    if subcommands := getattr(command, "commands", None):
+        for child, subcommand in subcommands.items():
+            yield from commands(subcommand, f"{name} {child}")
+    else:
+        yield name, command
+
+
+def code(text: str) -> str:
+    return f"`{cell(text)}`"
+
+
+def cell(text: str) -> str:
+    """Return text for one cell of a table."""
+    return " ".join(text.replace("|", "\\|").split())
+
+
+PAGES = {"reference/configuration.md": config_page, "reference/cli.md": cli_page}
+"""Generated pages by their paths in the site."""
