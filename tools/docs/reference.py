@@ -15,6 +15,7 @@ from megarl import cli
 from megarl.algorithms.registry import ESTIMATORS, OBJECTIVES
 from megarl.config.document import show
 from megarl.config.schema import Config
+from megarl.core.metric_names import METRICS
 
 BASE = Path(__file__).parents[2] / "configs" / "base.yaml"
 LINE = re.compile(r"^( *)([a-z_0-9]+):([^#\"]*|[^#]*\"[^\"]*\"[^#]*)(?:# (.*))?$")
@@ -135,6 +136,26 @@ def commands(command: Any, name: str) -> Iterator[tuple[str, Any]]:
         yield name, command
 
 
+def metrics_page() -> str:
+    """Return the page of all metrics by section."""
+    lines = [
+        "# Metrics",
+        "",
+        "Each line of `metrics.jsonl` has the metrics of one step. A fraction is a number from 0 to 1. NaN and",
+        "infinities are `null`, and their names are listed under `nonfinite`. In the names, ROLE is `actor`, `critic`",
+        "or `implicit_reward`, and MODEL is `policy` (the actor), `value` (the critic), `implicit_reward` or",
+        "`reward_model`.",
+    ]
+    section = None
+    for metric in METRICS:
+        if metric.name.split("/")[0] != section:
+            section = metric.name.split("/")[0]
+            lines += ["", f"## {section}", "", "| Metric | Meaning | Unit | Present |", "|---|---|---|---|"]
+        cells = f"{cell(metric.meaning)} | {metric.unit} | {cell(metric.present) or 'always'}"
+        lines.append(f"| `{metric.name}` | {cells} |")
+    return "\n".join(lines) + "\n"
+
+
 def code(text: str) -> str:
     return f"`{cell(text)}`"
 
@@ -144,5 +165,5 @@ def cell(text: str) -> str:
     return " ".join(text.replace("|", "\\|").split())
 
 
-PAGES = {"reference/configuration.md": config_page, "reference/cli.md": cli_page}
+PAGES = {"reference/configuration.md": config_page, "reference/cli.md": cli_page, "reference/metrics.md": metrics_page}
 """Generated pages by their paths in the site."""
