@@ -11,6 +11,7 @@ import pytest
 from tests.e2e.test_train import metrics_of
 from tests.metrics import undeclared
 from tests.timing import RUN_S
+from tests.tiny_model import CHARACTERS, SPECIAL_TOKENS, write_tiny_llama
 from tests.unit.docs.test_tutorials import write_files
 
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
@@ -28,10 +29,17 @@ METRICS = {
 }
 
 
+@pytest.fixture(scope="module")
+def long_model(tmp_path_factory) -> Path:
+    """Return a model whose context has room for tool descriptions, and whose tokens all decode to text."""
+    vocab_size = len(SPECIAL_TOKENS) + len(CHARACTERS)
+    return write_tiny_llama(tmp_path_factory.mktemp("model"), vocab_size=vocab_size, max_positions=2048)
+
+
 @pytest.mark.parametrize("name", METRICS)
-def test_recipe_of_the_tutorial_trains(name, model, tmp_path):
+def test_recipe_of_the_tutorial_trains(name, long_model, tmp_path):
     write_files(f"docs/tutorials/{name}.md", tmp_path)
-    command = [sys.executable, "-m", "megarl.cli", "train", "recipe.yaml", f"model.path={model}", *TINY]
+    command = [sys.executable, "-m", "megarl.cli", "train", "recipe.yaml", f"model.path={long_model}", *TINY]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=RUN_S)
     assert done.returncode == 0, done.stderr
     [run] = [path for path in (tmp_path / "runs").iterdir() if not path.is_symlink() and path.name[0] != "."]
