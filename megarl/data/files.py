@@ -52,8 +52,8 @@ def file_rows(
     names file, row and column.
 
     Args:
-        further: optional columns to include if a row has them, mapped to the function or key that requires them, or
-            None. ALL_COLUMNS includes every column.
+        further: additional columns to include, mapped to the function or key that requires them. None: include the
+            column only in rows that have it. ALL_COLUMNS includes every column.
     """
     columns = (_text("prompt", prompt_column), Column("data.answer_column", answer_column, ANSWER_TYPE, _is_json))
     columns += tuple(
@@ -262,7 +262,7 @@ def _is_json(value: Any) -> bool:
 
 
 def _plain(content: Content) -> Content:
-    """Return the content without other fields of its messages."""
+    """Return the content with only the role and content of each message."""
     if isinstance(content, str):
         return content
     return [{"role": message["role"], "content": message["content"]} for message in content]

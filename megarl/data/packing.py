@@ -84,7 +84,7 @@ def schedule(lengths: Sequence[Lengths], packing: Packing, units: Units | None =
 
 
 def share_out(lengths: Sequence[Lengths], packing: Packing, units: Units | None = None) -> list[list[Bundle]]:
-    """Return the bundles for each data-parallel rank. They are as large as possible while the ranks stay balanced.
+    """Return the bundles for each data-parallel rank, with the bundle size that minimizes the cost of the busiest rank.
     Large bundles save work, since a prompt is computed once for each bundle that contains its samples. But a few large
     bundles do not spread evenly over many ranks."""
     largest = max((len(item.samples) for item in bundle(lengths, packing, units=units)), default=1)
@@ -166,7 +166,7 @@ def _check_fits(unit: _Counts, packing: Packing) -> None:
             subject, kind = f"the pair of samples {unit.samples[0]} and {unit.samples[1]}", "pair"
         raise UserError(
             f"tokens_per_microbatch: a microbatch can hold {packing.token_budget} tokens, but {subject} has {needed} "
-            f"tokens, and a {kind} is never split over microbatches. Fix: raise tokens_per_microbatch to at least "
+            f"tokens, and a {kind} is never split across microbatches. Fix: raise tokens_per_microbatch to at least "
             f"{needed} (divided by the number of context-parallel ranks)"
         )
 

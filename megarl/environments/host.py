@@ -119,7 +119,7 @@ def _rewards(reward: Any) -> dict[str, float] | None:
 
 
 async def serve(host: Host, parent: BufferedRWPair) -> None:
-    """Serve requests until the parent closes the connection, which ends this process."""
+    """Serve requests until the parent closes the connection. This process then exits."""
     loop, pending = asyncio.get_running_loop(), set[Future[None]]()
 
     async def respond(request: Mapping[str, Any]) -> None:

@@ -1,7 +1,8 @@
 """Rewards for programs: the last fenced code block in a response runs in a sandbox and is checked with tests or
 expected outputs.
 
-A program that fails, hangs or exceeds a limit is wrong. Only a failure of the sandbox itself yields no reward.
+A program that fails, hangs or exceeds a limit is wrong. A response has no reward only if the sandbox fails or the row's
+tests are invalid.
 """
 
 from __future__ import annotations

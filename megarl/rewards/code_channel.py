@@ -2,7 +2,7 @@
 
 The tests and the program run in separate sandboxes. The Python in each sandbox runs the source of this file, which
 therefore imports only the standard library and nothing from megarl. Messages are JSON, so reading one never runs the
-sender's code. A message lists containers flat, which preserves shared and cyclic references.
+sender's code. Nested containers are flattened into a list of nodes, which preserves shared and cyclic references.
 """
 
 import builtins

@@ -34,7 +34,8 @@ _SPACED = re.compile(r"(?<![\w.,])[0-9]{1,3}(?:(?:,?\\!|\\[,:;]|[~\u00a0\u2009\u
 """A number with thin spaces between groups of three digits. math-verify reads it as a product."""
 
 MOST_BETWEEN = 16
-"""Maximum number of characters between adjacent boxes, such as " and ". math-verify may join them to one answer."""
+"""Maximum number of characters between adjacent boxes, such as " and ". math-verify may combine such boxes into one
+answer."""
 
 
 MOST_SHOWN = 200

@@ -33,7 +33,7 @@ _DECIMAL = re.compile(
 )
 
 LARGEST = 1e6
-"""Largest absolute value in evaluated expressions. Up to it, rounding errors are far below NOTICEABLE."""
+"""Largest absolute value in evaluated expressions. Up to this value, rounding errors are far below NOTICEABLE."""
 
 MOST_POWER = 9
 
@@ -72,7 +72,8 @@ def is_close(first: Fraction, second: Fraction, digits: int) -> bool:
 
 
 def differ(gold: Sequence[Any], response: Sequence[Any]) -> bool:
-    """Return whether two answers parsed by math-verify certainly differ: same variables, other values at POINT."""
+    """Return whether two answers parsed by math-verify certainly differ: they have the same variables, but different
+    values at POINT."""
     import sympy
 
     terms = (sympy.Add, sympy.Mul, sympy.Pow)

@@ -26,7 +26,8 @@ from megarl.usercode.failures import RESTARTS
 NO_COLUMNS: Mapping[str, Any] = {}
 
 SANDBOX_SHARE = 0.9
-"""Fraction of a call's time limit after which its sandboxes stop. A hanging program is then wrong, not a failure."""
+"""Fraction of a call's time limit after which its sandboxes are stopped. A program that hangs then counts as a wrong
+response, not as a failed call."""
 
 MOST_PROCESSES = 512
 """Maximum number of processes per call: far more than a function needs, far fewer than a fork bomb starts."""
@@ -126,7 +127,8 @@ class FunctionPool:
         responses: Sequence[str],
         columns: Sequence[Mapping[str, Any]] | None = None,
     ) -> Future[list[Result]]:
-        """Call a batch function once for all samples. `columns` has their data columns; None: those of the prompts."""
+        """Call a batch function once for all samples. `columns` contains the data columns of each sample. None: the
+        columns of its prompt."""
         rows = [dict(row) for row in ([prompt.columns for prompt in prompts] if columns is None else columns)]
 
         def results(indices: Sequence[int]) -> list[Result]:
@@ -196,7 +198,7 @@ class FunctionPool:
                 reason = f"lost its process ({failure}, possibly because memory ran out)"
                 return {"value": None, "failure": reason, "kind": "lost"}
             reason = failure.with_limit("rewards.memory_mib", self._memory_mib)
-            return {"value": None, "failure": f"ended its process ({reason})"}
+            return {"value": None, "failure": f"terminated its process ({reason})"}
         finally:
             self._idle.put(self._replacement(child) if child.has_ended and not self._closed else child)
 
@@ -224,7 +226,7 @@ class FunctionPool:
                 if not num_left or self._closed:
                     raise
                 child = self._start_instead(child)
-        raise AssertionError("the last failure is raised")
+        raise AssertionError("unreachable: the last attempt returns or raises")
 
     def _load_functions(self, child: ChildProcess) -> dict[str, Any]:
         """Wait until the process has loaded its functions, and limit its memory. Return its first message. Raise
@@ -255,7 +257,7 @@ class FunctionPool:
         self._threads.shutdown(cancel_futures=True)
 
     def _watch(self) -> None:
-        """Kill the processes of calls that exceed MOST_PROCESSES."""
+        """Kill each worker that has more than MOST_PROCESSES processes."""
         while not self._ended.wait(WATCH_S):
             sizes = group_sizes()
             for child in list(self._children):

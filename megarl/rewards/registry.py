@@ -51,7 +51,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 def resolve(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> RewardFunction:
-    """Return a function from FUNCTIONS or a file with its options bound. Raise UserError if any of them is unknown."""
+    """Return a function from FUNCTIONS or a file with its options bound. Raise UserError if the function or an option
+    is unknown."""
     if name in FUNCTIONS:
         if FUNCTIONS[name] is CosineLength and "verifier" in options:
             options = {**options, "verifier": _verifier(name, options["verifier"])}

@@ -86,7 +86,7 @@ def _checked(pool: FunctionPool, function: str, rows: Sequence[Row]) -> Iterable
 
 
 def _describe(problems: Sequence[tuple[str, str]]) -> str:
-    """Return one line with the first problem, the first rows, and the number of rows."""
+    """Return one line with the names of the first rows, the number of other rows, and the first row's problem."""
     names = ", ".join(name for name, _ in problems[:MOST_NAMED])
     others = f" and {len(problems) - MOST_NAMED:,} more rows" if len(problems) > MOST_NAMED else ""
     return f"{names}{others}: {problems[0][1]}"

@@ -2,7 +2,7 @@
 
 It sends the name of each function that it imports, then the data columns that the functions use and the names of the
 functions that take whole batches. Then it receives pickled calls `(name, arguments, columns)` and sends one message per
-result. `columns` is None in a request to check data rows.
+call. `columns` is None in a request to check data rows.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def main(
     sandbox_s: float,
 ) -> None:
     """Serve calls until the parent closes the connection. `functions` has the label, name and options of each function.
-    `sandbox` is the config's section, None if no function may use sandboxes, which live for `sandbox_s` seconds."""
+    `sandbox` is the config's `sandbox` section, or None if no function may use sandboxes. Each sandbox is stopped after
+    `sandbox_s` seconds."""
     try:
         loaded: dict[str, Callable[..., Any]] = {}
         for label, name, options in functions:
