@@ -33,12 +33,12 @@ _E_NOTATION = re.compile(r"(?<![\w.])(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE][+-]?[0
 _SPACED = re.compile(r"(?<![\w.,])[0-9]{1,3}(?:(?:,?\\!|\\[,:;]|[~\u00a0\u2009\u202f])[0-9]{3})+(?![0-9])", re.ASCII)
 """A number with thin spaces between groups of three digits. math-verify reads it as a product."""
 
-MOST_BETWEEN = 16
+MAX_BOX_GAP = 16
 """Maximum number of characters between adjacent boxes, such as " and ". math-verify may combine such boxes into one
 answer."""
 
 
-MOST_SHOWN = 200
+MAX_SHOWN = 200
 """Maximum number of characters of an answer that an error message shows."""
 
 
@@ -122,7 +122,7 @@ class MathMatch:
         except self._errors as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             raise ValueError(
-                f"math_match: math-verify cannot compare the answer {expected[:MOST_SHOWN]!r} ({reason}). Fix: "
+                f"math_match: math-verify cannot compare the answer {expected[:MAX_SHOWN]!r} ({reason}). Fix: "
                 "simplify the answer, or use exact_match"
             ) from None
 
@@ -149,7 +149,7 @@ class MathMatch:
         parsed = self._parsed(f"\\boxed{{{_bare(answer)}}}")
         if answer == "None" or not parsed:
             raise NotExpression(
-                f"math_match: the answer {answer[:MOST_SHOWN]!r} is not a mathematical expression. Fix: use exact_match"
+                f"math_match: the answer {answer[:MAX_SHOWN]!r} is not a mathematical expression. Fix: use exact_match"
             )
         return parsed
 
@@ -194,7 +194,7 @@ def _last_boxes(text: str) -> list[slice]:
     boxes: list[slice] = []
     start = text.rfind(_BOXED)
     while start >= 0 and (stop := _end_of_box(text, start)) is not None:
-        if boxes and boxes[0].start - stop > MOST_BETWEEN:
+        if boxes and boxes[0].start - stop > MAX_BOX_GAP:
             break
         boxes.insert(0, slice(start, stop))
         start = text.rfind(_BOXED, 0, start)

@@ -35,7 +35,7 @@ _DECIMAL = re.compile(
 LARGEST = 1e6
 """Largest absolute value in evaluated expressions. Up to this value, rounding errors are far below NOTICEABLE."""
 
-MOST_POWER = 9
+MAX_POWER = 9
 
 NOTICEABLE = 1e-3
 """Relative difference above which two values cannot be the same number."""
@@ -106,7 +106,7 @@ def _value(term: Any, point: dict[Any, float], sympy: Any) -> float:
         value = math.prod(_value(part, point, sympy) for part in term.args)
     elif isinstance(term, sympy.Pow):
         base, power = (_value(part, point, sympy) for part in term.args)
-        if abs(power) > MOST_POWER or abs(base) < NOTICEABLE or (base < 0 and power != int(power)):
+        if abs(power) > MAX_POWER or abs(base) < NOTICEABLE or (base < 0 and power != int(power)):
             raise _Unknown
         value = base**power
     else:

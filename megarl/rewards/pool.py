@@ -29,7 +29,7 @@ SANDBOX_SHARE = 0.9
 """Fraction of a call's time limit after which its sandboxes are stopped. A program that hangs then counts as a wrong
 response, not as a failed call."""
 
-MOST_PROCESSES = 512
+MAX_PROCESSES = 512
 """Maximum number of processes per call: far more than a function needs, far fewer than a fork bomb starts."""
 
 WATCH_S = 0.25
@@ -38,7 +38,7 @@ WATCH_S = 0.25
 
 class FunctionPool:
     """A pool of processes that hold a run's reward functions. Each process handles one call at a time. A call fails if
-    it exceeds its time limit, if its process exits, or if it starts more than MOST_PROCESSES processes. The process is
+    it exceeds its time limit, if its process exits, or if it starts more than MAX_PROCESSES processes. The process is
     then killed with all its children, and a new one replaces it immediately.
 
     If the infrastructure fails, the call is repeated for the samples that failed: up to RESTARTS times if its process
@@ -257,12 +257,12 @@ class FunctionPool:
         self._threads.shutdown(cancel_futures=True)
 
     def _watch(self) -> None:
-        """Kill each worker that has more than MOST_PROCESSES processes."""
+        """Kill each worker that has more than MAX_PROCESSES processes."""
         while not self._ended.wait(WATCH_S):
             sizes = group_sizes()
             for child in list(self._children):
-                if (size := sizes[child.pid]) > MOST_PROCESSES:
-                    child.kill(f"had {size} processes at once, more than {MOST_PROCESSES},")
+                if (size := sizes[child.pid]) > MAX_PROCESSES:
+                    child.kill(f"had {size} processes at once, more than {MAX_PROCESSES},")
 
     def _kill_all(self) -> None:
         for child in list(self._children):

@@ -30,7 +30,7 @@ from megarl.usercode.parent import connect, send
 NUM_ARGUMENTS = 3
 JUDGE_ARGUMENTS = ("prompt", "first", "second", "answer")
 
-MOST_SHOWN = 100
+MAX_SHOWN = 100
 """Maximum number of characters of an answer that an error message shows."""
 
 SANDBOX = "sandbox"
@@ -165,7 +165,7 @@ def check_rows(check: Callable[..., Any], rows: Sequence[tuple[Any, Mapping[str,
             problems.append(None)
         except BaseException as error:
             failure = (
-                f"checking its answer {str(answer)[:MOST_SHOWN]!r} {_failure(error)['failure']}. Fix: correct the row"
+                f"checking its answer {str(answer)[:MAX_SHOWN]!r} {_failure(error)['failure']}. Fix: correct the row"
             )
             problems.append(" ".join(str(error).split()) if "Fix: " in str(error) else failure)
     return {"problems": problems}
