@@ -65,8 +65,8 @@ FREE = (
     "checkpoint.*",
     "cluster.*",
 )
-"""Patterns for keys that affect where and how long a run computes, but not its results. run.steps may change learning
-rates, so `check_continues` compares them."""
+"""Patterns for keys that may change, because they affect where, when and how long a run computes, but not what it
+optimizes. run.steps may change learning rates, so `check_continues` compares them."""
 
 
 def check_continues(config: Config, saved: Mapping[str, Any], step: int, checkpoint: str) -> None:

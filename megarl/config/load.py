@@ -18,8 +18,8 @@ from megarl.config.schema import Config
 from megarl.core.errors import UserError
 
 SHIPPED = Path(__file__).with_name("recipes").resolve()
-"""The directory of megarl's own recipes, including base.yaml. In a checkout `recipes` is a link to configs/, in an
-installed package a copy."""
+"""The directory of megarl's own recipes, including base.yaml. In a checkout, `recipes` is a link to configs/. In an
+installed package, it is a copy."""
 
 _LIST_INDEX = re.compile(r"\[|\.\d+(?=\.|$)")
 
