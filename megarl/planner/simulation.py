@@ -164,7 +164,7 @@ class _Clock:
         self.num_begun += number
 
     def drop(self, version: int) -> None:
-        """Drop the groups that are too old for a step from this version."""
+        """Drop the groups that are too old for the step that starts from this version."""
         expired = self.schedule.expire(version)
         for engine in self.engines:
             engine.abort(expired, self._numbers)

@@ -17,8 +17,8 @@ ALLOCATED = "MEGARL_ALLOCATED"
 
 @dataclass(frozen=True, slots=True)
 class EffectiveTime:
-    """The effective and the allocated time of a run in seconds: the duration of the steps in its metrics, and that of
-    all its allocations, including startup and lost steps."""
+    """The effective time of a run, which is the duration of the steps in its metrics, and the allocated time, which is
+    the duration of all its allocations, including startup and lost steps. Both are in seconds."""
 
     lasted: float
     allocated: float

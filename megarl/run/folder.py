@@ -93,7 +93,7 @@ class RunFolder:
         """Create run.folder/run.name with its config and manifest, and point the link run.folder/latest to it. An
         existing folder without completed steps is reused for the next attempt. A Slurm job's folder is also reused, and
         steps before the first checkpoint are lost. In all remaining cases, an existing folder is renamed to NAME.1,
-        NAME.2 or the next free name. Raise UserError like `require_free`."""
+        NAME.2 or the next free name. Raise UserError under the same conditions as `require_free`."""
         cls.require_free(config)
         earlier = cls.of(config)
         in_a_job = config.resume == "auto" and (earlier.path / LAUNCH).exists()

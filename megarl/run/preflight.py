@@ -64,7 +64,7 @@ SHOWN_CHARACTERS = 60
 @dataclass(frozen=True, slots=True)
 class Preflight:
     """The inputs of a run that has passed all checks. `trial` is the result of a trial call to the reward functions, if
-    any. `evaluation` has the prompts in each evaluation set by name."""
+    any. `evaluation` maps the name of each evaluation set to its prompts."""
 
     models: ModelFolders
     data: PromptSet | OfflineData
@@ -138,8 +138,8 @@ def _load_evaluation_set(config: Config, settings: EvaluationSet, model_folder: 
 
 @contextmanager
 def _all_errors() -> Iterator[Callable[..., Any]]:
-    """Yield a function that runs a check and returns its result, or None if the check raises a UserError. Raise
-    UserError if on exit, if any check failed. The message contains the messages of all failed checks."""
+    """Yield a function that runs a check and returns its result, or None if the check raises a UserError. On exit,
+    raise a UserError with the messages of all failed checks, if there are any."""
     lines: list[str] = []
 
     def attempt(check: Callable[..., Any], *arguments: Any) -> Any:
@@ -238,7 +238,7 @@ def _function_pool(config: Config) -> FunctionPool | None:
 
 
 def _find_folder(config: Config) -> RunFolder:
-    """Return the run folder, which need not exist. Raise UserError if it is not writable or of a different run."""
+    """Return the run folder, which need not exist. Raise UserError if it is not writable or contains another run."""
     RunFolder.require_free(config)
     folder = RunFolder.of(config)
     parent = next(path for path in folder.path.parents if os.path.lexists(path))
