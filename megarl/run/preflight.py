@@ -258,7 +258,7 @@ def _check_resume_and_disk(config: Config, models: ModelFolders, data: PromptSet
     if config.checkpoint.may_be_saved:
         checkpoints, keep = Checkpoints(RunFolder.of(config).checkpoints), config.checkpoint.keep
         size = saved_bytes(config, models.trained(config))
-        checkpoints.require_space(size, keep, max(0, config.most_checkpoints + 1 - _num_existing(config, checkpoints)))
+        checkpoints.require_space(size, keep, max(0, config.max_checkpoints + 1 - _num_existing(config, checkpoints)))
     _announce_logs(config, models)
 
 
@@ -268,7 +268,7 @@ def _announce_logs(config: Config, models: ModelFolders) -> None:
     free = shutil.disk_usage(next(folder for folder in path.parents if folder.exists())).free
     checkpoints = 0
     if config.checkpoint.may_be_saved:
-        checkpoints = (config.most_checkpoints + 1) * saved_bytes(config, models.trained(config))
+        checkpoints = (config.max_checkpoints + 1) * saved_bytes(config, models.trained(config))
     room = max(0, free - checkpoints)
     if (logs := log_bytes(config)) > room:
         print(
@@ -304,7 +304,7 @@ def print_checks(config: Config, _scratch: Path) -> None:
     if config.checkpoint.may_be_saved:
         size = saved_bytes(config, checked.models.trained(config))
         rows["disk"] = (
-            f"({config.most_checkpoints} + 1) checkpoints x {size / 1e9:.2f} GB in {RunFolder.of(config).path}"
+            f"({config.max_checkpoints} + 1) checkpoints x {size / 1e9:.2f} GB in {RunFolder.of(config).path}"
         )
     if config.cluster.roles.assigned:
         sharing = "cluster.roles assigns the devices"
