@@ -50,7 +50,7 @@ def read_contents(folder: Path) -> Contents:
 
 
 class ContentsReader:
-    """Reads the contents of a report repeatedly. Each `read` parses only the changes since the last one."""
+    """Reads the contents of a report repeatedly. Each `read` parses only the changes since the previous `read`."""
 
     def __init__(self, folder: Path):
         self._folder = Path(folder)

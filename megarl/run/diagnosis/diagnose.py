@@ -117,8 +117,8 @@ def read_config(folder: Path) -> Config:
 
 
 def find_rollout(folder: Path, step: int | None, sample: str | None) -> Rollout:
-    """Return a saved sample with token ids, by default the first one of the newest step. Samples with fewer than three
-    tokens are too short for a comparison. Raise UserError if no such sample exists."""
+    """Return a saved sample with token ids, by default the first one in the newest step's file. Samples with fewer than
+    three tokens are too short for a comparison. Raise UserError if no such sample exists."""
     files = numbered(folder / "rollouts", ROLLOUTS)
     if not files:
         raise UserError(f"{folder}: the run has no rollouts yet. Fix: wait until it has completed a step")
