@@ -158,7 +158,7 @@ class _Clock:
         for i in range(number):
             drawn = lengths()
             group = _Group(drawn, version, len(drawn))
-            self.schedule.begin(group, version, again=i < num_waited)
+            self.schedule.begin(group, version, is_restart=i < num_waited)
             min(self.engines, key=lambda engine: engine.load).add(group, self._numbers)
         self.num_again = max(0, self.num_again - number)
         self.num_begun += number

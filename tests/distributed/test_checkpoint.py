@@ -447,7 +447,7 @@ def save_skipped(store, rank: int, config: Config, model: Path, folder: Path) ->
 def load_skipped(store, rank: int, config: Config, model: Path, checkpoint: Checkpoint) -> tuple[float, float]:
     worker = ActorWorker(config, model, rank, store, threads=1)
     worker.load_checkpoint(checkpoint)
-    return worker._skipped.total, worker._skipped.in_a_row
+    return worker._skipped.total, worker._skipped.consecutive
 
 
 def test_count_of_skipped_updates_resumes(model, tmp_path):

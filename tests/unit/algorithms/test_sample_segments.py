@@ -22,9 +22,9 @@ def test_gradients_of_ranks_sum_to_the_full_gradient():
         segments = SampleSegments(
             MASK[rows], ROW_SAMPLE[rows], 3, lambda values, other_total=other_total: values + other_total
         )
-        of_each = segments.of_each(x[rows])
-        torch.testing.assert_close(of_each, sums)
-        loss = (of_each.exp() * torch.tensor([1.0, 2.0, 3.0])).sum()
+        totals = segments.differentiable_total(x[rows])
+        torch.testing.assert_close(totals, sums)
+        loss = (totals.exp() * torch.tensor([1.0, 2.0, 3.0])).sum()
         gradients += torch.autograd.grad(loss, x)[0]
     torch.testing.assert_close(gradients, expected)
 

@@ -59,7 +59,7 @@ class Update:
 
 @pytest.fixture(scope="module", autouse=True)
 def one_rank():
-    with parallel.pretended(config("grpo").actor.layout, 0):
+    with parallel.simulated_rank(config("grpo").actor.layout, 0):
         yield
 
 

@@ -16,6 +16,7 @@ from megarl.rewards import pool as pools
 from megarl.rewards.pool import FunctionPool
 from megarl.rewards.result import Result
 from megarl.rewards.scorer import Scorer
+from tests.children import matching
 from tests.marks import each_value
 from tests.timing import LIMIT_S, WAIT_S
 
@@ -147,7 +148,8 @@ def test_fork_bomb_is_killed(file, monkeypatch):
         [pgid] = [child.pid for child in pool._children]
         found = call(pool, "bomb", "6").failure
         assert found.startswith("had ") and found.endswith(" processes at once, more than 20,")
-        assert not any(os.getpgid(p.pid) == pgid for p in psutil.process_iter() if p.status() != psutil.STATUS_ZOMBIE)
+        in_group = matching(psutil.process_iter(), lambda process: os.getpgid(process.pid) == pgid)
+        assert not matching(in_group, lambda process: process.status() != psutil.STATUS_ZOMBIE)
         assert_works(pool)
     finally:
         pool.close()

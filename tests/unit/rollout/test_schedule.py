@@ -69,7 +69,9 @@ def test_restarted_groups_are_not_dropped_again(per_step, max_staleness, num_ahe
         room = schedule.num_to_wait_for(per_step)
         for place in range(schedule.num_to_begin(per_step, steps - 1 - version)):
             is_again = bool(again)
-            schedule.begin([again.pop(0) if is_again else next(new), version], version, again=is_again and place < room)
+            schedule.begin(
+                [again.pop(0) if is_again else next(new), version], version, is_restart=is_again and place < room
+            )
         for wanted in range(per_step, 0, -1):
             while (group := schedule.take(version, wanted)) is None:
                 schedule.finish(rng.choice(schedule.unfinished))

@@ -196,7 +196,7 @@ def test_message_that_is_not_a_json_object_is_a_failure(start, garbage):
 
 
 def test_endless_message_is_a_failure(start, monkeypatch):
-    monkeypatch.setattr(child_process, "MOST_BYTES", 2**20)
+    monkeypatch.setattr(child_process, "MAX_MESSAGE_BYTES", 2**20)
     child = start("while True: parent.write(b' ' * 65536); parent.flush()")
     assert str(failure_of(child)).startswith("sent a message of more than ")
 

@@ -95,7 +95,7 @@ GROUPS = {
 )
 def test_process_groups_match_megatrons(sizes: dict):
     layout: Layout = layout_of(**sizes)
-    with parallel.pretended(layout, rank=0):
+    with parallel.simulated_rank(layout, rank=0):
         made = {name: dist.get_process_group_ranks(group()) for name, group in GROUPS.items()}
     groups = reserves.parallel_groups(layout, has_experts=True)
     assert {name: list(range(0, n * stride, stride)) for name, (n, stride) in groups.items()} == {
