@@ -279,7 +279,7 @@ class _Rollout:
         return step
 
     def _append_observation(self, step: Mapping[str, Any]) -> None:
-        """Append the observation, or start a new sample if the observation cannot be appended."""
+        """Append the observation. Start a new sample if it replaces the conversation or cannot be appended."""
         messages = step["messages"]
         if step["restart"]:
             self._start_sample(messages, self._tokens.begin(messages))
@@ -311,7 +311,7 @@ class _Rollout:
 
 @contextmanager
 def _fails_rollout() -> Iterator[None]:
-    """Turn any exception in the body, such as a tokenizer error, into a failure of this rollout only."""
+    """Convert any exception in the body, such as a tokenizer error, to a HostFailure, which fails only this rollout."""
     try:
         yield
     except (HostFailure, UserError):

@@ -190,7 +190,8 @@ def step_times(config: Config, models: Models, workload: Workload, cluster: Clus
         passes = workload.passes if role == "actor" else 1
         epochs = config.epochs(settings)
         if role == "actor" and config.algorithm.trust_region.kl_limit is not None:
-            # TRPO runs one trial pass. Each Fisher-vector product takes two forward passes and one gradient.
+            # Assume one trial pass in TRPO's line search. Each Fisher-vector product takes two forward passes and one
+            # gradient.
             products = config.algorithm.trust_region.iterations
             passes, epochs = passes + 2 * products + 1, 1 + products
         training[role] = train_time(settings, model, workload, cluster, num_bytes, passes, epochs, in_host)

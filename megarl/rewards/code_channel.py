@@ -263,7 +263,7 @@ class Reader:
     """Converts the nodes of a message to values."""
 
     def __init__(self, peer, nodes, sent=None):
-        """sent: mutable values by index, to which the other process may refer by negative numbers."""
+        """sent: mutable values that this process has sent, by index i. The other process refers to them as −i − 1."""
         self.peer, self.sent = peer, sent or {}
         self.values, self.mutable = [], {}
         for i, (kind, *arguments) in enumerate(nodes):

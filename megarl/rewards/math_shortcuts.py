@@ -140,7 +140,7 @@ def compare_relatively() -> None:
             scale = max(abs(first), abs(second))
             tolerance = min(1, scale) * sympy.Rational(1, 10**digits) if has_float else scale * 10.0**-precision
             return bool(abs(first - second) <= tolerance)
-        except (TypeError, ValueError, AttributeError):  # not numbers
+        except (TypeError, ValueError, AttributeError):  # not comparable as numbers
             return False
 
     original = grader.sympy_numeric_eq

@@ -18,11 +18,13 @@ FIRST_PAUSE_S = 0.5
 
 
 class GenerativeJudge:
-    """Reward function that returns a judge's ratings, scaled to (rating − lowest) / (highest − lowest), from 0 to 1. It
-    is the single-answer grading of "Judging LLM-as-a-Judge" (https://arxiv.org/abs/2306.05685). The requests in a
+    """Reward function that returns a judge's ratings, scaled to (rating − lowest) / (highest − lowest), from 0 to 1.
+
+    This is single-answer grading from "Judging LLM-as-a-Judge" (https://arxiv.org/abs/2306.05685). The requests in a
     scoring pass run concurrently, and rewards.timeout_s covers all of them. If the judge's answer has no rating within
     the scale, the sample fails instead of scoring 0. While the server is unavailable, requests are retried for up to
-    rewards.outage_s."""
+    rewards.outage_s.
+    """
 
     def __init__(
         self,

@@ -106,7 +106,8 @@ class RunFolder:
 
     @classmethod
     def require_free(cls, config: Config) -> None:
-        """Raise UserError if an earlier run has the same name, and the config neither resumes nor replaces it."""
+        """Raise UserError if the run folder already contains data, and the config neither resumes from it nor replaces
+        it."""
         folder = cls.of(config)
         if config.resume == "auto" or config.run.replace or not folder.is_taken or folder.contains(config.resume):
             return

@@ -109,7 +109,7 @@ def read_config(folder: Path) -> Config:
         config = validated(document.parse(read_text(path), str(path)).values, FORMAT)
     except (ValidationError, LookupError, TypeError, AttributeError):
         raise UserError(
-            f"{path}: is not a config of this version of megarl. Fix: use the version that the run used"
+            f"{path}: not a config of this version of megarl. Fix: use the version that the run used"
         ) from None
     if config.is_offline:
         raise UserError(f"{folder}: a run on offline data has no rollouts. Fix: pass the folder of an RL run")
@@ -162,7 +162,7 @@ def find_weights(folder: Path, config: Config, model: Path | None) -> Path:
             )
         return model
     exported = folder / "model"
-    is_whole = (exported / "config.json").is_file()  # not a PEFT folder
+    is_whole = (exported / "config.json").is_file()  # a PEFT folder has none
     return exported if is_whole else resolve(config.model.path, revision=config.model.revision)
 
 

@@ -122,7 +122,7 @@ class Tracker:
                 [*PYTHON, "-m", "megarl.run.trackers.process"],
                 {**os.environ, "CUDA_VISIBLE_DEVICES": ""},
                 log,
-                is_self_cleaning=True,  # it may write its last rows if this process is killed
+                is_self_cleaning=True,  # it still writes its last rows if this process is killed
             )
         return self._process
 
