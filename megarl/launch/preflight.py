@@ -28,7 +28,7 @@ CONNECT_S = 10.0
 
 
 DISK = "run.folder="
-"""Start of the line for a full disk."""
+"""Prefix of the line that reports a full disk."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ from megarl.run.folder import RunFolder
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 30
-"""Maximum seconds without data from a client. Other users of the machine could otherwise keep connections open."""
+"""Seconds after which a silent connection is closed. Otherwise, other users of the machine could exhaust threads."""
 
 HEADERS = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer", "X-Content-Type-Options": "nosniff"}
 

@@ -46,7 +46,7 @@ ITEMS = {
 VIEWS = ("builtins.dict_keys", "builtins.dict_values", "builtins.dict_items")
 
 BASES = (int, float, str, bytes, tuple, list, dict, set, frozenset)
-"""Types to which instances of their subclasses are reduced."""
+"""Types to which instances of their subclasses are converted."""
 
 CLASSES = (*BASES, bool, bytearray, complex, range, slice, enumerate, filter, map, reversed, zip)
 """Classes, in addition to exceptions, that are sent by name. Their instances can also be sent."""

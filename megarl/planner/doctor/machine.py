@@ -15,8 +15,8 @@ from megarl.planner.doctor import Finding
 
 GIB = 2**30
 MIN_SHARED_GIB = 1
-"""Minimum shared memory in GiB. It stores Ray objects and weights that are sent to engines. Containers often have only
-64 MiB."""
+"""Minimum size of free shared memory in GiB, which stores Ray objects and weights that are sent to engines. Containers
+often have only 64 MiB."""
 
 MIN_DISK_GIB, FULL_GIB = 10, 1
 """Free disk space in GiB: below the first value, a run may fill the disk. Below the second value, a run cannot start

@@ -109,7 +109,7 @@ def read_config(folder: Path) -> Config:
         config = validated(document.parse(read_text(path), str(path)).values, FORMAT)
     except (ValidationError, LookupError, TypeError, AttributeError):
         raise UserError(
-            f"{path}: not a config of this version of megarl. Fix: use the version that the run used"
+            f"{path}: is not a config of this version of megarl. Fix: use the version that the run used"
         ) from None
     if config.is_offline:
         raise UserError(f"{folder}: a run on offline data has no rollouts. Fix: pass the folder of an RL run")

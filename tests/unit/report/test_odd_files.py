@@ -134,7 +134,7 @@ def test_aliases_that_expand_without_bound_are_named(folder):
         "a: &a {b: *a}\n": "an alias contains itself",
     }.items():
         (folder / CONFIG).write_text(text)
-        with pytest.raises(UserError, match=rf"{CONFIG}: not a config: {reason}"):
+        with pytest.raises(UserError, match=rf"{CONFIG}: is not a config: {reason}"):
             comparison.write([folder, folder])
 
 
