@@ -137,7 +137,7 @@ class RolloutRunner:
         return rollout.samples()
 
     async def _play(self, rollout: _Rollout | AgentRollout, key: str, is_alone: bool) -> HostFailure | None:
-        """Make one attempt at a rollout. Return its failure, if any."""
+        """Run a rollout once, in a process of the pool, and close its environment. Return the failure, if any."""
         host, failure = await (self.pool.take_alone() if is_alone else self.pool.take()), None
         try:
             await rollout.play(host)

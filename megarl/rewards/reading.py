@@ -56,8 +56,8 @@ class Reader:
         self._typed = TypedTokens(tokenizer)
 
     def read(self, sample: Sample) -> Reading:
-        """Tokenize the sample for the reward model: a sequence classifier, which scores the last token, or a token
-        classifier, which scores the response tokens. Raise Unreadable if the sample cannot be rendered."""
+        """Tokenize the sample for the reward model. A sequence classifier scores the last token, and a token classifier
+        scores the response tokens. Raise Unreadable if the sample cannot be rendered or is too long."""
         marked = self._text(sample)
         text = self._typed.text(marked)
         ids, spans = self._typed.ids_and_spans(marked, add_special_tokens=self._settings.input_format == "text")

@@ -22,7 +22,7 @@ from megarl.core.errors import UserError
 from megarl.data.files import ALL_COLUMNS
 from megarl.rewards import judge as judges
 from megarl.rewards.options import CHECK_ROW, NUM_TOKENS
-from megarl.rewards.registry import FUNCTIONS, asked_columns, from_file, resolve, takes_batches
+from megarl.rewards.registry import FUNCTIONS, column_parameters, from_file, resolve, takes_batches
 from megarl.sandbox.choice import find_provider
 from megarl.usercode.failures import kind_of
 from megarl.usercode.parent import connect, send
@@ -61,7 +61,7 @@ def main(
             send(parent, {"importing": f"rewards.judge: {judge}"})
             loaded[judges.NAME] = from_file("rewards.judge", judge, JUDGE_ARGUMENTS)
         used_columns = {
-            name: asked_columns(function, len(JUDGE_ARGUMENTS) if name == judges.NAME else NUM_ARGUMENTS)
+            name: column_parameters(function, len(JUDGE_ARGUMENTS) if name == judges.NAME else NUM_ARGUMENTS)
             for name, function in loaded.items()
         }
         sandboxed = [name for name, parameters in used_columns.items() if parameters.pop(SANDBOX, None) is not None]
@@ -80,7 +80,7 @@ def main(
             "ready": True,
             "columns": _required_by(used_columns),
             "batch_functions": batch_functions,
-            "row_checks": {label: list(asked_columns(check, 1)) for label, check in row_checks.items()},
+            "row_checks": {label: list(column_parameters(check, 1)) for label, check in row_checks.items()},
         },
     )
     while True:
