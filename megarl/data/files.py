@@ -37,7 +37,7 @@ class Column:
     key: str
     name: str
     expected: str
-    holds: Callable[[Any], bool]
+    is_valid: Callable[[Any], bool]
 
 
 def file_rows(
@@ -132,7 +132,7 @@ def _records(path: Path, columns: Sequence[Column], further: Collection[str] = (
         record = encodable(record)
         _require_columns(record, columns, f"{path}:{number}")
         for column in columns:
-            if not column.holds(value := column_of(record, column.name)):
+            if not column.is_valid(value := column_of(record, column.name)):
                 raise _wrong_type(f"{path}:{number}", column.name, column.expected, value)
         yield number, record
 
