@@ -34,7 +34,7 @@ outside the run was unavailable, such as disk space (`infrastructure`), or any o
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Job settings for the job's tasks.
+    """The settings of a job that its tasks read.
 
     Attributes:
         folder: working directory of `megarl launch`, to which the recipe's paths are relative.
