@@ -30,5 +30,5 @@ def command_blocks(page: str) -> list[list[str]]:
 
 
 def commands() -> list[str]:
-    """Return the command lines of all pages."""
-    return [line for page in PAGES for block in command_blocks(page) for line in block]
+    """Return the different command lines of all pages."""
+    return list(dict.fromkeys(line for page in PAGES for block in command_blocks(page) for line in block))
