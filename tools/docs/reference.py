@@ -157,7 +157,8 @@ def metrics_page() -> str:
 
 
 def code(text: str) -> str:
-    return f"`{cell(text)}`"
+    """Return code for one cell of a table. Python-Markdown does not split cells at vertical bars in code."""
+    return f"`{text}`"
 
 
 def cell(text: str) -> str:
