@@ -65,9 +65,9 @@ SIZES = dict(
     max_position_embeddings=CONTEXT,
 )
 VARIANTS = {
-    "packed, several microbatches": ([], {}),
+    "packed, several microbatches": (["actor.tokens_per_microbatch=64"], {}),
     "packed, few microbatches": (["actor.tokens_per_microbatch=256"], {}),
-    "padded": (["actor.tokens_per_microbatch=128"], dict(shares_prompts=False, document_multiple=CONTEXT)),
+    "padded": ([], dict(shares_prompts=False, document_multiple=CONTEXT)),
     "without overlap": (["actor.overlap_communication=false"], {}),
     "full recompute": (["actor.recompute=full"], {}),
     "selective recompute, padded": (

@@ -327,10 +327,8 @@ def test_adapters_resume_bit_for_bit_and_change_layout(request, tmp_path, model,
     *layouts, shares = pair
     folder = request.getfixturevalue(model)
     lora = f"actor.lora={{rank: {RANK}, share_experts: {shares}}}"
-    first, second = (
-        config_of(folder, lora, "model.dtype=bfloat16", "algorithm.kl.coefficient=1", f"actor.layout={{{layout}}}")
-        for layout in layouts
-    )
+    settings = ("model.dtype=bfloat16", "algorithm.kl.coefficient=1", "actor.tokens_per_microbatch=256")
+    first, second = (config_of(folder, lora, *settings, f"actor.layout={{{layout}}}") for layout in layouts)
     uninterrupted, checkpoint = saved(first, folder, tmp_path / "first")
     tensors = describe(checkpoint.path / "actor").tensors
     assert all("lora_" in name for name in tensors if not name.startswith(("random", "common")))

@@ -46,13 +46,18 @@ Megatron recomputes through Transformer Engine's functions."""
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
-    folders = {name: write(tmp_path_factory.mktemp("model"), name) for name in NAMES}
+    folders = {name: write(tmp_path_factory.mktemp("model"), name) for name in IN_TEST}
     return folders | {"bfloat16": write_tiny_llama(tmp_path_factory.mktemp("bfloat16"))}
 
 
 @pytest.fixture(scope="module")
-def other_trained(folders, tmp_path_factory) -> dict[str, Trained]:
-    cases = {name: (str(folders[name]), [], {}) for name in NAMES - IN_TEST}
+def other_folders(tmp_path_factory) -> dict[str, Path]:
+    return {name: write(tmp_path_factory.mktemp("model"), name) for name in NAMES - IN_TEST}
+
+
+@pytest.fixture(scope="module")
+def other_trained(other_folders, tmp_path_factory) -> dict[str, Trained]:
+    cases = {name: (str(folder), [], {}) for name, folder in other_folders.items()}
     return train_all(tmp_path_factory.mktemp("trained"), cases)
 
 
@@ -69,12 +74,13 @@ def trained(folders, tmp_path_factory) -> dict[str, Trained]:
 
 
 @pytest.mark.parametrize("name", exhaustive_but(sorted(NAMES), *IN_TEST))
-def test_training_matches_transformers(request, folders, name):
-    result = request.getfixturevalue("trained" if name in IN_TEST else "other_trained")[name]
+def test_training_matches_transformers(request, name):
+    prefix = "" if name in IN_TEST else "other_"
+    folder, result = (request.getfixturevalue(f"{prefix}{what}")[name] for what in ("folders", "trained"))
     assert result.kernels.startswith("Transformer Engine layers, Transformer Engine's FusedAdam")
     assert not result.quantized
-    plain = plain_training(folders[name], [[*random_groups(0), branching_group(0)]], kl_coefficient=0.0)
-    assert_same_training(folders[name], [result.rank], plain)
+    plain = plain_training(folder, [[*random_groups(0), branching_group(0)]], kl_coefficient=0.0)
+    assert_same_training(folder, [result.rank], plain)
 
 
 @pytest.mark.parametrize("name", sorted(APART))
