@@ -337,14 +337,14 @@ RESHARD = ["reshard", "--model", "MODEL", "--from", "tp=2", "--to", "vllm:tp=2"]
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["--help"],
+        pytest.param(["--help"], marks=pytest.mark.exhaustive),
         ["evaluate", "--help"],
-        ["algorithms"],
+        pytest.param(["algorithms"], marks=pytest.mark.exhaustive),
         ["algorithms", "rloo"],
-        ["config", "show", QUICKSTART],
+        pytest.param(["config", "show", QUICKSTART], marks=pytest.mark.exhaustive),
         ["config", "explain", QUICKSTART, "model.path=MODEL", "actor.layout.last_stage_layers=null"],
         ["train", QUICKSTART, "run.stps=1"],
-        RESHARD,
+        pytest.param(RESHARD, marks=pytest.mark.exhaustive),
         ["reshard", QUICKSTART, "model.path=MODEL", "actor.layout.last_stage_layers=null"],
     ],
 )

@@ -345,12 +345,18 @@ def test_reward_process_starts_without_torch() -> None:
     assert "ray" in loaded.split() and {"torch", "vllm", "transformers"}.isdisjoint(loaded.split())
 
 
-def test_a_trainer_rank_needs_neither_ray_nor_vllm() -> None:
+def test_a_trainer_rank_needs_neither_ray_nor_vllm_nor_the_torch_compiler() -> None:
     """So that one rank runs on a machine that has only torch and megatron-core."""
-    code = "import sys, megarl.megatron.workers.actor, megarl.step.dispatch, megarl.step.baselines; print(*sys.modules)"
+    code = (
+        "import sys, torch; compiler = torch.compile\n"
+        "import megarl.megatron.workers.actor, megarl.megatron.workers.reward_model\n"
+        "import megarl.step.dispatch, megarl.step.baselines\n"
+        "assert torch.compile is compiler\n"
+        "print(*sys.modules)"
+    )
     command = [sys.executable, "-W", "ignore", "-c", code]
     loaded = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    assert "torch" in loaded.split() and {"ray", "vllm"}.isdisjoint(loaded.split())
+    assert "torch" in loaded.split() and {"ray", "vllm", "torch._inductor"}.isdisjoint(loaded.split())
 
 
 DISTRIBUTIONS = {
