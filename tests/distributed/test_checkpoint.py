@@ -324,6 +324,7 @@ def test_float16_resumes_its_main_weights_and_loss_scale(model, tmp_path):
         assert {rank.metrics["policy/loss_scale"].value for rank in ranks} == {2048}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.newest
 def test_bfloat16_resumes_its_main_weights(model, tmp_path):
     config = config_of(model, "model.dtype=bfloat16", "actor.layout.dp=2")
