@@ -133,14 +133,15 @@ def response_span(text: str, marked: str, response: str) -> tuple[int, int, int]
         marked: the same conversation rendered with MARK in place of the response.
 
     Returns:
-        The start and end of the response in `text`, and the number of leading characters that the template trimmed;
-        None if the template changed more than whitespace at its ends.
+        The start and end of the response in `text`, and the number of leading characters that the template dropped,
+        such as whitespace or reasoning; None if the rest of the response is not unchanged.
     """
     before, _, after = marked.rpartition(MARK)
     start, stop = len(before), len(text) - len(after)
     if not (text.startswith(before) and text.endswith(after) and text[start:stop] in response):
         return None
-    return start, stop, response.index(text[start:stop])
+    # The same text may also occur in dropped reasoning, which precedes it.
+    return start, stop, response.rindex(text[start:stop])
 
 
 def _require_prefix(longer: Sequence[int], shorter: Sequence[int], number: int, place: str) -> None:

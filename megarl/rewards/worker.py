@@ -23,6 +23,7 @@ from megarl.data.files import ALL_COLUMNS
 from megarl.rewards import judge as judges
 from megarl.rewards.options import CHECK_ROW, NUM_TOKENS
 from megarl.rewards.registry import FUNCTIONS, asked_columns, from_file, resolve, takes_batches
+from megarl.rewards.result import Rating
 from megarl.sandbox.choice import find_provider
 from megarl.usercode.failures import kind_of
 from megarl.usercode.parent import connect, send
@@ -181,8 +182,9 @@ def _result(value: Any) -> dict[str, Any]:
     if isinstance(value, list | tuple):
         values = [_number(item) for item in value]
         return {"value": None if None in values else values, "returned": f"a list of {len(value)}"}
+    issues = {"issues": value.issues} if isinstance(value, Rating) else {}
     value, kind = _number(value), type(value).__name__
-    return {"value": value, "returned": kind if value is None else str(value)}
+    return {"value": value, "returned": kind if value is None else str(value), **issues}
 
 
 def _failure(error: BaseException) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from megarl.rewards.reading import Reader, Reading, Unreadable
 from megarl.rewards.result import Result
 from megarl.rewards.rollout_file import MAX_TOKENS, append_rollouts, has_token_details, token_texts, write_advantages
 from megarl.rewards.sample_file import load_samples, save_samples
-from megarl.rewards.scorer import Scorer
+from megarl.rewards.scorer import Scorer, require_ratings
 
 if TYPE_CHECKING:
     import torch
@@ -138,14 +138,15 @@ class RewardWorker:
             )
             for sample in samples
         ]
-        scored = [(sample, score) for sample, (score, _) in zip(samples, scores, strict=True)]
+        required = require_ratings([score for score, _ in scores])
+        scored = list(zip(samples, required, strict=True))
         await asyncio.to_thread(append_rollouts, rollouts, step, scored, self._token_texts)
         by_token = {
             sample.id: token_rewards
-            for sample, (_, token_rewards) in zip(samples, scores, strict=True)
-            if token_rewards is not None
+            for (sample, score), (_, token_rewards) in zip(scored, scores, strict=True)
+            if token_rewards is not None and score.value is not None
         }
-        return [score for score, _ in scores], put_scores(by_token)
+        return required, put_scores(by_token)
 
     async def evaluate(self, refs: Sequence[ray.ObjectRef], name: str, version: int, file: Path) -> list[Score]:
         """Score samples from the evaluation set with this name. See SetScorer.score."""

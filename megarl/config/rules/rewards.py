@@ -17,6 +17,9 @@ RESERVED = (
     "infrastructure_failed_frac",
     "zero_std_groups",
     "greedy_mean",
+    "reward_model_unrated",
+    "reward_model_truncated",
+    "reward_model_verbatim",
 )
 """Names reserved for other reward components and for summary metrics of the reward."""
 
