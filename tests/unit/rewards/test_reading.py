@@ -134,10 +134,14 @@ def test_messages_that_the_template_rejects_are_unreadable():
         reader("chat").read(sample("ab.", ACTOR, messages=({"role": "tool", "content": "3"},)))
 
 
-TURN = "{% for m in messages %}<{{ m.role }}>{{ CONTENT }}</s>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+TURN = (
+    "{% for m in messages %}<{{ m.role }}>{{ CONTENT }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 VISIBLE = "m.content.split('</think>')[-1]"
-QWEN = "'<think>' + m.content.split('</think>')[0].split('<think>')[-1].strip() + '</think>' + m.content.split('</think>')[-1].strip()"
-"""Writes a reasoning block in all turns of the assistant, also empty ones. (Qwen3 compares with the last user message.)"""
+REASONING = "(m.content.split('</think>')[0].split('<think>')[-1].strip() if '</think>' in m.content else '')"
+QWEN = f"'<think>' + {REASONING} + '</think>' + {VISIBLE}.strip()"
+"""Like Qwen3's template, begins each turn of the assistant with a reasoning block, which may be empty."""
 
 
 def templated(content: str) -> PreTrainedTokenizerFast:
@@ -151,7 +155,7 @@ def templated(content: str) -> PreTrainedTokenizerFast:
     [
         ("m.content | trim", " \n a.b ", "a.b", 4),
         (VISIBLE, "b. so</think>b. c", "b. c", 14),  # the first step also occurs in the reasoning
-        ("(m.content if m.role == 'user' else %s)" % VISIBLE, "ab</think>", "</s>", 10),
+        (f"m.content if m.role == 'user' else {VISIBLE}", "ab</think>", "</s>", 10),
         ("m.content | upper if m.role == 'assistant' else m.content", "ab.é", "ab.é", 1),
         ("m.content.split('!')[0] + m.content.split('!')[-1]", "a!b!c", "a!b!c", 1),
         ("raise_exception('no') if m.content == 'ab' else m.content", "ab", "ab", 1),
