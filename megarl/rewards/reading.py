@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 CONTEXT = 5
 """Number of prompt tokens decoded before a response."""
 
-CUTS = 128
+CUTS = 1024
 """Number of places at which a response may be truncated."""
 
 
@@ -153,17 +153,16 @@ class Reader:
         if self._kind == "sequence":
             return _Rendered(marked, (0, 0, 0))
         text, other = self._typed.text(marked), self._typed.text(self._conversation(prompt, MARK))
+        if MARK not in other:
+            raise Unreadable("the chat template does not render the assistant's message")
         span = response_span(text, other, response)
         if span is None:
             return self._verbatim(prompt, response, "the chat template changes the response")
         return _Rendered(marked, span)
 
     def _verbatim(self, prompt: Prompt, response: str, change: str) -> _Rendered:
-        """Return the conversation with the response in the place where the chat template puts others. Raise Unreadable
-        if it puts them nowhere."""
-        before, mark, after = self._conversation(prompt, MARK).rpartition(MARK)
-        if not mark:
-            raise Unreadable("the chat template does not render the assistant's message")
+        """Return the conversation with the response in the place where the chat template puts others."""
+        before, _, after = self._conversation(prompt, MARK).rpartition(MARK)
         messages = self._typed.mark(prompt.messages)
         closed, header = (render(self._tokenizer, messages, "messages", opens) for opens in (False, True))
         # Some templates insert an empty reasoning block before a response without one. A response has its own.

@@ -69,7 +69,7 @@ def test_response_is_truncated_to_leave_room_for_the_answer(text):
     reading = judge(override, longest=room + 10).read(sample)
     asked = JUDGE.decode(reading.sample.token_ids.tolist())
     shown = asked.partition("Rate ")[2].rpartition("!")[0]
-    longer = text[: len(shown) + len(text) // 128 + 1]
+    longer = text[: len(shown) + len(text) // 1024 + 1]
     assert text.startswith(shown) and len(reading.sample.token_ids) <= room
     assert len(judge(override, longest=10_000).read(replace(sample, text=longer)).sample.token_ids) > room
     assert "but the limit is" in reading.issues["truncated"]
@@ -86,7 +86,7 @@ def test_prompt_must_leave_room_for_a_response():
     judged = judge(template("Rate {prompt} {response}"), longest=50)
     judged.check_prompt(SAMPLE.prompt)
     with pytest.raises(
-        Unreadable, match=r"has 95 tokens .* leaves 40 .*max_new_tokens=10\)\. Fix: raise reward_model.con"
+        Unreadable, match=r"has 93 tokens .* leaves 40 .*max_new_tokens=10\)\. Fix: raise reward_model.con"
     ):
         judged.check_prompt(Prompt("p", "", IDS * 20))
 
