@@ -11,6 +11,7 @@ from typing import Any
 
 from megarl.rewards.forked import in_child
 from megarl.rewards.math_shortcuts import compare_relatively, decimal, differ, is_close, number, parse_quickly
+from megarl.usercode.failures import ProcessLost
 
 _WRAPPED = re.compile(r"\$+(?P<inner>[^$]*)\$+|\\\((?P<paren>.*)\\\)|\\\[(?P<bracket>.*)\\\]", re.DOTALL)
 _BOXED = "\\boxed{"
@@ -129,7 +130,7 @@ class MathMatch:
 
         try:
             in_child(compare, 2 * self._timeout_s) if _is_risky(expected) else compare()
-        except NotExpression:
+        except (NotExpression, ProcessLost):
             raise
         except self._errors as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())
@@ -143,6 +144,8 @@ class MathMatch:
         compare = partial(self._is_same, gold, response)
         try:
             return bool(in_child(compare, self._timeout_s)) if _is_risky(response) else compare()
+        except ProcessLost:
+            raise
         except self._errors:
             self._verify_parsed(gold, gold)  # raises if the answer or the verifier is at fault
             return False
