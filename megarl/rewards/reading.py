@@ -26,7 +26,7 @@ CUTS = 1024
 """Number of places at which a response may be truncated."""
 
 
-class Unreadable(Exception):
+class Unreadable(ValueError):
     """Raised if a reward model cannot read a prompt, whatever the response; the message is a short reason."""
 
 
@@ -106,7 +106,10 @@ class Reader:
 
     def check_prompt(self, prompt: Prompt) -> None:
         """Raise Unreadable if the model cannot read responses to this prompt."""
-        num_tokens = len(self._ids_and_spans(self._render(prompt, "").marked)[0])
+        try:
+            num_tokens = len(self._ids_and_spans(self._render(prompt, "").marked)[0])
+        except Unreadable as problem:
+            raise Unreadable(f"{problem}. Fix: set reward_model.input_format=text, or drop the row") from None
         if num_tokens >= self._longest:
             raise Unreadable(
                 f"the prompt has {num_tokens} tokens of the reward model, so the limit of {self._longest} leaves none "
