@@ -36,9 +36,9 @@ class GenerativeJudge:
 
     A response never causes a failure. If the judge's answer has no rating within the scale, the response gets the worst
     one. If the server rejects the question, for example because the response exceeds the judge's context, the response
-    is truncated, and if only the question with an empty response is accepted, the rating is the worst. Such responses
-    are counted (reward/NAME_unrated, reward/NAME_truncated). If most responses of a step have no rating, or the server
-    also rejects the question with an empty response, they fail instead."""
+    is truncated, and if only the question with an empty response is accepted, the rating is the worst. The metrics
+    reward/NAME_unrated_frac and reward/NAME_truncated_frac count such responses. If most responses of a step have no
+    rating, or the server also rejects the question with an empty response, they fail instead."""
 
     def __init__(
         self,

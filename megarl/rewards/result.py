@@ -9,7 +9,7 @@ from megarl.usercode.failures import Kind
 
 Issues = Mapping[str, str | None]
 """Problems that a response may cause, by name: a description, or None if the problem did not occur. Such a response is
-scored nevertheless. The metric reward/COMPONENT_NAME is the fraction of samples with the problem."""
+scored nevertheless. The metric reward/FUNCTION_NAME_frac is the fraction of samples with the problem."""
 
 TRUNCATED = "truncated"
 """Issue: the input is too long for the model, which therefore reads only a part."""

@@ -50,8 +50,7 @@ class Scorer:
 
         The score's value is the weighted sum of the results from the functions (keyed by name), the reward model and
         the judge (None if the run has none). It is None if any of them failed. A per-turn function contributes the sum
-        over turns. In an environment rollout, each sample includes the sum of all turn rewards in the rollout. The
-        parts also contain the issues of the results: 1 if the problem occurred, 0 if it did not.
+        over turns. In an environment rollout, each sample includes the sum of all turn rewards in the rollout.
 
         The per-token rewards have R values, which are part of the score's value. Tokens without a reward have NaN. They
         are None if no reward is assigned to individual tokens.
@@ -87,16 +86,14 @@ class Scorer:
                 weight = self._weights[ENVIRONMENT]
                 turns = [math.nan if reward is None else weight * reward for reward in turn_rewards]
                 by_token.append(on_turns(turns, sample.response_mask))
-        all_parts = parts | {name: float(problem is not None) for name, problem in issues.items()}
-        problems = {name: problem for name, problem in issues.items() if problem is not None}
         if failures:
             is_lost = len(failures) == _num_lost(results, verdict)
             failure = f"rewards.functions: {'; '.join(failures)}"
-            return Score(None, all_parts, failure, is_infrastructure=is_lost, issues=problems), None
+            return Score(None, parts, failure, is_infrastructure=is_lost, issues=issues), None
         if model_reward is not None and model_reward.by_token is not None:
             by_token.append([self._weights[MODEL] * reward for reward in model_reward.by_token])
         value = sum(self._weights[name] * part for name, part in parts.items() if name in self._weights)
-        score = Score(value, all_parts, issues=problems)
+        score = Score(value, parts, issues=issues)
         if not by_token:
             return score, None
         rewards = together(by_token)
@@ -110,8 +107,8 @@ def require_ratings(scores: Sequence[Score]) -> list[Score]:
     required = list(scores)
     for name in sorted({name for score in scores for name in score.issues if name.endswith(f"_{UNRATED}")}):
         component = name.removesuffix(f"_{UNRATED}")
-        judged = [i for i, score in enumerate(scores) if name in score.parts]
-        unrated = [i for i in judged if name in scores[i].issues]
+        judged = [i for i, score in enumerate(scores) if name in score.issues]
+        unrated = [i for i in judged if scores[i].issues[name] is not None]
         if len(unrated) <= max(1, len(judged) / 2):
             continue
         for i in unrated:

@@ -118,10 +118,10 @@ def test_last_rating_is_the_reward(answer, value):
 @pytest.mark.parametrize("answer", ["", "ten", "[[11]]", "[[0]]", "<think>[[10]]</think>no", "[[9]]</think> <think>"])
 @pytest.mark.parametrize(("weight", "value"), [(2.0, 0.0), (-2.0, -2.0)])
 def test_answer_without_a_rating_is_the_worst_one(answer, weight, value):
-    reward = judge().reward(SAMPLE, JUDGE.encode(answer), judge().read(SAMPLE))
+    reward = judge().reward(SAMPLE, JUDGE.encode(answer), judge(longest=1000).read(SAMPLE))
     score, _ = Scorer([], weight).score(SAMPLE, {}, reward)
     assert (score.value, score.failure) == (value, None)
-    assert score.parts == {"reward_model": value / weight, "reward_model_unrated": 1.0, "reward_model_truncated": 1.0}
+    assert score.parts == {"reward_model": value / weight} and score.issues["reward_model_truncated"] is None
     assert score.issues["reward_model_unrated"] == f"the judge's answer has no rating [[1 to 10]]: …{answer!r}"
 
 

@@ -127,16 +127,14 @@ def test_judge_that_rates_few_responses_is_a_failure(scores, num_failures):
         assert new.failure.startswith(described)
 
 
-def test_issues_are_parts_but_not_rewards():
+def test_issues_are_named_by_function():
     scorer = Scorer([RewardFunction(function="exact_match", weight=-1.0)], model_weight=0.5)
     issues = {"truncated": "too long", "verbatim": None}
     score, _ = scorer.score(
         sample_of("12"), {"exact_match": Result(1.0, issues=issues)}, ModelReward(3.0, issues=issues)
     )
-    names = [(name, issue) for name in ("reward_model", "exact_match") for issue in issues]
-    both = {f"{name}_{issue}": float(issue == "truncated") for name, issue in names}
-    assert score.value == 0.5 and score.parts == {"reward_model": 3.0, "exact_match": 1.0} | both
-    assert score.issues == {"reward_model_truncated": "too long", "exact_match_truncated": "too long"}
+    named = {f"{name}_{issue}": text for name in ("reward_model", "exact_match") for issue, text in issues.items()}
+    assert score.value == 0.5 and score.parts == {"reward_model": 3.0, "exact_match": 1.0} and score.issues == named
     unrated = Result(0.0, issues={"unrated": "no rating"})
     score, _ = scorer.score(sample_of("12"), {"exact_match": unrated})
     assert score.value == -1.0  # with a negative weight, the highest rating is the worst
