@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from megarl.data.chat import MARK, response_span
 from megarl.data.typed_tokens import TypedTokens
 from megarl.models.classifier import Kind
 from megarl.rewards.result import TRUNCATED, VERBATIM, Issues
+from megarl.rewards.rollout_file import token_texts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -119,26 +121,12 @@ class Reader:
     def sampled(self, sample: Sample, ends: Sequence[int]) -> list[int]:
         """Return the indices of the sampled tokens in which these prefixes of the response text end. The last offset
         maps to the last token."""
-        return [self._sampled(sample, end) for end in ends[:-1]] + [len(sample.response_ids) - 1]
-
-    def _sampled(self, sample: Sample, end: int) -> int:
-        def length(count: int) -> int:
-            return len(self._decoded(sample, count))
-
-        counts = range(1, len(sample.response_ids) + 1)
-        reached = bisect_left(counts, end, key=length)
-        # If a character consists of several tokens, several counts match, and the last one completes the character.
-        for count in counts[reached : bisect_right(counts, end, key=length)]:
-            if self._decoded(sample, count) == sample.text[:end]:
-                return count - 1
-        return min(reached, len(sample.response_ids) - 1)
-
-    def _decoded(self, sample: Sample, count: int) -> str:
-        """Return the text of the first `count` response tokens, decoded after the end of the prompt, because some
-        tokenizers drop the space before the first token of a text."""
-        context = sample.prompt.token_ids[-CONTEXT:].tolist()
-        before = text_of(self._actor_tokenizer, context)
-        return text_of(self._actor_tokenizer, [*context, *sample.response_ids[:count].tolist()])[len(before) :]
+        # Some tokenizers drop the space before the first token of a text, so decoding starts in the prompt.
+        context, response_ids = sample.prompt.token_ids[-CONTEXT:].tolist(), sample.response_ids.tolist()
+        texts = token_texts(lambda ids: text_of(self._actor_tokenizer, list(ids)), [*context, *response_ids])
+        token_ends = list(accumulate(map(len, texts[len(context) :])))
+        last = len(response_ids) - 1
+        return [min(bisect_left(token_ends, end), last) for end in ends[:-1]] + [last]
 
     def _ids_and_spans(self, marked: str) -> tuple[list[int], list[tuple[int, int]]]:
         return self._typed.ids_and_spans(marked, add_special_tokens=self._settings.input_format == "text")

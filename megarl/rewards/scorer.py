@@ -93,6 +93,9 @@ class Scorer:
         if model_reward is not None and model_reward.by_token is not None:
             by_token.append([self._weights[MODEL] * reward for reward in model_reward.by_token])
         value = sum(self._weights[name] * part for name, part in parts.items() if name in self._weights)
+        if not math.isfinite(value):
+            failure = f"rewards.functions: the weighted sum of the rewards of sample {sample.id} is {value}"
+            return Score(None, parts, failure, issues=issues), None
         score = Score(value, parts, issues=issues)
         if not by_token:
             return score, None

@@ -233,6 +233,17 @@ def test_steps_are_mapped_to_sampled_tokens():
     assert mapped == model_reward(26.0, [nan, nan, nan, 2.0, nan, 8.0, nan, 16.0])
 
 
+def test_many_steps_are_mapped_in_linear_time(monkeypatch):
+    """A response may consist of thousands of steps. Decoding a prefix for each would exceed the time limit."""
+    calls = []
+    decode = CHARACTERS.decode
+    monkeypatch.setattr(CHARACTERS, "decode", lambda ids, **keys: calls.append(len(ids)) or decode(ids, **keys))
+    model_reader = reader("text", tokenizer=PAIRS, actor=CHARACTERS)
+    scored_sample = sample("." * 1000, CHARACTERS)
+    assert model_reader.sampled(scored_sample, range(1, 1001)) == [*range(999), 1000]
+    assert sum(calls) < 10 * 1000
+
+
 def test_multi_token_characters_end_with_their_last_token():
     assert len(CHARACTERS.tokenize("é€.")) == 6
     mapped = reward("é€.é", [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0], CHARACTERS, CHARACTERS)

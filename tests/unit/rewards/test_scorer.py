@@ -140,6 +140,12 @@ def test_issues_are_named_by_function():
     assert score.value == -1.0  # with a negative weight, the highest rating is the worst
 
 
+def test_infinite_sum_of_rewards_is_a_failure():
+    scorer = Scorer([RewardFunction(function="exact_match", weight=1e10)])
+    score, _ = scorer.score(sample_of("12"), {"exact_match": Result(1e300)})
+    assert score.value is None and score.failure.endswith("the weighted sum of the rewards of sample s7 is inf")
+
+
 TURNS = (False, True, True, False, True, False, False, True)
 """Three turns that end at 2, 4 and 7."""
 
