@@ -112,6 +112,8 @@ class Reader:
             num_tokens = len(self._ids_and_spans(self._render(prompt, "").marked)[0])
         except Unreadable as problem:
             raise Unreadable(f"{problem}. Fix: set reward_model.input_format=text, or drop the row") from None
+        if not num_tokens:
+            raise Unreadable("the prompt has no text. Fix: add text, or drop the row")
         if num_tokens >= self._longest:
             raise Unreadable(
                 f"the prompt has {num_tokens} tokens of the reward model, so the limit of {self._longest} leaves none "
