@@ -186,8 +186,12 @@ def text_of(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
 
 
 def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Any], content: str, opens_turn: bool = False) -> str:
-    """Render messages with the chat template. Raise Unreadable, which names their `content`, if it rejects them.
-    `opens_turn`: whether to append the header of the assistant's turn."""
+    """Render messages with the chat template. Raise Unreadable if the template rejects them.
+
+    Args:
+        content: description of the messages, for the error.
+        opens_turn: whether to append the header of the assistant's turn.
+    """
     try:
         return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=opens_turn))
     except Exception as error:  # a template is a program and may raise any exception

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from megarl.core.text import encodable
 from megarl.rewards.rating import TEMPLATE, question, rating, require_answer
 from megarl.rewards.result import TRUNCATED, UNRATED, WORST_RATING, Rating
-from megarl.usercode.failures import ServiceAway
+from megarl.usercode.failures import ServiceUnavailable
 
 if TYPE_CHECKING:
     import httpx
@@ -29,16 +29,18 @@ class Rejected(ValueError):
 
 
 class GenerativeJudge:
-    """Reward function that returns a judge's ratings, scaled to (rating − lowest) / (highest − lowest), from 0 to 1. As
-    in "Judging LLM-as-a-Judge" (https://arxiv.org/abs/2306.05685, single-answer grading). The requests in a scoring
-    pass run concurrently, and rewards.timeout_s covers all of them. While the server is unavailable, requests are
-    retried for up to rewards.outage_s.
+    """Reward function that returns a judge's ratings, scaled to (rating − lowest) / (highest − lowest), from 0 to 1.
+
+    This is single-answer grading from "Judging LLM-as-a-Judge" (https://arxiv.org/abs/2306.05685). The requests in a
+    scoring pass run concurrently, and rewards.timeout_s covers all of them. While the server is unavailable, requests
+    are retried for up to rewards.outage_s.
 
     A response never causes a failure. If the judge's answer has no rating within the scale, the response gets the worst
     one. If the server rejects the question, for example because the response exceeds the judge's context, the response
     is truncated, and if only the question with an empty response is accepted, the rating is the worst. The metrics
     reward/NAME_unrated_frac and reward/NAME_truncated_frac count such responses. If most responses of a step have no
-    rating, or the server also rejects the question with an empty response, they fail instead."""
+    rating, or the server also rejects the question with an empty response, they fail instead.
+    """
 
     def __init__(
         self,
@@ -98,7 +100,7 @@ class GenerativeJudge:
 
         limits = httpx.Limits(max_connections=self._concurrency)
         slots = asyncio.Semaphore(self._concurrency)
-        outage: ServiceAway | None = None
+        outage: ServiceUnavailable | None = None
         async with httpx.AsyncClient(headers=self._headers, timeout=self._timeout_s, limits=limits) as client:
 
             async def reward(*fields: Any) -> Rating:
@@ -108,7 +110,7 @@ class GenerativeJudge:
                         raise outage
                     try:
                         return await self._rate(client, *fields)
-                    except ServiceAway as error:
+                    except ServiceUnavailable as error:
                         outage = error
                         raise
 
@@ -134,7 +136,7 @@ class GenerativeJudge:
         return Rating(WORST_RATING, {UNRATED: str(rejection), TRUNCATED: None})
 
     async def _ask(self, client: httpx.AsyncClient, content: str) -> str:
-        """Return the judge's answer. Raise ServiceAway if the server is unavailable, Rejected if it rejects the
+        """Return the judge's answer. Raise ServiceUnavailable if the server is unavailable, Rejected if it rejects the
         question, and ValueError with its response if that contains no answer."""
         import httpx
 
@@ -157,7 +159,7 @@ class GenerativeJudge:
             if response.status_code != httpx.codes.TOO_MANY_REQUESTS and not response.is_server_error:
                 kind = Rejected if response.status_code in REJECTIONS else ValueError
                 raise kind(f"{self._url} {failure}")
-        raise ServiceAway(f"{self._url} {failure}")
+        raise ServiceUnavailable(f"{self._url} {failure}")
 
 
 def _content(response: httpx.Response) -> str:
