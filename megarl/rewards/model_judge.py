@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from megarl.config.model_schema import RewardModel
@@ -38,13 +39,13 @@ class ModelJudge:
         tokens for an answer, or the chat template rejects it, the response is truncated at its end. If it is too long
         without the response, the start of the question is dropped. Raise Unreadable if the template rejects it without
         the response."""
-        prompt = sample.prompt
+        question_of = lru_cache(maxsize=1)(lambda response: self._question(sample.prompt, response))
         problem: str | None = None
 
         def fits(response: str) -> bool:
             nonlocal problem
             try:
-                num_tokens = len(self._question(prompt, response))
+                num_tokens = len(question_of(response))
             except Unreadable as rejection:
                 problem = problem or str(rejection)
                 return False
@@ -53,7 +54,7 @@ class ModelJudge:
             return num_tokens <= self._longest
 
         response = truncated(sample.text, fits)
-        ids = self._question(prompt, sample.text if response is None else response)[-self._longest :]
+        ids = question_of(sample.text if response is None else response)[-self._longest :]
         return reading_of(sample, ids, len(ids) - 1, (len(sample.text),), {TRUNCATED: problem})
 
     def check_prompt(self, prompt: Prompt) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ CUTS = 1024
 
 
 class Unreadable(ValueError):
-    """Raised if a reward model cannot read a prompt, whatever the response; the message is a short reason."""
+    """Raised if a reward model cannot read the responses to a prompt; the message is a short reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,18 +81,18 @@ class Reader:
         self._typed = TypedTokens(tokenizer)
 
     def read(self, sample: Sample) -> Reading:
-        """Tokenize the sample for the reward model: a sequence classifier, which scores the last token, or a token
-        classifier, which scores the response tokens. If the input is too long, the response is truncated at its end. If
-        the conversation before it is too long as well, the start of the conversation is dropped. Raise Unreadable if
-        the messages before the response cannot be rendered, or there is no text."""
-        prompt = sample.prompt
+        """Tokenize the sample for the reward model. A sequence classifier scores the last token, and a token classifier
+        scores the response tokens. If the input is too long, the response is truncated at its end. If the conversation
+        before the response is too long, its start is dropped. Raise Unreadable if the conversation cannot be rendered
+        with any response, or there is no text."""
 
-        def fits(response: str) -> bool:
-            return len(self._ids_and_spans(self._render(prompt, response).marked)[0]) <= self._longest
+        @lru_cache(maxsize=1)
+        def encoded(response: str) -> tuple[_Rendered, list[int], list[tuple[int, int]]]:
+            rendered = self._render(sample.prompt, response)
+            return rendered, *self._ids_and_spans(rendered.marked)
 
-        response = truncated(sample.text, fits)
-        rendered = self._render(prompt, sample.text if response is None else response)
-        ids, spans = self._ids_and_spans(rendered.marked)
+        response = truncated(sample.text, lambda text: len(encoded(text)[1]) <= self._longest)
+        rendered, ids, spans = encoded(sample.text if response is None else response)
         if not ids:
             raise Unreadable("the prompt and the response have no text to score")
         ids, spans = ids[-self._longest :], spans[-self._longest :]

@@ -20,7 +20,7 @@ from megarl.rewards.rating import TEMPLATE, question, rating
 from tests.timing import HANG_S, LIMIT_S, POLL_S, WAIT_S
 
 CONCURRENCY = 4
-MOST_CHARACTERS = 30
+MAX_CHARACTERS = 30
 
 
 class Server(ThreadingHTTPServer):
@@ -74,7 +74,7 @@ class Handler(BaseHTTPRequestHandler):
         num_requests = sum(response in request["messages"][0]["content"] for request in self.server.requests)
         is_unavailable = action == "flaky" and num_requests <= self.server.num_unavailable
         status = 503 if is_unavailable else int(text) if action == "status" else 200
-        if action == "context" and len(text) > MOST_CHARACTERS:
+        if action == "context" and len(text) > MAX_CHARACTERS:
             status = 400
         message = {"content": None if action == "null" else text.strip(".")}
         content = {"choices": [{"message": message}]} if action != "shape" else {"choices": []}
