@@ -74,6 +74,8 @@ class Handler(BaseHTTPRequestHandler):
         num_requests = sum(response in request["messages"][0]["content"] for request in self.server.requests)
         is_unavailable = action == "flaky" and num_requests <= self.server.num_unavailable
         status = 503 if is_unavailable else int(text) if action == "status" else 200
+        if response.startswith("!"):
+            status = 422
         if action == "context" and len(text) > MAX_CHARACTERS:
             status = 400
         message = {"content": None if action == "null" else text.strip(".")}
@@ -144,11 +146,12 @@ def test_response_that_the_server_rejects_is_truncated(server):
     assert (poison.value, poison.failure) == (0.0, None) and "status 400" in poison.issues["truncated"]
 
 
-def test_response_that_is_rejected_in_every_part_gets_the_worst_rating(server, monkeypatch):
-    monkeypatch.setattr("megarl.rewards.remote_judge.PARTS", (1,))
-    [result] = judged(server, "status 422")
+def test_response_that_is_rejected_in_every_part_gets_the_worst_rating(server):
+    [result] = judged(server, "!" * 16)
     assert (result.value, result.failure) == (0.0, None)
     assert "returned status 422" in result.issues["unrated"] and result.issues["truncated"] is None
+    asked = [request["messages"][0]["content"].split("|")[1] for request in server.requests]
+    assert asked == ["!" * 16, "!" * 8, "!" * 4, "!" * 2, ""]
 
 
 def test_question_that_is_rejected_without_a_response_is_a_failure(server):
