@@ -113,7 +113,6 @@ def test_check_prints_a_summary(recipe: Path, tmp_path: Path, capfd: pytest.Capt
         ("input_format: text", 40, None),
         ("input_format: text", 5, "prompt has"),
         ("input_format: chat", 5, "prompt has"),
-        ("input_format: ids", 5, None),
     ],
 )
 def test_prompts_must_fit_into_the_reward_models_context(
