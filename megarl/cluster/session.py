@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import ray
+import ray._private.utils
 from ray._private import ray_constants
+from ray._private.node import Node
 from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -81,8 +83,8 @@ class Session:
         os.environ.update(
             RAY_AUTH_TOKEN=secrets.token_hex(32),  # otherwise Ray keeps a token in the home folder
             RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",  # the placement decides which GPUs a process sees
-            AUTOSCALER_METRIC_PORT="-1",  # invalid, because Ray would serve metrics without authentication
         )
+        disable_unused_services()
         if config.cluster.nodes > 1:
             address = own_address(config.cluster.interface)
             print(f"node {own_name()}: {address} ({interface_of(address)})", flush=True)
@@ -279,6 +281,17 @@ class Session:
         pings: dict[ray.ObjectRef, str] = {self._watched[name].__ray_ready__.remote(): name for name in idle}
         answered, _ = ray.wait(list(pings), num_returns=len(pings), timeout=PING_S) if pings else ([], [])
         return {pings[ref]: error for ref in answered if (error := outcome(ref)[1]) is not None}
+
+
+def disable_unused_services() -> None:
+    """Make ray.init start neither Ray's autoscaler, log monitor and dashboard, nor the optional part of its agent.
+
+    Runs do not use these services, which ray.init cannot turn off. They take seconds to start, and some of them listen
+    on ports without authentication.
+    """
+    Node.start_monitor = Node.start_log_monitor = Node.start_api_server = lambda *_, **__: None
+    missing = ImportError("megarl runs without Ray's dashboard")
+    ray._private.utils.get_dashboard_dependency_error = lambda: missing  # as if only Ray's core were installed
 
 
 def object_store_bytes(config: Config, routed: Experts | None) -> int:
