@@ -440,8 +440,9 @@ MODELS = {
 OVER_TWO_WORKERS = (
     *("Llama, tied", "Llama, all biases", "Qwen3, experts", "Qwen3, experts that vLLM pads", "DeepSeek-V3"),
 )
-EVERY_TIME = {("Qwen3, experts that vLLM pads", 1), ("Llama, tied", 2)}
-"""Padded experts, and tied dense weights in an engine with two workers. The other cases are exhaustive."""
+EVERY_TIME = {("Qwen3, experts that vLLM pads", 1), ("Llama, tied", 1)}
+"""Padded experts, and tied dense weights with adapters. The other cases are exhaustive. An engine with two workers is in
+the cluster test of colocated PPO, and a refit of running requests in test_rollouts_ahead.py."""
 
 CASES = [
     pytest.param(name, tp, marks=() if (name, tp) in EVERY_TIME else pytest.mark.exhaustive)
