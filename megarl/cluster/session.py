@@ -14,9 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-import ray._private.utils
 from ray._private import ray_constants
-from ray._private.node import Node
 from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -27,6 +25,7 @@ from megarl.cluster.nodes.rendezvous import PACKAGES, Invitation, NodeRendezvous
 from megarl.cluster.object_store import FLOOR_MIB, object_store_mib
 from megarl.cluster.pending import Answers, Pending, outcome
 from megarl.cluster.placement import Process
+from megarl.cluster.services import disable_unused_services
 from megarl.cluster.supervision import processes, segments
 from megarl.cluster.supervision.scratch import ray_folder
 from megarl.cluster.supervision.watchdog import Watchdog
@@ -281,17 +280,6 @@ class Session:
         pings: dict[ray.ObjectRef, str] = {self._watched[name].__ray_ready__.remote(): name for name in idle}
         answered, _ = ray.wait(list(pings), num_returns=len(pings), timeout=PING_S) if pings else ([], [])
         return {pings[ref]: error for ref in answered if (error := outcome(ref)[1]) is not None}
-
-
-def disable_unused_services() -> None:
-    """Make ray.init start neither Ray's autoscaler, log monitor and dashboard, nor the optional part of its agent.
-
-    Runs do not use these services, which ray.init cannot turn off. They take seconds to start, and some of them listen
-    on ports without authentication.
-    """
-    Node.start_monitor = Node.start_log_monitor = Node.start_api_server = lambda *_, **__: None
-    missing = ImportError("megarl runs without Ray's dashboard")
-    ray._private.utils.get_dashboard_dependency_error = lambda: missing  # as if only Ray's core were installed
 
 
 def object_store_bytes(config: Config, routed: Experts | None) -> int:

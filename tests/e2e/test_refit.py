@@ -441,8 +441,8 @@ OVER_TWO_WORKERS = (
     *("Llama, tied", "Llama, all biases", "Qwen3, experts", "Qwen3, experts that vLLM pads", "DeepSeek-V3"),
 )
 EVERY_TIME = {("Qwen3, experts that vLLM pads", 1), ("Llama, tied", 1)}
-"""Padded experts, and tied dense weights with adapters. The other cases are exhaustive. An engine with two workers is in
-the cluster test of colocated PPO, and a refit of running requests in test_rollouts_ahead.py."""
+"""Padded experts, and tied dense weights with adapters. The other cases are exhaustive. An engine with two workers is
+in the cluster test of colocated PPO, and a refit of running requests in test_rollouts_ahead.py."""
 
 CASES = [
     pytest.param(name, tp, marks=() if (name, tp) in EVERY_TIME else pytest.mark.exhaustive)
