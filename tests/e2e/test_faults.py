@@ -64,7 +64,7 @@ def check_end(run: Run, fault: Callable[[], None], code: int, cause: str) -> Non
 
 def test_ctrl_c(recipe: Path, tmp_path: Path, hold: Path) -> None:
     hold.unlink()
-    with Run(recipe, tmp_path, vllm=True) as run:
+    with Run(recipe, tmp_path, ONE_RANK, vllm=True) as run:
         run.wait_for_step(2)
         hold.touch()  # leave the CPU to the checks
         check_ray_requires_token(run)
