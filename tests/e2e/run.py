@@ -33,8 +33,9 @@ run: {{name: tiny, steps: 1000000, export: false}}
 model: {{path: {folder}/model, dtype: float32}}
 actor:
   layout: {{pp: 2}}
+  threads: 1
   tokens_per_microbatch: 256
-rollout: {{max_new_tokens: 8, context_length: 64, kv_cache_gib: 0.01}}
+rollout: {{max_new_tokens: 8, context_length: 64, kv_cache_gib: 0.01, threads: 1}}
 batch: {{prompts_per_step: 4, samples_per_prompt: 4, prompts_per_update: 4}}
 data: {{source: {folder}/prompts.jsonl}}
 rewards:

@@ -48,10 +48,10 @@ def test_ppo_run_is_rewarded_by_a_model_and_a_function(series, model, tmp_path):
         "reward_model.weight=0.5",
         "reward_model.layout.pp=2",
         "reward_model.offload=[parameters]",
-        "reward_model.tokens_per_microbatch=256",
+        "reward_model={tokens_per_microbatch: 256, threads: 1}",
         "algorithm.advantage={estimator: gae, gae_lambda: 1.0}",
         "critic.optimizer.lr=0.003",
-        "critic.tokens_per_microbatch=512",
+        "critic={tokens_per_microbatch: 512, threads: 1}",
     )
     steps = metrics_of(run)
     assert [step["weights/version"] for step in steps] == [1, 2]
