@@ -40,6 +40,7 @@ def learned(series, model, tmp_path_factory) -> Path:
     )
 
 
+@pytest.mark.one_part
 def test_reward_rises_and_the_critic_follows(learned):
     steps = metrics_of(learned)
     assert len(steps) == STEPS
@@ -49,17 +50,20 @@ def test_reward_rises_and_the_critic_follows(learned):
     assert steps[-1]["value/error_abs_mean"] <= 0.25
 
 
+@pytest.mark.one_part
 def test_critic_warmup_trains_only_the_critic(learned):
     trained = ["policy/grad_norm" in step for step in metrics_of(learned)]
     assert trained == [False] * WARMUP + [True] * (STEPS - WARMUP)
     assert all(step["value/grad_norm"] > 0 for step in metrics_of(learned))
 
 
+@pytest.mark.one_part
 def test_critic_has_its_own_processes(learned):
     logs = {file.stem for file in (learned / "logs").glob("**/*.log")}
     assert {"trainer-0", "trainer-1", "critic-0", "critic-1"} <= logs
 
 
+@pytest.mark.one_part
 @pytest.mark.parametrize(("actor_task", "critic_task"), [("reference_log_probs", "score_tokens"), ("update", "update")])
 def test_actor_and_critic_overlap(learned, actor_task, critic_task):
     """The traces of actor and critic, which have separate devices, overlap in most steps that train both."""

@@ -21,7 +21,7 @@ from tests.e2e.test_faults import INTERRUPTED, check_end
 from tests.e2e.test_signals import check_saved
 from tests.timing import QUIET_S, START_S
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.one_part]
 STEPS = 8
 """Steps of 4 prompts each. There are 8 prompts, so an epoch ends with every second step."""
 
@@ -227,6 +227,7 @@ def test_metrics_report_cost_of_checkpoints(uninterrupted: Path) -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("attempts", [4], indirect=True)
 def test_damaged_checkpoint_is_rejected_by_name(recipe, resumed, tmp_path) -> None:
     """A rank detects a flipped bit. tests/unit/run/test_checkpoints.py covers other damage."""
     shutil.copytree(resumed, tmp_path / "tiny")
