@@ -73,7 +73,7 @@ class Remote:
     """A process that builds an object and executes method calls on it."""
 
     def __init__(self, mp: BaseContext, build, *args):
-        gc.collect()  # in a fork, the finalizer of an earlier test's TCPStore would wait for a thread that does not exist
+        gc.collect()  # in a fork, the finalizer of an earlier test's TCPStore would wait for its missing thread
         self._connection, child = mp.Pipe()
         # A short path, because vLLM creates sockets there, whose paths are limited to 107 bytes.
         self._scratch = tempfile.TemporaryDirectory(dir="/tmp")
