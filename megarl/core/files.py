@@ -46,7 +46,7 @@ MAX_BYTES, MAX_LINE_BYTES = 2**32, 2**28
 """Maximum size in bytes of a file that is read as a whole, and of a line."""
 
 
-def no_progress(done: str, num_bytes: int, total: int) -> None:
+def no_progress(action: str, num_bytes: int, total: int) -> None:
     pass
 
 
@@ -175,7 +175,8 @@ def read_object(path: Path) -> dict[str, Any]:
 
 def read_record(path: Path, kind: type[Record]) -> Record:
     """Return an instance of a data class from a JSON file that contains its fields. Raise the errors of `read_object`,
-    or a UserError if fields are missing, unknown or of the wrong type. Only text and numbers are checked."""
+    or a UserError if fields are missing, unknown or of the wrong type. Only the types of str, int and float
+    fields are checked."""
     values = read_object(path)
     for name, hint in get_type_hints(kind).items():
         accepted = {str: str, int: int, float: (int, float)}.get(hint, object)
@@ -276,7 +277,8 @@ def write_new_file(option: str, path: Path, text: str) -> None:
 
 
 def replace_text(file: Path, text: str) -> None:
-    """Write a text file atomically, replacing any earlier version. Wait if the disk is full, see retry_when_full."""
+    """Write a text file atomically, replacing any earlier version. If the disk is full, wait as in
+    `retry_when_full`."""
 
     def write() -> None:
         with replacement(file) as stream:

@@ -92,7 +92,9 @@ def test_refit_traffic_equals_the_plan(machines: list[Machine], shared: Path) ->
 
 
 def test_interrupted_run_saves_and_resumes_with_early_nodes(machines: list[Machine], shared: Path) -> None:
-    """The signal reaches all nodes, as Slurm's does. A stale invitation of an ended attempt must not confuse a node."""
+    """The signal reaches all nodes, as Slurm's does. A stale invitation from the previous attempt must not mislead a
+    node.
+    """
     keys = [*COMMON, "checkpoint.on_signal=true", "checkpoint.grace_s=60", "resume=auto"]
     invitation = shared / "runs/told/nodes/invitation.json"
     with cluster_run(machines[:2], shared, "told", *keys, "run.steps=1000000") as run:
