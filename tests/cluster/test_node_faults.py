@@ -23,7 +23,7 @@ def test_lost_node_is_named_and_other_nodes_end(machines: list[Machine], shared:
         mending.callback(machines[1].mend)  # even if the test fails: other tests need the machine
         run.check_end(0, WAIT_S, 1)
         assert "lost node n1. See" in run.output(0).splitlines()[-1]
-        # It noticed the loss itself, or read from the shared files that the driver ended the run.
+        # The node noticed the loss itself, or read in the shared files that the driver had ended the run.
         run.check_end(1, WAIT_S, 0, 1)
         run.check_nothing_is_left()
 
@@ -48,7 +48,9 @@ def ranks_on(machine: Machine) -> list[str]:
 
 @pytest.mark.exhaustive
 def test_lost_multi_node_engine_restarts_on_both_nodes(shared: Path) -> None:
-    """After its actor on one node is killed, the ranks on the other node end too, and the engine restarts on both."""
+    """After its actor on one node is killed, the ranks on the other node exit too, and the engine restarts on both
+    nodes.
+    """
     keys = [
         "actor.layout={pp: 1, dp: 4}",
         "rollout={tp: 2, replicas: 2}",
@@ -100,7 +102,7 @@ def test_missing_and_differing_nodes_are_named(machines: list[Machine], shared: 
 
 
 def test_nodes_end_when_the_first_one_crashes(machines: list[Machine], shared: Path) -> None:
-    """This test must be the last one, because the machine does not come back."""
+    """This test must run last, because the machine is not booted again."""
     with cluster_run(machines[:2], shared, "first", *COMMON, "run.steps=1000000") as run:
         run.wait_for_step(2)
         machines[0].crash()
