@@ -198,7 +198,7 @@ class Run:
         """Return unmapped segments created since the start. Segments of other runs are mapped, and those of unit tests
         are excluded by name.
         """
-        new = {path for path in SHARED_MEMORY.iterdir() if not path.name.startswith("megarl-test-")}
+        new = {path for path in SHARED_MEMORY.iterdir() if not path.name.removeprefix("sem.").startswith("megarl-test-")}
         new -= self._shared_memory
         return new - {path for process in psutil.process_iter() for path in mapped_shared_memory(process)}
 

@@ -147,7 +147,7 @@ def test_diagnosis_names_first_layer_that_differs(learned, tmp_path):
     folders = dict.fromkeys(SIDES, learned / "model") | {"engine": broken}
     stages = diagnose(config, rollout.token_ids, folders, tmp_path)
     [first] = [stage for stage in stages if stage is first_different(stages)]
-    assert (first.name, first.odd) == ("layer 1", "engine")
+    assert (first.name, first.outlier) == ("layer 1", "engine")
     assert "layer 1 is the first stage that differs" in verdict(stages)
     assert verdict(stages).endswith("inspect this stage in the engine")
     names = [stage.name for stage in stages]
