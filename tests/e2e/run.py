@@ -198,8 +198,8 @@ class Run:
         """Return unmapped segments created since the start. Segments of other runs are mapped, and those of unit tests
         are excluded by name.
         """
-        new = {path for path in SHARED_MEMORY.iterdir() if not path.name.removeprefix("sem.").startswith("megarl-test-")}
-        new -= self._shared_memory
+        new = set(SHARED_MEMORY.iterdir()) - self._shared_memory
+        new = {path for path in new if not path.name.removeprefix("sem.").startswith("megarl-test-")}
         return new - {path for process in psutil.process_iter() for path in mapped_shared_memory(process)}
 
     def left_files(self) -> list[Path]:
