@@ -8,6 +8,7 @@ import hmac
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megarl.core.files import MAX_DEPTH, is_deeper
@@ -16,6 +17,7 @@ from megarl.environments.sessions.completion import chunks, completion_body
 from megarl.environments.sessions.errors import ApiError, invalid
 from megarl.environments.sessions.request import read_request, tools_key
 from megarl.environments.sessions.session import CLOSED, Session, SessionLimits, TokensOf, TurnTokens
+from megarl.environments.text_length import num_tokens
 from megarl.environments.transcript import Part
 
 if TYPE_CHECKING:
@@ -83,7 +85,7 @@ class SessionServer:
 
     def open(self, sample: Sampler, limits: SessionLimits, seed: int) -> Session:
         """Open a session. Its token is valid until the session is closed."""
-        session = Session(self._tokens_with, self._num_tokens, sample, limits, seed)
+        session = Session(self._tokens_with, partial(num_tokens, self._tokenizer), sample, limits, seed)
         self._sessions[_digest(session.token)] = session
         return session
 
@@ -93,9 +95,6 @@ class SessionServer:
         parts = await session.close()
         self.counts += session.counts + session.recording.counts
         return parts
-
-    def _num_tokens(self, text: str) -> int:
-        return len(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def _tokens_with(self, tools: Sequence[Mapping[str, Any]]) -> TurnTokens:
         key = tools_key(tools)

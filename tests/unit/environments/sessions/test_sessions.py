@@ -21,6 +21,7 @@ from megarl.environments.sessions import server as servers
 from megarl.environments.sessions.messages import read_messages
 from megarl.environments.sessions.server import SessionServer
 from megarl.environments.sessions.session import Session, SessionLimits
+from megarl.environments.text_length import num_tokens
 from megarl.environments.transcript import Part
 from tests.scripted_policy import ScriptedPolicy, call, hermes_tokenizer
 from tests.timing import POLL_S, SHORT_S, WAIT_S
@@ -361,7 +362,7 @@ def test_long_message_is_rejected_without_blocking_others() -> None:
             with pytest.raises(RuntimeError, match="no running event loop"):
                 asyncio.get_running_loop()
             measured.append(len(text))
-            return server._num_tokens(text)
+            return num_tokens(TOKENIZER, text)
 
         session._num_tokens = measure
         long = asyncio.create_task(ask([{"role": "user", "content": "look at it " * 400_000}]))
