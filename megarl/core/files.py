@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import json
+import math
 import os
 import re
 import shutil
@@ -41,6 +42,9 @@ DISK_S = 300.0
 
 PROBE_BYTES = 2**20
 
+
+MAX_SHOWN = 60
+"""Maximum number of characters of a value in an error message."""
 
 MAX_BYTES, MAX_LINE_BYTES = 2**32, 2**28
 """Maximum size in bytes of a file that is read as a whole, and of a line."""
@@ -173,18 +177,40 @@ def read_object(path: Path) -> dict[str, Any]:
     return value
 
 
+def shown(value: Any) -> str:
+    """Return a value from a file for an error message: on one line, and at most MAX_SHOWN characters long."""
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"
+
+
 def read_record(path: Path, kind: type[Record]) -> Record:
     """Return an instance of a data class from a JSON file that contains its fields. Raise the errors of `read_object`,
     or a UserError if fields are missing, unknown or of the wrong type. Only text and numbers are checked."""
-    values = read_object(path)
-    for name, hint in get_type_hints(kind).items():
-        accepted = {str: str, int: int, float: (int, float)}.get(hint, object)
-        if name in values and not isinstance(values[name], accepted):
-            raise UserError(f"{path}: {name} has the wrong type. Fix: restore or remove the file")
-    try:
-        return kind(**values)
-    except TypeError:
-        raise UserError(f"{path}: has missing or unknown fields. Fix: restore or remove the file") from None
+    values, hints = read_object(path), get_type_hints(kind)
+    for name in values.keys() ^ hints.keys():
+        problem = "unknown key" if name in values else "missing key"
+        raise UserError(f"{path}: {problem} {shown(name)}. Fix: restore or remove the file")
+    for name, hint in hints.items():
+        if hint in (str, int, float) and not is_plain(values[name], hint):
+            raise UserError(
+                f"{path}: {name}={shown(values[name])} is not {PLAIN[hint]}. Fix: restore or remove the file"
+            )
+    return kind(**values)
+
+
+PLAIN = {str: "a string", int: "an integer", float: "a finite number"}
+"""Types of values in JSON files that are checked, by name for error messages."""
+
+
+def is_plain(value: Any, kind: type) -> bool:
+    """Return whether a JSON value is a string, an integer of at most 63 bits, or a finite number."""
+    if isinstance(value, bool):
+        return False
+    if kind is str:
+        return isinstance(value, str)
+    if isinstance(value, int):
+        return abs(value) < 2**63
+    return kind is float and isinstance(value, float) and math.isfinite(value)
 
 
 def read_foreign_object(path: Path, key: str = "", fix: str = "copy the file again") -> dict[str, Any]:

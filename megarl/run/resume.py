@@ -12,6 +12,7 @@ from megarl.config.saved import complete
 from megarl.config.schema import Config
 from megarl.core.checkpoint import NAME, Checkpoint, intact_before
 from megarl.core.errors import DamagedCheckpoint, UserError
+from megarl.core.files import is_plain
 from megarl.data.cursor import PromptCursor
 from megarl.data.offline import OfflineData
 from megarl.data.prompts import PromptSet
@@ -20,7 +21,7 @@ from megarl.models.folder import is_hub_id, model_paths
 from megarl.models.paths import Models, moved_models, update_moved_paths
 from megarl.run.checkpoints import Checkpoints
 from megarl.run.folder import LAUNCH, RunFolder
-from megarl.step.state import RunState, weights_of
+from megarl.step.state import RunState, saved_state, weights_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,9 @@ def _start(config: Config, data: PromptSet | OfflineData, num_bytes: int, models
     path = _checkpoint_path(config)
     checkpoint = None if path is None else _open(path, config, data, models)
     checkpoints = Checkpoints(RunFolder.of(config).checkpoints)
-    state = _fresh(config, data) if checkpoint is None else RunState.restore(checkpoint.state["run"], config, data)
+    state = _fresh(config, data)
+    if checkpoint is not None:
+        state = RunState.restore(saved_state(checkpoint, config, len(data)), config, data)
     own = checkpoint if checkpoint is not None and _is_of_this_run(checkpoint, checkpoints) else None
     if checkpoint is not None:
         for key, earlier in _moved_models(config, checkpoint, models).items():
@@ -134,9 +137,7 @@ def _is_of_this_run(checkpoint: Checkpoint, checkpoints: Checkpoints) -> bool:
 
 def _open(path: Path, config: Config, data: PromptSet | OfflineData, models: Models) -> Checkpoint:
     checkpoint = Checkpoint.open(path)
-    for name, kind in (("config", dict), ("models", dict), ("data_hash", str)):
-        if not isinstance(checkpoint.state.get(name), kind):
-            raise UserError(f"{path}: manifest.json has no valid {name}. Fix: use a checkpoint that megarl saved")
+    _check_state(checkpoint)
     saved_config = update_moved_paths(config, _saved_config(checkpoint), _moved_models(config, checkpoint, models))
     check_continues(config, saved_config, checkpoint.step, str(path))
     _check_models(config, checkpoint, models)
@@ -147,6 +148,25 @@ def _open(path: Path, config: Config, data: PromptSet | OfflineData, models: Mod
             "resume=never and a different run.name"
         )
     return checkpoint
+
+
+def _check_state(checkpoint: Checkpoint) -> None:
+    """Raise DamagedCheckpoint if the state lacks what `_open` reads, or has a value of another type."""
+    config, models, data_hash = (checkpoint.state.get(key) for key in ("config", "models", "data_hash"))
+    if not isinstance(data_hash, str):
+        raise checkpoint.malformed("data_hash", data_hash, "is not a string")
+    if not isinstance(models, dict):
+        raise checkpoint.malformed("models", models, "is not an object")
+    for key, model in models.items():
+        if not isinstance(model, dict) or not all(isinstance(model.get(name), str) for name in ("folder", "hash")):
+            raise checkpoint.malformed(f"models.{key}", model, "has no folder and hash")
+    if not isinstance(config, dict):
+        raise checkpoint.malformed("config", config, "is not an object")
+    for name, field in Config.model_fields.items():
+        if field.annotation is not str and not isinstance(config.get(name), dict):
+            raise checkpoint.malformed(f"config.{name}", config.get(name), "is not an object")
+    if not is_plain(steps := config["run"].get("steps"), int) or steps < 1:
+        raise checkpoint.malformed("config.run.steps", steps, "is not a number of steps")
 
 
 def _moved_models(config: Config, checkpoint: Checkpoint, models: Models) -> dict[str, str]:
