@@ -109,21 +109,43 @@ def full_disk(path: Path) -> InfrastructureFailure:
     )
 
 
+FULL_MESSAGES = tuple(os.strerror(number) for number in DISK_FULL)
+
+HIDING_MESSAGES = ("PytorchStreamWriter failed", "inline_container", "iostream error", "unexpected pos")
+"""Messages of torch for a failed write, which omit its cause."""
+
+
 def is_full(error: BaseException, path: Path) -> bool:
-    """Return whether a full disk caused the error. Libraries such as torch and safetensors hide the error number, so
-    their errors are checked with a small file beside `path`."""
-    if isinstance(error, TooLittleSpace):
+    """Return whether a full disk caused the error. Libraries such as safetensors mention the cause only in the message.
+    torch hides the cause, so the disk of `path` is then tested with a small file."""
+    chain = list(_causes(error))
+    if any(isinstance(each, TooLittleSpace) or getattr(each, "errno", None) in DISK_FULL for each in chain):
         return True
-    if isinstance(error, OSError):
-        return error.errno in DISK_FULL
+    messages = [str(each) for each in chain if not isinstance(each, OSError)]
+    if any(text in message for text in FULL_MESSAGES for message in messages):
+        return True
+    return any(text in message for text in HIDING_MESSAGES for message in messages) and not _has_room(path)
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and the errors that caused it, as a traceback shows them."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        yield error
+        seen.add(id(error))
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def _has_room(path: Path) -> bool:
+    """Return whether a small file can be written beside `path`."""
     try:
         with tempfile.TemporaryFile(dir=next(parent for parent in path.parents if parent.exists())) as file:
             file.write(bytes(PROBE_BYTES))
             file.flush()
             os.fsync(file.fileno())
     except OSError as probe:
-        return probe.errno in DISK_FULL
-    return False
+        return probe.errno not in DISK_FULL
+    return True
 
 
 def read_text(path: Path) -> str:

@@ -48,7 +48,7 @@ class _Saved(Section):
 
     step: Count
     weights_version: Count
-    cursor: _Cursor | _WeightedCursor
+    cursor: dict[str, Any]
     average: _Average
     under_way: list[Count]
     under_way_since: list[Count]
@@ -126,15 +126,9 @@ def saved_state(checkpoint: Checkpoint, config: Config, num_rows: int) -> Mappin
     """Return the driver's state in a checkpoint of a run whose data has `num_rows` rows. Raise DamagedCheckpoint if a
     value is invalid."""
     saved: Any = checkpoint.state.get("run")
-    cursor_type = _WeightedCursor if config.data.draws_by_weight else _Cursor
-    try:
-        _Saved.model_validate(saved)
-        cursor_type.model_validate(saved["cursor"])
-    except ValidationError as error:
-        problem = error.errors()[0]
-        key = ".".join(map(str, ("run", *problem["loc"])))
-        raise checkpoint.malformed(key, problem["input"], f"is invalid ({problem['msg']})") from None
+    _validate(checkpoint, "run", saved, _Saved)
     cursor = saved["cursor"]
+    _validate(checkpoint, "run.cursor", cursor, _WeightedCursor if config.data.draws_by_weight else _Cursor)
     rows = {"under_way": saved["under_way"], "lengths": map(int, saved["lengths"])}
     rows["cursor.rates"] = map(int, cursor.get("rates", {}))
     num_pending, num_versions = len(saved["under_way"]), len(saved["under_way_since"])
@@ -154,6 +148,16 @@ def saved_state(checkpoint: Checkpoint, config: Config, num_rows: int) -> Mappin
             first, _, last = key.partition(".")
             raise checkpoint.malformed(f"run.{key}", saved[first][last] if last else saved[first], problem)
     return saved
+
+
+def _validate(checkpoint: Checkpoint, key: str, value: Any, kind: type[Section]) -> None:
+    """Raise DamagedCheckpoint if the value of a key in a checkpoint's state does not have this type."""
+    try:
+        kind.model_validate(value)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        key = ".".join(map(str, (key, *problem["loc"])))
+        raise checkpoint.malformed(key, problem["input"], f"is invalid ({problem['msg']})") from None
 
 
 def weights_of(data: PromptSet | OfflineData) -> Sequence[float] | None:
