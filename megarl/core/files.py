@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import io
 import json
 import math
 import os
@@ -15,12 +14,12 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, get_type_hints
 
 from megarl.core.errors import InfrastructureFailure, TooLittleSpace, UserError
 from megarl.core.outage import pauses
+from megarl.core.text import printable
 
 T = TypeVar("T")
 Record = TypeVar("Record")
@@ -42,6 +41,9 @@ DISK_S = 300.0
 
 PROBE_BYTES = 2**20
 
+
+MAX_DIGITS = 18
+"""Maximum number of digits of a number in a file name."""
 
 MAX_SHOWN = 60
 """Maximum number of characters of a value in an error message."""
@@ -157,14 +159,18 @@ def read_text(path: Path) -> str:
 
 def _read_bytes(path: Path) -> bytes:
     with open_regular(path) as file:
-        if os.fstat(file.fileno()).st_size > MAX_BYTES:
+        if (size := os.fstat(file.fileno()).st_size) > MAX_BYTES:
             raise UserError(f"{path}: has more than {MAX_BYTES:,} bytes. Fix: remove the file")
-        return file.read()
+        return file.read(size)
 
 
-def lines_of(file: BinaryIO | io.BufferedIOBase, max_bytes: int = MAX_LINE_BYTES) -> Iterator[bytes]:
-    """Yield the lines of a file. A line of more than `max_bytes` is split, so that it does not fill the memory."""
-    return iter(partial(file.readline, max_bytes), b"")
+def lines_of(file: BinaryIO, max_bytes: int = MAX_LINE_BYTES) -> Iterator[bytes]:
+    """Yield the lines of a regular file up to its current size, because another process may append to it without end.
+    A line of more than `max_bytes` is split, so that it does not fill the memory."""
+    left = os.fstat(file.fileno()).st_size - file.tell()
+    while left > 0 and (line := file.readline(min(max_bytes, left))):
+        left -= len(line)
+        yield line
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -175,10 +181,12 @@ def open_regular(path: Path) -> BinaryIO:
         raise
     except OSError as error:
         reason = "a symbolic link" if error.errno == errno.ELOOP else f"not readable ({error.strerror})"
-        raise UserError(f"{path}: is {reason}. Fix: replace it with a regular file, or remove it") from None
+        raise UserError(
+            f"{printable(str(path))}: is {reason}. Fix: replace it with a regular file, or remove it"
+        ) from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise UserError(f"{path}: is not a regular file. Fix: remove it")
+        raise UserError(f"{printable(str(path))}: is not a regular file. Fix: remove it")
     return os.fdopen(descriptor, "rb")
 
 
@@ -296,15 +304,21 @@ def number_in(name: str, pattern: str) -> int | None:
     """Return the number n for which pattern.format(n) equals the name; None if there is none. Example pattern:
     step_{:06d}."""
     before, after = re.split(r"{.*}", pattern)
+    if not (name.startswith(before) and name.endswith(after)):
+        return None
     digits = name.removeprefix(before).removesuffix(after)
-    number = int(digits) if re.fullmatch(r"[0-9]+", digits) else None
+    number = int(digits) if re.fullmatch(rf"[0-9]{{1,{MAX_DIGITS}}}", digits) else None
     return number if number is not None and pattern.format(number) == name else None
 
 
 def numbered(folder: Path, pattern: str) -> dict[int, Path]:
     """Return the folder's entries whose names match the pattern, in ascending order of their numbers."""
-    entries = [(number_in(path.name, pattern), path) for path in folder.glob("*")]
-    return dict(sorted((number, path) for number, path in entries if number is not None))
+    try:
+        names = os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return {}
+    numbers = ((number_in(name, pattern), name) for name in names)
+    return {number: folder / name for number, name in sorted(pair for pair in numbers if pair[0] is not None)}
 
 
 def write_new_file(option: str, path: Path, text: str) -> None:
