@@ -45,6 +45,7 @@ from megarl.rewards.sample_file import load_samples
 from megarl.run import beginning
 from megarl.run.attempts import Attempts
 from megarl.run.diagnosis.diagnose import find_rollout
+from megarl.run.effective_time import effective_time
 from megarl.run.folder import RunFolder
 from megarl.run.resume import find_checkpoint
 from megarl.step.state import PendingPrompt, RunState, saved_state
@@ -281,7 +282,7 @@ def test_corpus(tmp_path: Path, content: str) -> None:
         answers_or_names(lambda: retrieval._read(file), "corpus.jsonl")
 
 
-MANIFEST = {"name": "run", "models": {"model.path": {"given": "a", "folder": "b", "hash": "c"}}, "format": 1}
+MANIFEST = {"name": "run", "finished_after_step": 0, "format_version": 1, "models": {"model.path": {"given": "a", "folder": "b", "hash": "c"}}, "format": 1}
 SAMPLE = {
     **{"sample_id": "s", "prompt": "p", "response": "r", "reward": 1.0, "num_response_tokens": 3, "answer": "a"},
     **{"messages": [{"role": "user", "content": "a"}], "tokens": ["a"], "prompt_ids": [1], "response_ids": [1, 2]},
@@ -301,6 +302,7 @@ def read_run(folder: Path, config: Config) -> None:
     read_rollouts(run.rollout_files())
     read_evaluations(run.evaluation_files())
     Attempts(folder).all()
+    effective_time(folder)
     list(read_spans(folder / "logs"))
 
 
