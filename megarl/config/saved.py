@@ -13,6 +13,7 @@ from megarl.config.algorithm_schema import Advantage, Objective
 from megarl.config.schema import Config
 from megarl.core.checkpoint import FORMAT
 from megarl.core.errors import UserError
+from megarl.core.files import is_plain
 from megarl.core.user_file import is_in_file
 
 ADDED: Mapping[int, Mapping[str, Any]] = {}
@@ -34,6 +35,18 @@ def complete(saved: Mapping[str, Any], version: int) -> dict[str, Any]:
             for section, name in _sections(config, key):
                 section.pop(name, None)
     return config
+
+
+def invalid_value(saved: Any) -> tuple[str, Any, str] | None:
+    """Return the key, the value and the problem of a part of a saved config that `check_continues` cannot compare, or
+    None if there is none."""
+    if not isinstance(saved, dict):
+        return "config", saved, "is not an object"
+    for name, field in Config.model_fields.items():
+        if field.annotation is not str and not isinstance(saved.get(name), dict):
+            return f"config.{name}", saved.get(name), "is not an object"
+    steps = saved["run"].get("steps")
+    return None if is_plain(steps, int) and steps > 0 else ("config.run.steps", steps, "is not a number of steps")
 
 
 def _sections(config: dict[str, Any], key: str) -> Iterator[tuple[dict[str, Any], str]]:

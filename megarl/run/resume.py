@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.continuation import check_continues
-from megarl.config.saved import complete
+from megarl.config.saved import complete, invalid_value
 from megarl.config.schema import Config
 from megarl.core.checkpoint import NAME, Checkpoint, intact_before
 from megarl.core.errors import DamagedCheckpoint, UserError
-from megarl.core.files import is_plain
 from megarl.data.cursor import PromptCursor
 from megarl.data.offline import OfflineData
 from megarl.data.prompts import PromptSet
@@ -160,13 +159,8 @@ def _check_state(checkpoint: Checkpoint) -> None:
     for key, model in models.items():
         if not isinstance(model, dict) or not all(isinstance(model.get(name), str) for name in ("folder", "hash")):
             raise checkpoint.malformed(f"models.{key}", model, "has no folder and hash")
-    if not isinstance(config, dict):
-        raise checkpoint.malformed("config", config, "is not an object")
-    for name, field in Config.model_fields.items():
-        if field.annotation is not str and not isinstance(config.get(name), dict):
-            raise checkpoint.malformed(f"config.{name}", config.get(name), "is not an object")
-    if not is_plain(steps := config["run"].get("steps"), int) or steps < 1:
-        raise checkpoint.malformed("config.run.steps", steps, "is not a number of steps")
+    if (invalid := invalid_value(config)) is not None:
+        raise checkpoint.malformed(*invalid)
 
 
 def _moved_models(config: Config, checkpoint: Checkpoint, models: Models) -> dict[str, str]:

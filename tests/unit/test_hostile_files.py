@@ -282,7 +282,10 @@ def test_corpus(tmp_path: Path, content: str) -> None:
         answers_or_names(lambda: retrieval._read(file), "corpus.jsonl")
 
 
-MANIFEST = {"name": "run", "finished_after_step": 0, "format_version": 1, "models": {"model.path": {"given": "a", "folder": "b", "hash": "c"}}, "format": 1}
+MANIFEST = {
+    **{"name": "run", "models": {"model.path": {"given": "a", "folder": "b", "hash": "c"}}},
+    **{"finished_after_step": 10**6, "format_version": 1},
+}
 SAMPLE = {
     **{"sample_id": "s", "prompt": "p", "response": "r", "reward": 1.0, "num_response_tokens": 3, "answer": "a"},
     **{"messages": [{"role": "user", "content": "a"}], "tokens": ["a"], "prompt_ids": [1], "response_ids": [1, 2]},
@@ -447,6 +450,24 @@ def test_values_in_the_state_of_a_checkpoint(tmp_path: Path, order: str) -> None
     for variant in variants:
         write(variant)
         answers_or_names(lambda: resumed(folder, config), str(folder))
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "config.resolved.yaml"])
+def test_files_of_a_finished_run(tmp_path: Path, name: str) -> None:
+    folder, config = tmp_path / "run", load(QUICKSTART, [f"run.folder={tmp_path}", "run.name=run", "resume=auto"])
+    folder.mkdir()
+    values = {
+        "manifest.json": {**MANIFEST, "finished_after_step": config.run.steps},
+        "config.resolved.yaml": config.model_dump(),
+    }
+    for other, value in values.items():
+        (folder / other).write_text(json.dumps(value))
+    beginning.check_beginning(config)
+    whole = values[name]
+    variants = fields_of(whole) if name == "manifest.json" else [{**whole, key: v} for key in whole for v in VALUES]
+    for variant in variants:
+        (folder / name).write_text(json.dumps(variant))
+        answers_or_names(lambda: beginning.check_beginning(config), "")
 
 
 def test_wrong_value_is_named_with_file_and_remedy(tmp_path: Path) -> None:
