@@ -14,8 +14,11 @@ SECRET_KEY = re.compile(
 VALUE = r"""["']?[^\s"'$`,;]"""
 """The first character of a value. A reference to a variable or a command is not a secret."""
 
+URL = re.compile(r"([a-z][a-z0-9+.-]*://[^/\s@:]*:)(?!\$)[^/\s@]+@", re.IGNORECASE)
+"""A URL with a password."""
+
 PATTERNS = (
-    re.compile(r"[a-z][a-z0-9+.-]*://[^/\s@:]*:(?!\$)[^/\s@]+@", re.IGNORECASE),  # URL with a password
+    URL,
     # Environment variable.
     re.compile(rf"\b[A-Z0-9_]*(?:TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY|SECRET_?KEY)={VALUE}"),
     # Command-line option.
@@ -38,3 +41,8 @@ def has_credentials(text: str) -> bool:
 def is_secret_key(key: str) -> bool:
     """Return whether an option with this name holds a secret."""
     return SECRET_KEY.search(key) is not None
+
+
+def redacted(text: str) -> str:
+    """Return a text without the passwords in URLs, which error messages of libraries contain."""
+    return URL.sub(r"\1***@", text)

@@ -123,7 +123,7 @@ def is_full(error: BaseException, path: Path) -> bool:
     chain = list(_causes(error))
     if any(isinstance(each, TooLittleSpace) or getattr(each, "errno", None) in DISK_FULL for each in chain):
         return True
-    messages = [str(each) for each in chain if not isinstance(each, OSError)]
+    messages = [str(each) for each in chain if getattr(each, "errno", None) is None]
     if any(text in message for text in FULL_MESSAGES for message in messages):
         return True
     return any(text in message for text in HIDING_MESSAGES for message in messages) and not _has_room(path)

@@ -15,8 +15,8 @@ from megarl.core.files import MAX_DEPTH, is_deeper
 from megarl.core.text import encodable
 from megarl.environments.sessions.completion import chunks, completion_body
 from megarl.environments.sessions.errors import ApiError, invalid
-from megarl.environments.sessions.request import read_request, tools_key
-from megarl.environments.sessions.session import CLOSED, Session, SessionLimits, TokensOf, TurnTokens
+from megarl.environments.sessions.request import ChatRequest, read_request, tools_key
+from megarl.environments.sessions.session import CLOSED, ChatCompletion, Session, SessionLimits, TokensOf, TurnTokens
 from megarl.environments.text_length import num_tokens
 from megarl.environments.transcript import Part
 
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 MODEL = "policy"
 """The policy's model name. Requests may use any name, because there is only one model."""
 
-LARGEST_REQUEST = 64 * 2**20
+LARGEST_REQUEST, LONG_REQUEST = 64 * 2**20, 2**18
+"""Maximum number of bytes in a request's body, and the number above which it is parsed in a thread."""
 
 BODY_S = 60.0
 """Timeout in seconds for receiving a request's body."""
@@ -124,15 +125,17 @@ class SessionServer:
             if session is not None:
                 session.counts[f"refused.{error.code}"] += 1
             return web.json_response(error.body, status=error.status)
-        if chat.stream:
-            events = [_event(chunk) for chunk in chunks(completion, chat, MODEL, self._tokenizer)]
-            content_type, data = "text/event-stream", b"".join([*events, b"data: [DONE]\n\n"])
-        else:
-            content_type = "application/json"
-            data = json.dumps(completion_body(completion, chat, MODEL, self._tokenizer)).encode()
+        data = await asyncio.to_thread(self._encode, completion, chat)
+        content_type = "text/event-stream" if chat.stream else "application/json"
         response = web.StreamResponse(headers={"Content-Type": content_type, "Cache-Control": "no-cache"})
         completion.turn.is_delivered = await _send(request, response, data)
         return response
+
+    def _encode(self, completion: ChatCompletion, chat: ChatRequest) -> bytes:
+        if not chat.stream:
+            return json.dumps(completion_body(completion, chat, MODEL, self._tokenizer)).encode()
+        events = [_event(chunk) for chunk in chunks(completion, chat, MODEL, self._tokenizer)]
+        return b"".join([*events, b"data: [DONE]\n\n"])
 
     async def _list_models(self, request: web.Request) -> web.StreamResponse:
         return self._describe_model(request, lambda model: {"object": "list", "data": [model]})
@@ -157,13 +160,20 @@ async def _read(request: web.Request) -> Any:
 
     try:
         async with asyncio.timeout(BODY_S):
-            body = encodable(json.loads(await request.read()))
+            data = await request.read()
+        # The order of concurrent short requests must not depend on threads, because seeds depend on it.
+        body = await asyncio.to_thread(_parse, data) if len(data) > LONG_REQUEST else _parse(data)
     except TimeoutError:
         raise ApiError(408, "request_timeout", f"the request body did not arrive within {BODY_S:g} s") from None
     except web.HTTPRequestEntityTooLarge:
         raise ApiError(413, "request_too_large", f"the request body exceeds {LARGEST_REQUEST} bytes") from None
     except (ValueError, RecursionError) as error:
         raise invalid("body", f"the request body is not valid JSON: {error}") from error
+    return body
+
+
+def _parse(data: bytes) -> Any:
+    body = encodable(json.loads(data))
     if is_deeper(body, MAX_DEPTH):
         raise invalid("body", f"the request body is nested deeper than {MAX_DEPTH} levels")
     return body

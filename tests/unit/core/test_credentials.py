@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.core.credentials import has_credentials, is_secret_key
+from megarl.core.credentials import has_credentials, is_secret_key, redacted
 
 LONG = "0aB" * 14
 
@@ -64,3 +64,8 @@ def test_secret_keys_are_recognized(key: str) -> None:
 @pytest.mark.parametrize("key", ["api_key_env", "stop_token", "eos_token", "turn_tokens", "password_file", "secrets"])
 def test_other_keys_are_not_secret(key: str) -> None:
     assert not is_secret_key(key)
+
+
+def test_passwords_in_urls_are_redacted() -> None:
+    text = "request to https://me:hunter2@host:5000/api failed, https://host:5000 works"
+    assert redacted(text) == "request to https://me:***@host:5000/api failed, https://host:5000 works"

@@ -63,7 +63,7 @@ OF_A_FULL_DISK = [
     *(FULL, QUOTA, TooLittleSpace("a: too small"), raised(RuntimeError("save failed"), cause=FULL)),
     raised(ValueError("b"), cause=raised(RuntimeError("a"), context=QUOTA)),
     Exception("Error while serializing: I/O error: No space left on device (os error 28)"),
-    RuntimeError(TORCH),
+    *(RuntimeError(TORCH), OSError("Error writing bytes to file. Detail: [errno 28] No space left on device")),
 ]
 UNRELATED = [
     *(OSError(errno.EIO, "Input/output error"), PermissionError(errno.EACCES, "Permission denied")),
