@@ -1,3 +1,3 @@
-"""megarl: reinforcement learning of language models, trained in Megatron-core and sampled in vLLM."""
+"""megarl: reinforcement learning for language models, with training in Megatron-core and rollouts in vLLM."""
 
 __version__ = "0.1.0"

@@ -32,7 +32,7 @@ app.add_typer(config_app, name="config")
 app.add_typer(convert.app, name="convert")
 
 MAX_GRACE_S = 3600.0
-"""Maximum seconds that `megarl join` waits after a signal for the run to finish. The run itself has
+"""Maximum time in seconds that `megarl join` waits for the run to finish after a signal. The run's own limit is
 checkpoint.grace_s."""
 
 
@@ -217,8 +217,8 @@ def reshard(
     if file is not None:
         from megarl.planner.refit_preview import preview_refit, transport_of
 
-        given = {**sides, "--colocated": colocated or None}
-        if redundant := [option for option, value in given.items() if value is not None]:
+        options = {**sides, "--colocated": colocated or None}
+        if redundant := [option for option, value in options.items() if value is not None]:
             raise UserError(f"{redundant[0]}: conflicts with the recipe {file}. Fix: pass only one of them")
         config = _load(file, overrides)
         preview = preview_refit(config, nodes_of, bandwidth)
@@ -319,7 +319,7 @@ def doctor(
 def report(
     folders: Annotated[list[Path], typer.Argument(metavar="FOLDER", help="Run folders, such as runs/latest.")],
 ) -> None:
-    """Write an HTML report and print its path. Several runs are compared in the first one's folder."""
+    """Write an HTML report and print its path. A comparison of several runs is written to the first folder."""
     import megarl.report
     from megarl.report import comparison
 
@@ -383,7 +383,8 @@ def trace(
 
 
 def main() -> None:
-    """Run the command and exit with its code. Print a UserError or RunFailure to stderr, and exit with its code."""
+    """Run the command and exit with its code. If it raises a UserError or RunFailure, print the error to stderr and
+    exit with the error's code."""
     escape_unencodable()
     try:
         app()

@@ -158,15 +158,15 @@ def _callback() -> None:
 
 def prepare_process() -> None:
     """Configure this process before torch and Megatron are imported."""
-    # An interrupted conversion removes its output.
+    # Raise SystemExit on SIGTERM, so that an interrupted conversion deletes its partial output.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    # When Megatron is imported, it warns about optional packages, none of which conversions use.
+    # Importing Megatron emits warnings about optional packages, which conversions do not use.
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     # Allocate tensors in huge pages, because page faults would take longer than filling the tensors. torch reads this
     # variable once.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    # Conversions run on the CPU, so they use no GPU memory and Megatron does not load a compiler.
+    # Hide the GPUs, because conversions run on the CPU. They then use no GPU memory, and Megatron loads no compiler.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
@@ -191,10 +191,10 @@ def _options(dtype: str | None, verify: bool) -> Iterator[Options]:
     with Progress(*columns, TimeRemainingColumn()) as bar:
         tasks = {}
 
-        def progress(done: str, num_bytes: int, total: int) -> None:
-            if done not in tasks:
-                tasks[done] = bar.add_task(done, total=total)
-            bar.advance(tasks[done], num_bytes)
+        def progress(action: str, num_bytes: int, total: int) -> None:
+            if action not in tasks:
+                tasks[action] = bar.add_task(action, total=total)
+            bar.advance(tasks[action], num_bytes)
 
         try:
             yield Options(dtype, verify, progress)

@@ -59,7 +59,7 @@ def learn(config: Config, workers: Workers, context: RunContext) -> None:
     workers.refit.run(version=context.state.step)
     elapsed.print(f"refit: first refit by {workers.refit.transport}")
     data = context.data
-    assert isinstance(data, PromptSet), "the data has responses"
+    assert isinstance(data, PromptSet), "expected prompts, but the data contains responses"
     logprob_check = LogprobCheck(config, workers, data)
     logprob_check.begin()
     queue = RolloutQueue(config, workers, data, context.state)

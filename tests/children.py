@@ -1,10 +1,24 @@
-"""The child processes of the test process."""
+"""Queries about processes that may exit at any time."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from multiprocessing import resource_tracker
 
 import psutil
+
+
+def matching(
+    processes: Iterable[psutil.Process], condition: Callable[[psutil.Process], object]
+) -> list[psutil.Process]:
+    """Return the processes that meet the condition. One that exits while it is examined does not meet it."""
+    found = []
+    for process in processes:
+        with suppress(psutil.NoSuchProcess, ProcessLookupError):
+            if condition(process):
+                found.append(process)
+    return found
 
 
 def children() -> list[psutil.Process]:

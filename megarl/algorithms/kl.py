@@ -61,7 +61,7 @@ KL_ESTIMATORS: Mapping[str, KLEstimator] = {
 
 
 def usual_estimator(placement: str, level: str) -> str:
-    """Return the estimator that papers use for a KL in the "reward" or "loss", of a "token" or "sequence"."""
+    """Return the estimator that papers use for a placement ("reward" or "loss") and level ("token" or "sequence")."""
     if placement == "reward":
         return "k1"
     return "k3" if level == "token" else "k2"

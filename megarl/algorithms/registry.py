@@ -62,7 +62,7 @@ OBJECTIVES: Mapping[str, ObjectiveSpec] = find(
 @cache
 def spec_in_file(key: str, name: str, kind: type[AnySpec]) -> tuple[AnySpec, str]:
     """Return the spec that `path/to/file.py:NAME` refers to, and the file's SHA-256. Raise a UserError that names the
-    configuration key if the file does not define it, or if its functions do not take its parameters."""
+    configuration key if the file does not define the spec, or if the spec's functions do not accept its parameters."""
     path, inner, spec = defined_in_file(key, name)
     if not isinstance(spec, kind):
         kinds = " or ".join(subclass.__name__ for subclass in kind.__subclasses__())

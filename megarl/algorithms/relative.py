@@ -53,8 +53,8 @@ def covariance(old: torch.Tensor, advantage: torch.Tensor, mean_old: float, mean
 
 def mean_and_std(count: float, total: float, squares: float, std: str) -> tuple[float, float]:
     """Return the mean and standard deviation of `count` numbers, given their sum (`total`) and sum of squares.
-    std="sample" divides the squared deviations by n − 1, "population" by n. It is 1 for "none" and for too few
-    numbers."""
+    std="sample" divides the squared deviations by n − 1, "population" by n. The standard deviation is 1 for "none" and
+    for too few numbers."""
     divisor = {"sample": count - 1, "population": count, "none": 0}[std]
     mean = total / max(count, 1)
     return mean, math.sqrt(max(squares - count * mean**2, 0.0) / divisor) if divisor > 0 else 1.0

@@ -1,4 +1,4 @@
-"""Losses for learning rewards, from pairs of a better and a worse response to one prompt and from labels."""
+"""Losses of reward models, on pairs of a better and a worse response to one prompt and on labels."""
 
 from __future__ import annotations
 
@@ -45,8 +45,9 @@ def binary_cross_entropy(score: torch.Tensor, label: torch.Tensor) -> torch.Tens
 def token_reward(log_prob: torch.Tensor, reference: torch.Tensor, beta: float) -> torch.Tensor:
     """Return r_t = β·(log π_φ(y_t) − log π_ref(y_t)), differentiable in log_prob. log_prob, reference: float32 [N].
 
-    The token rewards of an implicit reward model, PRIME (https://arxiv.org/abs/2502.01456, eq. 2), which is trained on
-    the binary cross-entropy of their sum over a sample with its success (eq. 3).
+    These are the token rewards of PRIME's implicit reward model (https://arxiv.org/abs/2502.01456, eq. 2). The model is
+    trained with the binary cross-entropy of each sample's success, whose log-odds are the sum of the sample's token
+    rewards (eq. 3).
     """
     require_one_shape(log_prob=log_prob, reference=reference)
     return beta * (log_prob - reference)

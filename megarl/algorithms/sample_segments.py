@@ -36,7 +36,7 @@ class SampleSegments:
         require_one_shape(values=values, mask=self.mask)
         return self.reduce(self._sums(values.detach()))
 
-    def of_each(self, values: torch.Tensor) -> torch.Tensor:
+    def differentiable_total(self, values: torch.Tensor) -> torch.Tensor:
         """Return `total` with a gradient, float32 [S], differentiable in this rank's values only. If every rank
         computes a loss from it, the gradients summed over the ranks are the full gradient."""
         sums = self._sums(values)

@@ -1,4 +1,5 @@
-"""Spec classes, which describe estimators and objectives. The configuration reads them, so torch is not imported.
+"""Spec classes, which describe estimators and objectives. The module does not import torch, because the configuration
+imports it.
 
 The options of an estimator or objective are the keyword arguments of its function. Recipes use the same names.
 """
@@ -61,7 +62,7 @@ BASELINE_KINDS: Mapping[BaselineKind, str] = {
     "group": "the group's rewards as its baseline, such as their mean",
     "values": "a critic's values as its baseline",
 }
-"""Kind of baseline -> the value that an estimator compares a reward with, in words."""
+"""Kind of baseline -> its description."""
 
 NO_ADVANTAGE = Baseline(scale=math.inf, token_scale=math.inf)
 """The baseline with which every advantage is 0."""
@@ -282,13 +283,13 @@ class PolicyObjective(ObjectiveSpec):
         loss: (log_prob [N], old [N], advantage [N], *inputs, **arguments) -> PolicyLoss.
         inputs: additional arguments of `loss`: the SampleSegments of the rows, or the mask of selected tokens.
         selection: how the selected tokens are chosen.
-        of_steps: options that adapt arguments of `loss` between steps.
+        step_parameters: options that adapt arguments of `loss` between steps.
     """
 
     loss: Callable[..., PolicyLoss]
     inputs: tuple[Literal["samples", "selected"], ...] = ()
     selection: Selection | None = None
-    of_steps: Parameters = field(default_factory=dict)
+    step_parameters: Parameters = field(default_factory=dict)
 
     @property
     def functions(self) -> list[Signature]:
@@ -298,7 +299,7 @@ class PolicyObjective(ObjectiveSpec):
     @property
     def all_parameters(self) -> Parameters:
         if self.selection is None:
-            return {**self.parameters, **self.of_steps}
+            return {**self.parameters, **self.step_parameters}
         share = (Annotated[float, Field(gt=0, le=1)], self.selection.share)
         return {**self.parameters, **self.selection.parameters, "covariance_share": share}
 
@@ -345,8 +346,8 @@ class ImitationObjective(ObjectiveSpec):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabelObjective(ObjectiveSpec):
     """An objective that learns the data's labels for steps in responses. The actor is a token classifier. `loss` maps
-    (score [N], label [N], **arguments) to float32 [N]. Only the last token in a step, or all of its tokens, receive its
-    label, as `labeled` determines."""
+    (score [N], label [N], **arguments) to float32 [N]. `labeled` selects the tokens to which a step's label applies:
+    its last token ("end") or all of its tokens ("all")."""
 
     loss: Callable[..., torch.Tensor]
     rows: tuple[Rows, ...] = ("labels",)

@@ -1,4 +1,4 @@
-"""Selection of the most informative error when several processes fail."""
+"""Select the most informative error when several processes fail."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _COLOR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def cause(errors: Mapping[str, Exception], phase: str, logs: Path) -> UserError | RunFailure:
-    """Return the most informative of the errors by process name: user errors rank first, then infrastructure failures,
-    then lost processes."""
+    """Return the most informative error, as a UserError or RunFailure. `errors` are keyed by process name. User errors
+    rank first, then infrastructure failures, then lost processes, then all other errors."""
     name, error = min(errors.items(), key=lambda item: rank(item[1]))
     origin = _origin(error)
     if isinstance(origin, UserError | InfrastructureFailure):

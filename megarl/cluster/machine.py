@@ -1,4 +1,4 @@
-"""Checks that this machine's devices can support the run, made before any process starts."""
+"""Check, before any process starts, that this machine's devices support the run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 import psutil
 
-from megarl.cluster.memory.parameters import ModelParameters, Models, least_host_bytes
+from megarl.cluster.memory.parameters import ModelParameters, Models, min_host_bytes
 from megarl.cluster.memory.shared_gpu import Load, fullest_phase
 from megarl.cluster.placement import Placement, place
 from megarl.config.device_spans import ENGINE, device_spans, devices_per_node
@@ -57,7 +57,7 @@ def check_host_memory(config: Config, models: ModelFolders) -> None:
 
 def host_parts(config: Config, models: ModelFolders) -> dict[str, int]:
     """Return the host memory in bytes that the run holds at all times, by purpose."""
-    return least_host_bytes(
+    return min_host_bytes(
         config, Models.of(models.trained(config), lora=config.actor.adapters), ModelParameters(models.hf_config)
     )
 

@@ -1,4 +1,4 @@
-"""Validation of the run's settings by Megatron itself, before any of the run's processes starts."""
+"""Validate the run's settings with Megatron's own checks, before any of the run's processes starts."""
 
 from __future__ import annotations
 

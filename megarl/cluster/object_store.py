@@ -69,7 +69,7 @@ def sample_bytes(config: Config, experts: Experts | None) -> float:
 
 
 def _num_scores(config: Config) -> int:
-    """Return the number of models and reward functions that score every token."""
+    """Return the maximum number of per-token scores that a sample carries."""
     rewards_tokens = config.has_reward_model or any(function.per_turn for function in config.rewards.functions)
     process_rewards = rewards_tokens and config.algorithm.advantage.credits_to_go
     models = (config.has_critic, config.has_implicit_reward, config.has_reward_model, config.kl_in_reward)

@@ -54,7 +54,8 @@ class Pending(Generic[T]):
         self._has_value = False
 
     def then(self, function: Callable[[T], U | Pending[U]]) -> Pending[U]:
-        """Apply a function to the result when it is ready. If it returns a Pending, the result is the latter's."""
+        """Apply a function to the result when it is ready. If the function returns a Pending, its result becomes the
+        result."""
         self._steps.append(function)
         return cast(Pending[U], self)
 

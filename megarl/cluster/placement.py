@@ -13,7 +13,7 @@ from megarl.config.violations import raise_all
 from megarl.core.cores import usable_cores
 from megarl.resharding.piece import Holder
 
-MOST_REWARDS = 16
+MAX_USER_PROCESSES = 16
 """Default limit on the processes for reward functions, and on the environment processes per engine."""
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -219,7 +219,7 @@ def _first_torn(span: range, tp: int, each: int) -> int | None:
 def _rewards(config: Config, node: Node) -> Process:
     settings = config.rewards
     calls = settings.functions or settings.judge is not None or config.evaluation.sets
-    return Process("rewards", 0, (settings.processes or min(node.cores, MOST_REWARDS)) if calls else 1, node)
+    return Process("rewards", 0, (settings.processes or min(node.cores, MAX_USER_PROCESSES)) if calls else 1, node)
 
 
 def _environments(config: Config, engines: Sequence[Process]) -> tuple[Process, ...]:
@@ -227,7 +227,7 @@ def _environments(config: Config, engines: Sequence[Process]) -> tuple[Process, 
     on_node = Counter(engine.node.number for engine in engines)
 
     def threads(node: Node) -> int:
-        return config.environment.processes or min(MOST_REWARDS, max(1, node.cores // on_node[node.number]))
+        return config.environment.processes or min(MAX_USER_PROCESSES, max(1, node.cores // on_node[node.number]))
 
     return tuple(Process("environments", engine.index, threads(engine.node), engine.node) for engine in engines)
 

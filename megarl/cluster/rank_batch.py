@@ -118,7 +118,7 @@ class RankBatch:
             for item in self.samples
         ]
         rows = zip(self.samples, samples, scores, strict=True)
-        return [replace(item, sample=sample, scores=own) for item, sample, own in rows]
+        return [replace(item, sample=sample, scores=part) for item, sample, part in rows]
 
     def fetch(self) -> LocalBatch:
         from megarl.data.local_batch import LocalBatch
@@ -136,7 +136,7 @@ def add_scores(updates: Updates, scores: Mapping[str, Scores]) -> list[list[Rank
 
 
 class FetchedBatches:
-    """The batches that a rank has fetched in this epoch. With them, passes and updates fetch a sample only once."""
+    """The batches that a rank has fetched in this epoch, so that passes and updates fetch a sample only once."""
 
     def __init__(self) -> None:
         self._fetched: dict[tuple, tuple[RankBatch, LocalBatch]] = {}
@@ -156,9 +156,9 @@ class FetchedBatches:
 
 
 def _get(refs: Iterable[ray.ObjectRef]) -> dict[ray.ObjectRef, Any]:
-    different = list(dict.fromkeys(refs))
-    if not different:
+    unique = list(dict.fromkeys(refs))
+    if not unique:
         return {}
     import ray
 
-    return dict(zip(different, ray.get(different), strict=True))
+    return dict(zip(unique, ray.get(unique), strict=True))

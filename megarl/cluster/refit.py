@@ -1,7 +1,7 @@
 """The refit, which writes the actor's weights into the engines.
 
-Each level has methods `connect` and `refit`: Refit in the driver calls EngineGroup's actors, each actor calls its
-Engine, and the engine calls vLLM's workers (RefitExtension), which write the weights.
+A refit passes through three levels: Refit in the driver calls EngineGroup's actors, each actor calls its Engine, and
+the engine calls vLLM's workers (RefitExtension), which write the weights.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Refit:
         self._connections = 0
 
     def run(self, version: int, rate: float = 0.0) -> dict[str, Metric]:
-        """Write the weights into every engine in place, as this version. Return metrics. `rate` is the learning rate of
-        the updates since the last refit; 0 if nothing was learned. Raise RunFailure if a call failed, the weights did
+        """Write the weights into every engine in place, as this version. Return metrics. `rate` is the mean learning
+        rate of the updates since the last refit; 0 without updates. Raise RunFailure if a call failed, the weights did
         not arrive (see SyncVerifier), or the last engine is lost."""
         self._engines.rejoin_restarted("refit")
         if self._quantizes or self._config.actor.adapters is not None:
@@ -91,7 +91,8 @@ class Refit:
 
     @property
     def transport(self) -> str:
-        """Name of the plan's transport. Unless all weights are sent, engines read those of trainers on their node."""
+        """Name of the plan's transport. Unless all weights are sent, engines read the weights of trainers on their own
+        node directly."""
         if self._config.sends_weights:
             return "p2p"
         return device.memory_transport() + ("" if self._rendezvous is None else " within nodes, p2p between nodes")

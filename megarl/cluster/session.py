@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.cluster.failure import cause, is_loss, rank, write_stacks
 from megarl.cluster.network import LOOPBACK, interface_of, own_address, own_name, socket_environment
-from megarl.cluster.nodes.gathering import VERDICT_S, alive_nodes, gather, lost_nodes
+from megarl.cluster.nodes.gathering import NODE_LOSS_S, alive_nodes, gather, lost_nodes
 from megarl.cluster.nodes.rendezvous import PACKAGES, Invitation, NodeRendezvous, Report
 from megarl.cluster.object_store import FLOOR_MIB, object_store_mib
 from megarl.cluster.pending import Answers, Pending, outcome
@@ -45,7 +45,7 @@ CHECK_S = 5.0
 PING_S = 1.0
 """Timeout of a ping, in seconds. A live process may take longer; for a dead one, Ray returns an error at once."""
 
-SMALL = 4096
+MAX_INLINE_BYTES = 4096
 """Maximum size in bytes of a result that Ray sends to the caller. Larger ones, such as samples, stay on their node."""
 
 HEALTH_CHECKS = {
@@ -60,7 +60,7 @@ collective's deadline, but longer than the processes or the file system of a bus
 
 class Session:
     """The Ray cluster for one run. It starts Ray and watches all pending remote calls, each with a deadline and a
-    diagnosis. It runs inside `supervised`, which ends remaining processes."""
+    diagnosis. It runs inside `supervised`, which terminates remaining processes."""
 
     def __init__(
         self, config: Config, logs: Path, scratch: Path, rendezvous: Path | None = None, routed: Experts | None = None
@@ -105,7 +105,11 @@ class Session:
             _node_ip_address=address,
             # Ray's workers run at low priority by default, but here they do the main work.
             _system_config=HEALTH_CHECKS
-            | {"worker_niceness": 0, "max_direct_call_object_size": SMALL, "enable_metrics_collection": False},
+            | {
+                "worker_niceness": 0,
+                "max_direct_call_object_size": MAX_INLINE_BYTES,
+                "enable_metrics_collection": False,
+            },
         )
         # Replace Ray's handler, which prints a stack trace and skips all cleanup.
         signal.signal(signal.SIGTERM, terminate)
@@ -157,18 +161,18 @@ class Session:
 
     def __exit__(self, kind: type[BaseException] | None, *_) -> None:
         self._watchdog.stop()
-        # A signal to the whole process group has also ended Ray's processes, so a shutdown would hang.
+        # A signal to the whole process group has also killed Ray's processes, so a shutdown would hang.
         if kind is not KeyboardInterrupt:
             ray.shutdown()
         if self._rendezvous is not None:
             self._rendezvous.withdraw()  # last: a node that leaves while Ray runs counts as lost
 
     def watch(self, actors: Mapping[str, ActorHandle]) -> None:
-        """Make the loss of any of these processes end every subsequent wait, including waits for other processes."""
+        """Make every subsequent wait fail if any of these processes is lost, including waits for other processes."""
         self._watched |= actors
 
     def unwatch(self, names: Collection[str]) -> None:
-        """Stop watching these processes. From now on, only their own calls notice their loss."""
+        """Stop watching these processes. After that, only calls to a lost process notice its loss."""
         for name in names:
             self._watched.pop(name, None)
 
@@ -189,8 +193,8 @@ class Session:
         return pending
 
     def wait(self, wanted: Pending, meanwhile: Callable[[], object] | None) -> None:
-        """Wait until any pending call ends, or for CHECK_S seconds. If no specific call has failed, errors name
-        `wanted`, the Pending that the caller waits for."""
+        """Wait until any pending call finishes, for at most CHECK_S seconds. If no specific call has failed, errors
+        name `wanted`, the Pending that the caller waits for."""
         self._pending = [pending for pending in self._pending if pending.unfinished]
         self._watchdog.phase = wanted.phase
         most_urgent = min(self._pending, key=lambda pending: pending.deadline)
@@ -205,7 +209,7 @@ class Session:
             meanwhile()
 
     def _ended(self, timeout_s: float) -> bool:
-        """Wait until a call ends, and record all calls that have ended. Return whether any call has ended."""
+        """Wait until a call finishes, and record all finished calls. Return whether any call has finished."""
         refs = [ref for pending in self._pending for ref in pending.unfinished]
         if not ray.wait(refs, timeout=timeout_s)[0]:
             return False
@@ -230,7 +234,7 @@ class Session:
         all_errors = [error for pending in self._pending for error in pending.errors.values()]
         # Processes that were connected to a lost node, or read its object store, may notice the loss first.
         users = any(rank(error) == 0 for error in all_errors)
-        lost = lost_nodes(self._others, 0.0 if users else VERDICT_S)
+        lost = lost_nodes(self._others, 0.0 if users else NODE_LOSS_S)
         if self._others and not lost and not users:
             self._settle(wanted)  # processes on other nodes, such as a shard of a multi-node engine, may also be lost
             if not (failed := self._failed()):

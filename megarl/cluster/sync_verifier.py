@@ -1,4 +1,4 @@
-"""Verification that updates change the trainer's weights and, after a refit, the engines' weights."""
+"""Verify that updates change the trainer's weights and, after a refit, the engines' weights."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ NUM_REGIONS, NUM_ELEMENTS = 256, 4096
 
 
 class SyncVerifier:
-    """Compares checksums at each refit. They cover all weights if rollout.verify_refit is set, otherwise a fixed sample
-    of the trained elements.
+    """Compares checksums at each refit. They cover all weights at the first refit and, with
+    rollout.verify_refit=always, at every refit. Otherwise, they cover a fixed sample of the trained elements.
 
     Comparing engines with the trainer proves that the engines hold the trainer's current bytes for these elements. An
     engine that keeps older weights, or reads an old copy, is detected at the first refit after an update that changes
@@ -24,7 +24,7 @@ class SyncVerifier:
 
     Comparing the trainer with its earlier state proves that its weights change during training. If updates with a
     nonzero gradient and learning rate leave the sample unchanged, all weights are compared. If they are also unchanged,
-    the updates do not reach the weights, and the run ends. This takes a second step if checksums for all weights have
+    the updates do not reach the weights, and the run fails. This takes a second step if checksums for all weights have
     not been computed yet.
 
     Only a refit that verifies all weights proves that all elements have arrived. Neither comparison proves that the
@@ -43,12 +43,12 @@ class SyncVerifier:
         self._known: dict[Region, int] | None = None
         """Checksums for all regions as of the last change to the sample; None: not computed."""
         self._movement = 0.0
-        """Sum of the learning rates in the steps since the last change to the sample."""
+        """Sum of the steps' mean learning rates since the last change to the sample."""
 
     def expect(self, regions: Sequence[Region], rate: float) -> dict[Region, Checksum]:
         """Return the checksums that the engines should have after this refit. Raise RunFailure if the trainer's weights
-        do not change during training. `regions` are all regions that the engines hold, and `rate` is the learning rate
-        since the last refit; 0 if nothing was learned."""
+        do not change during training. `regions` are all regions that the engines hold, and `rate` is the mean learning
+        rate since the last refit; 0 without updates."""
         trained = [r for r in regions if not any(fnmatch(r.tensor, pattern) for pattern in self._frozen)]
         wanted = sample(trained, NUM_REGIONS, NUM_ELEMENTS)
         verifies_all = self._verify == "always" or not self._sampled

@@ -30,10 +30,11 @@ EARLIER = "trace.earlier.jsonl.gz"
 """The window before the one in FILE, compressed. Older windows are discarded."""
 
 WINDOW_BYTES = 32 * 2**20
-"""Size of a window. It holds 2,000 steps or more, as a step writes at most MAX_PROCESSES spans of 90 bytes per task."""
+"""Size of a window. It holds 2,000 steps or more, because a step writes at most MAX_PROCESSES spans of 90 bytes per
+task."""
 
 MAX_LINE = 2**16
-"""Maximum number of bytes of a line that is read. The lines of other programs' files may be of any length."""
+"""Maximum number of bytes read per line. A file written by another program may have lines of any length."""
 
 MAX_PROCESSES = 32
 """Maximum number of processes per task whose spans are written. They are evenly spaced by rank."""
@@ -117,7 +118,7 @@ def read_spans(logs: Path) -> Iterator[Span]:
             try:
                 yield from _spans(lines)
             except (OSError, EOFError, zlib.error) as error:
-                raise UserError(f"{earlier}: is not a complete gzip file ({error}). Fix: remove the file") from None
+                raise UserError(f"{earlier}: not a complete gzip file ({error}). Fix: remove the file") from None
     if (latest := logs / FILE).exists():
         with open_regular(latest) as file:
             yield from _spans(lines_of(file, MAX_LINE))

@@ -1,4 +1,4 @@
-"""A run's workers, started and connected."""
+"""A run's worker groups, and the function that launches them."""
 
 from __future__ import annotations
 
@@ -66,7 +66,8 @@ class Workers:
         self.actor.export(self.export_plan, out)
 
     def switch_to_rollout(self) -> dict[str, Metric]:
-        """Offload the trained models as `offload` requires, and resume the engines. Return metrics of the bytes."""
+        """Offload the trained models as `offload` requires, and resume the engines. Return the bytes freed, as
+        metrics."""
         offloaded = self.trained.offload_all().result()
         self.engines.resume().result()
         return offloaded
@@ -83,7 +84,7 @@ class Workers:
             self.engines.resume().result()
 
     def switch_to_training(self) -> None:
-        """Put the engines to sleep after a step's last sampling round, unless they sleep. A refit follows."""
+        """Put the engines to sleep after a step's last sampling round, unless they already sleep. A refit follows."""
         if not self.rewards_share_devices:
             self._suspend(keeps_weights=False)
 

@@ -235,7 +235,7 @@ def _digest(content: Mapping[str, Any]) -> str:
 
 
 def write_synced(file: Path, text: str) -> None:
-    """Write a text file and flush it to disk. Wait if the disk is full, see retry_when_full."""
+    """Write a text file and flush it to disk. If the disk is full, wait as in `retry_when_full`."""
 
     def write() -> None:
         file.unlink(missing_ok=True)  # a link would be followed

@@ -1,4 +1,4 @@
-"""The only place that chooses between CUDA with NCCL and CPU with gloo.
+"""The only module that chooses between CUDA with NCCL and CPU with gloo.
 
 Importing torch takes a second, so only the functions that need torch import it. A driver without GPUs never imports it.
 """
@@ -95,8 +95,8 @@ def use_expandable_segments() -> None:
     """On GPU, let torch's allocator grow its segments, unless the environment configures the allocator. Call it before
     the process allocates device memory.
 
-    Otherwise the lengths of packs, which differ, fragment the memory: an update of 2.3B parameters reserved 8.3 GB more
-    than its tensors, and 0.5 GB with growing segments, in the same time (H200).
+    Otherwise, packs of different lengths fragment the memory. On an H200, an update of a model with 2.3B parameters
+    reserved 8.3 GB more than its tensors need. With growing segments, it reserved 0.5 GB more, at the same speed.
     """
     if on_cuda() and not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}.intersection(os.environ):
         _torch().cuda.memory._set_allocator_settings("expandable_segments:True")

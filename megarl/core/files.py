@@ -14,15 +14,19 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar, get_type_hints
 
 from megarl.core.errors import InfrastructureFailure, TooLittleSpace, UserError
 from megarl.core.outage import pauses
 from megarl.core.text import printable
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 T = TypeVar("T")
-Record = TypeVar("Record")
+Record = TypeVar("Record", bound="DataclassInstance")
 
 Progress = Callable[[str, int, int], None]
 """Progress callback. It is called with the last action ("checked", "written", "verified"), the bytes processed and the
@@ -52,7 +56,7 @@ MAX_BYTES, MAX_LINE_BYTES = 2**32, 2**28
 """Maximum size in bytes of a file that is read as a whole, and of a line."""
 
 
-def no_progress(done: str, num_bytes: int, total: int) -> None:
+def no_progress(action: str, num_bytes: int, total: int) -> None:
     pass
 
 
@@ -215,13 +219,15 @@ def shown(value: Any) -> str:
 
 def read_record(path: Path, kind: type[Record]) -> Record:
     """Return an instance of a data class from a JSON file that contains its fields. Raise the errors of `read_object`,
-    or a UserError if fields are missing, unknown or of the wrong type. Only text and numbers are checked."""
+    or a UserError if fields are missing, unknown or of the wrong type. Only the types of str, int and float
+    fields are checked."""
     values, hints = read_object(path), get_type_hints(kind)
-    for name in values.keys() ^ hints.keys():
+    required = {f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING}
+    for name in (values.keys() - hints.keys()) | (required - values.keys()):
         problem = "unknown key" if name in values else "missing key"
         raise UserError(f"{path}: {problem} {shown(name)}. Fix: restore or remove the file")
     for name, hint in hints.items():
-        if hint in (str, int, float) and not is_plain(values[name], hint):
+        if hint in (str, int, float) and name in values and not is_plain(values[name], hint):
             raise UserError(
                 f"{path}: {name}={shown(values[name])} is not {PLAIN[hint]}. Fix: restore or remove the file"
             )
@@ -338,7 +344,8 @@ def write_new_file(option: str, path: Path, text: str) -> None:
 
 
 def replace_text(file: Path, text: str) -> None:
-    """Write a text file atomically, replacing any earlier version. Wait if the disk is full, see retry_when_full."""
+    """Write a text file atomically, replacing any earlier version. If the disk is full, wait as in
+    `retry_when_full`."""
 
     def write() -> None:
         with replacement(file) as stream:

@@ -17,7 +17,8 @@ RESERVED_BYTES = 2**28
 
 
 class OptionalLog:
-    """A kind of log. Rows are dropped while the disk is full, and written again once there is room."""
+    """An optional log, which may span several files. Rows are dropped while the disk is full, and written again once
+    there is room."""
 
     def __init__(self, rows: str):
         """rows: plural noun for the log's contents, used in messages."""

@@ -1,4 +1,4 @@
-"""Keeps failures of standard output and error from ending a run."""
+"""Keeps write errors on stdout and stderr from ending a run."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class TokenBatch:
 
     @property
     def in_loss(self) -> torch.Tensor:
-        """Whether each row is in the loss, bool [N]. False for untrained tokens and for samples excluded from it."""
+        """Whether each row is in the loss, bool [N]. False for untrained tokens and for excluded samples."""
         return self.weight > 0
 
     def take_rows(self, numbers: torch.Tensor) -> TokenBatch:

@@ -22,7 +22,8 @@ NO_ROUTE = -1
 """Expert index of a token without a route."""
 
 FAILED, LOST = "failed", "lost"
-"""Stop reason of a rollout whose environment raised an error, timed out or exited."""
+"""Stop reasons of a rollout without a reward: the environment failed, or the infrastructure did. See StopReason in
+megarl.environments.protocol."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -124,7 +125,7 @@ class Completion(_HoldsArrays):
     Fields not listed here are as in `Sample`.
 
     Attributes:
-        stop: the stop string that ended the completion and is the end of its text; None if a token or a limit ended it.
+        stop: the stop string at the end of the completion, which ended it; None if a token or a limit ended it.
         num_cached_tokens: number of preceding tokens that were in the engine's KV cache.
         routes: routes of the preceding tokens and of the completion.
     """
@@ -341,8 +342,8 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """Baseline for a sample's reward: advantage = (reward − center) / scale. token_center and token_scale are the same
-    for per-token rewards, where each token is compared separately."""
+    """Baseline for a sample's reward: advantage = (reward − center) / scale. token_center and token_scale are the
+    corresponding values for per-token rewards, each of which is compared separately."""
 
     center: float = 0.0
     scale: float = 1.0
@@ -371,7 +372,8 @@ class SampleRef:
         token_reward_totals: totals over per-token rewards, which are part of the outcome.
         greedy: reward of the greedy response to the same prompt, if the estimator needs it.
         baseline: baseline for the reward.
-        reward_from_others: part of the scalar reward that comes from token rewards of the rollout's other samples.
+        reward_from_others: part of the scalar reward that comes from token and KL rewards of the rollout's other
+            samples.
 
     Inputs of the loss, once the sample is dispatched to a rank:
         scalar_reward: the reward without per-token rewards that are dispatched separately.

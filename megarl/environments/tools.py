@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from megarl.core.errors import UserError
 from megarl.data.tool_calls import MalformedCall, ToolCall
-from megarl.usercode.failures import ProcessLost, ServiceAway
+from megarl.usercode.failures import ProcessLost, ServiceUnavailable
 
 Message = Mapping[str, Any]
 """A chat message in the chat template format: role, content, and the tool's name in a tool message."""
@@ -132,7 +132,7 @@ class Toolbox:
         except TimeoutError:
             self.has_hung_thread |= not inspect.iscoroutinefunction(method)
             return "timed_out", f"{call.name} did not return within {self.timeout_s:g} s"
-        except (ProcessLost, ServiceAway):  # not an effect of the policy's call, so the rollout starts over
+        except (ProcessLost, ServiceUnavailable):  # not an effect of the policy's call, so the rollout starts over
             raise
         except Exception as error:  # user code may raise anything, and the model should see it
             return "raised", f"{call.name} raised {type(error).__name__}: {error}"

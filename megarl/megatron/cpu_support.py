@@ -17,10 +17,10 @@ from packaging.version import Version
 
 
 def import_uncompiled() -> None:
-    """Import megatron.core without torch's compiler. Call it first. No-op where CUDA is available.
+    """Import megatron.core for the first time, without torch's compiler. No-op where CUDA is available.
 
     Megatron decorates many functions for torch.compile, and importing the compiler takes as long as all other imports
-    on a rank together. On CPU, compilation gains nothing: the few functions that run are small, and compiling them
+    on a rank combined. On CPU, compilation gains nothing: the few functions that run are small, and compiling them
     would require a C++ compiler and leave files behind.
     """
     if torch.cuda.is_available():
@@ -78,7 +78,7 @@ def install() -> None:
 def device_queries() -> None:
     """Replace CUDA device queries. Megatron allocates buffers on torch.cuda.current_device(), and pipeline
     communication synchronizes with the device. Since megatron-core 0.19, gradient reduction requests a stream, which
-    only CUDA graphs use. Under pipeline parallelism, it calls cuda() on the weight of tied embeddings."""
+    only CUDA graphs use. Under pipeline parallelism, Megatron calls cuda() on the weight of tied embeddings."""
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.synchronize = lambda device=None: None
     torch.cuda.current_stream = lambda device=None: None
@@ -97,7 +97,8 @@ def random_state() -> None:
 
 
 def device_literals() -> None:
-    """Replace device literals in function constants in place, which also patches modules that imported them by name.
+    """Replace device literals in function constants in place. This also affects modules that imported the functions by
+    name.
 
     The assertion catches entries that a new megatron-core has made obsolete.
     """
@@ -141,7 +142,7 @@ def uneven_collectives() -> None:
 
 
 def lone_ranks() -> None:
-    """Skip collectives over a single rank. A rank that shares the optimizer with no peer already has all gradients and
+    """Skip collectives over a single rank. A rank whose optimizer is not sharded already has all gradients and
     parameters in its buffers. Unlike NCCL, gloo would copy whole buffers to new memory and back."""
     from megatron.core.distributed import param_and_grad_buffer
 

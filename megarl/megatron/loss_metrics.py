@@ -66,7 +66,7 @@ def start_metrics(
     and the engine's. Once updates have moved the policy, they also include the drift from its starting point.
 
     Updates without log-probs from the start of the step have no mismatch metrics, and their drift is measured from the
-    engine's log-probs. The effective share is computed from the moments of the importance weights trainer / engine.
+    engine's log-probs. The moments of the importance weights (trainer / engine) give the effective sample size.
     """
     sums: Sums = {}
     if start is not None:

@@ -41,11 +41,11 @@ class LossScale:
         return None if self._scaler is None else self._scaler.scale.item()
 
     @property
-    def is_least(self) -> bool:
+    def is_minimal(self) -> bool:
         """Whether the scale cannot be reduced further; a non-finite gradient then has a different cause."""
         return self._scaler is None or self._scaler.scale.item() <= self._scaler.min_scale.item()
 
-    def take_out(self) -> None:
+    def unscale_gradients(self) -> None:
         """Divide the accumulated gradients by the scale."""
         if self._scaler is not None:
             for chunk in self._chunks:

@@ -114,7 +114,8 @@ def policy_loss(
 
     Args:
         scored: log-prob and entropy for each row, and the value if the critic's head is on the actor.
-        objective: the objective whose `loss` computes ℓ for each token. options: keyword arguments for `loss`.
+        objective: the objective whose `loss` computes ℓ for each token.
+        options: keyword arguments for `loss`.
         old_is_rollout: whether the ratio uses the engine's log-probs instead of the old policy's.
         has_moved: whether the policy has been updated since the start of the step.
         correct: (log π_old − log μ, samples) -> the correction factors f.
@@ -123,7 +124,7 @@ def policy_loss(
         estimate_kl: `token_kl` with its options bound.
         kl_coefficient: β; None if the KL is part of the reward.
     """
-    trained = _of_trained(batch, scored)
+    trained = _mask_untrained(batch, scored)
     log_prob, entropy, samples = trained[:, 0], trained[:, 1], sample_segments(batch)
     start = log_prob.detach() if batch.old is None and not has_moved else batch.old
     old = _old(batch, log_prob, batch.rollout_logprobs if old_is_rollout else batch.old)
@@ -132,12 +133,12 @@ def policy_loss(
     )
     inputs = [{"samples": samples, "selected": batch.selected}[name] for name in objective.inputs]
     policy = objective.loss(log_prob, old, advantage_of(batch), *inputs, **options)
-    correction = correct(old - _at_trained(batch, batch.rollout_logprobs, old), samples)
+    correction = correct(old - _replace_untrained(batch, batch.rollout_logprobs, old), samples)
     factor, excluded, weight = correction.factor, None, batch.weight
     if exclude is not None:
         assert start is not None, "the batch has no log-probs from the start of the step"
-        known = _at_trained(batch, start, log_prob)
-        excluded = exclude(known - _at_trained(batch, batch.rollout_logprobs, known), samples)
+        known = _replace_untrained(batch, start, log_prob)
+        excluded = exclude(known - _replace_untrained(batch, batch.rollout_logprobs, known), samples)
         weight = weight.masked_fill(excluded, 0.0)
     loss = (weight * factor * policy.loss).sum()
     imitation = None
@@ -185,15 +186,15 @@ def token_kl(
     if in_reward:
         assert batch.old is not None, "the batch has no old log-probs"
         log_prob = batch.old
-    log_ratio = samples.at_level(level, log_prob - _at_trained(batch, reference, log_prob))
+    log_ratio = samples.at_level(level, log_prob - _replace_untrained(batch, reference, log_prob))
     return kl.estimate(estimator, log_ratio, straight_through, limit)
 
 
 def value_loss(batch: TokenBatch, scored: torch.Tensor, *, coefficient: float, clip: float | None) -> ValueTerms:
     """Compute the critic's loss. `scored` holds one value per row, [N, 1]."""
     assert batch.values is not None and batch.returns is not None, "the batch has no returns"
-    [value] = _of_trained(batch, scored).unbind(-1)
-    error = squared_error(value, _at_trained(batch, batch.values, value), batch.returns, clip)
+    [value] = _mask_untrained(batch, scored).unbind(-1)
+    error = squared_error(value, _replace_untrained(batch, batch.values, value), batch.returns, clip)
     loss = coefficient * (batch.weight * error.loss).sum()
     return ValueTerms(loss, value, error.clipped, batch.returns, batch.returns - batch.values)
 
@@ -213,7 +214,7 @@ def implicit_reward_loss(
     """Compute the implicit reward model's loss, a mean over samples. `scored` holds log-prob and entropy."""
     assert batch.reference is not None, "the batch has no reference log-probs"
     samples = sample_segments(batch)
-    reward = samples.of_each(token_reward(scored[:, 0], batch.reference, beta))
+    reward = samples.differentiable_total(token_reward(scored[:, 0], batch.reference, beta))
     success = (batch.reward > success_above).float()
     losses = binary_cross_entropy(reward, success)
     return ImplicitRewardTerms((_sample_weight(batch, samples) * losses).sum(), samples, reward, success)
@@ -231,7 +232,7 @@ def imitation_loss(
     batch: TokenBatch, scored: torch.Tensor, *, token_loss: Callable[[torch.Tensor], torch.Tensor]
 ) -> ImitationTerms:
     """Compute the imitation loss on assistant tokens. `scored` holds log-prob and entropy."""
-    log_prob, entropy = _of_trained(batch, scored).unbind(-1)
+    log_prob, entropy = _mask_untrained(batch, scored).unbind(-1)
     return ImitationTerms((batch.weight * token_loss(log_prob)).sum(), log_prob, entropy)
 
 
@@ -247,7 +248,7 @@ class LabelTerms(NamedTuple):
 def label_loss(batch: TokenBatch, scored: torch.Tensor, *, token_loss: Callable[..., torch.Tensor]) -> LabelTerms:
     """Compute a reward model's loss on the labeled (trained) tokens. `scored`, [N, 1], holds one score per row."""
     assert batch.labels is not None, "the batch has no labels"
-    [score] = _of_trained(batch, scored).unbind(-1)
+    [score] = _mask_untrained(batch, scored).unbind(-1)
     label = batch.labels.where(batch.mask, 0.0)
     losses = token_loss(score, label)
     return LabelTerms((batch.weight * losses).sum(), losses, score, label)
@@ -278,7 +279,7 @@ def reward_model_loss(
 ) -> PairTerms:
     """Compute a reward model's loss on sample pairs from the score of each sample's trained token. `scored`: [N, 1]."""
     samples = sample_segments(batch)
-    return _pair_loss(batch, samples, samples.of_each(scored[:, 0]), objective, options)
+    return _pair_loss(batch, samples, samples.differentiable_total(scored[:, 0]), objective, options)
 
 
 def preference_loss(
@@ -298,8 +299,8 @@ def preference_loss(
     reward = log_prob
     if beta is not None:
         assert batch.reference is not None, "the batch has no reference log-probs"
-        reward = beta * (log_prob - _at_trained(batch, batch.reference, log_prob))
-    rewards = samples.of_each(reward)
+        reward = beta * (log_prob - _replace_untrained(batch, batch.reference, log_prob))
+    rewards = samples.differentiable_total(reward)
     if length_normalised:
         rewards = rewards / samples.count.clamp(min=1)
     start = log_prob.detach() if batch.old is None and not has_moved else batch.old
@@ -330,16 +331,16 @@ def sample_segments(batch: TokenBatch) -> SampleSegments:
 def _old(batch: TokenBatch, log_prob: torch.Tensor, old: torch.Tensor | None) -> torch.Tensor:
     """Return the old policy's log-probs. If no pass computed them because the step has a single update, the old policy
     is the current policy: the ratio is 1, and its gradient is the gradient of log_prob."""
-    return log_prob.detach() if old is None else _at_trained(batch, old, log_prob)
+    return log_prob.detach() if old is None else _replace_untrained(batch, old, log_prob)
 
 
-def _at_trained(batch: TokenBatch, other: torch.Tensor, log_prob: torch.Tensor) -> torch.Tensor:
+def _replace_untrained(batch: TokenBatch, other: torch.Tensor, log_prob: torch.Tensor) -> torch.Tensor:
     """Return the log-probs `other` for trained tokens and `log_prob` for all remaining tokens. Tokens that no policy
     sampled may have very different log-probs, and a weight of 0 does not remove an infinite ratio from the loss."""
     return torch.where(batch.mask, other, log_prob.detach())
 
 
-def _of_trained(batch: TokenBatch, scored: torch.Tensor) -> torch.Tensor:
+def _mask_untrained(batch: TokenBatch, scored: torch.Tensor) -> torch.Tensor:
     """Return the head's output for trained tokens and 0 for all remaining tokens, which makes their gradient 0. A
     weight of 0 would not suffice: it turns an infinite or NaN output into NaN."""
     return scored.where(batch.mask[:, None], 0.0)

@@ -19,23 +19,24 @@ from megarl.megatron.model.build import named_parameters, named_weights
 
 
 class SkippedUpdates:
-    """Counts skipped updates. `total` starts with the run, `in_a_row` with the last applied update."""
+    """Counts skipped updates: `total` since the start of the run, `consecutive` since the last applied update."""
 
     def __init__(self) -> None:
-        self.total = self.in_a_row = 0
+        self.total = self.consecutive = 0
 
     def add(self, is_skipped: bool, counts: bool = True) -> None:
-        """Record an update. Without `counts`, for updates skipped to reduce the loss scale, in_a_row stays."""
+        """Record an update. `counts` is False for an update skipped to reduce the loss scale, which does not increase
+        `consecutive`."""
         self.total += is_skipped
-        self.in_a_row = self.in_a_row + counts if is_skipped else 0
+        self.consecutive = self.consecutive + counts if is_skipped else 0
 
     def counters(self) -> dict[str, float]:
-        return {"skipped_updates": self.total, "skipped_in_a_row": self.in_a_row}
+        return {"skipped_updates": self.total, "skipped_in_a_row": self.consecutive}
 
     def restore(self, counters: Mapping[str, float]) -> None:
         """Restore the counts from a checkpoint. Checkpoint format 1 has none."""
         self.total = int(counters.get("skipped_updates", 0))
-        self.in_a_row = int(counters.get("skipped_in_a_row", 0))
+        self.consecutive = int(counters.get("skipped_in_a_row", 0))
 
 
 class RouterBiases:

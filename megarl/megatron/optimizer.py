@@ -20,7 +20,7 @@ from megarl.config.model_schema import Trained
 from megarl.core import device
 from megarl.megatron import loss_scale, parallel
 from megarl.megatron.model import kernels
-from megarl.megatron.overrides import build, checked, described
+from megarl.megatron.overrides import build, checked, describe_settings
 
 WITHOUT_DECAY = ParamKey(
     name="*.bias", attr="without_decay", predicate=ParamPredicate("one axis", lambda p: p.dim() == 1)
@@ -82,7 +82,9 @@ def optimizer_config(settings: Trained, dtype: torch.dtype) -> OptimizerConfig:
     key, extra = f"{settings.section}.megatron_overrides.optimizer", settings.megatron_overrides.optimizer
     extra = checked(key, extra, OptimizerConfig, homes)
     return build(
-        described(settings.section, key, extra), OptimizerConfig, settings_fields | fixed | loss_scale.DEFAULTS | extra
+        describe_settings(settings.section, key, extra),
+        OptimizerConfig,
+        settings_fields | fixed | loss_scale.DEFAULTS | extra,
     )
 
 

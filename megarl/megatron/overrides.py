@@ -55,8 +55,9 @@ def build(settings: str, target: type[T], fields: Mapping[str, Any]) -> T:
         ) from error
 
 
-def described(section: str, key: str, extra: Mapping[str, Any]) -> str:
-    """Return a description of a section's settings for a message: the overrides, or else the section."""
+def describe_settings(section: str, key: str, extra: Mapping[str, Any]) -> str:
+    """Return a description of a section's settings for an error: its overrides or, if it has none, the section's
+    name."""
     return ", ".join(f"{key}.{name}={value}" for name, value in extra.items()) or section
 
 

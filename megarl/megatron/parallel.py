@@ -34,7 +34,7 @@ def initialize(layout: Layout, store: Store, rank: int, seed: int, timeout_s: fl
 
 
 @contextmanager
-def pretended(layout: Layout, rank: int) -> Iterator[None]:
+def simulated_rank(layout: Layout, rank: int) -> Iterator[None]:
     """Return a context manager that simulates one rank of a layout in a single process. Process groups have ranks and
     sizes but do not communicate."""
     cpu_support.install()
@@ -97,7 +97,7 @@ def context_group() -> dist.ProcessGroup:
 
 
 def mark(parameter: torch.Tensor, **marks: bool) -> None:
-    """Set the attributes from which Megatron concludes how a parameter is sharded and its gradient reduced."""
+    """Set the attributes that tell Megatron how a parameter is sharded and how its gradient is reduced."""
     for name, value in marks.items():
         setattr(parameter, name, value)
 
@@ -121,7 +121,8 @@ def is_last_stage(virtual: int | None) -> bool:
 
 
 def reports_metrics() -> bool:
-    """Return whether this rank reports metrics for its data- and context-parallel replica, as exactly one does."""
+    """Return whether this rank reports metrics for its data- and context-parallel replica. Exactly one rank per replica
+    does."""
     return parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
 
 

@@ -96,7 +96,8 @@ class LayerRouter:
 
     @torch.no_grad()
     def _count(self, preferred: torch.Tensor, chosen: torch.Tensor, routes: Routes) -> None:
-        """Count the tokens per expert, the replayed tokens that the router would send elsewhere, and all replayed."""
+        """Count the tokens per expert, the replayed tokens that the router would send elsewhere, and all replayed
+        tokens."""
         if self._counts is None:
             self._counts = torch.zeros(self._num_experts + 2, dtype=torch.int64, device=preferred.device)
         is_sampled = routes.is_sampled.long()

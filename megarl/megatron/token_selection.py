@@ -26,11 +26,11 @@ def with_selection(
 ) -> list[TokenBatch]:
     """Return this rank's microbatches with the `selected` mask set.
 
-    Of the tokens in the update's loss, select the fraction `covariance_share` with the highest selection keys, and at
-    least one token. Tokens that tie with the last one selected are included. Tokens whose keys differ by less than the
-    rounding error may be selected under one layout but not under another. Collective over the data-parallel ranks.
-    `members` holds the samples in each microbatch. `epoch` counts the step's epochs from 0; each epoch draws different
-    tokens.
+    Select the fraction `covariance_share` of the tokens in the update's loss, but at least one token, in descending
+    order of their selection keys. Tokens that tie with the last one selected are included. Tokens whose keys differ by
+    less than the rounding error may be selected under one layout but not under another. Collective over the
+    data-parallel ranks. `members` holds the samples in each microbatch. `epoch` counts the step's epochs from 0; each
+    epoch draws different tokens.
     """
     objective, spec = algorithm.objective, algorithm.objective.spec
     assert isinstance(spec, PolicyObjective) and spec.selection is not None, f"{spec.name} selects no tokens"

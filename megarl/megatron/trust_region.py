@@ -1,8 +1,8 @@
 """TRPO's update (Schulman et al. 2015, arXiv:1502.05477): a natural gradient step under a hard bound on the divergence.
 
-TRPO is included for reference: an update takes about twenty passes over the samples, an AdamW update one. Second
-derivatives, which Megatron's schedules lack, are not needed. The Fisher matrix of the sampled tokens (the paper's
-appendix C) is F = 1/N Σ ∇lp·∇lpᵀ, so F·v is the gradient of 1/N Σ (∇lp·v)·lp, and the factors ∇lp·v are central
+TRPO is included for reference: an update takes about twenty passes over the samples, whereas an AdamW update takes one.
+Second derivatives, which Megatron's schedules lack, are not needed. The Fisher matrix of the sampled tokens (the
+paper's appendix C) is F = 1/N Σ ∇lp·∇lpᵀ, so F·v is the gradient of 1/N Σ (∇lp·v)·lp, and the factors ∇lp·v are central
 differences between two forward passes.
 
 Each rank holds its shard of the parameters and of every vector, split as in the distributed optimizer. A Fisher product
@@ -36,7 +36,7 @@ from megarl.megatron.optimizer import parts_of
 DIFFERENCE = 1e-3
 """Norm of the one-sided step in a central difference, relative to the norm of all parameters."""
 
-SHORTER = 0.5
+BACKTRACKING_FACTOR = 0.5
 """Factor by which the line search shortens a step."""
 
 Vector = list[torch.Tensor]
@@ -87,7 +87,7 @@ def take_step(
         loss, divergence = _read(step.evaluate(chunks, objective, batches))
         if loss < first_loss and divergence <= kl_limit:
             return StepResult(rate, divergence, trial)
-        rate *= SHORTER
+        rate *= BACKTRACKING_FACTOR
     shards.move(start, 0.0, direction)
     return StepResult(0.0, 0.0, limits.trials if rate else 0)
 
@@ -135,7 +135,7 @@ class Shards:
         return [parameter.detach().clone() for parameter in self._parameters]
 
     def dot(self, one: Vector, other: Vector) -> float:
-        """Return the dot product of two unsharded vectors. Collective over all ranks."""
+        """Return the dot product of two vectors, given this rank's shards. Collective over all ranks."""
         products = [
             torch.dot(a.double(), b.double()) for a, b, counts in zip(one, other, self._counts, strict=True) if counts
         ]

@@ -1,4 +1,4 @@
-"""Count the floating-point operations for training by the convention for model FLOPs utilization."""
+"""Count the floating-point operations for training, following the convention for model FLOPs utilization (MFU)."""
 
 from __future__ import annotations
 

@@ -78,7 +78,8 @@ ROPE_TYPES: Mapping[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
 LATENT_ROPE_TYPES: Mapping[str, tuple[str, ...]] = {"default": (), "yarn": ("factor",)}
-"""Supported types of rotary embeddings (the latter: with latent attention) -> required parameters of the type."""
+"""Supported type of rotary embeddings -> parameters that the type requires. Models with latent attention support only
+the types in LATENT_ROPE_TYPES."""
 
 FP8_BLOCK = 128
 """Number of rows, and of columns, per block with one scale in fp8 checkpoints."""
@@ -150,7 +151,7 @@ _OPTIONAL = {"head_dim": 1, "num_key_value_heads": 1, "num_nextn_predict_layers"
 _OBJECTS = ("id2label", "quantization_config", "rope_parameters", "rope_scaling")
 
 LARGEST = 2**31 - 1
-MOST_LAYERS = 10_000
+MAX_LAYERS = 10_000
 
 
 def wrong_type(hf_config: Mapping[str, Any]) -> str | None:
@@ -175,9 +176,9 @@ def wrong_type(hf_config: Mapping[str, Any]) -> str | None:
     if not defaults:
         return None
     for key in hf_config.keys() & _COUNTS:
-        most = MOST_LAYERS if key == "num_hidden_layers" else LARGEST
-        if type(hf_config[key]) is not int or not 0 < hf_config[key] <= most:
-            return f"{key}={hf_config[key]!r}: expected an integer from 1 to {most}"
+        limit = MAX_LAYERS if key == "num_hidden_layers" else LARGEST
+        if type(hf_config[key]) is not int or not 0 < hf_config[key] <= limit:
+            return f"{key}={hf_config[key]!r}: expected an integer from 1 to {limit}"
     for key, default in {**defaults, **_OPTIONAL}.items():
         value: Any = hf_config.get(key)
         kinds = (int, float) if isinstance(default, float) else type(default)

@@ -43,21 +43,25 @@ BASE_CHANGES = {
 changed weights."""
 
 VARIANTS = {
-    **{"bias": "the base model's biases were trained", "modules_to_save": "other layers were trained"},
-    **{
-        "trainable_token_indices": "token embeddings were trained",
-        "layer_replication": "the model has repeated layers",
-    },
-    **{"rank_pattern": "layers differ in rank", "alpha_pattern": "layers differ in alpha"},
-    **{"use_rslora": "the scale is alpha / √rank instead of alpha / rank", "lora_bias": "adapters have biases"},
-    **{"use_dora": "weights are normalized (DoRA)", "fan_in_fan_out": "weights are transposed"},
-    **{"use_qalora": "inputs are pooled (QALoRA)", "use_bdlora": "factors are block-diagonal (BD-LoRA)"},
-    **{"alora_invocation_tokens": "adapters apply only after these tokens (aLoRA)"},
-    **{"target_parameters": "adapters belong to parameters outside linear layers"},
-    **{"arrow_config": "tokens are routed between adapters (Arrow)"},
-    **{"kasa_config": "the base model's weights were truncated (KaSA)"},
-    **{"monteclora_config": "adapters are sampled (MonteCLoRA)", "velora_config": "adapters have projections (VeLoRA)"},
-    **{"megatron_config": "adapters belong to Megatron's layers"},
+    "bias": "the base model's biases were trained",
+    "modules_to_save": "other layers were trained",
+    "trainable_token_indices": "token embeddings were trained",
+    "layer_replication": "the model has repeated layers",
+    "rank_pattern": "layers differ in rank",
+    "alpha_pattern": "layers differ in alpha",
+    "use_rslora": "the scale is alpha / √rank instead of alpha / rank",
+    "lora_bias": "adapters have biases",
+    "use_dora": "weights are normalized (DoRA)",
+    "fan_in_fan_out": "weights are transposed",
+    "use_qalora": "inputs are pooled (QALoRA)",
+    "use_bdlora": "factors are block-diagonal (BD-LoRA)",
+    "alora_invocation_tokens": "adapters apply only after these tokens (aLoRA)",
+    "target_parameters": "adapters belong to parameters outside linear layers",
+    "arrow_config": "tokens are routed between adapters (Arrow)",
+    "kasa_config": "the base model's weights were truncated (KaSA)",
+    "monteclora_config": "adapters are sampled (MonteCLoRA)",
+    "velora_config": "adapters have projections (VeLoRA)",
+    "megatron_config": "adapters belong to Megatron's layers",
 }
 """Keys that select variants of LoRA -> how the variant differs from plain LoRA."""
 

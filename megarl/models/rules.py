@@ -185,7 +185,8 @@ def top_k_fits_the_vocabulary(config: Config, hf: Mapping[str, Any]) -> Iterator
 
 
 def engine_sizes_divide_by_tp(key: str, tp: int, hf: Mapping[str, Any]) -> Iterator[str]:
-    """Require that the engine can split the model over its ranks. It replicates KV heads if it has more ranks."""
+    """Require that the engine can split the model over its ranks. With more ranks than KV heads, it replicates KV
+    heads."""
     mixture, heads = experts(hf), kv_heads(hf)
     sizes = {"attention heads": hf["num_attention_heads"]} | ({"KV heads": heads} if tp % heads else {})
     sizes |= _dense_rows(hf) | ({EXPERT_ROWS: mixture.intermediate} if mixture else {})
@@ -371,7 +372,7 @@ def _indivisible(key: str, divisor: int, sizes: Mapping[str, int], legal: Iterab
 
 
 def _dense_rows(hf: Mapping[str, Any]) -> dict[str, int]:
-    """Return the rows of the dense MLPs by their description; empty if all layers have experts."""
+    """Return the number of rows in a dense MLP, by description; empty if all layers have experts."""
     mixture = experts(hf)
     has_dense_layers = mixture is None or not all(mixture.layers)
     return {"MLP rows (intermediate_size)": hf["intermediate_size"]} if has_dense_layers else {}

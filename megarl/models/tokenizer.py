@@ -24,7 +24,7 @@ leading space of the first token."""
 UNDECODED = "\N{REPLACEMENT CHARACTER}"
 """Text that replaces an incomplete character, for example one whose last bytes were not sampled."""
 
-MOST_BYTES = 4
+MAX_CHARACTER_BYTES = 4
 """Maximum number of bytes in a UTF-8 character."""
 
 
@@ -101,7 +101,7 @@ def response_text(tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int],
         return decode(tokenizer, [*context, *ids], skip_special_tokens=True)
 
     start, full_text = len(text_of([])), text_of(response_ids)
-    for incomplete in range(1, MOST_BYTES):
+    for incomplete in range(1, MAX_CHARACTER_BYTES):
         if not full_text.endswith(UNDECODED):
             break
         # Drop the tokens of the incomplete character, because some tokenizers hide even the bytes before it.
@@ -118,9 +118,9 @@ def _is_generic(folder: Path) -> bool:
 
 
 def opening_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Return the ids of a text at the start of a sequence. A text that was already rendered may start with the
-    beginning-of-sequence token, which the tokenizer would add a second time. An end-of-sequence token that the
-    tokenizer adds is omitted, because the sequence continues."""
+    """Return the token ids of a text that starts a sequence. If the text already begins with the beginning-of-sequence
+    token, the second one that the tokenizer adds is removed. An end-of-sequence token that the tokenizer adds is also
+    removed, because the sequence continues."""
     ids: Any = tokenizer(text)["input_ids"]
     bos: Any = tokenizer.bos_token
     eos: Any = tokenizer.eos_token

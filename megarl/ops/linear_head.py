@@ -282,7 +282,8 @@ def _add_gradients(
 def _tiles(
     tokens: _Tokens, weight: torch.Tensor, bias: torch.Tensor | None, logits_dtype: torch.dtype
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Yield, for each tile, the first row, the weight rows and the logits, float32 [n, v], before the temperature.
+    """Yield, for each tile, the first row, the weight rows and the logits, float32 [n, v], before division by
+    the temperature.
 
     All tiles share one logits buffer. With logits_dtype=bfloat16, adjacent logits near 20 are 0.06 to 0.13 apart.
     """

@@ -43,7 +43,7 @@ class Documents:
         keys, queries: int64, the indices of the buckets' keys and queries, flattened and concatenated.
         outputs: int64 [n], the index of each query in `queries`, without repetitions.
         are_separate: whether `keys` equals `queries`, because all documents are whole and share no tokens.
-        are_in_order: whether additionally the documents in the pack have equal lengths, so that nothing is moved.
+        are_in_order: whether, in addition, the indices are 0 to T − 1 in order, so that nothing is moved.
         boundaries: int32 [D + 1], the beginning of each document and the end of the last one; read only if the
             documents are separate.
         longest: number of tokens in the longest document.
@@ -91,7 +91,7 @@ def documents_of(
     indices = [
         tuple(_padded([getattr(d, name) for d in members]) for name in ("keys", "queries")) for members in ordered
     ]
-    keys, queries = (torch.cat([index.flatten() for index in of_name]) for of_name in zip(*indices, strict=True))
+    keys, queries = (torch.cat([index.flatten() for index in parts]) for parts in zip(*indices, strict=True))
     kept = torch.cat([_padded([document.kept for document in members], fill=False).flatten() for members in ordered])
     outputs = torch.empty(num_tokens if query_positions is None else len(query_positions), dtype=torch.long)
     outputs[queries[kept]] = kept.nonzero()[:, 0]
@@ -146,7 +146,8 @@ def _padded(rows: list[torch.Tensor], fill: int | None = None) -> torch.Tensor:
 
 
 def take(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Return rows[index] with a deterministic gradient. Plain indexing sums repeated rows in any order."""
+    """Return rows[index] with a deterministic gradient. The gradient of plain indexing adds up repeated
+    rows in a nondeterministic order."""
     return F.embedding(index, rows.flatten(1)).unflatten(-1, rows.shape[1:])
 
 
@@ -204,7 +205,7 @@ def packed_attention(
     grouped = query.shape[1] != key.shape[1]
     uses_flash_attention = _uses_flash_attention(query, documents, dropout)
     if documents.are_in_order or uses_flash_attention:
-        # The kernels keep their inputs. A value that is a view would keep the product of queries, keys and values.
+        # The kernels save their inputs for the backward pass. A view would keep the fused projection alive.
         value = value.contiguous()
     if uses_flash_attention:
         from torch.nn.attention.varlen import varlen_attn  # imports torch's compiler

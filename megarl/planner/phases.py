@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from megarl.cluster.memory.parameters import ModelParameters, Models
 from megarl.cluster.memory.rank import RankMemory, forward_bytes, item_bytes, saved_bytes, stage_memory
 from megarl.cluster.memory.reserves import FRAGMENT_BYTES, FRAGMENTS, awake_reserve, gpu_reserve, sampling_reserve
-from megarl.cluster.memory.shared_gpu import Load, engine_loads, reward_model_parts, staging_parts, staying
+from megarl.cluster.memory.shared_gpu import Load, engine_loads, resident_states, reward_model_parts, staging_parts
 from megarl.cluster.object_store import object_store_mib
 from megarl.config.device_spans import ENGINE, NAMES, device_spans, overlap, reward_model_is_beside_engines
 from megarl.config.model_schema import Layout, Role, Trained
@@ -34,7 +34,7 @@ def phase_loads(config: Config, models: Models, workload: Workload, cluster: Clu
         for stage, (memory, passing) in enumerate(of_role):
             where = f", on pipeline stage {stage}" if len(of_role) > 1 else ""
             held = states[role][stage]
-            resident = held if workload.is_offline else staying(config, role, held)
+            resident = held if workload.is_offline else resident_states(config, role, held)
             # An implicit reward model scores and trains in one phase. KL rewards are computed with all states loaded.
             has_all = role == "implicit_reward" or (role == "actor" and config.kl_in_reward)
             in_passes = held if has_all else {"parameters": held["parameters"], **resident}
@@ -87,7 +87,7 @@ def _beside(config: Config, role: Role, states: Mapping[Role, Sequence[Mapping[s
     spans = device_spans(config)
     role_span = spans.pop(NAMES[role])
     others = {
-        f"{other}: not offloaded": max(sum(staying(config, other, one).values()) for one in of_role)
+        f"{other}: not offloaded": max(sum(resident_states(config, other, one).values()) for one in of_role)
         for other, of_role in states.items()
         if other != role and overlap(role_span, spans[NAMES[other]])
     }
@@ -218,7 +218,7 @@ def host_parts(config: Config, models: Models, workload: Workload, cluster: Clus
         parts[f"{role}: offloaded"] = ranks * offloaded
         parts[f"{role}: optimizer on the host"] = ranks * (memory.optimizer - states["optimizer"])
         if config.checkpoint.every_steps is not None and config.checkpoint.background:
-            parts[f"{role}: copy for the background save"] = ranks * most_saved(config, settings.layout, model)
+            parts[f"{role}: copy for the background save"] = ranks * max_saved_bytes(config, settings.layout, model)
     if config.has_reference and config.actor.adapters is None:
         actor = [m.weights for m, _ in _stages(config, config.actor, models.actor, workload)]
         parts["reference: weights"] = ranks * max(actor)
@@ -236,7 +236,7 @@ def _engines_keep_weights(config: Config) -> bool:
     return between_rounds or rollout.vllm_overrides.get("quantization") is not None
 
 
-def most_saved(config: Config, layout: Layout, model: ModelParameters) -> int:
+def max_saved_bytes(config: Config, layout: Layout, model: ModelParameters) -> int:
     """Return the largest number of bytes that any rank writes to a checkpoint."""
     stages = (model.of_stage(layout, stage) for stage in range(layout.pp))
     return max(saved_bytes(layout, held, item_bytes(config)) for held in stages)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.cluster.memory.parameters import Models
-from megarl.cluster.memory.reserves import most_sequences
+from megarl.cluster.memory.reserves import max_sequences
 from megarl.config.device_spans import num_devices
 from megarl.config.model_schema import Role
 from megarl.config.rules import shared_gpu as shared_gpu_rules
@@ -103,7 +103,7 @@ def simulate_steps(planned: Planned, lengths: Sequence[int] = (), ahead: Sequenc
     recomputes = config.is_colocated or config.rollout.kv_cache_on_update == "recompute"
     speeds = Speeds(
         replicas=config.rollout.replicas,
-        concurrent=min(rollout.concurrent, most_sequences(config.rollout)),
+        concurrent=min(rollout.concurrent, max_sequences(config.rollout)),
         token_seconds=engine_step_seconds(config, model, best.cluster, context),
         train_seconds=times.training_seconds + times.moving,
         refit_seconds=refit.seconds,

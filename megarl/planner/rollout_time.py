@@ -9,7 +9,7 @@ from functools import cache
 
 from megarl.cluster.memory.parameters import ModelParameters
 from megarl.cluster.memory.rank import item_bytes
-from megarl.cluster.memory.reserves import most_sequences
+from megarl.cluster.memory.reserves import max_sequences
 from megarl.config.schema import Config
 from megarl.models.flops import forward_flops
 from megarl.planner.hardware import DENSE_SHARE, GIB, MEMORY_SHARE, Cluster
@@ -74,7 +74,7 @@ def rollout_time(config: Config, model: ModelParameters, workload: Workload, clu
     mean, longest = workload.response_tokens, workload.longest_response
     token, cache = kv_bytes(model, config.rollout.tp, step.num_bytes), config.rollout.kv_cache_gib * GIB
     concurrent = int(cache / token / (workload.prompt_tokens + mean / 2))
-    batch = max(1, min(samples, concurrent, most_sequences(config.rollout)))
+    batch = max(1, min(samples, concurrent, max_sequences(config.rollout)))
     parts: dict[str, float] = defaultdict(float)
     full_steps = (samples - batch) * mean / batch
     _add(parts, step.parts(batch, workload.prompt_tokens + mean / 2), full_steps)

@@ -152,19 +152,19 @@ class _Clock:
         self._numbers = iter(range(2**62))
 
     def begin(self, number: int, lengths: Callable[[], Sequence[int]], version: int, wanted: int) -> None:
-        """Start the rollouts of this many prompts. Dropped prompts come first, and the step waits for them, as in
+        """Start the rollouts of `number` prompts. Dropped prompts come first, and the step waits for them, as in
         `step/queue.py`."""
         num_waited = min(self.num_again, self.schedule.num_to_wait_for(wanted))
         for i in range(number):
             drawn = lengths()
             group = _Group(drawn, version, len(drawn))
-            self.schedule.begin(group, version, again=i < num_waited)
+            self.schedule.begin(group, version, is_restart=i < num_waited)
             min(self.engines, key=lambda engine: engine.load).add(group, self._numbers)
         self.num_again = max(0, self.num_again - number)
         self.num_begun += number
 
     def drop(self, version: int) -> None:
-        """Drop the groups that are too old for a step from this version."""
+        """Drop the groups that are too old for the step that starts from this version."""
         expired = self.schedule.expire(version)
         for engine in self.engines:
             engine.abort(expired, self._numbers)

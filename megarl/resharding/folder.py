@@ -95,11 +95,11 @@ def write_description(hf_config: Mapping[str, Any], dtype: str, source: Path, fo
 def _shards(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
     """Assign the tensors, name -> bytes, in order to files of at most `limit` bytes. Return the names per file."""
     shards: list[list[str]] = []
-    room = 0
+    remaining = 0
     for name, size in sizes.items():
-        if not shards or size > room:
+        if not shards or size > remaining:
             shards.append([])
-            room = limit
+            remaining = limit
         shards[-1].append(name)
-        room -= size
+        remaining -= size
     return shards

@@ -24,7 +24,7 @@ class PeftFolder(AbstractContextManager):
 
     def __init__(self, folder: Path, lora: Lora, whole: Holder, num_experts: int):
         """`whole` is the holder of all adapter tensors for the model. Raise a UserError if the folder is not a PEFT
-        folder, or if its adapters do not match the config."""
+        folder, or if its adapters do not match the config or the model."""
         self._folder, self._num_experts = folder, num_experts
         check_adapter_config(folder, lora)
         self._file = open_file(folder / WEIGHTS, "pt")
@@ -71,8 +71,8 @@ class PeftFolder(AbstractContextManager):
 
 
 def save_adapters(tensors: Mapping[str, torch.Tensor], lora: Lora, base: str, num_experts: int, out: Path) -> None:
-    """Write unsharded tensors as a PEFT folder, repeating a shared adapter for each expert. `base` is the base
-    model."""
+    """Write unsharded tensors as a PEFT folder, repeating a shared adapter for each expert. `base` is the path or name
+    of the base model."""
     named = {
         each: tensor.clone() for name, tensor in tensors.items() for each in expert_tensor_names(name, num_experts)
     }

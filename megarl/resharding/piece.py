@@ -116,8 +116,8 @@ class Place(NamedTuple):
 class Piece:
     """A rectangle in a canonical tensor and the rectangle in a local parameter that holds its elements.
 
-    Both rectangles have the same shape and element order. `canonical` is None for vocabulary padding: its elements have
-    no canonical counterpart and are zero.
+    Both rectangles have the same shape and element order. `canonical` is None for padding, whose elements have no
+    canonical counterpart and are zero.
     """
 
     canonical: str | None

@@ -16,7 +16,6 @@ code runs here, and the program never receives the tests or the expected values:
 
 import ast
 import builtins
-import contextlib
 import functools
 import importlib
 import json
@@ -132,7 +131,7 @@ class Tester(Peer):
             if (kind, values[0]) == ("operate", "__next__") or (kind == "call" and id(values[0]) in self.resuming):
                 raise
             raise RuntimeError("the program raised StopIteration") from error
-        except ImportError as error:  # also if the program sends a value whose type needs a missing module
+        except ImportError as error:  # also raised for a value whose type needs a missing module
             error.is_of_program = True  # pyright: ignore[reportAttributeAccessIssue]
             raise
         except UnsendableError as error:
@@ -310,8 +309,11 @@ def run(tester, setup, tests, entry_point):
     solution = sys.modules["solution"] = Solution(tester)
     namespace = Names(solution, used.of_program(set(tester.request("load", imports))))
     for name in used.modules:
-        with contextlib.suppress(*[ImportError] if name in used.bound else []):
+        try:
             namespace[name] = importlib.import_module(MODULE_ALIASES.get(name, name))
+        except ImportError:
+            if name not in used.bound:  # otherwise the tests import it themselves, or use another object of that name
+                raise
     for name in used.loaded & namespace.from_program:
         namespace[name]  # class bodies bypass __missing__
     exec(code, namespace)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.core.text import encodable
 from megarl.rewards.rating import TEMPLATE, question, rating, require_answer
-from megarl.usercode.failures import ServiceAway
+from megarl.usercode.failures import ServiceUnavailable
 
 if TYPE_CHECKING:
     import httpx
@@ -18,11 +18,13 @@ FIRST_PAUSE_S = 0.5
 
 
 class GenerativeJudge:
-    """Reward function that returns a judge's ratings, scaled to (rating − lowest) / (highest − lowest), from 0 to 1. As
-    in "Judging LLM-as-a-Judge" (https://arxiv.org/abs/2306.05685, single-answer grading). The requests in a scoring
-    pass run concurrently, and rewards.timeout_s covers all of them. If the answer has no rating within the scale, the
-    sample fails instead of scoring 0. While the server is unavailable, requests are retried for up to
-    rewards.outage_s."""
+    """Reward function that returns a judge's ratings, scaled to (rating − lowest) / (highest − lowest), from 0 to 1.
+
+    This is single-answer grading from "Judging LLM-as-a-Judge" (https://arxiv.org/abs/2306.05685). The requests in a
+    scoring pass run concurrently, and rewards.timeout_s covers all of them. If the judge's answer has no rating within
+    the scale, the sample fails instead of scoring 0. While the server is unavailable, requests are retried for up to
+    rewards.outage_s.
+    """
 
     def __init__(
         self,
@@ -82,7 +84,7 @@ class GenerativeJudge:
 
         limits = httpx.Limits(max_connections=self._concurrency)
         slots = asyncio.Semaphore(self._concurrency)
-        outage: ServiceAway | None = None
+        outage: ServiceUnavailable | None = None
         async with httpx.AsyncClient(headers=self._headers, timeout=self._timeout_s, limits=limits) as client:
 
             async def reward(*fields: Any) -> float:
@@ -92,7 +94,7 @@ class GenerativeJudge:
                         raise outage
                     try:
                         return rating(await self._ask(client, question(self._template, *fields)), self._scale)
-                    except ServiceAway as error:
+                    except ServiceUnavailable as error:
                         outage = error
                         raise
 
@@ -100,8 +102,8 @@ class GenerativeJudge:
             return await asyncio.gather(*(reward(*fields) for fields in samples), return_exceptions=True)
 
     async def _ask(self, client: httpx.AsyncClient, content: str) -> str:
-        """Return the judge's answer. Raise ServiceAway if the server is unavailable, and ValueError with its response
-        if that contains no answer."""
+        """Return the judge's answer. Raise ServiceUnavailable if the server is unavailable, and ValueError with the
+        server's response if it rejects the request or returns no answer."""
         import httpx
 
         body, failure = self._question | {"messages": [{"role": "user", "content": content}]}, ""
@@ -122,7 +124,7 @@ class GenerativeJudge:
             failure = f"returned status {response.status_code}: {response.text[:200]!r}"
             if response.status_code != httpx.codes.TOO_MANY_REQUESTS and not response.is_server_error:
                 raise ValueError(f"{self._url} {failure}")
-        raise ServiceAway(f"{self._url} {failure}")
+        raise ServiceUnavailable(f"{self._url} {failure}")
 
 
 def _content(response: httpx.Response) -> str:

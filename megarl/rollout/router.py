@@ -1,7 +1,7 @@
 """Routes rollouts to engines: placement, load, measured speed, stragglers, losses and aborts.
 
-The router serves single responses and rollouts in environments. It knows engines and rollouts by name only; its callers
-start the rollouts and return their samples to it.
+The router serves single responses and rollouts in environments. It refers to engines and rollouts only by name. Its
+callers start the rollouts and return the samples to the router.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Router:
                 moving[submission.engine].append(submission)
         for name, submissions in moving.items():
             print(
-                f"rollout: {name} needs {slowness[name]:.1f} times as long per token as the fastest engine, so idle "
+                f"rollout: {name} takes {slowness[name]:.1f} times as long per token as the fastest engine, so idle "
                 f"engines restart {len(submissions)} of its prompts",
                 flush=True,
             )
@@ -145,13 +145,13 @@ class Submission:
         self.name, self.engine = groups[0][0], ""
         """Name and engine of a single group."""
         self.is_aborted = self.is_moving = False
-        """Whether the abort of the groups was requested: for good, or to move them to a different engine."""
+        """Whether an abort was requested: to drop the groups (is_aborted), or to move them to a different engine."""
         self._results: dict[int, list[Any] | Aborted] = {}
         self._assigned: dict[str, list[int]] = {}
         """Indices of the running groups, by engine name."""
         self._requests: dict[str, int] = {}
         self._losses: dict[str, int] = {}
-        """Number of running requests on each of these engines, and of processes that it had lost before."""
+        """Engine name -> number of running requests, and number of processes that the engine had lost before."""
         self._slow: list[str] = []
         """Engines whose groups move to different engines."""
         if len(groups) == 1:

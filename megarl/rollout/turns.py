@@ -38,8 +38,8 @@ class EngineTurns:
         self._any_finished = asyncio.Event()
 
     async def exchange(self, turns: Turns, abandoned: Collection[int]) -> Exchanged:
-        """Start new turns, abort abandoned turns, and return the completions of turns finished since the last call. The
-        turns of one sample must be abandoned together. Raises the error of a failed turn."""
+        """Start new turns, abort abandoned turns, and return the completions of turns finished since the last call. All
+        turns of a sample must be abandoned in the same call. Raises the error of a failed turn."""
         aborted = [self._pending[number] for number in abandoned if number in self._pending]
         num_tokens = {name: self._engine.num_unfinished_tokens({name}) for name in {name for name, _ in aborted}}
         for _, completion in aborted:

@@ -45,9 +45,9 @@ class BoundedOutput:
 
     def add(self, data):
         self.total += len(data)
-        room = self.half - len(self.head)
-        self.head += data[:room]
-        self.tail += data[room:]
+        free = self.half - len(self.head)
+        self.head += data[:free]
+        self.tail += data[free:]
         if len(self.tail) > 2 * READ_BYTES + self.half:
             del self.tail[: -self.half]
 
@@ -87,7 +87,7 @@ class Agent:
             pids += children
         return pids
 
-    def end_all(self):
+    def kill_others(self):
         """Kill all other processes, including detached ones, and wait until they have exited."""
         while True:
             # Only process 1 may signal all processes (pid −1), because then all of them are inside the sandbox.
@@ -138,7 +138,7 @@ class Run:
         self.stdin, self.status, self.limit = memoryview(stdin), None, b""
         self.outputs = {out_read: self.out, err_read: self.err}
         self.watch()
-        agent.end_all()
+        agent.kill_others()
         for end in list(self.outputs):
             os.set_blocking(end, False)
             while self.read(end):
@@ -255,10 +255,10 @@ class Run:
             return b"processes"
         if cpu_of_exited() - self.cpu_before + sum(map(cpu_of, pids)) > self.limits["cpu_s"]:
             return b"cpu_s"
-        most = self.limits["memory_mib"] << 20
+        limit = self.limits["memory_mib"] << 20
         kernel = socket_bytes() if self.agent.is_first else 0
         # Resident memory is quick to read but counts shared pages several times. Check the exact value only if needed.
-        if sum(map(resident_bytes, pids)) + kernel > most and sum(map(proportional_bytes, pids)) + kernel > most:
+        if sum(map(resident_bytes, pids)) + kernel > limit and sum(map(proportional_bytes, pids)) + kernel > limit:
             return b"memory_mib"
         if self.agent.is_first and max(map(num_files, (self.agent.folder, "/dev/shm"))) > MAX_FILES:
             return b"files"
@@ -295,7 +295,7 @@ def resident_bytes(pid):
 
 def proportional_bytes(pid):
     """Return the resident memory of a process and its page tables in bytes, with shared pages divided among the
-    processes that share them. If the process hides them, return the size of its address space."""
+    processes that share them. If the kernel does not report these sizes, return the size of the address space."""
     sizes = [sizes_of(f"/proc/{pid}/{name}") for name in ("smaps_rollup", "status")]
     if "Pss" in sizes[0]:
         return sizes[0]["Pss"] + sizes[1].get("VmPTE", 0)
@@ -339,7 +339,7 @@ def text_of(path):
 def exit_sandbox(agent):
     """Exit the sandbox. The kernel kills its other processes when process 1 exits."""
     if not agent.is_first:
-        agent.end_all()
+        agent.kill_others()
         if agent.removes_folder:
             import shutil
 

@@ -59,8 +59,8 @@ async def find_provider(limits: schema.Sandbox, deadline_s: float | None = None)
 
 
 def _candidates(limits: schema.Sandbox, deadline_s: float | None) -> list[Provider]:
-    """Return the providers that the config allows, best first. Root stays root in a sandbox only if it cannot switch to
-    a different user, as in containers with a single user."""
+    """Return the providers that the config allows, in order of preference. Root stays root in a sandbox only if it
+    cannot switch to a different user, as in containers with a single user."""
     first = Bubblewrap(limits, deadline_s)
     bubblewrap = [first, Bubblewrap(limits, deadline_s, drops_root=False)] if first.drops_root else [first]
     apptainer = [Apptainer(limits, deadline_s)]

@@ -49,7 +49,7 @@ class Provider(ABC):
         """Start a sandbox, to be used with `async with`.
 
         Args:
-            deadline_s: its lifetime in seconds.
+            deadline_s: the sandbox's lifetime in seconds; None: the provider's default.
             file: open file descriptor that programs in the sandbox inherit with the same number.
         """
         deadline_s = self._deadline_s if deadline_s is None else deadline_s

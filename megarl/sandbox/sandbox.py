@@ -62,7 +62,7 @@ class Finished:
     Attributes:
         status: exit status, or the negative signal number if a signal killed the program.
         limit: the limit in the `sandbox` section that the program exceeded, such as "wall_s"; "deadline" for the
-            sandbox's lifetime; "files" for too many files; None if the program was not stopped.
+            sandbox's lifetime; "files" for too many files; None if it exceeded no limit.
         stdout: the program's output. If it is longer than output_bytes, its beginning and end, with a line that reports
             the omission.
         truncated: whether stdout or stderr is longer than output_bytes.
@@ -81,8 +81,8 @@ class Finished:
 
 
 class Sandbox(AbstractAsyncContextManager):
-    """A running sandbox. Programs run one at a time. Files persist between them, processes do not. Concurrent calls are
-    serialized. After a call fails or is cancelled, the sandbox can no longer be used."""
+    """A running sandbox. Programs run one at a time. Files persist between programs, processes do not. Concurrent calls
+    are serialized. After a call fails or is cancelled, the sandbox can no longer be used."""
 
     def __init__(self, command: Command, limits: schema.Sandbox, python: str, deadline_s: float | None):
         """python: path of the interpreter for programs. deadline_s: the sandbox's lifetime in seconds."""
@@ -141,8 +141,8 @@ class Sandbox(AbstractAsyncContextManager):
         return max(0.0, self._deadline - asyncio.get_running_loop().time())
 
     async def upload(self, name: str, content: bytes | str) -> None:
-        """Write a file at an absolute path or relative to the programs' working directory. Raise OSError if there is no
-        space or the path is invalid."""
+        """Write a file. A relative path is resolved against the programs' working directory. Raise OSError if there is
+        no space or the path is invalid."""
         data = content.encode("utf-8", "replace") if isinstance(content, str) else content
         [reason] = await self._call([b"write", name.encode(), data], ANSWER_S)
         if reason:
@@ -222,7 +222,7 @@ class Sandbox(AbstractAsyncContextManager):
             except TimeoutError:
                 self._end()
                 await self._wait()
-                raise SandboxError(f"the sandbox did not answer within {timeout_s:g} s") from None
+                raise SandboxError(f"the sandbox did not respond within {timeout_s:g} s") from None
             except (asyncio.IncompleteReadError, ConnectionError, ValueError):
                 self._end()
                 output = self._error_output()
@@ -240,7 +240,7 @@ class Sandbox(AbstractAsyncContextManager):
 
 
 def _joined(fields: Sequence[Any]) -> tuple[bytes, bool]:
-    """Join the beginning and end of an output. Return it and whether part of it was omitted."""
+    """Join the beginning and end of an output. Return the text, and whether a part was omitted."""
     total, head, tail = int(fields[0]), fields[1], fields[2]
     omitted = total - len(head) - len(tail)
     if omitted == 0:

@@ -11,63 +11,41 @@ import platform
 import struct
 from typing import NamedTuple
 
-DENIED = {
-    "x86_64": (
-        319,
-        447,
-        29,
-        64,
-        68,
-        240,
-        206,
-        278,
-        253,
-        294,
-        300,
-        101,
-        310,
-        311,
-        438,
-        248,
-        249,
-        250,
-        272,
-        308,
-        298,
-        321,
-        323,
-        425,
-    ),
-    "aarch64": (
-        279,
-        447,
-        194,
-        190,
-        186,
-        180,
-        0,
-        75,
-        26,
-        262,
-        117,
-        270,
-        271,
-        438,
-        217,
-        218,
-        219,
-        97,
-        268,
-        241,
-        280,
-        282,
-        425,
-    ),
+SYSTEM_CALLS = {
+    # These allocate memory that belongs to no process.
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
+    "shmget": (29, 194),
+    "semget": (64, 190),
+    "msgget": (68, 186),
+    "mq_open": (240, 180),
+    "io_setup": (206, 0),
+    "vmsplice": (278, 75),
+    "inotify_init": (253, None),
+    "inotify_init1": (294, 26),
+    "fanotify_init": (300, 262),
+    # These access other processes.
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "pidfd_getfd": (438, 438),
+    # These have a history of kernel vulnerabilities.
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "keyctl": (250, 219),
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "perf_event_open": (298, 241),
+    "bpf": (321, 280),
+    "userfaultfd": (323, 282),
+    "io_uring_setup": (425, 425),
 }
-"""System call numbers by architecture: memfd_create, memfd_secret, shmget, semget, msgget, mq_open, io_setup, vmsplice,
-inotify_init (x86_64 only), inotify_init1 and fanotify_init, whose memory belongs to no process; ptrace,
-process_vm_readv, process_vm_writev and pidfd_getfd; add_key, request_key and keyctl; unshare and setns;
-perf_event_open, bpf, userfaultfd and io_uring_setup."""
+"""Denied system calls, with their numbers on x86_64 and aarch64."""
+
+DENIED = {
+    machine: [numbers[i] for numbers in SYSTEM_CALLS.values() if numbers[i] is not None]
+    for i, machine in enumerate(("x86_64", "aarch64"))
+}
 
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 MMAP = {"x86_64": 9, "aarch64": 222}
@@ -93,8 +71,8 @@ class Instruction(NamedTuple):
 
 
 def open_filter() -> tuple[int, ...]:
-    """Return the file descriptor of a file with the filter for this machine, or an empty tuple if the architecture is
-    not supported."""
+    """Return a 1-tuple with the descriptor of a file that contains the filter for this machine, or an empty tuple if
+    the architecture is not supported."""
     machine = platform.machine()
     if machine not in DENIED:
         return ()

@@ -9,7 +9,7 @@ from megarl.sandbox.sandbox import Finished, Sandbox
 
 LIMITS = {
     "wall_s": "it ran too long",
-    "deadline": "the time for all calls together is over",
+    "deadline": "the time limit for all calls has been reached",
     "cpu_s": "it took too much CPU time",
     "memory_mib": "it took too much memory",
     "processes": "it had too many processes",

@@ -60,7 +60,7 @@ class Canaries:
 
     @classmethod
     def of(cls, config: Config, workers: Workers, data: PromptSet) -> Canaries:
-        """Return canaries from the first prompts in the data or, if these have no tokens, from TEXTS. Prompts from
+        """Return canaries from the first prompts in the data or, if any of them has no tokens, from TEXTS. Prompts from
         TEXTS are cut to fit the context, and prompts without tokens are left out."""
         prompts = [data[number] for number in range(min(NUM_PROMPTS, len(data)))]
         if not all(len(prompt.token_ids) for prompt in prompts):
@@ -81,7 +81,7 @@ class Canaries:
         return {name: Answers.of(samples) for name, samples in groups.items()}
 
     def measure(self, answers: Mapping[str, Answers]) -> dict[str, Evidence]:
-        """Return evidence with each engine's log-prob differences from the trainer, but not on their causes."""
+        """Return each engine's log-prob differences from the trainer, without evidence on their causes."""
         greedy, sampled = self._differences(answers, [(kind, self._scoring(kind)) for kind in KINDS])
         return {name: Evidence(self.limit, greedy[name], sampled[name]) for name in answers}
 
@@ -97,14 +97,14 @@ class Canaries:
         differing = workers.refit.differing()
         workers.suspend_engines()
         tokenizer = load_tokenizer(workers.model_folder)
-        own_ids = [tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts]
+        trainer_ids = [tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts]
         has_experts = experts(completed(read_config(workers.model_folder))) is not None
         replays = config.actor.experts.replay_routes
-        own_routes = [(GREEDY, replace(self._scoring(GREEDY), replays=False))] if replays else []
-        [other_routes] = self._differences(answers, own_routes) or [{}]
+        unreplayed = [(GREEDY, replace(self._scoring(GREEDY), replays=False))] if replays else []
+        [other_routes] = self._differences(answers, unreplayed) or [{}]
 
         def explained(name: str, evidence: Evidence, info: EngineInfo) -> Evidence:
-            pairs = zip(texts, own_ids, info.token_ids, strict=True)
+            pairs = zip(texts, trainer_ids, info.token_ids, strict=True)
             return replace(
                 evidence,
                 rescored={scoring: differences[name] for scoring, differences in rescored.items()},
@@ -140,7 +140,7 @@ class Canaries:
         return Scoring(1.0 if kind == GREEDY else self.config.rollout.temperature)
 
     def _other_scorings(self) -> dict[str, Scoring]:
-        """Return the mistaken ways in which an engine may score tokens, as completions of "the trainer's ..."."""
+        """Return the scorings that a misconfigured engine may use, by description, such as "at temperature 1"."""
         default = self._scoring(SAMPLED)
         temperatures = dict.fromkeys((1.0, default.temperature**2, 1 / default.temperature))
         others = {
@@ -163,8 +163,8 @@ class Canaries:
         differences = trained.run({"actor": score}, parts=("parameters",))["actor"] if scorings else []
         return [
             {
-                name: fmean(abs(value) for sample in of_engine.samples[kind] for value in values[sample.id])
-                for name, of_engine in answers.items()
+                name: fmean(abs(value) for sample in responses.samples[kind] for value in values[sample.id])
+                for name, responses in answers.items()
             }
             for (kind, _), values in zip(scorings, differences, strict=True)
         ]

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 
 def describe(config: Config) -> list[str]:
-    """Return one line for the passes that run and one for those that are skipped, unless there are none."""
+    """Return a line that lists the passes that run, and a line that lists the skipped passes. A line without passes is
+    omitted."""
     by_need = {"passes": True, "skipped passes": False}
     chosen = {label: [p for p in passes(config) if p.needed == need] for label, need in by_need.items()}
     return [

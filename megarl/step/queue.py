@@ -48,18 +48,19 @@ class Group:
 
 @dataclass(slots=True)
 class Dropped:
-    """Counts of samples and tokens in rollouts dropped as stale, and of those aborted among them."""
+    """Counts of samples and tokens in stale rollouts that were dropped, and in those that were aborted before they
+    finished."""
 
     samples: int = 0
     tokens: int = 0
     aborted_samples: int = 0
     aborted_tokens: int = 0
 
-    def add(self, sampled: Sampled, num_asked: int) -> None:
+    def add(self, sampled: Sampled, num_requested: int) -> None:
         if isinstance(sampled, Aborted):
-            self.samples += num_asked
+            self.samples += num_requested
             self.tokens += sampled.num_tokens
-            self.aborted_samples += num_asked
+            self.aborted_samples += num_requested
             self.aborted_tokens += sampled.num_tokens
         else:
             self.samples += len(sampled)
@@ -111,17 +112,18 @@ class RolloutQueue:
         group_requests = requests(self.config, number, [self.data[item.row] for item in items], first=self._num_in_step)
         self._num_in_step += len(items)
         groups: dict[int, Group] = {}
-        for together in self._submissions(self._in_order(items)):
-            pending = self._sample([group_requests[i] for i in together])
-            for place, i in enumerate(together):
+        for submission in self._submissions(self._in_order(items)):
+            pending = self._sample([group_requests[i] for i in submission])
+            for place, i in enumerate(submission):
                 names = [request.sample_id for request in group_requests[i]]
                 groups[i] = Group(items[i], self._num_begun + i, names, pending, place)
         self._num_begun += len(items)
         for i, item in enumerate(items):
-            self._schedule.begin(groups[i], number - 1, turn=item.version, again=i < num_again)
+            self._schedule.begin(groups[i], number - 1, earlier_version=item.version, is_restart=i < num_again)
 
     def take(self, number: int, wanted: int, meanwhile: Callable[[], object]) -> list[list[SampleRef]]:
-        """Wait for the groups that this step trains on. Return their samples in the order of their starts."""
+        """Wait for the groups that this step trains on. Return their samples in the order in which the
+        groups started."""
         taken: list[Group] = []
         while len(taken) < wanted:
             self._note_finished()

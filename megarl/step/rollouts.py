@@ -109,9 +109,10 @@ def record_advantages(workers: Workers, rollouts: Path) -> Pending[None]:
     )
 
 
-def further_prompts(missing: int, num_informative: int, seen: int, most: int) -> int:
-    """Return the number of prompts expected to yield the missing ones at the informative fraction so far."""
-    return min(most, ceil(missing * max(seen, 1) / max(num_informative, 1)))
+def further_prompts(missing: int, num_informative: int, num_sampled: int, limit: int) -> int:
+    """Return the number of prompts to sample so that `missing` of them are expected to be informative, given the
+    fraction of informative prompts so far. The number is at most `limit`."""
+    return min(limit, ceil(missing * max(num_sampled, 1) / max(num_informative, 1)))
 
 
 def choose(groups: Sequence[Sequence[SampleRef]], wanted: int) -> list[Sequence[SampleRef]]:

@@ -32,20 +32,20 @@ def select(
     rollout with several samples counts once."""
     samples = [sample for group in groups for sample in group]
     by_rollout = {sample.rollout_id: (sample, score) for sample, score in zip(samples, scores, strict=True)}
-    of_rewards = [score for sample, score in by_rollout.values() if not sample.has_failed]
-    failed = [score for score in of_rewards if score.failure is not None]
+    reward_scores = [score for sample, score in by_rollout.values() if not sample.has_failed]
+    failed = [score for score in reward_scores if score.failure is not None]
     at_fault = [score for score in failed if not score.is_infrastructure]
     allowed = Fraction(repr(config.rewards.failure_limit)) * len(by_rollout)  # exact, so 0.29 of 100 is 29
     if len(failed) > allowed:
-        is_users = len(at_fault) > allowed
-        first = at_fault[0] if is_users else next(score for score in failed if score.is_infrastructure)
-        remedy = "correct the reward function" if is_users else "restore the service or free memory, then resume"
-        raise (UserError if is_users else InfrastructureFailure)(
+        is_user_error = len(at_fault) > allowed
+        first = at_fault[0] if is_user_error else next(score for score in failed if score.is_infrastructure)
+        remedy = "correct the reward function" if is_user_error else "restore the service or free memory, then resume"
+        raise (UserError if is_user_error else InfrastructureFailure)(
             f"{first.failure} ({len(failed)} of {len(by_rollout)} {_noun(config)} failed, but "
             f"rewards.failure_limit={config.rewards.failure_limit:g} allows only {float(allowed):g}). Fix: {remedy}, "
             "or raise rewards.failure_limit"
         )
-    _check_consecutive_failures(config, of_rewards)
+    _check_consecutive_failures(config, reward_scores)
     remaining = iter(scores)
     judged = [[(sample, next(remaining)) for sample in group] for group in groups]
     if not config.samples_greedily:

@@ -117,7 +117,7 @@ class RunState:
             cursor = PromptCursor.restore(saved["cursor"])
         under_way = zip(saved["under_way"], saved["under_way_since"], strict=True)
         again = [PendingPrompt(row, version) for row, version in under_way]
-        again.sort(key=lambda item: item.version)  # rows with the oldest turn come first
+        again.sort(key=lambda item: item.version)  # rows with the oldest version come first
         lengths = {int(row): length for row, length in saved["lengths"].items()}
         return cls(saved["step"], cursor, MovingAverage(**saved["average"]), again=again, lengths=lengths)
 

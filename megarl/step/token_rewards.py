@@ -39,8 +39,8 @@ def reward_tokens(
     config: Config, workers: Workers, updates: Sequence[Sequence[Sequence[SampleRef]]], process_rewards: Scores
 ) -> TokenRewards:
     """Combine the per-token rewards that are already known (from a reward model, or assigned to turns) with the
-    implicit reward model's rewards and, if it is a reward, the KL to the reference. The implicit reward model then
-    trains on the samples. `updates` has the groups in each update, and `process_rewards` the known rewards."""
+    implicit reward model's rewards and, with algorithm.kl.placement=reward, the KL rewards. The implicit reward model
+    then trains on the samples. `updates` has the groups in each update, and `process_rewards` the known rewards."""
     samples = [samples_of(update) for update in updates]
     actor, implicit_reward, tasks = workers.actor, workers.implicit_reward, {}
     if implicit_reward is not None:
@@ -69,4 +69,4 @@ def _score_and_train(group: TrainerGroup, batches: Updates) -> Pending:
 def _score_kl(config: Config, actor: TrainerGroup, batches: Updates) -> Pending:
     """Submit the policies' passes and the KL rewards. The result is ((KL rewards, their totals), log-probs)."""
     passes, scored = make_policy_passes(config, actor, batches), actor.score_tokens(batches)
-    return passes.then(lambda log_probs: scored.then(lambda of_kl: (of_kl, log_probs)))
+    return passes.then(lambda log_probs: scored.then(lambda kl_scores: (kl_scores, log_probs)))

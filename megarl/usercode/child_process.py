@@ -28,7 +28,8 @@ STACKS_S = 0.1
 """Seconds that a process has to write its stack traces, about a hundred times as long as it needs."""
 
 EXIT_S = 1.0
-"""Seconds that a process has to exit after it has closed its connection, which Python does slightly earlier."""
+"""Seconds that a process has to exit after its connection has closed. Python closes it slightly before the process
+exits."""
 
 CLEANUP_S = 20.0
 """Seconds that a self-cleaning program has to exit after the process that started it was killed. The longest grace
@@ -38,10 +39,10 @@ KILLING_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 POLL_S = 0.001
 READ_BYTES = 65536
-MOST_BYTES = 2**30
+MAX_MESSAGE_BYTES = 2**30
 """Maximum length of a message from a child."""
 
-TOO_LONG = f"sent a message of more than {MOST_BYTES} bytes"
+TOO_LONG = f"sent a message of more than {MAX_MESSAGE_BYTES} bytes"
 
 
 class ChildFailure(Exception):
@@ -53,7 +54,8 @@ class ChildFailure(Exception):
         self.timed_out, self.was_killed = timed_out, was_killed
 
     def with_limit(self, key: str, memory_mib: int | None) -> str:
-        """Return the message with the memory limit in `key`, because a process that reaches the limit may crash."""
+        """Return the message. If a signal ended the process, append the memory limit in `key`, because a process that
+        reaches the limit may crash."""
         return f"{self}, {key}={memory_mib}" if str(self).startswith("SIG") and memory_mib is not None else str(self)
 
     def import_error(self, name: str, limit_s: float | None, remedy: str = "") -> str:
@@ -73,7 +75,7 @@ class ChildProcess:
     its stdout goes to stderr, so that printed text is not mistaken for a message.
 
     The process is killed with its descendants before a method raises ChildFailure. The kernel kills it when the thread
-    that created it ends, so it does not outlive this process, and the thread must live as long as the child.
+    that created it exits, so it does not outlive this process, and the thread must live as long as the child.
     """
 
     def __init__(
@@ -88,8 +90,8 @@ class ChildProcess:
         Args:
             command: command line without its last argument, the file descriptor of the connection.
             log: file for the program's output. None: this process's stderr.
-            is_self_cleaning: whether the program stops its own processes and exits once its connection closes. Then it
-                survives the end of this process and runs in its own session.
+            is_self_cleaning: whether the program stops its own processes and exits once its connection closes. Such a
+                program survives this process and runs in its own session.
         """
         self.kill_reason: str | None = None
         self._killing, self._unread = threading.Lock(), b""
@@ -121,7 +123,7 @@ class ChildProcess:
         return True
 
     def call(self, request: bytes, timeout_s: float) -> dict[str, Any]:
-        """Send a request and return the reply. timeout_s limits both together."""
+        """Send a request and return the reply. timeout_s limits the total time."""
         deadline = time.monotonic() + timeout_s
         self.send(request, timeout_s)
         return self.receive(deadline - time.monotonic())
@@ -152,7 +154,7 @@ class ChildProcess:
             data += chunk
             if not chunk:
                 raise EOFError
-            if len(data) > MOST_BYTES:
+            if len(data) > MAX_MESSAGE_BYTES:
                 raise ValueError(TOO_LONG)
         line, _, self._unread = bytes(data).partition(b"\n")
         return line
@@ -172,8 +174,8 @@ class ChildProcess:
 
     @property
     def was_killed(self) -> bool:
-        """Whether a signal from elsewhere ended the process, such as SIGKILL when the node's memory ran out. Signals
-        that crash a process, such as SIGSEGV, do not count."""
+        """Whether an external signal killed the process, such as SIGKILL when the node ran out of memory. Signals that
+        crash a process, such as SIGSEGV, do not count."""
         code = self._process.returncode
         return self.kill_reason is None and code is not None and -code in KILLING_SIGNALS
 
@@ -199,18 +201,18 @@ class ChildProcess:
         time.sleep(STACKS_S)
 
     def kill(self, reason: str | None = None) -> None:
-        """Kill the process with its descendants. Self-cleaning programs and their descendants have CLEANUP_S to exit
-        first, but not longer, because user code can also set their mark. A call that another thread is waiting for
-        fails with `reason`."""
+        """Kill the process with its descendants. Self-cleaning programs and their descendants first have CLEANUP_S to
+        exit, but not longer, because user code can also mark its programs as self-cleaning. A call that another thread
+        is waiting for fails with `reason`."""
         with self._killing:
             self.kill_reason = self.kill_reason or reason
             if self._process.returncode is None:
-                os.killpg(self.pid, signal.SIGSTOP)  # a stopped process starts no others
+                os.killpg(self.pid, signal.SIGSTOP)  # a suspended process cannot start others
                 descendants = psutil.Process(self.pid).children(recursive=True)  # parents before their children
                 os.killpg(self.pid, signal.SIGKILL)
                 spared: dict[int, psutil.Process] = {}
                 for process in descendants:
-                    with suppress(psutil.Error):  # it has ended, or belongs to another user
+                    with suppress(psutil.Error):  # it has exited, or belongs to another user
                         if process.ppid() in spared or SELF_CLEANING in process.environ():
                             spared[process.pid] = process
                         else:
@@ -218,20 +220,21 @@ class ChildProcess:
                 self._process.wait()
                 if spared:
                     threading.Thread(target=_kill_remaining, args=(list(spared.values()),), daemon=True).start()
-        with suppress(OSError):  # it is closed
+        with suppress(OSError):  # it is already closed
             self._socket.shutdown(socket.SHUT_RDWR)  # a detached process may still hold the other end
         self._socket.close()
 
 
 class ConcurrentChild(ChildProcess):
     """A child process that handles many requests at once, for asyncio. Messages in both directions are JSON lines, and
-    each reply has the `id` of its request. The event loop that runs `open`, the first call, must run all others."""
+    each reply has the `id` of its request. `open` must be the first call. All other calls must run in the same event
+    loop."""
 
     async def open(self, arguments: Mapping[str, Any], timeout_s: float | None = None) -> dict[str, Any]:
         """Send the program's arguments and return its first message."""
         self._numbers, self._waiting = count(), dict[int, asyncio.Future[dict[str, Any]]]()
         connection = socket.socket(fileno=self._socket.detach())
-        self._reader, self._writer = await asyncio.open_unix_connection(sock=connection, limit=MOST_BYTES)
+        self._reader, self._writer = await asyncio.open_unix_connection(sock=connection, limit=MAX_MESSAGE_BYTES)
         try:
             async with asyncio.timeout(timeout_s):
                 await self.post(arguments)
@@ -261,9 +264,9 @@ class ConcurrentChild(ChildProcess):
             del self._waiting[number]
 
     async def post(self, message: Mapping[str, Any]) -> None:
-        """Send a message without a reply."""
+        """Send a message without waiting for a reply."""
         self._writer.write(json.dumps(message).encode() + b"\n")
-        with suppress(ConnectionError):  # the process has ended, which `_read_replies` reports
+        with suppress(ConnectionError):  # the process has exited, which `_read_replies` reports
             await self._writer.drain()
 
     async def _receive(self) -> dict[str, Any]:

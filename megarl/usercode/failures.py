@@ -14,10 +14,10 @@ service that cannot be reached (`away`)."""
 
 
 class ProcessLost(RuntimeError):
-    """A process that user code depends on, such as a sandbox, exited although the user code is not at fault."""
+    """A process that user code depends on, such as a sandbox, exited through no fault of the user code."""
 
 
-class ServiceAway(ConnectionError):
+class ServiceUnavailable(ConnectionError):
     """A server cannot be reached, does not respond, or reports that it is unavailable."""
 
 

@@ -17,12 +17,12 @@ from megarl.core.parent import signal_with_parent
 
 SELF_CLEANING = "MEGARL_SELF_CLEANING"
 """Environment variable that marks a program that stops its own processes and exits once its connection closes. User
-code can also set it, which delays the end of its programs by at most CLEANUP_S. ChildProcess does not take it from the
-user's environment."""
+code can also set the variable, which delays the termination of its programs by at most CLEANUP_S. ChildProcess ignores
+the variable in the user's environment."""
 
 
 def connect() -> BufferedRWPair:
-    """Return the connection to the parent, which ends when the parent exits or kills this process."""
+    """Return the connection to the parent. It closes when the parent exits or calls ChildProcess.kill."""
     if SELF_CLEANING not in os.environ:
         signal_with_parent(signal.SIGKILL)
     faulthandler.enable()

@@ -1,4 +1,4 @@
-"""Sandboxes leave no process, file or mount behind, whoever ends them and however they end."""
+"""Sandboxes leave no process, file or mount behind, no matter how they end or who terminates them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ import pytest
 from megarl.sandbox.agent import PR_SET_CHILD_SUBREAPER
 from megarl.sandbox.provider import Provider
 from megarl.sandbox.sandbox import Command, SandboxError
+from tests.children import matching
 from tests.paths import ROOT
 from tests.sandboxes import finish, limits
-from tests.timing import HANG_S, WAIT_S, wait_until
+from tests.timing import HANG_S, SHORT_S, WAIT_S, wait_until
 
 MARK = "seconds-of-a-daemon"
 
@@ -50,15 +51,12 @@ def adopts_orphans() -> None:
 
 def sandbox_processes() -> set[psutil.Process]:
     """Return all sandbox processes that descend from this process."""
-    return {process for process in psutil.Process().children(recursive=True) if is_of_a_sandbox(process)}
+    return set(matching(psutil.Process().children(recursive=True), is_of_a_sandbox))
 
 
 def is_of_a_sandbox(process: psutil.Process) -> bool:
-    try:
-        line = " ".join(process.cmdline())  # empty for a zombie
-        return (process.name() == "bwrap" and bool(line)) or MARK in line or "megarl sandbox agent" in line
-    except psutil.NoSuchProcess:
-        return False
+    line = " ".join(process.cmdline())  # empty for a zombie
+    return (process.name() == "bwrap" and bool(line)) or MARK in line or "megarl sandbox agent" in line
 
 
 @contextmanager
@@ -72,7 +70,7 @@ def nothing_left(within_s: float = 0.0) -> Iterator[None]:
     wait_until(lambda: sandbox_processes() <= before, lambda: sandbox_processes() - before, within_s)
     assert open_files() == files
     if within_s == 0:
-        wait_until(lambda: zombies() <= others)  # asyncio's thread notices late that a process has ended
+        wait_until(lambda: zombies() <= others)  # asyncio's thread may notice late that a process has exited
     for pid in zombies() - others:
         os.waitpid(pid, 0)
 
@@ -82,7 +80,10 @@ def zombies() -> set[int]:
 
     Other tests, such as those of process pools, may have left children that exit later.
     """
-    return {child.pid for child in psutil.Process().children() if child.status() == psutil.STATUS_ZOMBIE}
+    return {
+        child.pid
+        for child in matching(psutil.Process().children(), lambda child: child.status() == psutil.STATUS_ZOMBIE)
+    }
 
 
 def open_files() -> set[str]:
@@ -151,8 +152,10 @@ def test_unstopped_sandbox_ends_with_its_event_loop(provider):
 
 def test_program_is_stopped_at_the_sandbox_deadline(provider):
     async def run() -> list[str | None]:
-        async with await provider.start(deadline_s=0.6) as sandbox:
-            limits = [(await sandbox.run(["sleep", length])).limit for length in ("0.01", "600", "0.01")]
+        async with await provider.start(deadline_s=WAIT_S) as sandbox:
+            limits = [(await sandbox.run(["true"])).limit]
+            sandbox._deadline = asyncio.get_running_loop().time() + SHORT_S
+            limits += [(await sandbox.run(["sleep", str(HANG_S)])).limit, (await sandbox.run(["true"])).limit]
             assert sandbox.remaining_s == 0
             return limits
 

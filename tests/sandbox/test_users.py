@@ -12,9 +12,10 @@ import psutil
 import pytest
 
 from megarl.sandbox.bubblewrap import Bubblewrap
+from tests.children import matching
 from tests.paths import ROOT
 from tests.sandboxes import limits, printed
-from tests.timing import WAIT_S
+from tests.timing import HANG_S, POLL_S, WAIT_S
 
 RIGHTS = """
     import os
@@ -71,11 +72,11 @@ def test_root_has_no_capabilities_in_a_sandbox(drops_root, outside):
     async def owner() -> int:
         async with await provider.start() as sandbox:
             name = f"of-user-{outside}"
-            call = asyncio.create_task(sandbox.run(["bash", "-c", f"exec -a {name} sleep 1"]))
-            await asyncio.sleep(0.5)
-            processes = psutil.process_iter(["cmdline", "uids"])
-            [owner] = [one.info["uids"].real for one in processes if (one.info["cmdline"] or [""])[0] == name]
-            assert (await call).succeeded
+            call = asyncio.create_task(sandbox.run(["bash", "-c", f"exec -a {name} sleep {HANG_S}"]))
+            while not (sleeping := matching(psutil.process_iter(), lambda one: one.cmdline()[:1] == [name])):
+                await asyncio.sleep(POLL_S)
+            [owner] = [process.uids().real for process in sleeping]
+            call.cancel()
         return owner
 
     assert asyncio.run(owner()) == outside

@@ -17,7 +17,7 @@ def pass_at_k(group: Sequence[Member], k: int, pass_at_k_baseline: str, std: str
     deviation over the k-subsets, or `against_without`.
 
     Args:
-        k: subset size. If rewards failed, it is reduced to the number of remaining samples. With
+        k: subset size. If some rewards failed, it is at most the number of remaining samples. With
             pass_at_k_baseline="all" it is at most one less than that number, since all samples would share the only
             subset of full size.
         std: "none" skips the division. "population" uses the population standard deviation, because all k-subsets are
@@ -96,8 +96,8 @@ def _check(rewards: Sequence[float], k: int) -> None:
 
 
 def k_is_at_most_the_group_size(options: Options, samples_per_prompt: int) -> str | None:
-    """k is at most the number of samples. With the baseline over all subsets it must be less: n samples have only one
-    subset of size n, which contains every sample."""
+    """Require that k is at most the number of samples, or less with the baseline over all subsets: n samples have only
+    one subset of size n, which contains every sample."""
     k, all_sets = options["k"], options["pass_at_k_baseline"] == "all"
     if samples_per_prompt < 2:  # rejected for every group estimator
         return None

@@ -29,5 +29,5 @@ SPEC = PolicyObjective(
     paper="TRPO's penalty form, arXiv 1502.05477; PPO, arXiv 1707.06347, eq. 8",
     loss=kl_penalty,
     parameters={"penalty": (PositiveFloat, 1.0)},
-    of_steps={"penalty_target": (PositiveFloat | None, None)},
+    step_parameters={"penalty_target": (PositiveFloat | None, None)},
 )

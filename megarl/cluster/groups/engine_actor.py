@@ -34,7 +34,8 @@ Parameters = Mapping[str, tuple[tuple[int, ...], str]]
 
 @dataclass(slots=True)
 class _Generating:
-    """A running call to `generate`. num_tokens: number of tokens in its finished samples."""
+    """A running call to `generate`. num_tokens: number of tokens in its finished samples and, once it is aborted, in
+    its unfinished ones."""
 
     requests: Sequence[SamplingRequest]
     samples: asyncio.Future[list[Sample]]
@@ -42,7 +43,8 @@ class _Generating:
 
 
 class EngineProcess(VllmActor):
-    """One engine. Ray runs its calls in one event loop, so others can run while `generate` waits for its samples."""
+    """One engine. Ray runs all calls in one event loop, so other calls can run while `generate` waits for its
+    samples."""
 
     @abstractmethod
     def _make_engine(self, arguments: Mapping[str, Any]) -> Engine:
@@ -97,10 +99,10 @@ class EngineProcess(VllmActor):
             call.num_tokens += self._worker.num_unfinished_tokens({request.sample_id for request in call.requests})
             call.samples.cancel()
 
-    async def exchange(self, maker: str, turns: Turns, abandoned: Collection[int]) -> Exchanged:
-        """Start turns for a process that runs rollouts, and return the finished turns. See EngineTurns."""
+    async def exchange(self, process: str, turns: Turns, abandoned: Collection[int]) -> Exchanged:
+        """Start turns for an environment process, given by name, and return the finished turns. See EngineTurns."""
         with self._end_if_rank_died():
-            return await self._turns[maker].exchange(turns, abandoned)
+            return await self._turns[process].exchange(turns, abandoned)
 
 
 @ray.remote(**ASYNC_OPTIONS)

@@ -127,7 +127,7 @@ class EngineGroup(VllmGroup):
         """Whether the engines load weights through vLLM's loader, which may transform them."""
 
     def start(self) -> Pending[None]:
-        """Start the engines, check whether a plan can write their parameters in place, and put them to sleep."""
+        """Start the engines, check whether a plan can write their parameters in place, and put the engines to sleep."""
         described = self._start().then(lambda _: self._describe_parameters.on_first())
         return described.then(self._check_parameters).then(lambda _: self.sleep(keeps_weights=False))
 
@@ -137,9 +137,9 @@ class EngineGroup(VllmGroup):
         return self._start().then(lambda _: self._hold(version)).then(lambda _: None)
 
     def _check_parameters(self, described: tuple[Sequence[Parameters], Sequence[str]]) -> None:
-        """Switch to sending whole tensors if kernels have repacked parameters, or if the parameters differ from those
-        of the model family in more than padded experts. `described` holds the parameters of each worker in the first
-        engine, and the names of kernels that repack parameters."""
+        """Switch to sending whole tensors if kernels repack parameters, or if the parameters differ from those of the
+        model family by more than the padding of experts. `described` contains the parameters of each worker in the
+        first engine, and the names of kernels that repack parameters."""
         workers, repacking = described
         self._holders = self._make_holders(padded_experts(workers[0]))
         mismatched = [
@@ -161,8 +161,8 @@ class EngineGroup(VllmGroup):
         return self._switch(self._resume, self._pauses)
 
     def sleep(self, keeps_weights: bool) -> Pending[None]:
-        """Free device memory until the next refit if rollout.sleep is set. See Engine.sleep. Weights can be discarded
-        if the refit replaces all of them, but not with vLLM's own loader, which may skip some."""
+        """Free device memory until the next refit if rollout.sleep is set. See Engine.sleep. The weights are kept if
+        `keeps_weights` is true, and always with vLLM's own loader, because its refits may not replace all of them."""
         return self._switch(self._sleep, self._sleeps, keeps_weights or self.by_loader)
 
     def _switch(self, call: RemoteCall[None, Any, *Ts], applies: bool, *arguments: *Ts) -> Pending[None]:
@@ -203,18 +203,18 @@ class EngineGroup(VllmGroup):
     def generate(
         self, groups: Sequence[Sequence[SamplingRequest]], listener: ActorHandle | None = None
     ) -> Pending[list[Sampled]]:
-        """Sample responses for the requests of each prompt. The result has their samples in the same shape and order.
-        If an engine is lost in the meantime, its requests go to the remaining engines. The method `begin` of the actor
-        `listener` receives each sample as soon as it is complete."""
+        """Sample responses for the requests of each prompt. For each prompt, in order, the result contains its samples
+        or Aborted. If an engine is lost in the meantime, its requests go to the remaining engines. The method `begin`
+        of the actor `listener` receives each sample as soon as it is complete."""
         return self.route(groups, partial(self._sample, listener), self._abort)
 
     def route(self, groups: Requests, run: Run, abort: Abort) -> Pending[list[Sampled]]:
-        """Run the rollouts of each group on one of the engines. The result has their samples by group. The groups of a
-        lost engine run on the remaining ones.
+        """Run the rollouts of each group on one of the engines. For each group, in order, the result contains its
+        samples or Aborted. The groups of a lost engine run on the remaining engines.
 
         Args:
-            run: function that starts the rollouts for each engine's requests, by engine name. Its result has the
-                samples of each rollout, or Aborted, without lost engines.
+            run: function that takes each engine's requests, by engine name, and starts the rollouts. Its result omits
+                lost engines and maps each other engine to the samples of each rollout, or to Aborted.
             abort: function that aborts groups on an engine.
         """
         names = [[request.sample_id for request in group] for group in groups]
@@ -239,10 +239,11 @@ class EngineGroup(VllmGroup):
             values = answers.values.items()
             return {name: value if isinstance(value, Aborted) else attach(name, value) for name, value in values}
 
-        return self._submit(GENERATE, {name: own[0] for name, own in refs.items()}).then(by_engine)
+        return self._submit(GENERATE, {name: outputs[0] for name, outputs in refs.items()}).then(by_engine)
 
     def generate_on_each(self, requests_of: Callable[[str], Sequence[SamplingRequest]]) -> Pending[dict[str, Group]]:
-        """Sample requests on every live engine, given by engine name. The result has the samples by engine name."""
+        """Sample the requests that `requests_of` returns for each live engine. The result has the samples by engine
+        name."""
         requests = {name: requests_of(name) for name in self.names}
 
         def collect(answers: Answered) -> dict[str, Group]:

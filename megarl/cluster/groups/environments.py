@@ -35,8 +35,8 @@ A = TypeVar("A")
 @ray.remote(**ASYNC_OPTIONS)
 class EnvironmentActor(AsyncProcessActor):
     """A process that runs many rollouts concurrently in one event loop, with the environments in separate processes.
-    The processes for training last for the whole run. An evaluation set has its own processes for one evaluation, so
-    every evaluation starts from the same state and does not affect the training environments."""
+    The processes of the training environments live for the whole run. Each evaluation starts new processes, so it
+    always starts from the same state and does not affect the training environments."""
 
     def __init__(self, process: Process, logs: Path):
         super().__init__(process, logs)
@@ -154,7 +154,7 @@ class EnvironmentGroup(WorkerGroup):
         session.watch(self._actors)
         self._config, self._model_folder, self._engines = config, model_folder, engines
         self._process_of = dict(zip(engines.router.engines, actors, strict=True))
-        """Engine name -> name of the environment process beside it."""
+        """Engine name -> name of its environment process."""
 
     @remote(timeout="start")
     def _start(self, config: Config, model_folder: Path) -> None: ...
@@ -173,9 +173,9 @@ class EnvironmentGroup(WorkerGroup):
         return self._start(self._config, self._model_folder)
 
     def generate(self, groups: Requests, listener: ActorHandle) -> Pending[list[Sampled]]:
-        """Run the rollouts for each prompt. The result has their samples by prompt. If an engine is lost in the
-        meantime, its rollouts restart on the remaining engines. The method `begin` of the actor `listener` receives
-        each rollout's samples as soon as the rollout finishes."""
+        """Run the rollouts for each prompt. For each prompt, in order, the result contains its samples or Aborted. If
+        an engine is lost in the meantime, its rollouts restart on the remaining engines. The method `begin` of the
+        actor `listener` receives each rollout's samples as soon as the rollout finishes."""
         return self._generate(groups, self._train, listener)
 
     def evaluate(self, groups: Requests, set_config: Config) -> Pending[list[Sampled]]:
@@ -198,8 +198,8 @@ class EnvironmentGroup(WorkerGroup):
 
             def by_engine(answers: Answers) -> Answered:
                 values = self._session.trace.add("generate", answers)
-                found = {engine: values[self._process_of[engine]] for engine in requests}
-                return {engine: value for engine, value in found.items() if value is not None}
+                results = {engine: values[self._process_of[engine]] for engine in requests}
+                return {engine: value for engine, value in results.items() if value is not None}
 
             return self._session.submit(calls, self.phase(call.method), call.method.timeout).then(by_engine)
 

@@ -1,5 +1,5 @@
-"""Scoring of evaluation samples. Their reward functions run in separate processes, because functions that score
-training samples may keep state that an evaluation must not change."""
+"""Score evaluation samples. Their reward functions run in separate processes, because functions that score training
+samples may keep state that an evaluation must not change."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class SetScorer:
         self._pool = pool
 
     async def score(self, samples: Sequence[Sample], version: int, file: Path) -> list[Score]:
-        """Score each sample by its whole rollout, and write the samples as text to a JSONL file."""
+        """Score each sample with the results for its whole rollout, and write the samples as text to a JSONL file."""
         judged = [sample for sample in samples if is_judged(sample)]
         judging = asyncio.gather(*(judge_single(self._pool, self._single, sample) for sample in judged))
         single, batch = await asyncio.gather(judging, judge_batch(self._pool, judged))

@@ -72,7 +72,7 @@ class WorkerGroup:
     """The processes in one role. A remote method runs in all of them and returns a Pending with their results."""
 
     title: ClassVar[str]
-    """Name of the actor class, which starts the title of its processes."""
+    """Name of the actor class. The titles of its processes start with this name."""
 
     def __init__(self, session: Session, role: str, actors: Mapping[str, ActorHandle]):
         """`role` names the group in error messages, and `actors` are keyed by process name."""

@@ -118,7 +118,8 @@ class RankGroup(WorkerGroup):
 
     @remote(timeout="start")
     def close(self) -> None:
-        """Leave the process group on all ranks at once. To its peers, leaving alone would look like a crash."""
+        """Leave the process group on all ranks at once, because a rank that leaves alone looks like a crash to its
+        peers."""
 
     def start(self) -> Pending[None]:
         """Open the rendezvous on rank 0, then build the model on all ranks."""

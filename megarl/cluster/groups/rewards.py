@@ -120,7 +120,7 @@ class RewardWorker:
             del self._ended[name]
 
     def close(self) -> None:
-        """Stop the processes that run the user's functions. Without this call, they stop when this process ends."""
+        """Stop the processes that run the user's functions. Without this call, they exit when this process exits."""
         self._pool.close()
         self._evaluation.close()
 
@@ -312,7 +312,7 @@ class RewardGroup(WorkerGroup):
         return actor
 
     def forget(self, rollout_ids: Collection[str]) -> None:
-        """Drop the samples from these rollouts, because their scores are no longer needed."""
+        """Cancel the scoring of samples from these rollouts, whose scores are no longer needed."""
         self.listener.forget.remote(set(rollout_ids))
 
     def start(self) -> Pending[list[None]]:

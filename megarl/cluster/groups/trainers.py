@@ -149,13 +149,12 @@ class TrainerGroup(RankGroup):
 
     @remote(timeout="update", join=join_by_sample)
     def take_advantages(self) -> dict[str, float]:
-        """Collect from the ranks the mean advantage of each trained sample over its trained tokens, keyed by sample
-        id."""
+        """Collect each trained sample's mean advantage over its trained tokens from the ranks, keyed by sample id."""
         ...
 
     @remote(timeout="update", join=join_by_sample)
     def take_token_details(self) -> dict[str, dict[str, list[float]]]:
-        """Take from the ranks the per-token details for a few samples, by sample id and name."""
+        """Collect the per-token details of a few samples from the ranks, by sample id and name."""
         ...
 
     @remote(timeout="update")
@@ -316,7 +315,8 @@ class TrainerGroup(RankGroup):
         return make_plan(holders, [peft_holder(read_config(self._model_folder), lora.rank, lora.share_experts)])
 
     def save_checkpoint(self, checkpoint: Path) -> Pending[list[None]]:
-        """Start writing the model's state to a checkpoint. The Pending is ready when all ranks have copied it."""
+        """Start writing the model's state to a checkpoint. The Pending is ready when all ranks have copied their
+        state."""
         (checkpoint / self._checkpoint_folder).mkdir()
         return self._save_checkpoint(checkpoint)
 

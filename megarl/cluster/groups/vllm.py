@@ -23,7 +23,7 @@ from megarl.cluster.failure import cause, write_stacks
 from megarl.cluster.groups.group import ProcessActor, TimedResult, WorkerGroup
 from megarl.cluster.groups.remote import RemoteMethod, remote
 from megarl.cluster.network import LOOPBACK
-from megarl.cluster.nodes.gathering import VERDICT_S
+from megarl.cluster.nodes.gathering import NODE_LOSS_S
 from megarl.cluster.pending import Answers, Pending, outcome
 from megarl.cluster.placement import Process
 from megarl.cluster.session import Session
@@ -59,7 +59,7 @@ class VllmActor(ProcessActor):
         _prepare(process, self._is_batch_invariant)
         self._config, self._model_folder, self._other_nodes, self._logs = config, model_folder, other_nodes, logs
         self._others: dict[str, tuple[object, ray.ObjectRef]] = {}
-        """Handles that keep the actors of the engine's other parts alive, each with a call that runs as long."""
+        """Actor handles, which keep the engine's other parts alive, each with a call that runs until the part exits."""
 
     @staticmethod
     def is_batch_invariant(config: Config) -> bool:
@@ -98,9 +98,9 @@ class VllmActor(ProcessActor):
         self._store = open_store(host, None, self._config.cluster.timeouts.start)
         print(f"{self._process.name}: rendezvous of its parts at {host}:{self._store.port}", flush=True)
         first, *others = [part_arguments(part.part_number, len(parts), host, self._store.port) for part in parts]
-        for process, node, own in zip(self._process.rest, self._other_nodes, others, strict=True):
+        for process, node, overrides in zip(self._process.rest, self._other_nodes, others, strict=True):
             actor = PartActor.options(scheduling_strategy=node).remote(process, self._logs, self._is_batch_invariant)
-            self._others[process.name] = actor, actor.serve.remote(dict(arguments) | own)
+            self._others[process.name] = actor, actor.serve.remote(dict(arguments) | overrides)
         threading.Thread(target=self._end_with_others, name="other parts", daemon=True).start()
         return first
 
@@ -114,7 +114,7 @@ class VllmActor(ProcessActor):
 
     @contextmanager
     def _end_if_rank_died(self) -> Iterator[None]:
-        """If the body raises and one of the engine's ranks has died, end this process, because the engine is lost."""
+        """If the body raises and one of the engine's ranks has died, exit this process, because the engine is lost."""
         try:
             yield
         except Exception:
@@ -125,12 +125,12 @@ class VllmActor(ProcessActor):
     def _has_lost_a_part(self) -> bool:
         """Return whether one of the engine's other parts has exited. Wait long enough for Ray to notice an exit."""
         calls = [call for _, call in self._others.values()]
-        return bool(calls and ray.wait(calls, num_returns=1, timeout=VERDICT_S)[0])
+        return bool(calls and ray.wait(calls, num_returns=1, timeout=NODE_LOSS_S)[0])
 
 
 @ray.remote(num_cpus=0, max_restarts=0)
 class PartActor(ProcessActor):
-    """An engine's ranks on one node, except on the engine's first node."""
+    """An engine's ranks on a node other than the engine's first node."""
 
     def __init__(self, process: Process, logs: Path, batch_invariant: bool):
         super().__init__(process, logs)
@@ -138,15 +138,15 @@ class PartActor(ProcessActor):
 
     @ray.method
     def serve(self, arguments: Mapping[str, Any]) -> str:
-        """Start the ranks, and return an error message when a rank has died. End this process and its ranks as soon as
-        the engine's first part is gone, because Ray would take half a minute longer to do so."""
+        """Start the ranks, and return an error message when a rank has died. Exit this process and its ranks as soon as
+        the engine's first part has exited, because Ray would take half a minute longer to do so."""
         with imports():
             from megarl.cluster.store import is_open, join_store
             from megarl.rollout.vllm.part import PartRanks, set_rendezvous_address
         set_rendezvous_address(ray.util.get_node_ip_address())
         ranks = PartRanks(arguments)
         segments.note(own_scratch())
-        store = join_store(arguments["master_addr"], arguments["master_port"], None, VERDICT_S)
+        store = join_store(arguments["master_addr"], arguments["master_port"], None, NODE_LOSS_S)
         while not ranks.died.wait(CHECK_S):
             if not is_open(store):
                 end_process()
@@ -154,7 +154,7 @@ class PartActor(ProcessActor):
 
 
 def end_process() -> None:
-    """End this process and the engine's ranks on this node because the engine is lost."""
+    """Exit this process and terminate the engine's ranks on this node, because the engine is lost."""
     processes.end_descendants()
     os._exit(1)
 
@@ -246,7 +246,7 @@ class VllmGroup(WorkerGroup):
             phase: phase of the run, named in the message about a lost engine.
             names: the name of each request.
             run: function that takes the requests of each engine, by engine name, and starts them. Its result omits lost
-                engines. Each other engine has a list of results per request, or Aborted.
+                engines and maps each other engine to a list of results per request, or to Aborted.
             abort: function that aborts groups on an engine.
         """
         submission = Submission(self.router, names, abort)
@@ -265,7 +265,8 @@ class VllmGroup(WorkerGroup):
         return attempt()
 
     def drop(self, lost: Collection[str], phase: str) -> None:
-        """Remove the lost engines and restart them. Raise RunFailure if no engine is left."""
+        """Remove the lost engines, and restart them if `restarts` is set. Raise RunFailure if no engine is left, unless
+        work may wait for a restarting one."""
         # Another call may have noticed the loss first.
         lost = [name for name in lost if name in self._actors]
         for name in lost:
@@ -328,7 +329,8 @@ class VllmGroup(WorkerGroup):
         return f"Continuing with {len(self._actors)} of {len(self._processes)} {self.role}s"
 
     def _watch(self) -> None:
-        """Watch the engines whose loss ends the run, so that it ends every wait. Calls notice other losses."""
+        """If the loss of any engine would end the run, watch the engines, so that a loss interrupts every wait.
+        Otherwise, only calls to a lost engine notice its loss."""
         self._session.unwatch(self._processes)
         if not self.may_fail:
             self._session.watch(self._actors)

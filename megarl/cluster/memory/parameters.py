@@ -75,7 +75,8 @@ class Models:
         reward: Mapping[str, Any] | None = None,
         lora: Lora | None = None,
     ) -> Models:
-        """Create the models from their config.json files, which include heads. `lora` are the actor's adapters."""
+        """Create the models from their config.json files, which include heads. `lora` describes the actor's
+        adapters."""
         return cls({role: ModelParameters(c, lora if role == "actor" else None) for role, c in trained.items()}, reward)
 
     @property
@@ -83,10 +84,10 @@ class Models:
         return self.trained["actor"]
 
 
-def least_host_bytes(config: Config, models: Models, policy: ModelParameters) -> dict[str, int]:
+def min_host_bytes(config: Config, models: Models, policy: ModelParameters) -> dict[str, int]:
     """Return the host memory in bytes that models and engines always hold, by purpose.
 
-    Activations, KV caches and the processes' own memory come on top, so a machine with less memory cannot run the
+    Activations, KV caches and the processes' own memory are not included, so a machine with less memory cannot run the
     config.
 
     Args:

@@ -37,7 +37,7 @@ class RankMemory:
         gradients: P · 4, or A · 4 with adapters: the float32 buffer in which gradients are accumulated and reduced.
         optimizer: P / d · 8, or P / d · 12 for 2-byte weights: Adam's two moments and the main weights, sharded
             over d = dp · cp data-parallel ranks. Experts are sharded over the d = tp · cp · dp / (etp · ep) ranks that
-            hold the same ones. Adapters are float32 and take A / d · 8.
+            hold the same experts. Adapters are float32 and take A / d · 8.
         activations: outputs that the layers keep for microbatches whose backward pass has not yet run.
         head: hidden states of the scored rows, their gradient, and one tile of logits; on the last stage only.
     """
@@ -154,13 +154,13 @@ def stage_memory(
     return RankMemory(
         weights=held.weight_bytes(num_bytes),
         gradients=held.trained * FLOAT32,
-        optimizer=range_size(layout, held) * (8 if num_bytes == FLOAT32 or held.adapters is not None else 12),
+        optimizer=optimizer_shard_size(layout, held) * (8 if num_bytes == FLOAT32 or held.adapters is not None else 12),
         activations=_activations(shape, layout, held.layers, in_flight, rank_tokens, num_bytes, recompute),
         head=_head(shape, layout, rank_tokens, rank_rows, num_bytes) if held.is_last else 0,
     )
 
 
-def range_size(layout: Layout, held: RankParameters) -> int:
+def optimizer_shard_size(layout: Layout, held: RankParameters) -> int:
     """Return the number of parameters that a rank updates, P / d as in RankMemory."""
     dense = (held.trained - held.trained_experts) // (layout.dp * layout.cp)
     return dense + held.trained_experts * layout.expert_tp * layout.ep // (layout.tp * layout.cp * layout.dp)
@@ -170,7 +170,7 @@ def saved_bytes(layout: Layout, held: RankParameters, num_bytes: int) -> int:
     """Return the number of bytes that a rank writes to a checkpoint, P / d · (b + 12): the weights that it updates (b
     bytes each), and their main weights and Adam moments in float32."""
     weight_bytes = num_bytes if held.adapters is None else FLOAT32
-    return range_size(layout, held) * (weight_bytes + 3 * FLOAT32)
+    return optimizer_shard_size(layout, held) * (weight_bytes + 3 * FLOAT32)
 
 
 def forward_bytes(

@@ -22,7 +22,7 @@ from megarl.resharding.planning.communicators import CONNECTION, EXCHANGE_CHANNE
 
 MIB, GIB = 2**20, 2**30
 
-MOST_SEQUENCES = 1024
+MAX_SEQUENCES = 1024
 """vLLM's default for the maximum number of concurrent sequences on GPUs with 70 GiB or more."""
 
 CONTEXTS, NCCL, FP8, FRAGMENTS = "CUDA contexts", "NCCL", "fp8 copies of weights", "fragments"
@@ -65,7 +65,7 @@ LAYER_GRAPH = 0.38 * MIB
 within vLLM's documented range of 1 to 3 GiB."""
 
 
-def together(*items: Mapping[str, float]) -> dict[str, float]:
+def sum_by_name(*items: Mapping[str, float]) -> dict[str, float]:
     """Add up the items of several processes by name, and leave out items of size 0."""
     names = dict.fromkeys(name for each in items for name in each)
     sums = {name: sum(each.get(name, 0.0) for each in items) for name in names}
@@ -102,7 +102,7 @@ def gpu_reserve(
         items.append(engine_reserve(config, engine, gpus_per_node))
     if reward is not None:
         items.append(_reward_model_reserve(config, reward, gpus_per_node))
-    return together(*items)
+    return sum_by_name(*items)
 
 
 def trainer_reserve(settings: Placed, shape: ModelShape, matrices: int, gpus_per_node: int) -> dict[str, float]:
@@ -222,7 +222,7 @@ def _reward_model_reserve(config: Config, shape: ModelShape, gpus_per_node: int)
     activations += _workspace(settings.vllm_overrides, shape, settings.layout.tp, tokens)
     held = {**items, "reward model: activations": activations * item_bytes(config)}
     if settings.judges:
-        sequences = min(settings.vllm_overrides.get("max_num_seqs", MOST_SEQUENCES), tokens)
+        sequences = min(settings.vllm_overrides.get("max_num_seqs", MAX_SEQUENCES), tokens)
         copies = _copies_of_logits(settings.layout.tp, changed=True)
         held["reward model: logits"] = sequences * shape.vocab * FLOAT32 * copies
     return held
@@ -247,7 +247,7 @@ def _num_graphs(overrides: Mapping[str, Any], tokens: int) -> int:
         return 0
     sizes = compilation.get("cudagraph_capture_sizes") or overrides.get("cudagraph_capture_sizes")
     if sizes is None:
-        largest = min(CAPTURED, 2 * overrides.get("max_num_seqs", MOST_SEQUENCES), tokens)
+        largest = min(CAPTURED, 2 * overrides.get("max_num_seqs", MAX_SEQUENCES), tokens)
         sizes = [size for size in (1, 2, 4, *range(8, 256, 8), *range(256, CAPTURED + 1, 16)) if size <= largest]
     return GRAPH_SETS * len(sizes)
 
@@ -266,13 +266,13 @@ def sampling_reserve(config: Config, shape: ModelShape) -> dict[str, float]:
     changed = rollout.temperature != 1 or rollout.top_k is not None or rollout.top_p < 1
     return {
         ACTIVATIONS: _activations(shape, rollout.tp, tokens) * item_bytes(config),
-        LOGITS: most_sequences(rollout) * shape.vocab * FLOAT32 * _copies_of_logits(rollout.tp, changed),
+        LOGITS: max_sequences(rollout) * shape.vocab * FLOAT32 * _copies_of_logits(rollout.tp, changed),
     }
 
 
-def most_sequences(rollout: Rollout) -> int:
+def max_sequences(rollout: Rollout) -> int:
     """Return the maximum number of sequences that an engine samples concurrently."""
-    return min(rollout.vllm_overrides.get("max_num_seqs", MOST_SEQUENCES), batched_tokens(rollout))
+    return min(rollout.vllm_overrides.get("max_num_seqs", MAX_SEQUENCES), batched_tokens(rollout))
 
 
 def _activations(shape: ModelShape, tp: int, tokens: int) -> float:

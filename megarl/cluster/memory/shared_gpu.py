@@ -1,4 +1,4 @@
-"""Closed-form estimate of the memory on a GPU that models and an engine share."""
+"""Closed-form estimate of the memory usage of a GPU that models and an engine share."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _reserve(
     return gpu_reserve(config, held, engine, scorer, gpus_per_node)
 
 
-def staying(config: Config, role: Role, states: Mapping[str, float]) -> dict[str, float]:
+def resident_states(config: Config, role: Role, states: Mapping[str, float]) -> dict[str, float]:
     """Return the bytes of a model's state that stay on the GPU while a different model or an engine computes there.
     `states` maps each state's name in the key `offload` to its bytes."""
     return {part: size for part, size in states.items() if part not in config.placed(role).offload}
@@ -116,7 +116,7 @@ def engine_loads(
         """Return the bytes on the GPU while this model's weights are loaded."""
         resident = {}
         for role, states in models.items():
-            kept = staying(config, role, states)
+            kept = resident_states(config, role, states)
             parts = [part for part in states if part in kept or (role == loaded and part == "parameters")]
             if parts:
                 names = ", ".join(parts).replace("parameters", "weights")
@@ -128,7 +128,7 @@ def engine_loads(
     phases: dict[Role, str] = {"actor": "while the engine receives weights"}
     if config.checkpoint.may_be_saved:
         phases |= {role: f"while the {role} is saved" for role in models if role != "actor"}
-    stay = {role: staying(config, role, states) for role, states in models.items()}
+    stay = {role: resident_states(config, role, states) for role, states in models.items()}
     kept = {f"{role}: {part}": size for role, parts in stay.items() for part, size in parts.items()}
     rollout = {**kept, "engine: weights": engine, "engine: KV cache": config.rollout.kv_cache_gib * GIB}
     return [
@@ -152,7 +152,8 @@ def staging_parts(config: Config, engine_bytes: float, gpus_per_node: int) -> di
 
 
 def _states(config: Config, settings: Trained, hf_config: Mapping[str, Any], gpu: int) -> dict[str, int]:
-    """Return the bytes of each state whose size is certain, by its name in `offload`; empty without a rank here."""
+    """Return the bytes of each state whose size is certain, by its name in `offload`; empty if the GPU has no rank of
+    the model."""
     span = device_spans(config)[NAMES[settings.section]]
     if gpu not in span:
         return {}

@@ -1,4 +1,4 @@
-"""The driver's wait for the run's other nodes."""
+"""Wait for the run's other nodes to join, and detect lost nodes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megarl.cluster.nodes.rendezvous import NodeRendezvous, Report
 from megarl.core.errors import RunFailure, UserError
 
 POLL_S = 0.2
-VERDICT_S = 30.0
+NODE_LOSS_S = 30.0
 """Seconds that Ray's health checks need to detect a lost node. See session.HEALTH_CHECKS."""
 
 

@@ -1,4 +1,5 @@
-"""`megarl join`, which runs on every node except the first: it starts Ray for the driver and ends with the run."""
+"""`megarl join`, which runs on every node except the first: it starts Ray for the driver and exits when the run
+ends."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ MARGIN_S = 15.0
 """Seconds that the driver may need to end the run after its grace period."""
 
 CONNECT_S, LOST_S = 2.0, 30.0
-"""Timeout of a connection to the first node, and time without one after which it counts as lost, in seconds."""
+"""Timeout in seconds for connecting to the first node, and seconds without a connection after which that node counts as
+lost."""
 
 
 def main(folder: Path, scratch: Path, timeout_s: float) -> int:
@@ -45,11 +47,11 @@ def join(rendezvous: NodeRendezvous, scratch: Path, timeout_s: float) -> None:
     """Take part in a run until its driver ends it.
 
     A signal to this node does not end the process at once, because the driver may save a checkpoint first. The process
-    ends when the driver has ended the run or checkpoint.grace_s has passed.
+    exits when the driver has ended the run, or shortly after checkpoint.grace_s has passed.
 
     Raises:
         UserError: this node cannot join, or no invitation arrives before the timeout.
-        RunFailure: the first node is lost, or Ray has ended on this node.
+        RunFailure: the first node is lost, or Ray has exited on this node.
         KeyboardInterrupt: a signal ended the run.
     """
     while True:
@@ -81,7 +83,7 @@ def _take_part(rendezvous: NodeRendezvous, invitation: Invitation, scratch: Path
             stderr=subprocess.STDOUT,
         )
         answered, first_node = 0, FirstNode(invitation)
-        while ray.poll() is None and _is_on(rendezvous, invitation) and first_node.answers():
+        while ray.poll() is None and _is_current(rendezvous, invitation) and first_node.answers():
             time.sleep(POLL_S)
             if memory.peak_gb() != report.peak_gb:
                 report = replace(report, peak_gb=memory.peak_gb())
@@ -90,7 +92,7 @@ def _take_part(rendezvous: NodeRendezvous, invitation: Invitation, scratch: Path
             if number > answered:
                 answered = number
                 processes.request_stacks(files)
-    if not _is_on(rendezvous, invitation):
+    if not _is_current(rendezvous, invitation):
         return
     if not first_node.answers():
         raise RunFailure(
@@ -130,7 +132,7 @@ def _await_invitation(rendezvous: NodeRendezvous, timeout_s: float) -> Invitatio
         if time.monotonic() > deadline:
             raise UserError(
                 f"no multi-node run started in this folder within {timeout_s:g} s. Fix: start megarl train with "
-                "cluster.nodes above 1, and pass its run folder on a file system that all nodes share"
+                "cluster.nodes above 1, and pass its run folder, which must be on a file system that all nodes share"
             )
         time.sleep(POLL_S)
     return invitation
@@ -157,7 +159,7 @@ def _report(invitation: Invitation) -> Report:
     return Report(name, invitation.id, address, usable_cores(), gpus, problem=problem)
 
 
-def _is_on(rendezvous: NodeRendezvous, invitation: Invitation) -> bool:
+def _is_current(rendezvous: NodeRendezvous, invitation: Invitation) -> bool:
     now = rendezvous.invitation()
     return now is not None and now.id == invitation.id
 

@@ -1,6 +1,6 @@
 """The rendezvous for a run's nodes: a folder inside the run's folder, on a file system that all nodes share.
 
-Files are replaced as a whole and found by name, so no locks are needed.
+Files are replaced atomically and found by name, so no locks are needed.
 
     invitation.json     written by the driver: its Ray address and the information that other nodes need to join
     node-ADDRESS.json   written by the node with this address: its resources and peak memory
@@ -64,7 +64,8 @@ class Invitation:
     grace_s: float
 
     def differing(self) -> dict[str, tuple[str | None, str | None]]:
-        """Return the packages with other versions than on the first node: name -> (version there, version here)."""
+        """Return the packages whose versions differ from the first node's: name -> (first node's version, local
+        version)."""
         local = installed_versions(PACKAGES)
         return {name: (v, local.get(name)) for name, v in self.versions.items() if local.get(name) != v}
 
@@ -140,7 +141,7 @@ class NodeRendezvous:
         _write(self._folder / STACKS, {"number": request["number"] + 1, "files": [str(file) for file in files]})
 
     def requested_stacks(self) -> tuple[int, list[Path]]:
-        """Return the last request for stack traces: its number (0 without any request) and its log files."""
+        """Return the last request for stack traces: its number (0 if there is none) and its log files."""
         request = _read(self._folder / STACKS) or {"number": 0, "files": []}
         return request["number"], [Path(file) for file in request["files"]]
 

@@ -1,4 +1,4 @@
-"""Handling of signals that end a run: the driver ends at once, or at its next safe point within a grace period."""
+"""Handle signals that end a run: the driver stops at once, or at its next safe point within a grace period."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Interrupts:
 
     @property
     def left_s(self) -> float:
-        """Seconds left in the grace period; 0 after a second signal."""
+        """Seconds left in the grace period; 0 before the first signal and after a second one."""
         if self._signaled_at is None or not self._can_cut_short:
             return 0.0
         return max(0.0, self._signaled_at + self._grace_s - time.monotonic())
@@ -50,9 +50,9 @@ class Interrupts:
 
     @contextmanager
     def grace(self, seconds: float, is_awaited: bool) -> Iterator[None]:
-        """Give the body a grace period after the first signal. The body gets KeyboardInterrupt when the period is over
-        or a second signal arrives. `is_awaited`: whether the body continues after the first signal and checks
-        `is_signaled` itself."""
+        """Give the body a grace period after the first signal. KeyboardInterrupt is raised in the body when the period
+        is over or a second signal arrives. `is_awaited`: whether the body checks `is_signaled` itself; otherwise, the
+        first signal also raises KeyboardInterrupt."""
         self._grace_s, self._is_awaited, self._can_cut_short = seconds, is_awaited, True
         try:
             yield

@@ -32,20 +32,20 @@ def adopt_orphans() -> None:
 
 
 def end_descendants(grace_s: float = 3.0, tracker_s: float = 10.0) -> None:
-    """End all descendants of this process and wait until they are gone. Send SIGTERM first, which lets processes
-    release shared memory, and SIGKILL after grace_s seconds. Python's resource trackers clean up after killed processes
-    and then exit; they have tracker_s seconds. Processes of other users are not awaited."""
+    """Terminate all descendants of this process and wait until they have exited. Send SIGTERM first, which lets
+    processes release shared memory, and SIGKILL after grace_s seconds. Python's resource trackers clean up after killed
+    processes and then exit, for which they have tracker_s seconds. Processes of other users are not awaited."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         # List the processes again for the second signal, because new ones may have started in between.
         others = [pid for pid in descendants() if not _tracks_resources(pid)]
-        _await_end([pid for pid in others if _signal(pid, number)], grace_s)
-    _await_end([pid for pid in descendants() if _signal(pid, 0)], tracker_s)
-    _await_end([pid for pid in descendants() if _signal(pid, signal.SIGKILL)], grace_s)
+        _await_exit([pid for pid in others if _signal(pid, number)], grace_s)
+    _await_exit([pid for pid in descendants() if _signal(pid, 0)], tracker_s)
+    _await_exit([pid for pid in descendants() if _signal(pid, signal.SIGKILL)], grace_s)
 
 
 def descendants() -> list[int]:
     """Return all descendants of this process. Processes hidden in /proc are found only if they are direct children.
-    After `adopt_orphans`, they become direct children when their parents end."""
+    After `adopt_orphans`, they become direct children when their parents exit."""
     children = defaultdict(list)
     for entry in PROC.iterdir():
         if entry.name.isdigit() and (parent := _parent(entry)) is not None:
@@ -63,7 +63,7 @@ def _parent(process: Path) -> int | None:
     try:
         # The name in parentheses may itself contain spaces and parentheses.
         return int((process / "stat").read_text(errors="replace").rpartition(")")[2].split()[1])
-    except OSError:  # the process has ended or is not readable
+    except OSError:  # the process has exited or is not readable
         return None
 
 
@@ -71,22 +71,22 @@ def _own_children() -> list[int]:
     """Return the children of all threads in this process, from the kernel's lists, which include hidden processes."""
     children = []
     for file in PROC.glob(f"{os.getpid()}/task/*/children"):
-        with suppress(OSError):  # the thread has ended
+        with suppress(OSError):  # the thread has exited
             children += map(int, file.read_text().split())
     return children
 
 
-def _await_end(pids: Sequence[int], timeout_s: float) -> None:
-    """Wait until these processes have ended, for at most timeout_s seconds."""
+def _await_exit(pids: Sequence[int], timeout_s: float) -> None:
+    """Wait until these processes have exited, for at most timeout_s seconds."""
     deadline = time.monotonic() + timeout_s
-    while pids := [pid for pid in pids if not _has_ended(pid)]:
+    while pids := [pid for pid in pids if not _has_exited(pid)]:
         if time.monotonic() > deadline:
             break
         time.sleep(POLL_S)
 
 
-def _has_ended(pid: int) -> bool:
-    """Return whether the process has ended. Reap it if it is a child."""
+def _has_exited(pid: int) -> bool:
+    """Return whether the process has exited. Reap it if it is a child."""
     with suppress(ChildProcessError):  # not a child of this process
         os.waitpid(pid, os.WNOHANG)
     try:
@@ -101,12 +101,12 @@ def _has_ended(pid: int) -> bool:
 def _tracks_resources(pid: int) -> bool:
     try:
         return b"multiprocessing.resource_tracker" in (PROC / str(pid) / "cmdline").read_bytes()
-    except OSError:  # the process has ended or is not readable
+    except OSError:  # the process has exited or is not readable
         return False
 
 
 def _signal(pid: int, number: int) -> bool:
-    """Send a signal. Return False if the process has ended or belongs to a different user."""
+    """Send a signal. Return False if the process has exited or belongs to a different user."""
     try:
         os.kill(pid, number)
     except (ProcessLookupError, PermissionError):
@@ -158,12 +158,12 @@ def _read_from(file: Path, start: int) -> bytes:
 def _standard_error(pid: int) -> Path | None:
     try:
         return Path(os.readlink(PROC / str(pid) / "fd/2"))
-    except OSError:  # the process has ended, has no standard error, or is not readable
+    except OSError:  # the process has exited, has no standard error, or is not readable
         return None
 
 
 def _catches(pid: int, number: int) -> bool:
-    """Return whether the process has a handler for the signal, whose default action would end the process."""
+    """Return whether the process has a handler for the signal, whose default action would terminate the process."""
     try:
         lines = (PROC / str(pid) / "status").read_text().splitlines()
     except OSError:

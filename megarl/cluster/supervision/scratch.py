@@ -23,7 +23,7 @@ long: socket paths are limited to 107 bytes."""
 NAME = re.compile(rf"{PREFIX}[a-z0-9_]{{8}}")
 """Names that `tempfile.mkdtemp` generates. Files with other names are not scratch folders."""
 
-MOST_LISTED = 3
+MAX_LISTED = 3
 """Maximum number of skipped folders that a message lists."""
 
 
@@ -43,7 +43,7 @@ _locks: list[int] = []
 
 
 def make_scratch() -> Path:
-    """Create a scratch folder. This process and its forks hold the folder's lock until the last of them ends."""
+    """Create a scratch folder. This process and its forks hold the folder's lock until the last of them exits."""
     folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=PLACE))
     hidden = folder / f".{LOCK}"
     lock = os.open(hidden, os.O_CREAT | os.O_RDONLY | os.O_CLOEXEC, 0o600)
@@ -68,8 +68,8 @@ def sweep() -> None:
         if NAME.fullmatch(folder.name) and (reason := _sweep(folder)) is not None
     ]
     if skipped:
-        rest = f" and {len(skipped) - MOST_LISTED} more" if len(skipped) > MOST_LISTED else ""
-        print(f"megarl: note: skipped scratch folders: {', '.join(skipped[:MOST_LISTED])}{rest}", flush=True)
+        rest = f" and {len(skipped) - MAX_LISTED} more" if len(skipped) > MAX_LISTED else ""
+        print(f"megarl: note: skipped scratch folders: {', '.join(skipped[:MAX_LISTED])}{rest}", flush=True)
 
 
 def _sweep(folder: Path) -> str | None:

@@ -105,7 +105,7 @@ def _used() -> set[Segment]:
 def _mapped_names(pid: int) -> set[str]:
     try:
         lines = Path(f"/proc/{pid}/maps").read_text(errors="surrogateescape").splitlines()
-    except OSError:  # the process has ended or is not readable
+    except OSError:  # the process has exited or is not readable
         return set()
     return _names(line[line.index("/") :] for line in lines if "/" in line)
 

@@ -1,6 +1,7 @@
 """The run's supervisor: a parent process that only waits and a child process that drives the run, watching each other.
 
-If either is killed, the other ends all processes in the run. Ray alone would leave some of them for a minute or more.
+If either is killed, the other terminates all processes in the run. Ray alone would leave some of them running for a
+minute or more.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ INTERRUPTED = "interrupted; stopping the run"
 def supervised(grace_s: float = 0.0) -> Iterator[Path]:
     """Run the body in a child process. The parent exits with the child's status and never enters the body.
 
-    Yields a scratch folder. When the body ends for any reason, its processes are ended and the folder is removed.
+    Yields a scratch folder. When the body exits for any reason, its processes are terminated and the folder is removed.
     SIGINT, SIGTERM and SIGHUP, sent to either process or to the run's process group, raise KeyboardInterrupt in the
     body and lead to exit status 130.
 
@@ -57,9 +58,9 @@ def supervised(grace_s: float = 0.0) -> Iterator[Path]:
     # By default, torch runs compiled code from a folder in /tmp that another user may have created.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(scratch / "inductor"))
     for number in (signal.SIGTTIN, signal.SIGTTOU):
-        signal.signal(number, signal.SIG_IGN)  # these signals stop background process groups that use the terminal
+        signal.signal(number, signal.SIG_IGN)  # they suspend background process groups that use the terminal
     processes.adopt_orphans()
-    signal_with_parent(signal.SIGINT)  # if the parent ends for any reason
+    signal_with_parent(signal.SIGINT)  # if the parent exits for any reason
     interrupts.listen({signal.SIGINT, *signals})
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
     try:
@@ -68,7 +69,7 @@ def supervised(grace_s: float = 0.0) -> Iterator[Path]:
         _print_error(INTERRUPTED)
         if os.getppid() != parent:  # the parent is lost; otherwise it cleans up
             _end(scratch)
-        # Exit at once: Ray ends this process with status 1 when it notices that the raylet is gone, and its exit
+        # Exit at once: Ray exits this process with status 1 when it notices that the raylet is gone, and exit
         # handlers crash if the interrupt arrived during Ray's startup.
         os._exit(130)
     finally:
@@ -76,7 +77,8 @@ def supervised(grace_s: float = 0.0) -> Iterator[Path]:
 
 
 def _guard(child: int, scratch: Path, signals: Collection[int], grace_s: float) -> int:
-    """Wait for the child, end its remaining processes, and return the exit status. `signals` are blocked."""
+    """Wait for the child, terminate its remaining processes, and return the exit status. `signals` are blocked on
+    entry."""
 
     signaled_at: list[float] = []
 
@@ -90,14 +92,15 @@ def _guard(child: int, scratch: Path, signals: Collection[int], grace_s: float) 
             signal.setitimer(signal.ITIMER_REAL, DEADLINE_S + (grace_s if len(signaled_at) == 1 else 0.0))
 
     def stop(*_) -> None:
-        """Stop the child's process group and this process until SIGCONT, because the terminal stops only one group."""
+        """Suspend the child's process group and this process until SIGCONT, because the terminal suspends only one
+        group."""
         with suppress(ProcessLookupError):
             os.killpg(child, signal.SIGSTOP)
             os.kill(os.getpid(), signal.SIGSTOP)
             os.killpg(child, signal.SIGCONT)
 
     def kill(number: int) -> None:
-        with suppress(ProcessLookupError):  # the child has just ended
+        with suppress(ProcessLookupError):  # the child has just exited
             os.kill(child, number)
 
     for number in signals:
@@ -126,7 +129,7 @@ def _handled_signals() -> list[int]:
 
 
 def _end(scratch: Path) -> None:
-    """End all processes of this process or its lost child. Remove their shared memory and scratch folder."""
+    """Terminate all descendants of this process. Remove the run's shared memory and scratch folder."""
     mapped = segments.mapped()
     processes.end_descendants()
     with suppress(OSError, Untrusted):  # the folder is gone, and another user has taken its name

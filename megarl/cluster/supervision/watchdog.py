@@ -1,4 +1,4 @@
-"""The watchdog, which ends the run when Ray's own processes die. The driver alone would notice late or never."""
+"""The watchdog, which stops the run when Ray's own processes die. The driver alone would notice late or never."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from megarl.cluster.supervision.processes import descendants
 
 POLL_S = 1.0
 SIGNAL_S = 1.0
-"""Seconds to wait for a signal when Ray's processes have ended: it may have been sent to the driver as well."""
+"""Seconds to wait for a signal after Ray's processes have exited: the signal that killed them may also reach the
+driver."""
 FATAL = ("raylet", "gcs_server")
 
 
 class Watchdog:
     """A thread that watches the raylet and the GCS. A run cannot survive the loss of either process, and the driver's
-    calls may hang in Ray's core. The thread therefore prints an error and exits the driver. The parent process then
-    ends all remaining processes."""
+    calls may hang in Ray's core. The thread therefore prints an error and terminates the driver. The parent process
+    then terminates all remaining processes."""
 
     def __init__(self) -> None:
         self.phase = "Ray start"
@@ -35,12 +36,12 @@ class Watchdog:
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def check(self) -> None:
-        """End this process if a Ray process is lost. Call this after errors that such a loss may have caused."""
+        """Exit this process if a Ray process is lost. Call this after errors that such a loss may have caused."""
         lost = [name for name, process in self._watched.items() if not _runs(process)]
         if lost and not self._stopped:
             time.sleep(SIGNAL_S)
             if interrupts.is_signaled:
-                interrupts.expire()  # the signal has also ended Ray, so nothing can be saved
+                interrupts.expire()  # the signal has also killed Ray, so nothing can be saved
                 return
             with self._lock:
                 if not self._stopped:
@@ -63,7 +64,7 @@ def _find(names: Collection[str]) -> dict[str, psutil.Process]:
     """Return the descendants of this process with these names."""
     processes = {}
     for pid in descendants():
-        with suppress(psutil.Error):  # the process has ended or is not readable
+        with suppress(psutil.Error):  # the process has exited or is not readable
             process = psutil.Process(pid)
             if process.name() in names:
                 processes[process.name()] = process
@@ -73,5 +74,5 @@ def _find(names: Collection[str]) -> dict[str, psutil.Process]:
 def _runs(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:  # the process ended between the two calls
+    except psutil.NoSuchProcess:  # the process exited between the two calls
         return False

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from megarl.core.errors import UserError
 from megarl.core.files import parse_json
 from megarl.core.text import encodable
-from megarl.usercode.failures import ServiceAway
+from megarl.usercode.failures import ServiceUnavailable
 
 CORPUS = "environment.options.corpus"
 
@@ -111,7 +111,7 @@ class Server:
     """
 
     def __init__(self, url: str, timeout_s: float):
-        """`url` is that of the server or of its `/retrieve` endpoint."""
+        """`url`: URL of the server or of its `/retrieve` endpoint."""
         self.url = url if url.rstrip("/").endswith("/retrieve") else f"{url.rstrip('/')}/retrieve"
         self.timeout_s = timeout_s
         self._session: Any = None
@@ -125,11 +125,11 @@ class Server:
         try:
             async with self._session.post(self.url, json=body) as response:
                 if response.status in UNAVAILABLE:
-                    raise ServiceAway(f"{self.url} returned status {response.status}")
+                    raise ServiceUnavailable(f"{self.url} returned status {response.status}")
                 response.raise_for_status()
                 [items] = (await response.json())["result"]
         except (aiohttp.ClientConnectionError, TimeoutError) as error:
-            raise ServiceAway(f"{self.url}: {type(error).__name__}: {error}") from error
+            raise ServiceUnavailable(f"{self.url}: {type(error).__name__}: {error}") from error
         return [item["document"]["contents"] for item in items]
 
     async def close(self) -> None:

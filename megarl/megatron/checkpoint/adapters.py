@@ -57,13 +57,15 @@ class StoredAdapters:
         return experts.count if experts else 0
 
     def factors(self) -> dict[str, torch.Tensor]:
-        """Return PEFT name -> factor, as views of files. A factor that experts share has no expert number."""
+        """Return PEFT name -> factor, as views of files. The name of a factor that experts share has no expert
+        number."""
         stored = {name: tensor.shape for name, tensor in self.folder.tensors.items() if name.startswith(PREFIX)}
         return {name: self.folder.read(name, whole(shape)) for name, shape in stored.items()}
 
 
 class MergedWeights(Readable):
-    """Transport for merged weights. The products are added in float32 to weights in the run's dtype."""
+    """Transport for merged weights. The adapters' products are added in float32 to the base weights in the run's
+    dtype."""
 
     def __init__(self, base: SafetensorsFolder, weights: Holder, adapters: StoredAdapters):
         """`weights` describes all weights of the base model, with the run's dtypes."""
@@ -134,8 +136,8 @@ def adapters_to_huggingface(
 
 @contextmanager
 def _open(path: Path, huggingface: Path | None) -> Iterator[StoredAdapters]:
-    """Open a checkpoint's adapters. Raise a UserError if the checkpoint has no adapters, or a file's content differs
-    from what the run wrote.
+    """Open a checkpoint's adapters. Raise a UserError if the checkpoint has no adapters, or if a file does not
+    match its checksum.
 
     Args:
         path: a run's `checkpoints/step_…` folder.

@@ -45,7 +45,7 @@ def blueprint(
         dtype: dtype of the holder's weights; None means the dtype in config.json.
     """
     holder = megatron_holder(hf_config, layout, rank, dtype)
-    with parallel.pretended(layout, rank):
+    with parallel.simulated_rank(layout, rank):
         chunks = _chunks(hf_config, layout)
         states = [chunk.sharded_state_dict(metadata=dict(format)) for chunk in chunks]
     names = {id(tensor): name for name, tensor in tensors_of(chunks).items()}

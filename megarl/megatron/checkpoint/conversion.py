@@ -130,7 +130,7 @@ def megatron_to_huggingface(
             kept = {name: stored[name] for name in destination.shapes if name in stored}
             dtypes = {**destination.dtypes, **kept}
             destination = replace(destination, shard=replace(destination.shard, dtypes=dtypes))
-        plan = _proven(source.holder, destination)
+        plan = _checked_plan(source.holder, destination)
         if options.verify:
             require_room(out, plan.num_bytes)  # fail before reading all tensors
             source.check_files(options.progress)
@@ -175,7 +175,7 @@ def _is_unused(name: str, hf_config: Mapping[str, Any]) -> bool:
     return tied_head or beyond or name.endswith("rotary_emb.inv_freq")
 
 
-def _proven(source: Holder, destination: Holder) -> Plan:
+def _checked_plan(source: Holder, destination: Holder) -> Plan:
     plan = make_plan([source], [destination])
     check_plan(plan, [source], [destination])
     return plan
@@ -186,7 +186,7 @@ def _write_checkpoint(weights: Weights, layout: Layout, out: Path, common: bytes
     ranks = [blueprint(weights.hf_config, layout, rank, FORMAT, options.dtype) for rank in range(layout.world_size)]
     dtypes = _dtypes_by_key(ranks, None if options.dtype else _dtypes(weights.holder))
     destination = checkpoint_holder("checkpoint", [(rank.holder, rank.extents) for rank in ranks], dtypes)
-    parts = _proven(weights.holder, destination).into("checkpoint").grouped_by(str)
+    parts = _checked_plan(weights.holder, destination).into("checkpoint").grouped_by(str)
     transports = {"": weights.transport} | {companion.prefix: companion.transport for companion in weights.companions}
     dtypes_by_prefix = {"": dtypes} | {companion.prefix: companion.dtypes for companion in weights.companions}
     entries = [_entries(rank, dtypes_by_prefix) for rank in ranks]

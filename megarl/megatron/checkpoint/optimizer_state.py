@@ -3,7 +3,7 @@
 Megatron keeps the state in flat buckets, each split evenly over the data-parallel ranks, so a rank owns a range of
 elements in a flattened parameter. In the checkpoint the state is a tensor of the parameter's shape. The range consists
 of a few rectangles in that tensor. The rank writes only these rectangles. On loading, it reads only its own rectangles,
-whichever layout wrote them. Parameter weights are written and read by the same ranges, which spreads the work over all
+whichever layout wrote them. Parameter weights are written and read in the same ranges, which spreads the work over all
 ranks; the remaining ranges are then all-gathered, as after an update.
 """
 
@@ -207,7 +207,7 @@ def _set_count(part: DistributedOptimizer, num_updates: int) -> None:
     keep it per parameter group."""
     if kernels.adam() == kernels.TORCH_ADAM:
         for main, state in part.optimizer.state.items():
-            state["step"] = torch.tensor(float(num_updates), device=main.device)  # where the fused kernel reads it
+            state["step"] = torch.tensor(float(num_updates), device=main.device)  # the fused kernel requires it there
     else:
         for param_group in part.optimizer.param_groups:
             param_group["step"] = num_updates

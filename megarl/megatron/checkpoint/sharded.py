@@ -47,7 +47,8 @@ from megarl.megatron.model.build import named_tensors
 from megarl.megatron.routes import model_of
 from megarl.megatron.weight_snapshots import WeightSnapshots
 
-# Save each layer under its own name. As slices of one tensor, frozen layers would leave holes in the optimizer state.
+# Save each layer under its own name. If layers were slices of one tensor, frozen layers would leave holes in the
+# optimizer state.
 FORMAT = {"non_homogeneous_layers": True}
 BACKEND = ("torch_dist", 1)
 """Megatron's name and version of the file format."""
@@ -97,7 +98,8 @@ class Saving:
 
 def _write(folder: Path, write: Callable[[], None], rank: int) -> list[FileRecord]:
     """Write this rank's part of the model and a note that lists its files. Return the files with paths relative to the
-    folder. Rank 0 also writes the small files shared by all ranks. Wait while the disk is full, see retry_when_full."""
+    folder. Rank 0 also writes the small files shared by all ranks. While the disk is full, wait as in
+    `retry_when_full`."""
     _write_parts(folder, write, rank)
     files = sorted(folder.glob(f"__{rank}_*"))
     if rank == 0:
@@ -163,7 +165,7 @@ def save(
     state = {**untrained, SNAPSHOTS: snapshots, "own": optimized, "counters": dict(counters), RANDOM: _sharded_random()}
     strategy = ThreadStrategy(*BACKEND)
     request = dist_checkpointing.save(state, str(folder), strategy, async_sharded_save=True)
-    assert request is not None, "an asynchronous save returns a request"
+    assert request is not None, "the asynchronous save returned no request"
     return Saving(folder, request)
 
 
@@ -247,7 +249,7 @@ class ThreadStrategy(TorchDistSaveShardedStrategy):
 
 
 def _sharded_models(chunks: Sequence[DistributedDataParallel]) -> dict[str, Any]:
-    """Return each chunk's sharded state. Layer numbers count through the whole model, under every layout."""
+    """Return each chunk's sharded state. Layers are numbered across the whole model, regardless of the layout."""
     return {f"model{i}": model_of(chunk).sharded_state_dict(metadata=FORMAT) for i, chunk in enumerate(chunks)}
 
 
@@ -266,12 +268,12 @@ def _sharded_snapshots(
     """Return the sharded state of the mutable snapshots, sharded like the model's weights."""
     live, shards = named_tensors(chunks), _by_parameter(models)
     return {
-        name: {key: _like(shards[live[key]], f"{SNAPSHOTS}.{name}", weight) for key, weight in weights.items()}
+        name: {key: _sharded_like(shards[live[key]], f"{SNAPSHOTS}.{name}", weight) for key, weight in weights.items()}
         for name, weights in weight_snapshots.state().items()
     }
 
 
-def _like(model: Shard, prefix: str, tensor: torch.Tensor) -> Shard:
+def _sharded_like(model: Shard, prefix: str, tensor: torch.Tensor) -> Shard:
     """Return a sharded tensor with the sharding of a parameter, stored under its key with the prefix."""
     changes: dict[str, Any] = {"key": f"{prefix}.{model.key}", "data": tensor}
     if isinstance(model, ShardedTensor):  # factories have no dtype

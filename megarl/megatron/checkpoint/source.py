@@ -87,7 +87,7 @@ class CheckpointSource:
 
 @contextmanager
 def open_checkpoint(path: Path, huggingface: Path | None = None) -> Iterator[CheckpointSource]:
-    """Open a checkpoint as a source of weights. Raise a UserError if it is not a complete one of this model.
+    """Open a checkpoint as a source of weights. Raise a UserError if it is incomplete or belongs to a different model.
 
     Args:
         path: a converted checkpoint, a run's `checkpoints/step_…` folder (which opens the actor), or a role's folder in
@@ -105,7 +105,7 @@ def open_checkpoint(path: Path, huggingface: Path | None = None) -> Iterator[Che
                 f"{path}: contains adapters (actor.lora) without their base model. Fix: merge them with "
                 "adapters-to-hf, or export them with adapters-to-peft"
             )
-        files, hf_config = _described(path, huggingface, sealed)
+        files, hf_config = _model_description(path, huggingface, sealed)
         hf_config = add_value_head(hf_config) if any("value_head." in key for key in folder.tensors) else hf_config
         # Megatron's default format stores all layers as slices of one tensor.
         form = FORMAT if any(re.match(r"decoder\.layers\.\d", key) for key in folder.tensors) else {}
@@ -135,7 +135,7 @@ def _records(sealed: Checkpoint, path: Path) -> list[FileRecord]:
     return [record for record in sealed.files if Path(record.path).parts[0] == path.name]
 
 
-def _described(path: Path, huggingface: Path | None, sealed: Checkpoint | None) -> tuple[Path, dict[str, Any]]:
+def _model_description(path: Path, huggingface: Path | None, sealed: Checkpoint | None) -> tuple[Path, dict[str, Any]]:
     """Return the folder with the model's description, and the content of its config.json."""
     description = path / DESCRIPTION
     if huggingface is not None or description.is_dir():
@@ -178,7 +178,7 @@ def _companions(path: Path, folder: TorchDistFolder, parameters: Collection[str]
 
 
 def companion_prefix(key: str, parameters: Collection[str]) -> str | None:
-    """Return the part of a key that precedes a parameter's key, or None if it does not end with one."""
+    """Return the part of a key that precedes a parameter's key, or None if the key does not end with one."""
     parts = key.split(".")
     cuts = (cut for cut in range(1, len(parts)) if ".".join(parts[cut:]) in parameters)
     return next((".".join(parts[:cut]) + "." for cut in cuts), None)

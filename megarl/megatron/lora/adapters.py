@@ -30,7 +30,8 @@ CHUNK = 2**24
 
 
 class Adapters:
-    """The adapters for one rank's weights. `holder` describes this rank's factors, and `whole` the unsharded ones."""
+    """The adapters for one rank's weights. `holder` describes this rank's factors, and `whole` the unsharded
+    factors."""
 
     def __init__(self, lora: Lora, hf_config: Mapping[str, Any], weights: Holder):
         """`weights` describes the base model's weights on this rank."""
@@ -48,13 +49,13 @@ class Adapters:
         return self._lora.export == "adapters"
 
     def attach(self, models: Sequence[GPTModel]) -> None:
-        """Attach the adapters to this rank's model chunks. All factors are zero."""
+        """Attach the adapters to this rank's model chunks, with zero-initialized factors."""
         self._by_weight = attach_adapters(models, self._weights, self._lora)
 
     @torch.no_grad()
     def initialize(self, factors: Mapping[str, torch.Tensor], seed: int) -> None:
-        """Initialize the factors as PEFT does: A uniformly in ±1/√columns, B with zeros, so that they have no effect at
-        first. Values depend only on the seed and the tensor's name, not on the layout."""
+        """Initialize the factors as PEFT does: A uniformly in ±1/√columns, B with zeros, so that the adapters initially
+        have no effect. Values depend only on the seed and the tensor's name, not on the layout."""
         for tensor, piece in self.holder.shard.canonical_pieces:
             if f".{A}." in tensor:
                 rows, columns = self.whole.shapes[tensor]

@@ -35,8 +35,8 @@ from megarl.resharding.piece import Holder
 
 
 def attach_adapters(models: Sequence[GPTModel], holder: Holder, lora: Lora) -> dict[str, Adapter]:
-    """Attach adapters to this rank's chunks and return adapted weight -> adapter. All factors are zero. `holder`
-    describes the models' weights on this rank."""
+    """Attach adapters with zero-initialized factors to this rank's chunks, and return adapted weight -> adapter.
+    `holder` describes the models' weights on this rank."""
     adapters = {}
     for adapted in adapted_weights(holder, lora.share_experts):
         chunk, _, path = adapted.weight.partition(".")

@@ -21,7 +21,7 @@ from megarl.megatron.model.head import replace_output_layer
 from megarl.megatron.model.layer_spec import block_spec, replace_activations, uses_transformer_engine
 from megarl.megatron.model.precision import precision
 from megarl.megatron.model.rope import fuse_rotation, set_rotary
-from megarl.megatron.overrides import build, checked, described
+from megarl.megatron.overrides import build, checked, describe_settings
 from megarl.megatron.routes import install_routers
 from megarl.models.shape import ModelShape
 from megarl.resharding.families.adapters import is_factor
@@ -97,7 +97,7 @@ def build_model(
     ]
     config.finalize_model_grads_func = finalize_model_grads
     if settings.overlap_communication:
-        # Megatron's annotations omit that its schedules read lists for several chunks.
+        # Megatron's annotations omit that its schedules accept a list with one function per chunk.
         config.no_sync_func = _only_or_all(  # pyright: ignore[reportAttributeAccessIssue]
             [chunk.no_sync for chunk in wrapped]
         )
@@ -196,7 +196,7 @@ def transformer_config(settings: Placed, hf_config: Mapping[str, Any], dtype: to
     defaults = _kernels(latent) | _recomputed_layers(settings, ModelShape.of(hf_config)) | ROUTING | DISPATCHER
     fields |= defaults | extra
     check_dispatcher(key, fields, settings.layout)
-    return build(described(section, key, extra), config_class, fields)
+    return build(describe_settings(section, key, extra), config_class, fields)
 
 
 def check_dispatcher(key: str, fields: dict[str, Any], layout: Layout) -> None:
@@ -224,7 +224,7 @@ def data_parallel_config(settings: Placed) -> DistributedDataParallelConfig:
     homes = dict.fromkeys((*DDP_DEFAULTS, *fixed)) | dict.fromkeys(overlapped, f"{section}.overlap_communication")
     key = f"{section}.megatron_overrides.ddp"
     extra = checked(key, settings.megatron_overrides.ddp, DistributedDataParallelConfig, homes)
-    return build(described(section, key, extra), DistributedDataParallelConfig, fixed | overlapped | extra)
+    return build(describe_settings(section, key, extra), DistributedDataParallelConfig, fixed | overlapped | extra)
 
 
 def parallelism(layout: Layout) -> dict[str, Any]:

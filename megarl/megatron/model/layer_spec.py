@@ -91,7 +91,7 @@ class DocumentAttention(torch.nn.Module):
 
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_):
         super().__init__()
-        assert config.kv_channels is not None, "Megatron derives kv_channels"
+        assert config.kv_channels is not None, "Megatron has not derived kv_channels"
         self.context_group = parallel.context_group()
         self.scale = softmax_scale or 1 / math.sqrt(config.kv_channels)
         self.dropout = config.attention_dropout

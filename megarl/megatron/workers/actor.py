@@ -60,7 +60,7 @@ class ActorWorker(TrainerWorker):
         self._token_details = TokenDetails(config.num_detailed_groups)
         self._advantages: dict[str, float] = {}
         """Sample id -> mean advantage for trained samples, kept until `take_advantages`."""
-        self._own_moments: list[torch.Tensor] = []
+        self._rank_moments: list[torch.Tensor] = []
         """Moments of this rank's advantages for each update in the step. Used with whiten_over=step."""
         self._step_moments: torch.Tensor | None = None
         """Moments over all updates and ranks, available from the first update on."""
@@ -154,12 +154,12 @@ class ActorWorker(TrainerWorker):
         because all updates are whitened together."""
         if parallel.is_last_stage(None):
             estimated = estimate_advantages(self._config.algorithm, self._with_all_scores(batch))
-            self._own_moments.append(moments(estimated))
+            self._rank_moments.append(moments(estimated))
 
     def _with_advantages(self, batches: Sequence[TokenBatch]) -> list[TokenBatch]:
-        if self._own_moments:
-            self._step_moments = sum_over_replicas(torch.stack(self._own_moments).sum(0))
-            self._own_moments.clear()
+        if self._rank_moments:
+            self._step_moments = sum_over_replicas(torch.stack(self._rank_moments).sum(0))
+            self._rank_moments.clear()
         return with_advantages(self._config.algorithm, batches, self._step_moments)
 
     def end_step(self) -> None:

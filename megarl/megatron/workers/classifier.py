@@ -16,7 +16,8 @@ class ClassifierWorker(TrainerWorker):
     reads = "tokens"
 
     def _model_config(self, hf_config: dict[str, Any]) -> dict[str, Any]:
-        """The folder contains a classifier with one label, or a language model, whose score head starts at 0."""
+        """Return the config for a classifier with one label. If the folder contains a language model, the score head is
+        zero-initialized."""
         kind = self._config.algorithm.objective.spec.classifier
         assert kind is not None, "the objective does not train a classifier"
         return as_classifier(hf_config, kind)

@@ -19,7 +19,8 @@ class CriticWorker(TrainerWorker):
     metrics = "value"
 
     def _model_config(self, hf_config: dict[str, Any]) -> dict[str, Any]:
-        """The folder contains a classifier with one label, or a language model, whose value head starts at 0."""
+        """Return the config for a classifier with one label. If the folder contains a language model, the value head is
+        zero-initialized."""
         return as_classifier(hf_config)
 
     @property
@@ -30,7 +31,7 @@ class CriticWorker(TrainerWorker):
         """Run a forward-only pass and return sample id -> value before each response token, float32 [R] on the host.
 
         Each last-stage rank keeps the values for the update on the same samples. One rank per data-parallel replica
-        returns them.
+        returns the values.
         """
         values = self._first_column(batch)
         self._keep("values", values)

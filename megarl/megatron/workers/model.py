@@ -112,7 +112,8 @@ class ModelWorker:
         return self.holder.shapes
 
     def _load_weights(self) -> None:
-        """Load the weights from the model folder. A score or value head that the folder lacks starts at zero."""
+        """Load the weights from the model folder. A score or value head that the folder lacks is
+        zero-initialized."""
         with self._opened_folder() as (transport, source):
             missing = {WEIGHT, BIAS, *value_head_shapes(self._hf_config)}.difference(source.shapes)
             plan = make_plan([source], [self.holder.zeroed(missing)])

@@ -155,7 +155,8 @@ class TrainerWorker(ModelWorker, ABC):
         return self._transport.send()
 
     def checksums(self, wanted: Sequence[Region], plan: Plan) -> dict[Region, Checksum]:
-        """Return this rank's part of the expected checksums of the engines. `plan` exports a refit's weights."""
+        """Return this rank's part of the checksums that the engines must match. `plan` is a plan for exporting the
+        weights that a refit sends."""
         return source_checksums(wanted, plan, self.holder.name, self._refit_weights)
 
     def update(self, batch: LocalBatch) -> dict[str, Metric]:
@@ -170,10 +171,10 @@ class TrainerWorker(ModelWorker, ABC):
         biases, self._is_complete = RouterBiases(self.chunks), False
         sums = step.accumulate_gradients(self.chunks, self.loss, batches)
         routes = route_metrics(self.chunks, ModelShape.of(self._hf_config), self.metrics)
-        self._loss_scale.take_out()
+        self._loss_scale.unscale_gradients()
         grad_norm, additional = self._apply_gradients(batches, sums)
         is_skipped = not math.isfinite(grad_norm)
-        self._skipped.add(is_skipped, self._loss_scale.is_least)
+        self._skipped.add(is_skipped, self._loss_scale.is_minimal)
         self._loss_scale.update(is_skipped)
         additional |= self._take_rounding_metrics()
         if is_skipped:
@@ -204,10 +205,10 @@ class TrainerWorker(ModelWorker, ABC):
     def _check_limit(self, batch: LocalBatch, sums: Sequence[Sums], grad_norm: float) -> None:
         """Raise a RuntimeError if too many consecutive updates were skipped. The arguments describe the last update."""
         key, limit = f"{self._settings.section}.optimizer", self._settings.optimizer.nonfinite_limit
-        if self._skipped.in_a_row >= limit:
+        if self._skipped.consecutive >= limit:
             worst = describe_worst(batch.members, sums, f"{self.metrics}/loss")
             raise RuntimeError(
-                f"{key}.nonfinite_limit={limit}: {self._skipped.in_a_row} consecutive updates were skipped, because "
+                f"{key}.nonfinite_limit={limit}: {self._skipped.consecutive} consecutive updates were skipped, because "
                 f"their gradients were not finite (last norm: {grad_norm:g}). Worst microbatch: {worst}. Fix: inspect "
                 f"these samples, lower {key}.lr or raise {key}.nonfinite_limit, and resume with resume=auto"
             )
@@ -252,13 +253,13 @@ class TrainerWorker(ModelWorker, ABC):
             self._is_complete = True
 
     def start_profile(self, ranks: Sequence[int]) -> None:
-        """Record operators and kernels until `stop_profile`. Shapes, stacks and memory would add overhead."""
+        """Start to record operators and kernels. Shapes, stacks and memory are not recorded, to limit the overhead."""
         if self._rank in ranks:
             self._profile = torch.profiler.profile(activities=torch.profiler.supported_activities())
             self._profile.start()
 
     def stop_profile(self, ranks: Sequence[int], folder: Path) -> None:
-        """Write the recording as a Chrome trace."""
+        """Stop recording, and write a Chrome trace to the folder."""
         if self._rank in ranks:
             self._profile.stop()
             self._profile.export_chrome_trace(str(folder / f"{self.role}-{self._rank}.json.gz"))
@@ -274,8 +275,8 @@ class TrainerWorker(ModelWorker, ABC):
         return self._whole_weights
 
     def export(self, plan: Plan, transport: Transport, out: Path) -> None:
-        """Write the model as a Hugging Face folder, or its adapters as a PEFT folder, with weights from all ranks. Wait
-        if the disk is full, see retry_when_full."""
+        """Write the model as a Hugging Face folder, or its adapters as a PEFT folder, with weights from all ranks. If
+        the disk is full, wait as in `retry_when_full`."""
 
         def write() -> None:
             if self.adapters is not None and self.adapters.exports_factors:
@@ -296,11 +297,11 @@ class TrainerWorker(ModelWorker, ABC):
         rank wrote and loads next, so the load finds them in the page cache. Raise a UserError that names the first
         corrupt file."""
         files = [record for record in checkpoint.files if record.path.startswith(f"{self.role}/")]
-        own_files, num_ranks = self._has_layout_of(checkpoint), self._settings.layout.world_size
+        same_layout, num_ranks = self._has_layout_of(checkpoint), self._settings.layout.world_size
         checkpoint.verify(
             record
             for number, record in enumerate(files)
-            if (record.rank if own_files else number) % num_ranks == self._rank
+            if (record.rank if same_layout else number) % num_ranks == self._rank
         )
 
     def load_checkpoint(self, checkpoint: Checkpoint) -> None:
@@ -388,8 +389,8 @@ class TrainerWorker(ModelWorker, ABC):
 
     def _with_all_scores(self, batch: LocalBatch) -> list[TokenBatch]:
         names = batch.samples[0].scores if batch.samples else ()
-        handed = {name: {item.sample.id: item.scores[name] for item in batch.samples} for name in names}
-        return self._scored(batch, self._kept | handed)
+        dispatched = {name: {item.sample.id: item.scores[name] for item in batch.samples} for name in names}
+        return self._scored(batch, self._kept | dispatched)
 
     def _scored(self, batch: LocalBatch, scores: TokenScores) -> list[TokenBatch]:
         pairs = zip(self._collate(batch), batch.members, strict=True)

@@ -88,7 +88,7 @@ def _shard(
 
 
 def _expert_range(count: int, parts: int, part: int) -> range:
-    """Return the expert indices in part `part` of `parts`; the first `count % parts` parts have one expert more."""
+    """Return the expert indices in part `part` of `parts`; the first `count % parts` parts have one more expert."""
     each, remainder = divmod(count, parts)
     start = part * each + min(part, remainder)
     return range(start, start + each + (part < remainder))

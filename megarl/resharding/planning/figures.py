@@ -33,8 +33,8 @@ class Figures:
         communicator_bytes: estimated maximum memory for communicators per GPU, in bytes.
         neighbors: maximum number of ranks with which one rank exchanges messages.
         operations: maximum number of NCCL messages that one rank sends and receives.
-        peak_staging_bytes: maximum size of a rank's staging buffers, which hold the current and the next bucket between
-            nodes.
+        peak_staging_bytes: maximum size of a rank's staging buffers, which hold the current and the next bucket sent
+            between nodes.
         ranks_source, ranks_destination: number of processes on each side.
     """
 
@@ -88,8 +88,8 @@ def figures(plan: Plan, sources: Sequence[Holder], destinations: Sequence[Holder
 
 class Demand(NamedTuple):
     """The number of bytes that every plan for these holders must move. `stored` counts the bytes that the destinations
-    store, without padding; `entering` those that must enter nodes without a source for them, once per node; and `fair`
-    the bytes that each source sends if all replicas send the same amount."""
+    store, without padding. `entering` counts the bytes that must enter a node that has no source for them, once per
+    node. `fair` lists the bytes that each source sends if all replicas send the same amount."""
 
     stored: int
     entering: int

@@ -11,8 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-PACKAGES = ("config", "resharding")
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("config", "models", "resharding")
 """Packages whose source code is part of the cache key."""
 
 

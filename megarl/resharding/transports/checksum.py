@@ -23,7 +23,7 @@ def raw_bytes(tensor: torch.Tensor) -> memoryview:
     contiguous = tensor.detach().contiguous()
     # A numpy array would pin the memory, and the tensor's storage could no longer be replaced.
     array = (ctypes.c_ubyte * contiguous.nbytes).from_address(contiguous.data_ptr())
-    array.owner = contiguous  # pyright: ignore[reportAttributeAccessIssue]  # typeshed omits that arrays have a __dict__
+    array.owner = contiguous  # pyright: ignore[reportAttributeAccessIssue]  # typeshed omits the __dict__ of arrays
     return memoryview(array)
 
 

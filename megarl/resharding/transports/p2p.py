@@ -1,8 +1,8 @@
 """Send weights between processes on one or more machines, over gloo on CPU and over NCCL on GPU.
 
-The members form a separate process group from those of trainers and engines. Buckets are sent in plan order. Every
-member has two buffers, so one can be packed or unpacked while the other is in flight. Large contiguous moves bypass the
-buffers. If a bucket must be sent again after its buffer has been reused, it is packed again.
+The members have their own process group, separate from those of trainers and engines. Buckets are sent in plan order.
+Every member has two buffers, so one can be packed or unpacked while the other is in flight. Large contiguous moves
+bypass the buffers. If a bucket must be sent again after its buffer has been reused, it is packed again.
 
 NCCL has no tags. A hop is one batch of messages, and a member executes the batches in a communicator one by one. Both
 ends start their batches in plan order, so the batches match. The same order prevents deadlocks. Consider the first hop

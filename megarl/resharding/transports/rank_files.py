@@ -1,4 +1,4 @@
-"""Read weights that ranks on another node have written to a shared file system."""
+"""Read weights that ranks, possibly on other nodes, have written to a shared file system."""
 
 from __future__ import annotations
 

@@ -223,7 +223,7 @@ def load_metadata(file: IO[bytes]) -> Metadata:
     any type if the file contains anything but metadata, or refers to files outside the checkpoint's folder."""
     metadata = _MetadataUnpickler(file).load()
     if not isinstance(metadata, Metadata):
-        raise ValueError(f"it contains a {type(metadata).__name__}")
+        raise ValueError(f"expected Metadata, found {type(metadata).__name__}")
     for info in metadata.storage_data.values():
         if not info.relative_path or Path(info.relative_path).name != info.relative_path:
             raise ValueError(f"{info.relative_path!r} is not a file name")

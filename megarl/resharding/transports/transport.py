@@ -22,7 +22,7 @@ class Transport(Protocol):
         ...
 
     def dtype(self, source: str, parameter: str) -> torch.dtype:
-        """Return the dtype of a source's parameter. Raise a UserError if the source has no such parameter."""
+        """Return the dtype of a source's parameter. Raise a ValueError if the source has no such parameter."""
         ...
 
     def deliver(self, copies: Sequence[Copy]) -> Delivery:

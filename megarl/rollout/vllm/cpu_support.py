@@ -23,8 +23,8 @@ def install() -> None:
 
 
 class DequantizingKernel(Fp8BlockScaledMMLinearKernel):
-    """A linear kernel for fp8 blocks that dequantizes the weight for each matrix multiplication. vLLM's own CPU kernels
-    need AMX and pack the weight, which prevents in-place writes. It does not quantize activations either."""
+    """A linear kernel for fp8 blocks that dequantizes the weight for each matrix multiplication and does not quantize
+    activations. vLLM's own CPU kernels require AMX and pack the weight, which prevents in-place writes."""
 
     apply_input_quant = False
 

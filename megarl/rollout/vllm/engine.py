@@ -109,7 +109,7 @@ class VllmEngine:
     def _num_tokens(self, item: _PendingRequest) -> int:
         """Return the number of tokens sampled so far for an unfinished request."""
         detokenizer = self._llm.llm_engine.output_processor.request_states[item.vllm_id].detokenizer
-        assert detokenizer is not None, "only pooling requests have no detokenizer"
+        assert detokenizer is not None, "the request has no detokenizer"
         return detokenizer.num_output_tokens()
 
     def begin(self, request: TurnRequest) -> asyncio.Future[Completion]:
@@ -211,7 +211,7 @@ class VllmEngine:
         stats = self._call_workers(RefitExtension.refit, expected)
         self._num_refits += 1
         if self._config.kv_cache_on_update == "recompute":
-            # Running requests compute the KV cache of their prompts and tokens again before their next token.
+            # Running requests recompute the KV cache of their prompts and sampled tokens before their next token.
             self._llm.llm_engine.reset_prefix_cache(reset_running_requests=True)
         else:
             self._resubmit_tokenless()
@@ -351,7 +351,8 @@ def _completion(output: RequestOutput, routes: NDArray[np.signedinteger] | None)
     [sampled] = output.outputs
     assert sampled.finish_reason in ("stop", "length"), f"request {output.request_id}: {sampled.finish_reason}"
     logprobs = sampled.logprobs  # each position has the sampled token first, then the most likely tokens
-    assert isinstance(logprobs, FlatLogprobs) and sampled.weight_versions is not None, "the request asks for both"
+    assert isinstance(logprobs, FlatLogprobs), "the output has no flat log-probs"
+    assert sampled.weight_versions is not None, "the output has no weight versions"
     return Completion(
         token_ids=np.array(sampled.token_ids, np.int32),
         logprobs=np.array([logprobs.logprobs[start] for start in logprobs.start_indices], np.float32),

@@ -60,9 +60,9 @@ def engine_arguments(
     )
     latent = _latent_attention_arguments(folder)
     assert (arguments | latent).keys() <= MANAGED[section].keys() | ADJUSTABLE, (
-        "config/vllm_arguments.py must list them"
+        "config/vllm_arguments.py does not list all arguments"
     )
-    assert not MANAGED[section].keys() & extra.keys(), "a config rule should have refused this"
+    assert not MANAGED[section].keys() & extra.keys(), "a config rule must reject these overrides"
     _check_extra(section, extra, latent)
     return {**arguments, **latent, **extra}
 

@@ -38,7 +38,7 @@ def layer_outputs(config: Config, folder: Path, token_ids: Sequence[int]) -> dic
 
 
 def _register_hooks(worker: Any) -> None:
-    """Register hooks that record the first output of each layer."""
+    """Register hooks that record the output of each layer's first call."""
     model, outputs = worker.model_runner.get_model().model, {}
     worker.layer_outputs = outputs
 

@@ -19,15 +19,15 @@ from megarl.rollout.vllm.environment import ENDS_WITH_PARENT
 
 
 def part_arguments(number: int, count: int, host: str, port: int) -> dict[str, Any]:
-    """Return the vLLM engine arguments with which a process runs the ranks of one of `count` parts of equal size. They
-    connect through the store at `host` and `port`."""
+    """Return the vLLM engine arguments with which a process runs the ranks of one of `count` parts of equal size. The
+    ranks connect through the store at `host` and `port`."""
     return dict(nnodes=count, node_rank=number, master_addr=host, master_port=port, distributed_executor_backend="mp")
 
 
-def set_rendezvous_address(own_address: str) -> None:
+def set_rendezvous_address(node_address: str) -> None:
     """Make ranks started by this process use the given node address and connect to an existing store. By default, the
     first torch rank would create the store itself."""
-    os.environ.update(VLLM_HOST_IP=own_address, TORCHELASTIC_USE_AGENT_STORE="True")
+    os.environ.update(VLLM_HOST_IP=node_address, TORCHELASTIC_USE_AGENT_STORE="True")
 
 
 class PartRanks:

@@ -74,7 +74,7 @@ class VllmClassifier(_Model):
 
 
 class VllmJudge(_Model):
-    """A language model with the weights in its folder, which answers questions with greedy sampling."""
+    """A language model with the weights in its folder, which answers questions with greedy decoding."""
 
     def __init__(self, arguments: Mapping[str, Any], max_new_tokens: int):
         """`arguments` is the result of `judge_arguments`."""

@@ -84,7 +84,7 @@ def _reads_checkpoint_layout(kernel: object) -> bool:
 
 
 def _process_weights(model: torch.nn.Module, dtype: torch.dtype) -> bool:
-    """Repeat vLLM's post-processing of loaded weights. Return whether it has modified parameters."""
+    """Repeat vLLM's post-processing of loaded weights. Return whether parameters were modified."""
     rewritten = False
     for module in model.modules():
         if isinstance(module, MLAAttention):
@@ -96,7 +96,7 @@ def _process_weights(model: torch.nn.Module, dtype: torch.dtype) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The result from a worker in which the call has failed."""
+    """The result of a call that failed in a worker."""
 
     error: Exception
 

@@ -22,16 +22,16 @@ def test_gradients_of_ranks_sum_to_the_full_gradient():
         segments = SampleSegments(
             MASK[rows], ROW_SAMPLE[rows], 3, lambda values, other_total=other_total: values + other_total
         )
-        of_each = segments.of_each(x[rows])
-        torch.testing.assert_close(of_each, sums)
-        loss = (of_each.exp() * torch.tensor([1.0, 2.0, 3.0])).sum()
+        totals = segments.differentiable_total(x[rows])
+        torch.testing.assert_close(totals, sums)
+        loss = (totals.exp() * torch.tensor([1.0, 2.0, 3.0])).sum()
         gradients += torch.autograd.grad(loss, x)[0]
     torch.testing.assert_close(gradients, expected)
 
 
 @pytest.mark.parametrize("level", ["sequence", "geometric"])
 def test_tokens_of_a_sample_have_bit_identical_values(level):
-    """Otherwise a bound could split a sample, however far its tokens are from their mean."""
+    """If rounding made them differ, a bound could clip only some of a sample's tokens."""
     values = torch.tensor([700.0, 1e-3, -899.9, 0.1, 0.7, 3.0])
     samples = SampleSegments(MASK, ROW_SAMPLE, 3)
     row_values = samples.at_level(level, values)

@@ -40,7 +40,9 @@ SQUARED = PolicyObjective(name="squared", loss=squared, parameters={"scale": (fl
 BEST = GroupEstimator(name="best", compare=against_the_best, **PARTS)
 WRONG = PolicyObjective(name="wrong", loss=squared, **PARTS)
 SCALE = {"scale": (float, 1.0)}
-CLASH = PolicyObjective(name="clash", loss=squared, parameters=SCALE, of_steps={"aggregation": (str, "")}, **PARTS)
+CLASH = PolicyObjective(
+    name="clash", loss=squared, parameters=SCALE, step_parameters={"aggregation": (str, "")}, **PARTS
+)
 """
 
 

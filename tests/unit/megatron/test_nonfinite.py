@@ -8,10 +8,10 @@ def test_counts_are_restored_from_a_checkpoint():
     for is_skipped in (True, False, True, True):
         before.add(is_skipped)
     after.restore({"num_updates": 1, **before.counters()})
-    assert (after.total, after.in_a_row) == (3, 2)
+    assert (after.total, after.consecutive) == (3, 2)
 
 
 def test_checkpoint_without_counts_starts_at_zero():
     skipped = SkippedUpdates()
     skipped.restore({"num_updates": 7})
-    assert (skipped.total, skipped.in_a_row) == (0, 0)
+    assert (skipped.total, skipped.consecutive) == (0, 0)

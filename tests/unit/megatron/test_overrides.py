@@ -18,7 +18,7 @@ from megarl.config.schema import Config
 from megarl.megatron.model.architecture import FORM
 from megarl.megatron.model.build import MODEL_DEFAULTS, PLACEMENT, data_parallel_config, transformer_config
 from megarl.megatron.optimizer import DEFAULTS, optimizer_config
-from megarl.megatron.overrides import build, checked, described
+from megarl.megatron.overrides import build, checked, describe_settings
 from megarl.megatron.preflight import refusals
 from tests.paths import BASE
 
@@ -119,7 +119,7 @@ def test_megatrons_own_errors_name_the_overrides():
     with pytest.raises(ValueError, match=f"^{overrides}: {refusal}"):
         optimizer_config(config.critic, torch.float32)
     with pytest.raises(ValueError, match=f"^actor: {refusal}"):
-        build(described("actor", "x", {}), OptimizerConfig, {"exp_avg_dtype": torch.bfloat16})
+        build(describe_settings("actor", "x", {}), OptimizerConfig, {"exp_avg_dtype": torch.bfloat16})
 
 
 def config_of_llama(role: str, part: str, **fields: Any) -> Config:

@@ -148,7 +148,7 @@ def test_sequence_parallel_ranks_have_their_tokens_routes(tmp_path, tokens):
     batch, parts = pack(random_routes(folder, tokens, seed=0), multiple=4), []
     layout = config_of(folder, "actor.layout={tp: 2, sequence_parallel: true}").actor.layout
     for rank in range(2):
-        with parallel.pretended(layout, rank):
+        with parallel.simulated_rank(layout, rank):
             parts.append(Routes.of(batch, torch.arange(8), sequence_parallel=True))
     assert [len(part.experts) for part in parts] == [4, 4]
     whole = torch.cat([part.experts for part in parts])
@@ -179,7 +179,7 @@ def test_dense_layers_do_not_shift_expert_layers(tmp_path, dense):
     config, hf_config = config_of(folder, "actor.layout={pp: 2, vpp: 2}"), read_config(folder)
     route_index = {}
     for rank in range(2):
-        with parallel.pretended(config.actor.layout, rank):
+        with parallel.simulated_rank(config.actor.layout, rank):
             megatron_config = transformer_config(config.actor, hf_config, torch.float32)
             for stage in range(2):
                 chunk = build_chunk(megatron_config, hf_config, stage, 64)
@@ -194,7 +194,7 @@ def test_models_in_one_process_do_not_share_routes(tmp_path):
     """An actor and a critic. Megatron's process-wide registry of routers stays empty."""
     folder = write_tiny_experts(tmp_path)
     config, hf_config = config_of(folder), read_config(folder)
-    with parallel.pretended(config.actor.layout, 0):
+    with parallel.simulated_rank(config.actor.layout, 0):
         megatron_config = transformer_config(config.actor, hf_config, torch.float32)
         actor, critic = (build_chunk(megatron_config, hf_config, 0, 64) for _ in range(2))
     for model in (actor, critic):

@@ -130,7 +130,7 @@ def test_a_damaged_earlier_window_is_named(tmp_path: Path, damage) -> None:
     logs.mkdir(parents=True)
     (logs / trace.EARLIER).write_bytes(damage(gzip.compress(GOOD.encode() * 1000)))
     (logs / "trace.jsonl").write_text(GOOD)
-    with pytest.raises(UserError, match=rf"{trace.EARLIER}: is not a complete gzip file"):
+    with pytest.raises(UserError, match=rf"{trace.EARLIER}: not a complete gzip file"):
         chrome_trace.write(tmp_path)
 
 

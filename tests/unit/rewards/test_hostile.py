@@ -16,6 +16,7 @@ from megarl.rewards import pool as pools
 from megarl.rewards.pool import FunctionPool
 from megarl.rewards.result import Result
 from megarl.rewards.scorer import Scorer
+from tests.children import matching
 from tests.marks import each_value
 from tests.timing import LIMIT_S, WAIT_S
 
@@ -141,13 +142,14 @@ def test_call_is_limited_to_its_memory(pool):
 
 def test_fork_bomb_is_killed(file, monkeypatch):
     """n forks give 2^n processes, few enough to be harmless if the test fails."""
-    monkeypatch.setattr(pools, "MOST_PROCESSES", 20)
+    monkeypatch.setattr(pools, "MAX_PROCESSES", 20)
     pool = FunctionPool([RewardFunction(function=f"{file}:bomb", name="bomb"), "exact_match"], None, 1, WAIT_S)
     try:
         [pgid] = [child.pid for child in pool._children]
         found = call(pool, "bomb", "6").failure
         assert found.startswith("had ") and found.endswith(" processes at once, more than 20,")
-        assert not any(os.getpgid(p.pid) == pgid for p in psutil.process_iter() if p.status() != psutil.STATUS_ZOMBIE)
+        in_group = matching(psutil.process_iter(), lambda process: os.getpgid(process.pid) == pgid)
+        assert not matching(in_group, lambda process: process.status() != psutil.STATUS_ZOMBIE)
         assert_works(pool)
     finally:
         pool.close()

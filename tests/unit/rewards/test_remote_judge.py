@@ -23,7 +23,7 @@ CONCURRENCY = 4
 
 
 class Server(ThreadingHTTPServer):
-    """Behaves as the judged response requests, and records the requests."""
+    """A judge whose behavior is selected by the judged response. Records its requests."""
 
     daemon_threads = True
     request_queue_size = 64
@@ -144,7 +144,7 @@ def test_ratings_are_rewards_and_missing_ones_failures(server):
 def test_unavailable_server_is_an_infrastructure_failure(server, response, failure):
     [result] = judged(server, response)
     assert result.kind == "away" and failure in result.failure
-    assert result.failure.startswith("raised ServiceAway: ")
+    assert result.failure.startswith("raised ServiceUnavailable: ")
 
 
 def test_judge_waits_for_a_server_that_recovers(server, monkeypatch):

@@ -6,7 +6,7 @@ import torch
 
 from megarl.rewards.worker import call
 from megarl.sandbox.sandbox import SandboxError
-from megarl.usercode.failures import ServiceAway
+from megarl.usercode.failures import ServiceUnavailable
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_exception_is_reported_in_one_line():
         (KeyError("a"), "error"),
         (OSError("disk"), "error"),
         (ConnectionRefusedError("no server"), "away"),
-        (ServiceAway("503"), "away"),
+        (ServiceUnavailable("503"), "away"),
         (SandboxError("the sandbox exited with status -9"), "lost"),
     ],
 )

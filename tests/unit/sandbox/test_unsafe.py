@@ -96,12 +96,11 @@ def test_killed_parent_leaves_nothing(tmp_path):
     wait_until(lambda: file.exists() and file.read_text())
     folder = Path(file.read_text().strip())
     pid = int((folder / "pid").read_text())
-    children = psutil.Process(pid).children()
+    program = psutil.Process(pid)
+    processes = [program, *program.children()]
     parent.send_signal(signal.SIGKILL)
     parent.wait()
-    _, alive = psutil.wait_procs(
-        [psutil.Process(pid), *children] if psutil.pid_exists(pid) else children, timeout=WAIT_S
-    )
+    _, alive = psutil.wait_procs(processes, timeout=WAIT_S)
     assert alive == []
     wait_until(lambda: not folder.exists())
 

@@ -196,7 +196,7 @@ def test_message_that_is_not_a_json_object_is_a_failure(start, garbage):
 
 
 def test_endless_message_is_a_failure(start, monkeypatch):
-    monkeypatch.setattr(child_process, "MOST_BYTES", 2**20)
+    monkeypatch.setattr(child_process, "MAX_MESSAGE_BYTES", 2**20)
     child = start("while True: parent.write(b' ' * 65536); parent.flush()")
     assert str(failure_of(child)).startswith("sent a message of more than ")
 
@@ -377,7 +377,7 @@ def test_kill_fails_a_pending_call_with_its_reason(start):
 
 
 def test_kill_fails_a_call_if_a_detached_process_is_connected(start):
-    """The detached process is no descendant of the child, because the process between them has exited."""
+    """The detached process is not a descendant of the child, because the process between them has exited."""
     fork = f"if os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        {HANG}\n    os._exit(0)\nos.wait()\n"
     child = start(f"{fork}send(parent, {{}})\n{HANG}")
     child.receive(WAIT_S)

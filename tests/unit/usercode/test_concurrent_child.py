@@ -166,7 +166,7 @@ def test_event_loop_runs_while_the_process_is_killed(monkeypatch):
 
 
 def test_endless_message_fails_all_requests(monkeypatch):
-    monkeypatch.setattr("megarl.usercode.child_process.MOST_BYTES", 2**20)
+    monkeypatch.setattr("megarl.usercode.child_process.MAX_MESSAGE_BYTES", 2**20)
 
     async def test(child: ConcurrentChild) -> None:
         with pytest.raises(ChildFailure, match=r"^sent a message of more than "):

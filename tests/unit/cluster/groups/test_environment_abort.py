@@ -15,7 +15,7 @@ from megarl.config.load import load
 from megarl.core.types import Completion, Sample, VersionRun
 from megarl.rollout.engine import SamplingRequest, TurnRequest
 from megarl.rollout.router import Aborted
-from tests.children import children
+from tests.children import children, matching
 from tests.paths import QUICKSTART
 from tests.timing import LIMIT_S, POLL_S, WAIT_S
 from tests.unit.cluster.groups.environment_actor import environment_actor, handle_of
@@ -28,6 +28,9 @@ UNFINISHED = 2
 WORLD = '''
 import asyncio, pathlib, subprocess, time
 from megarl.environments import Environment, Step
+
+while pathlib.Path(__file__).with_name("hold the import").exists():
+    time.sleep(0.01)
 
 class World(Environment):
     """Has a child process. The first message of the task selects whether its step in the second turn is slow, so that
@@ -141,7 +144,7 @@ def drive(tmp_path: Path):
 
 def grandchildren() -> list[psutil.Process]:
     """Return the child processes of environments."""
-    return [child for child in psutil.Process().children(recursive=True) if child.name() == "sleep"]
+    return matching(psutil.Process().children(recursive=True), lambda child: child.name() == "sleep")
 
 
 def test_abort_stops_turns_and_closes_environments(drive) -> None:
@@ -161,7 +164,7 @@ def test_abort_stops_turns_and_closes_environments(drive) -> None:
         lines = [line for line in run.lines if line.startswith("slow")]
         assert lines == ["slow step begins", "slow step ends", "slow closed"]
         assert [sample.id for [sample] in await other] == ["2.0.0"] and set(run.heard) == {"1.0.0", "2.0.0"}
-        # The file says "closed" before the actor hears of it.
+        # The environment logs "closed" before the actor is notified.
         await run.until(lambda: not run.actor._closing)
         assert not grandchildren() and [host.num_rollouts for host in run.pool._hosts] == [0]
         assert not run.actor._running
@@ -203,10 +206,13 @@ def test_abort_during_the_start_of_a_process_leaks_nothing(drive) -> None:
     async def test(run: Run) -> None:
         [ended] = run.pool._hosts
         await ended.end()
+        hold = run.log.with_name("hold the import")
+        hold.touch()
         rollouts = run.train("fine")
         await run.until(lambda: bool(children()))
         await run.actor.abort(["1.0.0"])
         assert await rollouts == Aborted(0)
+        hold.unlink()
         [[_]] = await run.train("fine")
         assert len(children()) == 1, "only the pool's process may be left"
 

@@ -6,7 +6,7 @@ import pytest
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from megarl.cluster.memory.parameters import ModelParameters, Models, least_host_bytes
+from megarl.cluster.memory.parameters import ModelParameters, Models, min_host_bytes
 from megarl.config.load import load
 from tests.paths import BASE
 
@@ -27,7 +27,7 @@ ACTOR, REFERENCE, ENGINES = "actor: weights, gradients, optimizer", "reference: 
 def parts(*overrides: str, model: LlamaConfig = HF_CONFIG) -> dict[str, int]:
     hf_config = model.to_dict() | {"architectures": ["LlamaForCausalLM"]}
     config = load(BASE, ["model.path=m", "data.source=arithmetic", *overrides])
-    return least_host_bytes(
+    return min_host_bytes(
         config, Models.of({"actor": hf_config}, lora=config.actor.adapters), ModelParameters(hf_config)
     )
 
@@ -57,8 +57,9 @@ def test_reference_is_a_copy_of_the_weights():
 
 
 def test_adapters_replace_trained_weights_and_reference():
-    """Their number is PEFT's. Engines receive the merged matrices, which are all weights except embedding, head and
-    norms."""
+    """The number of adapter parameters equals PEFT's. Engines receive the merged matrices, which are all weights except
+    embedding, head and norms.
+    """
     adapted = get_peft_model(LlamaForCausalLM(HF_CONFIG), LoraConfig(r=4, target_modules="all-linear"))
     adapters, _ = adapted.get_nb_trainable_parameters()
     matrices = COUNT - 2 * 256 * 64 - 9 * 64

@@ -1,4 +1,4 @@
-"""Memory that processes hold on a GPU beside tensors, item by item, and rejection of a run that lacks room for it."""
+"""GPU memory that processes use in addition to tensors, item by item, and the rejection of runs that do not fit."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ GROUPS = {
 )
 def test_process_groups_match_megatrons(sizes: dict):
     layout: Layout = layout_of(**sizes)
-    with parallel.pretended(layout, rank=0):
+    with parallel.simulated_rank(layout, rank=0):
         made = {name: dist.get_process_group_ranks(group()) for name, group in GROUPS.items()}
     groups = reserves.parallel_groups(layout, has_experts=True)
     assert {name: list(range(0, n * stride, stride)) for name, (n, stride) in groups.items()} == {
@@ -129,7 +129,7 @@ def test_cuda_contexts_include_reading_processes():
     ids=str,
 )
 def test_refit_plan_has_at_most_the_counted_readers_per_gpu(model: str, sizes: dict, tp: int, most: int):
-    """The refit plan determines the reads."""
+    """Counts the readers of each source in a real refit plan."""
     layout = layout_of(**sizes)
     replicas = layout.world_size // tp
     sources = megatron_holders(CONFIGS[model], layout, "bfloat16")

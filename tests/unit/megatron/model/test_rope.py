@@ -21,7 +21,7 @@ LENGTHS = (9, 5, 16, 200, 33, 129)
     ("megatron_class", "megarl_class"), [(RotaryEmbedding, DocumentRotary), (YarnRotaryEmbedding, DocumentYarn)]
 )
 def test_single_table_serves_all_lengths(megatron_class, megarl_class):
-    with parallel.pretended(layout_of(), 0):
+    with parallel.simulated_rank(layout_of(), 0):
         fresh, kept = (megatron_class(16, rotary_percent=1.0, use_cpu_initialization=True) for _ in range(2))
         kept.__class__ = megarl_class
         for length in LENGTHS:

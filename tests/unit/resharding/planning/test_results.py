@@ -43,6 +43,10 @@ def test_changed_code_recomputes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert compute.times == 3
 
 
+def test_hashed_packages_exist():
+    assert all(list((results.ROOT / name).rglob("*.py")) for name in results.PACKAGES)
+
+
 @pytest.mark.parametrize(
     "damage",
     [
