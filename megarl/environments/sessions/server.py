@@ -122,9 +122,8 @@ class SessionServer:
         session = None
         try:
             session = self._session(request)
-            body = await _read(request)
-            chat = read_request(body, self._sampling)
-            completion = await session.create_completion(chat, body, request.headers.get(RETRIES, "0") != "0")
+            chat, digest = await self._read(request)
+            completion = await session.create_completion(chat, digest, request.headers.get(RETRIES, "0") != "0")
         except ApiError as error:
             if session is not None:
                 session.counts[f"refused.{error.code}"] += 1
@@ -134,6 +133,30 @@ class SessionServer:
         response = web.StreamResponse(headers={"Content-Type": content_type, "Cache-Control": "no-cache"})
         completion.turn.is_delivered = await _send(request, response, data)
         return response
+
+    async def _read(self, request: web.Request) -> tuple[ChatRequest, bytes]:
+        """Return a request and the digest of its body. Raise ApiError if it is malformed, too large, or arrives too
+        slowly."""
+        from aiohttp import web
+
+        try:
+            async with asyncio.timeout(BODY_S):
+                data = await request.read()
+            # Short requests are parsed at once, which keeps concurrent requests in order. Seeds depend on the order.
+            return await asyncio.to_thread(self._parse, data) if len(data) > LONG_REQUEST else self._parse(data)
+        except TimeoutError:
+            raise ApiError(408, "request_timeout", f"the request body did not arrive within {BODY_S:g} s") from None
+        except web.HTTPRequestEntityTooLarge:
+            raise ApiError(413, "request_too_large", f"the request body exceeds {LARGEST_REQUEST} bytes") from None
+        except (ValueError, RecursionError) as error:
+            raise invalid("body", f"the request body is not valid JSON: {error}") from error
+
+    def _parse(self, data: bytes) -> tuple[ChatRequest, bytes]:
+        body = encodable(json.loads(data))
+        if is_deeper(body, MAX_DEPTH):
+            raise invalid("body", f"the request body is nested deeper than {MAX_DEPTH} levels")
+        digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).digest()
+        return read_request(body, self._sampling), digest
 
     def _encode(self, completion: ChatCompletion, chat: ChatRequest) -> bytes:
         if not chat.stream:
@@ -156,31 +179,6 @@ class SessionServer:
             return web.json_response(error.body, status=error.status)
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "megarl", "max_model_len": max_length}
         return web.json_response(wrap(model))
-
-
-async def _read(request: web.Request) -> Any:
-    """Return the request's JSON. Raise ApiError if it is malformed, too large, or arrives too slowly."""
-    from aiohttp import web
-
-    try:
-        async with asyncio.timeout(BODY_S):
-            data = await request.read()
-        # The order of concurrent short requests must not depend on threads, because seeds depend on it.
-        body = await asyncio.to_thread(_parse, data) if len(data) > LONG_REQUEST else _parse(data)
-    except TimeoutError:
-        raise ApiError(408, "request_timeout", f"the request body did not arrive within {BODY_S:g} s") from None
-    except web.HTTPRequestEntityTooLarge:
-        raise ApiError(413, "request_too_large", f"the request body exceeds {LARGEST_REQUEST} bytes") from None
-    except (ValueError, RecursionError) as error:
-        raise invalid("body", f"the request body is not valid JSON: {error}") from error
-    return body
-
-
-def _parse(data: bytes) -> Any:
-    body = encodable(json.loads(data))
-    if is_deeper(body, MAX_DEPTH):
-        raise invalid("body", f"the request body is nested deeper than {MAX_DEPTH} levels")
-    return body
 
 
 async def _send(request: web.Request, response: web.StreamResponse, data: bytes) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import random
 import secrets
@@ -112,10 +111,9 @@ class Session:
         self._completions: dict[bytes, asyncio.Task[ChatCompletion]] = {}
         """Completions, keyed by the digest of the request body."""
 
-    async def create_completion(self, request: ChatRequest, body: Any, is_retry: bool) -> ChatCompletion:
-        """Return the completion for a request, whose body identifies retries. A retry receives the completion of the
+    async def create_completion(self, request: ChatRequest, digest: bytes, is_retry: bool) -> ChatCompletion:
+        """Return the completion for a request. `digest`, that of its body, identifies retries. A retry receives the completion of the
         earlier request. Raise ApiError if the request is rejected."""
-        digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).digest()
         if is_retry and digest in self._completions:
             self.counts["replayed"] += 1
         else:

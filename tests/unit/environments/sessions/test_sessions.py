@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import sys
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -373,6 +374,24 @@ def test_long_message_is_rejected_without_blocking_others() -> None:
 
     session, [sample] = in_session(policy, agent)
     assert session.counts["refused.context_length_exceeded"] == 1 and sampled(sample) == "Short.<|im_end|>"
+
+
+def test_only_long_requests_are_parsed_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_main_thread, read = [], servers.read_request
+
+    def record(*arguments: Any) -> Any:
+        in_main_thread.append(threading.current_thread() is threading.main_thread())
+        return read(*arguments)
+
+    monkeypatch.setattr(servers, "read_request", record)
+
+    async def agent(ask: Ask, *_: Any) -> None:
+        message_of(await ask(QUESTION))
+        status, _ = await ask([{"role": "user", "content": ""}] * 20_000)
+        assert status == 400
+
+    in_session(ScriptedPolicy(TOKENIZER, ["Short."]), agent)
+    assert in_main_thread == [True, False]
 
 
 LONG = "look at it " * 400_000
