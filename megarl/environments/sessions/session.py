@@ -112,8 +112,8 @@ class Session:
         """Completions, keyed by the digest of the request body."""
 
     async def create_completion(self, request: ChatRequest, digest: bytes, is_retry: bool) -> ChatCompletion:
-        """Return the completion for a request. `digest`, that of its body, identifies retries. A retry receives the completion of the
-        earlier request. Raise ApiError if the request is rejected."""
+        """Return the completion for a request. A retry, which has the same digest as the earlier request, receives the
+        earlier completion. Raise ApiError if the request is rejected."""
         if is_retry and digest in self._completions:
             self.counts["replayed"] += 1
         else:
