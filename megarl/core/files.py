@@ -6,7 +6,6 @@ import errno
 import json
 import math
 import os
-import re
 import shutil
 import stat
 import sys
@@ -309,11 +308,13 @@ def sync(path: Path) -> None:
 def number_in(name: str, pattern: str) -> int | None:
     """Return the number n for which pattern.format(n) equals the name; None if there is none. Example pattern:
     step_{:06d}."""
-    before, after = re.split(r"{.*}", pattern)
+    before, _, end = pattern.partition("{")
+    after = end.partition("}")[2]
     if not (name.startswith(before) and name.endswith(after)):
         return None
     digits = name.removeprefix(before).removesuffix(after)
-    number = int(digits) if re.fullmatch(rf"[0-9]{{1,{MAX_DIGITS}}}", digits) else None
+    is_number = digits.isascii() and digits.isdecimal() and len(digits) <= MAX_DIGITS
+    number = int(digits) if is_number else None
     return number if number is not None and pattern.format(number) == name else None
 
 
