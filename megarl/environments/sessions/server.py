@@ -128,7 +128,11 @@ class SessionServer:
             if session is not None:
                 session.counts[f"refused.{error.code}"] += 1
             return web.json_response(error.body, status=error.status)
-        data = await asyncio.to_thread(self._encode, completion, chat)
+        completion.turn.is_delivered = _is_connected(request)  # the session may be closed before the response is sent
+        # Log-probs are decoded token by token, which takes seconds for a long turn.
+        data = (
+            await asyncio.to_thread(self._encode, completion, chat) if chat.logprobs else self._encode(completion, chat)
+        )
         content_type = "text/event-stream" if chat.stream else "application/json"
         response = web.StreamResponse(headers={"Content-Type": content_type, "Cache-Control": "no-cache"})
         completion.turn.is_delivered = await _send(request, response, data)
@@ -183,8 +187,7 @@ class SessionServer:
 
 async def _send(request: web.Request, response: web.StreamResponse, data: bytes) -> bool:
     """Send a response. Return whether the client received it. Close the connection if the client is too slow."""
-    transport = request.transport
-    if transport is None or transport.is_closing():
+    if not _is_connected(request):
         return False
     try:
         async with asyncio.timeout(SEND_S):
@@ -194,9 +197,14 @@ async def _send(request: web.Request, response: web.StreamResponse, data: bytes)
     except ConnectionError:
         return False
     except TimeoutError:
-        transport.abort()
+        if request.transport is not None:
+            request.transport.abort()
         return False
     return True
+
+
+def _is_connected(request: web.Request) -> bool:
+    return request.transport is not None and not request.transport.is_closing()
 
 
 def _event(chunk: Mapping[str, Any]) -> bytes:
