@@ -17,7 +17,6 @@ from functools import partial
 from io import BufferedRWPair
 from typing import Any
 
-from megarl.config import schema
 from megarl.core.errors import UserError
 from megarl.data.files import ALL_COLUMNS
 from megarl.rewards import judge as judges
@@ -68,7 +67,9 @@ def main(
         if sandboxed:
             send(parent, {"importing": f"sandbox, for {', '.join(sandboxed)}"})
             assert sandbox is not None, "functions that use sandboxes require the sandbox section"
-            provider = asyncio.run(find_provider(schema.Sandbox(**sandbox), sandbox_s))
+            from megarl.config.schema import Sandbox  # its import takes longer than those of all other modules
+
+            provider = asyncio.run(find_provider(Sandbox(**sandbox), sandbox_s))
             loaded |= {name: partial(loaded[name], **{SANDBOX: provider}) for name in sandboxed}
     except UserError as error:
         send(parent, {"refused": str(error)})

@@ -155,12 +155,10 @@ FORGERIES = {
     "forgery",
     exhaustive_but(
         FORGERIES,
-        "reads the caller's frames",
         "patches builtins",
         "exits",
         "returns an object that equals everything",
         "replies before a request",
-        "returns a huge integer",
         "returns itself",
     ),
 )
