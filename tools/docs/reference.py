@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import typer
 from pydantic import BaseModel
 
+import megarl
 from megarl import cli
 from megarl.algorithms.registry import ESTIMATORS, OBJECTIVES
 from megarl.config.document import show
@@ -156,6 +158,48 @@ def metrics_page() -> str:
     return "\n".join(lines) + "\n"
 
 
+def api_page() -> str:
+    """Return the page of the Python API: signatures and docstrings of the public names."""
+    lines = ["# Python API", "", *paragraphs(megarl.__doc__ or "")]
+    for name in megarl.__all__:
+        if name.startswith("__"):
+            continue
+        entry = getattr(megarl, name)
+        is_model = isinstance(entry, type) and issubclass(entry, (BaseModel, Exception))
+        lines += ["", f"## {name}", ""]
+        if not is_model:
+            lines += ["```python", f"{name}{format_signature(entry)}", "```", ""]
+        lines += paragraphs(inspect.getdoc(entry) or "")
+    return "\n".join(lines) + "\n"
+
+
+def format_signature(entry: Any) -> str:
+    """Return a signature with one parameter per line. All annotations must be strings."""
+    shown = inspect.signature(entry)
+    parts: list[str] = []
+    for parameter in shown.parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY and "*," not in parts:
+            parts.append("*,")
+        stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+        default = "" if parameter.default is parameter.empty else f" = {parameter.default!r}"
+        parts.append(f"{stars}{parameter.name}: {parameter.annotation}{default},")
+    result = "" if isinstance(entry, type) else f" -> {shown.return_annotation}"
+    return "(" + "".join(f"\n    {part}" for part in parts) + ("\n)" if parts else ")") + result
+
+
+def paragraphs(docstring: str) -> list[str]:
+    """Return the lines of a docstring in Markdown. The entries of Args: and similar sections become lists."""
+    lines: list[str] = []
+    for line in inspect.cleandoc(docstring).splitlines():
+        if line in ("Args:", "Attributes:", "Returns:", "Raises:"):
+            lines += [f"**{line}**", ""]
+        elif match := re.match(r"    (\w+(?:, \w+)*): (.*)", line):
+            lines.append(f"- `{match[1]}`: {match[2]}")
+        else:
+            lines.append(re.sub(r"^ {4,}", "  ", line))
+    return lines
+
+
 def code(text: str) -> str:
     """Return code for one cell of a table. Python-Markdown does not split cells at vertical bars in code."""
     return f"`{text}`"
@@ -166,5 +210,10 @@ def cell(text: str) -> str:
     return " ".join(text.replace("|", "\\|").split())
 
 
-PAGES = {"reference/configuration.md": config_page, "reference/cli.md": cli_page, "reference/metrics.md": metrics_page}
+PAGES = {
+    "reference/configuration.md": config_page,
+    "reference/cli.md": cli_page,
+    "reference/metrics.md": metrics_page,
+    "reference/python-api.md": api_page,
+}
 """Generated pages by their paths in the site."""

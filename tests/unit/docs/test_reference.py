@@ -6,6 +6,7 @@ import re
 
 import yaml
 
+import megarl
 from megarl import cli
 from megarl.run import folder
 from tests.paths import BASE
@@ -55,6 +56,13 @@ def test_command_line_page_has_every_command_with_its_options():
     assert {heading.split()[0] for heading in headings} == names
     plan = page.split("## megarl plan\n")[1].split("\n## ")[0]
     assert "| `--gpus GPUS` | GPU count and type, such as 64xH100-80GB. [required] |" in plan
+
+
+def test_api_page_has_every_public_name_with_its_signature():
+    page = reference.api_page()
+    headings = re.findall(r"^## (\w+)$", page, re.MULTILINE)
+    assert headings == [name for name in megarl.__all__ if not name.startswith("__")]
+    assert "read_metrics(\n    folder: str | Path,\n) -> pyarrow.Table\n" in page
 
 
 def test_run_folder_page_lists_every_file():
