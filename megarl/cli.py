@@ -14,7 +14,7 @@ from megarl import convert
 from megarl.core.collector import imports
 from megarl.core.errors import RunFailure, UserError, install_extra
 from megarl.core.output import escape_unencodable
-from megarl.launch.command import Overrides, Recipe, launch, node
+from megarl.launch.command import AllowChanges, Overrides, Recipe, launch, node, with_allowed
 
 if TYPE_CHECKING:
     from megarl.config.schema import Config
@@ -92,12 +92,12 @@ def explain(file: Recipe, overrides: Overrides = None) -> None:
 
 
 @app.command()
-def check(file: Recipe, overrides: Overrides = None) -> None:
+def check(file: Recipe, overrides: Overrides = None, allow_changes: AllowChanges = None) -> None:
     """Check rewards, models, data, memory and disk of a recipe without running it.
 
     `megarl train` runs the same checks at startup. Models that are not in the local cache are downloaded.
     """
-    config = _load(file, overrides)
+    config = _load(file, with_allowed(overrides, allow_changes))
     from megarl.cluster.supervision.supervisor import supervised
 
     with supervised() as scratch:
@@ -111,14 +111,15 @@ def check(file: Recipe, overrides: Overrides = None) -> None:
 def train(
     file: Recipe,
     overrides: Overrides = None,
+    allow_changes: AllowChanges = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Run the checks of megarl check and exit without training.")
     ] = False,
 ) -> None:
     """Train a model with a recipe."""
     if dry_run:
-        return check(file, overrides)
-    config = _load(file, overrides)
+        return check(file, overrides, allow_changes)
+    config = _load(file, with_allowed(overrides, allow_changes))
     from megarl.run.beginning import check_beginning
 
     if line := check_beginning(config):
