@@ -21,7 +21,8 @@ COLLAPSED_ENTROPY = 0.1
 """Entropy relative to the first steps below which the policy has collapsed."""
 
 SOLVED_REWARD = 0.9
-"""Mean reward from which low entropy is expected, because the policy solves most prompts. Most rewards are at most 1."""
+"""Mean reward from which low entropy is expected, because the policy solves most prompts. Most rewards are at most
+1."""
 
 MISMATCH_GROWTH, MISMATCH_SHARE = 3.0, 0.25
 """Growth of the log-prob difference between trainer and engine, and its fraction of the limit of a step, from which it
@@ -96,9 +97,9 @@ def _uninformative_groups(config: Config, rows: Sequence[Row], window: int) -> s
     if not is_varied or not _holds(rows, window, "reward/zero_std_groups", lambda frac: frac == 1):
         return None
     return (
-        f"in the last {window} steps, all samples of each prompt have the same reward, so group-relative advantages are "
-        "0. Likely causes: the samples of a prompt are alike, or each prompt is either too easy or too hard. Fix: raise "
-        "rollout.temperature or batch.samples_per_prompt, or use prompts of medium difficulty"
+        f"in the last {window} steps, all samples of each prompt have the same reward, so group-relative advantages "
+        "are 0. Likely causes: the samples of a prompt are alike, or each prompt is either too easy or too hard. Fix: "
+        "raise rollout.temperature or batch.samples_per_prompt, or use prompts of medium difficulty"
     )
 
 
