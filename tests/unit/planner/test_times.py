@@ -12,7 +12,7 @@ from megarl.models.flops import attention_weights, forward_flops
 from megarl.models.shape import ModelShape
 from megarl.planner.hardware import DENSE_SHARE, MEMORY_SHARE, read_cluster
 from megarl.planner.plan import plan_recipe
-from megarl.planner.refit_time import least_refit
+from megarl.planner.refit_time import min_refit_time
 from megarl.planner.rollout_time import kv_bytes, recompute_seconds
 from megarl.resharding.families import vllm_holder
 from megarl.resharding.planning.schedule import Bandwidth
@@ -219,7 +219,7 @@ def test_refit_time_matches_the_simulated_plan(case):
     )
     speeds = Bandwidth(inter=50e9, intra=400e9)
     rank_bytes = vllm_holder(CONFIGS[model], engines[0], 0, 0, "bfloat16").shard.num_bytes
-    least = least_refit(layout, engines, ModelParameters(CONFIGS[model]), rank_bytes, 8, speeds, colocated)
+    least = min_refit_time(layout, engines, ModelParameters(CONFIGS[model]), rank_bytes, 8, speeds, colocated)
     figures = RECORDED[case]["figures"]
     assert least.seconds == pytest.approx(figures["floor_seconds"], rel=0.06)
     assert least.seconds == pytest.approx(figures["predicted_seconds"], rel=0.1)
