@@ -150,11 +150,10 @@ def test_inspection_commands_succeed(site, folder, arguments):
     [
         ("check", "RECIPES/quickstart.yaml"),
         ("train", "RECIPES/quickstart.yaml"),
-        ("train", "RECIPES/quickstart.yaml", "data.format=messages", "data.source=FOLDER/a.jsonl"),
+        ("train", "RECIPES/smollm2-cpu-sft.yaml"),
         ("evaluate", "FOLDER", "RECIPES/quickstart.yaml"),
         ("diagnose", "FOLDER/run"),
-        ("convert", "hf-to-megatron", "FOLDER", "--out", "FOLDER/checkpoint"),
-        ("join", "FOLDER/run", "--wait=0"),
+        ("convert", "hf-to-megatron", "--hf", "FOLDER", "--out", "FOLDER/checkpoint"),
     ],
     ids=lambda arguments: arguments[0],
 )
