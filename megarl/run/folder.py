@@ -57,16 +57,16 @@ def models_in(manifest: Mapping[str, Any], path: Path) -> Models:
 def changes_in(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the changes of keys in a run's manifest, each with the fields after_step, key, from and to. Malformed
     changes are omitted."""
-    return _records(manifest, "changes", after_step=int, key=str, **{"from": object}, to=object)
+    return _records(manifest, "changes", {"after_step": int, "key": str, "from": object, "to": object})
 
 
 def warnings_in(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the health warnings in a run's manifest, each with the fields step, name and message. Malformed warnings
     are omitted."""
-    return _records(manifest, "warnings", step=int, name=str, message=str)
+    return _records(manifest, "warnings", {"step": int, "name": str, "message": str})
 
 
-def _records(manifest: Mapping[str, Any], name: str, **types: type) -> list[dict[str, Any]]:
+def _records(manifest: Mapping[str, Any], name: str, types: Mapping[str, type]) -> list[dict[str, Any]]:
     """Return the objects in a list of the manifest that have fields of these types."""
     listed = manifest.get(name)
     return [
@@ -237,7 +237,7 @@ class RunFolder:
                 with replacement(self.code / f"{content[:12]}-{file.name}") as copy:
                     copy.write(file.read_bytes())
         attempt = {"attempt": self.attempt, "resumed_after_step": step or None}
-        manifest = _manifest(config, data_hash) | {"models": models, FORMAT_KEY: FORMAT} | attempt | recorded
+        manifest = _manifest(config, data_hash) | {"models": models, FORMAT_KEY: FORMAT} | attempt | dict(recorded)
         replace_text(self.manifest, json.dumps(manifest, indent=2) + "\n")
         _link_latest(self.path)
 
