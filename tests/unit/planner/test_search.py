@@ -111,7 +111,8 @@ def test_every_recipe_can_be_planned(name, cache_with_config, monkeypatch):
 
 def test_headroom_stays_free_in_every_phase():
     """The search uses almost all memory for the KV cache if it may."""
-    config, models = recipe("rollout.max_new_tokens=16384", "rollout.context_length=32768"), CONFIGS["Qwen2.5-7B"]
+    keys = ("rollout.max_new_tokens=16384", "rollout.context_length=32768", "actor.tokens_per_microbatch=32768")
+    config, models = recipe(*keys), CONFIGS["Qwen2.5-7B"]
 
     def fullest(headroom: float) -> float:
         cluster = read_cluster("8xH100", headroom=headroom)
