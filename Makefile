@@ -58,7 +58,9 @@ quickstart: $(DONE)
 	$(VENV)/bin/megarl train configs/quickstart.yaml
 
 # End-to-end runs mostly wait for processes to start, which leaves CPU time for the other tests.
+# Hundreds of processes import megarl, and each would compile its modules if PYTHONDONTWRITEBYTECODE is set.
 test: lint
+	@$(RUN) -m compileall -q megarl
 	@$(MAKE) --no-print-directory --jobs=2 test-runs test-ranks
 
 # .ci/run skips parts whose paths have not changed since the commit in .ci/verified: commit that file.

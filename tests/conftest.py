@@ -1,4 +1,5 @@
-"""Settings and fixtures shared by all tests. Hypothesis has no deadline, so busy machines do not fail its examples."""
+"""Settings and fixtures shared by all tests. Hypothesis has no deadline, so busy machines do not fail its examples, and
+it tries the same examples in each run."""
 
 import atexit
 import gc
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-settings.register_profile("megarl", deadline=None)
+settings.register_profile("megarl", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("megarl")
 
 

@@ -16,7 +16,6 @@ from concurrent.futures import Future
 from io import BufferedRWPair
 from typing import Any
 
-from megarl.config import schema
 from megarl.core.errors import UserError
 from megarl.environments.protocol import Agent, Environment, Opening, Step, Task, Turn
 from megarl.environments.registry import SANDBOX, check_environment, is_agent, takes_sandbox
@@ -148,7 +147,9 @@ def main(
     try:
         kind = check_environment(name, options)
         if takes_sandbox(kind):
-            options = {**options, SANDBOX: asyncio.run(find_provider(schema.Sandbox(**sandbox)))}
+            from megarl.config.schema import Sandbox  # its import takes longer than those of all other modules
+
+            options = {**options, SANDBOX: asyncio.run(find_provider(Sandbox(**sandbox)))}
     except UserError as error:
         send(parent, {"refused": str(error)})
         return

@@ -24,19 +24,18 @@ from megarl.core.checkpoint import FileRecord, seal
 from megarl.core.files import retry_when_full
 from megarl.core.types import Sample, SampleRef, Score
 from megarl.environments.batch import is_judged, judge_batch, judge_single
-from megarl.models.classifier import Kind, score_head_of
-from megarl.models.folder import read_config
 from megarl.models.run_models import ModelFolders
-from megarl.models.tokenizer import load_decoder, load_tokenizer
+from megarl.models.tokenizer import load_decoder
 from megarl.rewards import judge
-from megarl.rewards.classifier import ClassifierReward, ModelReward
+from megarl.rewards.classifier import ModelReward
 from megarl.rewards.model_judge import ModelJudge
+from megarl.rewards.model_reward import classifier_reward, model_judge, model_reader
 from megarl.rewards.pool import function_pool
 from megarl.rewards.reading import Reader, Reading, Unreadable
 from megarl.rewards.result import Result
 from megarl.rewards.rollout_file import MAX_TOKENS, append_rollouts, has_token_details, token_texts, write_advantages
 from megarl.rewards.sample_file import load_samples, save_samples
-from megarl.rewards.scorer import Scorer
+from megarl.rewards.scorer import Scorer, require_ratings
 
 if TYPE_CHECKING:
     import torch
@@ -138,14 +137,15 @@ class RewardWorker:
             )
             for sample in samples
         ]
-        scored = [(sample, score) for sample, (score, _) in zip(samples, scores, strict=True)]
+        required = require_ratings([score for score, _ in scores])
+        scored = list(zip(samples, required, strict=True))
         await asyncio.to_thread(append_rollouts, rollouts, step, scored, self._token_texts)
         by_token = {
             sample.id: token_rewards
-            for sample, (_, token_rewards) in zip(samples, scores, strict=True)
-            if token_rewards is not None
+            for (sample, score), (_, token_rewards) in zip(scored, scores, strict=True)
+            if token_rewards is not None and score.value is not None
         }
-        return [score for score, _ in scores], put_scores(by_token)
+        return required, put_scores(by_token)
 
     async def evaluate(self, refs: Sequence[ray.ObjectRef], name: str, version: int, file: Path) -> list[Score]:
         """Score samples from the evaluation set with this name. See SetScorer.score."""
@@ -212,35 +212,6 @@ def _read(reader: Reader | ModelJudge, sample: Sample) -> Reading | Unreadable:
         return reader.read(sample)
     except Unreadable as reason:
         return reason
-
-
-def classifier_reward(config: Config, folder: Path, reader: Reader | None = None) -> ClassifierReward:
-    """Return the reward computed by the classifier in this folder."""
-    rewards_tokens = config.algorithm.advantage.credits_to_go
-    return ClassifierReward(_kind(folder), config.reward_model, load_tokenizer(folder), reader, rewards_tokens)
-
-
-def model_reader(config: Config, folder: Path, actor_folder: Path) -> Reader | None:
-    """Return the reader that retokenizes samples for the reward model, or None if it reads the sampled token ids."""
-    settings = config.reward_model
-    if settings.input_format == "ids":
-        return None
-    _, longest = config.context_of(settings)
-    tokenizer = load_tokenizer(folder, date=config.data.date)
-    return Reader(_kind(folder), settings, longest, tokenizer, load_tokenizer(actor_folder))
-
-
-def model_judge(config: Config, folder: Path, actor_folder: Path) -> ModelJudge:
-    """Return the judge that queries the language model in this folder and parses its ratings."""
-    settings = config.reward_model
-    _, longest = config.context_of(settings)
-    return ModelJudge(settings, longest, load_tokenizer(folder, date=config.data.date), load_tokenizer(actor_folder))
-
-
-def _kind(folder: Path) -> Kind:
-    head = score_head_of(read_config(folder))
-    assert head is not None, "preflight rejects models without a score head"
-    return head.kind
 
 
 class RewardGroup(WorkerGroup):

@@ -17,7 +17,7 @@ from megarl.data.turns import ChatTokens
 from megarl.environments.hosts import HostPool, host_arguments
 from megarl.environments.runner import RolloutRequest, RolloutRunner
 from tests.paths import QUICKSTART
-from tests.timing import POLL_S
+from tests.timing import LIMIT_S, POLL_S, WAIT_S
 from tests.tiny_model import EOS_ID, tiny_tokenizer
 
 WORLDS = Path(__file__).with_name("worlds.py")
@@ -25,7 +25,7 @@ TOKENIZER = tiny_tokenizer()
 
 
 def config(kind: str = "Counter", *overrides: str):
-    settings = f"environment={{class: '{WORLDS}:{kind}', timeout_s: 4, tool_timeout_s: 1.5}}"
+    settings = f"environment={{class: '{WORLDS}:{kind}', timeout_s: {WAIT_S}, tool_timeout_s: {LIMIT_S}}}"
     room = ("rollout.max_new_tokens=400", "rollout.context_length=500", "rewards.functions=[]")
     return load(QUICKSTART, [settings, *room, "actor.tokens_per_microbatch=4096", *overrides])
 
@@ -188,7 +188,7 @@ def test_rollout_stops_at_its_limits(overrides, reason, num_turns):
 
 FAULTS = {
     "raise": "step raised KeyError: 'broken world'",
-    "hang": "step did not return within 4 s. Fix: make it faster, or raise environment.timeout_s",
+    "hang": f"step did not return within {LIMIT_S} s. Fix: make it faster, or raise environment.timeout_s",
     "exit": "the environment's process exited (exit status 3) in each of 3 attempts",
 }
 
@@ -198,7 +198,8 @@ def test_fault_fails_only_its_rollout(fault):
     """With `exit`, the rollout ends its process in each attempt. Other rollouts in the process start over and do not
     fail.
     """
-    [failed], *others = play(config(), Says("12"), fault, *["fine"] * 15)
+    settings = config("Counter", f"environment.timeout_s={LIMIT_S}")
+    [failed], *others = play(settings, Says("12"), fault, *["fine"] * 15)
     assert failed.episode.failure == FAULTS[fault]
     assert failed.episode.info.stop_reason == "failed" and failed.episode.info.num_turns == 2
     assert ("worlds.py" in failed.episode.stack) == (fault == "raise")
@@ -260,7 +261,7 @@ def test_rollout_is_lost_if_a_service_stays_unavailable(tmp_path):
 
 
 def test_stuck_process_is_replaced():
-    settings = config("Counter", "environment.max_consecutive_failures=9")
+    settings = config("Counter", "environment.max_consecutive_failures=9", f"environment.timeout_s={LIMIT_S}")
 
     async def run() -> list[str | None]:
         pool = await HostPool.start(host_arguments(settings), 1)
@@ -311,6 +312,6 @@ def test_tool_results_continue_the_conversation():
     assert sample.episode.rewards == (None, None, None, 1.0)
     answers = [message["content"] for message in sample.episode.messages if message["role"] == "tool"]
     assert answers[0] == "8"
-    assert answers[1] == "error: block did not return within 1.5 s"
+    assert answers[1] == f"error: block did not return within {LIMIT_S} s"
     assert answers[2].startswith("error: this is not a valid tool call")
     assert [host.is_retiring for host in stuck] == [True], "its thread still runs"

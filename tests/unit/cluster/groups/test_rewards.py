@@ -206,3 +206,32 @@ def test_batch_functions_run_once_after_the_last_sample(tmp_path):
     assert [list(scores[i].parts) for i in (0, 2)] == [[f"{file}:best", f"{file}:short"], [f"{file}:short"]]
     reason = f"{file}:best returned NoneType instead of a finite number or a bool on sample 1.0"
     assert scores[2].failure == f"rewards.functions: {reason}"
+
+
+@pytest.mark.parametrize(
+    ("responses", "values"),
+    [(["[[10]]", "none", "[[1]]", "none"], [1.0, 0.0, 0.0, 0.0]), (["[[10]]", "none", "none"], [1.0, None, None])],
+)
+def test_unrated_responses_fail_only_if_they_are_the_majority(tmp_path, responses, values):
+    file = tmp_path / "rate.py"
+    file.write_text(
+        "from megarl.rewards.rating import rating\n"
+        "def rate(prompts, responses, answers):\n    return [rating(text, (1, 10)) for text in responses]\n"
+    )
+    functions = [{"function": f"{file}:rate", "name": "rate"}]
+    config = load(QUICKSTART, [f"rewards.functions={json.dumps(functions)}", "run.token_samples=0"])
+    worker = RewardWorker(config, ModelFolders(Path(), None, None, None), num_processes=1)
+    samples = [sample(f"0.{i}", text) for i, text in enumerate(responses)]
+    try:
+        scores, _ = asyncio.run(worker.score(samples, {}, 1, tmp_path / "rollouts.jsonl"))
+    finally:
+        worker.close()
+    assert [score.value for score in scores] == values
+    rows = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
+    assert [row["reward"] for row in rows] == values
+    reason = "the judge's answer has no rating [[1 to 10]]: …'none'"
+    assert [row.get("issues") for row in rows] == [
+        {"rate_unrated": reason} if text == "none" else None for text in responses
+    ]
+    if None in values:
+        assert rows[1]["failure"].startswith(f"rewards.functions: rate: {reason} (2 of 3 responses have no rating, so")
