@@ -59,6 +59,7 @@ def restored(store, rank: int, config: Config, folder: Path, saved: Config) -> t
     adapted both."""
     worker = ActorWorker(config, folder, rank, store, threads=1)
     worker.kl_coefficient, worker._penalty = 0.7, 0.9
+    (folder / "checkpoint" / "actor").mkdir(parents=True)
     worker.save_checkpoint(folder / "checkpoint")
     worker.finish_checkpoint(folder / "checkpoint")
     state = {"config": saved.model_dump()}
