@@ -14,6 +14,7 @@ from megarl import convert
 from megarl.core.collector import imports
 from megarl.core.errors import RunFailure, UserError, install_extra, missing_module
 from megarl.core.output import escape_unencodable
+from megarl.core.text import printable
 from megarl.launch.command import AllowChanges, Overrides, Recipe, launch, node, with_allowed
 
 if TYPE_CHECKING:
@@ -396,7 +397,7 @@ def main() -> None:
         app()
     except (UserError, RunFailure) as error:
         for line in (str(error) or repr(error)).splitlines():
-            print(f"megarl: error: {line}", file=sys.stderr)
+            print(f"megarl: error: {printable(line)}", file=sys.stderr)
         sys.exit(error.exit_code)
     except ModuleNotFoundError as error:
         line = missing_module(error)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,9 +50,7 @@ class RewardActor(AsyncProcessActor):
         self._worker = RewardWorker(config, models, self._process.threads)
 
     async def begin(self, samples: Sequence[Sample]) -> None:
-        for sample in samples:
-            if is_judged(sample):
-                self._worker.begin(sample)
+        self._worker.receive(samples)
 
     async def forget(self, rollout_ids: Collection[str]) -> None:
         self._worker.forget(rollout_ids)
@@ -59,6 +58,9 @@ class RewardActor(AsyncProcessActor):
 
 WaitingGroup = tuple[int, int, list[SampleRef]]
 """(prompt's row in the data, weight version with which its samples started, samples)."""
+
+MOST_ENDED = 2**18
+"""Number of rollouts whose late samples are recognized."""
 
 
 class RewardWorker:
@@ -71,6 +73,8 @@ class RewardWorker:
         """This step's samples, retokenized for the reward model. Empty if the model reads the sampled token ids."""
         self._begun: dict[str, tuple[Sample, asyncio.Task[dict[str, Result]]]] = {}
         """Samples that the reward functions have started to score, by rollout id."""
+        self._ended: dict[str, None] = {}
+        """Ids of the last rollouts that were scored or dropped, oldest first."""
         self._num_detailed_groups = config.num_detailed_groups
         rewards = self._rewards = config.rewards
         rewards_tokens = config.algorithm.advantage.credits_to_go
@@ -87,6 +91,13 @@ class RewardWorker:
             self._reader = reader = model_reader(config, folder, models.actor)
             self._model_score = classifier_reward(config, folder, reader)
 
+    def receive(self, samples: Sequence[Sample]) -> None:
+        """Start scoring samples that have just been sampled. Ignore samples that were already scored or dropped,
+        because an engine's message may arrive after the driver's request for scores."""
+        for sample in samples:
+            if is_judged(sample) and sample.rollout_id not in self._ended:
+                self.begin(sample)
+
     def begin(self, sample: Sample) -> asyncio.Task[dict[str, Result]]:
         """Start scoring a sample with the reward functions. An equal sample of the same rollout is scored only once."""
         begun, task = self._begun.get(sample.rollout_id, (None, None))
@@ -97,9 +108,15 @@ class RewardWorker:
 
     def forget(self, rollout_ids: Collection[str]) -> None:
         """Cancel the scoring of samples from dropped rollouts."""
+        self._end(rollout_ids)
         for name in self._begun.keys() & set(rollout_ids):
             _, task = self._begun.pop(name)
             task.cancel()
+
+    def _end(self, rollout_ids: Iterable[str]) -> None:
+        self._ended |= dict.fromkeys(rollout_ids)
+        for name in list(islice(self._ended, max(0, len(self._ended) - MOST_ENDED))):
+            del self._ended[name]
 
     def close(self) -> None:
         """Stop the processes that run the user's functions. Without this call, they exit when this process exits."""
@@ -124,6 +141,7 @@ class RewardWorker:
         model_rewards = self._model_rewards(samples, model_scores)
         judged = [sample for sample in samples if is_judged(sample)]
         tasks = [self.begin(sample) for sample in judged]
+        self._end(sample.rollout_id for sample in judged)
         # Batch reward functions need all samples at once.
         verdicts, batch_results = await asyncio.gather(self._verdicts(judged), judge_batch(self._pool, judged))
         by_rollout: dict[str, dict[str, Result]] = {}

@@ -108,6 +108,32 @@ def test_lone_surrogates_in_observations_are_replaced():
     assert sample.token_ids.tolist() == rendered("half", "12", "\ufffd turns", "345", "\ufffd turns", "6")
 
 
+def test_deep_observation_fails_only_its_rollout():
+    [sample], [other] = play(config(), Says("12", "345", "6"), "deep", "fine")
+    assert "a message is nested deeper than 50 levels" in sample.episode.failure
+    assert other.episode.failure is None
+
+
+@pytest.mark.parametrize("fault", ["long", "long restart", "long as is", "long opening", "enormous"])
+def test_long_observation_ends_rollout_without_blocking(monkeypatch, fault):
+    """Long texts are tokenized in threads, and only until they exceed the limit."""
+    measured = []
+
+    def tokenize(tokenizer, text, **options):
+        if len(text) > 100:
+            measured.append(len(text))
+            with pytest.raises(RuntimeError, match="no running event loop"):
+                asyncio.get_running_loop()
+        return call(tokenizer, text, **options)
+
+    call = type(TOKENIZER).__call__
+    monkeypatch.setattr(type(TOKENIZER), "__call__", tokenize)
+    [[sample]] = play(config(), Says("12"), fault)
+    assert sample.episode.failure is None and sample.episode.info.stop_reason == "max_tokens"
+    assert sample.episode.info.num_turns == (fault != "long opening")
+    assert 0 < sum(measured) < 200_000
+
+
 @pytest.mark.parametrize("fault", ["answered", "answers"])
 def test_conversation_that_ends_with_an_answer_fails_the_rollout(fault):
     [sample], [other] = play(config(), Says("12", "345", "6"), fault, "fine")

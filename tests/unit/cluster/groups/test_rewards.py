@@ -103,6 +103,28 @@ def test_samples_are_scored_once_and_during_rollout(worker, calls, tmp_path):
     ]
 
 
+def test_late_samples_are_not_scored_again(worker, calls, tmp_path):
+    """The message of an engine may arrive after the driver has asked for the scores, or has dropped the rollout."""
+    samples = [sample("20.0", "one"), sample("20.1", "another")]
+
+    async def step():
+        await worker.score(samples, {}, 20, tmp_path / "rollouts.jsonl")
+        worker.forget(["21.0"])
+        worker.receive([*samples, sample("21.0", "dropped"), sample("22.0", "new")])
+        assert set(worker._begun) - {"1.0"} == {"22.0"}
+        await worker._begun.pop("22.0")[1]
+
+    asyncio.run(step())
+    assert sorted(called(calls)) == ["another", "new", "one"]
+
+
+def test_number_of_remembered_rollouts_is_bounded(worker, monkeypatch):
+    monkeypatch.setattr(rewards, "MOST_ENDED", 2)
+    worker.forget(["30.0", "30.1"])
+    worker.forget(["30.2"])
+    assert list(worker._ended) == ["30.1", "30.2"]
+
+
 def test_resampled_sample_is_scored_again(worker, calls, tmp_path):
     """This happens when a sample's engine is lost."""
 

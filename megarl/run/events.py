@@ -1,0 +1,49 @@
+"""Reports a run's progress to the process that started it, which is how `megarl.run_training` calls its callbacks.
+
+Each event is one line of JSON in a pipe. Without a pipe, events are dropped.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+VARIABLE = "MEGARL_EVENTS"
+"""Environment variable with the file descriptor of the pipe."""
+
+_pipes: list[io.FileIO] = []
+
+
+@contextmanager
+def connected() -> Iterator[None]:
+    """Send the events in the body to the pipe, if there is one."""
+    number = os.environ.pop(VARIABLE, None)  # processes that start in the body do not inherit the pipe
+    if number is None:
+        yield
+        return
+    with io.FileIO(int(number), "w") as pipe:
+        _pipes.append(pipe)
+        try:
+            yield
+        finally:
+            _pipes.remove(pipe)
+
+
+def send(event: str, **fields: Any) -> None:
+    """Send an event. The run continues if the receiver is gone."""
+    for pipe in _pipes:
+        left = memoryview(json.dumps({"event": event, **fields}).encode() + b"\n")
+        with suppress(BrokenPipeError):
+            while left:
+                left = left[pipe.write(left) :]
+
+
+class EventSink:
+    """A sink for metrics that sends them as events."""
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        send("step", step=step, metrics=metrics)
