@@ -12,10 +12,10 @@ import typer
 import megarl
 from megarl import convert
 from megarl.core.collector import imports
-from megarl.core.errors import RunFailure, UserError, install_extra
+from megarl.core.errors import RunFailure, UserError, install_extra, missing_module
 from megarl.core.output import escape_unencodable
 from megarl.core.text import printable
-from megarl.launch.command import Overrides, Recipe, launch, node
+from megarl.launch.command import AllowChanges, Overrides, Recipe, launch, node, with_allowed
 
 if TYPE_CHECKING:
     from megarl.config.schema import Config
@@ -93,12 +93,12 @@ def explain(file: Recipe, overrides: Overrides = None) -> None:
 
 
 @app.command()
-def check(file: Recipe, overrides: Overrides = None) -> None:
+def check(file: Recipe, overrides: Overrides = None, allow_changes: AllowChanges = None) -> None:
     """Check rewards, models, data, memory and disk of a recipe without running it.
 
     `megarl train` runs the same checks at startup. Models that are not in the local cache are downloaded.
     """
-    config = _load(file, overrides)
+    config = _load(file, with_allowed(overrides, allow_changes))
     from megarl.cluster.supervision.supervisor import supervised
 
     with supervised() as scratch:
@@ -112,14 +112,15 @@ def check(file: Recipe, overrides: Overrides = None) -> None:
 def train(
     file: Recipe,
     overrides: Overrides = None,
+    allow_changes: AllowChanges = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Run the checks of megarl check and exit without training.")
     ] = False,
 ) -> None:
     """Train a model with a recipe."""
     if dry_run:
-        return check(file, overrides)
-    config = _load(file, overrides)
+        return check(file, overrides, allow_changes)
+    config = _load(file, with_allowed(overrides, allow_changes))
     from megarl.run.beginning import check_beginning
 
     if line := check_beginning(config):
@@ -242,6 +243,10 @@ def plan(
         bool, typer.Option("--as-is", help="Evaluate the recipe's own layout, and fail if it does not fit.")
     ] = False,
     nodes_of: Annotated[int, typer.Option(metavar="GPUS", help="GPUs per node.")] = 8,
+    headroom: Annotated[
+        float | None,
+        typer.Option(metavar="FRACTION", help="Fraction of GPU memory to leave free (default: 0.08, as is: 0)."),
+    ] = None,
     prompt_tokens: Annotated[float | None, typer.Option(metavar="TOKENS", help="Mean prompt length.")] = None,
     response_tokens: Annotated[
         float | None, typer.Option(metavar="TOKENS", help="Mean response length (default: half of the maximum).")
@@ -264,13 +269,15 @@ def plan(
     from importlib.util import find_spec
 
     from megarl.planner import plan_text
-    from megarl.planner.hardware import read_cluster
+    from megarl.planner.hardware import HEADROOM, read_cluster
     from megarl.planner.plan import plan_recipe, recorded, simulate_steps
 
     if html is not None and find_spec("matplotlib") is None:  # fail before --emit writes a file
         raise UserError(f"--html {html}: requires matplotlib. Fix: {install_extra('run')}")
     config = _load(file, overrides)
-    planned = plan_recipe(config, read_cluster(gpus, nodes_of), as_is, prompt_tokens, response_tokens)
+    default = 0.0 if as_is else HEADROOM
+    cluster = read_cluster(gpus, nodes_of, default if headroom is None else headroom)
+    planned = plan_recipe(config, cluster, as_is, prompt_tokens, response_tokens)
     simulations = simulate_steps(planned, recorded(lengths)) if simulate or lengths is not None else None
     if as_json:
         simulated = {} if simulations is None else {"simulated": {key: asdict(run) for key, run in simulations.items()}}
@@ -384,7 +391,7 @@ def trace(
 
 def main() -> None:
     """Run the command and exit with its code. If it raises a UserError or RunFailure, print the error to stderr and
-    exit with the error's code."""
+    exit with the error's code. If a package of an extra is not installed, print how to install it."""
     escape_unencodable()
     try:
         app()
@@ -392,6 +399,12 @@ def main() -> None:
         for line in (str(error) or repr(error)).splitlines():
             print(f"megarl: error: {printable(line)}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except ModuleNotFoundError as error:
+        line = missing_module(error)
+        if line is None:
+            raise
+        print(f"megarl: error: {line}", file=sys.stderr)
+        sys.exit(UserError.exit_code)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Any
 
@@ -21,6 +22,8 @@ FREE = (
     "run.token_samples",
     "data.date",  # covered by the data's hash if a chat template uses it
     "run.trackers",
+    "run.allow_changes",
+    "run.stop_on",
     "run.profile.*",
     "trackers.*",
     "actor.lora.export",
@@ -69,24 +72,108 @@ FREE = (
 optimizes. run.steps may change learning rates, so `check_continues` compares them."""
 
 
+ALLOWABLE = (
+    "run.steps",
+    "*.optimizer.lr",
+    "*.optimizer.schedule.*",
+    "*.optimizer.weight_decay",
+    "*.optimizer.clip_grad_norm",
+    "rollout.temperature",
+    "rollout.top_p",
+    "rollout.top_k",
+    "rollout.max_new_tokens",
+    "rollout.stop",
+    "rollout.context_length",
+    "logprob_check.*",
+    "environment.options*",
+    "environment.weight",
+    "environment.*turn*",
+    "environment.*timeout_s",
+    "algorithm.advantage.*",
+    "algorithm.objective.*",
+    "algorithm.correction.*",
+    "algorithm.value.*",
+    "algorithm.kl.coefficient",
+    "algorithm.kl.estimator",
+    "algorithm.kl.limit",
+    "algorithm.kl.adaptive_*",
+    "batch.*",
+    "rewards.*",
+    "reward_model.weight",
+    "reward_model.judge.*",
+    "implicit_reward.beta",
+    "implicit_reward.success_above",
+    "sandbox.*",
+)
+"""Patterns for keys that may change if run.allow_changes lists them. They affect results, but not which
+models a run has or what a checkpoint contains. Adam's betas and eps are missing, because a checkpoint restores them."""
+
+NEVER = ("algorithm.advantage.estimator", "algorithm.objective.name")
+"""Keys that match a pattern in ALLOWABLE but never change, because they select the models of a run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A key whose value changed in the middle of a run. A value is None if the config does not have the key."""
+
+    key: str
+    old: Any
+    new: Any
+
+    def describe(self) -> str:
+        return f"{self.key} changed from {one_line(self.old)} to {one_line(self.new)}"
+
+
+def may_be_allowed(key: str) -> bool:
+    """Return whether a key may change in the middle of a run if run.allow_changes lists it."""
+    return key not in NEVER and any(fnmatch(key, pattern) for pattern in ALLOWABLE)
+
+
+def is_free(key: str) -> bool:
+    """Return whether a key may change without run.allow_changes."""
+    return any(fnmatch(key, pattern) for pattern in FREE)
+
+
+def allowed_changes(config: Config, saved: Mapping[str, Any]) -> list[Change]:
+    """Return the keys that differ from the saved config and that run.allow_changes lists."""
+    old, new = dict(leaves(saved)), dict(leaves(config.model_dump()))
+    return [Change(key, old.get(key), new.get(key)) for key in _differing(old, new) if _is_allowed(config, key)]
+
+
 def check_continues(config: Config, saved: Mapping[str, Any], step: int, checkpoint: str) -> None:
     """Check that a run with this configuration may resume from the one saved at `step`. Raise a UserError if keys that
     may not change differ; the message has one line per key. checkpoint: the checkpoint's name, for error messages."""
     old, new = dict(leaves(saved)), dict(leaves(config.model_dump()))
     problems = [
-        f"{key}={_show(new, key)}: {checkpoint} was saved with {_show(old, key)}. Fix: restore this value, or start a "
-        "new run with resume=never and a new run.name"
-        for key in [*new, *(key for key in old if key not in new)]
-        if _differ(old, new, key) and not any(fnmatch(key, pattern) for pattern in FREE)
+        f"{key}={_show(new, key)}: {checkpoint} was saved with {_show(old, key)}. Fix: {_remedy(key)}"
+        for key in _differing(old, new)
+        if not is_free(key) and not _is_allowed(config, key)
     ]
     if config.run.steps < step:
         problems.append(
             f"run.steps={config.run.steps}: {checkpoint} was saved after step {step}. Fix: set run.steps to at least "
             f"{step}"
         )
-    else:
+    elif not _is_allowed(config, "run.steps"):
         problems += _changed_rates(config, saved["run"]["steps"], step, checkpoint)
     raise_all(problems)
+
+
+def _remedy(key: str) -> str:
+    allow = f"allow the change with --allow-changes {key}, " if may_be_allowed(key) else ""
+    return f"restore this value, {allow}or start a new run with resume=never and a new run.name"
+
+
+def _is_allowed(config: Config, key: str) -> bool:
+    """Return whether run.allow_changes lists the key or a section that contains it."""
+    return may_be_allowed(key) and any(key == name or key.startswith(f"{name}.") for name in config.run.allow_changes)
+
+
+def _differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the keys whose values differ, first those of the new config."""
+    for key in (*new, *(key for key in old if key not in new)):
+        if _differ(old, new, key):
+            yield key
 
 
 def _changed_rates(config: Config, steps: int, step: int, checkpoint: str) -> list[str]:
@@ -106,7 +193,8 @@ def _changed_rates(config: Config, steps: int, step: int, checkpoint: str) -> li
                 f"run.steps={config.run.steps}: {checkpoint} was saved with run.steps={steps}, and the learning rates "
                 f"of its {done} updates depend on run.steps "
                 f"({trained.section}.optimizer.schedule.name={optimizer.schedule.name}). Fix: set run.steps={steps}, "
-                "or start a new run with resume=never and a new run.name"
+                "allow the change with --allow-changes run.steps, or start a new run with resume=never and a new "
+                "run.name"
             )
     return problems
 

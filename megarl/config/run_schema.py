@@ -11,6 +11,16 @@ from megarl.core.ranges import NonNegativeInt, PositiveFloat, PositiveInt
 
 TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 
+HealthWarning = Literal[
+    "constant_reward",
+    "uninformative_groups",
+    "zero_gradient",
+    "all_truncated",
+    "entropy_collapse",
+    "rising_mismatch",
+]
+"""Warnings about a run that cannot learn or is about to diverge; see megarl/run/health.py."""
+
 
 class Profile(Section):
     steps: Annotated[list[PositiveInt], Field(max_length=8)]
@@ -27,6 +37,8 @@ class Run(Section):
     token_samples: NonNegativeInt
     trackers: list[TrackerName]
     profile: Profile
+    allow_changes: list[Text]
+    stop_on: list[HealthWarning]
 
 
 class Wandb(Section):

@@ -16,6 +16,28 @@ def install_extra(extra: str) -> str:
     return f"run pip install '.[{extra}]' in a checkout of megarl, or pip install 'FILE.whl[{extra}]' with its wheel"
 
 
+EXTRAS = {
+    "run": (
+        *("megatron", "torch", "ray", "aiohttp", "transformers", "jinja2", "safetensors", "tokenizers", "pyarrow"),
+        *("matplotlib", "rich", "bm25s", "httpx", "regex"),
+    ),
+    "gpu": ("vllm", "transformer_engine"),
+    "rewards": ("math_verify", "latex2sympy2_extended", "antlr4", "sympy", "reasoning_gym"),
+    "trackers": ("tensorboard", "wandb", "mlflow", "trackio"),
+    "gguf": ("gguf", "accelerate"),
+}
+"""Extra -> the modules that its packages contain."""
+
+
+def missing_module(error: ModuleNotFoundError) -> str | None:
+    """Return an error line if an extra contains the missing module, else None."""
+    module = (error.name or "").partition(".")[0]
+    extra = next((extra for extra, modules in EXTRAS.items() if module in modules), None)
+    if extra is None:
+        return None
+    return f"this command requires the package {module}, which is not installed. Fix: {install_extra(extra)}"
+
+
 class TooLittleSpace(UserError):
     """A disk has less free space than a command needs."""
 

@@ -3,6 +3,7 @@ fast."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +13,18 @@ Recipe = Annotated[Path, typer.Argument(metavar="FILE", help="Recipe, such as co
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Keys to override, such as run.steps=3.")
 ]
+
+AllowChanges = Annotated[
+    list[str] | None,
+    typer.Option("--allow-changes", metavar="KEY", help="Key that may change when the run resumes (repeatable)."),
+]
+"""Values for run.allow_changes."""
+
+
+def with_allowed(overrides: list[str] | None, allow_changes: list[str] | None) -> list[str]:
+    """Return the overrides, with run.allow_changes set to the given keys. Commas may separate keys."""
+    keys = [key.strip() for text in allow_changes or () for key in text.split(",")]
+    return [*(overrides or ()), *([f"run.allow_changes={json.dumps(keys)}"] if keys else [])]
 
 
 def launch(
@@ -60,6 +73,7 @@ def launch(
     sweep: Annotated[
         list[str] | None, typer.Option(metavar="KEY=VALUE,VALUE", help="Submit one run per value as a job array.")
     ] = None,
+    allow_changes: AllowChanges = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Write config and script without submitting the job.")
     ] = False,
@@ -88,7 +102,7 @@ def launch(
         options=option or (),
         template=template,
     )
-    for line in submit.launch(file, overrides or (), request, sweep or (), dry_run):
+    for line in submit.launch(file, with_allowed(overrides, allow_changes), request, sweep or (), dry_run):
         typer.echo(line)
 
 

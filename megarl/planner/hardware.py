@@ -71,18 +71,35 @@ STORAGE_GB_S = 4
 assumption."""
 
 
+HEADROOM = 0.08
+"""Default fraction of each GPU's memory that a search for layouts leaves free, because the planner's estimates have
+errors, and other libraries also allocate memory."""
+
+
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """The GPUs for a run. Nodes are filled one after another."""
+    """The GPUs for a run. Nodes are filled one after another.
+
+    Attributes:
+        headroom: fraction of each GPU's memory to leave free.
+    """
 
     name: str
     gpu: Gpu
     num_gpus: int
     gpus_per_node: int = 8
+    headroom: float = 0.0
 
     @property
     def memory_bytes(self) -> float:
-        return self.gpu.memory_gib * GIB
+        """Memory of a GPU that a plan may use."""
+        return self.gpu.memory_gib * GIB * (1 - self.headroom)
+
+    def describe_memory(self) -> str:
+        """Describe the memory of a GPU that a plan may use."""
+        if not self.headroom:
+            return f"{self.gpu.memory_gib:g} GiB"
+        return f"{self.memory_bytes / GIB:.1f} of {self.gpu.memory_gib:g} GiB (--headroom {self.headroom:g})"
 
     @property
     def num_nodes(self) -> int:
@@ -106,18 +123,20 @@ class Cluster:
         )
 
 
-def read_cluster(text: str, gpus_per_node: int = 8) -> Cluster:
+def read_cluster(text: str, gpus_per_node: int = 8, headroom: float = 0.0) -> Cluster:
     """Parse a cluster description such as "64xH100-80GB". Raise a UserError if the description is malformed or names an
-    unknown GPU."""
+    unknown GPU, or a number is out of range."""
     match = re.fullmatch(r"([1-9]\d*)\s*[xX]\s*(\S+)", text)
     if match is None:
         raise UserError(f"--gpus {text}: expected a GPU count and type. Fix: use a form such as 64xH100-80GB")
     if gpus_per_node < 1:
         raise UserError(f"--nodes-of {gpus_per_node}: expected at least one GPU per node. Fix: use a positive number")
+    if not 0 <= headroom < 1:
+        raise UserError(f"--headroom {headroom:g}: expected a fraction from 0 to below 1. Fix: use {HEADROOM:g}")
     names = {name.lower(): name for name in GPUS} | {name.split("-")[0].lower(): name for name in GPUS}
     name = names.get(match[2].lower())
     if name is None:
         near = difflib.get_close_matches(match[2].upper(), GPUS, n=1, cutoff=0.5)
         hint = f" (did you mean {near[0]}?)" if near else ""
         raise UserError(f"--gpus {text}: unknown GPU {match[2]}{hint}. Fix: use one of {', '.join(GPUS)}")
-    return Cluster(name, GPUS[name], int(match[1]), gpus_per_node)
+    return Cluster(name, GPUS[name], int(match[1]), gpus_per_node, headroom)

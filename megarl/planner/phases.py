@@ -198,9 +198,12 @@ def overfull(loads: Sequence[Load], cluster: Cluster) -> Load | None:
 
 def refusal(load: Load, cluster: Cluster) -> str:
     """Return the error line for a phase that does not fit."""
+    limit = f"it has only {cluster.gpu.memory_gib:.1f} GiB"
+    if cluster.headroom:
+        limit = f"only {cluster.describe_memory()} may be used"
     return (
-        f"--gpus {cluster.num_gpus}x{cluster.name}: {load.phase}, a GPU would hold {load.arithmetic}, but it has only "
-        f"{cluster.gpu.memory_gib:.1f} GiB. Fix: {load.remedy}"
+        f"--gpus {cluster.num_gpus}x{cluster.name}: {load.phase}, a GPU would hold {load.arithmetic}, but {limit}. "
+        f"Fix: {load.remedy}"
     )
 
 

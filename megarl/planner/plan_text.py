@@ -12,7 +12,7 @@ from megarl.config.device_spans import num_devices
 from megarl.config.load import load
 from megarl.config.schema import Config
 from megarl.core.files import write_new_file
-from megarl.planner.hardware import GIB, STORAGE_GB_S
+from megarl.planner.hardware import GIB, STORAGE_GB_S, Cluster
 from megarl.planner.plan import Planned, describe_layout
 from megarl.planner.simulation import Simulated
 from megarl.planner.step_plan import SaveTime, StepPlan, StepTimes, host_memory
@@ -68,6 +68,7 @@ def as_dict(planned: Planned) -> dict[str, Any]:
     plans = [planned.best] if planned.search_result is None else planned.search_result.plans[:SHOWN]
     return {
         "gpus": f"{planned.best.cluster.num_gpus}x{planned.best.cluster.name}",
+        "headroom": planned.best.cluster.headroom,
         "parameters": planned.num_parameters,
         "layouts_tried": None if planned.search_result is None else planned.search_result.tried,
         "plans": [_plan_dict(plan) for plan in plans],
@@ -135,7 +136,7 @@ def _details(plan: StepPlan, used: int) -> list[tuple[str, str]]:
         ("layout", f"{_layout(config)}, recompute={config.actor.recompute}; engines {_engines(config)}{cache}"),
         *([("optimizer", "updated in host memory, which the trainer does not support yet")] if on_host else []),
         ("gpus", f"{config.cluster.placement}: {used} of {cluster.num_gpus}{unused}"),
-        ("memory", f"on the fullest GPU in each phase, of {cluster.gpu.memory_gib:g} GiB:"),
+        ("memory", f"on the fullest GPU in each phase, of {cluster.gpu.memory_gib:g} GiB{_headroom(cluster)}:"),
         *(("", f"{load.phase}: {load.arithmetic}") for load in plan.loads),
         ("host", _host(plan)),
         ("time", f"{times.seconds:.1f} s per step{dtype_note}:"),
@@ -156,6 +157,12 @@ def _details(plan: StepPlan, used: int) -> list[tuple[str, str]]:
     if overlapped is not None:
         rows.append(("async", _asynchrony(config, times, overlapped)))
     return rows
+
+
+def _headroom(cluster: Cluster) -> str:
+    if not cluster.headroom:
+        return ""
+    return f", of which {100 * cluster.headroom:g} % stay free (--headroom {cluster.headroom:g})"
 
 
 def _bound(times: StepTimes, phase: str) -> str:

@@ -17,13 +17,14 @@ import numpy as np
 import yaml
 
 from megarl.config import document
+from megarl.config.continuation import Change
 from megarl.core.errors import UserError
 from megarl.core.files import parse_json, read_text
 from megarl.report.evaluations import PREFIX, SetSamples, read_evaluations, render_evaluations
 from megarl.report.history import History, HistoryReader
 from megarl.report.plots import AGE, MAX_POINTS, Chart, charted_metrics, draw, figure, report_figures
 from megarl.report.viewer import MAX_CHARACTERS, FileCache, Rollouts, read_rollouts
-from megarl.run.folder import RunFolder
+from megarl.run.folder import RunFolder, changes_in, warnings_in
 from megarl.run.loggers import duration
 
 LISTED_STEPS = 5  # maximum number of steps or line numbers in a note
@@ -41,6 +42,10 @@ class Contents:
     history: History
     rollouts: Rollouts
     evaluations: list[SetSamples] = field(default_factory=list)
+    changes: list[dict[str, Any]] = field(default_factory=list)
+    """Keys that changed in the middle of the run; see `changes_in`."""
+    warnings: list[dict[str, Any]] = field(default_factory=list)
+    """Health warnings; see `warnings_in`."""
 
 
 def read_contents(folder: Path) -> Contents:
@@ -77,6 +82,8 @@ def _read(folder: Path, history: HistoryReader, samples: FileCache) -> Contents:
         history=history.read(),
         rollouts=read_rollouts(run_folder.rollout_files(), samples),
         evaluations=read_evaluations(run_folder.evaluation_files(), samples),
+        changes=changes_in(manifest),
+        warnings=warnings_in(manifest),
     )
 
 
@@ -184,6 +191,11 @@ def notes(run: Contents) -> list[str]:
     texts = []
     if run.target_steps and _last_step(history) < run.target_steps:
         texts.append(f"The run has reached step {_last_step(history)} of {run.target_steps}.")
+    texts += [f"Step {warning['step']}: {warning['name']}: {warning['message']}." for warning in run.warnings]
+    texts += [
+        f"{Change(change['key'], change['from'], change['to']).describe()} after step {change['after_step']}."
+        for change in run.changes
+    ]
     if history.unreadable:
         texts.append(
             f"metrics.jsonl: {_listed('line', history.unreadable)} could not be parsed and was skipped"

@@ -20,8 +20,9 @@ from megarl.cluster.supervision.memory import MemorySampler
 from megarl.cluster.trace import Trace
 from megarl.cluster.trained_models import TrainedModels
 from megarl.config.schema import Config
-from megarl.core.errors import DamagedCheckpoint, InfrastructureFailure, RunFailure
+from megarl.core.errors import DamagedCheckpoint, InfrastructureFailure, RunFailure, UserError
 from megarl.core.files import DISK_FULL
+from megarl.core.jsonl import read_objects
 from megarl.core.timing import Stopwatch
 from megarl.data.offline import OfflineData
 from megarl.data.prompts import PromptSet
@@ -32,6 +33,7 @@ from megarl.run import events
 from megarl.run.checkpoint_size import saved_bytes
 from megarl.run.effective_time import ALLOCATED, EffectiveShare
 from megarl.run.folder import RunFolder
+from megarl.run.health import Finding, Health
 from megarl.run.lock import run_lock
 from megarl.run.loggers import ConsoleSink, JsonlSink
 from megarl.run.resume import ResumePoint, fall_back, start
@@ -156,6 +158,7 @@ class RunContext:
         checkpoint.on_signal is set, the run finishes the current step and saves a checkpoint. Both are limited to
         checkpoint.grace_s seconds. The weights of the `trained` models, which checkpoints save, must be loaded."""
         saver, settings, done = self.saver, self.config.checkpoint, self.state.step
+        health = Health(self.config, self._earlier_rows(), [warning["name"] for warning in self.folder.warnings])
         saver.keep()  # a killed attempt may have left more checkpoints than checkpoint.keep
         if self.state.step == 0 and (metrics := evaluate()):
             JsonlSink(self.folder.metrics).write(0, metrics)
@@ -166,10 +169,12 @@ class RunContext:
             interrupts.grace(settings.grace_s, settings.on_signal),
         ):
             try:
-                for number in self._steps(trained, step, evaluate, write, memory, trackers):
+                for number, metrics in self._steps(trained, step, evaluate, write, memory, trackers):
                     done = number
+                    findings = self._check_health(health, number, metrics)
                     self._end_if_signaled(trained, write)
                     saver.commit()  # after the step's metrics are written, since a resumed run needs them
+                    self._stop_on(findings)
                 saver.finish()
                 self._end_if_signaled(trained, write)
             except RunFailure as failure:
@@ -190,8 +195,9 @@ class RunContext:
         write: Write,
         memory: MemorySampler,
         trackers: Sequence[Tracker],
-    ) -> Iterator[int]:
-        """Run the steps. Yield the number of each step after its metrics, including evaluation metrics, are written."""
+    ) -> Iterator[tuple[int, Mapping[str, float]]]:
+        """Run the steps. Yield the number and the metrics of each step after the metrics, including evaluation metrics,
+        are written."""
         state, effective_share = self.state, EffectiveShare(self.folder.path)
         trace = Trace(self.folder.logs)
         console = ConsoleSink(self.config.run.steps, is_offline=self.config.is_offline)
@@ -211,7 +217,27 @@ class RunContext:
             for sink in sinks:
                 sink.write(state.step, metrics)
             trace.record(f"step {state.step}", begin, time.time())
-            yield state.step
+            yield state.step, metrics
+
+    def _earlier_rows(self) -> list[dict[str, Any]]:
+        """Return the metrics of the steps before this attempt."""
+        rows = read_objects(self.folder.metrics)[0] if self.folder.metrics.exists() else []
+        return [row for row in rows if row.get("step") != 0]
+
+    def _check_health(self, health: Health, step: int, metrics: Mapping[str, float]) -> list[Finding]:
+        """Print and record the new warnings about the run."""
+        findings = health.check(metrics)
+        for finding in findings:
+            print(f"megarl: warning: step {step}: {finding.name}: {finding.message}", file=sys.stderr, flush=True)
+            self.folder.warn(step, finding.name, finding.message)
+        return findings
+
+    def _stop_on(self, findings: Sequence[Finding]) -> None:
+        """Complete the checkpoint that is being written and raise a UserError if run.stop_on lists a warning."""
+        stopping = [finding for finding in findings if finding.name in self.config.run.stop_on]
+        if stopping:
+            self.saver.finish()
+            raise UserError("\n".join(f"run.stop_on: {finding.name}: {finding.message}" for finding in stopping))
 
     def _end_if_signaled(self, trained: TrainedModels, write: Write) -> None:
         """Save a checkpoint and raise KeyboardInterrupt if the run has received a termination signal."""

@@ -7,7 +7,7 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -18,6 +18,7 @@ import psutil
 
 import megarl
 from megarl.cluster.nodes.rendezvous import NODES
+from megarl.config.continuation import Change
 from megarl.config.load import dump
 from megarl.config.schema import Config
 from megarl.core.checkpoint import FORMAT, FORMAT_KEY
@@ -63,6 +64,34 @@ def models_in(manifest: Mapping[str, Any], path: Path) -> Models:
     return models
 
 
+def changes_in(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the changes of keys in a run's manifest, each with the fields after_step, key, from and to. Malformed
+    changes are omitted."""
+    return _records(manifest, "changes", {"after_step": int, "key": str, "from": object, "to": object})
+
+
+def warnings_in(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the health warnings in a run's manifest, each with the fields step, name and message. Malformed warnings
+    are omitted."""
+    return _records(manifest, "warnings", {"step": int, "name": str, "message": str})
+
+
+def _records(manifest: Mapping[str, Any], name: str, types: Mapping[str, type]) -> list[dict[str, Any]]:
+    """Return the objects in a list of the manifest that have fields of these types."""
+    listed = manifest.get(name)
+    return [
+        record
+        for record in (listed if isinstance(listed, list) else [])
+        if isinstance(record, dict)
+        and all(field in record and isinstance(record[field], kind) for field, kind in types.items())
+    ]
+
+
+def _recorded(changes: Sequence[Change], step: int) -> list[dict[str, Any]]:
+    """Return the changes after `step` in the manifest's form."""
+    return [{"after_step": step, "key": change.key, "from": change.old, "to": change.new} for change in changes]
+
+
 def _is_model(model: Any) -> bool:
     return isinstance(model, dict) and all(isinstance(value, str) for value in model.values())
 
@@ -99,19 +128,32 @@ class RunFolder:
         return cls(Path(config.run.folder).expanduser().absolute() / config.run.name)
 
     @classmethod
-    def create(cls, config: Config, data_hash: str | None = None, models: Models | None = None) -> RunFolder:
+    def create(
+        cls,
+        config: Config,
+        data_hash: str | None = None,
+        models: Models | None = None,
+        after_step: int = 0,
+        changes: Sequence[Change] = (),
+    ) -> RunFolder:
         """Create run.folder/run.name with its config and manifest, and point the link run.folder/latest to it. An
         existing folder without completed steps is reused for the next attempt. A Slurm job's folder is also reused, and
         steps before the first checkpoint are lost. In all remaining cases, an existing folder is renamed to NAME.1,
-        NAME.2 or the next free name. Raise UserError under the same conditions as `require_free`."""
+        NAME.2 or the next free name. Raise UserError under the same
+        conditions as `require_free`.
+
+        Args:
+            after_step: the step after which the run resumes from another run's checkpoint.
+            changes: keys that have changed since that checkpoint.
+        """
         cls.require_free(config)
         earlier = cls.of(config)
         in_a_job = config.resume == "auto" and (earlier.path / LAUNCH).exists()
         if earlier.manifest.exists() and (in_a_job or not earlier.is_taken):
-            return cls.reopen(config, 0, data_hash, models)
+            return cls.reopen(config, 0, data_hash, models, changes)
         folder = cls(earlier.path, moved=_move_aside(earlier.path, config) if earlier.is_taken else None)
         (folder.path / "rollouts").mkdir(parents=True)
-        folder._open(config, data_hash, models, step=0)
+        folder._open(config, data_hash, models, 0, {"changes": _recorded(changes, after_step), "warnings": []})
         return folder
 
     @classmethod
@@ -131,9 +173,17 @@ class RunFolder:
         )
 
     @classmethod
-    def reopen(cls, config: Config, step: int, data_hash: str | None = None, models: Models | None = None) -> RunFolder:
+    def reopen(
+        cls,
+        config: Config,
+        step: int,
+        data_hash: str | None = None,
+        models: Models | None = None,
+        changes: Sequence[Change] = (),
+    ) -> RunFolder:
         """Open the folder of a run that resumes after `step`, and remove the data of later steps. The config and the
-        manifest of the previous attempt are moved to that attempt's logs."""
+        manifest of the previous attempt are moved to that attempt's logs. The new manifest lists `changes`, the keys
+        that have changed since `step`, after the changes at earlier steps."""
         path = cls.of(config).path
         previous = cls(path, max(numbered(path / "logs", ATTEMPT), default=1))  # the user may have deleted all logs
         folder = cls(path, previous.attempt + 1)
@@ -141,10 +191,16 @@ class RunFolder:
         metrics = folder.metrics_until(last_kept)
         for subfolder in (previous.logs, path / "rollouts"):
             subfolder.mkdir(parents=True, exist_ok=True)
+        earlier = read_object(folder.manifest) if folder.manifest.exists() else {}
+        recorded = {
+            "changes": [change for change in changes_in(earlier) if change["after_step"] < step],
+            "warnings": [warning for warning in warnings_in(earlier) if warning["step"] <= step],
+        }
+        recorded["changes"] += _recorded(changes, step)
         for file in (folder.config, folder.manifest):
             if file.exists():
                 file.rename(previous.logs / file.name)
-        folder._open(config, data_hash, models, step)
+        folder._open(config, data_hash, models, step, recorded)
         replace_text(folder.metrics, "".join(metrics))
         for files in (folder.rollout_files(), *folder.evaluation_files().values()):
             for later, file in files.items():
@@ -174,7 +230,14 @@ class RunFolder:
         is_value = {row["step"]: row.get(metric) for row in rows if isinstance(row.get("step"), int)}
         return {step: value for step, value in is_value.items() if is_plain(value, float)}
 
-    def _open(self, config: Config, data_hash: str | None, models: Models | None, step: int) -> None:
+    def _open(
+        self,
+        config: Config,
+        data_hash: str | None,
+        models: Models | None,
+        step: int,
+        recorded: Mapping[str, list[dict[str, Any]]],
+    ) -> None:
         self.logs.mkdir(parents=True)
         replace_text(self.config, dump(config))
         for variant in (config.algorithm.advantage, config.algorithm.objective):
@@ -184,7 +247,7 @@ class RunFolder:
                 with replacement(self.code / f"{content[:12]}-{file.name}") as copy:
                     copy.write(file.read_bytes())
         attempt = {"attempt": self.attempt, "resumed_after_step": step or None}
-        manifest = _manifest(config, data_hash) | {"models": models, FORMAT_KEY: FORMAT} | attempt
+        manifest = _manifest(config, data_hash) | {"models": models, FORMAT_KEY: FORMAT} | attempt | dict(recorded)
         replace_text(self.manifest, json.dumps(manifest, indent=2) + "\n")
         _link_latest(self.path)
 
@@ -223,6 +286,17 @@ class RunFolder:
         """Record in the manifest that the run finished after `step`."""
         manifest = read_object(self.manifest) | {"finished_after_step": step}
         replace_text(self.manifest, json.dumps(manifest, indent=2) + "\n")
+
+    def warn(self, step: int, name: str, message: str) -> None:
+        """Add a health warning to the manifest."""
+        manifest = read_object(self.manifest)
+        warnings = [*warnings_in(manifest), {"step": step, "name": name, "message": message}]
+        replace_text(self.manifest, json.dumps(manifest | {"warnings": warnings}, indent=2) + "\n")
+
+    @property
+    def warnings(self) -> list[dict[str, Any]]:
+        """The health warnings of the run; see `warnings_in`."""
+        return warnings_in(read_object(self.manifest))
 
     @property
     def resolved_models(self) -> dict[str, str]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.config.continuation import check_continues
+from megarl.config.continuation import Change, allowed_changes, check_continues
 from megarl.config.saved import complete, invalid_value
 from megarl.config.schema import Config
 from megarl.core.checkpoint import NAME, Checkpoint, intact_before
@@ -25,16 +26,22 @@ from megarl.step.state import RunState, saved_state, weights_of
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """The starting point of an attempt: the run folder, the state, and the checkpoint to resume from, if any."""
+    """The starting point of an attempt: the run folder, the state, and the checkpoint to resume from, if any.
+
+    Attributes:
+        changes: the keys in run.allow_changes that have changed since the checkpoint.
+    """
 
     folder: RunFolder
     state: RunState
     checkpoint: Checkpoint | None
+    changes: Sequence[Change] = ()
 
     def describe(self) -> str:
         if self.checkpoint is None:
             return "starting at the first step"
-        return f"resuming after step {self.state.step} from {self.checkpoint.path}"
+        changes = "".join(f"\n{change.describe()} (run.allow_changes)" for change in self.changes)
+        return f"resuming after step {self.state.step} from {self.checkpoint.path}{changes}"
 
 
 def start(config: Config, data: PromptSet | OfflineData, num_bytes: int, models: Models) -> ResumePoint:
@@ -56,6 +63,7 @@ def _start(config: Config, data: PromptSet | OfflineData, num_bytes: int, models
     path = _checkpoint_path(config)
     checkpoint = None if path is None else _open(path, config, data, models)
     checkpoints = Checkpoints(RunFolder.of(config).checkpoints)
+    changes = [] if checkpoint is None else allowed_changes(config, _saved_config(checkpoint))
     state = _fresh(config, data)
     if checkpoint is not None:
         state = RunState.restore(saved_state(checkpoint, config, len(data)), config, data)
@@ -76,11 +84,11 @@ def _start(config: Config, data: PromptSet | OfflineData, num_bytes: int, models
         # The order matters: if the run is killed between these calls, it can still be resumed from the same checkpoint.
         # Later checkpoints are removed last, after the folder is ready.
         checkpoints.point_to(own.path)
-        folder = RunFolder.reopen(config, own.step, data.data_hash, models)
+        folder = RunFolder.reopen(config, own.step, data.data_hash, models, changes)
         checkpoints.roll_back_to(own.step)
     else:
-        folder = RunFolder.create(config, data.data_hash, models)
-    return ResumePoint(folder, state, checkpoint)
+        folder = RunFolder.create(config, data.data_hash, models, state.step, changes)
+    return ResumePoint(folder, state, checkpoint, changes)
 
 
 def find_checkpoint(config: Config, data: PromptSet | OfflineData, models: Models) -> Checkpoint | None:
@@ -141,9 +149,11 @@ def _open(path: Path, config: Config, data: PromptSet | OfflineData, models: Mod
     check_continues(config, saved_config, checkpoint.step, str(path))
     _check_models(config, checkpoint, models)
     if (saved := checkpoint.state["data_hash"]) != data.data_hash:
+        keys = [change.key for change in allowed_changes(config, saved_config)]
+        cause = " The columns that reward functions read are part of the data." if "rewards.functions" in keys else ""
         raise UserError(
             f"data.source={config.data.source}: the {config.data.format} have changed since {path} was saved (hash "
-            f"{data.data_hash[:8]}… instead of {saved[:8]}…). Fix: restore the data, or start a new run with "
+            f"{data.data_hash[:8]}… instead of {saved[:8]}…).{cause} Fix: restore the data, or start a new run with "
             "resume=never and a different run.name"
         )
     return checkpoint

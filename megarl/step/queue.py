@@ -10,6 +10,7 @@ from statistics import fmean
 from megarl.cluster.groups.engines import Sampled
 from megarl.cluster.pending import Pending, first, ready
 from megarl.cluster.workers import Workers
+from megarl.config.continuation import allowed_changes
 from megarl.config.schema import Config
 from megarl.core.checkpoint import FORMAT, Checkpoint, FileRecord
 from megarl.core.metrics import Metric
@@ -166,9 +167,10 @@ class RolloutQueue:
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Restore the groups that waited when the checkpoint was saved, if later steps may train on them. All other
-        prompts are sampled again. If the checkpoint has a different format, all prompts are sampled again."""
+        prompts are sampled again. If the checkpoint has a different format, or keys in run.allow_changes have changed,
+        all prompts are sampled again."""
         records = [record for record in checkpoint.files if record.path == WAITING]
-        if not records or checkpoint.format != FORMAT:
+        if not records or checkpoint.format != FORMAT or allowed_changes(self.config, checkpoint.state["config"]):
             return
         checkpoint.verify(records)
         for row, version, samples in self.workers.rewards.load_groups(checkpoint.path / WAITING):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megarl.config.schema import Config
+from megarl.core.checkpoint import FORMAT, Checkpoint
 from megarl.megatron.workers.actor import ActorWorker
 from tests.forked import run_ranks
 from tests.parity import Group, TokenScores, config_of, local_batch, random_groups, rank_batches
@@ -51,3 +52,36 @@ def test_divergences_set_the_penalty_of_the_next_update(tmp_path: Path) -> None:
     assert (penalty, given) == pytest.approx((1.4, 1.4))
     assert loss == expected
     assert counters["penalty"] == 1.4 and "penalty" not in fresh
+
+
+def restored(store, rank: int, config: Config, folder: Path, saved: Config) -> tuple[float, float | None]:
+    """Return the KL coefficient and the penalty after loading a checkpoint of a run with the config `saved`, which has
+    adapted both."""
+    worker = ActorWorker(config, folder, rank, store, threads=1)
+    worker.kl_coefficient, worker._penalty = 0.7, 0.9
+    (folder / "checkpoint" / "actor").mkdir(parents=True)
+    worker.save_checkpoint(folder / "checkpoint")
+    worker.finish_checkpoint(folder / "checkpoint")
+    state = {"config": saved.model_dump()}
+    worker.load_checkpoint(Checkpoint(folder / "checkpoint", 1, state, (), FORMAT))
+    return worker.kl_coefficient, worker._penalty
+
+
+@pytest.mark.parametrize(
+    ("kl", "penalty", "expected"),
+    [
+        ("{coefficient: 0.1, adaptive_target: 1.0}", "{penalty: 0.5, penalty_target: 1.0}", (0.7, 0.9)),
+        ("{coefficient: 0.2, adaptive_target: 1.0}", "{penalty: 0.6, penalty_target: 1.0}", (0.2, None)),
+        ("{coefficient: 0.1}", "{penalty: 0.5}", (0.1, None)),
+    ],
+)
+def test_changed_coefficients_replace_adapted_ones(tmp_path: Path, kl: str, penalty: str, expected) -> None:
+    """A checkpoint has the adapted coefficients. They must not hide a change of the config."""
+    folder = write_tiny_llama(tmp_path)
+
+    def settings(kl: str, penalty: str) -> Config:
+        objective = f"algorithm.objective={{name: kl_penalty, {penalty[1:]}"
+        return config_of(folder, f"algorithm.kl={kl}", objective, "batch.prompts_per_update=1")
+
+    saved = settings("{coefficient: 0.1, adaptive_target: 1.0}", "{penalty: 0.5, penalty_target: 1.0}")
+    assert run_ranks(1, restored, settings(kl, penalty), folder, saved) == [expected]

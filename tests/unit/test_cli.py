@@ -417,6 +417,7 @@ def test_plan_works_without_heavy_libraries(planned_model: str, tmp_path: Path) 
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert "\n1  " in done.stdout and "mostly" in done.stdout
+    assert "of 79.6 GiB, of which 8 % stay free (--headroom 0.08):" in done.stdout
     assert "rejected: actor.layout.tp=8: 28 attention heads are not divisible by 8 (28 / 8 = 3.5)" in done.stdout
     simulated = done.stdout.partition("simulated, by rollout.max_staleness:\n")[2].splitlines()
     assert [line.split()[0] for line in simulated[1:5]] == ["0", "1", "2", "4"]
@@ -434,6 +435,7 @@ def test_plan_emits_a_recipe_with_the_planned_layout(
     assert "world size 16" in capsys.readouterr().out
     assert run(monkeypatch, "plan", out, "--gpus", "16xH100", "--as-is") == 0
     again = capsys.readouterr().out
+    assert "on the fullest GPU in each phase, of 79.6 GiB:" in again
     assert [line for line in again.splitlines() if line.startswith("time")] == [
         line for line in first.splitlines() if line.startswith("time")
     ]
@@ -448,12 +450,34 @@ def test_plan_prints_json(
     keys = (planned_model, "data.source=arithmetic")
     assert run(monkeypatch, "plan", str(ROOT / "configs" / "base.yaml"), "--gpus", "8xH100", *keys, "--json") == 0
     planned = json.loads(capsys.readouterr().out)
-    assert (planned["gpus"], len(planned["plans"])) == ("8xH100-80GB", 5)
+    assert (planned["gpus"], planned["headroom"], len(planned["plans"])) == ("8xH100-80GB", 0.08, 5)
     seconds = [plan["step_seconds"] for plan in planned["plans"]]
     assert seconds == sorted(seconds)
     for plan in planned["plans"]:
         assert sum(plan["phase_seconds"].values()) == pytest.approx(plan["step_seconds"])
-        assert all(0 < sum(parts.values()) <= 80 * 2**30 for parts in plan["gpu_bytes"].values())
+        assert all(0 < sum(parts.values()) <= 0.92 * 79.6 * 2**30 for parts in plan["gpu_bytes"].values())
+
+
+def test_plan_that_needs_the_headroom_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], planned_model: str
+) -> None:
+    keys = ("actor.layout.dp=8", "rollout.replicas=8", "rollout.sleep=true", planned_model, "data.source=arithmetic")
+    command = ("plan", str(ROOT / "configs" / "base.yaml"), "--gpus", "8xH100", "--as-is", *keys, "--headroom")
+    assert run(monkeypatch, *command, "0.8") == 2
+    assert "but only 15.9 of 79.6 GiB (--headroom 0.8) may be used. Fix: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [("check",), ("train",), ("launch", "--nodes=1", "--time=1:00:00")])
+def test_allow_changes_sets_the_key(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: tuple[str, ...]
+) -> None:
+    name, *options = command
+    allow = ["--allow-changes", "rollout.top_p,model.path", "--allow-changes", "run.seed"]
+    assert run(monkeypatch, name, str(ROOT / "configs" / "quickstart.yaml"), "run.steps=3", *allow, *options) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(" never changes")[0] for line in lines] == [
+        f"megarl: error: run.allow_changes: {key}" for key in ("model.path", "run.seed")
+    ]
 
 
 @pytest.mark.parametrize(

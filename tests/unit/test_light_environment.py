@@ -11,14 +11,15 @@ import subprocess
 import sys
 import tomllib
 import zipfile
-from importlib.metadata import PackageNotFoundError, distribution
+from importlib.metadata import PackageNotFoundError, distribution, packages_distributions
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from megarl.config.load import dump, load
-from megarl.core.errors import install_extra
+from megarl.core.errors import EXTRAS, install_extra
 from tests.paths import CONFIGS, ROOT
 from tests.published_models import CONFIGS as MODELS
 from tests.timing import RUN_S, WAIT_S
@@ -142,6 +143,61 @@ def test_inspection_commands_succeed(site, folder, arguments):
     done = megarl(site, *arguments, cwd=folder)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("check", "RECIPES/quickstart.yaml"),
+        ("train", "RECIPES/quickstart.yaml"),
+        ("train", "RECIPES/smollm2-cpu-sft.yaml"),
+        ("evaluate", "FOLDER", "RECIPES/quickstart.yaml"),
+        ("diagnose", "FOLDER/run"),
+        ("convert", "hf-to-megatron", "--hf", "FOLDER", "--out", "FOLDER/checkpoint"),
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_commands_name_the_missing_package_in_one_line(site, folder, arguments):
+    """The recipe trains, the folder has a run with a rollout, and only packages of extras are missing."""
+    write_run(folder / "run")
+    done = megarl(site, *arguments, cwd=folder)
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    [line] = done.stderr.splitlines()
+    assert line.startswith("megarl: error: ") and " requires the package " in line
+    assert line.endswith(f"Fix: {install_extra('run')}")
+
+
+@pytest.mark.parametrize("arguments", [("report", "FOLDER/run"), ("watch", "FOLDER"), ("trace", "FOLDER/run")])
+def test_other_commands_have_no_traceback(site, folder, arguments):
+    write_run(folder / "run")
+    done = megarl(site, *arguments, cwd=folder)
+    assert done.returncode in (0, 2), done.stderr
+    lines = done.stderr.splitlines()
+    assert len(lines) == (done.returncode == 2) and all(line.startswith("megarl: error: ") for line in lines)
+
+
+def write_run(folder: Path) -> None:
+    """Write the folder of a run with one step."""
+    config = load(CONFIGS / "quickstart.yaml", ["model.path=m"])
+    (folder / "rollouts").mkdir(parents=True)
+    (folder / "config.resolved.yaml").write_text(dump(config))
+    (folder / "manifest.json").write_text("{}")
+    (folder / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
+    sample = {"id": "0", "token_ids": [1, 2], "response_ids": [2], "response_logprobs": [-1.0]}
+    (folder / "rollouts" / "step_000001.jsonl").write_text(json.dumps(sample) + "\n")
+
+
+def test_extras_list_the_modules_of_their_packages():
+    """A module of every distribution in an extra is listed, so that a missing one has a remedy."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    modules: dict[str, set[str]] = {}
+    for module, names in packages_distributions().items():
+        for name in names:
+            modules.setdefault(canonicalize_name(name), set()).add(module)
+    for extra, known in EXTRAS.items():
+        names = [canonicalize_name(Requirement(line).name) for line in extras[extra]]
+        for name in names:
+            assert name not in modules or name == "megarl-trainer" or modules[name] & set(known), name
 
 
 def test_no_text_installs_the_unrelated_pypi_package():

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from megarl.config.continuation import is_free, may_be_allowed
 from megarl.config.divisors import divisibility_error, divisors
+from megarl.config.document import leaves
+from megarl.config.names import suggest
 from megarl.config.schema import Config
 from megarl.core.credentials import has_credentials, is_secret_key
 
@@ -68,6 +71,19 @@ def profiled_ranks_are_ranks_of_a_model(config: Config) -> Iterator[str]:
         )
 
 
+def allowed_changes_are_possible(config: Config) -> Iterator[str]:
+    existing = [key for key, _ in leaves(config.model_dump())]
+    for name in config.run.allow_changes:
+        keys = [key for key in existing if key == name or key.startswith(f"{name}.")]
+        if not keys and not may_be_allowed(name):
+            yield f"run.allow_changes: {name} is not a key; {suggest(name)}"
+        elif keys and not all(map(is_free, keys)) and not any(map(may_be_allowed, keys)):
+            yield (
+                f"run.allow_changes: {name} never changes in a run, because its models, data or checkpoints depend on "
+                "it. Fix: remove it from the list, and start a new run to change it"
+            )
+
+
 def values_have_no_credentials(config: Config) -> Iterator[str]:
     """Every value reaches the run folder, the report and the trackers."""
     for key, value in _texts(config.model_dump()):
@@ -98,4 +114,5 @@ RULES = (
     trackers_are_named_once,
     profiled_steps_are_steps_of_the_run,
     profiled_ranks_are_ranks_of_a_model,
+    allowed_changes_are_possible,
 )

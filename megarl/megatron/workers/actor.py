@@ -14,6 +14,7 @@ from torch.distributed.distributed_c10d import Store
 from megarl.algorithms.kl import adapted, adapted_penalty, kl_reward, usual_estimator
 from megarl.config.schema import Config
 from megarl.core import device
+from megarl.core.checkpoint import Checkpoint
 from megarl.core.metrics import Metric
 from megarl.core.token_batch import TokenBatch
 from megarl.core.types import Scoring
@@ -211,6 +212,18 @@ class ActorWorker(TrainerWorker):
         super()._restore_counters(counters)
         self.kl_coefficient = counters["kl_coefficient"]
         self._penalty = counters.get("penalty")
+
+    def load_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Load the checkpoint as the base class does. Adapted coefficients start again from the config's values if
+        those have changed or are no longer adapted."""
+        super().load_checkpoint(checkpoint)
+        saved, algorithm = checkpoint.state["config"]["algorithm"], self._config.algorithm
+        kl, objective = algorithm.kl, algorithm.objective
+        if kl.adaptive_target is None or saved["kl"]["coefficient"] != kl.coefficient:
+            self.kl_coefficient = kl.coefficient
+        penalty = (objective.model_extra or {}).get("penalty")
+        if objective.adapted_penalty_target is None or saved["objective"].get("penalty") != penalty:
+            self._penalty = None
 
     def renew_reference(self) -> None:
         """Move the reference toward the policy by algorithm.kl.renew_share. Called after a step."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from megarl.config.continuation import check_continues
+from megarl.config.continuation import Change, allowed_changes, check_continues
 from megarl.config.load import load
 from megarl.config.schema import Config
 from tests.paths import BASE
@@ -71,11 +71,57 @@ def test_placement_of_other_models_may_change() -> None:
     ],
 )
 def test_keys_that_affect_results_may_not_change(override: str, now: str, then: str) -> None:
+    key = now.partition("=")[0]
+    fixed = key in ("run.seed", "model.path", "actor.megatron_overrides.model.attention_dropout")
+    allow = "" if fixed else f"allow the change with --allow-changes {key}, "
     line = (
-        f"{now}: ck was saved with {then}. Fix: restore this value, or start a new run with resume=never and a new "
-        "run.name"
+        f"{now}: ck was saved with {then}. Fix: restore this value, {allow}or start a new run with resume=never and a "
+        "new run.name"
     )
     assert line in violations(override)
+
+
+@pytest.mark.parametrize(
+    ("allowed", "overrides", "changes"),
+    [
+        ("actor.optimizer.lr", ["actor.optimizer.lr=1e-5"], [Change("actor.optimizer.lr", 1e-6, 1e-5)]),
+        (
+            "algorithm.kl,rollout",
+            ["algorithm.kl={coefficient: 0.1, limit: 9}", "rollout.temperature=0.5"],
+            [
+                Change("rollout.temperature", 1.0, 0.5),
+                Change("algorithm.kl.limit", None, 9.0),
+                Change("algorithm.kl.coefficient", 0.0, 0.1),
+            ],
+        ),
+        ("batch", ["batch.samples_per_prompt=4"], [Change("batch.samples_per_prompt", 8, 4)]),
+        (
+            "algorithm.objective",
+            ["algorithm.objective.clip_high=0.28"],
+            [Change("algorithm.objective.clip_high", 0.2, 0.28)],
+        ),
+        ("actor.optimizer.lr", [], []),
+    ],
+)
+def test_listed_keys_may_change(allowed: str, overrides: list[str], changes: list[Change]) -> None:
+    overrides = [*overrides, f"run.allow_changes=[{allowed}]"]
+    assert violations(*overrides) == []
+    assert allowed_changes(config(*overrides), config().model_dump()) == changes
+
+
+@pytest.mark.parametrize(
+    ("allowed", "override"),
+    [
+        ("actor.optimizer", "actor.optimizer.beta1=0.8"),  # a checkpoint restores Adam's options
+        ("actor.optimizer.lr", "rollout.temperature=0.5"),
+        ("rollout.top_p", "rollout.top_k=3"),
+        ("algorithm", "algorithm.advantage.estimator=gae"),
+        ("algorithm.kl", "algorithm.kl={coefficient: 0.1, renew_steps: 3}"),
+    ],
+)
+def test_other_keys_may_still_not_change(allowed: str, override: str) -> None:
+    key = override.partition("=")[0]
+    assert any(line.startswith(key) for line in violations(override, f"run.allow_changes=[{allowed}]"))
 
 
 def test_long_values_that_differ_at_the_end_are_shown() -> None:
@@ -124,6 +170,12 @@ def test_steps_may_change_unless_past_rates_depend_on_them(schedule, step, steps
     )
     found = violations(*schedule, *sizes, f"run.steps={steps}", step=step, saved=saved)
     assert [line in problem for problem in found] == ([] if resumes else [True])
+
+
+def test_steps_may_change_past_rates_if_listed() -> None:
+    saved = config(COSINE).model_dump()
+    assert "allow the change with --allow-changes run.steps, " in violations(COSINE, "run.steps=200", saved=saved)[0]
+    assert violations(COSINE, "run.steps=200", "run.allow_changes=[run.steps]", saved=saved) == []
 
 
 def test_learning_rates_of_the_critic_are_checked() -> None:

@@ -111,3 +111,17 @@ def test_every_recipe_can_be_planned(name, cache_with_config, monkeypatch):
     planned = plan_recipe(load(CONFIGS_FOLDER / name), read_cluster("4xH100"))
     assert planned.best.problem is None
     assert ", with matrix products in bfloat16:" in table(planned)
+
+
+def test_headroom_stays_free_in_every_phase():
+    """The search uses almost all memory for the KV cache if it may."""
+    keys = ("rollout.max_new_tokens=16384", "rollout.context_length=32768", "actor.tokens_per_microbatch=32768")
+    config, models = recipe(*keys), CONFIGS["Qwen2.5-7B"]
+
+    def fullest(headroom: float) -> float:
+        cluster = read_cluster("8xH100", headroom=headroom)
+        result = search(config, models, Models.of({"actor": models}), Workload.of(config), cluster)
+        return max(plan.fullest.total for plan in result.plans) / 2**30 / 79.6
+
+    assert 0.95 < fullest(0.0) <= 1
+    assert 0.85 < fullest(0.08) <= 0.92

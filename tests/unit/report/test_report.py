@@ -198,3 +198,13 @@ def test_report_requires_a_run_folder(tmp_path):
     ):
         report.write(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_notes_list_the_changes_in_the_manifest(tmp_path):
+    folder = make_run(tmp_path, 3)
+    changes = [{"after_step": 2, "key": "actor.optimizer.lr", "from": 1e-6, "to": 2e-6}, {"key": "malformed"}, 3]
+    (folder / "manifest.json").write_text(json.dumps({"changes": changes}))
+    notes = report.page.notes(report.page.read_contents(folder))
+    assert [note for note in notes if "changed" in note] == [
+        "actor.optimizer.lr changed from 1.0e-06 to 2.0e-06 after step 2."
+    ]

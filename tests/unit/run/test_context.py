@@ -15,9 +15,10 @@ import pytest
 from megarl.cluster.pending import Pending, ready
 from megarl.cluster.trained_models import TrainedModels
 from megarl.config.load import load
-from megarl.core.errors import RunFailure
+from megarl.core.errors import RunFailure, UserError
 from megarl.core.types import Prompt
 from megarl.data.prompts import PromptSet
+from megarl.report.page import notes, read_contents
 from megarl.run import events
 from megarl.run.checkpoints import Checkpoints
 from megarl.run.context import RunContext
@@ -255,3 +256,39 @@ def test_solve_rates_update_the_sampling_weights(tmp_path: Path) -> None:
         assert context.state.dump()["cursor"]["rates"] == {"0": 0.75}
     with prepare(tmp_path, "run.name=b") as context:
         assert context.note_solved({"0": 0.75}) == {}
+
+
+CONSTANT = {"reward/mean": 0.0, "reward/std": 0.0, "policy/grad_norm": 0.0}
+
+
+def run_constant(context: RunContext) -> None:
+    context.run(TrainedModels({"actor": Group()}, {"actor": ()}), lambda: CONSTANT)
+
+
+def test_health_warnings_are_printed_once_and_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with prepare(tmp_path, "checkpoint.every_steps=4", "run.steps=4") as context:
+        run_constant(context)
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("megarl: warning: step 3: constant_reward: all rewards of the last 3 steps are 0, and the ")
+    [warning] = context.folder.warnings
+    assert (warning["step"], warning["name"]) == (3, "constant_reward")
+    assert f"Step 3: constant_reward: {warning['message']}." in notes(read_contents(context.folder.path))
+    with prepare(tmp_path, "resume=auto", "run.steps=6") as again:
+        run_constant(again)
+    assert capsys.readouterr().err == "" and again.folder.warnings == [warning]
+
+
+def test_stop_on_ends_the_run_after_a_complete_checkpoint(tmp_path: Path) -> None:
+    keys = ["checkpoint.every_steps=3", "run.steps=9", "run.stop_on=[entropy_collapse,constant_reward]"]
+    stopped = pytest.raises(UserError, match=r"^run.stop_on: constant_reward: all rewards of the last 3 steps are 0")
+    with stopped as end, prepare(tmp_path, *keys) as context:
+        run_constant(context)
+    assert end.value.exit_code == 2
+    assert context.state.step == 3 and context.folder.num_steps == 3
+    assert Checkpoints(context.folder.checkpoints).steps() == [3]
+
+
+def test_other_warnings_do_not_end_the_run(tmp_path: Path) -> None:
+    with prepare(tmp_path, "run.stop_on=[entropy_collapse]", "run.steps=5", "checkpoint.every_steps=null") as context:
+        run_constant(context)
+    assert context.state.step == 5

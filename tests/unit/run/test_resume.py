@@ -475,3 +475,34 @@ def test_manifest_that_lists_files_outside_the_folder_is_corrupt(root: Path) -> 
         write_manifest(saved, 1, content["state"], records)
         with pytest.raises(UserError, match=r"manifest\.json is corrupt"):
             start(config(root, f"resume={saved}"), PROMPTS)
+
+
+def test_allowed_changes_are_recorded_with_their_step(root: Path) -> None:
+    """Changes stay in the manifest of later attempts. A run that goes back before a change loses it."""
+    first = start(config(root), PROMPTS)
+    save(first, config(root), 2)
+    rate = ("resume=auto", "actor.optimizer.lr=0.5")
+    with pytest.raises(UserError, match=r"allow the change with --allow-changes actor\.optimizer\.lr, or start a new"):
+        start(config(root, *rate), PROMPTS)
+    settings = config(root, *rate, "run.allow_changes=[actor.optimizer.lr]")
+    second = start(settings, PROMPTS)
+    change = {"after_step": 2, "key": "actor.optimizer.lr", "from": 1e-6, "to": 0.5}
+    assert json.loads(second.folder.manifest.read_text())["changes"] == [change]
+    assert "\nactor.optimizer.lr changed from 1.0e-06 to 0.5 (run.allow_changes)" in second.describe()
+    again = start(settings, PROMPTS)  # killed before it saved a checkpoint
+    assert json.loads(again.folder.manifest.read_text())["changes"] == [change]
+    save(again, settings, 4)
+    third = start(config(root, *rate, "actor.optimizer.weight_decay=0.1", "run.allow_changes=[actor]"), PROMPTS)
+    decay = {"after_step": 4, "key": "actor.optimizer.weight_decay", "from": 0.0, "to": 0.1}
+    assert json.loads(third.folder.manifest.read_text())["changes"] == [change, decay]
+    back = start(config(root, f"resume={root}/a/checkpoints/step_000002"), PROMPTS)
+    assert json.loads(back.folder.manifest.read_text())["changes"] == []
+
+
+def test_changes_of_a_run_from_another_checkpoint_are_recorded(root: Path) -> None:
+    checkpoint = save(start(config(root), PROMPTS), config(root), 2)
+    settings = config(
+        root, f"resume={checkpoint}", "run.name=b", "rollout.temperature=0.5", "run.allow_changes=[rollout]"
+    )
+    manifest = json.loads(start(settings, PROMPTS).folder.manifest.read_text())
+    assert manifest["changes"] == [{"after_step": 2, "key": "rollout.temperature", "from": 1.0, "to": 0.5}]

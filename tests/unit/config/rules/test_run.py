@@ -18,6 +18,16 @@ from tests.unit.config.rules.recipes import errors, recipe
             "run.profile.ranks: no trained model has a rank 2, because the largest has 2 ranks. Fix:",
         ),
         (["run.profile.ranks=[1]"], "run.profile.ranks=[1]: has no effect unless run.profile.steps"),
+        (
+            ["run.allow_changes=[model.path]"],
+            "run.allow_changes: model.path never changes in a run, because its models",
+        ),
+        (["run.allow_changes=[data]"], "run.allow_changes: data never changes in a run"),
+        (["run.allow_changes=[algorithm.objective.name]"], "algorithm.objective.name never changes in a run"),
+        (
+            ["run.allow_changes=[rollout.temprature]"],
+            "run.allow_changes: rollout.temprature is not a key; did you mean rollout.temperature?",
+        ),
         (["trackers.project=a"], "trackers.project=a: has no effect unless run.trackers=[wandb]"),
         (
             ["run.trackers=[mlflow]", "trackers.wandb.entity=a"],
