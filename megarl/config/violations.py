@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -86,12 +88,15 @@ def _wrong(detail: ErrorDetails, origin: str, file: str) -> str:
         return f"{file}: {name} is required. Fix: set it to {_REQUIRED[name]}, or pass {name}=VALUE on the command line"
     expected = _EXPECTED[detail["type"]].format(**detail.get("ctx", {}))
     message, remedy = f"{origin}: {name}={show(value)}: expected {expected}", f"set {name} to an allowed value"
+    close = difflib.get_close_matches(str(value), re.findall("'([^']*)'", expected), n=1)
+    if detail["type"] == "literal_error" and close:
+        message, remedy = f"{message}; did you mean {close[0]}?", f"set {name} to {close[0]}"
     if detail["type"].endswith("_type"):
         message, remedy = f"{message}, found {kind(value)}", f"set {name} to {expected}"
     if detail["type"] == "string_type" and isinstance(value, bool | int | float):
         quoted = f"'{show(value)}'"
         remedy = "write " + (f'"{name}={quoted}"' if origin == COMMAND_LINE else quoted)
-    return f"{message}. Fix: {remedy}"
+    return f"{message}{'' if message.endswith('?') else '.'} Fix: {remedy}"
 
 
 def _leaves(key: Key, value: Any) -> Iterator[Key]:

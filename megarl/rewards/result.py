@@ -15,12 +15,14 @@ class Result:
         value: the returned number or numbers, or None if the function returned something else or failed.
         returned: a short description of the returned object, for messages.
         kind: kind of failure, if the call failed.
+        stack: stack of the exception in the user's code, if it raised one.
     """
 
     value: float | list[float] | None
     returned: str = ""
     failure: str | None = None
     kind: Kind = "error"
+    stack: str = ""
 
     @property
     def is_infrastructure(self) -> bool:
