@@ -1,5 +1,8 @@
-"""Keys whose values name files and folders. A recipe's relative paths start at the recipe's folder; those on the command
-line and in megarl's own recipes start at the working directory."""
+"""Keys whose values name files and folders.
+
+A recipe's relative paths start at the recipe's folder. Relative paths on the command line and in megarl's own recipes
+start at the working directory.
+"""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ from megarl.data.plain_turns import PlainTokens, text_ids
 from megarl.data.turns import ChatTokens
 from megarl.environments.agent_rollout import AgentRollout
 from megarl.environments.hosts import FREE_MEMORY, TOOLS_S, HostFailure, HostPool, HostProcess
+from megarl.environments.observation import limit_observation
 from megarl.environments.outcome import Outcome
 from megarl.environments.protocol import StopReason, Task
 from megarl.environments.sessions.server import SessionServer
@@ -283,6 +284,7 @@ class _Rollout:
         if step["restart"]:
             self._start_sample(messages, self._tokens.begin(messages))
             return
+        messages = limit_observation(messages, self._runner.tokenizer, self._config.environment)
         turn_ids = self._parts[-1].transcript.last_turn.token_ids.tolist()
         if step["as_is"]:
             context_ids = text_ids(self._runner.tokenizer, "".join(message["content"] for message in messages))

@@ -20,7 +20,6 @@ from megarl.rewards.pool import FunctionPool
 from megarl.rewards.result import Result
 from megarl.rewards.scorer import Scorer
 
-
 MOST_ROWS = 16
 """Number of rows tried if rewards.failure_limit permits some of them to fail."""
 

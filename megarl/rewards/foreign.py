@@ -1,10 +1,13 @@
-"""Reward functions written for other trainers. They are refused with a wrapper to add to the file, because whether their
-completions are text or messages, and which column holds an argument, cannot be inferred."""
+"""Refuses reward functions with the signature of another trainer, and prints a wrapper for them.
+
+They are not adapted automatically: whether completions are text or messages, and which column has the reference answer,
+cannot be inferred from a signature, and a wrong guess would train on wrong rewards.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from pathlib import PurePath
 from typing import Any
 
@@ -13,82 +16,115 @@ from megarl.rewards.options import BATCH, SINGLE
 
 WRAPPER = "megarl_reward"
 
-ROLES: tuple[frozenset[str], ...] = (
+RESPONSES = ("response", "completion", "solution_str", "predict_str", "model_output")
+PLURAL_RESPONSES = tuple(f"{name}s" for name in RESPONSES)
+ROLES = (
     frozenset({"prompt", "question", "query", "prompts", "questions", "queries"}),
-    frozenset(
-        {"response", "completion", "solution_str", "predict_str", "model_output", "responses", "completions"}
-        | {"solution_strs", "predict_strs", "model_outputs"}
-    ),
+    frozenset({*RESPONSES, *PLURAL_RESPONSES}),
     frozenset({"answer", "ground_truth", "label", "gold", "answers", "ground_truths", "labels", "golds"}),
 )
 """Usual parameter names for the prompt, the response and the answer, in the order of megarl's arguments."""
 
-FOREIGN = frozenset({"data_source", "data_sources", "extra_info", "extra_infos", "completion_ids", "reward_inputs"})
-"""Parameter names of other trainers for values that megarl passes as columns, if at all."""
+COLUMNS = {
+    "data_source": "data_source",
+    "data_sources": "data_source",
+    "extra_info": "extra_info",
+    "extra_infos": "extra_info",
+}
+"""verl's parameters for data columns -> the column."""
+
+TRL = "completions"
+"""The parameter that identifies a function for TRL, whose remaining parameters name columns."""
 
 UNAVAILABLE = frozenset({"completion_ids", "trainer_state", "log_extra", "log_metric", "environments"})
-"""Optional arguments of TRL that megarl does not have."""
-
-_VERL_COLUMNS = {"data_sources": "data_source", "extra_infos": "extra_info"}
+"""Arguments of TRL that megarl does not have."""
 
 
 def refuse_foreign(name: str, function: Callable[..., Any]) -> None:
-    """Raise a UserError with a wrapper if the parameter names show that megarl's positional arguments (prompt, response,
-    answer) would be passed to the wrong parameters. name: `path/to/file.py:function`."""
+    """Raise a UserError with a wrapper if the parameter names show that megarl's positional arguments (prompt,
+    response, answer) do not match the parameters. name: `path/to/file.py:function`."""
     try:
-        parameters = inspect.signature(function).parameters
+        signature = inspect.signature(function)
     except (TypeError, ValueError):  # a compiled function
         return
-    named = [p for p in parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    if not _is_misplaced([p.name for p in named[: len(SINGLE)]]):
+    parameters = list(signature.parameters.values())
+    named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if not _is_foreign([p.name for p in named]):
         return
     file, _, function_name = name.rpartition(":")
-    lines = _wrapper(function_name, named, any(p.kind is p.VAR_KEYWORD for p in parameters.values()))
-    raise UserError(
-        "\n".join(
-            (
-                f"rewards.functions: {name} has the signature of another trainer, {inspect.signature(function)}, but "
-                f"megarl passes ({', '.join(SINGLE)}) in this order. Fix: add these lines to {PurePath(file).name}, "
-                f"and use {file}:{WRAPPER}",
-                *(f"    {line}" for line in lines),
-            )
+    if any(parameter.name == TRL for parameter in named):
+        lines = _trl_wrapper(function_name, named, any(p.kind is p.VAR_KEYWORD for p in parameters))
+    else:
+        lines = _wrapper(function_name, named)
+    if inspect.iscoroutinefunction(function):
+        lines = (
+            f"async {lines[0]}",
+            *(line.replace(f" {function_name}(", f" await {function_name}(") for line in lines[1:]),
         )
+    wrapper = "\n".join(f"    {line}" for line in lines)
+    raise UserError(
+        f"rewards.functions: {name} has another trainer's signature {signature}, but megarl passes "
+        f"({', '.join(SINGLE)}). Fix: add this wrapper to {PurePath(file).name}, and use {file}:{WRAPPER}\n{wrapper}"
     )
 
 
-def _is_misplaced(names: Collection[str]) -> bool:
-    """Return whether one of the first parameters is not for the value that megarl passes at its position."""
-    roles = [next((role for role, usual in enumerate(ROLES) if name in usual), None) for name in names]
-    return any(name in FOREIGN or role not in (None, i) for i, (name, role) in enumerate(zip(names, roles, strict=True)))
+def _is_foreign(names: Sequence[str]) -> bool:
+    """Return whether the parameters are TRL's, or one of the first three is for another value than megarl's argument at
+    its position. The model's response may be called an answer."""
+    if TRL in names:
+        return True
+    for i, name in enumerate(names[: len(SINGLE)]):
+        roles = [role for role, usual in enumerate(ROLES) if name in usual]
+        if name in COLUMNS or (roles and i not in roles and not (i == 1 and name in ("answer", "answers"))):
+            return True
+    return False
 
 
-def _wrapper(function: str, parameters: list[inspect.Parameter], takes_all_columns: bool) -> tuple[str, str, str]:
-    """Return three lines that call the function with megarl's arguments."""
-    plural = any(p.name in ROLES[1] and p.name.endswith("s") for p in parameters)
+def _wrapper(function: str, parameters: Sequence[inspect.Parameter]) -> tuple[str, str, str]:
+    """Return a wrapper that passes megarl's arguments, and data columns to all other required parameters."""
+    names = [parameter.name for parameter in parameters]
+    plural = any(name in PLURAL_RESPONSES or name == "queries" for name in names)
     arguments = BATCH if plural else SINGLE
-    columns: list[str] = []
+    required: list[str] = []
+    optional: list[str] = []
     passed: list[str] = []
     for parameter in parameters:
-        role = next((role for role, usual in enumerate(ROLES) if parameter.name in usual), None)
-        column = _VERL_COLUMNS.get(parameter.name, parameter.name)
-        # TRL's answers are columns, which a parameter names. verl's ground truth is data.answer_column.
-        if role == 2 and not parameter.name.startswith("ground_truth") and plural and not parameter.name.endswith("s"):
-            role = None
-        if role is not None:
-            passed.append(f"{parameter.name}={arguments[role]}")
-        elif parameter.default is parameter.empty or column in ("data_source", "extra_info"):
-            if parameter.name not in UNAVAILABLE:
-                default = "" if parameter.default is parameter.empty else "=None"
-                columns.append(f"{column}{default}")
-                passed.append(f"{parameter.name}={column}")
-    columns.sort(key=lambda column: column.endswith("=None"))
-    call = f"{function}({', '.join([*passed, *(['**columns'] if takes_all_columns else [])])})"
-    signature = f"def {WRAPPER}({', '.join([*arguments, *columns, *(['row'] if takes_all_columns else [])])}):"
+        name = parameter.name
+        column = COLUMNS.get(name, name)
+        value = next((arguments[role] for role, usual in enumerate(ROLES) if name in usual), None)
+        if name == "queries" and "prompts" in names:  # OpenRLHF's queries contain the responses
+            value = "[p + r for p, r in zip(prompts, responses)]"
+        if value is None:
+            if parameter.default is parameter.empty:
+                required.append(column)
+            elif name in COLUMNS:
+                optional.append(f"{column}=None")
+            else:
+                continue
+            value = column
+        passed.append(value if parameter.kind is parameter.POSITIONAL_ONLY else f"{name}={value}")
+    signature = ", ".join([*arguments, *required, *optional])
+    score = "['score'] if isinstance({0}, dict) else {0}"
+    result = f"[r{score.format('r')} for r in result]" if plural else f"result{score.format('result')}"
+    return f"def {WRAPPER}({signature}):", f"    result = {function}({', '.join(passed)})", f"    return {result}"
+
+
+def _trl_wrapper(
+    function: str, parameters: Sequence[inspect.Parameter], takes_all_columns: bool
+) -> tuple[str, str, str]:
+    """Return a wrapper that passes the responses as text, and data columns to all other parameters."""
+    given = {"prompts": "prompts", TRL: "responses"}
     if takes_all_columns:
-        taken = [p.name for p in parameters]
-        rows = "[values[key] for values in row]" if plural else "row[key]"
-        first = "row[0]" if plural else "row"
-        return signature, f"    columns = {{key: {rows} for key in {first} if key not in {taken}}}", f"    return {call}"
-    if plural:
-        return signature, f"    result = {call}", "    return [r['score'] if isinstance(r, dict) else r for r in result]"
-    return signature, f"    result = {call}", "    return result['score'] if isinstance(result, dict) else result"
+        values = ", ".join(f"'{name}': {value}" for name, value in given.items())
+        return (
+            f"def {WRAPPER}({', '.join(BATCH)}, row):",
+            "    columns = {key: [values[key] for values in row] for key in row[0]}",
+            f"    return {function}(**{{**columns, {values}}})",
+        )
+    columns = [p.name for p in parameters if p.name not in {*given, *UNAVAILABLE} and p.default is p.empty]
+    passed = [f"{p.name}={given.get(p.name, p.name)}" for p in parameters if p.name in {*given, *columns}]
+    return (
+        f"def {WRAPPER}({', '.join((*BATCH, *columns))}):",
+        f"    # Pass [[{{'role': 'assistant', 'content': r}}] for r in responses] if {function} expects messages.",
+        f"    return {function}({', '.join(passed)})",
+    )

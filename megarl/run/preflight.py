@@ -54,7 +54,7 @@ from megarl.rewards.row_checks import check_rows, require_rows
 from megarl.run.beginning import resolve
 from megarl.run.checkpoint_size import log_bytes, saved_bytes
 from megarl.run.checkpoints import Checkpoints
-from megarl.run.folder import RunFolder
+from megarl.run.folder import RunFolder, changes_since
 from megarl.run.resume import find_checkpoint
 from megarl.run.trackers.tracker import check_trackers
 
@@ -247,7 +247,11 @@ def _find_folder(config: Config) -> RunFolder:
 
 
 def _check_resume_and_disk(config: Config, models: ModelFolders, data: PromptSet | OfflineData) -> None:
-    find_checkpoint(config, data, models.identify())
+    identities = models.identify()
+    checkpoint = find_checkpoint(config, data, identities)
+    if checkpoint is not None:
+        for line in changes_since(config, identities, checkpoint.path.parents[1]):
+            print(f"changed since {checkpoint.path.name} was saved: {line}", flush=True)
     if config.checkpoint.may_be_saved:
         checkpoints, keep = Checkpoints(RunFolder.of(config).checkpoints), config.checkpoint.keep
         size = saved_bytes(config, models.trained(config))

