@@ -10,6 +10,7 @@ from typing import Any
 
 import megarl
 from megarl.config.paths import code_files
+from megarl.config.rules.run import CREDENTIALS
 from megarl.config.schema import Config
 from megarl.core.files import replacement
 
@@ -20,13 +21,13 @@ MEGARL = Path(megarl.__file__).resolve().parents[1]
 GIT_S = 60
 
 Record = dict[str, str]
-"""One file: its config key, its path, its SHA-256, and the name of its copy."""
+"""One file: its config key, its path, its SHA-256, and the name of its copy, "" if there is none."""
 
 
 def record_code(config: Config, model: Path | None, folder: Path | None) -> list[Record]:
     """Return a record of each file with reward functions, environments, estimators and objectives, and of the files
     with the actor's chat template. Missing files are left out. Copy the files into `folder` unless it is None. Copies
-    are named by content, so that attempts share them."""
+    are named by content, so that attempts share them. Files with credentials are not copied."""
     templates = [] if model is None else [("model.path", model / name) for name in TEMPLATES]
     records = []
     for key, path in [*code_files(config.model_dump()), *templates]:
@@ -34,8 +35,9 @@ def record_code(config: Config, model: Path | None, folder: Path | None) -> list
             continue
         content = path.read_bytes()
         digest = hashlib.sha256(content).hexdigest()
-        copy = f"{digest[:12]}-{path.name}"
-        if folder is not None:
+        has_credentials = CREDENTIALS.search(content.decode("utf-8", "replace")) is not None
+        copy = "" if has_credentials else f"{digest[:12]}-{path.name}"
+        if folder is not None and copy:
             folder.mkdir(exist_ok=True)
             with replacement(folder / copy) as file:
                 file.write(content)
@@ -82,8 +84,9 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any], code: Path) -> Itera
         earlier = before.get((key, name), {})
         if "code" not in old or digests.keys() <= earlier.keys():
             continue
-        copies = ", ".join(str(code / copy) for digest, copy in earlier.items() if digest not in digests)
-        yield f"{key}: {name} has changed" + (f" (earlier version: {copies})" if copies else " (new file)")
+        copies = ", ".join(str(code / copy) for digest, copy in earlier.items() if digest not in digests and copy)
+        detail = f"earlier version: {copies}" if copies else "no copy of the earlier version" if earlier else "new file"
+        yield f"{key}: {name} has changed ({detail})"
     for key, name in before.keys() - after.keys():
         yield f"{key}: {name} is no longer used"
     for name, (was, now) in _states(old, new).items():
@@ -98,7 +101,7 @@ def _hashes(manifest: Mapping[str, Any]) -> dict[tuple[str, str], dict[str, str]
     for record in records if isinstance(records, list) else ():
         if isinstance(record, dict) and all(isinstance(record.get(name), str) for name in ("key", "path", "sha256")):
             key = record["key"], Path(record["path"]).name
-            files.setdefault(key, {})[record["sha256"]] = Path(str(record.get("copy"))).name
+            files.setdefault(key, {})[record["sha256"]] = Path(str(record.get("copy", ""))).name
     return files
 
 

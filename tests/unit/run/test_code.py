@@ -168,3 +168,12 @@ def test_resolved_config_has_absolute_paths(project: Path) -> None:
     saved = yaml.safe_load(folder.config.read_text())
     assert saved["rewards"]["functions"][0]["function"] == f"{project}/reward.py:score"
     assert saved["run"]["folder"] == f"{project.parent}/runs"
+
+
+def test_file_with_credentials_is_not_copied(project: Path) -> None:
+    (project / "reward.py").write_text(f'{REWARD}\nURL = "http://me:secret@host/judge"\n')
+    folder = RunFolder.create(config(project), "hash", models(project))
+    assert not [path for path in folder.path.rglob("*") if path.is_file() and b"secret" in path.read_bytes()]
+    (project / "reward.py").write_text(REWARD)
+    line, *_ = changes_since(config(project), models(project), folder.path)
+    assert line == "rewards.functions.function: reward.py has changed (no copy of the earlier version)"
