@@ -104,7 +104,7 @@ def absolute(document: Document, is_own: Callable[[str], bool]) -> Document:
         return lambda path: _join(folder_of(key), path)
 
     values = document.values
-    for pattern, rewrite in (DATA | CODE | OTHER).items():
+    for pattern, rewrite in {**DATA, **CODE, **OTHER}.items():
         values = _rewritten(values, tuple(pattern.split(".")), rewrite, convert_at)
     for pattern in MODELS:
         values = _rewritten(values, tuple(pattern.split(".")), _model, convert_at)
@@ -115,7 +115,7 @@ def without_folders(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config's values with file names in place of the paths of data and code. Two runs with equal results may
     have them in different folders. Their contents are compared separately."""
     named = dict(values)
-    for pattern, rewrite in (DATA | CODE).items():
+    for pattern, rewrite in {**DATA, **CODE}.items():
         named = _rewritten(named, tuple(pattern.split(".")), rewrite, lambda _: lambda path: PurePath(path).name)
     return _with_weights(named, lambda _: lambda path: PurePath(path).name)
 
@@ -154,7 +154,7 @@ def _with_weights(values: Mapping[str, Any], convert_at: Callable[[Key], Convert
     """Rewrite the keys of data.source_weights, which are files if data.source_column is null."""
     data = values.get("data")
     weights = data.get("source_weights") if isinstance(data, Mapping) else None
-    if not isinstance(weights, Mapping) or data.get("source_column") is not None:
+    if not isinstance(data, Mapping) or not isinstance(weights, Mapping) or data.get("source_column") is not None:
         return dict(values)
     key = ("data", "source_weights")
     files = {_data_file(name, convert_at((*key, name))): weight for name, weight in weights.items()}

@@ -37,7 +37,7 @@ def limit_observation(
     return limited
 
 
-def _cut(token_ids: Sequence[int], num_tokens: int, tokenizer: PreTrainedTokenizerBase) -> str:
+def _cut(token_ids: list[int], num_tokens: int, tokenizer: PreTrainedTokenizerBase) -> str:
     """Return the longest text of the first tokens that consists of at most `num_tokens` tokens and whole characters."""
     for end in range(num_tokens, 0, -1):
         text = str(tokenizer.decode(token_ids[:end], skip_special_tokens=False)).rstrip("\N{REPLACEMENT CHARACTER}")

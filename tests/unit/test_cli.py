@@ -12,9 +12,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
 
-import click
 import pytest
 import typer.main
+from typer.core import TyperGroup
 from typer.testing import CliRunner
 
 import megarl
@@ -496,8 +496,8 @@ def test_plan_suggests_a_sufficient_number_of_gpus(
 def help_texts() -> dict[str, str]:
     """Map each command and command group to the first sentence of its help."""
     group = typer.main.get_command(cli.app)
-    assert isinstance(group, click.Group)
-    subgroups = [command for command in group.commands.values() if isinstance(command, click.Group)]
+    assert isinstance(group, TyperGroup)
+    subgroups = [command for command in group.commands.values() if isinstance(command, TyperGroup)]
     commands = {name: command for each in (group, *subgroups) for name, command in each.commands.items()}
     return {name: " ".join((command.help or "").split()) for name, command in commands.items()}
 
