@@ -91,7 +91,7 @@ exhaustive-runs: $(DONE)
 exhaustive-ranks: $(DONE)
 	@$(BEHIND) $(RUN) -m pytest --ignore=tests/e2e --ignore=tests/cluster --ignore=tests/sandbox --ignore=tests/browser -m exhaustive $(SLOWEST) $(SHARE) | sed --unbuffered 's/^/ranks | /'
 
-# Its wheels require a newer Python, but the modules in use also run on this one.
+# The newest megatron-core requires a newer Python, but the modules in use also run on this one.
 $(NEWEST_DONE): $(DONE) $(NEWEST)
 	rm -rf $(VENV)/newest
 	$(PIP) --target $(VENV)/newest --ignore-requires-python --python-version 3.12 \
@@ -105,7 +105,8 @@ $(ENGINE_DONE): $(DONE) $(CONTAINER)
 	$(PIP) --target $(VENV)/transformer-engine --requirement <(grep '^transformer-engine==' $(CONTAINER))
 	@touch $(ENGINE_DONE)
 
-# It needs other package versions than vLLM. pip compiles bytecode, because each of its processes imports 3,000 files.
+# verifiers needs other package versions than vLLM. pip compiles bytecode, because each verifiers process imports 3,000
+# files.
 $(VERIFIERS_DONE): $(DONE) $(VERIFIERS)
 	rm -rf $(VENV)/verifiers
 	$(PIP) --target $(VENV)/verifiers --requirement $(VERIFIERS)

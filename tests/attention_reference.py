@@ -13,7 +13,7 @@ def plain_attention(
     boundaries: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """Return the attention output, [T, heads, v], computed with a softmax under one mask over the whole pack. Each
+    """Return the attention output, [T, heads, v], computed with a softmax under a dense mask over the whole pack. Each
     token attends to itself and to the preceding tokens in its documents."""
     num_tokens, heads_per_kv_head = query.shape[0], query.shape[1] // key.shape[1]
     visible = torch.zeros(num_tokens, num_tokens, dtype=torch.bool)

@@ -27,7 +27,7 @@ class Family:
         special: special tokens.
         end: the token that ends an assistant turn.
         added: single tokens that count as ordinary text.
-        before, after: text that the template writes around an assistant message, also when another turn follows.
+        before, after: text that the template writes around an assistant message, even when another turn follows.
         tool_format: the format of tool calls; None if the family has no format of its own.
         has_tool_place: whether the template describes tools.
         has_tool_role: whether the template accepts tool messages.
@@ -57,7 +57,7 @@ def bytes_tokenizer(
 ) -> PreTrainedTokenizerFast:
     """Return a tokenizer of all bytes, MERGES and the given tokens.
 
-    Like the published tokenizers it prepends `bos` unless add_special_tokens is false, although a chat template has
+    Like the published tokenizers, it prepends `bos` unless add_special_tokens is false, even if the chat template has
     already written that token.
     """
     tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(merge.replace(" ", "") for merge in MERGES)]

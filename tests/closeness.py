@@ -3,7 +3,7 @@
 The reference runs twice: in float64, which our result is compared with, and in float32, whose error against float64
 measures the rounding of this case on this processor. The tolerance is a small multiple of that error, clamped to
 [1e-5, 1e-4] of a tensor's largest value; 1e-5 is the guarantee across layouts. Rounding is largest in gradients that
-nearly cancel, such as those of adapter factors, and in weights with near-zero gradients, which Adam normalises.
+nearly cancel, such as those of adapter factors, and in weights with near-zero gradients, which Adam normalizes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Expected(NamedTuple, Generic[T]):
 
 
 def expected(compute: Callable[[], T]) -> Expected[T]:
-    """Call `compute` in float64 and in float32. It must not draw random numbers."""
+    """Call `compute` in float64 and in float32. `compute` must not draw random numbers."""
     with float64():
         exact = compute()
     return Expected(exact, compute())
@@ -44,7 +44,7 @@ def expected(compute: Callable[[], T]) -> Expected[T]:
 
 @contextmanager
 def float64() -> Iterator[None]:
-    """Make float64 the default dtype, also where code names float32 explicitly, as transformers' norms do."""
+    """Make float64 the default dtype, even where code names float32 explicitly, as transformers' norms do."""
     previous = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -63,7 +63,7 @@ def load(kind: type, folder: Path, **keys: Any) -> torch.nn.Module:
 class _Float64(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func is torch.Tensor.view:  # of bytes as another dtype
+        if func is torch.Tensor.view:  # reinterprets bytes as another dtype
             return func(*args, **kwargs)
         func = torch.Tensor.double if func is torch.Tensor.float else func
         return func(*map(_widened, args), **{name: _widened(value) for name, value in kwargs.items()})

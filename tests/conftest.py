@@ -34,9 +34,9 @@ def pytest_collection_finish() -> None:
     """Exclude imported objects from garbage collection and limit torch to one thread.
 
     Scanning the imported objects took a sixth of the ranks' time. On tiny tensors threads mostly wait for each other:
-    with one thread the plain references take a tenth of the CPU time. They are unfrozen at exit, so that libraries can
-    count their leaked objects. pytest collects garbage before that: a pytest-xdist worker that takes more than five
-    seconds for it receives SIGINT.
+    with one thread the plain references take a tenth of the CPU time. The objects are unfrozen at exit, so that
+    libraries can count the objects that they leak. pytest collects garbage before that: a pytest-xdist worker that
+    takes more than five seconds for it receives SIGINT.
     """
     gc.freeze()
     gc.enable()

@@ -58,7 +58,8 @@ class Divergence:
     """The KL as a reward: −coefficient · K(log-ratio) per token, or of the summed log-ratio at the last token.
 
     Attributes:
-        credit: "whole" credits every token with the sample's total KL, "reward_to_go" only with the KL from itself on.
+        credit: "whole" credits every token with the sample's total KL, "reward_to_go" only with the KL from that token
+            on.
     """
 
     coefficient: float = 0.0
@@ -127,7 +128,7 @@ def group_mean(rewards: list[float], lengths: list[int], prompt: str) -> list[tu
     return [(fmean(rewards), 1.0)] * len(rewards)
 
 
-def standardised(rewards: list[float], lengths: list[int], prompt: str) -> list[tuple[float, float]]:
+def standardized(rewards: list[float], lengths: list[int], prompt: str) -> list[tuple[float, float]]:
     return [(fmean(rewards), stdev(rewards) + 1e-6)] * len(rewards)
 
 
@@ -156,7 +157,9 @@ def best_of(k: int) -> Compare:
 
 
 def amplified(kl: Divergence = Divergence()) -> Estimate:
-    """GPG: subtract the group's mean, multiply by samples / samples in groups whose rewards (without KL) differ."""
+    """Return GPG's estimate: r minus the group's mean, times samples / samples in groups with unequal rewards (without
+    KL).
+    """
 
     def larger(groups: Groups, ratios: Ratios) -> dict[str, list[float]]:
         factor = sum(map(len, groups)) / sum(len(group) for group in groups if len({r for _, r in group}) > 1)
@@ -174,7 +177,7 @@ def token_estimate(gamma: float, kl: Divergence = Divergence()) -> Estimate:
 def temporal_differences(
     gamma: float, lambda_: float, values: Tokens | None, kl: Divergence = Divergence()
 ) -> Estimate:
-    """Return generalised advantage estimates. Without a critic all values are 0."""
+    """Return generalized advantage estimates. Without a critic all values are 0."""
 
     def estimate(groups: Groups, ratios: Ratios) -> dict[str, list[float]]:
         advantages = {}
@@ -195,7 +198,7 @@ def temporal_differences(
 
 
 def whitened(estimate: Estimate) -> Estimate:
-    """Standardise an estimate over all trained tokens."""
+    """Whiten an estimate over all trained tokens."""
 
     def over_all(groups: Groups, ratios: Ratios) -> dict[str, list[float]]:
         plain = estimate(groups, ratios)
@@ -219,7 +222,7 @@ class EstimatorCase(NamedTuple):
 
     Attributes:
         keys: its name and options in the config.
-        estimate: the reference, from the KL reward and the World of tests/objective_cases.py.
+        estimate: returns the reference, given the KL reward and the World of tests/objective_cases.py.
         given: names of the World's per-token scores that the estimator needs.
     """
 
@@ -253,7 +256,7 @@ CASES: dict[str, EstimatorCase] = {
         ("implicit_reward",),
     ),
     "ReMax": compared("remax", by_prompt(GREEDY)),
-    "GRPO": compared("grpo", standardised),
+    "GRPO": compared("grpo", standardized),
     "OPO": compared("opo", weighted_by_length),
     "GPG": EstimatorCase("gpg", lambda kl, world: amplified(kl)),
     "pass@k": compared("pass_at_k, k: 2", best_of(2)),

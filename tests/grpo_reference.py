@@ -57,7 +57,7 @@ class GrpoReference:
         return torch.stack(terms).mean()
 
     def update(self, groups, kl_coefficient: float, clip_norm: float, old=None) -> tuple[float, dict, float]:
-        """Make one optimizer step. Return the loss, the gradients before clipping by name, and the gradient norm."""
+        """Run one optimizer step. Return the loss, the gradients before clipping by name, and the gradient norm."""
         self.optimizer.zero_grad()
         loss = self.loss(groups, kl_coefficient, old or {})
         loss.backward()

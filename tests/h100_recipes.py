@@ -49,7 +49,7 @@ class H100Recipe:
         return CONFIGS[self.model]
 
     def overrides(self, folder: Path) -> list[str]:
-        """Write the files that a plan reads of the recipe's models and data. Return the overrides that locate them."""
+        """Write the model and data files that the planner reads. Return the overrides with their paths."""
         actor, classifier = folder / "model", folder / "classifier"
         labels = {"architectures": ["ForSequenceClassification"], "id2label": {"0": "reward"}}
         for path, content in ((actor, self.hf_config), (classifier, self.hf_config | labels)):

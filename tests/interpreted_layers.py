@@ -28,7 +28,7 @@ def check_swiglu(dtype: torch.dtype, shape: tuple[int, ...], device: str = "cpu"
 
 
 def check_rotation(dtype: torch.dtype, heads: int, size: int, rotated: int, factor: float, device: str = "cpu") -> None:
-    """Compare with Megatron's own rotation, of a view such as the query in the product of queries, keys and values."""
+    """Compare with Megatron's own rotation. The input is a view, like the query in the fused QKV output."""
     torch.manual_seed(0)
     x = torch.randn(6, heads, 3 * size).to(dtype).to(device)[:, :, size : 2 * size]
     angles = torch.rand(6, 1, 1, rotated // 2, device=device).mul(100).repeat(1, 1, 1, 2)

@@ -1,4 +1,4 @@
-"""Reference GRPO on LoRA adapters: PEFT's factor_name, and explicitly merged weights for experts."""
+"""Reference GRPO on LoRA adapters: PEFT's implementation, and explicitly merged weights for experts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.grpo_reference import GrpoReference
 
 
 class PeftReference(GrpoReference):
-    """A model of which only PEFT adapters are trained. The KL's reference is the model without adapters."""
+    """A model whose PEFT adapters are the only trained parameters. The KL's reference is the model without adapters."""
 
     def __init__(self, folder: Path, adapters: Path, lr: float, eps: float, temperature: float):
         super().__init__(folder, lr, eps, temperature)

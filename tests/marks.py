@@ -1,4 +1,4 @@
-"""Marks of parametrised cases: those left to `make test-exhaustive`, and those that `make test-newest` runs."""
+"""Marks of parametrized cases: those left to `make test-exhaustive`, and those that `make test-newest` runs."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from megarl.megatron.metric_sums import read
 from megarl.megatron.workers.actor import ActorWorker
 from tests import objective_reference as plain
 from tests.closeness import TOLERANCE, Expected, assert_close, close_to, float64
-from tests.estimator_reference import Estimate, sample_estimate, standardised
+from tests.estimator_reference import Estimate, sample_estimate, standardized
 from tests.forked import run_ranks
 from tests.grpo_reference import GrpoReference
 from tests.parity import (
@@ -85,7 +85,7 @@ class Case:
     share: float = 0.0
     bounds: tuple[float, float] | None = None
     estimator: str = "estimator: grpo"
-    estimate: Estimate = dataclasses.field(default_factory=lambda: sample_estimate(standardised))
+    estimate: Estimate = dataclasses.field(default_factory=lambda: sample_estimate(standardized))
     given: tuple[str, ...] = ()
     reported: tuple[str, plain.Loss] | None = None
     threshold: float = 1e-3
@@ -407,7 +407,7 @@ def check(
     greedy: Mapping[str, float] | None = None,
     average: float = 0.0,
 ) -> None:
-    """Check the loss, metrics and gradients of each case in a layout against the references of single samples.
+    """Check the loss, metrics and gradients of each case in a layout against references computed sample by sample.
 
     Args:
         greedy, average: baseline rewards of some estimators.
@@ -425,7 +425,7 @@ def check(
     for name, ((loss, gradients), (plain_loss, plain_gradients)) in expected.items():
         results = [rank[name] for rank in ranks]
         metrics = values(merge([rank.metrics for rank in results if rank.metrics]))
-        # Whitened advantages cancel in a sum over tokens, so the rounding errors of all tokens remain.
+        # Whitened advantages cancel in a sum over tokens, which leaves the rounding errors of all tokens.
         tokens = sum(len(r.now) for r in world.responses(cases[name])) if cases[name].aggregation == "token_sum" else 1
         assert metrics["policy/loss"] == close_to(loss, plain_loss, TOLERANCE * tokens), name
         plain_metrics = world.metrics(cases[name])

@@ -36,7 +36,7 @@ from tests.closeness import LOSS_FLOOR, Expected, assert_close, close_to, expect
 from tests.grpo_reference import GrpoReference
 from tests.paths import BASE
 
-LR, EPS, TEMPERATURE = 1e-3, 1e-5, 0.8  # a larger eps than usual: near-zero gradients do not amplify noise
+LR, EPS, TEMPERATURE = 1e-3, 1e-5, 0.8  # eps is larger than usual, so that near-zero gradients do not amplify noise
 
 Group = list[tuple[Sample, float]]
 """The samples of one prompt with their rewards."""
@@ -186,7 +186,7 @@ def train(
     given: TokenScores | None = None,
     **packing,
 ) -> RankResult:
-    """Make the updates on one rank.
+    """Run the updates on one rank. Return the rank's result.
 
     Args:
         given: per-token scores from other models.
@@ -272,7 +272,7 @@ def assert_same_training(folder: Path, ranks: Sequence[RankResult], reference: E
 
 
 def plain_training(folder: Path, updates: list[list[Group]], kl_coefficient: float) -> Expected[Outcome]:
-    """Make the same updates in plain Hugging Face and torch."""
+    """Run the same updates in plain Hugging Face and torch."""
 
     def trained() -> Outcome:
         reference = GrpoReference(folder, lr=LR, eps=EPS, temperature=TEMPERATURE)

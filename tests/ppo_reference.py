@@ -61,7 +61,7 @@ class PpoReference:
         }
 
     def step(self, updates: Sequence[Update]) -> tuple[float, float]:
-        """Compute all values and old log-probs, then make the updates. Return the last policy and value losses."""
+        """Compute all values and old log-probs, then run the updates. Return the last policy and value losses."""
         samples = [item for update in updates for group in update for item in group]
         with torch.no_grad():
             old = {sample.id: self.log_probs(sample) for sample, _ in samples}
@@ -76,7 +76,7 @@ class PpoReference:
         return float(policy.detach()), float(value.detach())
 
     def policy_and_value(self, policy: torch.Tensor, value: torch.Tensor) -> None:
-        """Make one optimizer step of each model on its own loss."""
+        """Run one optimizer step of each model on its own loss."""
         for model, loss in ((self.actor, policy), (self.critic, value)):
             self.optimizers[model].zero_grad()
             loss.backward()

@@ -1,4 +1,4 @@
-"""config.json of published models, and their numbers of parameters."""
+"""config.json of published models, and their parameter counts."""
 
 from __future__ import annotations
 
@@ -262,4 +262,4 @@ PARAMETERS: dict[str, int] = {
     "Qwen3-235B-A22B": 235_093_634_560,
     "DeepSeek-V3": 671_026_419_200,
 }
-"""Numbers of parameters, with tied weights counted once."""
+"""Parameter counts. Tied weights count once."""

@@ -21,13 +21,13 @@ WAIT_S = 240
 """Limit for operations that are immediate on an idle machine."""
 
 HANG_S = 3600
-"""Sleep of a stand-in for a hanging program. Longer than any test, so waiting for it fails."""
+"""How long a fake of a hanging program sleeps: longer than any test may run, so a test that waits for it fails."""
 
 GRACE_S = 1200
 """A grace period that no test waits for."""
 
 SHORT_S = 1
-"""A timeout that the test wants to expire, with nothing that must finish in time."""
+"""A timeout that is meant to expire. Nothing has to finish within it."""
 
 LIMIT_S = 10
 """A timeout that hanging calls exceed while other calls, which are immediate, do not."""

@@ -33,7 +33,9 @@ attended: list[str] = []
 
 def install() -> None:
     """Make transformer_engine importable. Call this before importing Megatron, which checks for it."""
-    assert TRANSFORMER_ENGINE.is_dir(), f"{TRANSFORMER_ENGINE} is missing: make .venv/transformer-engine/.installed"
+    assert TRANSFORMER_ENGINE.is_dir(), (
+        f"{TRANSFORMER_ENGINE} is missing. Fix: make .venv/transformer-engine/.installed"
+    )
     assert "megatron" not in sys.modules
     sys.path.insert(0, str(TRANSFORMER_ENGINE))
     os.environ["NVTE_PROJECT_BUILDING"] = "1"  # do not load CUDA libraries

@@ -35,7 +35,7 @@ class Trained:
 
 
 def train_all(folder: Path, cases: Mapping[str, tuple[str, list[str], dict[str, Any]]]) -> dict[str, Trained]:
-    """Make one update per case. All cases share a process, because starting one takes seconds.
+    """Run one update per case. All cases share a process, because starting one takes seconds.
 
     A case is (model folder, config overrides, Packing overrides). Cases and results are exchanged through `folder`.
     """
@@ -47,7 +47,7 @@ def train_all(folder: Path, cases: Mapping[str, tuple[str, list[str], dict[str, 
 
 
 def main() -> None:
-    """Make an update with each case of FOLDER/cases.json and pickle the results to FOLDER/trained."""
+    """Run an update with each case of FOLDER/cases.json and pickle the results to FOLDER/trained."""
     from tests import transformer_engine
 
     transformer_engine.install()

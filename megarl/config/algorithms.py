@@ -19,7 +19,7 @@ from megarl.core.user_file import is_in_file
 
 def describe_one(name: str) -> str:
     """Return the formula, paper and recipe lines of an estimator or objective. Raise a UserError if the name is
-    unknown; the message lists the valid names. name: an entry's name, or `path/to/file.py:NAME`."""
+    unknown; the message suggests valid names. name: an entry's name, or `path/to/file.py:NAME`."""
     known: dict[str, Spec] = {**ESTIMATORS, **OBJECTIVES}
     spec = spec_in_file("megarl algorithms", name, Spec)[0] if is_in_file(name) else known.get(name)
     if isinstance(spec, EstimatorSpec):
@@ -48,7 +48,7 @@ def _objective(name: str, spec: ObjectiveSpec) -> Iterator[str]:
     yield f"  paper        {spec.paper}"
     yield f"  learns from  data.format={' or '.join(spec.rows)}"
     yield _RECIPE
-    if spec.rows[0] != "prompts":  # the value in base.yaml
+    if spec.rows[0] != "prompts":  # which is the default
         yield from ("data:", f"  format: {spec.rows[0]}")
     yield from ("algorithm:", "  objective:", f"    name: {name}", *_comments(spec.options))
 

@@ -66,8 +66,8 @@ FREE = (
     "checkpoint.*",
     "cluster.*",
 )
-"""Patterns for keys that affect where and how long a run computes, but not its results. run.steps may change learning
-rates, so `check_continues` compares them."""
+"""Patterns for keys that may change, because they affect where, when and how long a run computes, but not what it
+optimizes. run.steps may change learning rates, so `check_continues` compares them."""
 
 
 def check_continues(config: Config, saved: Mapping[str, Any], step: int, checkpoint: str) -> None:
@@ -86,11 +86,11 @@ def check_continues(config: Config, saved: Mapping[str, Any], step: int, checkpo
             f"{step}"
         )
     else:
-        problems += _rates_done(config, saved["run"]["steps"], step, checkpoint)
+        problems += _changed_rates(config, saved["run"]["steps"], step, checkpoint)
     raise_all(problems)
 
 
-def _rates_done(config: Config, steps: int, step: int, checkpoint: str) -> list[str]:
+def _changed_rates(config: Config, steps: int, step: int, checkpoint: str) -> list[str]:
     """Return a line for each model whose completed updates used different learning rates than the ones that
     config.run.steps implies.
 

@@ -10,8 +10,12 @@ def divisors(number: int) -> list[int]:
 
 
 def divisibility_error(key: str, divisor: int, noun: str, number: int, legal: Iterable[int]) -> str | None:
-    """Return an error message unless `divisor`, the value of `key`, divides a number of things (`noun`). legal: values
-    of `key` that the message suggests."""
+    """Return an error message unless `divisor`, the value of `key`, divides `number`.
+
+    Args:
+        noun: the items that `number` counts.
+        legal: values of `key` that the message suggests.
+    """
     if number % divisor == 0:
         return None
     arithmetic = quotient(number, divisor)

@@ -7,8 +7,8 @@ from megarl.config.schema import Config
 
 
 def explain(config: Config) -> str:
-    """Return one line each for the samples and updates per step, each rank's share, the token counts and the
-    processes."""
+    """Return the batch arithmetic as text: the samples and updates per step, the samples per rank, the learning rates,
+    the token counts and the processes."""
     batch, rollout, layout = config.batch, config.rollout, config.actor.layout
     unit, trained = "rows" if config.is_offline else "prompts", config.trained_per_prompt
     per_prompt = trained if config.is_offline else batch.samples_per_prompt

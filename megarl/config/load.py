@@ -18,8 +18,8 @@ from megarl.config.schema import Config
 from megarl.core.errors import UserError
 
 SHIPPED = Path(__file__).with_name("recipes").resolve()
-"""The directory of megarl's own recipes, including base.yaml. In a checkout `recipes` is a link to configs/, in an
-installed package a copy."""
+"""The directory of megarl's own recipes, including base.yaml. In a checkout, `recipes` is a link to configs/. In an
+installed package, it is a copy."""
 
 OPTIONAL = ("evaluation", "environment", "reward_model", "implicit_reward", "run.profile", "actor.lora")
 """Sections that are off by default. The value null restores the defaults."""
@@ -145,8 +145,8 @@ def _override(text: str) -> Document:
 
 
 def _typed_value(key: Key, text: str) -> Any:
-    """Parse the value typed for a key. It is YAML, except that text is taken as typed, because YAML would drop " # …"
-    and read "a: b" as a mapping. For a text key, only null and quoted text are parsed as YAML."""
+    """Parse the value of a key as YAML. Text is taken literally, because YAML would drop " # …" and read "a: b" as a
+    mapping. For a text key, only null and quoted text are parsed as YAML."""
     takes_text, plain = _takes_text(key), text.strip()
     is_quoted = plain[0] in "'\""
     if takes_text and plain != "null" and not is_quoted:

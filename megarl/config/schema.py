@@ -247,7 +247,7 @@ class Config(Section):
         return self.rollout.on_stale == "drop" and not self.is_offline
 
     @property
-    def most_checkpoints(self) -> int:
+    def max_checkpoints(self) -> int:
         """The maximum number of checkpoints kept: the newest ones and the one with the best evaluation."""
         return self.checkpoint.keep + (self.evaluation.best.metric is not None)
 

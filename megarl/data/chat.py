@@ -134,7 +134,7 @@ def response_span(text: str, marked: str, response: str) -> tuple[int, int, int]
 
     Returns:
         The start and end of the response in `text`, and the number of leading characters that the template trimmed;
-        None if the template changed more than whitespace at its ends.
+        None if the template did more than trim the response.
     """
     before, _, after = marked.rpartition(MARK)
     start, stop = len(before), len(text) - len(after)

@@ -160,8 +160,8 @@ class _Layout:
         return tokens
 
     def routes(self, samples: Sequence[Sample]) -> torch.Tensor | None:
-        """Return the routes of the pack's tokens, NO_ROUTE for padding. Samples share tokens only if their routes
-        agree."""
+        """Return the routes of the pack's tokens, NO_ROUTE for padding and for samples without routes. Samples share
+        tokens only if their routes agree."""
         routed = [(sample.routes, first) for sample, first in zip(samples, self.boundaries, strict=False)]
         known = [(routes, first) for routes, first in routed if routes is not None]
         if not known:

@@ -37,7 +37,7 @@ class Column:
     key: str
     name: str
     expected: str
-    holds: Callable[[Any], bool]
+    is_valid: Callable[[Any], bool]
 
 
 def file_rows(
@@ -52,8 +52,8 @@ def file_rows(
     names file, row and column.
 
     Args:
-        further: optional columns to include if a row has them, mapped to the function or key that requires them, or
-            None. ALL_COLUMNS includes every column.
+        further: additional columns to include, mapped to the function or key that requires them. None: include the
+            column only in rows that have it. ALL_COLUMNS includes every column.
     """
     columns = (_text("prompt", prompt_column), Column("data.answer_column", answer_column, ANSWER_TYPE, _is_json))
     columns += tuple(
@@ -134,7 +134,7 @@ def _records(path: Path, columns: Sequence[Column], further: Collection[str] = (
         record = encodable(record)
         _require_columns(record, columns, f"{path}:{number}")
         for column in columns:
-            if not column.holds(value := column_of(record, column.name)):
+            if not column.is_valid(value := column_of(record, column.name)):
                 raise _wrong_type(f"{path}:{number}", column.name, column.expected, value)
         yield number, record
 
@@ -264,7 +264,7 @@ def _is_json(value: Any) -> bool:
 
 
 def _plain(content: Content) -> Content:
-    """Return the content without other fields of its messages."""
+    """Return the content with only the role and content of each message."""
     if isinstance(content, str):
         return content
     return [{"role": message["role"], "content": message["content"]} for message in content]

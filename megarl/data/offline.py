@@ -139,7 +139,7 @@ def _steps(row: LabelRow, tokenizer: PreTrainedTokenizerBase, config: Config, pl
         last = len(ids) - len(prompt) - 1
         ends = [*_text_ends(tokenizer, row.prompt, steps, chat_template, len(prompt), place), last]
     objective = config.algorithm.objective.spec
-    assert isinstance(objective, LabelObjective), f"{objective.name} learns no labels"
+    assert isinstance(objective, LabelObjective), f"{objective.name} does not use labels"
     labels = _token_labels(ends, row.labels, objective.labeled, place)
     mask = [False] * len(prompt) + (~np.isnan(labels)).tolist()
     return [(len(prompt), (ids, mask), labels)]

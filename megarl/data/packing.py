@@ -84,7 +84,7 @@ def schedule(lengths: Sequence[Lengths], packing: Packing, units: Units | None =
 
 
 def share_out(lengths: Sequence[Lengths], packing: Packing, units: Units | None = None) -> list[list[Bundle]]:
-    """Return the bundles for each data-parallel rank. They are as large as possible while the ranks stay balanced.
+    """Return the bundles for each data-parallel rank, with the bundle size that minimizes the cost of the busiest rank.
     Large bundles save work, since a prompt is computed once for each bundle that contains its samples. But a few large
     bundles do not spread evenly over many ranks."""
     largest = max((len(item.samples) for item in bundle(lengths, packing, units=units)), default=1)
@@ -98,20 +98,20 @@ def share_out(lengths: Sequence[Lengths], packing: Packing, units: Units | None 
 
 
 def bundle(
-    lengths: Sequence[Lengths], packing: Packing, most_samples: int | None = None, units: Units | None = None
+    lengths: Sequence[Lengths], packing: Packing, max_samples: int | None = None, units: Units | None = None
 ) -> list[Bundle]:
-    """Return bundles within the token budget, of at most `most_samples` samples each, unless a single unit has more.
+    """Return bundles within the token budget, of at most `max_samples` samples each, unless a single unit has more.
     Without prompt sharing, each unit is a bundle. Raise a UserError if a single unit exceeds the token budget. Units
     are never split across microbatches."""
     bundles: list[_Counts] = []
     unfinished: dict[Hashable, _Counts] = {}
-    most = len(lengths) if most_samples is None else most_samples
+    limit = len(lengths) if max_samples is None else max_samples
     for unit in units or [(index,) for index in range(len(lengths))]:
         counts = _Counts.of(unit, lengths, packing)
         _check_fits(counts, packing)
         prompt = lengths[unit[0]]
         open_bundle = unfinished.get(prompt.prompt) if packing.shares_prompts else None
-        if open_bundle is not None and open_bundle.has_room(counts, prompt.prompt_tokens, most, packing.token_budget):
+        if open_bundle is not None and open_bundle.has_room(counts, prompt.prompt_tokens, limit, packing.token_budget):
             open_bundle.add(counts, prompt.prompt_tokens)
         else:
             bundles.append(counts)
@@ -145,10 +145,10 @@ class _Counts:
         prompt_tokens = lengths[unit[0]].prompt_tokens if packing.shares_prompts else 0
         return cls([*unit], prompt_tokens + num_tokens, num_scored, num_attended)
 
-    def has_room(self, other: _Counts, prompt_tokens: int, most_samples: int, token_budget: int) -> bool:
+    def has_room(self, other: _Counts, prompt_tokens: int, max_samples: int, token_budget: int) -> bool:
         """Return whether `other`, a set of samples of the same prompt, can be added within the limits."""
         num_tokens = self.num_tokens + other.num_tokens - prompt_tokens
-        return len(self.samples) + len(other.samples) <= most_samples and num_tokens <= token_budget
+        return len(self.samples) + len(other.samples) <= max_samples and num_tokens <= token_budget
 
     def add(self, other: _Counts, prompt_tokens: int) -> None:
         """Add other samples of the same prompt, counting the prompt's tokens once."""
@@ -166,7 +166,7 @@ def _check_fits(unit: _Counts, packing: Packing) -> None:
             subject, kind = f"the pair of samples {unit.samples[0]} and {unit.samples[1]}", "pair"
         raise UserError(
             f"tokens_per_microbatch: a microbatch can hold {packing.token_budget} tokens, but {subject} has {needed} "
-            f"tokens, and a {kind} is never split over microbatches. Fix: raise tokens_per_microbatch to at least "
+            f"tokens, and a {kind} is never split across microbatches. Fix: raise tokens_per_microbatch to at least "
             f"{needed} (divided by the number of context-parallel ranks)"
         )
 

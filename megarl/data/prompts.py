@@ -77,7 +77,8 @@ def require_chat_template(config: Config, tokenizer: PreTrainedTokenizerBase, mo
 
 
 def _judged_rows(config: Config, columns: Mapping[str, str | None]) -> Iterator[Row]:
-    """Yield the rows. Raise a UserError if no reward function applies to a row's source."""
+    """Yield the rows. Raise a UserError if no reward function applies to a row's source, or if its sort value or weight
+    is invalid."""
     rewards, column = config.rewards, config.data.source_column
     functions = [] if rewards.judge is not None or config.has_reward_model else rewards.functions
     for row in _rows(config, columns):

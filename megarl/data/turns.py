@@ -94,8 +94,8 @@ class ChatTokens:
 
     def extend(self, turn_ids: Sequence[int], messages: Sequence[Message]) -> list[int] | None:
         """Return the ids that follow a sampled turn. They consist of the closing tags that the turn lacks, the new
-        messages and the header of the assistant's next turn. Return None if the template rejects the messages or
-        renders them elsewhere; a new sample must then be started. Raise a UserError if the last message is the
+        messages and the header of the assistant's next turn. Return None if the template rejects the messages or does
+        not render them after the turn; a new sample must then be started. Raise a UserError if the last message is the
         assistant's or there are no messages."""
         self._require_open_turn(messages)
         carried = self._carried(messages)
@@ -118,7 +118,7 @@ class ChatTokens:
         return response_text(self._tokenizer, (), turn_ids) if calls is None else calls.text_before(turn_ids)
 
     def _require_open_turn(self, messages: Sequence[Message]) -> None:
-        """Raise a UserError if the last message is the assistant's. An empty conversation is the policy's turn."""
+        """Raise a UserError if there are no messages, or if the last one is the assistant's."""
         if not messages or messages[-1]["role"] == "assistant":
             raise UserError(
                 f"{self._key}: the conversation ends with an assistant message, which the chat template would close "

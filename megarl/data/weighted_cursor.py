@@ -17,12 +17,12 @@ class WeightedState(TypedDict):
 
 
 class WeightedCursor:
-    """Draws prompt indices by weight. One call to `take` never returns a prompt twice as long as enough prompts have
-    positive weight.
+    """Draws prompt indices by weight. A call to `take` returns no prompt more than once, provided that enough prompts
+    have a positive weight.
 
     A prompt's weight comes from the data. With `solved_weight`, it is also multiplied by max(solved_weight, 1 − s),
-    where s is the success rate of the prompt's samples in the last step that sampled it. s is 0 if no step has. Kimi
-    k1.5's prioritized sampling uses 1 − s (https://arxiv.org/abs/2501.12599, section 2.3.4).
+    where s is the success rate of the prompt's samples in the last step that sampled the prompt, or 0 before the first.
+    Kimi k1.5's prioritized sampling uses 1 − s (https://arxiv.org/abs/2501.12599, section 2.3.4).
     """
 
     def __init__(
@@ -42,8 +42,8 @@ class WeightedCursor:
         weights = [self._weight(i) for i in range(self._num_prompts)]
         taken: list[int] = []
         while len(taken) < n:
-            # The smallest n of exponential variables with these rates form a draw without replacement (Efraimidis and
-            # Spirakis 2006). expovariate is a logarithm of random(), whose sequence Python keeps across versions.
+            # The n smallest exponential variables with these rates are a draw without replacement (Efraimidis and
+            # Spirakis 2006). expovariate is computed from random(), whose sequence Python keeps stable across versions.
             arrivals = [(generator.expovariate(w), i) for i, w in enumerate(weights) if w > 0]
             taken += [i for _, i in heapq.nsmallest(n - len(taken), arrivals)]
         return taken

@@ -15,7 +15,8 @@ from megarl.rewards.result import Result
 
 
 def is_judged(sample: Sample) -> bool:
-    """Return whether reward functions score the sample: in an environment, the last one of a successful rollout."""
+    """Return whether reward functions score the sample. In an environment, they score only the last sample of a rollout
+    that has not failed."""
     return sample.episode is None or (sample.episode.is_last and sample.episode.failure is None)
 
 

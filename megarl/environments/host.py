@@ -92,7 +92,7 @@ class Host:
     async def _close(self, rollout: str, request: Mapping[str, Any]) -> Mapping[Status, int]:
         """Close the rollout's environment, cancel its running agent, and return the number of tool calls per status."""
         environment = self._environments.pop(rollout, None)
-        if environment is None:  # its constructor raised
+        if environment is None:  # the rollout has no environment yet, or its constructor raised an exception
             return {}
         if rollout in self._runs:
             agent_run = self._runs.pop(rollout)
@@ -119,7 +119,7 @@ def _rewards(reward: Any) -> dict[str, float] | None:
 
 
 async def serve(host: Host, parent: BufferedRWPair) -> None:
-    """Serve requests until the parent closes the connection, which ends this process."""
+    """Serve requests until the parent closes the connection. This process then exits."""
     loop, pending = asyncio.get_running_loop(), set[Future[None]]()
 
     async def respond(request: Mapping[str, Any]) -> None:

@@ -30,7 +30,8 @@ class HostFailure(Exception):
     Attributes:
         stack: stack trace of the environment's exception, or "".
         is_infrastructure: whether the cause lies outside the environment's code: its process was killed, or a service
-            is unavailable. A process that exits or crashes by itself is also lost, but its code is at fault.
+            is unavailable. A failure because the process exited or crashed by itself also has the kind "lost", but the
+            environment's code is at fault.
     """
 
     def __init__(self, reason: str, stack: str = "", kind: Kind = "error", is_infrastructure: bool = False):
@@ -40,7 +41,7 @@ class HostFailure(Exception):
 
 @dataclass(frozen=True, slots=True)
 class HostArguments:
-    """An environment process's arguments: class, options, seconds for a tool call, the `sandbox` section, and the
+    """An environment process's arguments: class, options, time limit for a tool call, the `sandbox` section, and the
     memory limit."""
 
     name: str
@@ -65,7 +66,8 @@ class HostProcess(ConcurrentChild):
         super().__init__([sys.executable, "-m", "megarl.environments.host"])
         self.num_rollouts = 0
         self.is_retiring = False
-        """Whether something in the process hangs. It then accepts no new rollouts and is killed after its last one."""
+        """Whether a call in the process hung or ran out of memory. The process then accepts no new rollouts and is
+        killed after its last rollout."""
         self.is_alone = False
         """Whether the process belongs to a single rollout."""
         self.tools: Sequence[Mapping[str, Any]] = ()
@@ -135,7 +137,7 @@ class HostPool:
 
     @classmethod
     async def start(cls, arguments: HostArguments, num_processes: int) -> HostPool:
-        """Start all processes. Raise UserError if HostProcess.start does."""
+        """Start all processes. Raise the same errors as `HostProcess.start`."""
         pool = cls(arguments)
         pool._alone = asyncio.Semaphore(num_processes)
         pool._hosts = list(await asyncio.gather(*(HostProcess.start(arguments) for _ in range(num_processes))))
@@ -152,14 +154,14 @@ class HostPool:
         return self._hosts[0].is_agent
 
     async def take(self) -> HostProcess:
-        """Assign a rollout to the process with the fewest ones. Replace exited and retiring processes first."""
+        """Assign a rollout to the process that has the fewest. Replace exited and retiring processes first."""
         await asyncio.shield(self._replace_ended())  # an aborted rollout must not leave a process half started
         host = min(self._hosts, key=lambda host: host.num_rollouts)
         host.num_rollouts += 1
         return host
 
     async def take_alone(self) -> HostProcess:
-        """Start a process for a single rollout. Their number is limited to the size of the pool."""
+        """Start a process for a single rollout. The number of such processes is limited to the size of the pool."""
         await self._alone.acquire()
         starting = asyncio.create_task(HostProcess.start(self._arguments))
         try:
@@ -193,6 +195,6 @@ class HostPool:
 
 
 def _end_started(starting: asyncio.Task[HostProcess]) -> None:
-    """Stop a process whose rollout was aborted during startup."""
+    """Kill a process whose rollout was aborted while the process started."""
     if not starting.cancelled() and starting.exception() is None:
         starting.result().kill()

@@ -100,8 +100,8 @@ class Opening:
 
     Attributes:
         messages: conversation for the policy to continue.
-        token_ids: token ids of the conversation, in place of messages. Appending observations must then work without a
-            chat template.
+        token_ids: token ids of the conversation, in place of messages. The conversation can then not be rendered again,
+            so all observations must be ones that can be appended.
     """
 
     messages: Sequence[Message] = ()

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RolloutRequest:
-    """A request for one rollout with this id, which is also that of its first sample. With the same weights and
+    """A request for one rollout. `id` is also the id of the rollout's first sample. With the same weights and
     observations, `seed` reproduces the rollout. All rollouts in the prompt's group share `task_seed`."""
 
     id: str
@@ -72,7 +72,7 @@ class RolloutRunner:
     """Runs any number of rollouts concurrently, in environments that live in a pool of processes."""
 
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase, pool: HostPool):
-        """Create a runner. Raise UserError like `turn_tokens`."""
+        """Create a runner. Raise UserError under the same conditions as `turn_tokens`."""
         self.config, self.tokenizer, self.pool = config, tokenizer, pool
         self.tokens = turn_tokens(config, tokenizer, pool.tools)
         self._server: SessionServer | None = None
@@ -101,7 +101,8 @@ class RolloutRunner:
 
         A rollout whose process is lost starts over in another process, up to RESTARTS times. In the last attempt, it
         has the process to itself, because another rollout in the process may have been the cause. While a service that
-        the environment needs is unavailable, the rollout starts over with pauses, for up to rewards.outage_s.
+        the environment needs is unavailable, the rollout starts over with exponential backoff, for up to
+        rewards.outage_s.
 
         Raise UserError after environment.max_consecutive_failures failed rollouts without a successful one, and
         InfrastructureFailure after the same number of lost ones, unless the limit is None.
@@ -137,7 +138,7 @@ class RolloutRunner:
         return rollout.samples()
 
     async def _play(self, rollout: _Rollout | AgentRollout, key: str, is_alone: bool) -> HostFailure | None:
-        """Make one attempt at a rollout. Return its failure, if any."""
+        """Run a rollout once, in a process of the pool, and close its environment. Return the failure, if any."""
         host, failure = await (self.pool.take_alone() if is_alone else self.pool.take()), None
         try:
             await rollout.play(host)
@@ -198,7 +199,7 @@ class _Rollout:
         self.outcome = Outcome()
 
     async def play(self, host: HostProcess) -> None:
-        """Run all turns. Raise HostFailure if the environment fails. If the rollout is aborted, a running call of the
+        """Run all turns. Raise HostFailure if the environment fails. If the rollout is aborted, a running call to the
         environment finishes first, because environments need not be thread-safe."""
         await self._reset(host)
         while self._num_tokens_left > 0:
@@ -279,7 +280,7 @@ class _Rollout:
         return step
 
     def _append_observation(self, step: Mapping[str, Any]) -> None:
-        """Append the observation, or start a new sample if the observation cannot be appended."""
+        """Append the observation. Start a new sample if it replaces the conversation or cannot be appended."""
         messages = step["messages"]
         if step["restart"]:
             self._start_sample(messages, self._tokens.begin(messages))
@@ -312,7 +313,7 @@ class _Rollout:
 
 @contextmanager
 def _fails_rollout() -> Iterator[None]:
-    """Turn any exception in the body, such as a tokenizer error, into a failure of this rollout only."""
+    """Convert any exception in the body, such as a tokenizer error, to a HostFailure, which fails only this rollout."""
     try:
         yield
     except (HostFailure, UserError):
@@ -323,7 +324,7 @@ def _fails_rollout() -> Iterator[None]:
 
 
 async def _uninterrupted(call: Coroutine[Any, Any, Any]) -> Any:
-    """Return the call's result. If this task is canceled, wait for the call before ending the task."""
+    """Return the call's result. If this task is canceled, let the call finish before the cancellation takes effect."""
     task = asyncio.create_task(call)
     try:
         return await asyncio.shield(task)

@@ -7,7 +7,7 @@ job.json          job settings for the tasks, see Job
 submitted         id of the last submitted job
 job-NUMBER.log    output of the job
 attempts/NUMBER   an attempt, see run.attempts; its mtime is updated while the attempt runs
-preflight/NAME/   report of each node of an attempt; also proves that the node shares files with the first one
+preflight/NAME/   report of each node in an attempt, which also shows that the node shares files with the first one
 driver            node and process id of the driver task
 verdict           outcome of the attempt, its cause, and the bad nodes, one per line
 cause             cause of the last failed attempt
@@ -34,7 +34,7 @@ outside the run was unavailable, such as disk space (`infrastructure`), or any o
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Job settings for the job's tasks.
+    """The settings of a job that its tasks read.
 
     Attributes:
         folder: working directory of `megarl launch`, in which the tasks run.

@@ -28,7 +28,7 @@ CONNECT_S = 10.0
 
 
 DISK = "run.folder="
-"""Start of the line for a full disk."""
+"""Prefix of the line that reports a full disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ def find_objection(
     A path that is missing on all nodes is a user error, and so is a problem shared by more than two nodes. If an
     earlier attempt has run (`has_run`), a full disk is an infrastructure failure. Otherwise nodes with problems are
     bad. Package versions must match the majority, or the first node if there is a tie. If no other node can connect to
-    the first one, the first one is bad.
+    the first node, the first node is bad.
     """
     reporting, many = {report.node for report in reports}, len(nodes) > 2
     if silent := [node for node in nodes if node not in reporting]:

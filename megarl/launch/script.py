@@ -13,7 +13,7 @@ from megarl.launch.folder import JobFolder
 from megarl.launch.request import Request
 
 TEMPLATE = Path(__file__).with_name("slurm.sbatch").resolve()
-"""The default template. In a checkout it is a symlink to launch/slurm.sbatch, in an installed package a copy."""
+"""The default template. In a checkout, it is a symlink to launch/slurm.sbatch; in an installed package, a copy."""
 
 VARIABLES = (
     *("SLURM_PROCID", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT", "SLURMD_NODENAME"),

@@ -46,7 +46,7 @@ def launch(
         changes = [*overrides, *points[number], *_fewer_replicas(configs[number], nodes)]
         return _config(file, changes, replace(request, nodes=nodes), number if sweeps else None)
 
-    smaller = _smaller(request, unfinished, on_fewer)
+    smaller = _configs_for_fewer_nodes(request, unfinished, on_fewer)
     if smaller:
         yield f"attempts use {request.nodes} nodes, or {' or '.join(map(str, smaller))} after nodes are lost"
     if not dry_run:
@@ -106,7 +106,7 @@ def _config(file: Path, overrides: Sequence[str], request: Request, number: int 
     return load(file, [*overrides, *(f"{key}={value}" for key, value in keys.items())])
 
 
-def _smaller(
+def _configs_for_fewer_nodes(
     request: Request, runs: Sequence[int], on_fewer: Callable[[int, int], Config]
 ) -> dict[int, dict[int, Config]]:
     """Return the configs for fewer nodes, keyed by node count and run number. Only node counts that every run supports

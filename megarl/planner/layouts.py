@@ -16,7 +16,7 @@ from megarl.core.errors import UserError
 from megarl.models.rules import check_model
 from megarl.planner.hardware import Cluster
 
-MOST_STAGES = 32
+MAX_STAGES = 32
 LARGEST_ENGINE = 32
 SHORTEST_SHARE = 2048
 """Minimum number of tokens that each context-parallel rank receives from the longest sample. Splitting the sample
@@ -93,7 +93,7 @@ def training_layouts(
     for tp in sizes.tp:
         if num_gpus % tp:
             continue
-        for pp in (pp for pp in divisors(num_gpus // tp) if pp <= MOST_STAGES):
+        for pp in (pp for pp in divisors(num_gpus // tp) if pp <= MAX_STAGES):
             stages = _stages(model.shape.num_layers, pp)
             if stages is None:
                 continue

@@ -218,7 +218,7 @@ def host_parts(config: Config, models: Models, workload: Workload, cluster: Clus
         parts[f"{role}: offloaded"] = ranks * offloaded
         parts[f"{role}: optimizer on the host"] = ranks * (memory.optimizer - states["optimizer"])
         if config.checkpoint.every_steps is not None and config.checkpoint.background:
-            parts[f"{role}: copy for the background save"] = ranks * most_saved(config, settings.layout, model)
+            parts[f"{role}: copy for the background save"] = ranks * max_saved_bytes(config, settings.layout, model)
     if config.has_reference and config.actor.adapters is None:
         actor = [m.weights for m, _ in _stages(config, config.actor, models.actor, workload)]
         parts["reference: weights"] = ranks * max(actor)
@@ -236,7 +236,7 @@ def _engines_keep_weights(config: Config) -> bool:
     return between_rounds or rollout.vllm_overrides.get("quantization") is not None
 
 
-def most_saved(config: Config, layout: Layout, model: ModelParameters) -> int:
+def max_saved_bytes(config: Config, layout: Layout, model: ModelParameters) -> int:
     """Return the largest number of bytes that any rank writes to a checkpoint."""
     stages = (model.of_stage(layout, stage) for stage in range(layout.pp))
     return max(saved_bytes(layout, held, item_bytes(config)) for held in stages)

@@ -42,7 +42,7 @@ def render(planned: Planned) -> str:
     )
     step_caption = "Predicted duration of each phase in seconds, with its largest part."
     charts = (
-        figure("Memory of a GPU in each phase", memory_caption, draw_memory(best.loads, best.cluster), wide=True),
+        figure("GPU memory per phase", memory_caption, draw_memory(best.loads, best.cluster), wide=True),
         figure("A step", step_caption, draw_timeline(best), wide=True),
     )
     summary = [
@@ -85,7 +85,7 @@ def draw_memory(loads: Sequence[Load], cluster: Cluster) -> str:
         axes.set_xlabel("GiB")
         axes.set_xlim(0, 1.02 * max(cluster.gpu.memory_gib, *(load.total / GIB for load in loads)))
         axes.grid(visible=False, axis="y")
-        return as_svg(picture, "Memory of a GPU in each phase")
+        return as_svg(picture, "GPU memory per phase")
 
 
 def draw_timeline(plan: StepPlan) -> str:

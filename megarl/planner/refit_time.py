@@ -32,7 +32,7 @@ class RefitTime:
 def refit_time(config: Config, model: ModelParameters, cluster: Cluster) -> RefitTime:
     """Return the minimum time to copy the actor's weights into every engine. Links are assumed to achieve the fraction
     LINK_SHARE of their nominal bandwidth."""
-    return least_refit(
+    return min_refit_time(
         config.actor.layout,
         (config.rollout.tp, config.rollout.replicas),
         model,
@@ -49,7 +49,7 @@ def _speeds(config: Config, cluster: Cluster) -> Bandwidth:
     return Bandwidth(inter=nvlink if num_devices(config) <= cluster.gpus_per_node else network, intra=nvlink)
 
 
-def least_refit(
+def min_refit_time(
     layout: Layout,
     engines: tuple[int, int],
     model: ModelParameters,

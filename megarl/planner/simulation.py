@@ -152,7 +152,7 @@ class _Clock:
         self._numbers = iter(range(2**62))
 
     def begin(self, number: int, lengths: Callable[[], Sequence[int]], version: int, wanted: int) -> None:
-        """Start the rollouts of this many prompts. Dropped prompts come first, and the step waits for them, as in
+        """Start the rollouts of `number` prompts. Dropped prompts come first, and the step waits for them, as in
         `step/queue.py`."""
         num_waited = min(self.num_again, self.schedule.num_to_wait_for(wanted))
         for i in range(number):
@@ -164,7 +164,7 @@ class _Clock:
         self.num_begun += number
 
     def drop(self, version: int) -> None:
-        """Drop the groups that are too old for a step from this version."""
+        """Drop the groups that are too old for the step that starts from this version."""
         expired = self.schedule.expire(version)
         for engine in self.engines:
             engine.abort(expired, self._numbers)

@@ -12,7 +12,7 @@ from megarl.config.device_spans import sharing
 from megarl.config.model_schema import Role
 from megarl.config.schema import Config
 from megarl.planner.hardware import GIB, LINK_SHARE, STORAGE_GB_S, Cluster
-from megarl.planner.phases import host_parts, most_saved, optimizer_share_in_host, overfull, phase_loads, refusal
+from megarl.planner.phases import host_parts, max_saved_bytes, optimizer_share_in_host, overfull, phase_loads, refusal
 from megarl.planner.refit_time import RefitTime, refit_time
 from megarl.planner.rollout_time import RolloutTime, rollout_time
 from megarl.planner.train_time import TrainTime, train_time
@@ -190,7 +190,8 @@ def step_times(config: Config, models: Models, workload: Workload, cluster: Clus
         passes = workload.passes if role == "actor" else 1
         epochs = config.epochs(settings)
         if role == "actor" and config.algorithm.trust_region.kl_limit is not None:
-            # TRPO runs one trial pass. Each Fisher-vector product takes two forward passes and one gradient.
+            # Assume one trial pass in TRPO's line search. Each Fisher-vector product takes two forward passes and one
+            # gradient.
             products = config.algorithm.trust_region.iterations
             passes, epochs = passes + 2 * products + 1, 1 + products
         training[role] = train_time(settings, model, workload, cluster, num_bytes, passes, epochs, in_host)
@@ -212,7 +213,7 @@ def save_time(config: Config, models: Models, cluster: Cluster) -> SaveTime | No
     ranges concurrently. Every rank on a node is assumed to write as much as the largest rank."""
     if not config.checkpoint.may_be_saved:
         return None
-    sizes = {role: most_saved(config, config.placed(role).layout, model) for role, model in models.trained.items()}
+    sizes = {role: max_saved_bytes(config, config.placed(role).layout, model) for role, model in models.trained.items()}
     rank_bytes = max(sum(sizes[one] for one in (role, *others)) for role, others in sharing(config).items())
     node_bytes = rank_bytes * min(cluster.num_gpus, cluster.gpus_per_node)
     return SaveTime(

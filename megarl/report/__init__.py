@@ -24,7 +24,7 @@ def write(folder: Path) -> Path:
 @contextmanager
 def early_end(folder: RunFolder) -> Iterator[None]:
     """After an error or an interrupt, print how to resume the run and write a report if any step is complete. Then
-    raise the exception again."""
+    re-raise the exception."""
     try:
         yield
     except BaseException:

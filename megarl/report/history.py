@@ -49,7 +49,7 @@ def read_history(path: Path) -> History:
 
 
 class HistoryReader:
-    """Reads a growing metrics.jsonl file. Each `read` parses only the lines appended since the last one."""
+    """Reads a growing metrics.jsonl file. Each `read` parses only the lines appended since the previous `read`."""
 
     def __init__(self, path: Path):
         self._path = path
@@ -90,7 +90,7 @@ class HistoryReader:
         return tail
 
     def _complete_lines(self, file: BinaryIO) -> Iterator[bytes]:
-        """Yield the new lines except an incomplete last one, and count them."""
+        """Yield the new lines and count them. An incomplete last line is left for the next `read`."""
         for line in lines_of(file):
             if not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES:
                 return

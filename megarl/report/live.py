@@ -32,7 +32,7 @@ from megarl.run.folder import RunFolder
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 30
-"""Maximum seconds without data from a client. Other users of the machine could otherwise keep connections open."""
+"""Seconds after which a silent connection is closed. Otherwise, other users of the machine could exhaust threads."""
 
 HEADERS = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer", "X-Content-Type-Options": "nosniff"}
 
@@ -51,9 +51,9 @@ class LiveReport:
         self._reader = ContentsReader(self._folder.path)
         self._state: str | None = None
         self._drawn: dict[str, tuple[str, str]] = {}
-        """The HTML of each element with charts, by id, and the hash of its contents."""
+        """Maps the id of each element with charts to the hash of its data and its HTML."""
         self._steps: dict[int, tuple[StepRollouts, str]] = {}
-        """The hash of each step in the rollout viewer, by the object's id."""
+        """Maps the `id()` of each step in the rollout viewer to the step and its hash."""
         self.page()
 
     def page(self) -> str:
@@ -63,8 +63,8 @@ class LiveReport:
             return render(self._contents, {**sections, OTHERS: ""}, self._hashes(sections))
 
     def changes(self, hashes: Mapping[str, str]) -> dict[str, Any]:
-        """Return the changes since the page received elements and steps with these hashes. OTHERS is included if it has
-        a hash, possibly empty."""
+        """Return the changes since the page received elements and steps with these hashes. The element OTHERS is
+        included only if `hashes` contains it, possibly with an empty hash."""
         with self._lock:
             sections = self._sections(OTHERS in hashes)
             new = self._hashes(sections)
@@ -77,7 +77,7 @@ class LiveReport:
             }
 
     def _sections(self, draws_others: bool = False) -> dict[str, str]:
-        """Return the HTML of the page's changing elements by id, after reading new data."""
+        """Read new data. Return the HTML of the page's changing elements, keyed by id."""
         if (state := self._fingerprint()) != self._state:
             self._contents, self._state = self._reader.read(), state
         run, history = self._contents, _whole_bins(self._contents.history)

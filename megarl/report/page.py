@@ -50,7 +50,7 @@ def read_contents(folder: Path) -> Contents:
 
 
 class ContentsReader:
-    """Reads the contents of a report repeatedly. Each `read` parses only the changes since the last one."""
+    """Reads the contents of a report repeatedly. Each `read` parses only the changes since the previous `read`."""
 
     def __init__(self, folder: Path):
         self._folder = Path(folder)
@@ -117,8 +117,9 @@ def render(run: Contents, sections: Mapping[str, str] | None = None, hashes: Map
     its own scripts.
 
     Args:
-        sections: HTML of the page's changing elements by id, as returned by `render_sections`.
-        hashes: hashes of a live page's elements and steps, for which the page polls the server. None for a static page.
+        sections: HTML of the page's changing elements, keyed by id, as returned by `render_sections`.
+        hashes: hashes of a live page's elements and steps, which the page sends when it polls the server. None for a
+            static page.
     """
     is_live = hashes is not None
     sections = render_sections(run) if sections is None else sections
@@ -141,7 +142,7 @@ def render(run: Contents, sections: Mapping[str, str] | None = None, hashes: Map
 
 
 def render_sections(run: Contents) -> dict[str, str]:
-    """Return the HTML of the elements that change during a run, by their ids."""
+    """Return the HTML of the elements that change during a run, keyed by id."""
     return text_sections(run) | {
         "charts": report_figures(run.history),
         "other-charts": other_charts(run.history),
@@ -150,7 +151,7 @@ def render_sections(run: Contents) -> dict[str, str]:
 
 
 def text_sections(run: Contents) -> dict[str, str]:
-    """Return the changing elements without charts, which are cheap to render."""
+    """Return the HTML of the changing elements that contain no charts, keyed by id. They are cheap to render."""
     return {
         "notes": "".join(f"<li>{escape(note)}</li>" for note in notes(run)),
         "summary": "".join(f"<div><dt>{escape(term)}</dt><dd>{escape(text)}</dd></div>" for term, text in summary(run)),

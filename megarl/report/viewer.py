@@ -76,7 +76,8 @@ class FileCache:
 
 
 def spread_stably(items: Sequence[Any], limit: int) -> list[Any]:
-    """Return at most `limit` evenly spaced items and the last one. When items are appended, most of them stay."""
+    """Return evenly spaced items and the last one, at most `limit` in total. When items are appended, most of the
+    selection stays the same."""
     stride = 1
     while (len(items) - 1) // stride + 2 > limit and len(items) > limit:
         stride *= 2

@@ -1,7 +1,8 @@
 """Rewards for programs: the last fenced code block in a response runs in a sandbox and is checked with tests or
 expected outputs.
 
-A program that fails, hangs or exceeds a limit is wrong. Only a failure of the sandbox itself yields no reward.
+A program that fails, hangs or exceeds a limit is wrong. A response has no reward only if the sandbox fails or the row's
+tests are invalid.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def _check_tests(answer: Any, *, entry_point: str | None = None, test_setup_code
     although there is an entry point."""
     tests = _tests(answer)
     try:
-        with warnings.catch_warnings(action="ignore"):  # such as one about an invalid escape sequence
+        with warnings.catch_warnings(action="ignore"):  # such as a SyntaxWarning about an escape sequence
             code_tester.parse_tests(test_setup_code or "", tests, entry_point)
     except code_tester.InvalidTests as error:
         raise _invalid(str(error)) from None

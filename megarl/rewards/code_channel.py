@@ -2,7 +2,7 @@
 
 The tests and the program run in separate sandboxes. The Python in each sandbox runs the source of this file, which
 therefore imports only the standard library and nothing from megarl. Messages are JSON, so reading one never runs the
-sender's code. A message lists containers flat, which preserves shared and cyclic references.
+sender's code. Nested containers are flattened into a list of nodes, which preserves shared and cyclic references.
 """
 
 import builtins
@@ -46,7 +46,7 @@ ITEMS = {
 VIEWS = ("builtins.dict_keys", "builtins.dict_values", "builtins.dict_items")
 
 BASES = (int, float, str, bytes, tuple, list, dict, set, frozenset)
-"""Types to which instances of their subclasses are reduced."""
+"""Types to which instances of their subclasses are converted."""
 
 CLASSES = (*BASES, bool, bytearray, complex, range, slice, enumerate, filter, map, reversed, zip)
 """Classes, in addition to exceptions, that are sent by name. Their instances can also be sent."""
@@ -263,7 +263,7 @@ class Reader:
     """Converts the nodes of a message to values."""
 
     def __init__(self, peer, nodes, sent=None):
-        """sent: mutable values by index, to which the other process may refer by negative numbers."""
+        """sent: mutable values that this process has sent, by index i. The other process refers to them as −i − 1."""
         self.peer, self.sent = peer, sent or {}
         self.values, self.mutable = [], {}
         for i, (kind, *arguments) in enumerate(nodes):

@@ -40,7 +40,7 @@ class Program(Peer):
         sys.stdout = io.TextIOWrapper(self.output, encoding="utf-8", errors="replace", write_through=True)
 
     def load(self, imports):
-        """Run the program. Return the names that it defines."""
+        """Run the import statements that succeed, then the program. Return all names in its module."""
         module = sys.modules["solution"] = self.module
         module.__file__ = self.path
         for line in imports:

@@ -131,7 +131,7 @@ class Tester(Peer):
             if (kind, values[0]) == ("operate", "__next__") or (kind == "call" and id(values[0]) in self.resuming):
                 raise
             raise RuntimeError("the program raised StopIteration") from error
-        except ImportError as error:  # also if the program sends a value whose type needs a missing module
+        except ImportError as error:  # also raised for a value whose type needs a missing module
             error.is_of_program = True  # pyright: ignore[reportAttributeAccessIssue]
             raise
         except UnsendableError as error:

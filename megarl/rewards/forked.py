@@ -14,7 +14,7 @@ from megarl.usercode.child_process import KILLING_SIGNALS
 from megarl.usercode.failures import RESTARTS, ProcessLost
 
 MAX_BYTES = 64
-"""Maximum length of a result."""
+"""Maximum length of a result in bytes."""
 
 CHILD_BYTES = 2**31
 """Maximum number of bytes that the process may allocate."""

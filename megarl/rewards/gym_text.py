@@ -1,4 +1,4 @@
-"""Makes reasoning-gym's verifiers safe for text that a policy wrote.
+"""Makes reasoning-gym's verifiers safe for text that a policy generated.
 
 Some of them call Python's `eval` or SymPy's `parse_expr` on a response. Both can run arbitrary code, which could modify
 the verifier, so they are replaced: `eval` with a literal parser, and `parse_expr` with a parser that accepts only
@@ -19,7 +19,7 @@ FORMULAS = (*("countdown", "puzzle24", "polynomial_multiplication", "simple_inte
 """Tasks whose verifiers call `parse_expr` on a response."""
 
 _FORMULA = re.compile(r"(?:(?!\.\s*[^\W\d])[\w\s+\-*/().,^=!<>|])*")
-"""Text without strings, attributes, subscripts and braces."""
+"""Text without string literals, attribute accesses, subscripts or braces."""
 
 _NAME = re.compile(r"[^\W\d]\w*")
 _VARIABLE = re.compile(r"[A-Za-z][0-9]*")
@@ -42,7 +42,7 @@ def make_safe(factory: Any) -> None:
     import sympy
 
     class Formulas:
-        """Stands for the sympy module, with a safe `parse_expr`."""
+        """Replaces the sympy module, with a safe `parse_expr`."""
 
         parse_expr = staticmethod(parse_formula)
 

@@ -14,7 +14,7 @@ from megarl.rewards.result import Result
 
 NAME = "judge"
 """Name of the judge's reward component and of its function. The function f(prompt, first, second, answer) returns
-whether the first response is better, or the probability of that. It raises an exception if it cannot decide."""
+whether the first response is better, or the probability that it is. It raises an exception if it cannot decide."""
 
 Order = Literal["both", "seeded"]
 """Order in which the responses in a pair are compared, since judges tend to prefer the first one: in both orders

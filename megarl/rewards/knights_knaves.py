@@ -50,7 +50,8 @@ def knights_knaves(
 
 
 def _roles(text: str) -> dict[str, str] | None:
-    """Map names to roles, both in lowercase. Return None for an ambiguous text, which mentions additional roles."""
+    """Map names to roles, both in lowercase. Return None if the text is ambiguous: it mentions a role without a name,
+    or names a person more than once."""
     statements = [(match["name"].lower(), match["role"].lower()) for match in _STATEMENT.finditer(text)]
     roles = dict(statements)
     return roles if len(_ROLE.findall(text)) == len(roles) == len(statements) else None

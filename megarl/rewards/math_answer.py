@@ -33,11 +33,12 @@ _E_NOTATION = re.compile(r"(?<![\w.])(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE][+-]?[0
 _SPACED = re.compile(r"(?<![\w.,])[0-9]{1,3}(?:(?:,?\\!|\\[,:;]|[~\u00a0\u2009\u202f])[0-9]{3})+(?![0-9])", re.ASCII)
 """A number with thin spaces between groups of three digits. math-verify reads it as a product."""
 
-MOST_BETWEEN = 16
-"""Maximum number of characters between adjacent boxes, such as " and ". math-verify may join them to one answer."""
+MAX_BOX_GAP = 16
+"""Maximum number of characters between adjacent boxes, such as " and ". math-verify may combine such boxes into one
+answer."""
 
 
-MOST_SHOWN = 200
+MAX_SHOWN = 200
 """Maximum number of characters of an answer that an error message shows."""
 
 
@@ -55,10 +56,10 @@ class MathMatch:
     Numbers are equal if their relative difference is small; integers and fractions are compared exactly. If the answer
     is a number, 1e-05 in the response is read as a number, not as a term with Euler's number.
 
-    Based on https://github.com/huggingface/Math-Verify. A response that it cannot parse and compare within
-    timeout_s is wrong. An answer that it cannot parse, or cannot compare with itself, is a failure. Expressions that
-    may be expensive are evaluated in a forked process that can be killed. For others, the timeout uses a signal, which
-    only a process's main thread can receive.
+    Expressions are parsed and compared with math-verify (https://github.com/huggingface/Math-Verify). A response that
+    cannot be parsed and compared within timeout_s is wrong. An answer that cannot be parsed, or not be compared with
+    itself, is a failure. Expressions that may be expensive are evaluated in a forked process that can be killed. For
+    others, the timeout uses a signal, which only a process's main thread can receive.
     """
 
     def __init__(self, timeout_s: int = 5, digits: int = 6, last_characters: int = 4000):
@@ -121,7 +122,7 @@ class MathMatch:
         except self._errors as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             raise ValueError(
-                f"math_match: math-verify cannot compare the answer {expected[:MOST_SHOWN]!r} ({reason}). Fix: "
+                f"math_match: math-verify cannot compare the answer {expected[:MAX_SHOWN]!r} ({reason}). Fix: "
                 "simplify the answer, or use exact_match"
             ) from None
 
@@ -148,7 +149,7 @@ class MathMatch:
         parsed = self._parsed(f"\\boxed{{{_bare(answer)}}}")
         if answer == "None" or not parsed:
             raise NotExpression(
-                f"math_match: the answer {answer[:MOST_SHOWN]!r} is not a mathematical expression. Fix: use exact_match"
+                f"math_match: the answer {answer[:MAX_SHOWN]!r} is not a mathematical expression. Fix: use exact_match"
             )
         return parsed
 
@@ -193,7 +194,7 @@ def _last_boxes(text: str) -> list[slice]:
     boxes: list[slice] = []
     start = text.rfind(_BOXED)
     while start >= 0 and (stop := _end_of_box(text, start)) is not None:
-        if boxes and boxes[0].start - stop > MOST_BETWEEN:
+        if boxes and boxes[0].start - stop > MAX_BOX_GAP:
             break
         boxes.insert(0, slice(start, stop))
         start = text.rfind(_BOXED, 0, start)

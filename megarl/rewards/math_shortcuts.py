@@ -33,9 +33,9 @@ _DECIMAL = re.compile(
 )
 
 LARGEST = 1e6
-"""Largest absolute value in evaluated expressions. Up to it, rounding errors are far below NOTICEABLE."""
+"""Largest absolute value in evaluated expressions. Up to this value, rounding errors are far below NOTICEABLE."""
 
-MOST_POWER = 9
+MAX_POWER = 9
 
 NOTICEABLE = 1e-3
 """Relative difference above which two values cannot be the same number."""
@@ -72,7 +72,8 @@ def is_close(first: Fraction, second: Fraction, digits: int) -> bool:
 
 
 def differ(gold: Sequence[Any], response: Sequence[Any]) -> bool:
-    """Return whether two answers parsed by math-verify certainly differ: same variables, other values at POINT."""
+    """Return whether two answers parsed by math-verify certainly differ: they have the same variables, but different
+    values at POINT."""
     import sympy
 
     terms = (sympy.Add, sympy.Mul, sympy.Pow)
@@ -105,7 +106,7 @@ def _value(term: Any, point: dict[Any, float], sympy: Any) -> float:
         value = math.prod(_value(part, point, sympy) for part in term.args)
     elif isinstance(term, sympy.Pow):
         base, power = (_value(part, point, sympy) for part in term.args)
-        if abs(power) > MOST_POWER or abs(base) < NOTICEABLE or (base < 0 and power != int(power)):
+        if abs(power) > MAX_POWER or abs(base) < NOTICEABLE or (base < 0 and power != int(power)):
             raise _Unknown
         value = base**power
     else:
@@ -139,7 +140,7 @@ def compare_relatively() -> None:
             scale = max(abs(first), abs(second))
             tolerance = min(1, scale) * sympy.Rational(1, 10**digits) if has_float else scale * 10.0**-precision
             return bool(abs(first - second) <= tolerance)
-        except (TypeError, ValueError, AttributeError):  # not numbers
+        except (TypeError, ValueError, AttributeError):  # not comparable as numbers
             return False
 
     original = grader.sympy_numeric_eq

@@ -33,7 +33,7 @@ class ModelJudge:
         self._template = TEMPLATE if settings.judge.template is None else settings.judge.template
 
     def read(self, sample: Sample) -> Reading:
-        """Return the question as a user message, followed by the header of the judge's turn. Raise Unreadable if the
+        """Tokenize the question as a user message, followed by the header of the judge's turn. Raise Unreadable if the
         question leaves too few tokens for an answer, or the chat template rejects it."""
         # Special tokens of the actor's chat template are dropped, because the judge may use the same ones.
         prompt = text_of(self._actor_tokenizer, sample.prompt.token_ids.tolist())

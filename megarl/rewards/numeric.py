@@ -18,7 +18,7 @@ _UNSIGNED = (
 _NUMBER = re.compile(rf"(?P<sign>(?<![\w)\]}}])[+\-−])?(?P<numerator>{_UNSIGNED})(?:/(?P<denominator>{_UNSIGNED}))?")
 
 
-MOST_CHARACTERS = 10_000
+MAX_CHARACTERS = 10_000
 """Maximum length of a number. Conversion takes time quadratic in the length."""
 
 
@@ -39,7 +39,7 @@ def numeric_match(prompt: str, response: str, answer: Any) -> bool:
     ValueError if the answer is not a number in this format."""
     value = expected_number(answer)
     numbers = list(_NUMBER.finditer(response))
-    return bool(numbers) and len(numbers[-1][0]) <= MOST_CHARACTERS and _value(numbers[-1]) == value
+    return bool(numbers) and len(numbers[-1][0]) <= MAX_CHARACTERS and _value(numbers[-1]) == value
 
 
 def _value(number: re.Match[str]) -> Fraction | None:

@@ -26,9 +26,10 @@ from megarl.usercode.failures import RESTARTS
 NO_COLUMNS: Mapping[str, Any] = {}
 
 SANDBOX_SHARE = 0.9
-"""Fraction of a call's time limit after which its sandboxes stop. A hanging program is then wrong, not a failure."""
+"""Fraction of a call's time limit after which its sandboxes are stopped. A program that hangs then counts as a wrong
+response, not as a failed call."""
 
-MOST_PROCESSES = 512
+MAX_PROCESSES = 512
 """Maximum number of processes per call: far more than a function needs, far fewer than a fork bomb starts."""
 
 WATCH_S = 0.25
@@ -37,7 +38,7 @@ WATCH_S = 0.25
 
 class FunctionPool:
     """A pool of processes that hold a run's reward functions. Each process handles one call at a time. A call fails if
-    it exceeds its time limit, if its process exits, or if it starts more than MOST_PROCESSES processes. The process is
+    it exceeds its time limit, if its process exits, or if it starts more than MAX_PROCESSES processes. The process is
     then killed with all its children, and a new one replaces it immediately.
 
     If the infrastructure fails, the call is repeated for the samples that failed: up to RESTARTS times if its process
@@ -126,7 +127,8 @@ class FunctionPool:
         responses: Sequence[str],
         columns: Sequence[Mapping[str, Any]] | None = None,
     ) -> Future[list[Result]]:
-        """Call a batch function once for all samples. `columns` has their data columns; None: those of the prompts."""
+        """Call a batch function once for all samples. `columns` contains the data columns of each sample. None: the
+        columns of its prompt."""
         rows = [dict(row) for row in ([prompt.columns for prompt in prompts] if columns is None else columns)]
 
         def results(indices: Sequence[int]) -> list[Result]:
@@ -196,7 +198,7 @@ class FunctionPool:
                 reason = f"lost its process ({failure}, possibly because memory ran out)"
                 return {"value": None, "failure": reason, "kind": "lost"}
             reason = failure.with_limit("rewards.memory_mib", self._memory_mib)
-            return {"value": None, "failure": f"ended its process ({reason})"}
+            return {"value": None, "failure": f"terminated its process ({reason})"}
         finally:
             self._idle.put(self._replacement(child) if child.has_ended and not self._closed else child)
 
@@ -224,7 +226,7 @@ class FunctionPool:
                 if not num_left or self._closed:
                     raise
                 child = self._start_instead(child)
-        raise AssertionError("the last failure is raised")
+        raise AssertionError("unreachable: the last attempt returns or raises")
 
     def _load_functions(self, child: ChildProcess) -> dict[str, Any]:
         """Wait until the process has loaded its functions, and limit its memory. Return its first message. Raise
@@ -255,12 +257,12 @@ class FunctionPool:
         self._threads.shutdown(cancel_futures=True)
 
     def _watch(self) -> None:
-        """Kill the processes of calls that exceed MOST_PROCESSES."""
+        """Kill each worker that has more than MAX_PROCESSES processes."""
         while not self._ended.wait(WATCH_S):
             sizes = group_sizes()
             for child in list(self._children):
-                if (size := sizes[child.pid]) > MOST_PROCESSES:
-                    child.kill(f"had {size} processes at once, more than {MOST_PROCESSES},")
+                if (size := sizes[child.pid]) > MAX_PROCESSES:
+                    child.kill(f"had {size} processes at once, more than {MAX_PROCESSES},")
 
     def _kill_all(self) -> None:
         for child in list(self._children):

@@ -56,8 +56,8 @@ class Reader:
         self._typed = TypedTokens(tokenizer)
 
     def read(self, sample: Sample) -> Reading:
-        """Tokenize the sample for the reward model: a sequence classifier, which scores the last token, or a token
-        classifier, which scores the response tokens. Raise Unreadable if the sample cannot be rendered."""
+        """Tokenize the sample for the reward model. A sequence classifier scores the last token, and a token classifier
+        scores the response tokens. Raise Unreadable if the sample cannot be rendered or is too long."""
         marked = self._text(sample)
         text = self._typed.text(marked)
         ids, spans = self._typed.ids_and_spans(marked, add_special_tokens=self._settings.input_format == "text")
@@ -132,8 +132,12 @@ def text_of(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
 
 
 def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Any], content: str, opens_turn: bool = False) -> str:
-    """Render messages with the chat template. Raise Unreadable, which names their `content`, if it rejects them.
-    `opens_turn`: whether to append the header of the assistant's turn."""
+    """Render messages with the chat template. Raise Unreadable if the template rejects them.
+
+    Args:
+        content: description of the messages, for the error.
+        opens_turn: whether to append the header of the assistant's turn.
+    """
     try:
         return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=opens_turn))
     except Exception as error:  # a template is a program and may raise any exception

@@ -52,7 +52,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 def resolve(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> RewardFunction:
-    """Return a function from FUNCTIONS or a file with its options bound. Raise UserError if any of them is unknown."""
+    """Return a function from FUNCTIONS or a file with its options bound. Raise UserError if the function or an option
+    is unknown."""
     if name in FUNCTIONS:
         if FUNCTIONS[name] is CosineLength and "verifier" in options:
             options = {**options, "verifier": _verifier(name, options["verifier"])}
@@ -100,7 +101,7 @@ def from_file(
         check(name, function)
     if (signature := _signature(function)) is not None:
         try:
-            columns = asked_columns(function, len(arguments))
+            columns = column_parameters(function, len(arguments))
             signature.bind(*arguments, **{name: None for name, required in columns.items() if required})
         except TypeError as error:
             raise UserError(f"{key}: {name} has the signature {signature}: {error}. Fix: {definition}") from None
@@ -117,7 +118,7 @@ def _first_parameters(function: Callable[..., Any]) -> tuple[str, ...]:
     return () if signature is None else tuple(signature.parameters)[: len(BATCH)]
 
 
-def asked_columns(function: Callable[..., Any], num_arguments: int) -> dict[str, bool]:
+def column_parameters(function: Callable[..., Any], num_arguments: int) -> dict[str, bool]:
     """Map each function parameter after the first `num_arguments` to whether it is required."""
     signature = _signature(function)
     parameters = [] if signature is None else list(signature.parameters.values())

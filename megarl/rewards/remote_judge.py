@@ -18,11 +18,13 @@ FIRST_PAUSE_S = 0.5
 
 
 class GenerativeJudge:
-    """Reward function that returns a judge's ratings, scaled to (rating − lowest) / (highest − lowest), from 0 to 1. As
-    in "Judging LLM-as-a-Judge" (https://arxiv.org/abs/2306.05685, single-answer grading). The requests in a scoring
-    pass run concurrently, and rewards.timeout_s covers all of them. If the answer has no rating within the scale, the
-    sample fails instead of scoring 0. While the server is unavailable, requests are retried for up to
-    rewards.outage_s."""
+    """Reward function that returns a judge's ratings, scaled to (rating − lowest) / (highest − lowest), from 0 to 1.
+
+    This is single-answer grading from "Judging LLM-as-a-Judge" (https://arxiv.org/abs/2306.05685). The requests in a
+    scoring pass run concurrently, and rewards.timeout_s covers all of them. If the judge's answer has no rating within
+    the scale, the sample fails instead of scoring 0. While the server is unavailable, requests are retried for up to
+    rewards.outage_s.
+    """
 
     def __init__(
         self,
@@ -100,8 +102,8 @@ class GenerativeJudge:
             return await asyncio.gather(*(reward(*fields) for fields in samples), return_exceptions=True)
 
     async def _ask(self, client: httpx.AsyncClient, content: str) -> str:
-        """Return the judge's answer. Raise ServiceUnavailable if the server is unavailable, and ValueError with its
-        response if that contains no answer."""
+        """Return the judge's answer. Raise ServiceUnavailable if the server is unavailable, and ValueError with the
+        server's response if it rejects the request or returns no answer."""
         import httpx
 
         body, failure = self._question | {"messages": [{"role": "user", "content": content}]}, ""

@@ -2,8 +2,9 @@
 
 A line begins with the sample's id and ends with its advantage, which is null until the sample is trained on. The
 advantage is then inserted without parsing the rest of the line, since a response may have a million log-probs. The
-first groups in a step have per-token details: each token's text and advantage, and the difference between the trainer's
-log-prob and the engine's. They also have all token ids, from which `megarl diagnose` recomputes the sample.
+lines of a step's first groups also have per-token details: each token's text and advantage, and the difference between
+the trainer's log-prob and the engine's. These lines contain all token ids, from which `megarl diagnose` recomputes the
+sample.
 """
 
 from __future__ import annotations

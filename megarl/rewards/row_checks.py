@@ -20,7 +20,7 @@ ROWS_PER_CALL = 256
 ROWS_PER_PROCESS = 2000
 """Number of rows above which an additional process saves more time than it takes to start."""
 
-MOST_NAMED = 3
+MAX_NAMED = 3
 """Maximum number of rows that a message names."""
 
 Row = tuple[Any, Mapping[str, Any]]
@@ -86,7 +86,7 @@ def _checked(pool: FunctionPool, function: str, rows: Sequence[Row]) -> Iterable
 
 
 def _describe(problems: Sequence[tuple[str, str]]) -> str:
-    """Return one line with the first problem, the first rows, and the number of rows."""
-    names = ", ".join(name for name, _ in problems[:MOST_NAMED])
-    others = f" and {len(problems) - MOST_NAMED:,} more rows" if len(problems) > MOST_NAMED else ""
+    """Return one line with the names of the first rows, the number of other rows, and the first row's problem."""
+    names = ", ".join(name for name, _ in problems[:MAX_NAMED])
+    others = f" and {len(problems) - MAX_NAMED:,} more rows" if len(problems) > MAX_NAMED else ""
     return f"{names}{others}: {problems[0][1]}"

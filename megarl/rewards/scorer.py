@@ -49,10 +49,10 @@ class Scorer:
 
         The score's value is the weighted sum of the results from the functions (keyed by name), the reward model and
         the judge (None if the run has none). It is None if any of them failed. A per-turn function contributes the sum
-        over turns. In an environment rollout, each sample includes the sum of all turn rewards in the rollout.
+        over turns. In an environment rollout, each sample's value includes the sum of all turn rewards in the rollout.
 
-        The per-token rewards have R values, which are part of the score's value. Tokens without a reward have NaN. They
-        are None if no reward is assigned to individual tokens.
+        The per-token rewards are R values, NaN for tokens without a reward. They are already included in the score's
+        value. They are None if no reward is assigned to individual tokens.
         """
         if sample.episode is not None and sample.episode.failure is not None:
             is_lost = sample.episode.info.stop_reason == LOST

@@ -2,7 +2,7 @@
 
 It sends the name of each function that it imports, then the data columns that the functions use and the names of the
 functions that take whole batches. Then it receives pickled calls `(name, arguments, columns)` and sends one message per
-result. `columns` is None in a request to check data rows.
+call. `columns` is None in a request to check data rows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megarl.core.errors import UserError
 from megarl.data.files import ALL_COLUMNS
 from megarl.rewards import judge as judges
 from megarl.rewards.options import CHECK_ROW, NUM_TOKENS
-from megarl.rewards.registry import FUNCTIONS, asked_columns, from_file, resolve, takes_batches
+from megarl.rewards.registry import FUNCTIONS, column_parameters, from_file, resolve, takes_batches
 from megarl.sandbox.choice import find_provider
 from megarl.usercode.failures import kind_of
 from megarl.usercode.parent import connect, send
@@ -31,7 +31,7 @@ from megarl.usercode.parent import connect, send
 NUM_ARGUMENTS = 3
 JUDGE_ARGUMENTS = ("prompt", "first", "second", "answer")
 
-MOST_SHOWN = 100
+MAX_SHOWN = 100
 """Maximum number of characters of an answer that an error message shows."""
 
 MOST_STACK = 4000
@@ -49,7 +49,8 @@ def main(
     sandbox_s: float,
 ) -> None:
     """Serve calls until the parent closes the connection. `functions` has the label, name and options of each function.
-    `sandbox` is the config's section, None if no function may use sandboxes, which live for `sandbox_s` seconds."""
+    `sandbox` is the config's `sandbox` section, or None if no function may use sandboxes. Each sandbox is stopped after
+    `sandbox_s` seconds."""
     try:
         loaded: dict[str, Callable[..., Any]] = {}
         for label, name, options in functions:
@@ -64,7 +65,7 @@ def main(
             send(parent, {"importing": f"rewards.judge: {judge}"})
             loaded[judges.NAME] = from_file("rewards.judge", judge, JUDGE_ARGUMENTS)
         used_columns = {
-            name: asked_columns(function, len(JUDGE_ARGUMENTS) if name == judges.NAME else NUM_ARGUMENTS)
+            name: column_parameters(function, len(JUDGE_ARGUMENTS) if name == judges.NAME else NUM_ARGUMENTS)
             for name, function in loaded.items()
         }
         sandboxed = [name for name, parameters in used_columns.items() if parameters.pop(SANDBOX, None) is not None]
@@ -83,7 +84,7 @@ def main(
             "ready": True,
             "columns": _required_by(used_columns),
             "batch_functions": batch_functions,
-            "row_checks": {label: list(asked_columns(check, 1)) for label, check in row_checks.items()},
+            "row_checks": {label: list(column_parameters(check, 1)) for label, check in row_checks.items()},
         },
     )
     while True:
@@ -168,7 +169,7 @@ def check_rows(check: Callable[..., Any], rows: Sequence[tuple[Any, Mapping[str,
             problems.append(None)
         except BaseException as error:
             failure = (
-                f"checking its answer {str(answer)[:MOST_SHOWN]!r} {_failure(error)['failure']}. Fix: correct the row"
+                f"checking its answer {str(answer)[:MAX_SHOWN]!r} {_failure(error)['failure']}. Fix: correct the row"
             )
             problems.append(" ".join(str(error).split()) if "Fix: " in str(error) else failure)
     return {"problems": problems}

@@ -100,7 +100,8 @@ class Checkpoints:
         return folder
 
     def commit(self, step: int, state: Mapping[str, Any], files: Iterable[FileRecord]) -> Checkpoint:
-        """Rename the hidden folder of `step` and point `latest` to it. All `files` must already be on disk."""
+        """Complete the checkpoint of `step`: write its manifest, rename its hidden folder, and point `latest` to it.
+        All `files` must already be on disk."""
         hidden, final = self._hidden(step), self._named(step)
         assert final != self.latest(), f"{final} already exists and is the latest checkpoint"
         write_manifest(hidden, step, state, files)

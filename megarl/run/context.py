@@ -55,7 +55,7 @@ Evaluate = Callable[[], dict[str, float]]
 def print_run_summary(
     config: Config, resume_point: ResumePoint, model_folder: Path, data: PromptSet | OfflineData, placement: str
 ) -> None:
-    """Print the starting point, the processes, and the passes that the run makes or skips."""
+    """Print the starting point, the processes, and the forward-only passes that the run needs or skips."""
     if resume_point.folder.moved is not None:
         print(f"moved the earlier run with this name to {resume_point.folder.moved}")
     print(f"run: {resume_point.folder.path}, {resume_point.describe()}")
@@ -82,8 +82,8 @@ def exit_status(run: Callable[[Config, Path], None], config: Config, scratch: Pa
 
 @dataclass(frozen=True, slots=True)
 class RunContext:
-    """The state and the training loop of one run. The state in `resume_point` advances with each step. `evaluation` has
-    the prompts in each evaluation set by name."""
+    """The state and the training loop of one run. The state in `resume_point` advances with each step. `evaluation`
+    maps the name of each evaluation set to its prompts."""
 
     config: Config
     data: PromptSet | OfflineData

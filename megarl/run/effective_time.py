@@ -17,15 +17,15 @@ ALLOCATED = "MEGARL_ALLOCATED"
 
 @dataclass(frozen=True, slots=True)
 class EffectiveTime:
-    """The effective and the allocated time of a run in seconds: the duration of the steps in its metrics, and that of
-    all its allocations, including startup and lost steps."""
+    """The effective time of a run, which is the duration of the steps in its metrics, and the allocated time, which is
+    the duration of all its allocations, including startup and lost steps. Both are in seconds."""
 
-    lasted: float
+    effective: float
     allocated: float
 
     @property
     def share(self) -> float:
-        return self.lasted / self.allocated
+        return self.effective / self.allocated
 
     def __str__(self) -> str:
         return f"completed steps took {100 * self.share:.1f} % of the allocated time ({self.allocated:.0f} s)"
@@ -41,15 +41,15 @@ class EffectiveShare:
 
     def __init__(self, run: Path):
         self._run = run
-        self._lasted = _completed_s(run)
+        self._effective_s = _completed_s(run)
 
     def metrics(self, step_metrics: Mapping[str, float]) -> dict[str, float]:
         """Return the run's goodput at the end of a step; empty outside a Slurm job. `step_metrics` must contain the
         metric `time/step`."""
         if ALLOCATED not in os.environ:
             return {}
-        self._lasted += step_metrics["time/step"]
-        return {"cluster/goodput": EffectiveTime(self._lasted, allocated_s(self._run, time.time())).share}
+        self._effective_s += step_metrics["time/step"]
+        return {"cluster/goodput": EffectiveTime(self._effective_s, allocated_s(self._run, time.time())).share}
 
 
 def _completed_s(run: Path) -> float:

@@ -92,7 +92,7 @@ class RunFolder:
         """Create run.folder/run.name with its config and manifest, and point the link run.folder/latest to it. An
         existing folder without completed steps is reused for the next attempt. A Slurm job's folder is also reused, and
         steps before the first checkpoint are lost. In all remaining cases, an existing folder is renamed to NAME.1,
-        NAME.2 or the next free name. Raise UserError like `require_free`."""
+        NAME.2 or the next free name. Raise UserError under the same conditions as `require_free`."""
         cls.require_free(config)
         earlier = cls.of(config)
         in_a_job = config.resume == "auto" and (earlier.path / LAUNCH).exists()
@@ -105,7 +105,8 @@ class RunFolder:
 
     @classmethod
     def require_free(cls, config: Config) -> None:
-        """Raise UserError if an earlier run has the same name, and the config neither resumes nor replaces it."""
+        """Raise UserError if the run folder already contains data, and the config neither resumes from it nor replaces
+        it."""
         folder = cls.of(config)
         if config.resume == "auto" or config.run.replace or not folder.is_taken or folder.contains(config.resume):
             return

@@ -25,9 +25,9 @@ FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | o
 @contextmanager
 def run_lock(folder: Path, patience_s: float = 0.0) -> Iterator[None]:
     """Hold the exclusive lock for a run folder inside the context. The lock file is next to the folder, so the folder
-    itself may be moved or recreated. The kernel releases the lock when the process ends. After a node failure, a
-    network file system may take some time to release the lock. Raise UserError if another process holds the lock, or
-    the lock file cannot be created. The lock waits up to `patience_s` seconds for another process that holds it."""
+    itself may be moved or recreated. The kernel releases the lock when the process exits. After a node failure, a
+    network file system may take some time to release the lock. Wait up to `patience_s` seconds for the lock. Raise
+    UserError if another process still holds it, or the lock file cannot be created."""
     file = folder.with_name(f".{folder.name}.lock")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -54,7 +54,8 @@ def run_lock(folder: Path, patience_s: float = 0.0) -> Iterator[None]:
 
 
 def _lock(stream: IO[str], file: Path) -> bool:
-    """Try to lock the file. Return whether this process may use it, also if its file system has no locks."""
+    """Try to lock the file. Return False if another process holds the lock. Print a warning and return True if the file
+    system does not support locks."""
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -16,8 +16,8 @@ from megarl.core.files import append_rows, retry_when_full
 
 class JsonlSink:
     """A sink that appends one JSON object per step to a file. The first key is `step`. Because JSON has no NaN or
-    infinity, such values are written as null, and their metrics are listed under "nonfinite". Writing waits while the
-    disk is full, see retry_when_full."""
+    infinity, such values are written as null, and their metrics are listed under "nonfinite". A write waits while the
+    disk is full; see `retry_when_full`."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -71,9 +71,9 @@ ETA_STEPS = 10  # short, because step time drifts with response length
 
 
 class ConsoleSink:
-    """A sink that prints a line per step, and regularly the header. Missing metrics are shown as "–". `cut` is the
-    fraction of truncated responses. `Δlogp` is the mean |trainer log-prob − rollout log-prob| before the step's
-    updates."""
+    """A sink that prints a line per step, and the header every HEADER_EVERY lines. Missing metrics are shown as "–".
+    `cut` is the fraction of truncated responses. `Δlogp` is the mean |trainer log-prob − rollout log-prob| before the
+    step's updates."""
 
     def __init__(self, total_steps: int, stream: TextIO | None = None, is_offline: bool = False) -> None:
         """`total_steps` determines the ETA. The default `stream` is sys.stdout."""

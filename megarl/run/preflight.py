@@ -64,7 +64,7 @@ SHOWN_CHARACTERS = 60
 @dataclass(frozen=True, slots=True)
 class Preflight:
     """The inputs of a run that has passed all checks. `trial` is the result of a trial call to the reward functions, if
-    any. `evaluation` has the prompts in each evaluation set by name."""
+    any. `evaluation` maps the name of each evaluation set to its prompts."""
 
     models: ModelFolders
     data: PromptSet | OfflineData
@@ -131,8 +131,8 @@ def _load_evaluation_set(config: Config, settings: EvaluationSet, model_folder: 
 
 @contextmanager
 def _all_errors() -> Iterator[Callable[..., Any]]:
-    """Yield a function that runs a check and returns its result, or None if the check raises a UserError. Raise
-    UserError if on exit, if any check failed. The message contains the messages of all failed checks."""
+    """Yield a function that runs a check and returns its result, or None if the check raises a UserError. On exit,
+    raise a UserError with the messages of all failed checks, if there are any."""
     lines: list[str] = []
 
     def attempt(check: Callable[..., Any], *arguments: Any) -> Any:
@@ -162,7 +162,7 @@ def _check_weights(models: ModelFolders) -> None:
     with _all_errors() as attempt:
         for folder in dict.fromkeys((models.actor, *models.others.values())):
             headers = attempt(read_headers, folder)
-            if headers is not None and folder != models.reward_model:  # vLLM may use other tensor names
+            if headers is not None and folder != models.reward_model:  # whose tensors may have other names
                 attempt(require_tensors, folder, headers, huggingface_holder(read_config(folder)).shapes)
 
 
@@ -231,7 +231,7 @@ def _function_pool(config: Config) -> FunctionPool | None:
 
 
 def _find_folder(config: Config) -> RunFolder:
-    """Return the run folder, which need not exist. Raise UserError if it is not writable or of a different run."""
+    """Return the run folder, which need not exist. Raise UserError if it is not writable or contains another run."""
     RunFolder.require_free(config)
     folder = RunFolder.of(config)
     parent = next(path for path in folder.path.parents if os.path.lexists(path))
@@ -255,7 +255,7 @@ def _check_resume_and_disk(config: Config, models: ModelFolders, data: PromptSet
     if config.checkpoint.may_be_saved:
         checkpoints, keep = Checkpoints(RunFolder.of(config).checkpoints), config.checkpoint.keep
         size = saved_bytes(config, models.trained(config))
-        checkpoints.require_space(size, keep, max(0, config.most_checkpoints + 1 - _num_existing(config, checkpoints)))
+        checkpoints.require_space(size, keep, max(0, config.max_checkpoints + 1 - _num_existing(config, checkpoints)))
     _announce_logs(config, models)
 
 
@@ -265,7 +265,7 @@ def _announce_logs(config: Config, models: ModelFolders) -> None:
     free = shutil.disk_usage(next(folder for folder in path.parents if folder.exists())).free
     checkpoints = 0
     if config.checkpoint.may_be_saved:
-        checkpoints = (config.most_checkpoints + 1) * saved_bytes(config, models.trained(config))
+        checkpoints = (config.max_checkpoints + 1) * saved_bytes(config, models.trained(config))
     room = max(0, free - checkpoints)
     if (logs := log_bytes(config)) > room:
         print(
@@ -301,7 +301,7 @@ def print_checks(config: Config, _scratch: Path) -> None:
     if config.checkpoint.may_be_saved:
         size = saved_bytes(config, checked.models.trained(config))
         rows["disk"] = (
-            f"({config.most_checkpoints} + 1) checkpoints x {size / 1e9:.2f} GB in {RunFolder.of(config).path}"
+            f"({config.max_checkpoints} + 1) checkpoints x {size / 1e9:.2f} GB in {RunFolder.of(config).path}"
         )
     if config.cluster.roles.assigned:
         sharing = "cluster.roles assigns the devices"

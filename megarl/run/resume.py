@@ -67,7 +67,7 @@ def _start(config: Config, data: PromptSet | OfflineData, num_bytes: int, models
             own.verify(own.files)  # before removing later checkpoints: they may be the only valid ones
         checkpoints.sweep()
     if config.checkpoint.may_be_saved:
-        keep, most = config.checkpoint.keep, config.most_checkpoints
+        keep, most = config.checkpoint.keep, config.max_checkpoints
         # Existing checkpoints beyond `keep` also count, because the oldest ones are removed to free disk space.
         checkpoints.require_space(num_bytes, keep, number=max(0, most + 1 - (0 if own is None else len(checkpoints))))
     if own is not None:

@@ -168,7 +168,7 @@ def test_rollouts_show_turns_tool_calls_and_masked_tokens(page: Path, tmp_path: 
     ],
 )
 def test_tokens_are_colored(page: Path, tmp_path: Path, color: str, tokens: dict, colored: int) -> None:
-    """Masked tokens have no color. Samples that were not trained on only have colors for the engine's data."""
+    """Masked tokens have no color. Samples that were not trained on have colors only for the engine's data."""
     elements, errors = browse(with_controls(page, color=color), tmp_path)
     styles = [attributes.get("style", "") for attributes in elements.attributes("token")]
     assert errors == "" and sum(style != "" for style in styles) == colored

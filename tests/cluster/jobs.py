@@ -40,7 +40,7 @@ def write_rewards(shared: Path) -> None:
 def launch(
     cluster: Slurm, shared: Path, name: str, *arguments: str, vllm: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """Launch a run as a job. Without `vllm` its engines are fake ones (tests.fakes.engine)."""
+    """Launch a run as a job. Without `vllm`, the engines are fakes (tests.fakes.engine)."""
     engines = [] if vllm else [*UNCHECKED, f"--command={shlex.join(FAKE_MEGARL)}"]
     keys = [f"run.folder={shared}/runs", f"run.name={name}", *COMMON, *engines]
     command = [*MEGARL, "launch", str(shared / "tiny.yaml"), *keys, *arguments]
@@ -92,7 +92,7 @@ class Launched:
             time.sleep(ASK_S)
 
     def wait_for_attempt(self, number: int) -> list[str]:
-        """Wait until this attempt (counted from 1) or a later one has finished steps. Return its nodes."""
+        """Wait until this attempt (counted from 1) or a later one has finished a step. Return its nodes."""
         deadline = time.monotonic() + RUN_S
         while len(self.attempts) < number or not self._latest_attempt_has_steps():
             assert time.monotonic() < deadline, (self.job, self.log)

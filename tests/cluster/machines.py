@@ -48,7 +48,7 @@ class Machine:
         booted = shared / f".booted-{name}"
         deadline = time.monotonic() + WAIT_S
         while not booted.exists():
-            assert self._init.poll() is None and time.monotonic() < deadline, f"{name} does not boot"
+            assert self._init.poll() is None and time.monotonic() < deadline, f"{name} did not boot"
             time.sleep(POLL_S)
         [child] = Path(f"/proc/{self._init.pid}/task/{self._init.pid}/children").read_text().split()
         self._pid = child
@@ -86,7 +86,7 @@ class Machine:
         return [words for pid, words in listed if pid != "1" and words not in excluded]
 
     def files(self) -> list[str]:
-        """Return the contents of /tmp and /dev/shm, without the shared folder and torch's per-user cache."""
+        """List /tmp and /dev/shm, except the shared folder and torch's per-user cache."""
         kept = (
             f"/tmp/{self._shared.parts[2]}",
             "/tmp/torchinductor_*",
@@ -125,7 +125,7 @@ class Machines:
     """Emulated machines and the switch between them, as a context manager."""
 
     def __init__(self, count: int, shared: Path):
-        """Boot `count` machines. They see `shared`, a folder in /tmp, under its path."""
+        """Boot `count` machines. All of them see `shared`, a folder in /tmp, at the same path."""
         assert os.geteuid() == 0, "only root can create namespaces. Fix: run make test-cluster as root"
         self._network = f"m{os.getpid() % 100000}"
         subnet = NETWORK.format(os.getpid() % 250)

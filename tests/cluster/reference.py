@@ -1,4 +1,4 @@
-"""A run on a single machine as the reference of runs over several, and the comparison of both."""
+"""A single-machine run as the reference for multi-machine runs, and the comparison of the two."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COMMON = ["actor.threads=1", "rollout.threads=1", "actor.optimizer.lr=0.003", "a
 
 
 def train_command(shared: Path, name: str, *overrides: str, vllm: bool) -> list[str]:
-    """Return the command of a run. Without `vllm` its engines are fake ones (tests.fakes.engine)."""
+    """Return the command of a run. Without `vllm`, the engines are fakes (tests.fakes.engine)."""
     program, keys = (MEGARL, overrides) if vllm else (FAKE_MEGARL, (*UNCHECKED, *overrides))
     return [*program, "train", str(shared / "tiny.yaml"), f"run.folder={shared}/runs", f"run.name={name}", *keys]
 

@@ -1,4 +1,6 @@
-"""Jobs of a real Slurm cluster finish despite faults, and train the same weights as an uninterrupted machine."""
+"""Jobs of a real Slurm cluster finish despite faults, and train the same weights as an uninterrupted run on one
+machine.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +88,7 @@ def test_job_finishes_despite_twenty_seeded_faults(cluster: Slurm, shared: Path)
 
     Two of the attempts start after the job was requeued. The job ends bitwise equal to an uninterrupted run.
     """
-    cluster.wait_for_nodes(WAIT_S)  # earlier jobs may still be ending
+    cluster.wait_for_nodes(WAIT_S)  # earlier jobs may still be completing
     (shared / "slow").touch()
     chance = random.Random(SEED)
     rewards = f"rewards.functions=[{{function: {shared}/rewards.py:digit_shares}}]"

@@ -36,7 +36,7 @@ def test_unavailable_resources_are_rejected_before_queueing(
 
 
 def test_user_error_is_the_last_line_and_not_retried(cluster: Slurm, shared: Path) -> None:
-    """A later launch may reuse the name, because the failed run made no steps."""
+    """A later launch may reuse the name, because the failed run completed no step."""
     options = ["--nodes=2", "--time=10", "run.steps=2"]
     wrong = f"rewards.functions=[{{function: {shared}/rewards.py:nothing}}]"
     run = Launched(cluster, shared, "wrong", *options, wrong)

@@ -95,7 +95,7 @@ class ClusterRun:
         if ended not in codes:
             printed = "\n".join(self.output(i) for i in {number: 1, 0: 1})
             name = self.machines[number].name
-            raise AssertionError(f"{name} ended with {ended}, not {codes}, in {seconds} s:\n{printed}")
+            raise AssertionError(f"{name} exited with {ended} instead of {codes} within {seconds} s:\n{printed}")
 
     def signal_all(self, number: int) -> None:
         """Signal megarl on all machines."""
@@ -120,7 +120,7 @@ def cluster_run(
         if any(process.poll() is None for process in run.processes):
             run.signal_all(signal.SIGTERM)
             time.sleep(REPEAT_S + 0.5)
-            run.signal_all(signal.SIGTERM)  # a run that saves first ends at the second signal
+            run.signal_all(signal.SIGTERM)  # a run that saves on the first signal exits on the second
         for process in run.processes:
             process.wait(WAIT_S)
 
@@ -167,7 +167,9 @@ def test_refit_traffic_equals_the_plan(machines: list[Machine], shared: Path) ->
 
 
 def test_interrupted_run_saves_and_resumes_with_early_nodes(machines: list[Machine], shared: Path) -> None:
-    """The signal reaches all nodes, as Slurm's does. A stale invitation of an ended attempt must not confuse a node."""
+    """The signal reaches all nodes, as Slurm's does. A stale invitation from the previous attempt must not mislead a
+    node.
+    """
     keys = [*COMMON, "checkpoint.on_signal=true", "checkpoint.grace_s=60", "resume=auto"]
     invitation = shared / "runs/told/nodes/invitation.json"
     with cluster_run(machines[:2], shared, "told", *keys, "run.steps=1000000") as run:
@@ -195,7 +197,7 @@ def test_lost_node_is_named_and_other_nodes_end(machines: list[Machine], shared:
         mending.callback(machines[1].mend)  # even if the test fails: other tests need the machine
         run.check_end(0, WAIT_S, 1)
         assert "lost node n1. See" in run.output(0).splitlines()[-1]
-        # It noticed the loss itself, or read from the shared files that the driver ended the run.
+        # The node noticed the loss itself, or read in the shared files that the driver had ended the run.
         run.check_end(1, WAIT_S, 0, 1)
         run.check_nothing_is_left()
 
@@ -220,7 +222,9 @@ def ranks_on(machine: Machine) -> list[str]:
 
 @pytest.mark.exhaustive
 def test_lost_multi_node_engine_restarts_on_both_nodes(shared: Path) -> None:
-    """After its actor on one node is killed, the ranks on the other node end too, and the engine restarts on both."""
+    """After its actor on one node is killed, the ranks on the other node exit too, and the engine restarts on both
+    nodes.
+    """
     keys = [
         "actor.layout={pp: 1, dp: 4}",
         "rollout={tp: 2, replicas: 2}",
@@ -272,7 +276,7 @@ def test_missing_and_differing_nodes_are_named(machines: list[Machine], shared: 
 
 
 def test_nodes_end_when_the_first_one_crashes(machines: list[Machine], shared: Path) -> None:
-    """This test must be the last one, because the machine does not come back."""
+    """This test must run last, because the machine is not booted again."""
     with cluster_run(machines[:2], shared, "first", *COMMON, "run.steps=1000000") as run:
         run.wait_for_step(2)
         machines[0].crash()

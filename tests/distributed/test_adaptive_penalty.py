@@ -20,7 +20,9 @@ OLD = {"old": {s.id: torch.linspace(-6, -4, len(s.response_ids)) for group in GR
 def losses(
     store, rank: int, config: Config, folder: Path, groups: list[Group], scores: TokenScores, divergences: list[float]
 ) -> tuple[float, float, dict[str, float]]:
-    """Return the loss and penalty that an update reports after steps with these divergences, and the saved state."""
+    """Return the loss and penalty that an update reports after steps with these divergences, and the counters that a
+    checkpoint saves.
+    """
     worker = ActorWorker(config, folder, rank, store, threads=1)
     for divergence in divergences:
         worker.adapt_penalty(divergence)
@@ -33,8 +35,9 @@ def losses(
 
 
 def test_divergences_set_the_penalty_of_the_next_update(tmp_path: Path) -> None:
-    """The target is 1: the penalty doubles above 1.5, halves below 1 / 1.5 and stays between them (0.7, 1.4, 2.8,
-    1.4)."""
+    """The target is 1: the penalty doubles above 1.5, halves below 1 / 1.5 and is unchanged in between (0.7, 1.4, 1.4,
+    2.8, 1.4).
+    """
     folder = write_tiny_llama(tmp_path)
 
     def run(penalty: float, divergences: list[float]) -> tuple[float, float, dict[str, float]]:

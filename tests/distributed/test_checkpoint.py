@@ -152,8 +152,9 @@ def draw() -> list[float]:
 
 
 def save(store, rank: int, config: Config, model: Path, folder: Path, before: Checkpoint | None = None) -> Saved:
-    """Save on one rank and make the last update while the files are being written. The rank first resumes from `before`
-    or, without it, makes the first updates."""
+    """Save on one rank and run the last update while the files are being written. Before that, the rank resumes from
+    `before` if given; otherwise it runs the first updates.
+    """
     worker = ActorWorker(config, model, rank, store, threads=1)
     if before is None:
         for number in range(SAVED_AFTER):
@@ -176,7 +177,7 @@ def resume(store, rank: int, config: Config, model: Path, checkpoint: Checkpoint
 def saved_by(
     config: Config, model: Path, folder: Path, *arguments: Any, function: Callable[..., Saved] = save
 ) -> tuple[list[RankResult], Checkpoint]:
-    """Run a function that saves on all ranks."""
+    """Run a function that saves on all ranks. Return the ranks' results and the checkpoint."""
     checkpoints = Checkpoints(folder)
     hidden = checkpoints.begin(SAVED_AFTER)
     (hidden / "actor").mkdir()
@@ -372,31 +373,32 @@ def load(store, rank: int, config: Config, model: Path, checkpoint: Checkpoint) 
 
 
 def test_checkpoint_holds_the_weights_at_the_time_of_the_save(model, tmp_path):
-    # In bfloat16, the model's weights differ from the optimizer's main weights. Each rank reads one half of them.
+    # In bfloat16, the model's weights differ from the optimizer's main weights. Each rank reads half of the main
+    # weights.
     config = config_of(model, "model.dtype=bfloat16", "actor.layout.dp=2")
     held, checkpoint = saved_by(config, model, tmp_path, function=save_late)
     for loaded, result in zip(run_ranks(2, load, config, model, checkpoint), held, strict=True):
         assert all(torch.equal(loaded[name], result.weights[name]) for name in loaded)
 
 
-AWAY = ("gradients", "optimizer")
+OFFLOADED = ("gradients", "optimizer")
 
 
 def save_offloaded(store, rank: int, config: Config, model: Path, folder: Path, begun: Path) -> Saved:
     """Save with all state offloaded, before and after the updates that create the optimizer's moments. Saving leaves
     the state offloaded."""
     worker = ActorWorker(config, model, rank, store, threads=1)
-    worker.offload(AWAY)
+    worker.offload(OFFLOADED)
     worker.save_checkpoint(begun)
     assert not _optimizer_bytes(worker)
     worker.finish_checkpoint(begun)
     for number in range(SAVED_AFTER):
-        worker.onload(AWAY)
+        worker.onload(OFFLOADED)
         update(worker, config, number)
-        worker.offload(AWAY)
+        worker.offload(OFFLOADED)
     worker.save_checkpoint(folder)
     assert not _optimizer_bytes(worker)
-    worker.onload(AWAY)
+    worker.onload(OFFLOADED)
     result = update(worker, config, SAVED_AFTER)
     return Saved(worker.finish_checkpoint(folder), result)
 
@@ -410,7 +412,7 @@ def _optimizer_bytes(worker: ActorWorker) -> int:
 def test_offloaded_optimizer_is_saved_while_offloaded(model, tmp_path):
     """With bfloat16, the optimizer includes main weights. The run used for comparison offloads nothing."""
     keys = ("model.dtype=bfloat16", "actor.layout.dp=2")
-    resident, offloading = (config_of(model, *keys, f"actor.offload=[{parts}]") for parts in ("", ", ".join(AWAY)))
+    resident, offloading = (config_of(model, *keys, f"actor.offload=[{parts}]") for parts in ("", ", ".join(OFFLOADED)))
     (tmp_path / "begun" / "actor").mkdir(parents=True)
     offloaded, checkpoint = saved_by(
         offloading, model, tmp_path / "offloaded", tmp_path / "begun", function=save_offloaded

@@ -70,7 +70,7 @@ def case(world: World, i: int, j: int) -> Case:
     placed, level, estimator, straight_through = form
     in_reward, options = placed != "loss", ESTIMATORS[estimator_case.name].options
     if in_reward and ("credit" in keys or "credit" not in options):
-        placed = "reward_to_go"  # these estimators compute it themselves
+        placed = "reward_to_go"  # the estimator or the case's keys determine the credit
     elif in_reward:
         with_objective = replace(with_objective, estimator=f"estimator: {keys}, credit: {placed}")
     placement, where = ("reward", f"reward_{placed.removeprefix('reward_')}") if in_reward else ("loss", "loss")

@@ -59,8 +59,9 @@ def write(folder: Path, model_type: str, changes: dict[str, Any]) -> Path:
 
 
 def logits(store, rank: int, config: Config, folder: Path, checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Return this rank's part [R, vocabulary share] of each response's logits, by sample id. Only the last stage has
-    any."""
+    """Return this rank's part [R, vocabulary share] of each response's logits, by sample id. It is empty except on the
+    last stage.
+    """
     worker = ActorWorker(config, folder, rank, store, threads=1)
     for weight in worker.parameters().values():
         weight.fill_(torch.nan)
@@ -124,7 +125,7 @@ def test_checkpoint_from_megatrons_own_writer_converts(tmp_path):
 
 
 def train_and_save(store, rank: int, config: Config, model: Path, folder: Path):
-    """Make one update and save a checkpoint of the result."""
+    """Run one update and save a checkpoint of the result."""
     worker: list[ActorWorker] = []
     inner = ActorWorker.end_step
 
@@ -188,7 +189,7 @@ def check_corruption_is_reported(checkpoint: Path, out: Path) -> None:
 
 
 def train_and_save_critic(store, rank: int, config: Config, model: Path, folder: Path):
-    """Make one update, save a checkpoint, and compute the values with its weights."""
+    """Run one update, save a checkpoint, and compute the values with its weights."""
     saved: list[list] = []
     inner = CriticWorker.end_step
 

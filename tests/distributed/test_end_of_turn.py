@@ -1,4 +1,4 @@
-"""At the end of its turn, a rank leaves complete parameters and frees its memory for other processes on the device."""
+"""At the end of its turn, a rank has complete parameters and frees its memory for other processes on the device."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def plain(folders):
-    """Return a function from a number of epochs to the trained reference and the initial values."""
+    """Return a function that maps a number of epochs to the trained reference and the initial values."""
 
     @cache
     def trained(num_epochs: int) -> Expected[tuple[PpoReference, dict[str, torch.Tensor]]]:

@@ -18,7 +18,7 @@ from tests.estimator_reference import (
     EstimatorReference,
     mean_of_others,
     sample_estimate,
-    standardised,
+    standardized,
     token_estimate,
     whitened,
 )
@@ -55,7 +55,7 @@ LAYOUTS = {
 KINDS = {
     "whole samples, their KL in the reward": (
         ["algorithm.kl={placement: reward, level: sequence, estimator: k3, coefficient: 0.5}"],
-        sample_estimate(standardised, Divergence(0.5, "k3", "sequence")),
+        sample_estimate(standardized, Divergence(0.5, "k3", "sequence")),
     ),
     "tokens, their KL in the reward": (
         [

@@ -124,7 +124,7 @@ def train_adapters(store, rank: int, config: Config, folder: Path, updates: list
 
 
 def whole_factors(ranks: list[AdapterResult], what: str) -> dict[str, torch.Tensor]:
-    """Return whole "gradients" or "factors" under PEFT's names."""
+    """Assemble the ranks' "gradients" or "factors" into whole tensors under PEFT's names."""
     target = ranks[0].whole
     plan = make_plan([rank.adapter_holder for rank in ranks], [target])
     whole = {name: torch.full(shape, torch.nan) for name, shape in target.shapes.items()}
@@ -262,7 +262,7 @@ def test_transformer_engine_layers(dense, dense_adapters, experts, expert_case, 
 
 
 def resumed_update(worker: ActorWorker, config: Config) -> dict[str, torch.Tensor]:
-    """Make a third update. Return the factors after it and the weights that engines would receive."""
+    """Run a third update. Return the factors after it and the weights that engines would receive."""
     batch = own_batch(config, worker, random_groups(2), None)
     worker.keep_log_probs("reference", batch)
     worker.update(batch)
@@ -374,8 +374,9 @@ def check_merged_folders(
 
 
 def merged_with_peft(folder: Path, adapters: Path) -> dict[str, torch.Tensor]:
-    """Merge adapters, in float32, into a model that was loaded in bfloat16. PEFT merges all but the adapters of single
-    experts, which it does not support. Plain torch merges those."""
+    """Merge adapters, in float32, into a model that was loaded in bfloat16. PEFT does the merge, except where
+    individual experts have adapters, which it does not support: plain torch merges those.
+    """
     stored = load_file(adapters / WEIGHTS)
     if not any(".experts." in name for name in stored):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).float()
@@ -401,7 +402,7 @@ def test_initial_adapters_are_equal_in_every_layout(dense, tmp_path):
 
 
 def exported(store, rank: int, config: Config, folder: Path) -> tuple[Holder, dict[str, torch.Tensor]]:
-    """Make an update. Return the rank's holder and tensors for an export."""
+    """Run an update. Return the rank's holder and tensors for an export."""
     worker = ActorWorker(config, folder, rank, store, threads=1)
     worker.update(own_batch(config, worker, random_groups(0), None))
     worker.end_step()
@@ -428,7 +429,7 @@ def export(config: Config, folder: Path, out: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def experts_alone(tmp_path_factory) -> Path:
-    """Experts in every layer, because PEFT ignores adapters of dense layers beside experts."""
+    """Experts in every layer, because PEFT ignores the adapters of dense layers in a model with experts."""
     return write_tiny_experts(tmp_path_factory.mktemp("experts"), dense_layers=())
 
 

@@ -42,7 +42,7 @@ def float16(folder: Path, scale: float, window: int, *overrides: str) -> Config:
 
 
 def scaled_updates(store, rank: int, config: Config, folder: Path, seeds: list[int]) -> Scaled:
-    """Make an update for each seed."""
+    """Run an update for each seed."""
     worker = ActorWorker(config, folder, rank, store, threads=1)
     are_skipped, scales = [], []
     for seed in seeds:

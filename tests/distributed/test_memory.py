@@ -145,8 +145,7 @@ FURTHER = (
 def test_closed_form_matches_measured_memory(folders, case):
     model, overrides = CASES[case]
     folder = folders[model]
-    # Torch's hooks for saved tensors return copies of parameters, for which overlapped gradient reduction gets no
-    # notification.
+    # Torch's saved-tensor hooks return copies of parameters, which do not trigger overlapped gradient reduction.
     settings = ("actor.tokens_per_microbatch=256", "actor.overlap_communication=false")
     config = config_of(folder, *settings, *overrides)
     layout, hf_config = config.actor.layout, read_config(folder)

@@ -57,7 +57,7 @@ def log_probs(reference: GrpoReference, sample) -> list[float]:
 
 
 def one_step(store, rank: int, config: Config, folder: Path, updates: list[list[Group]]) -> list[dict[str, Metric]]:
-    """Make a step's passes and updates on one rank. Return the metrics of each update, then those of the second step's
+    """Run a step's passes and updates on one rank. Return the metrics of each update, then those of the second step's
     first update."""
     worker = ActorWorker(config, folder, rank, store, threads=1)
     batches = [

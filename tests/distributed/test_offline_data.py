@@ -147,7 +147,7 @@ def sft(model: torch.nn.Module, start: torch.nn.Module, samples: list[Text]) -> 
 
 def bradley_terry(smoothing: float = 0.0):
     def loss(model: torch.nn.Module, start: torch.nn.Module, samples: list[Text]) -> torch.Tensor:
-        """Score a sample by its last token."""
+        """Return the pairwise loss. A sample's score is that of its last token."""
         scores = torch.cat([model(token_ids(text)[0]).logits[:, 0] for text in samples])
         return is_pairwise(scores, smoothing)
 
@@ -159,25 +159,25 @@ def is_pairwise(rewards: torch.Tensor, smoothing: float) -> torch.Tensor:
     return -((1 - smoothing) * wins.log() + smoothing * (1 - wins).log()).mean()
 
 
-def log_ratios(model, start, samples: list[Text], normalised: bool) -> torch.Tensor:
+def log_ratios(model, start, samples: list[Text], normalized: bool) -> torch.Tensor:
     ratios = [log_probs(model, text) - log_probs(start, text).detach() for text in samples]
-    return torch.stack([ratio.mean() if normalised else ratio.sum() for ratio in ratios])
+    return torch.stack([ratio.mean() if normalized else ratio.sum() for ratio in ratios])
 
 
-def dpo(beta: float, smoothing: float = 0.0, normalised: bool = False):
-    return lambda model, start, samples: is_pairwise(beta * log_ratios(model, start, samples, normalised), smoothing)
+def dpo(beta: float, smoothing: float = 0.0, normalized: bool = False):
+    return lambda model, start, samples: is_pairwise(beta * log_ratios(model, start, samples, normalized), smoothing)
 
 
-def ipo(beta: float, normalised: bool = False):
+def ipo(beta: float, normalized: bool = False):
     def loss(model: torch.nn.Module, start: torch.nn.Module, samples: list[Text]) -> torch.Tensor:
-        ratios = log_ratios(model, start, samples, normalised)
+        ratios = log_ratios(model, start, samples, normalized)
         return ((ratios[0::2] - ratios[1::2] - 1 / (2 * beta)) ** 2).mean()
 
     return loss
 
 
 def label_loss(model: torch.nn.Module, start: torch.nn.Module, samples: list[Text]) -> torch.Tensor:
-    """Return the mean over all tokens with a label."""
+    """Return the mean cross-entropy over all labeled tokens."""
     scores, known = [], []
     for text in samples:
         ids, labels = token_ids(text)
@@ -186,10 +186,10 @@ def label_loss(model: torch.nn.Module, start: torch.nn.Module, samples: list[Tex
     return binary_cross_entropy_with_logits(torch.cat(scores), torch.cat(known))
 
 
-def slic(delta: float, coefficient: float, normalised: bool = False):
+def slic(delta: float, coefficient: float, normalized: bool = False):
     def loss(model: torch.nn.Module, start: torch.nn.Module, samples: list[Text]) -> torch.Tensor:
         said = [log_probs(model, text) for text in samples]
-        scores = torch.stack([each.mean() if normalised else each.sum() for each in said])
+        scores = torch.stack([each.mean() if normalized else each.sum() for each in said])
         pairs = list(zip(scores[0::2], scores[1::2], strict=True))
         hinge = [torch.clamp(delta - (better - worse), min=0) for better, worse in pairs]
         return torch.stack(hinge).mean() - coefficient * torch.stack([better for better, _ in pairs]).mean()
@@ -246,7 +246,7 @@ def models(folder, tmp_path_factory) -> dict[str | None, Path]:
 
 
 def train(store, rank: int, config: Config, folder: Path) -> RankResult:
-    """Make two updates, each on half of the file's rows, in order."""
+    """Run two updates, each on half of the file's rows, in order."""
     worker = worker_class(config, "actor")(config, folder, rank, store, threads=1)
     rows = load_offline_data(config, folder).rows
     for number in (0, 1):
@@ -280,7 +280,7 @@ def plain(case: Case, folder: Path, rows: list[dict]) -> tuple[dict[str, torch.T
 
 
 def is_in_test(name: str, layout: str) -> bool:
-    """Select every case with CP2, and one case with every layout."""
+    """Return whether `make test` runs the case: every case with CP2, and one case with every layout."""
     return layout == "CP2" or name == "DPO, smoothed and by length"
 
 

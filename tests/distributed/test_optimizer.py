@@ -98,7 +98,7 @@ def state_of(worker: ActorWorker) -> list[torch.Tensor]:
 
 
 def updates_with_factors(store, rank: int, config: Config, folder: Path, factors: list[float]) -> list[Skipped]:
-    """Make an update for each factor, which multiplies the loss of one sample's microbatch."""
+    """Run an update for each factor, which multiplies the loss of one sample's microbatch."""
     worker = ActorWorker(config, folder, rank, store, threads=1)
     plain, outcomes = ActorWorker.loss, []
     for seed, factor in enumerate(factors):
@@ -127,7 +127,9 @@ def updates_with_factors(store, rank: int, config: Config, folder: Path, factors
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_all_ranks_skip_an_update_with_a_nonfinite_gradient(folder, layout):
-    """Only one microbatch of one replica is spoiled. Every good update resets the count of skipped updates."""
+    """Only one microbatch of one replica has a nonfinite gradient. Every normal update resets the count of skipped
+    ones.
+    """
     config = config_of(folder, *LAYOUTS[layout], "actor.optimizer.nonfinite_limit=2")
     factors = [1.0, math.nan, 1.0, math.inf, math.nan]
     ranks = run_ranks(config.actor.layout.world_size, updates_with_factors, config, folder, factors)

@@ -1,4 +1,4 @@
-"""Sending weights between processes: results, staging memory, and behaviour when a member fails."""
+"""Sending weights between processes: results, staging memory, and behavior when a member fails."""
 
 from __future__ import annotations
 
@@ -80,8 +80,10 @@ class Case:
         vocabulary: int = 37,
         source_nodes: tuple[int, ...] = (),
     ):
-        """Args:
-        nodes, source_nodes: node of each worker and of each source. Empty: all are on node 0.
+        """Make the plan and the weights.
+
+        Args:
+            nodes, source_nodes: node of each worker and of each source. Empty: all are on node 0.
         """
         config = config_of(num_key_value_heads=2, vocab_size=vocabulary)
         folder = huggingface_holder(config)
@@ -132,7 +134,7 @@ class Case:
 
 
 def in_dtypes(holder: Holder) -> Holder:
-    """Set norms to float32 and all others to bfloat16, so that buckets contain elements of several sizes."""
+    """Set norms to float32 and all other parameters to bfloat16, so that buckets contain elements of several sizes."""
     dtypes = {name: "float32" if len(shape) == 1 else "bfloat16" for name, shape in holder.shapes.items()}
     return replace(holder, shard=replace(holder.shard, dtypes=dtypes))
 
@@ -213,9 +215,8 @@ def read_local_and_receive_remote(store: dist.Store, rank: int, case: Case) -> i
             assert not wrong
             num_bytes = transport._remote.sent_bytes
         store.add(f"done {factor}", 1)
-        while store.add(f"done {factor}", 0) < len(
-            case.members
-        ):  # sources must not change their weights while members read them
+        # Sources must not change their weights while members read them.
+        while store.add(f"done {factor}", 0) < len(case.members):
             time.sleep(0.01)
     return num_bytes
 
@@ -252,7 +253,7 @@ def test_large_moves_are_sent_without_a_copy(monkeypatch, layout, vllm_tp, repli
 
 
 def hops_of_members(simulated: Schedule) -> dict[int, list[tuple[Link, int]]]:
-    """Return member -> its hops in order, as (link, number of earlier uses of the link)."""
+    """Return each member's hops in order, as (link, number of earlier uses of the link)."""
     hops, counts = defaultdict(list), Counter()
     for _, link, *_ in simulated.transfers:
         for member in link:
@@ -269,7 +270,9 @@ def test_scheduled_order_differs_from_plan_order():
 
 
 def fails_midway(store: dist.Store, rank: int, case: Case) -> str:
-    """Let the first destination fail in the second exchange, when all are connected. Return each member's error."""
+    """Let the first destination fail in the second exchange, when all members are connected. Return this member's
+    error.
+    """
     transport, parameters = case.open(store, rank)
     name = case.members[rank].name
 
@@ -332,7 +335,7 @@ SIGNAL_TAG = 2**30
 
 
 class PartialTransfer:
-    """A small message and a large one, which is transferred only in part because its receiver is stopped."""
+    """A small message and a large one, which is transferred only in part because its receiver is suspended."""
 
     names = "source", "engine"
 
@@ -457,7 +460,7 @@ def assembled(store: dist.Store, rank: int, case: Case) -> None:
 
 @pytest.mark.parametrize("nodes", [(0,), (1, 1, 1)], ids=["single", "forwarded"])
 def test_assembly_of_received_parameters(monkeypatch, nodes):
-    """After its buffer has been reused, a member cannot pack a forwarded bucket again from its parameters."""
+    """Parameters are assembled in a reused buffer, so a member cannot pack a forwarded bucket from them later."""
     monkeypatch.setattr(messages, "UNPACKED_BYTES", 8)
     case = Case(layout_of(tp=2), vllm_tp=1, replicas=len(nodes), bucket_bytes=256, nodes=nodes)
     assert any(bucket.forwards for bucket in case.plan.buckets) == (len(nodes) > 1)

@@ -50,7 +50,7 @@ class FakeCommunicator:
         FakeCommunicator.num_created += 1
 
     def batch(self, operations: list[tuple[str, torch.Tensor, int]]) -> None:
-        assert self._is_created, "creating the communicator would need all ranks"
+        assert self._is_created, "this batch would create the communicator, which requires all ranks"
         FakeCommunicator.largest_batch = max(FakeCommunicator.largest_batch, len(operations))
         [(operation, other)] = {(operation, other) for operation, _, other in operations}
         self._connect(operation, other)
@@ -107,7 +107,7 @@ class FakeProcessGroup:
 
 @pytest.fixture(autouse=True)
 def nccl(monkeypatch):
-    """Replace NCCL by the fake; forked ranks inherit the patch."""
+    """Replace NCCL with the fake; forked ranks inherit the patch."""
     monkeypatch.setattr(device, "backend", lambda: "nccl")
     monkeypatch.setattr(dist, "ProcessGroupNCCL", FakeCommunicator, raising=False)
     monkeypatch.setattr(dist, "ProcessGroup", FakeProcessGroup)

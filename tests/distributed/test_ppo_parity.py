@@ -124,7 +124,7 @@ def ppo_config(
 
 
 def train_critic(store, rank: int, config: Config, folder: Path, steps: list[list[list[Group]]], given: TokenScores):
-    """Train a critic on one rank: compute the values and make the updates of every step. Return its state and the
+    """Train a critic on one rank: compute the values and run the updates of every step. Return its state and the
     values that it reports."""
     worker = CriticWorker(config, folder, rank, store, threads=1)
     values: Values = []
@@ -397,7 +397,7 @@ def check_value_head(actor: Path, layout: str, num_updates: int, *overrides: str
 
 
 def value_head(store, rank: int, config: Config, folder: Path) -> dict[str, torch.Tensor]:
-    """Return the value head that the actor starts with, without its name prefix."""
+    """Return the actor's value head after `move_value_head`, by parameter name without the prefix."""
     worker = ActorWorker(config, folder, rank, store, threads=1)
     assert not any(p.any() for name, p in worker.parameters().items() if "value_head.fc2" in name)
     move_value_head(worker)
@@ -406,7 +406,7 @@ def value_head(store, rank: int, config: Config, folder: Path) -> dict[str, torc
 
 
 def move_value_head(worker: ActorWorker) -> None:
-    """Move the head away from zero, which would block all gradients in the first step."""
+    """Randomize the head's zero-initialized parameters, which would block all gradients in the first step."""
     generator = torch.Generator().manual_seed(5)
     for name, parameter in worker.parameters().items():
         if "value_head" in name and not parameter.any():

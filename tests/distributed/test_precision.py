@@ -25,7 +25,7 @@ from tests.tiny_model import write_tiny_experts, write_tiny_llama
 pytestmark = pytest.mark.newest
 
 ULP = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
-"""Unit in the last place, relative to the lower end of its binade."""
+"""Half a unit in the last place, relative to the lower end of the binade (the unit roundoff)."""
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +34,9 @@ def folder(tmp_path_factory) -> Path:
 
 
 UNITS = {"bfloat16": 8, "float16": 16}
-"""Accumulated relative rounding error of a gradient over all layers. float16 has a larger one, because small factors
-lose digits."""
+"""Bound on a gradient's relative rounding error, accumulated over all layers, in multiples of ULP. It is larger for
+float16, because small factors lose digits.
+"""
 
 
 @pytest.mark.parametrize(("dtype", "dp"), [("bfloat16", 1), ("bfloat16", 2), ("float16", 2)])
@@ -60,8 +61,9 @@ def rounded_folder(tmp_path_factory) -> Path:
 
 
 def rounded(folder: Path, dtype: torch.dtype) -> Path:
-    """The same model in the dtype, with a few weights set to 0 and to powers of 2, below which the rounding cells are
-    narrower."""
+    """Write a tiny model in the dtype, with a few weights set to 0 and to powers of 2, below which the rounding cells
+    are narrower. Return its folder.
+    """
     write_tiny_llama(folder, num_kv_heads=2)
     weights = {name: weight.to(dtype) for name, weight in load_file(folder / "model.safetensors").items()}
     weights[MLP][:, :4] = torch.tensor([0.0, 0.25, -0.25, 2.0**-20])
@@ -102,7 +104,7 @@ def test_main_weights_start_at_a_float32_checkpoint(folder):
 
 @pytest.mark.parametrize("dtype", ULP)
 def test_main_weights_start_uniformly_in_rounding_cells(tmp_path, dtype):
-    """A cell extends halfway to the neighbours that torch returns. Each position inside it is equally likely. Powers of
+    """A cell extends halfway to the neighbors that torch returns. Each position inside it is equally likely. Powers of
     two have a different distribution, which tests/unit/megatron/test_main_weights.py checks."""
     rounded(tmp_path, getattr(torch, dtype))
     main, weights = start(tmp_path, dtype=dtype), load_file(tmp_path / "model.safetensors")
@@ -120,8 +122,8 @@ def test_main_weights_start_uniformly_in_rounding_cells(tmp_path, dtype):
     assert places.abs().max() < 0.5
     share = torch.histc(places, 20, -0.5, 0.5) / len(places)
     assert (share - 0.05).abs().max() < 5 * (0.05 / len(places)) ** 0.5  # five standard deviations of a count
-    neighbours = torch.corrcoef(torch.stack((places[1:], places[:-1])))[0, 1]
-    assert neighbours.abs() < 5 / len(places) ** 0.5
+    neighbors = torch.corrcoef(torch.stack((places[1:], places[:-1])))[0, 1]
+    assert neighbors.abs() < 5 / len(places) ** 0.5
 
 
 @pytest.mark.parametrize("layout", ["{tp: 2}", "{pp: 2}", "{dp: 2}"])
@@ -180,7 +182,7 @@ FC2 = "chunk0.decoder.layers.1.mlp.linear_fc2.weight"
 
 
 def test_main_weights_accumulate_small_updates(folder):
-    """Eight updates with a learning rate of 1/40 unit in the last place of weights near 0.1."""
+    """Eight updates with a learning rate of about 1/50 of the distance between bfloat16 values near 0.1."""
     rate = 0.1 * ULP["bfloat16"] / 40
     config = config_of(folder, "model.dtype=bfloat16", f"actor.optimizer.lr={rate}", "run.steps=8")
     [ran] = run_ranks(1, small_updates, config, folder, 8)
@@ -188,7 +190,7 @@ def test_main_weights_accumulate_small_updates(folder):
     assert main.dtype is torch.float32
     assert torch.equal(after, main.bfloat16())
     moved = (main - ran.main_before[FC2]).abs()
-    large = before.abs() > 0.1  # their neighbours in bfloat16 are at least 0.1 · 2⁻⁹ away
+    large = before.abs() > 0.1  # their neighbors in bfloat16 are at least 0.1 · 2⁻⁹ away
     assert 6 * rate < moved[large].median() < 9 * rate  # the same batch each time: Adam moves by the rate
     assert (after == before)[large].float().mean() > 0.5
 

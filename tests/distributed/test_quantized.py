@@ -1,4 +1,4 @@
-"""Weights quantized jointly by trainer ranks match vLLM's quantizer of whole tensors."""
+"""Weights quantized jointly by trainer ranks match those that vLLM's quantizer computes from whole tensors."""
 
 from __future__ import annotations
 

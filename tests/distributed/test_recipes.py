@@ -151,7 +151,7 @@ def folder(tmp_path_factory) -> Path:
 def test_recipe_trains(folder, recipe):
     as_it_is = load(recipe)
     updates = as_it_is.batch.prompts_per_step // as_it_is.batch.prompts_per_update
-    # Use half of a prompt's samples as k, and so half of a set.
+    # Set k to half of the samples per prompt.
     keys = ["algorithm.advantage.k=2"] if as_it_is.algorithm.advantage.estimator == "pass_at_k" else []
     keys += [f"model.path={folder}", f"batch.prompts_per_update={max(4 // updates, 1)}"]
     is_long = load(recipe).rollout.context_length > 256

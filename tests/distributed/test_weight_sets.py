@@ -39,7 +39,9 @@ def train(store, rank: int, config: Config, folder: Path, with_passes: bool) -> 
 
 
 def ratios(store, rank: int, config: Config, folder: Path) -> list[float]:
-    """Return the largest |log π − log π_ref| after an update, after a renewal, and after another update."""
+    """Return the largest |log π − log π_ref| after an update, after a renewal of the reference, and after another
+    update.
+    """
     worker = ActorWorker(config, folder, rank, store, threads=1)
     batch = local_batch(rank_batches(config, worker.packing, random_groups(0))[worker.data_parallel_rank])
 

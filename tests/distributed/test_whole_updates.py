@@ -35,7 +35,7 @@ def training_sample(name: str) -> SampleRef:
 
 
 def advantages_and_selection(store, rank: int, config: Config) -> tuple[dict[str, list[float]], dict[str, list[bool]]]:
-    """Return, by sample, the advantages and a flag for each token that is selected. Each sample is a microbatch."""
+    """Return, by sample, the advantages and whether each token is selected. Each sample is a microbatch."""
     parallel.initialize(config.actor.layout, store, rank, seed=0, timeout_s=WAIT_S)
     members = [[training_sample(name)] for name in RANKS[rank]]
     old = {name: torch.tensor(values) for name, values in OLD.items()}

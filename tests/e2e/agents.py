@@ -1,7 +1,7 @@
 """Tiny initial models for runs in environments: they write well-formed turns, but rarely the right ones.
 
 Each is a random model trained to imitate rollouts with random choices, of which few are right. Its tokenizer has tags
-and names as single tokens, which keeps turns short, and encodes other text by characters.
+and names as single tokens, which keeps turns short, and encodes other text character by character.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from tests.tiny_model import CHARACTERS, CHAT_TEMPLATE, tiny_tokenizer, write_tiny_llama
 
 Text = Sequence[tuple[str, bool]]
-"""The parts of a rollout, each with whether the policy writes it."""
+"""The parts of a rollout, each with a flag: whether the policy writes it."""
 
 LETTERS, DIGITS = "abcdefgh", "01234567"
 SEARCH_WORDS = ("<search>", "</search>", "<information>", "</information>", "<answer>", "</answer>", "Doc 1(Title: ")
@@ -108,7 +108,9 @@ def seldom_searched(random: Random) -> Text:
 
 
 def seldom_placed(random: Random) -> Text:
-    """Return a rollout that sometimes states the letter's position in the alphabet, else a random number."""
+    """Return a rollout about two letters. It sometimes states a letter's position in the alphabet, else a random
+    number.
+    """
     parts: list[tuple[str, bool]] = []
     for letter in random.sample(LETTERS, 2):
         said = DIGITS[LETTERS.index(letter)] if random.random() < 0.35 else random.choice(DIGITS)

@@ -19,7 +19,7 @@ def digit_share_of_turns(prompt: str, response: str, answer: object) -> list[flo
 
 
 def digit_share_of_even_sums(prompt: str, response: str, answer: object) -> float:
-    """Return 0 for every response to odd sums, which makes half of the prompts uninformative."""
+    """Return the digit share, but 0 for prompts with an odd sum, which makes half of the prompts uninformative."""
     return digit_share(prompt, response, answer) if int(answer) % 2 == 0 else 0.0
 
 

@@ -60,7 +60,7 @@ class InEnvironment(Task):
 class Search(InEnvironment):
     """Search a corpus for the number of a letter and answer with it.
 
-    The initial model mostly searches for a random letter and answers with a random number: near 0.2.
+    The initial model mostly searches for a random letter and answers with a random number. Its share is near 0.2.
     """
 
     agent, environment, aimless = SEARCHER, "search", "AimlessSearch"
@@ -85,7 +85,7 @@ class Search(InEnvironment):
 class Calculation(InEnvironment):
     """Compute sums and products of small numbers with two tools, called in the question's order.
 
-    The initial model mostly calls one tool, chosen at random: near 0.2.
+    The initial model mostly calls one tool, chosen at random. Its share is near 0.2.
     """
 
     agent, environment, aimless = CALCULATOR, "calculator", "AimlessCalculator"
@@ -108,7 +108,7 @@ class Calculation(InEnvironment):
 class Letters(InEnvironment):
     """State the positions of two letters in the alphabet, in a verifiers environment with its own harness.
 
-    The initial model mostly states a random number: near 0.2.
+    The initial model mostly states a random number. Its share is near 0.2.
     """
 
     agent, environment = SPELLER, "verifiers"

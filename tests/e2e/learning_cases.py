@@ -40,7 +40,7 @@ class Case:
     """A learning run.
 
     Attributes:
-        has_control: whether it has a control run. One case per task does.
+        has_control: whether it has a control run. At least one case of each task has one.
         start: upper bound of the share of the optimum at the start.
         learned: lower bound of the share at the end.
     """

@@ -69,7 +69,7 @@ class EvenDigits(Task):
 class ScoredDigits(EvenDigits):
     """EvenDigits with a reward model that scores each token: 1 for an even digit, else 0.
 
-    For the control it prefers other tokens.
+    For the control, it prefers other tokens.
     """
 
     def overrides(self, folder: Path, shuffled: bool) -> list[str]:
@@ -115,7 +115,7 @@ def of_reverse_kl(reference: torch.Tensor, rewards: torch.Tensor, beta: float) -
 def of_forward_kl(reference: torch.Tensor, rewards: torch.Tensor, beta: float) -> torch.Tensor:
     """Return log π* of argmax E_π[r] − β·KL(ρ ‖ π).
 
-    At the optimum r + β·ρ/π is the same λ for all tokens. So π = β·ρ / (λ − r), which sums to 1 for exactly one λ in
+    At the optimum, r + β·ρ/π is the same λ for all tokens. So π = β·ρ / (λ − r), which sums to 1 for exactly one λ in
     (max r, max r + β], found by bisection.
     """
     low = torch.full((len(reference), 1), rewards.max().item(), dtype=reference.dtype)
@@ -158,9 +158,8 @@ class Bandit(Task):
 
 
 class Answers(Task):
-    """Supervised fine-tuning: answer a digit with the next one. The share is the probability of the answer and its end.
-
-    For the control answers belong to other rows.
+    """Supervised fine-tuning: answer a digit with the next one. The share is the probability of the answer, including
+    its end token. For the control, answers belong to other rows.
     """
 
     def overrides(self, folder: Path, shuffled: bool) -> list[str]:
@@ -246,7 +245,7 @@ class Labels(Task):
 
     The first step is right in a known share p of the rows, the second in the others. The optimal score is
     log(p / (1 − p)) at the first step and its negative at the second. The share is 1 − distance to the optimum / the
-    optimum's norm, over all labelled tokens. For the control, labels belong to other rows.
+    optimum's norm, over all labeled tokens. For the control, labels belong to other rows.
 
     Attributes:
         everywhere: label every token of a step instead of only its last one.

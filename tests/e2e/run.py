@@ -196,7 +196,9 @@ class Run:
         return Path(option.removeprefix("--temp_dir=")).parent
 
     def left_shared_memory(self) -> set[Path]:
-        """Return unmapped segments created since the start. Other runs' are mapped; unit tests' have known names."""
+        """Return unmapped segments created since the start. Segments of other runs are mapped, and those of unit tests
+        are excluded by name.
+        """
         new = {path for path in SHARED_MEMORY.iterdir() if not path.name.startswith("megarl-test-")}
         new -= self._shared_memory
         return new - {path for process in psutil.process_iter() for path in mapped_shared_memory(process)}
@@ -210,7 +212,7 @@ class Run:
         """The metrics of the finished steps."""
         file = self.folder / "metrics.jsonl"
         lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-        return [line for line in lines if line["step"] > 0]  # without an evaluation before the first
+        return [line for line in lines if line["step"] > 0]  # exclude an evaluation before the first step
 
     def wait_for_step(self, number: int) -> None:
         self.wait_until(lambda: len(self.metrics) >= number)
@@ -218,13 +220,13 @@ class Run:
     def wait_until_held(self, folder: Path) -> None:
         """Wait until sampling has finished and the run only waits for the blocked rewards."""
         (folder / "held").unlink(missing_ok=True)
-        # With concurrent calls an actor's title shows the last one that began or ended.
+        # With concurrent calls, an actor's process title shows the one that started or finished last.
         self.wait_until(lambda: (folder / "held").exists() and not self.find_all("ray::EngineActor.generate"))
 
     def wait_until(self, condition: Callable[[], object]) -> None:
         deadline = time.monotonic() + START_S
         while not condition():
-            assert self._process.poll() is None, f"ended with {self._process.returncode}: {self.errors}"
+            assert self._process.poll() is None, f"exited with {self._process.returncode}: {self.errors}"
             if time.monotonic() > deadline:
                 processes = [(process.pid, process.ppid(), _title(process)) for process in self.processes()]
                 raise AssertionError(f"after {START_S} s: {self.output} {self.errors} {processes}")
@@ -235,7 +237,7 @@ class Run:
         deadline = time.monotonic() + seconds
         code = self._process.wait(seconds)
         while alive := self.processes():
-            assert time.monotonic() < deadline, f"left after {seconds} s: {alive}"
+            assert time.monotonic() < deadline, f"still running after {seconds} s: {alive}"
             time.sleep(0.05)
         return code
 

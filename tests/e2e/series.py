@@ -1,7 +1,7 @@
 """Consecutive runs in one process tree that share Ray, and share engines if their settings are equal.
 
-Each run starts its own reward processes and trainer ranks, with their own logs. As a program it reads the arguments of
-one `megarl train` per line from stdin, and writes a line when that run has finished.
+Each run starts its own reward processes and trainer ranks, with their own logs. Run as a program, it reads the
+arguments of one `megarl train` per line from stdin, and writes a line when that run has finished.
 """
 
 from __future__ import annotations

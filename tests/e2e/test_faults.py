@@ -1,6 +1,6 @@
 """A run that ends for any reason names the cause within seconds and leaves nothing behind.
 
-tests/unit/cluster distinguishes the causes with stand-ins: in the session, the supervisor, and the watchdog over Ray's
+tests/unit/cluster distinguishes the causes with fakes: in the session, the supervisor, and the watchdog over Ray's
 processes. Three runs here use vLLM's engines to check their processes, sockets and shared memory. The others use fake
 engines.
 """
@@ -70,7 +70,7 @@ def test_ctrl_c(recipe: Path, tmp_path: Path, hold: Path) -> None:
         check_ray_requires_token(run)
         check_listens_only_on_loopback(run)
         check_no_default_ports(run)
-        # The terminal sends it to every process of the foreground group.
+        # A terminal sends SIGINT to every process of the foreground group.
         check_end(run, lambda: os.killpg(run.pid, signal.SIGINT), 130, INTERRUPTED)
 
 
@@ -114,7 +114,7 @@ def check_ray_requires_token(run: Run) -> None:
 def test_sigterm_while_starting(recipe: Path, tmp_path: Path) -> None:
     with Run(recipe, tmp_path) as run:
         run.find("ray::TrainerActor")
-        # Slurm sends it to every process of a job.
+        # Slurm sends SIGTERM to every process of a job.
         check_end(run, lambda: os.killpg(run.pid, signal.SIGTERM), 130, INTERRUPTED)
 
 
@@ -210,7 +210,7 @@ def test_run_continues_after_losing_a_sampling_engine(recipe: Path, tmp_path: Pa
 
 @pytest.mark.exhaustive
 def test_losing_a_rank_loses_its_engine(recipe: Path, tmp_path: Path, hold: Path) -> None:
-    """The engine's other rank and its actor end with the killed rank."""
+    """The engine's other rank and its actor exit when one rank is killed."""
     with Run(recipe, tmp_path, "rollout.replicas=2", "rollout.tp=2", vllm=True) as run:
         run.wait_until_held(recipe.parent)
         engine = run.named("engine-1")

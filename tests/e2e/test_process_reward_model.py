@@ -20,7 +20,7 @@ STEP_END = "a"
 
 
 def labelled(folder: Path) -> Path:
-    """Write responses whose steps are labelled right if they contain a digit."""
+    """Write responses whose steps are labeled right if they contain a digit."""
     source, rows = random.Random(3), []
     for i in range(512):
         steps = ["".join(source.choice("bcdefgh012345") for _ in range(3)) for _ in range(1 + i % 3)]

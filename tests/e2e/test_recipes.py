@@ -20,7 +20,7 @@ TINY = (
 
 
 def run_recipe(series: Series, name: str, folder: Path, model: Path, *overrides: str) -> Path:
-    """Run a recipe. The recipe's name is the run's name. Return the run's folder."""
+    """Run a recipe as a run of the same name. Return the run's folder."""
     place = (f"model.path={model}", f"run.folder={folder}", f"run.name={name}")
     series.train(CONFIGS / f"smollm2-cpu-{name}.yaml", *place, *TINY, *overrides)
     return folder / name

@@ -77,7 +77,7 @@ class Remote:
         self._scratch = tempfile.TemporaryDirectory(dir="/tmp")
         self._process = mp.Process(target=serve, args=(child, self._scratch.name, build, args))
         self._process.start()
-        child.close()  # so that recv raises EOFError when the process ends
+        child.close()  # so that recv raises EOFError when the process exits
 
     def send(self, method: str, *args) -> None:
         self._connection.send((method, args))
@@ -285,7 +285,7 @@ class TrainerSide:
         return self.worker.checksums(wanted, plan)
 
     def update(self, samples):
-        """Make an update with advantages of alternating sign, which moves the weights."""
+        """Run an update with advantages of alternating sign, which moves the weights."""
         training = [training_ref(s, i % 2, Baseline(0.5, 0.5), 0.01) for i, s in enumerate(samples)]
         self.worker.update(LocalBatch(training, [tuple(range(len(samples)))]))
         self.worker.end_step()
@@ -329,7 +329,7 @@ class TwoModels:
 
 @pytest.fixture
 def remotes():
-    """Return a function that starts Remotes; they end with the test."""
+    """Return a function that starts Remotes, which are shut down at the end of the test."""
     started: list[Remote] = []
 
     def start(*args) -> Remote:
@@ -365,7 +365,7 @@ def config_of(folder: Path, layout: str, tp: int, overrides: Sequence[str] = ())
 
 
 def prompts() -> list[Prompt]:
-    """Return prompts from less than one to several blocks of 32 tokens, which the prefix cache stores."""
+    """Return prompts of different lengths, from less than one to several of the prefix cache's blocks of 32 tokens."""
     source = random.Random(0)
     lengths = [70, 70, 65, 33, 32, 5, 1, 40]
     return [Prompt(str(i), "", tuple(source.randrange(6, 120) for _ in range(n))) for i, n in enumerate(lengths)]

@@ -54,7 +54,7 @@ MEASURED = ("time/", "idle/", "memory/", "throughput/", "checkpoint/")
 
 
 class Recipe:
-    """Runs of one recipe. A gate limits how many steps each run makes."""
+    """Runs of one recipe. A gate limits how many steps each run completes."""
 
     def __init__(self, folder: Path):
         self.folder, self._file = folder, write_recipe(folder)
@@ -138,7 +138,7 @@ def resumed(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Path:
         run.wait_until_held(recipe.folder)
         check_end(run, lambda: recipe.interrupt_in_a_step(run), 130, INTERRUPTED)  # in the middle of an epoch
     check_saved(run, step=1)
-    with recipe.run(folder, 6, *EVALUATION) as run:  # killed at a random time of steps that mostly save
+    with recipe.run(folder, 6, *EVALUATION) as run:  # killed at a random time, mostly during a save
         run.wait_until(lambda: latest(folder) > 4)
         time.sleep(random.uniform(0, 1))
         kill(run)

@@ -117,7 +117,8 @@ def test_reward_model_uses_its_own_chat_template(series, model, tmp_path, engine
 
 @pytest.mark.exhaustive
 def test_critic_learns_returns_of_token_scores(series, model, tmp_path):
-    """Check the critic's first targets. It starts at zero without discounting, so they are the rewards to go.
+    """Check the critic's first targets. Its values start at zero and rewards are not discounted, so the targets are the
+    rewards to go.
 
     The classifier gives all tokens the same score, so the rewards to go follow from the lengths alone.
     """

@@ -17,7 +17,9 @@ from tests.tiny_model import write_tiny_llama
 
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 CHARACTERS = "0123456789abcdefghijklmnopqrst"
-"""Fine-tuning teaches responses of three of these characters. A third are digits, which the reward model prefers."""
+"""Fine-tuning teaches responses of three of these characters. A third of the characters are digits, which the reward
+model prefers.
+"""
 
 
 def write(path: Path, rows: list[dict]) -> Path:

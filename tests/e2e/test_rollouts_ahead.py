@@ -46,7 +46,9 @@ def test_each_prompt_is_trained_on_once(run):
 
 
 def test_engines_pause_while_models_train(run):
-    """The trainer's passes and updates run between the engine's `pause` and `resume`, and no rollout ends meanwhile."""
+    """The trainer's passes and updates run between the engine's `pause` and `resume`, and no rollout finishes in
+    between.
+    """
     spans = read_trace(run / "logs/attempt_1")
     trained = [span for span in spans if span.process == "trainer-0" and span.task in ("keep_log_probs", "update")]
     assert len([span for span in trained if span.task == "update"]) == STEPS

@@ -134,7 +134,7 @@ def test_run_writes_trace_profile_and_token_details(learned):
 
 
 def test_diagnosis_names_first_layer_that_differs(learned, tmp_path):
-    """One weight of the engine's model is changed; the other sides load the run's model."""
+    """The engine loads a copy of the model with one changed weight; the other sides load the run's model."""
     broken, damaged = tmp_path / "broken", "model.layers.1.mlp.down_proj.weight"
     shutil.copytree(learned / "model", broken)
     [file] = broken.glob("*.safetensors")

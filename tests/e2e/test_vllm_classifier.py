@@ -38,7 +38,7 @@ def in_vllm(folders: Sequence[Path]) -> list[list[list[float]]]:
     os.environ.update(environment(ranks=1, threads=1, index=0))
     from megarl.rollout.vllm.reward_model import VllmClassifier, classifier_arguments
 
-    # Keep all engines alive, because the first one that ends would destroy the process group.
+    # Keep all engines alive, because the first engine that is deleted would destroy the process group.
     engines = [VllmClassifier(classifier_arguments(config(folder), folder)) for folder in folders]
     return [[scores.tolist() for scores in engine.scores(SAMPLES)] for engine in engines]
 
@@ -64,7 +64,7 @@ def test_every_family_scores_as_transformers(tmp_path, kind):
     models = {}
     for name in names:
         model_type, changes, _ = MODELS[name]
-        # With latent attention transformers' head_dim is the number of rotary channels.
+        # With latent attention, head_dim in transformers is the number of rotary channels.
         changes = changes | ({"head_dim": changes["qk_rope_head_dim"]} if model_type == "deepseek_v3" else {})
         trunk = write_tiny_model(tmp_path / "trunk" / folders[name].name, model_type, **SIZES | changes)
         models[name] = write_classifier(folders[name], trunk, kind)

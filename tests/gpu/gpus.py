@@ -1,6 +1,6 @@
 """Helpers for GPU tests. Each rank sees its own GPU, as in a run.
 
-Without GPUs, MEGARL_REHEARSAL=1 runs the tests that make the same calls on CPU, which verifies them beforehand.
+Without GPUs, MEGARL_REHEARSAL=1 runs, on CPU, those tests whose calls are the same there, to find mistakes beforehand.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ REHEARSES = os.environ.get("MEGARL_REHEARSAL") == "1"
 def needs_gpus(count: int, can_rehearse: bool = True) -> pytest.MarkDecorator:
     """Return the mark of a test that needs `count` GPUs."""
     missing = torch.cuda.device_count() < count and not (REHEARSES and can_rehearse)
-    return pytest.mark.skipif(missing, reason=f"needs CUDA devices: {count}, and torch finds fewer")
+    return pytest.mark.skipif(missing, reason=f"requires CUDA devices: {count}, but torch finds fewer")
 
 
 def run_on_gpus(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:

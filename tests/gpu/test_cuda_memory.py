@@ -41,7 +41,7 @@ def write(connection: Connection, plan: Plan) -> None:
 
 @pytest.mark.parametrize("moving", [False, True])
 def test_reader_sees_changed_weights(moving):
-    """With `moving` the owner frees and reallocates the memory after each transfer, once the reader has closed it."""
+    """With `moving`, the owner frees and reallocates the memory after each transfer, once the reader has closed it."""
     flat, weights = flattened(random_checkpoint(CONFIG))
     plan = make_plan([SOURCE], [TARGET])
     parent, child = multiprocessing.get_context("spawn").Pipe()
@@ -69,7 +69,7 @@ def test_reader_sees_changed_weights(moving):
 
 
 def die(connection: Connection, plan: Plan) -> None:
-    """Kill this process while it has the other's weights open."""
+    """Kill this process while it has the other process's weights open."""
     parameters = {name: torch.zeros(shape, device="cuda") for name, shape in TARGET.shapes.items()}
     for _ in connection.recv().open(TARGET.name, parameters, plan).deliver(plan.into(TARGET.name).copies):
         torch.cuda.synchronize()

@@ -22,7 +22,7 @@ from tests.timing import LIMIT_S, WAIT_S
 from tests.unit.resharding.cases import layout_of
 
 pytestmark = needs_gpus(2, can_rehearse=False)
-BESIDE = 256 * 2**20
+OTHER_MEMORY = 256 * 2**20
 """Allowance for memory other than buffers in the first exchange: NCCL's kernels and the transport's messages."""
 
 
@@ -35,9 +35,8 @@ class Rank:
 
     def __init__(self, rank: int, port: int, rendezvous: str = "first"):
         torch.cuda.set_device(rank)
-        messages.UNPACKED_BYTES_NCCL = (
-            64  # larger tensors are sent separately from the packed message, in the same batch
-        )
+        # Larger tensors are sent separately from the packed message, in the same batch.
+        messages.UNPACKED_BYTES_NCCL = 64
         case = a_case()
         self.holder = case.members[rank]
         self.receives = self.holder in case.destinations
@@ -54,7 +53,7 @@ class Rank:
         self.transport = rendezvous.open(self.holder.name, self.weights, self._part)
 
     def refit(self, factor: float) -> None:
-        """Make a refit. The source has multiplied its weights by the factor."""
+        """Run a refit and check the received weights: the expected ones times the factor."""
         if self.receives:
             execute(self._writes, self.weights, self.transport)
             assert torch.cuda.current_stream().query(), "execute returned before all weights were written"
@@ -84,7 +83,7 @@ def die_in_the_second_refit(connection: Connection, rank: int, port: int) -> Non
 
 
 def continue_without_peer(connection: Connection, rank: int, port: int) -> None:
-    """Lose the peer in the second refit, and make a third one with its replacement."""
+    """Lose the peer in the second refit, and run a third refit with the peer's replacement."""
     member = Rank(rank, port)
     member.refit(1)
     begun = time.monotonic()
@@ -131,7 +130,7 @@ class Processes:
         parent, child = self._context.Pipe()
         process = self._context.Process(target=function, args=(child, rank, self._store.port))
         process.start()
-        child.close()  # so that recv fails when the process ends
+        child.close()  # so that recv fails when the process exits
         self._started.append(process)
         return parent
 
@@ -166,7 +165,7 @@ def test_two_ranks_use_one_communicator_within_its_budget(processes, monkeypatch
     monkeypatch.setenv("NCCL_DEBUG_FILE", f"{tmp_path}/%p.log")
     connections = [processes.start(measure_first_refit, rank) for rank in range(2)]
     for connection in connections:
-        assert answer(connection) <= buffer_bytes(between=0, near=1) + BESIDE
+        assert answer(connection) <= buffer_bytes(between=0, near=1) + OTHER_MEMORY
     logs = [file.read_text(errors="replace") for file in sorted(tmp_path.iterdir())]
     assert [log.count("Init COMPLETE") for log in logs] == [1, 1]
 

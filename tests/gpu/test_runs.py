@@ -64,7 +64,7 @@ def train(folder: Path, model: Path, *overrides: str, seconds: float = 600) -> P
 
 
 def train_verified(folder: Path, name: str, *overrides: str, near: float = NEAR) -> list[dict]:
-    """Make three steps in bfloat16, each with a refit verified by checksums. Return their metrics."""
+    """Train three steps in bfloat16, each with a refit verified by checksums. Return their metrics."""
     keys = ("run.steps=3", "model.dtype=bfloat16", "rollout.verify_refit=always", *overrides)
     steps = metrics_of(train(folder, write_model(folder / "model", name), *keys))
     assert [step["weights/version"] for step in steps] == [1, 2, 3]
@@ -86,7 +86,7 @@ def train_verified(folder: Path, name: str, *overrides: str, near: float = NEAR)
 def test_engine_and_trainer_share_a_gpu(tmp_path, name, offload, eager):
     """The engine sleeps, wakes, receives weights and samples.
 
-    Unless eager it uses CUDA graphs, which refer to the initial addresses of the weights. The trainer publishes
+    Unless eager, it uses CUDA graphs, which refer to the initial addresses of the weights. The trainer publishes
     parameters again if offloading has moved them.
     """
     steps = train_verified(

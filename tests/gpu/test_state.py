@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def update(worker: ActorWorker, config: Config, seed: int) -> dict[str, torch.Tensor]:
-    """Make a step with one update. Return the weights after it."""
+    """Run a step with one update. Return the weights after it."""
     worker.update(local_batch(rank_batches(config, worker.packing, random_groups(seed))[worker.data_parallel_rank]))
     worker.end_step()
     return {name: weight.detach().float().cpu().clone() for name, weight in worker.parameters().items()}
@@ -70,7 +70,7 @@ def test_offload_frees_the_reported_bytes(folder):
 
 
 def save_and_continue(store, rank: int, config: Config, folder: Path, hidden: Path) -> tuple:
-    """Save after the first update with an offloaded optimizer, and make a second update.
+    """Save after the first update with an offloaded optimizer, and run a second update.
 
     Returns:
         The checkpoint's files, and the weights after the first and the second update.

@@ -76,7 +76,8 @@ def gradients(folder: Path, layout: str, *overrides: str, **packing: Any) -> Gra
 
 def distances(ours: Gradients, theirs: Gradients) -> tuple[float, float]:
     """Return the relative distance of all gradients and the largest relative error of a tensor."""
-    # Stack the experts: a token near a routing boundary may choose another expert, and be half of that one's tokens.
+    # Stack the experts: a token near a routing boundary may choose another expert, and make up half of that expert's
+    # tokens.
     pairs = defaultdict[str, list[tuple[torch.Tensor, torch.Tensor]]](list)
     for name in ours.keys() & theirs.keys():
         pairs[re.sub(r"experts\.\d+", "experts", name)].append((ours[name], theirs[name].detach()))

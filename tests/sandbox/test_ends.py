@@ -1,4 +1,4 @@
-"""Sandboxes leave no process, file or mount behind, whoever ends them and however they end."""
+"""Sandboxes leave no process, file or mount behind, no matter how they end or who terminates them."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def nothing_left(within_s: float = 0.0) -> Iterator[None]:
     wait_until(lambda: sandbox_processes() <= before, lambda: sandbox_processes() - before, within_s)
     assert open_files() == files
     if within_s == 0:
-        wait_until(lambda: zombies() <= others)  # asyncio's thread notices late that a process has ended
+        wait_until(lambda: zombies() <= others)  # asyncio's thread may notice late that a process has exited
     for pid in zombies() - others:
         os.waitpid(pid, 0)
 

@@ -130,7 +130,7 @@ def test_network_is_not_reachable(provider):
 
 
 def own_address() -> str:
-    """Return an address of this machine on a network; an unused one if it has none."""
+    """Return this machine's network address, or an unused address if it has none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))
@@ -194,7 +194,7 @@ def test_program_has_no_capabilities(provider):
     assert printed(provider, program).split() == ["0", "0", "1", "2", "True"]
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="the numbers are those of x86_64")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="CALLS has the system call numbers of x86_64")
 def test_dangerous_system_calls_are_refused(provider):
     """The arguments are such that the kernel would accept the calls from root."""
     program = f"""

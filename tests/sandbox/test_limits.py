@@ -1,4 +1,4 @@
-"""Programs that exceed their limits: each is stopped, the machine is unaffected, and the next program runs."""
+"""Programs that exceed their limits: each is killed, the machine is unaffected, and the next program runs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_endless_programs_are_stopped_at_their_limits():
 
 
 def test_processes_share_one_cpu_time_limit():
-    """Each of them stays below the limit."""
+    """Each process on its own stays below the limit."""
     program = """
         import os, time
         for _ in range(3):

@@ -134,7 +134,7 @@ def test_each_day_has_its_own_share(repository: Repository, monkeypatch, target:
 
 
 def test_paths_of_the_table_exist() -> None:
-    """Otherwise, changes in a renamed folder would trigger no part."""
+    """Otherwise, changes in a renamed folder would not trigger any tests."""
     named = re.findall(r"(?:megarl|tests|tools)/[\w/.-]+", CI.read_text().partition("has_changed")[0])
     assert len(named) > 8
     assert not [path for path in named if not (ROOT / path).exists()]

@@ -26,7 +26,7 @@ pathlib.Path(result).write_text('{"value": 1}')
 
 @pytest.fixture
 def program(tmp_path, monkeypatch) -> None:
-    """Replaces the steps' program."""
+    """Replace the steps' program."""
     path = tmp_path / "program.py"
     path.write_text(PROGRAM)
     monkeypatch.setattr(

@@ -1,4 +1,6 @@
-"""Enforces the package's import rules: imports go down only, and each heavy library has one owner."""
+"""Enforces the package's import rules: modules import only from their own layer and lower ones, and each heavy library
+has one owner.
+"""
 
 from __future__ import annotations
 
@@ -210,12 +212,12 @@ def test_source_follows_the_import_rules(file: str) -> None:
 
 
 def test_there_are_no_circular_imports() -> None:
-    """Imports inside functions count, because they can hide circles. Imports for type checking do not count."""
-    assert circles({file: (ROOT / file).read_text(encoding="utf-8") for file in FILES}) == []
+    """Imports inside functions count, because they can hide cycles. Imports for type checking do not count."""
+    assert import_cycles({file: (ROOT / file).read_text(encoding="utf-8") for file in FILES}) == []
 
 
-def circles(sources: Mapping[str, str]) -> list[list[str]]:
-    """Return the modules of a circular import, direct or indirect. `sources` maps paths to text."""
+def import_cycles(sources: Mapping[str, str]) -> list[list[str]]:
+    """Return the modules of an import cycle if there is one. `sources` maps paths to text."""
     modules = {module_of(file): file for file in sources}
     graph = TopologicalSorter()
     for module, file in modules.items():
@@ -310,7 +312,7 @@ def test_checker_accepts_allowed_imports(file: str, source: str) -> None:
     assert violations(file, source) == []
 
 
-CIRCLE = {
+CYCLE = {
     "megarl/data/__init__.py": "",
     "megarl/data/a.py": "from megarl.data import b",
     "megarl/data/b.py": "def f():\n    from megarl.data.c import x",
@@ -319,9 +321,9 @@ CIRCLE = {
 
 
 def test_circles_through_functions_are_detected() -> None:
-    assert circles(CIRCLE) == [["megarl.data.a", "megarl.data.b", "megarl.data.c"]]
+    assert import_cycles(CYCLE) == [["megarl.data.a", "megarl.data.b", "megarl.data.c"]]
     for_types = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import megarl.data.a"
-    assert circles({**CIRCLE, "megarl/data/c.py": for_types}) == []
+    assert import_cycles({**CYCLE, "megarl/data/c.py": for_types}) == []
 
 
 def test_light_modules_have_no_heavy_transitive_imports() -> None:
@@ -346,7 +348,7 @@ def test_reward_process_starts_without_torch() -> None:
 
 
 def test_a_trainer_rank_needs_neither_ray_nor_vllm() -> None:
-    """So that one rank runs on a machine that has only torch and megatron-core."""
+    """A single rank must run on a machine that has only torch and megatron-core."""
     code = "import sys, megarl.megatron.workers.actor, megarl.step.dispatch, megarl.step.baselines; print(*sys.modules)"
     command = [sys.executable, "-W", "ignore", "-c", code]
     loaded = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout

@@ -128,9 +128,9 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
 def run_logged(
     *commands: Sequence[str], log: Path, environment: Mapping[str, str] = MappingProxyType({})
 ) -> dict[str, float]:
-    """Run commands at the same time, and exit with the end of their log if one fails. Return their seconds, and the
+    """Run commands concurrently, and exit with the end of their log if one fails. Return their seconds, and the
     percentage of the machine's CPU time that they did not use (that of other processes and, on a virtual machine, of
-    its neighbours)."""
+    its neighbors)."""
     variables = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     variables |= {"PYTHONPATH": str(ROOT), **environment}
     start, machine_before, own = time.perf_counter(), machine_cpu_seconds(), {}
@@ -147,7 +147,7 @@ def run_logged(
             for child in children:
                 own |= _cpu_seconds(child.pid)
             time.sleep(0.5)
-    finally:  # also after Ctrl-C, which does not reach the process groups, SIGTERM and the deadline
+    finally:  # also after SIGTERM, a timeout, and Ctrl-C, which does not reach the process groups
         for child in children:
             child.terminate()
             child.wait()
@@ -163,8 +163,9 @@ def run_logged(
 
 
 def _cpu_seconds(pid: int) -> dict[psutil.Process, float]:
-    """Return the CPU seconds of a process and its descendants. The accounting of ended children misses processes whose
-    parent does not wait for them."""
+    """Return the CPU seconds of a process and its descendants. The kernel's totals of exited children miss processes
+    whose parent does not wait for them.
+    """
     found = {}
     with suppress(psutil.NoSuchProcess):
         root = psutil.Process(pid)

@@ -27,7 +27,7 @@ from megarl.resharding.transports.safetensors import SafetensorsFolder, write_fi
 from tests.published_models import CONFIGS
 
 MODEL = CONFIGS["Llama-3.2-1B"] | dict(hidden_size=3072, num_attention_heads=24, head_dim=128, dtype="bfloat16")
-"""The shape of Llama-3.2-3B, apart from its layers."""
+"""The shape of Llama-3.2-3B, apart from the number of layers."""
 
 SIZES = {"3B": 28, "tiny": 2}
 """Name -> layers."""
@@ -41,7 +41,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_in(work: Path, num_layers: int) -> dict[str, Any]:
-    """Measure each conversion with and without verification, and directly before it a plain read and write."""
+    """Measure each conversion with and without verification, each directly after a plain read and write."""
     folder, checkpoint = work / "hf", work / "checkpoint"
     num_parameters = write_model(folder, {**MODEL, "num_hidden_layers": num_layers})
     to_megatron = ["hf-to-megatron", "--hf", folder, "--tp", "2", "--pp", "2"]
@@ -83,8 +83,9 @@ def write_model(folder: Path, config: Mapping[str, Any]) -> int:
 
 
 def plain_copy(source: Path, copy: Path) -> dict[str, float]:
-    """Return the seconds to read all bytes of a folder from disk, and to write as many to disk, and the CPU seconds of
-    both."""
+    """Return the seconds to read all bytes of a folder from disk, the seconds to write the same number of bytes to
+    disk, and the CPU seconds of both.
+    """
     block = memoryview(os.urandom(BLOCK_BYTES))
     drop_from_page_cache(source)
     start, start_cpu = time.perf_counter(), time.process_time()

@@ -119,7 +119,7 @@ class Case(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A step's configuration, and its inputs from engines, rewards and ranks, made before the measurement."""
+    """A step's configuration, and its inputs from engines, rewards and ranks, created before the measurement."""
 
     config: Config
     packing: Packing
@@ -130,7 +130,7 @@ class Step(NamedTuple):
 
 
 class StubGroup(WorkerGroup):
-    """All ranks."""
+    """The stubs of all ranks."""
 
     title = "StubProcess"
 
@@ -165,7 +165,7 @@ def measure_step(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]
 
 
 def driver(step: Step, lap: Laps) -> list[RankBatch]:
-    """Do the driver's work in a step of one update, in the same order, and return the ranks' batches."""
+    """Run the driver's part of a step with one update, in the same order, and return the ranks' batches."""
     config = step.config
     lap("requests", requests, config, 1, step.prompts)
     groups, metrics = lap("join with scores", select, config, step.samples, step.scores)

@@ -67,7 +67,7 @@ def rendered(page: str, content: str) -> str:
 
 
 def render(template: str, section: str | None = None) -> str:
-    """Return the text of a template, or of one of its sections (a block in the template)."""
+    """Return the rendered text of a template, or of one of its blocks."""
     found = ENVIRONMENT.get_template(f"{template}.md.j2")
     if section is not None:
         return "".join(found.blocks[section](found.new_context())).strip()

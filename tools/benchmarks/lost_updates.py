@@ -114,7 +114,7 @@ def write_model(folder: Path, language: Language, updates: int, hidden: int, lay
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
-                parameter.fill_(1 / (STD * hidden**0.5))  # keeps the magnitude of activations constant through a matrix
+                parameter.fill_(1 / (STD * hidden**0.5))  # keeps activations at the same magnitude through each matrix
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0, fused=True)
     for number in range(updates):
         ids = torch.tensor(language.batch(LIKELY, 2 * SAMPLES))
@@ -202,7 +202,7 @@ class Stochastic(Copied):
 
 
 class StochasticAlone(Stochastic):
-    """The same without main weights: the next update starts from the rounded parameters."""
+    """Stochastic rounding without main weights: the next update starts from the rounded parameters."""
 
     has_main_weights = False
 

@@ -52,9 +52,8 @@ def main() -> None:
     worker.update(LocalBatch(batch.samples, batch.microbatches[:1]))  # fills caches and memory pools
 
     def update() -> None:
-        worker.update(
-            LocalBatch(batch.samples, batch.microbatches)
-        )  # a new batch, so that its collation is timed as well
+        # A new batch, so that its collation is timed as well.
+        worker.update(LocalBatch(batch.samples, batch.microbatches))
         worker.end_step()
         device.synchronize()
 

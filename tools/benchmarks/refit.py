@@ -130,7 +130,7 @@ class CommonWay:
         return sum(map(len, self.stages[:stage]))
 
     def tensors(self, stage: int) -> dict[str, Writes]:
-        """Return a stage's checkpoint tensors, and the writes that assemble them. A tied head is sent as embedding."""
+        """Return a stage's checkpoint tensors and the writes that assemble them. A tied head is sent as embedding."""
         held = {p.canonical for holder in self.stages[stage] for p in holder.pieces} - {None}
         earlier = {p.canonical for ranks in self.stages[:stage] for holder in ranks for p in holder.pieces}
         names = [name for name in self.folder.shapes if name in held - earlier]
@@ -211,7 +211,7 @@ class Engine:
         self._engine.connect(CompactPlan.of(plan), channel, [holder], by_loader=False)
 
     def refit(self) -> float:
-        """Seconds."""
+        """Refit the engine. Return the seconds."""
         self._version += 1
         start = time.perf_counter()
         self._engine.refit(self._version)
@@ -222,7 +222,7 @@ class Engine:
         self._tensors = [list(way.tensors(stage)) for stage in range(len(way.stages))]
 
     def receive_common(self) -> float:
-        """Seconds."""
+        """Receive and load the baseline's tensors. Return the seconds."""
         start = time.perf_counter()
         self._engine._llm.apply_model(self._load)
         self._engine._llm.reset_prefix_cache()
@@ -271,7 +271,7 @@ class Sides:
     """The processes of a case: a trainer's ranks and an engine."""
 
     def __init__(self, case: Case, folder: Path):
-        """folder: the engine's model folder."""
+        """Start the processes. `folder` is the engine's model folder."""
         settings = {"context_length": 128, "max_new_tokens": 8, "kv_cache_gib": 0.1}
         rollout = load_config(folder, {f"rollout.{name}": value for name, value in settings.items()}).rollout
         self._case = case
@@ -352,8 +352,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_rounds(case: Case, folder: Path, rounds: int) -> dict[str, Any]:
-    """Run the methods alternately, so that all see the same load of the machine. Before each, the engine's weights are
-    wiped; afterwards they must be the same for all methods.
+    """Run the methods alternately, so that all of them run under the same machine load. Before each run, the engine's
+    weights are wiped; after it, they must be the same for all methods.
 
     Returns:
         The seconds of all rounds by method; and the bytes per second that a rank sends to the engine over Gloo, in

@@ -47,14 +47,15 @@ async def several(provider: Provider) -> bool:
 
 
 async def measure(program: Program, count: int, at_once: int, programs: int = 1) -> dict[str, Any]:
-    """Call `program`, which runs so many programs, `count` times, `at_once` concurrently. Return the programs per
-    second, and the wall-clock and CPU seconds per program, including all child processes."""
+    """Call `program`, which runs `programs` programs, `count` times, with `at_once` concurrent calls. Return the
+    programs per second, and the wall-clock and CPU seconds per program, including all child processes.
+    """
     seconds: list[float] = []
 
     async def run_some(number: int) -> None:
         for _ in range(number):
             begin = time.perf_counter()
-            assert await program(), "the program passes its tests"
+            assert await program(), "the program failed its tests"
             seconds.append(time.perf_counter() - begin)
 
     begin, cpu = time.perf_counter(), own_cpu_seconds()

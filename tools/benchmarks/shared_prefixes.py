@@ -84,8 +84,9 @@ def one_turn(scale: float, source: random.Random) -> list[Sample]:
 
 
 def turns(scale: float, source: random.Random) -> list[Sample]:
-    """Return four rollouts of three turns, with as many observed tokens between turns. Each turn is a sample that
-    starts with the earlier turns, and one rollout has an alternative last turn."""
+    """Return four rollouts of three turns, with as many observed tokens between turns as a turn has tokens. Each turn
+    is a sample that starts with the earlier turns, and one rollout has an alternative last turn.
+    """
     prompt, samples = Prompt("p", "", _ids(256 * scale, source)), []
     for rollout in range(4):
         so_far: list[tuple[list[int], bool]] = []
@@ -105,7 +106,7 @@ def _ids(count: float, source: random.Random) -> list[int]:
 
 
 def _sample(name: str, prompt: Prompt, parts: Sequence[tuple[list[int], bool]]) -> Sample:
-    """parts: tokens, and whether the policy sampled them."""
+    """Return a sample. `parts`: tokens, and whether the policy sampled them."""
     ids = [token for tokens, _ in parts for token in tokens]
     mask = [made for tokens, made in parts for _ in tokens]
     return sample_of(name, prompt, ids, mask)

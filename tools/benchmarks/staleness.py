@@ -14,7 +14,7 @@ from typing import Any
 from benchmark import QUICKSTART, run_benchmark, train
 
 STEPS, LEFT_OUT = 7, 2
-"""Number of steps of a run, and of its first steps, in which queues fill and kernels are compiled."""
+"""Number of steps of a run, and number of excluded first steps, in which queues fill and kernels are compiled."""
 
 RECIPE = (
     f"run.steps={STEPS}",
@@ -40,7 +40,7 @@ def measure_both(_: object) -> dict[str, Any]:
 
 
 def measure(max_staleness: int) -> dict[str, float]:
-    """Train the quickstart's model. Return the means of its metrics over the steps after the first ones."""
+    """Train the quickstart's model. Return the means of its metrics, without the first LEFT_OUT steps."""
     with tempfile.TemporaryDirectory() as folder:
         lines, conditions = train(Path(folder), QUICKSTART, *RECIPE, f"rollout.max_staleness={max_staleness}")
     steps = lines[LEFT_OUT:]

@@ -56,7 +56,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def build_environment(folder: Path) -> Path:
-    """Make an environment with TRL over the packages of this one, and return its Python."""
+    """Create an environment with TRL on top of this environment's packages, and return its Python."""
     venv.create(folder)
     python = folder / "bin" / "python"
     link = LINK.format(packages=sysconfig.get_path("purelib"))

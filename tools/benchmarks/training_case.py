@@ -136,8 +136,9 @@ def equal_lengths(num_samples: int, prompt: int, response: int) -> list[list[int
 
 
 def mixed_lengths(num_samples: int, prompt: int, longest: int) -> list[list[int]]:
-    """Return prompt and response lengths. Response lengths are log-normal with a standard deviation of 1 of the
-    logarithm, and a median of an eighth of the longest."""
+    """Return prompt and response lengths. Response lengths are log-normal: their logarithm has a standard deviation of
+    1, and their median is an eighth of the longest.
+    """
     source = random.Random(1)
     drawn = [source.lognormvariate(0, 1) * longest / 8 for _ in range(num_samples - 1)]
     return [[prompt, max(1, min(round(length), longest))] for length in [*drawn, longest]]

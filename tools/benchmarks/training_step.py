@@ -59,7 +59,8 @@ def against_transformers(arguments: argparse.Namespace, work: Path) -> dict[str,
 
 def against_trl(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
     """Compare a GRPO update on the same samples, with mixed and with equal lengths: seconds and, in separate runs, the
-    peak resident memory without the memory before the model, weights, gradients and Adam's state."""
+    peak resident memory in excess of the memory before the model is built, the weights, the gradients and Adam's state.
+    """
     python, found = build_environment(work / "environment"), {}
     for mix in ("mixed", "equal"):
         folder = work / mix
@@ -99,7 +100,7 @@ def packed_against_padded(arguments: argparse.Namespace, work: Path) -> dict[str
 
 
 def memory_against_closed_form(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
-    """Compare each rank's peak resident memory, without the memory before the model, with rank_memory."""
+    """Compare each rank's peak resident memory, minus the memory before the model is built, with rank_memory."""
     layouts = {}
     for name, layout in LAYOUTS.items():
         case = case_of(arguments, layout=layout)
@@ -197,7 +198,7 @@ def fastest_of(
 
 
 def transformers_side(case: Case) -> dict[str, Any]:
-    """Make the same updates in plain transformers and torch.
+    """Run the same updates in plain transformers and torch.
 
     Like TRL's trainer, it pads prompts on the left and responses on the right to the longest of each microbatch, and
     computes logits for the response only (`logits_to_keep`). It uses torch's fused AdamW and SDPA attention.

@@ -1,6 +1,6 @@
 """TRL's side of step_vs_trl.py and training_step.py, started in an environment with TRL.
 
-`FOLDER STEPS MICROBATCH` trains the quickstart; `FOLDER RANK` makes the updates of the folder's training_case.Case.
+`FOLDER STEPS MICROBATCH` trains the quickstart; `FOLDER RANK` runs the updates of the folder's training_case.Case.
 Both write their results to the folder.
 """
 
@@ -46,7 +46,7 @@ COMMON = dict(
     report_to="none",
     disable_tqdm=True,
 )
-"""Arguments of GRPOConfig in both sides."""
+"""Arguments of GRPOConfig in both modes."""
 
 
 class Recorder(TrainerCallback):
@@ -168,7 +168,7 @@ class GivenSamples(GRPOTrainer):
 
 
 def update_given_samples(folder: Path) -> None:
-    """Make the updates of a training_case.Case with GRPOTrainer's microbatches, loss, clipping and optimizer."""
+    """Run the updates of a training_case.Case with GRPOTrainer's microbatches, loss, clipping and optimizer."""
     case = Case.read(folder)
     torch.set_num_threads(case.threads)
     baseline = psutil.Process().memory_info().rss

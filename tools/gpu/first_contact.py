@@ -1,9 +1,9 @@
-"""Measure the trainer on one GPU in a few minutes, without network, Ray or vLLM: see README.md beside this file.
+"""Measure the trainer on one GPU in a few minutes, without network, Ray or vLLM: see README.md in this folder.
 
 python -m tools.gpu.first_contact --minutes 6 --out FOLDER
 
-The steps run in order of value, each in a new process with a time limit; after a failure the next step runs. Steps that
-measure no times share the GPU. FOLDER/first_contact.json is rewritten after each step.
+The steps run in order of importance, each in a new process with a time limit; after a failure the next step runs. Steps
+that measure no times share the GPU. FOLDER/first_contact.json is rewritten after each step.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ LAST_LINES = 25
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A function in steps.py and its time limit in seconds, without imports. Consecutive steps with the same nonempty
-    `beside` run at the same time."""
+    """A function in steps.py, and its time limit in seconds, not counting its imports. Consecutive steps with the same
+    nonempty `beside` run at the same time.
+    """
 
     name: str
     seconds: float
@@ -85,7 +86,9 @@ class Process:
             self._process.stdin.close()
 
     def wait(self, deadline: float) -> dict[str, Any]:
-        """Wait until the step ends, its time limit or the deadline. Return its result, and end all its processes."""
+        """Wait until the step ends, or until its time limit or the deadline. End all its processes and return its
+        result.
+        """
         limit = min(self._begin + self.step.seconds, deadline) - time.monotonic()
         try:
             status = self._process.wait(max(limit, 0.1))

@@ -1,7 +1,7 @@
 """The steps of first_contact.py: python -m tools.gpu.steps NAME RESULT, then a line on standard input to begin.
 
-Without a GPU, MEGARL_REHEARSAL=1 runs them on the CPU with small sizes, to find mistakes beforehand. Times are then no
-figures.
+Without a GPU, MEGARL_REHEARSAL=1 runs them on the CPU with small sizes, to find bugs beforehand. The times are then
+meaningless.
 """
 
 from __future__ import annotations
@@ -102,7 +102,9 @@ def random(*shape: int, std: float = 1.0, dtype: torch.dtype = torch.bfloat16) -
 
 
 def machine() -> Figures:
-    """Versions; memory of a context and of a communicator with one rank; matrix products, copies and host copies."""
+    """Return versions, the memory of a context and of a communicator with one rank, and the speed of matrix products,
+    device copies and host copies.
+    """
     figures: Figures = {"torch": torch.__version__, "cuda": torch.version.cuda, "python": sys.version.split()[0]}
     n = pick(8192, 256)
     a, b, wide = random(n, n), random(n, n), random(n, n, dtype=torch.float32)
@@ -145,8 +147,9 @@ def machine() -> Figures:
 
 
 def head() -> Figures:
-    """The tiled head compared with full logits: errors against float32, times, memory, and the time of its matrix
-    products alone, at several tile sizes."""
+    """Compare the tiled head, at several tile sizes, with full logits: errors against float32, times, memory, and the
+    time of the matrix products alone.
+    """
     torch.backends.cuda.matmul.allow_tf32 = False
     shapes = pick(HEADS, {"tiny": (64, 1000, 100)})
     return {name: _head(*sizes) for name, sizes in shapes.items()}
@@ -171,7 +174,7 @@ def _head(hidden_size: int, vocabulary: int, num_tokens: int) -> Figures:
         values(way, (hidden, weight)).backward(gradient)
 
     def products() -> None:
-        """The matrix products of the tiled head, whole, with bfloat16 results."""
+        """Compute the tiled head's matrix products without tiles, with bfloat16 results."""
         logits = hidden.detach() @ weight.detach().t()
         _ = hidden.detach() @ weight.detach().t(), logits @ weight.detach(), logits.t() @ hidden.detach()
 
@@ -239,7 +242,7 @@ def case_of(
 
 
 def _update(case: Case, profiles: bool = True) -> Figures:
-    """Time updates and forward-only passes, with memory against the plan."""
+    """Time updates and forward-only passes, and compare the memory with the plan."""
     start = time.perf_counter()
     with trainer(case) as (worker, batch, config):
         device.synchronize()
@@ -336,13 +339,13 @@ def update_1b5_mixed() -> Figures:
 
 
 def segments_of_fixed_size() -> Figures:
-    """An update without expandable segments, to compare the reserved memory."""
+    """Measure updates without expandable segments, to compare the reserved memory."""
     os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:False"
     return _update(case_of("llama3.1-8b, 8 layers", 8192, 4), profiles=False)
 
 
 def offload_test() -> Figures:
-    """The test that offloading frees memory on the device, which needs the GPU for itself."""
+    """Run the test that offloading frees device memory, which requires a GPU that no other process uses."""
     command = [sys.executable, "-m", "pytest", "tests/gpu/test_state.py", "-q", "-k", "offload"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     return {"status": done.returncode, "output": done.stdout.splitlines()[-15:]}
@@ -410,7 +413,7 @@ def _swiglu_in_torch(gate_and_up: torch.Tensor) -> torch.Tensor:
 
 
 def attention() -> Figures:
-    """Attention over packed documents and over shared prompts, at the heads of an 8B model."""
+    """Measure attention over packed documents and over shared prompts, with the head counts of an 8B model."""
     heads, kv_heads, size = pick((32, 8, 128), (4, 2, 32))
     unit = pick(1024, 16)
     lengths = [sum(pair) for pair in mixed_lengths(24, unit // 2, 8 * unit)]
@@ -463,7 +466,7 @@ def _attention(heads: int, kv_heads: int, size: int, pack: list) -> Figures:
 
 
 def _attend(name, describe, attend, pack, inputs, gradient, scale) -> tuple[Figures, list[torch.Tensor]]:
-    """Return the times and memory of one way, and its output and gradients."""
+    """Return the times and memory of one implementation, and its output and gradients."""
     described = {}
     for threads in (torch.get_num_threads(), 1):
         torch.set_num_threads(threads)
@@ -493,7 +496,7 @@ def _attend(name, describe, attend, pack, inputs, gradient, scale) -> tuple[Figu
 
 
 def state() -> Figures:
-    """Main weights, the optimizer's time, and offloading."""
+    """Check the main weights, and time the optimizer and offloading."""
     case = case_of("qwen2.5-1.5b", 8192, 1)
     with trainer(case) as (worker, batch, _):
         wrong = sum(
@@ -546,7 +549,7 @@ class SameWeights(RandomActor):
 
 
 def precision() -> Figures:
-    """Log-probs and gradient norm of a model with 1.5B parameters in bfloat16, compared with float32 products."""
+    """Compare the log-probs and gradient norm of a model with 1.5B parameters between bfloat16 and float32."""
     torch.backends.cuda.matmul.allow_tf32 = False
     logprobs: dict[str, torch.Tensor] = {}
     norms: dict[str, float] = {}
@@ -570,7 +573,7 @@ def precision() -> Figures:
 
 
 def fp8_blocks() -> Figures:
-    """Weights quantized to fp8 blocks on the GPU, compared bit by bit with vLLM's formula."""
+    """Quantize weights to fp8 blocks on the GPU, and compare them bit by bit with vLLM's formula."""
     config = SHAPES[pick("qwen2.5-1.5b", "tiny, 64 per head")] | {"num_hidden_layers": 2, "tie_word_embeddings": True}
     holder = replace(huggingface_holder(config, "bfloat16"), name="folder")
     [sent] = quantized_sources(config, [holder])
@@ -604,7 +607,7 @@ def _in_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def learning() -> Figures:
-    """Rewards of GRPO on a tiny task."""
+    """Train with GRPO on a tiny task. Return the rewards."""
     with tempfile.TemporaryDirectory() as name:
         folder = write_model(Path(name) / "model", "dense")
         start = time.perf_counter()
@@ -613,11 +616,11 @@ def learning() -> Figures:
 
 
 def tests() -> Figures:
-    """The tests for one GPU, without whole runs, which need Ray and vLLM."""
+    """Run the tests for one GPU, except complete runs, which require Ray and vLLM."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "tests/gpu", "--ignore=tests/gpu/test_runs.py", "-q"]
-        # It reads the device's free memory, so offload_test runs it alone.
+        # This test reads the device's free memory, so offload_test runs it alone.
         command += ["--deselect=tests/gpu/test_state.py::test_offload_frees_the_reported_bytes"]
         command += pick(["--numprocesses=6", "--timeout=140"], ["-k", "gradients_equal and dense"])
         subprocess.run([*command, f"--junitxml={report}"], cwd=ROOT)

@@ -150,7 +150,9 @@ def _bookkeeping() -> dict[str, Any]:
 
 
 def logit_numbers() -> Numbers:
-    """Return numbers of the logits (i·j mod 11) / 3 for token j at position i. The target at position i is token i."""
+    """Return the log-probs and entropies of the logits (i·j mod 11) / 3 for token j at position i. The target at
+    position i is token i.
+    """
     logits = torch.tensor([[(i * j % 11) / 3 for j in range(13)] for i in range(5)], dtype=torch.float64)
     targets = torch.arange(5)
     return {

@@ -40,7 +40,7 @@ class KeyRequirement:
 
 
 def _if_set(unless: str, keys: Keys) -> KeyRequirement:
-    """Return the requirement that the key in `unless` has a value, or one above 0."""
+    """Return the requirement that the value of the key in `unless` is not null, 0, false or empty."""
     return KeyRequirement(unless, lambda config: bool(attrgetter(unless.partition("=")[0])(config)), keys)
 
 

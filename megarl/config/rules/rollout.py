@@ -24,7 +24,7 @@ def nodes_do_not_share_memory(config: Config) -> Iterator[str]:
     if nodes != 1 and not config.is_offline and config.rollout.transport == "shared_memory":
         yield (
             f"rollout.transport=shared_memory: with cluster.nodes={nodes} the trainer and the engines are on different "
-            "nodes, which share no memory. Fix: set rollout.transport=auto"
+            "nodes, which do not share memory. Fix: set rollout.transport=auto"
         )
 
 

@@ -1,4 +1,4 @@
-"""Chat Completions API messages: chat template format, and a canonical form in which equivalent ones are equal."""
+"""Converts Chat Completions API messages to the chat template format, and to a canonical form for comparisons."""
 
 from __future__ import annotations
 

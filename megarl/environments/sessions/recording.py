@@ -56,8 +56,12 @@ class Turn:
 
 @dataclass(slots=True, eq=False)
 class _OpenSample:
-    """A growing token sequence. `inherited` are the messages of the sample whose token ids are a prefix of this one.
-    `is_reserved`: whether its next turn is being sampled."""
+    """A growing token sequence.
+
+    Attributes:
+        inherited: messages of the earlier sample whose token ids this sequence starts with, if any.
+        is_reserved: whether its next turn is being sampled.
+    """
 
     ids: list[int]
     turns: list[Turn] = field(default_factory=list)

@@ -49,8 +49,12 @@ class SessionServer:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, tokens_of: TokensOf, sampling: Mapping[str, Any] | None = None
     ):
-        """`tokens_of` returns the renderer for a request's tools, once per distinct set of tools. `sampling` has the
-        run's sampling parameters by API name, which requests may repeat."""
+        """Create a server.
+
+        Args:
+            tokens_of: returns the renderer for a request's tools. It is called once for each distinct set of tools.
+            sampling: the run's sampling parameters, keyed by API name. Requests may contain the same values.
+        """
         self._tokenizer, self._sampling = tokenizer, sampling or {}
         self._tokens_of = tokens_of
         self._tokens: dict[str, TurnTokens] = {}

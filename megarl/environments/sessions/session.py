@@ -131,7 +131,7 @@ class Session:
         if task.cancelled():
             raise CLOSED
         error = task.exception()
-        if error is not None and not isinstance(error, ApiError):  # the agent gets a response, the run fails
+        if error is not None and not isinstance(error, ApiError):  # the agent gets an error, and the run fails
             self.error = error
             raise self._engine_error() from error
         return task.result()

@@ -11,7 +11,7 @@ from megarl.environments.protocol import Environment, Step, Task, Turn
 from megarl.environments.tools import Message, as_text
 from megarl.usercode.failures import ServiceUnavailable
 
-AWAY = (1001, 1012, 1013)
+UNAVAILABLE = (1001, 1012, 1013)
 """WebSocket close codes that mean the server is overloaded or restarting."""
 
 REFUSED = "VALIDATION_ERROR"
@@ -95,7 +95,7 @@ class OpenEnvEnvironment(Environment):
         await self._socket.send_json({"type": kind} if data is None else {"type": kind, "data": data})
         received = await self._socket.receive(self.timeout_s)
         if received.type.name != "TEXT":
-            error = ServiceUnavailable if received.type.name != "CLOSE" or received.data in AWAY else ServerError
+            error = ServiceUnavailable if received.type.name != "CLOSE" or received.data in UNAVAILABLE else ServerError
             raise error(f"{self.url} ended the session: {received.type.name} {received.data or ''}".rstrip())
         return json.loads(received.data)
 

@@ -111,7 +111,7 @@ class Server:
     """
 
     def __init__(self, url: str, timeout_s: float):
-        """`url` is that of the server or of its `/retrieve` endpoint."""
+        """`url`: URL of the server or of its `/retrieve` endpoint."""
         self.url = url if url.rstrip("/").endswith("/retrieve") else f"{url.rstrip('/')}/retrieve"
         self.timeout_s = timeout_s
         self._session: Any = None

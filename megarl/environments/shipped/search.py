@@ -83,7 +83,7 @@ class SearchEnvironment(_Searching):
     ):
         """
         Args:
-            corpus: see the base class, also for url, topk and timeout_s.
+            corpus, url, topk, timeout_s: see the base class.
             instructions: prepend INSTRUCTIONS to the question.
             inline: append the passages to the policy's own message, as in the paper. False: send a user message.
         """
@@ -141,7 +141,7 @@ def as_text(passages: Sequence[str]) -> str:
 
 def exact_match(response: str, answer: Any) -> float:
     """Return 1 if the response equals an answer up to case, punctuation, articles and whitespace, else 0. The answer is
-    one text, a list of alternatives, or {"target": …} as in the Search-R1 datasets."""
+    a string, a list of alternatives, or {"target": …} as in the Search-R1 datasets."""
     if isinstance(answer, Mapping):
         answer = answer.get("target")
     if answer is None:

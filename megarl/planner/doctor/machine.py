@@ -14,20 +14,20 @@ from megarl.core.cores import cgroup_cores
 from megarl.planner.doctor import Finding
 
 GIB = 2**30
-LEAST_SHARED_GIB = 1
-"""Minimum shared memory in GiB. It stores Ray objects and weights that are sent to engines. Containers often have only
-64 MiB."""
+MIN_SHARED_GIB = 1
+"""Minimum size of free shared memory in GiB, which stores Ray objects and weights that are sent to engines. Containers
+often have only 64 MiB."""
 
-LEAST_DISK_GIB, FULL_GIB = 10, 1
+MIN_DISK_GIB, FULL_GIB = 10, 1
 """Free disk space in GiB: below the first value, a run may fill the disk. Below the second value, a run cannot start
 because logs and Ray's files need space."""
 
 RUN_DISK = "disk of runs"
 
-LEAST_FILES = 65536
+MIN_FILES = 65536
 """Minimum limit on open files. Each Ray process and each pair of ranks keeps sockets open."""
 
-LEAST_PORTS = 10000
+MIN_PORTS = 10000
 CGROUP = Path("/sys/fs/cgroup")
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -80,11 +80,11 @@ def memory(installed: int, limit: int | None) -> Finding:
 
 
 def shared_memory(folder: Path) -> Finding:
-    wanted = f"{LEAST_SHARED_GIB} GiB"
+    wanted = f"{MIN_SHARED_GIB} GiB"
     if not folder.is_dir():
         return Finding("shared memory", "problem", f"{folder} does not exist", wanted, f"mount a tmpfs on {folder}")
     free = shutil.disk_usage(folder).free
-    if free >= LEAST_SHARED_GIB * GIB:
+    if free >= MIN_SHARED_GIB * GIB:
         return Finding("shared memory", "ok", f"{free / GIB:.1f} GiB free", wanted)
     fix = f"mount -o remount,size=50% {folder}, or start the container with a larger --shm-size"
     return Finding("shared memory", "problem", f"{free / GIB:.2f} GiB free", wanted, fix)
@@ -92,11 +92,11 @@ def shared_memory(folder: Path) -> Finding:
 
 def disk(name: str, folder: Path) -> Finding:
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    wanted = f"{LEAST_DISK_GIB} GiB"
+    wanted = f"{MIN_DISK_GIB} GiB"
     if not os.access(existing, os.W_OK):
         return Finding(name, "problem", f"{existing} is not writable", wanted, "set run.folder to a writable folder")
     free = shutil.disk_usage(existing).free
-    if free >= LEAST_DISK_GIB * GIB:
+    if free >= MIN_DISK_GIB * GIB:
         return Finding(name, "ok", f"{free / GIB:.0f} GiB free in {existing}", wanted)
     state = "note" if free >= FULL_GIB * GIB else "problem"
     return Finding(
@@ -110,10 +110,10 @@ def ports(local_range: str, listening: bool) -> Finding:
         fix = "allow programs to listen on ports (a sandbox or firewall may forbid it)"
         return Finding("ports", "problem", "cannot listen on any port", "", fix)
     first, last = map(int, local_range.split()) if local_range.split() else (0, 65535)
-    if last - first >= LEAST_PORTS:
+    if last - first >= MIN_PORTS:
         return Finding("ports", "ok", f"ephemeral ports {first}–{last}")
     fix = "sysctl -w net.ipv4.ip_local_port_range='32768 60999'"
-    return Finding("ports", "note", f"ephemeral ports {first}–{last}", f"{LEAST_PORTS} or more", fix)
+    return Finding("ports", "note", f"ephemeral ports {first}–{last}", f"{MIN_PORTS} or more", fix)
 
 
 def can_listen() -> bool:
@@ -127,11 +127,11 @@ def can_listen() -> bool:
 
 
 def open_files(soft: int, hard: int) -> Finding:
-    if soft == resource.RLIM_INFINITY or soft >= LEAST_FILES:
+    if soft == resource.RLIM_INFINITY or soft >= MIN_FILES:
         return Finding("open files", "ok", f"up to {'any number' if soft == resource.RLIM_INFINITY else f'{soft:,}'}")
-    can_raise = hard == resource.RLIM_INFINITY or hard >= LEAST_FILES
-    fix = f"ulimit -n {LEAST_FILES}" if can_raise else f"raise nofile in /etc/security/limits.conf to {LEAST_FILES}"
-    return Finding("open files", "note", f"up to {soft:,}", f"{LEAST_FILES:,} for more than a few dozen ranks", fix)
+    can_raise = hard == resource.RLIM_INFINITY or hard >= MIN_FILES
+    fix = f"ulimit -n {MIN_FILES}" if can_raise else f"raise nofile in /etc/security/limits.conf to {MIN_FILES}"
+    return Finding("open files", "note", f"up to {soft:,}", f"{MIN_FILES:,} for more than a few dozen ranks", fix)
 
 
 def locked_memory(soft: int) -> Finding:

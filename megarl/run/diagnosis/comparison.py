@@ -34,7 +34,7 @@ class Stage:
         return not self.differences["trainer", "engine"] <= self.limit
 
     @property
-    def odd(self) -> str:
+    def outlier(self) -> str:
         """The implementation whose output differs more from plain transformers: `trainer` or `engine`."""
         return max(("trainer", "engine"), key=lambda side: self.differences[side, "plain"])
 
@@ -91,5 +91,5 @@ def verdict(stages: list[Stage]) -> str:
         f"{first.name} is the first stage that differs. After it, the trainer and the engine differ by "
         f"{first.differences['trainer', 'engine']:.1e} (limit for rounding: {first.limit:g}). The trainer differs from "
         f"plain transformers by {by_side['trainer']:.1e}, and the engine by {by_side['engine']:.1e}. Fix: inspect this "
-        f"stage in the {first.odd}"
+        f"stage in the {first.outlier}"
     )

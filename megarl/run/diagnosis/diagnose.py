@@ -117,8 +117,8 @@ def read_config(folder: Path) -> Config:
 
 
 def find_rollout(folder: Path, step: int | None, sample: str | None) -> Rollout:
-    """Return a saved sample with token ids, by default the first one of the newest step. Samples with fewer than three
-    tokens are too short for a comparison. Raise UserError if no such sample exists."""
+    """Return a saved sample with token ids, by default the first one in the newest step's file. Samples with fewer than
+    three tokens are too short for a comparison. Raise UserError if no such sample exists."""
     files = numbered(folder / "rollouts", ROLLOUTS)
     if not files:
         raise UserError(f"{folder}: the run has no rollouts yet. Fix: wait until it has completed a step")
@@ -162,7 +162,7 @@ def find_weights(folder: Path, config: Config, model: Path | None) -> Path:
             )
         return model
     exported = folder / "model"
-    is_whole = (exported / "config.json").is_file()  # not a PEFT folder
+    is_whole = (exported / "config.json").is_file()  # a PEFT folder has none
     return exported if is_whole else resolve(config.model.path, revision=config.model.revision)
 
 

@@ -45,7 +45,13 @@ class Tracker:
     """A metrics sink that never blocks and never raises."""
 
     def __init__(self, settings: Settings, log: Path, timeout_s: float, restart_s: float = RESTART_S):
-        """The process logs to `log`, handles requests within `timeout_s`, and restarts `restart_s` after a failure."""
+        """Start a thread that serves the queue.
+
+        Args:
+            log: file for the output of the tracker's process.
+            timeout_s: time limit for a request to the process, in seconds.
+            restart_s: delay before the process is started again after a failure, in seconds.
+        """
         self._settings, self._log, self._timeout_s, self._restart_s = settings, log, timeout_s, restart_s
         self._queue: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
         self._process: ChildProcess | None = None
@@ -116,7 +122,7 @@ class Tracker:
                 [*PYTHON, "-m", "megarl.run.trackers.process"],
                 {**os.environ, "CUDA_VISIBLE_DEVICES": ""},
                 log,
-                is_self_cleaning=True,  # it may write its last rows if this process is killed
+                is_self_cleaning=True,  # it still writes its last rows if this process is killed
             )
         return self._process
 

@@ -31,7 +31,7 @@ def test_gradients_of_ranks_sum_to_the_full_gradient():
 
 @pytest.mark.parametrize("level", ["sequence", "geometric"])
 def test_tokens_of_a_sample_have_bit_identical_values(level):
-    """Otherwise a bound could split a sample, however far its tokens are from their mean."""
+    """If rounding made them differ, a bound could clip only some of a sample's tokens."""
     values = torch.tensor([700.0, 1e-3, -899.9, 0.1, 0.7, 3.0])
     samples = SampleSegments(MASK, ROW_SAMPLE, 3)
     row_values = samples.at_level(level, values)

@@ -30,7 +30,7 @@ OTHER_LENGTH = {("at_last_token", "reward")}
 
 
 def functions() -> Iterator[Callable]:
-    """Yield the functions with at least two tensors."""
+    """Yield the public functions with at least two tensors in their signature."""
     for module in pkgutil.walk_packages(algorithms.__path__, "megarl.algorithms."):
         for name, function in inspect.getmembers(import_module(module.name), inspect.isfunction):
             is_public = function.__module__ == module.name and name[0] != "_"

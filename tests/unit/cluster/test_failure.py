@@ -14,7 +14,7 @@ LOGS = Path("/run/logs")
 USER = RayTaskError("score", "", UserError("rewards.functions: unknown function 'f'"))
 STRANGER = RayTaskError("update", "", ValueError("operands could not be broadcast together"))
 LOST = ActorDiedError()
-AWAY = RayTaskError("score", "", InfrastructureFailure("the judge is away"))
+JUDGE_AWAY = RayTaskError("score", "", InfrastructureFailure("the judge is away"))
 FULL = RayTaskError("score", "", OSError(errno.EDQUOT, "Disk quota exceeded", "/run/rollouts"))
 UNBORN = ActorDiedError(RayTaskError("__init__", "Traceback\n  File\nTypeError: takes 2 arguments", TypeError()))
 ENDED = OutOfMemoryError("1 worker(s) were killed. Memory was 23.1GB used / 23.5GB limit\nand more")
@@ -29,8 +29,8 @@ PEER = RayTaskError("update", "", RuntimeError("Connection closed by peer\nmore\
             UserError,
             "rewards.functions: unknown function 'f'",
         ),
-        ({"rewards-0": AWAY, "engine-1": LOST, "trainer-0": PEER}, InfrastructureFailure, "the judge is away"),
-        ({"rewards-0": AWAY, "rewards-1": USER}, UserError, "rewards.functions: unknown function 'f'"),
+        ({"rewards-0": JUDGE_AWAY, "engine-1": LOST, "trainer-0": PEER}, InfrastructureFailure, "the judge is away"),
+        ({"rewards-0": JUDGE_AWAY, "rewards-1": USER}, UserError, "rewards.functions: unknown function 'f'"),
         (
             {"trainer-0": PEER, "rewards-0": FULL},
             InfrastructureFailure,

@@ -59,7 +59,7 @@ def test_vllm_reward_model_has_a_process_per_engine() -> None:
     assert [(process.name, process.threads) for process in engines] == [("reward-model-0", 2), ("reward-model-1", 2)]
 
 
-EVERYBODY = (
+ALL_ROLES = (
     layout(pp=1, dp=4),
     "rollout={replicas: 2, tp: 2}",
     "algorithm.advantage.estimator=gae",
@@ -73,7 +73,7 @@ EVERYBODY = (
     ("where", "firsts"), [("colocated", [0, 0, 0, 0, 0]), ("disaggregated", [0, 4, 7, 6, 11])], ids=str
 )
 def test_placement_decides_whether_roles_share_gpus(where: str, firsts: list[int]) -> None:
-    placement = placed(*EVERYBODY, f"cluster.placement={where}", cores=8, on_gpus=True)
+    placement = placed(*ALL_ROLES, f"cluster.placement={where}", cores=8, on_gpus=True)
     groups = [
         *(placement.trainers, placement.critics, placement.reward_models, placement.implicit_rewards),
         placement.engines,
@@ -86,7 +86,7 @@ def test_placement_decides_whether_roles_share_gpus(where: str, firsts: list[int
 
 
 def test_description_lists_the_gpus_of_each_role() -> None:
-    described = placed(*EVERYBODY, "cluster.placement=disaggregated", cores=8, on_gpus=True).describe()
+    described = placed(*ALL_ROLES, "cluster.placement=disaggregated", cores=8, on_gpus=True).describe()
     assert described == (
         "4 trainer × 2 threads on GPUs 0-3, 2 critic × 4 threads on GPUs 4-5, 2 reward-model × 2 threads on GPUs 7-10, "
         "1 implicit-reward × 8 threads on GPU 6, 2 engine × 2 threads on GPUs 11-14, 1 rewards × 8 threads"
@@ -167,7 +167,7 @@ def test_ranks_fill_the_nodes_in_order() -> None:
         "node 3: engine-2 to 3 on GPUs 12-15",
     ]
     workers = vllm_holders(config_of(num_attention_heads=4, num_key_value_heads=2), 2, 1, "float32")
-    # A process sees GPUs by their indices on its node, and only those weights' GPUs that are on the node.
+    # A process sees GPUs by their indices on its node. Of the GPUs with weights, it sees only those on its node.
     visible = [process.environment(None)["CUDA_VISIBLE_DEVICES"] for process in placement.engines]
     assert visible == ["0,1", "2,3", "0,1", "2,3"]
     holders = [holder for process in placement.engines for holder in process.hold(workers[:2])]

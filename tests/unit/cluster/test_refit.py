@@ -233,7 +233,7 @@ def test_restarted_engine_is_connected_again(prepare) -> None:
 
 PARTS = "gradients, optimizer, parameters"
 ROUND = ["wake KV cache, generate", "score"]
-BESIDE = "reward_model={path: rm}"
+REWARD_MODEL = "reward_model={path: rm}"
 AHEAD = "rollout={max_staleness: 1, sleep: true, kv_cache_on_update: recompute}"
 ELSEWHERE = "cluster.roles={actor: 0, rollout: 0, reward_model: 1}"
 
@@ -243,12 +243,12 @@ ELSEWHERE = "cluster.roles={actor: 0, rollout: 0, reward_model: 1}"
     [
         ([], 1, [*ROUND, "sleep"]),
         ([], 3, [*ROUND, *ROUND, *ROUND, "sleep"]),
-        ([BESIDE, ELSEWHERE], 2, [*ROUND, *ROUND, "sleep"]),
-        ([BESIDE], 1, [ROUND[0], "sleep", "score"]),
-        ([BESIDE], 2, [ROUND[0], "sleep with weights", "score", ROUND[0], "sleep", "score"]),
+        ([REWARD_MODEL, ELSEWHERE], 2, [*ROUND, *ROUND, "sleep"]),
+        ([REWARD_MODEL], 1, [ROUND[0], "sleep", "score"]),
+        ([REWARD_MODEL], 2, [ROUND[0], "sleep with weights", "score", ROUND[0], "sleep", "score"]),
         ([AHEAD], 2, ["resume", *ROUND, *ROUND, "pause", "sleep"]),
         (
-            [AHEAD, BESIDE],
+            [AHEAD, REWARD_MODEL],
             2,
             ["resume", ROUND[0], "pause", "sleep with weights", "score", "resume", ROUND[0], "pause", "sleep", "score"],
         ),
@@ -330,7 +330,7 @@ def test_roles_start_concurrently_unless_they_share_memory(
 
 
 def test_models_on_shared_devices_start_one_after_another(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A started model holds all of its state. The next one starts after the offloadable part has left."""
+    """A started model holds all of its state. The next one starts after the offloadable part has been offloaded."""
     folder, log = write_tiny_llama(tmp_path), []
     keys = ["model.path=m", "data.source=arithmetic", "model.dtype=float32", "algorithm.advantage.estimator=gae"]
     config = load(BASE, keys)

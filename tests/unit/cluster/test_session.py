@@ -1,4 +1,4 @@
-"""Waiting for results in a session, with a stand-in for Ray whose calls finish at given times."""
+"""Waiting for results in a session, with a fake of Ray whose calls finish at given times."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TIMEOUTS = Timeouts(**SECONDS)
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A call that finishes at a time of the stand-in's clock with a result or an error."""
+    """A call that finishes at a given time of the fake's clock, with a result or an error."""
 
     at: float
     answer: Any = None
@@ -42,7 +42,7 @@ class FakeRay:
         self.now += seconds
 
     def wait(self, calls: Sequence[Call], num_returns: int = 1, timeout: float = NEVER) -> tuple[list, list]:
-        assert calls, "Ray refuses to wait for nothing"
+        assert calls, "Ray rejects an empty list of calls"
         enough = sorted(call.at for call in calls)[num_returns - 1]
         self.now = max(self.now, min(enough, self.now + timeout))
         ready = [call for call in calls if call.at <= self.now][:num_returns]
@@ -173,7 +173,7 @@ def test_process_that_may_fail_may_be_lost(session: Session, ray: FakeRay, loss:
     assert session.submit(calls, "rollout", "rollout", may_fail=MAY_FAIL).result() == Answers(
         {"engine-1": "samples"}, {"engine-0"}
     )
-    assert ray.now == 40, "the others' calls have ended"
+    assert ray.now == 40, "the other engine's call has finished"
 
 
 def test_peer_errors_after_a_tolerated_loss_are_ignored(session: Session) -> None:
@@ -231,7 +231,7 @@ def test_pending_results_may_be_awaited_in_any_order(session: Session, ray: Fake
     assert ray.now == 10
     assert not slow.advance() and fast.result().values == {"engine-0": "engine-0"}
     assert slow.result().values == {"trainer-0": "trainer-0"}
-    assert ray.now == 30, "they ran side by side"
+    assert ray.now == 30, "they ran concurrently"
 
 
 def test_follow_up_calls_belong_to_the_pending_result(session: Session, ray: FakeRay) -> None:
@@ -287,7 +287,7 @@ STEP = (
 @pytest.mark.parametrize(
     ("overrides", "free", "expected"),
     [
-        (STEP, 64 * GIB, None),  # as much as the batch asks for
+        (STEP, 64 * GIB, None),  # as much as the batch requires
         (STEP, GIB, 9 * 1024 // 10 * 2**20),
         (STEP, 100 * 2**20, 256 * 2**20),
         ((*STEP, "cluster.object_store_mib=3000"), GIB, 3000 * 2**20),

@@ -142,7 +142,7 @@ def test_verl_page_is_generated_from_the_table() -> None:
 
 
 def test_messages_name_existing_keys() -> None:
-    """A remedy `key=value` in a message must use the key's present name."""
+    """A remedy `key=value` in a message must use the key's current name."""
     known = {
         *keys(),
         *(f"algorithm.objective.{option}" for spec in OBJECTIVES.values() for option in spec.all_parameters),

@@ -1,4 +1,4 @@
-"""Logs on a full disk: rows are dropped with one warning, and written again once there is room."""
+"""Logs on a full disk: rows are dropped with one warning, and logging resumes once space is free."""
 
 from __future__ import annotations
 

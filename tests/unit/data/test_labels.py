@@ -1,4 +1,4 @@
-"""Labelled steps from files: which tokens receive labels, and which rows are refused."""
+"""Labeled steps from files: which tokens receive labels, and which rows are refused."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_labels_with_tokens_of_several_characters(tmp_path, template):
 
 
 def test_labelled_tokens_are_those_that_scoring_reads(model_folder, tmp_path):
-    """A run whose reward_model.step_end equals the training's data.step_end scores exactly the labelled tokens."""
+    """A run whose reward_model.step_end equals the training's data.step_end scores exactly the labeled tokens."""
     row = {"prompt": "q", "steps": ["a b", "c", "12"], "labels": [1, 0, 0]}
     for end in ("\\n", "; "):
         [[sample]] = read(model_folder, tmp_path, "labels", [row], f'data.step_end="{end}"').rows

@@ -28,7 +28,7 @@ def test_messages_after_the_last_answer_are_dropped(model_folder, tmp_path):
 
 
 def test_text_after_the_eos_token_is_not_trained_on(tmp_path):
-    """ChatML writes a newline after it, which is kept between turns as context."""
+    """ChatML writes a newline after the EOS token. Between turns, it is kept as context."""
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = (
         "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + eos_token + '\n' }}{% endfor %}"

@@ -98,7 +98,7 @@ def test_extra_microbatches_of_a_pipeline_get_samples():
 def test_spread_falls_back_to_pack_if_a_bundle_does_not_fit():
     """Spreading sizes 3, 3, 2, 2, 2 leaves no room for the last 2, as both microbatches then hold 5 of 6 tokens.
 
-    It places the short ones of sizes 5, 2, 2, 2 first if they cost more, which leaves no room for the long one.
+    Of sizes 5, 2, 2, 2, it places the short bundles first if they cost more, which leaves no room for the long one.
     """
     bundles = [Bundle((i,), size, size) for i, size in enumerate((3, 3, 2, 2, 2))]
     assert spread(bundles, 2, 6) == [(0, 1), (2, 3, 4)]

@@ -41,7 +41,7 @@ def branching(draw) -> list[Sample]:
 
 @given(branching(), st.sampled_from([1, 8]))
 def test_samples_share_exactly_their_common_prefixes(samples, multiple):
-    """Up to a remainder shorter than SHORTEST_RUN, and in the depth-first order that attention requires."""
+    """A remainder shorter than SHORTEST_RUN may not be shared. The order is depth-first, as attention requires."""
     runs, end = place_runs(samples, packing(document_multiple=multiple))
     places = [[start + k for start, length in sample_runs for k in range(length)] for sample_runs in runs]
     ids = [[*item.prompt.token_ids.tolist(), *item.response_ids.tolist()] for item in samples]

@@ -82,7 +82,7 @@ def test_batch_function_may_return_an_array(pool, file):
         ("0.5", "returned float for 2 samples, not one score for each,"),
         ("1 / 0", "raised ZeroDivisionError: division by zero"),
         ("exit(3)", "raised SystemExit: 3"),
-        ("__import__('os')._exit(3)", "ended its process (exit status 3)"),
+        ("__import__('os')._exit(3)", "terminated its process (exit status 3)"),
         (f"time.sleep({HANG_S})", f"did not return within rewards.timeout_s={LIMIT_S}"),
     ],
 )

@@ -195,7 +195,9 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_fault_fails_only_its_rollout(fault):
-    """One rollout exits its process each time. The other rollouts in the process start over, and none of them fails."""
+    """With `exit`, the rollout ends its process in each attempt. Other rollouts in the process start over and do not
+    fail.
+    """
     [failed], *others = play(config(), Says("12"), fault, *["fine"] * 15)
     assert failed.episode.failure == FAULTS[fault]
     assert failed.episode.info.stop_reason == "failed" and failed.episode.info.num_turns == 2

@@ -9,7 +9,7 @@ from megarl.rewards.result import Result
 
 
 class Calls:
-    """A stand-in for FunctionPool in which no call finishes before all have started."""
+    """A fake FunctionPool in which no call finishes before all have started."""
 
     def __init__(self) -> None:
         self.begun: list[tuple] = []

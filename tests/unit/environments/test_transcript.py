@@ -31,7 +31,9 @@ def sample(*numbers: int | None):
 
 
 def test_tokens_keep_the_first_reported_routes():
-    """A turn adds the routes of the context and of the previous turn's last token, which only then pass the model."""
+    """A turn adds the routes of the previous turn's last token and of the context after it. The model processes these
+    tokens only in that turn.
+    """
     found = sample(10, 20)
     assert found.num_tokens == 10
     assert found.routes[:, 0, 0].tolist() == [10, 10, 10, 10, 20, 20, 20, 20, 20, NO_ROUTE]

@@ -133,7 +133,7 @@ def test_missing_interface_is_a_problem_of_the_first_node() -> None:
 def test_report_lists_missing_paths_and_resources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The report covers GPUs, the disk and each path of the recipe. Names without a path are not checked."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    monkeypatch.setattr(machine, "LEAST_DISK_GIB", 2**40)
+    monkeypatch.setattr(machine, "MIN_DISK_GIB", 2**40)
     monkeypatch.setattr(machine, "FULL_GIB", 2**40)
     (tmp_path / "there.py").touch()
     functions = f"[{{function: {tmp_path}/there.py:f}}, {{function: /no/such.py:f}}, {{function: exact_match}}]"

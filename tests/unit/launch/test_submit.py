@@ -231,9 +231,8 @@ def test_container_paths_are_checked_at_their_mount_source(tmp_path: Path) -> No
     assert any("--image=registry/name:1: the nodes pull it from a registry" in line for line in lines)
     with pytest.raises(UserError, match=rf"data\.source={tmp_path}/b\.jsonl: the file does not exist"):
         launch(ROOT / "configs/quickstart.yaml", request, keys[0], "data.source=/data/b.jsonl")
-    launch(
-        ROOT / "configs/quickstart.yaml", request, *keys, "model.path=/of/the/image"
-    )  # paths inside the image are checked on the nodes
+    # Paths inside the image are checked on the nodes.
+    launch(ROOT / "configs/quickstart.yaml", request, *keys, "model.path=/of/the/image")
 
 
 def test_local_disk_is_a_warning_for_multi_node_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ import sys
 
 
 def test_workers_do_not_import_the_torch_compiler():
-    """Runs in a new process because this one may have imported the compiler elsewhere."""
+    """The check runs in a new process, because this process may have imported the compiler already."""
     code = (
         "import sys, torch; compiler = torch.compile\n"
         "import megarl.megatron.workers.actor, megarl.megatron.workers.reward_model\n"

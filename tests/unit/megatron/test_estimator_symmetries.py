@@ -110,7 +110,7 @@ def assert_same(actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch
         torch.testing.assert_close(part, expected[name], rtol=1e-4, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}")
 
 
-def normalises(name: str) -> bool:
+def normalizes(name: str) -> bool:
     """Return whether advantages are divided by a standard deviation."""
     options = config(name).algorithm.advantage.options()
     return bool(options["whiten"]) or options.get("std", "none") != "none"
@@ -238,7 +238,7 @@ def test_untrained_group_does_not_change_advantages(name, update):
     assert not any(actual[s.id].any() for s, _ in silent)
 
 
-@pytest.mark.parametrize("name", [name for name in COMPARING if is_by_group(name) and normalises(name)])
+@pytest.mark.parametrize("name", [name for name in COMPARING if is_by_group(name) and normalizes(name)])
 def test_scaling_one_groups_rewards_changes_nothing(name, update):
     """Each group is normalized by its own deviation."""
     groups = [[(s, 7 * r if i == 1 else r) for s, r in group] for i, group in enumerate(update.groups)]
@@ -249,7 +249,7 @@ def test_scaling_one_groups_rewards_changes_nothing(name, update):
 def test_scaling_rewards_scales_unnormalized_advantages(name, update):
     """With rewards and reference values times three, advantages are unchanged if divided by a deviation, else
     tripled."""
-    factor = 1 if normalises(name) else 3
+    factor = 1 if normalizes(name) else 3
     actual = advantages(name, update.rewarded(lambda r: 3 * r, lambda v: 3 * v))
     assert_same(actual, {i: factor * numbers for i, numbers in advantages(name, update).items()})
 

@@ -90,7 +90,7 @@ def test_main_weights_round_to_their_parameters(dtype, sign):
 
 @DTYPES
 def test_positions_of_powers_of_two_match_the_derivation(dtype):
-    """A third of the positions are uniform in the outermost third of the distance, two thirds in the innermost."""
+    """A third of the positions are uniform over the outermost third of the distance, the others over the innermost."""
     main = placed(1.0, dtype).double() - 1
     distance = torch.finfo(dtype).eps
     outer = main[main > distance / 8]

@@ -1,4 +1,4 @@
-"""Metrics of microbatches are read with one transfer, without a change."""
+"""Metrics of microbatches are read with one transfer and keep their values."""
 
 from __future__ import annotations
 

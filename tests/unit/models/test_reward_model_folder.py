@@ -20,7 +20,9 @@ def actor(tmp_path_factory) -> Path:
 
 
 def find(actor: Path, folder: Path, tokenizer: PreTrainedTokenizerFast, reads: str) -> Path | None:
-    """Write a reward model with the actor's shapes and this tokenizer, and return its folder as found."""
+    """Write a reward model with the actor's shapes and this tokenizer, and return the folder that find_models returns
+    for it.
+    """
     config = json.loads((actor / "config.json").read_text())
     config |= {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
     (folder / "config.json").write_text(json.dumps(config))

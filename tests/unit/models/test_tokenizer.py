@@ -29,7 +29,7 @@ def test_folder_without_a_tokenizer_is_named(tmp_path):
 
 
 def test_code_in_the_folder_is_not_executed(tmp_path, monkeypatch):
-    """The answer to transformers' question would be yes."""
+    """If transformers asked whether to run the code, the answer would be yes."""
     monkeypatch.setattr("builtins.input", lambda _: "y")
     executed = tmp_path / "executed"
     (tmp_path / "planted.py").write_text(f"open({str(executed)!r}, 'w').close()\n")

@@ -1,4 +1,4 @@
-"""Packed attention compared with a single mask over the pack, in value and gradient."""
+"""Packed attention compared with a dense mask over the pack, in value and gradient."""
 
 from itertools import chain
 

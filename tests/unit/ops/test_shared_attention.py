@@ -1,4 +1,4 @@
-"""Single-kernel attention over packs with shared prompts, compared with one mask over the pack."""
+"""Single-kernel attention over packs with shared prompts, compared with a dense mask over the pack."""
 
 from __future__ import annotations
 

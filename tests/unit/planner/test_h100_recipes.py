@@ -20,7 +20,7 @@ from tests.h100_recipes import RECIPES, H100Recipe
 from tools.benchmarks.figures import RESULTS
 from tools.benchmarks.predictions import predict_recipe
 
-LEAST_FREE = 0.05
+MIN_FREE = 0.05
 """Minimum share of a GPU's memory that a recipe must leave free in the plan."""
 
 
@@ -36,7 +36,7 @@ def test_recipe_step_fits_with_free_memory(recipe: H100Recipe, tmp_path: Path) -
     config = load(recipe.file, recipe.overrides(tmp_path))
     plan = plan_recipe(config, read_cluster(f"{recipe.gpus}xH100"), as_is=True).best
     assert plan.problem is None
-    assert plan.fullest.total <= (1 - LEAST_FREE) * plan.cluster.memory_bytes, plan.fullest.arithmetic
+    assert plan.fullest.total <= (1 - MIN_FREE) * plan.cluster.memory_bytes, plan.fullest.arithmetic
 
 
 @each

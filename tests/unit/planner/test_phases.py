@@ -105,7 +105,7 @@ def test_only_models_on_the_same_devices_share_memory(tmp_path):
             if not part.startswith(("actor: ", "activations", "head"))
         } == beside
         assert not any("actor" in part or "critic" in part for part in loads[SAMPLES])
-    assert apart.times.seconds < shared.times.seconds, "the models are trained at once"
+    assert apart.times.seconds < shared.times.seconds, "the models are trained concurrently"
 
 
 @pytest.mark.parametrize(("offload", "stays"), [("[]", 3), ("[gradients, optimizer]", 1)])
@@ -125,7 +125,7 @@ def test_cpu_offloaded_optimizer_is_only_in_host_memory():
     assert there.times.training["actor"].update["optimizer"] > 10 * here.times.training["actor"].update["optimizer"]
 
 
-ROUNDS, BESIDE = "batch.sampling_rounds=2", "reward_model.path=rm"
+ROUNDS, REWARD_MODEL = "batch.sampling_rounds=2", "reward_model.path=rm"
 ELSEWHERE = "cluster.roles={actor: 0-7, rollout: 0-7, reward_model: 8}"
 
 
@@ -133,9 +133,9 @@ ELSEWHERE = "cluster.roles={actor: 0-7, rollout: 0-7, reward_model: 8}"
     ("keys", "kept"),
     [
         ([ROUNDS], False),
-        ([BESIDE], False),
-        ([ROUNDS, BESIDE], True),
-        ([ROUNDS, BESIDE, ELSEWHERE], False),
+        ([REWARD_MODEL], False),
+        ([ROUNDS, REWARD_MODEL], True),
+        ([ROUNDS, REWARD_MODEL, ELSEWHERE], False),
         (["rollout.vllm_overrides={quantization: fp8}"], True),
     ],
 )
@@ -148,7 +148,7 @@ def test_sleeping_engines_keep_weights_if_no_refit_follows(keys, kept):
 def test_full_host_memory_is_a_problem():
     keys = (*layout_keys(tp=4, pp=8, ep=4, etp=1, first_stage_layers=11, last_stage_layers=11), ON_HOST)
     engines = ("rollout.tp=8", "rollout.replicas=4", "rollout.kv_cache_gib=1", "actor.recompute=full")
-    engines += ("actor.offload=[parameters, gradients, optimizer]", ROUNDS, BESIDE)
+    engines += ("actor.offload=[parameters, gradients, optimizer]", ROUNDS, REWARD_MODEL)
     without, reference = (
         plan_of("Qwen3-235B-A22B", "32xH20", *keys, *engines, f"algorithm.kl.coefficient={kl}") for kl in (0, 0.1)
     )

@@ -9,13 +9,13 @@ from tests.unit.planner.plan_cases import ON_HOST, layout_keys, plan_of
 
 QWEN = "Qwen3-235B-A22B"
 CONTEXT = ("rollout.context_length=8192", "rollout.max_new_tokens=7168", "actor.tokens_per_microbatch=16384")
-AWAY = "actor.offload=[parameters, gradients, optimizer]"
+OFFLOAD_ALL = "actor.offload=[parameters, gradients, optimizer]"
 
 PUBLISHED = {
     "NeMo-RL, 16 nodes": (
         "128xH100",
         *layout_keys(tp=2, pp=8, cp=2, ep=16, etp=1, dp=4, first_stage_layers=11, last_stage_layers=11),
-        *("rollout.tp=16", "rollout.replicas=8", "rollout.kv_cache_gib=8", AWAY),
+        *("rollout.tp=16", "rollout.replicas=8", "rollout.kv_cache_gib=8", OFFLOAD_ALL),
     ),
     "NeMo-RL, one step off, 32 nodes": (
         "256xH100",
@@ -30,7 +30,7 @@ PUBLISHED = {
     "verl, engines of 16": (
         "32xH20",
         *layout_keys(tp=4, pp=8, ep=4, etp=1, first_stage_layers=11, last_stage_layers=11),
-        *("rollout.tp=16", "rollout.replicas=2", "rollout.kv_cache_gib=8", ON_HOST, AWAY),
+        *("rollout.tp=16", "rollout.replicas=2", "rollout.kv_cache_gib=8", ON_HOST, OFFLOAD_ALL),
     ),
 }
 

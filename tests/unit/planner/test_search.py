@@ -1,4 +1,4 @@
-"""Layouts that the search proposes: all keep the rules and fit, and the fastest comes first."""
+"""Layouts that the search proposes: all follow the rules and fit in memory, and the fastest comes first."""
 
 from __future__ import annotations
 

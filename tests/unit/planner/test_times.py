@@ -12,7 +12,7 @@ from megarl.models.flops import attention_weights, forward_flops
 from megarl.models.shape import ModelShape
 from megarl.planner.hardware import DENSE_SHARE, MEMORY_SHARE, read_cluster
 from megarl.planner.plan import plan_recipe
-from megarl.planner.refit_time import least_refit
+from megarl.planner.refit_time import min_refit_time
 from megarl.planner.rollout_time import kv_bytes, recompute_seconds
 from megarl.resharding.families import vllm_holder
 from megarl.resharding.planning.schedule import Bandwidth
@@ -66,7 +66,9 @@ def test_samples_share_prompts_only_without_cp():
 
 
 def test_pipeline_bubble_matches_closed_form():
-    """(p − 1) / v microbatches of the slowest stage, of m + (p − 1) / v."""
+    """The bubble takes as long as (p − 1) / v microbatches of the slowest stage, the step as long as m + (p −
+    1) / v.
+    """
     keys = (*ENGINE, *BATCH, "actor.recompute=full")
     plain, virtual = (
         plan_of(DENSE, "8xH100", *layout_keys(pp=4, dp=2, vpp=vpp), *keys).times.training["actor"] for vpp in (1, 7)
@@ -132,9 +134,8 @@ def test_kv_cache_bytes_match_published_sizes():
     """Published sizes per token and rank: 128 KiB for Llama-3.1-8B, about 69 kB for DeepSeek-V3's latents."""
     assert kv_bytes(ModelParameters(CONFIGS["Llama-3.1-8B"]), 1, 2) == 128 * 2**10
     assert kv_bytes(ModelParameters(CONFIGS["Llama-3.1-8B"]), 8, 2) == 16 * 2**10
-    assert (
-        kv_bytes(ModelParameters(CONFIGS["Llama-3.1-8B"]), 16, 2) == 16 * 2**10
-    )  # each of the 8 heads is on two ranks
+    # With 16 ranks, each of the 8 heads is on two of them.
+    assert kv_bytes(ModelParameters(CONFIGS["Llama-3.1-8B"]), 16, 2) == 16 * 2**10
     assert kv_bytes(ModelParameters(CONFIGS["DeepSeek-V3"]), 32, 2) == 61 * 576 * 2
 
 
@@ -218,7 +219,7 @@ def test_refit_time_matches_the_simulated_plan(case):
     )
     speeds = Bandwidth(inter=50e9, intra=400e9)
     rank_bytes = vllm_holder(CONFIGS[model], engines[0], 0, 0, "bfloat16").shard.num_bytes
-    least = least_refit(layout, engines, ModelParameters(CONFIGS[model]), rank_bytes, 8, speeds, colocated)
+    least = min_refit_time(layout, engines, ModelParameters(CONFIGS[model]), rank_bytes, 8, speeds, colocated)
     figures = RECORDED[case]["figures"]
     assert least.seconds == pytest.approx(figures["floor_seconds"], rel=0.06)
     assert least.seconds == pytest.approx(figures["predicted_seconds"], rel=0.1)

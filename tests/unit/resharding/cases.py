@@ -210,7 +210,8 @@ def megatron_shard(
 
     QKV is interleaved by KV head; gate and up are halves of each rank's rows.
 
-    experts   (indices of the rank's experts, expert tensor-parallel size, expert tensor-parallel rank)
+    Args:
+        experts: indices of the rank's experts, expert tensor-parallel size, and expert tensor-parallel rank.
     """
     checkpoint = unfused(config, checkpoint)
     kv_heads, head_dim = config["num_key_value_heads"], config["head_dim"]

@@ -26,9 +26,10 @@ from tests.paths import BASE
 class RealRank:
     """The model of a global rank as megatron-core builds it.
 
-    shapes           shapes of its parameters and persistent buffers
-    layers           prefix of a layer -> its index in the model
-    experts          prefix of an expert -> its index in the layer
+    Attributes:
+        shapes: shapes of its parameters and persistent buffers.
+        layers: prefix of a layer -> its index in the model.
+        experts: prefix of an expert -> its index in the layer.
     """
 
     tp_rank: int

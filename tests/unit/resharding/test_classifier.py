@@ -1,4 +1,6 @@
-"""Classification checkpoints have the tensors of transformers, and all ranks of the last stage have the head."""
+"""Classification checkpoints have the same tensors as in transformers, and all ranks of the last stage have the
+head.
+"""
 
 from __future__ import annotations
 

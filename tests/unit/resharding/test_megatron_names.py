@@ -85,8 +85,9 @@ PUBLISHED = (
     ("DeepSeek-V3", layout_of(tp=8, pp=16, dp=4, ep=32, etp=1, last=1)),
     ("DeepSeek-V3", layout_of(tp=4, pp=8, dp=32, ep=8, etp=4, first=7, last=6)),
 )
-"""Models with layouts of up to 1,024 ranks. All layouts of Qwen3-235B-A22B except the last were published by others who
-trained it."""
+"""Models with layouts of up to 1,024 ranks. All layouts of Qwen3-235B-A22B except the last were published for training
+runs of the model.
+"""
 
 
 def has_many_experts(model: str, layout: Layout) -> bool:

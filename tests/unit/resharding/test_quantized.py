@@ -1,4 +1,4 @@
-"""Weights in fp8 blocks are bit-exact with vLLM's own quantizer of whole tensors."""
+"""Weights in fp8 blocks are bitwise equal to the output of vLLM's own quantizer on whole tensors."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_engines_and_folder_match_vllms_quantizer(name, layout):
 
 
 def test_blocks_are_forwarded_inside_a_node():
-    """Executes the plan bucket by bucket, so that forwarded elements have arrived before."""
+    """The plan is executed bucket by bucket, so that elements have arrived before they are forwarded."""
     config, layout = MODELS["DeepSeek-V3"], layout_of(**LAYOUTS["tp=8 ep=2 etp=4"])
     tensors = checkpoint(config)
     sources = quantized_sources(config, megatron_holders(config, layout, "bfloat16"))

@@ -1,4 +1,4 @@
-"""Resharding of random models and layouts is bit-exact with plain tensor algebra."""
+"""Resharding of random models between random layouts equals plain tensor algebra, bit for bit."""
 
 from __future__ import annotations
 

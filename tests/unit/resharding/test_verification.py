@@ -87,7 +87,7 @@ def test_sample_of_correct_engine_weights_passes(case, num_elements):
 @settings(max_examples=25)
 @given(configs(), st.integers(0, 5))
 def test_expert_padding_is_written_and_verified(case, extra):
-    """vLLM's CPU kernels need experts padded to more rows and columns, in any layouts."""
+    """vLLM's CPU kernels require experts padded to more rows and columns, in every layout."""
     config, layout, tp = case
     ranks, weights = trained(config, layout)
     for rank in range(tp):
@@ -162,7 +162,7 @@ def test_mismatch_names_the_tensor_and_both_sides(parameter, damage, region, cou
 
 
 def test_stale_engine_weights_differ_in_a_sample():
-    """The trainer has made one more update than the engine."""
+    """The trainer is one update ahead of the engine."""
     ranks, weights = trained(CONFIG, LAYOUT)
     [engine] = vllm_holders(CONFIG, 1, replicas=1)
     wanted = sample(regions([engine]), 4, 10)

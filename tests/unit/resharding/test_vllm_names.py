@@ -67,7 +67,7 @@ TP = {1: (0,), 2: (1,), 4: (0, 3), 8: (5,), 12: (7,), 16: (0, 10, 15)}
 )
 @pytest.mark.parametrize("name", CONFIGS)
 def test_published_models_match_vllm_up_to_tp16(name, sizes, tmp_path):
-    """Names, shapes and dtypes are equal, and both sides reject the same sizes. Four layers include all kinds."""
+    """Names, shapes and dtypes are equal, and both sides reject the same sizes. Four layers include all layer types."""
     config = CONFIGS[name] | {"num_hidden_layers": 4}
     for tp in sizes:
         try:

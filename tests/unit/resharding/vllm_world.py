@@ -54,7 +54,9 @@ def worker(
     dtype: torch.dtype = torch.bfloat16,
     device: str = "meta",
 ) -> Iterator[torch.nn.Module]:
-    """Build the model of a worker and yield it while the process groups are patched. config.json goes into `folder`."""
+    """Build the model of a worker and yield it while the process groups are patched. Write config.json into
+    `folder`.
+    """
     (folder / "config.json").write_text(json.dumps(config))
     model = ModelConfig(str(folder), skip_tokenizer_init=True, dtype=dtype, max_model_len=64, enforce_eager=True)
     # Set after construction, because the constructor checks sizes against the devices of this machine.

@@ -12,7 +12,7 @@ import pytest
 import sympy
 
 from megarl.rewards.forked import in_child
-from megarl.rewards.registry import asked_columns, resolve
+from megarl.rewards.registry import column_parameters, resolve
 from megarl.usercode.failures import ProcessLost
 from tests.timing import WAIT_S
 
@@ -198,7 +198,7 @@ def test_length_penalty_is_linear():
     penalty = resolve("length_penalty", {"free_tokens": 100, "per_tokens": 50})
     lengths = (0, 100, 150, 125)
     assert [penalty("", "", None, num_response_tokens=n) for n in lengths] == [0, 0, -1, -0.5]
-    assert asked_columns(penalty, 3) == {"num_response_tokens": True}
+    assert column_parameters(penalty, 3) == {"num_response_tokens": True}
 
 
 def test_soft_overlong_uses_its_own_limit():
@@ -206,7 +206,7 @@ def test_soft_overlong_uses_its_own_limit():
     lengths = (0, 80, 81, 90, 100, 120)
     rewards = [punished("", "", None, num_response_tokens=n) for n in lengths]
     assert rewards == pytest.approx([0, 0, -0.05, -0.5, -1, -1])
-    assert asked_columns(punished, 3) == {"num_response_tokens": True}
+    assert column_parameters(punished, 3) == {"num_response_tokens": True}
 
 
 @pytest.mark.parametrize(
@@ -234,5 +234,5 @@ def test_cosine_length_verifier_has_options_and_columns(tmp_path):
     )
     verifier = {"function": f"{tmp_path}/f.py:f", "options": {"scale": 3}}
     cosine = resolve("cosine_length", {"max_tokens": 10, "verifier": verifier})
-    assert asked_columns(cosine, 3) == {"num_response_tokens": True, "level": True}
+    assert column_parameters(cosine, 3) == {"num_response_tokens": True, "level": True}
     assert [cosine("", "", None, num_response_tokens=0, level=level) for level in (1, 2)] == [-10.0, 2.0]

@@ -142,7 +142,7 @@ def test_call_is_limited_to_its_memory(pool):
 
 def test_fork_bomb_is_killed(file, monkeypatch):
     """n forks give 2^n processes, few enough to be harmless if the test fails."""
-    monkeypatch.setattr(pools, "MOST_PROCESSES", 20)
+    monkeypatch.setattr(pools, "MAX_PROCESSES", 20)
     pool = FunctionPool([RewardFunction(function=f"{file}:bomb", name="bomb"), "exact_match"], None, 1, WAIT_S)
     try:
         [pgid] = [child.pid for child in pool._children]

@@ -1,4 +1,4 @@
-"""Shortcuts around slow parts of math-verify yield its verdicts."""
+"""Shortcuts around slow parts of math-verify reach the same verdicts."""
 
 import os
 import random

@@ -1,4 +1,4 @@
-"""A reward model as judge: the question that it is asked, and the rating in its answer."""
+"""A reward model as judge: its prompt, and the rating in its response."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from megarl.core.types import Prompt, Sample, VersionRun
 from megarl.data.prompts import load_prompts
 from megarl.environments.trial import try_rewards
 from megarl.rewards.pool import FunctionPool
-from megarl.rewards.registry import asked_columns, resolve
+from megarl.rewards.registry import column_parameters, resolve
 from megarl.rewards.scorer import Scorer
 from tests.paths import QUICKSTART
 from tests.tiny_model import tiny_tokenizer
@@ -40,12 +40,12 @@ def file(tmp_path_factory) -> str:
 def test_options_are_arguments_and_not_columns(file):
     near = resolve(f"{file}:near", {"tolerance": 2})
     assert near("", "1", "3", level=1) and not near("", "1", "3", level=0.5)
-    assert asked_columns(near, 3) == {"level": True}
-    assert asked_columns(resolve(f"{file}:near"), 3) == {"level": True, "tolerance": False}
-    assert asked_columns(resolve(f"{file}:near", {"level": 1, "tolerance": 1}), 3) == {}
+    assert column_parameters(near, 3) == {"level": True}
+    assert column_parameters(resolve(f"{file}:near"), 3) == {"level": True, "tolerance": False}
+    assert column_parameters(resolve(f"{file}:near", {"level": 1, "tolerance": 1}), 3) == {}
     assert resolve(f"{file}:anything", {"scale": 3})("", "", None) == 3
     assert resolve("think_answer_format", {"right": 1, "wrong": -1})("", "no", None) == -1
-    assert asked_columns(resolve("think_answer_format"), 3) == {}
+    assert column_parameters(resolve("think_answer_format"), 3) == {}
 
 
 @pytest.mark.parametrize(

@@ -124,8 +124,8 @@ def test_hanging_call_fails_alone_and_its_children_are_killed(pool, file, tmp_pa
     ("code", "failure"),
     [
         ("sys.exit(3)", "raised SystemExit: 3"),
-        ("os._exit(3)", "ended its process (exit status 3)"),
-        ("os.kill(os.getpid(), signal.SIGSEGV)", "ended its process (SIGSEGV)"),
+        ("os._exit(3)", "terminated its process (exit status 3)"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "terminated its process (SIGSEGV)"),
         ("(_ for _ in ()).throw(KeyboardInterrupt())", "raised KeyboardInterrupt: "),
         ("input()", "raised EOFError: EOF when reading a line"),
         ("1 / 0", "raised ZeroDivisionError: division by zero"),
@@ -197,7 +197,7 @@ def test_process_killed_at_start_is_not_a_user_error(tmp_path):
 def test_crash_names_the_memory_limit(file):
     pool = FunctionPool([f"{file}:act"], None, 1, LIMIT_S, memory_mib=4096)
     try:
-        assert act(pool, file, "os.abort()").failure == "ended its process (SIGABRT, rewards.memory_mib=4096)"
+        assert act(pool, file, "os.abort()").failure == "terminated its process (SIGABRT, rewards.memory_mib=4096)"
     finally:
         pool.close()
 
@@ -242,7 +242,7 @@ def test_closed_pool_resolves_calls_and_leaves_no_process(file):
     hung = pool.call(f"{file}:act", "", f"time.sleep({HANG_S})", None)
     assert len(started) == 2
     pool.close()
-    assert hung.result() == Result(None, failure="ended its process (SIGKILL)")
+    assert hung.result() == Result(None, failure="terminated its process (SIGKILL)")
     assert not any(child.is_running() for child in started)
 
 

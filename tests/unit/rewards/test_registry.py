@@ -4,7 +4,7 @@ import pytest
 
 from megarl.rewards.exact import exact_match
 from megarl.rewards.options import BATCH, SINGLE
-from megarl.rewards.registry import FUNCTIONS, asked_columns, resolve, takes_batches
+from megarl.rewards.registry import FUNCTIONS, column_parameters, resolve, takes_batches
 from tests.paths import ROOT
 
 
@@ -53,8 +53,8 @@ def test_files_with_the_same_name_are_kept_apart(tmp_path):
 def test_further_parameters_request_columns(tmp_path):
     file = tmp_path / "columns.py"
     file.write_text("def f(prompt, response, answer, level, *others, row=None, **named):\n    return level\n")
-    assert asked_columns(resolve(f"{file}:f"), 3) == {"level": True, "row": False}
-    assert asked_columns(max, 3) == asked_columns(exact_match, 3) == {}
+    assert column_parameters(resolve(f"{file}:f"), 3) == {"level": True, "row": False}
+    assert column_parameters(max, 3) == column_parameters(exact_match, 3) == {}
 
 
 def test_any_callable_with_three_arguments_is_accepted(tmp_path):
@@ -109,7 +109,7 @@ def test_batch_function_is_recognized_by_parameter_names(tmp_path):
         "def h(prompts, texts, answers):\n    return 1\n"
     )
     assert [takes_batches(resolve(f"{file}:{name}")) for name in ("f", "object", "g")] == [True, True, False]
-    assert not takes_batches(max) and asked_columns(resolve(f"{file}:f"), 3) == {"level": True}
+    assert not takes_batches(max) and column_parameters(resolve(f"{file}:f"), 3) == {"level": True}
     message = (
         r"^rewards.functions: .*batches.py:h has the signature \(prompts, texts, answers\)\. Fix: name its "
         r"first parameters \(prompts, responses, answers\) to score whole batches, or "

@@ -23,7 +23,7 @@ CONCURRENCY = 4
 
 
 class Server(ThreadingHTTPServer):
-    """Behaves as the judged response requests, and records the requests."""
+    """A judge whose behavior is selected by the judged response. Records its requests."""
 
     daemon_threads = True
     request_queue_size = 64

@@ -1,4 +1,4 @@
-"""Checks all data rows with built-in functions before a run starts."""
+"""Checks of all data rows by built-in functions, before a run starts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megarl.environments.registry import SHIPPED, answer_check
 from megarl.rewards import row_checks
 from megarl.rewards.options import CHECK_ROW, SINGLE
 from megarl.rewards.pool import FunctionPool
-from megarl.rewards.registry import FUNCTIONS, asked_columns, resolve
+from megarl.rewards.registry import FUNCTIONS, column_parameters, resolve
 from megarl.rewards.row_checks import check_rows, require_rows
 from tests.paths import QUICKSTART
 from tests.timing import LIMIT_S
@@ -174,6 +174,6 @@ def test_rows_are_checked_again_after_their_process_is_killed(monkeypatch: pytes
 def test_optional_columns_reach_code_tests() -> None:
     """Without entry_point, tests that only define `check` would pass with any program."""
     expected = {"sandbox": True, "entry_point": False, "test_setup_code": False}
-    assert asked_columns(resolve("code_tests"), len(SINGLE)) == expected
+    assert column_parameters(resolve("code_tests"), len(SINGLE)) == expected
     with pytest.raises(UserError, match="code_tests has no option 'entry_point'"):
         resolve("code_tests", {"entry_point": "f"})

@@ -15,7 +15,7 @@ def simulate(per_step: int, max_staleness: int, steps: int, rng: random.Random, 
     """Simulate steps with rollouts that finish in random order.
 
     Return, per step, the taken groups as (number, version at which it was started); per take, the taken number and the
-    numbers of all groups started by then; the number of started groups; and the number of groups left.
+    numbers of all groups in the schedule at that time; the number of started groups; and the number of groups left.
     """
     schedule: RolloutSchedule[list[int]] = RolloutSchedule(per_step, max_staleness)
     taken: list[list[tuple[int, int]]] = []
@@ -57,7 +57,7 @@ def test_staleness_is_bounded_and_groups_are_taken_once(per_step, max_staleness,
 
 @given(st.integers(1, 6), st.integers(0, 3), st.integers(0, 12), st.integers(2, 12), st.integers())
 def test_restarted_groups_are_not_dropped_again(per_step, max_staleness, num_ahead, steps, seed):
-    """Whichever groups finish, each step gets all its groups and waits only for sampled groups.
+    """Whichever groups finish, each step gets all its groups and waits only for groups that are being sampled.
 
     A dropped group is not dropped again, unless more groups are dropped than a step takes.
     """
@@ -137,4 +137,4 @@ def test_groups_outside_the_window_are_not_chosen():
     schedule, names = started(3)
     for name in names[WINDOW * 2 :]:
         schedule.finish(name)
-    assert schedule.take(0, 2) is None, "the step would favour short responses"
+    assert schedule.take(0, 2) is None, "the step would favor short responses"

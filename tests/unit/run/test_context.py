@@ -141,7 +141,7 @@ def test_signal_saves_after_the_current_step(
 def test_signal_after_the_last_step_ends_the_run_saved(
     tmp_path: Path, fake_interrupts: FakeInterrupts, monkeypatch
 ) -> None:
-    """Exporting the model could take minutes."""
+    """The model is not exported, which could take minutes."""
     with prepare(tmp_path, *NONE_DUE) as context:
         monkeypatch.setattr(
             type(context.saver), "commit", lambda _: setattr(fake_interrupts, "is_signaled", context.state.step == 3)

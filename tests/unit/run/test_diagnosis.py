@@ -45,7 +45,7 @@ def test_first_differing_stage_is_reported_with_its_side(odd: str, expected: str
     sides = dict.fromkeys(("trainer", "engine", "plain"), outputs()) | {odd: broken_from("layer 1")}
     stages = compare(sides, "float32")
     first = first_different(stages)
-    assert (first.name, first.odd) == ("layer 1", odd)
+    assert (first.name, first.outlier) == ("layer 1", odd)
     assert verdict(stages).startswith(
         f"layer 1 is the first stage that differs. After it, the trainer and the engine differ by {expected}"
     )

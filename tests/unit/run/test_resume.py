@@ -1,4 +1,4 @@
-"""Tests of the starting point of a run by the key `resume`."""
+"""Tests of the starting point of a run, which the key `resume` selects."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_partially_removed_checkpoint_is_removed(root: Path) -> None:
 
 
 def test_older_checkpoints_are_kept_until_the_newest_is_loaded(root: Path) -> None:
-    """The ranks verify the newest one later, each its own files."""
+    """Each rank verifies its own files of the newest checkpoint only later, so an older one may still be needed."""
     first = start(config(root), PROMPTS)
     saved = [save(first, config(root), step) for step in (1, 2, 3)]
     again = start(config(root, "resume=auto", "checkpoint.keep=1"), PROMPTS)

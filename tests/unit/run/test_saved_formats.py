@@ -83,7 +83,7 @@ def test_manifests_of_pre_releases_are_refused(tmp_path: Path) -> None:
 
 @pytest.fixture
 def later_format(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two formats later, with added and removed keys in sections and in entries of lists."""
+    """Pretend that two more formats exist, with added and removed keys in sections and in list entries."""
     added = {2: {"run.color": "red", "rewards.functions[].weight": 1.0}, 3: {"new.section": {"size": 3}, "top": None}}
     monkeypatch.setattr(saved_config, "FORMAT", 3)
     monkeypatch.setattr(saved_config, "ADDED", added)

@@ -158,7 +158,7 @@ def test_written_checkpoint_is_finished_without_grace_period(tmp_path: Path) -> 
 
 
 def test_checkpoint_without_metrics_is_not_finished(tmp_path: Path) -> None:
-    """A run could not resume from it."""
+    """A run could not resume from a checkpoint without its step's metrics."""
     group, saver = Group(), make_saver(tmp_path)
     saver.save(trained_models(group), 3, {})
     group.written = True

@@ -1,4 +1,4 @@
-"""Selection of the sandbox provider on machines that lack something."""
+"""Selection of the sandbox provider, depending on the commands that a machine has."""
 
 from __future__ import annotations
 

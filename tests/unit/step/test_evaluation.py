@@ -78,7 +78,7 @@ def test_set_without_scores_has_no_value() -> None:
 
 
 def played(name: str, trained: int, stop: str = "done", turns: int = 2, samples: int = 1) -> list[SampleRef]:
-    """Return the infos of a rollout's samples, each with `trained` policy tokens out of 50."""
+    """Return references to a rollout's samples, each with `trained` policy tokens out of 50."""
     numbers = RolloutInfo(stop, turns, samples, {}, 0, 0)
     names = [name, *(f"{name}/{k}" for k in range(1, samples))]
     return [SampleRef(n, "p", 4, 50, trained, "stop", 3, 3, rollout_id=name, rollout=numbers) for n in names]

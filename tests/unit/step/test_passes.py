@@ -1,4 +1,4 @@
-"""The passes that a run makes, and the logged reasons."""
+"""The passes of a run, and the reasons that it logs for them."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The queue of rollouts started ahead trains on each row of the data once, even in a run that is killed."""
+"""With a queue of rollouts that start ahead, a run trains on each row once, even if the run is killed."""
 
 from __future__ import annotations
 
@@ -253,7 +253,8 @@ def test_killed_run_trains_on_each_row_once_and_in_time(seed):
         "every row must be trained exactly once"
     )
     assert len(left) <= (config.prompts_ahead if drops else 0)
-    late = 3 * staleness + 1 if drops else staleness  # dropped once, awaited once, and after a kill behind older groups
+    # With drops, a row may be dropped once and waited for once, and wait behind older groups after a kill.
+    late = 3 * staleness + 1 if drops else staleness
     latest = max(step - row // PER_STEP for step, found in enumerate(rows) for row in found)
     assert latest <= late, (staleness, drops, factor)
 
@@ -333,7 +334,7 @@ def test_late_group_is_dropped_with_its_samples():
 
 
 def test_prompts_drawn_by_solve_rate_can_start_ahead():
-    """Solve rates arrive steps after the draw, also for rows that an earlier attempt drew."""
+    """Solve rates arrive several steps after the draw, even for rows that an earlier attempt drew."""
     config = config_of(2, "data.solved_weight=0.1")
     state = RunState(0, WeightedCursor(len(DATA), 0, None, 0.1))
     loop = SimpleNamespace(data=DATA, state=state)

@@ -182,7 +182,7 @@ def test_failure_limit_is_exact(limit, num_rollouts, allowed):
 
 
 def test_greedy_reward_includes_all_length_rewards():
-    """With a buffer of 2, 15 and 16 of at most 16 tokens have penalties of 0.5 and 1."""
+    """With a limit of 16 tokens and a buffer of 2, samples of 15 and 16 tokens have penalties of 0.5 and 1."""
     keys = "algorithm.advantage.estimator=remax", "rollout.max_new_tokens=16", "rewards.overlong_buffer=2"
     samples = [SampleRef("1.0.0", "p", 10, 5, 3, "stop", 0, 0)]
     greedy = [replace(sample_of("1.0.greedy", k), num_response_tokens=15 + k) for k in range(2)]

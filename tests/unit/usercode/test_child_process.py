@@ -377,7 +377,7 @@ def test_kill_fails_a_pending_call_with_its_reason(start):
 
 
 def test_kill_fails_a_call_if_a_detached_process_is_connected(start):
-    """The detached process is no descendant of the child, because the process between them has exited."""
+    """The detached process is not a descendant of the child, because the process between them has exited."""
     fork = f"if os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        {HANG}\n    os._exit(0)\nos.wait()\n"
     child = start(f"{fork}send(parent, {{}})\n{HANG}")
     child.receive(WAIT_S)

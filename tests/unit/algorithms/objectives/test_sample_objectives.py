@@ -75,7 +75,7 @@ def test_loss_and_gradient_match_sample_formula(name, options, seed):
 
 @pytest.mark.parametrize(("name", "options"), CASES)
 def test_update_loss_passes_gradcheck(name, options):
-    """The loss of the whole update is differentiated; that of a row is only its share of its sample's loss."""
+    """Differentiates the loss of the whole update, because a row's loss is only its share of its sample's loss."""
     now, old, advantage, mask, row_sample = data(1)
     samples, w = SampleSegments(mask, row_sample, 4), weights(mask, row_sample)
 

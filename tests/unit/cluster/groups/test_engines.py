@@ -265,7 +265,7 @@ def test_idle_engine_takes_over_from_a_much_slower_one(
 
 
 def test_loss_seen_by_several_calls_counts_once(start, capsys) -> None:
-    """Call that detect the loss late must not blame the restarted engine."""
+    """Calls that detect the loss late must not blame the restarted engine."""
     engines = start(2)
     FakeActor.dying = {"engine-0"}
     under_way = [ask(engines, [[name, name]]) for name in ("a", "b", "c", "d")]
@@ -427,7 +427,7 @@ def test_engines_with_other_parameters_get_whole_tensors(start, capsys, misfit: 
 
 
 def test_engines_with_packing_kernels_get_whole_tensors(start, capsys) -> None:
-    """Names, shapes and dtypes match, so only the engine can report it."""
+    """Names, shapes and dtypes match, so only the engine can report that its kernels repack weights."""
     engines = start(1)
     FakeActor.repacking = ("MARLIN of model.layers.0.mlp.experts",)
     engines.start().result()
@@ -440,7 +440,7 @@ def test_engines_with_packing_kernels_get_whole_tensors(start, capsys) -> None:
 @pytest.mark.parametrize("lost", [False, True])
 @pytest.mark.parametrize("kind", [EngineActor, RewardEngineActor])
 def test_engine_that_loses_a_rank_exits(monkeypatch: pytest.MonkeyPatch, kind: Any, lost: bool) -> None:
-    """The exit makes the engine count as lost. Any other error is raised to the caller."""
+    """The exit makes the engine count as lost. If no rank is lost, the error is raised to the caller."""
     ended: list[object] = []
     monkeypatch.setattr(vllm.processes, "end_descendants", lambda: ended.append("descendants"))
     monkeypatch.setattr(vllm.os, "_exit", ended.append)

@@ -41,8 +41,9 @@ class Engines:
 
 
 class Beside:
-    """The process beside an engine. A rollout has two samples, which name their engine. A call runs when a caller
-    waits for it."""
+    """A fake of the process that runs rollouts beside an engine. Each rollout has two samples, which name their engine.
+    A call runs when a caller waits for it.
+    """
 
     dead: set[str]
     """Handles of lost engines."""

@@ -51,7 +51,7 @@ def declarations(group: type[WorkerGroup]) -> dict[str, Declaration]:
 
 
 def parameters(function: Any) -> dict[str, str]:
-    """Return the annotation of each parameter except `self`. A rank receives a LocalBatch for a RankBatch."""
+    """Return the annotation of each parameter except `self`. A rank receives a LocalBatch in place of a RankBatch."""
     given = inspect.signature(function).parameters.values()
     own = [item for item in given if item.name not in ("self", RAYS_OWN)]
     return {item.name: item.annotation.replace("RankBatch", "LocalBatch") for item in own}
@@ -131,7 +131,7 @@ def test_call_runs_in_every_process() -> None:
     assert group._double.on_each([(1,), (2,)]).result() == [2, 4]
     assert group._double.on_first(5).result() == 10
     assert {name: call.value for name, call in group._double.start(4).items()} == {"a": 8, "b": 8}
-    assert group.where().result() == ["a", "b"], "the actor's own method comes first"
+    assert group.where().result() == ["a", "b"], "the actor's own method takes precedence"
     assert session.submitted == [("doubles double", "update")] * 3 + [("a phase", "rollout")]
     assert session.tasks == ["double"] * 3 + ["where"]
     assert set(titles) == {"DoublingActor.double", "DoublingActor.where"}

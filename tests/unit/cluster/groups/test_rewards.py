@@ -64,7 +64,7 @@ def worker(file) -> Iterator[RewardWorker]:
 
 @pytest.fixture(autouse=True)
 def store(monkeypatch) -> None:
-    """Replace Ray's object store by one in which a sample is its own reference."""
+    """Replace Ray's object store with one in which a sample is its own reference."""
     monkeypatch.setattr(rewards.ray, "get", lambda refs: refs)
 
 

@@ -57,8 +57,9 @@ def test_reference_is_a_copy_of_the_weights():
 
 
 def test_adapters_replace_trained_weights_and_reference():
-    """Their number is PEFT's. Engines receive the merged matrices, which are all weights except embedding, head and
-    norms."""
+    """The number of adapter parameters equals PEFT's. Engines receive the merged matrices, which are all weights except
+    embedding, head and norms.
+    """
     adapted = get_peft_model(LlamaForCausalLM(HF_CONFIG), LoraConfig(r=4, target_modules="all-linear"))
     adapters, _ = adapted.get_nb_trainable_parameters()
     matrices = COUNT - 2 * 256 * 64 - 9 * 64

@@ -1,4 +1,4 @@
-"""Memory that processes hold on a GPU beside tensors, item by item, and rejection of a run that lacks room for it."""
+"""GPU memory that processes use in addition to tensors, item by item, and the rejection of runs that do not fit."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_cuda_contexts_include_reading_processes():
     ids=str,
 )
 def test_refit_plan_has_at_most_the_counted_readers_per_gpu(model: str, sizes: dict, tp: int, most: int):
-    """The refit plan determines the reads."""
+    """Counts the readers of each source in a real refit plan."""
     layout = layout_of(**sizes)
     replicas = layout.world_size // tp
     sources = megatron_holders(CONFIGS[model], layout, "bfloat16")

@@ -1,4 +1,4 @@
-"""The rendezvous folder, and the driver's wait for other nodes with a stand-in for Ray's list of nodes."""
+"""The rendezvous folder, and the driver's wait for other nodes with a fake of Ray's list of nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The grace period of a run after a signal, and what ends it early."""
+"""The grace period of a run after a signal, and the events that end it early."""
 
 from __future__ import annotations
 
@@ -98,7 +98,8 @@ def test_signal_repeated_at_once_counts_once() -> None:
 def test_signal_inside_the_handler_counts_once(monkeypatch, capfd) -> None:
     """Reading the clock triggers a second signal. Only the handler's clock is replaced, not that of other threads."""
     told, clock = Interrupts(), SimpleNamespace(monotonic=time.monotonic)
-    told._driver, told._parent = os.getpid(), os.getppid()  # without its handlers, which these tests' own timer needs
+    # Set these directly: `told` must not install its handlers, because pytest's timeout uses the same timer.
+    told._driver, told._parent = os.getpid(), os.getppid()
     monkeypatch.setattr(signal, "setitimer", lambda *_: None)
 
     def interrupted() -> float:

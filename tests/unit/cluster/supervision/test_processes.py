@@ -101,7 +101,7 @@ with supervisor.supervised() as scratch:
 
 
 def test_unreadable_descendants_are_ended() -> None:
-    """The hidden process is like a setuid helper; as root, the test adds a process of another user, which stays."""
+    """The hidden process is like a setuid helper; as root, the test adds another user's process, which must survive."""
     done = subprocess.run([sys.executable, "-c", HIDDEN_DRIVER], capture_output=True, text=True, timeout=WAIT_S)
     # The unprivileged process skips the scratch folders of root's runs, which may still be running.
     printed = re.sub("megarl: note: skipped .*\n", "", done.stdout)
@@ -181,7 +181,7 @@ print([exists(pid) for pid in (foreign.pid, plain, hidden, below_plain, below_hi
 
 
 def in_namespace(hidepid: int, command: str) -> subprocess.CompletedProcess[str]:
-    """Run a shell command in a namespace with /proc mounted with this hidepid option."""
+    """Run a shell command in a namespace whose /proc is mounted with this hidepid option."""
     mount = f"mount --make-rprivate / && mount -t proc -o hidepid={hidepid} proc /proc"
     namespace = ["unshare", "--mount", "--pid", "--fork", "sh", "-c", f"{mount} && {command}"]
     return subprocess.run(namespace, capture_output=True, text=True, timeout=WAIT_S)
@@ -191,7 +191,7 @@ def in_namespace(hidepid: int, command: str) -> subprocess.CompletedProcess[str]
 def test_descendants_hidden_by_proc_are_ended(hidepid: int) -> None:
     """The processes run in a namespace as a user from whom /proc hides other users' processes."""
     if in_namespace(hidepid, "true").returncode:
-        pytest.skip("mounting /proc takes root; the test before has a stand-in")
+        pytest.skip("mounting /proc requires root; the previous test uses a fake /proc")
     done = in_namespace(hidepid, f"exec {shlex.quote(sys.executable)} -c {shlex.quote(HIDEPID_DRIVER)}")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == "True [] True\n[True, False, False, False, False]\n"

@@ -34,7 +34,7 @@ def paths() -> Iterator[list[Path]]:
 
 
 def test_segments_of_a_killed_process_are_removed(tmp_path: Path, paths: list[Path]) -> None:
-    """Segments that the process only mapped stay: those of earlier programs, and those still used by others."""
+    """Segments that the process only mapped stay: those of earlier programs, and those that other processes use."""
     unlinked, noted, late, earlier, served, unmapped = paths
     earlier.touch()
     segments.note_earlier(tmp_path)

@@ -51,7 +51,7 @@ class Program:
     scratch: Path
 
     def end(self) -> tuple[int, str]:
-        """Wait until the program and its descendants have ended. Return exit status and stderr."""
+        """Wait until the program and its descendants have exited. Return exit status and stderr."""
         code = self.process.wait(WAIT_S)
         wait_until(lambda: not (_runs(self.child) or _runs(self.helper) or self.scratch.exists()), self.left)
         return code, self.process.stderr.read()
@@ -178,7 +178,7 @@ def test_second_signal_cancels_the_grace_period() -> None:
 
 
 def test_signal_to_the_process_group_spares_descendants() -> None:
-    """The signal would end Ray's processes and lose the state that is to be saved."""
+    """The signal would kill Ray's processes, and the state to save would be lost."""
     starting = "worker = subprocess.Popen([sys.executable, '-c', f'import time; time.sleep({HANG_S})'])"
     waiting = "try: print(flush=True); wait()"
     looking = "except KeyboardInterrupt: time.sleep(0.5); print(worker.poll(), os.getsid(0) == parent, flush=True)"

@@ -174,5 +174,5 @@ def test_example_with_environments_is_valid(tmp_path: Path) -> None:
 
 
 def test_best_checkpoint_is_kept_in_addition() -> None:
-    assert recipe("checkpoint.keep=3").most_checkpoints == 3
-    assert recipe("checkpoint.keep=3", SET, "evaluation.best.metric=evaluation/a/avg@4").most_checkpoints == 4
+    assert recipe("checkpoint.keep=3").max_checkpoints == 3
+    assert recipe("checkpoint.keep=3", SET, "evaluation.best.metric=evaluation/a/avg@4").max_checkpoints == 4

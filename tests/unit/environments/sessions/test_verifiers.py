@@ -44,7 +44,7 @@ case "$*" in *--help*) echo --script ;; "python find"*) echo {sys.executable} ;;
 
 @pytest.fixture
 def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Set a temporary HOME and a stand-in for uv, which would otherwise download packages."""
+    """Set a temporary HOME and a fake uv. The real one would download packages."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/uv").write_text(UV)
     (tmp_path / "bin/uv").chmod(0o755)

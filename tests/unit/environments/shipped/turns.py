@@ -1,4 +1,4 @@
-"""Handmade turns and tasks, for environments that are driven without a policy."""
+"""Hand-written turns and tasks, for environments that run without a policy."""
 
 from __future__ import annotations
 

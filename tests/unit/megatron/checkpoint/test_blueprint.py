@@ -22,8 +22,9 @@ def norms(layer: int, **changes) -> set[str]:
 
 
 def test_norms_have_transformer_engine_names():
-    """There a norm is part of the linear layer after it, except before experts and before latent attention, which
-    starts with two linear layers."""
+    """In Transformer Engine, a norm is part of the linear layer after it, except before experts and before latent
+    attention, which starts with two linear layers.
+    """
     attention, mlp = "self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight"
     assert norms(0) == {attention, mlp}
     heads = {"self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight"}

@@ -1,4 +1,4 @@
-"""Dispatchers of a mixture of experts: the default, and where DeepEP's is rejected."""
+"""Dispatchers of a mixture of experts: the default, and the cases in which DeepEP's is rejected."""
 
 from __future__ import annotations
 

@@ -42,14 +42,14 @@ def test_cgroup_memory_limit_is_a_note(tmp_path, text, limit):
 def test_missing_or_small_shared_memory_is_a_problem(tmp_path, monkeypatch):
     assert shared_memory(tmp_path / "none").state == "problem"
     assert shared_memory(tmp_path).state == "ok"
-    monkeypatch.setattr(machine, "LEAST_SHARED_GIB", 10**9)
+    monkeypatch.setattr(machine, "MIN_SHARED_GIB", 10**9)
     assert shared_memory(tmp_path).state == "problem"
 
 
 def test_disk_of_a_missing_folder_is_that_of_its_parent(tmp_path, monkeypatch):
     finding = disk("disk of runs", tmp_path / "a" / "b")
     assert finding.state == "ok" and str(tmp_path) in finding.found
-    monkeypatch.setattr(machine, "LEAST_DISK_GIB", 10**9)
+    monkeypatch.setattr(machine, "MIN_DISK_GIB", 10**9)
     assert disk("disk of runs", tmp_path).state == "note"
 
 

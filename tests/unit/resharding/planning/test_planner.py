@@ -52,7 +52,7 @@ def on_nodes(holders: list[Holder], size: int, first: int = 0) -> list[Holder]:
 
 
 def bytes_sent(plan: Plan) -> Counter[str]:
-    """Return source -> bytes that it sends."""
+    """Return the number of bytes that each source sends."""
     sent: Counter[str] = Counter()
     for bucket in plan.buckets:
         for link in bucket.links:

@@ -82,10 +82,8 @@ def test_workers_sleep_by_level_and_wake_by_tag() -> None:
         if ast.unparse(call.func).endswith("_maybe_get_memory_pool_context") and call.keywords
     }
     assert {"weights", "kv_cache"} <= pools  # VllmEngine wakes these tags separately
-    assert strings("v1/executor/abstract.py", "SLEEP_TAGS") == {
-        "weights",
-        "kv_cache",
-    }  # other tags would never be woken
+    # Other tags would never be woken.
+    assert strings("v1/executor/abstract.py", "SLEEP_TAGS") == {"weights", "kv_cache"}
 
 
 def test_other_memory_is_woken_with_weights_or_cache() -> None:

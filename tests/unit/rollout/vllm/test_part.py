@@ -18,7 +18,7 @@ from tests.tiny_model import write_tiny_llama
 
 
 class Stop(Exception):
-    """Stops the startup once vLLM's configuration has been created."""
+    """Raised to stop the startup once vLLM's configuration has been created."""
 
 
 def test_all_parts_have_the_same_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

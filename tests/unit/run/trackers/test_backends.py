@@ -78,7 +78,7 @@ rows = [[step, json.loads(metrics)["reward/mean"]] for step, metrics, _ in rows]
 @pytest.fixture(autouse=True)
 def _packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     if not PACKAGES.exists():
-        pytest.fail(f"{PACKAGES} is missing: make {PACKAGES.relative_to(ROOT)}/.installed")
+        pytest.fail(f"{PACKAGES} is missing. Fix: make {PACKAGES.relative_to(ROOT)}/.installed")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(PACKAGES), str(ROOT))))
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in list(os.environ):
