@@ -104,8 +104,7 @@ def test_check_prints_a_summary(recipe: Path, tmp_path: Path, capfd: pytest.Capt
     assert errors == ""
     assert rows["model"] == f"{recipe.parent}/model"
     assert rows["data"] == "8 prompts; first: '0 + 0 =', answer '0'"
-    file = f"{recipe.parent}/rewards.py"
-    assert rows["rewards"] == f"judge = 0.5, {file}:length = 1, {file}:turns = 0.5 for the first row's answer"
+    assert rows["rewards"] == "judge = 0.5, length = 1, turns = 0.5 for the first row's answer"
     assert rows["disk"].startswith("(2 + 1) checkpoints x 0.00 GB in ")
     assert rows["step"] == "4 prompts x 4 samples = 16 samples"
 
@@ -118,7 +117,7 @@ def test_reward_functions_receive_the_columns_of_the_row(
     data.write_text('{"prompt": "1 + 1 =", "answer": "2", "answer_of_next": 7}\n' * 4)
     (tmp_path / "runs").mkdir()
     rows, errors = check(recipe, tmp_path / "runs", capfd, functions(recipe, "number'"), f"data.source={data}")
-    assert errors == "" and ":number = 7 for the first row's answer" in rows["rewards"]
+    assert errors == "" and rows["rewards"] == "number = 7 for the first row's answer"
 
 
 @pytest.mark.parametrize(
@@ -142,7 +141,9 @@ def test_reward_functions_receive_the_columns_of_the_row(
 def test_reward_that_fails_on_the_first_answer_fails_the_check(
     recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture, name: str, failure: str
 ) -> None:
-    line, *stack = fail_lines(recipe, tmp_path, capfd, functions(recipe, f"{name}'"), f"rewards.timeout_s={LIMIT_S}")
+    lines = fail_lines(recipe, tmp_path, capfd, functions(recipe, f"{name}'"), f"rewards.timeout_s={LIMIT_S}")
+    first = next(i for i, line in enumerate(lines) if line.startswith("megarl: error"))  # a killed process dumps stacks
+    line, *stack = lines[first:]
     assert line == (
         f"megarl: error: rewards.functions: {name} {failure} (megarl used the row's answer as the response in this "
         "trial). Fix: correct the reward function, which must return a finite number or a bool"
