@@ -11,8 +11,8 @@ import typer
 
 import megarl
 from megarl import convert
-from megarl.command_group import CommandGroup
 from megarl.core.collector import imports
+from megarl.core.command_group import CommandGroup
 from megarl.core.errors import RunFailure, UserError, install_extra, prefix_lines
 from megarl.core.output import escape_unencodable
 from megarl.launch.command import Overrides, Recipe, launch, node

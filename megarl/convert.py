@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from megarl.command_group import CommandGroup
+from megarl.core.command_group import CommandGroup
 from megarl.core.errors import UserError
 
 if TYPE_CHECKING:

@@ -155,7 +155,6 @@ VALUES: Mapping[str, Mapping[str, str]] = {
         "ppo": "clip",
         "vanilla": "clip",
     },
-    "environment.tool_format": {"llama": "llama3"},
 }
 """Key -> usual names of its values in papers and in verl, with the value in megarl."""
 
@@ -194,9 +193,10 @@ def keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
 
 def suggest_value(key: str, value: Any, allowed: Sequence[str]) -> str | None:
     """Return the allowed value that was probably meant, or None."""
-    if (usual := VALUES.get(key, {}).get(str(value))) is not None:
+    text = str(value).lower()
+    if (usual := VALUES.get(key, {}).get(text)) is not None:
         return usual
-    return next(iter(difflib.get_close_matches(str(value), allowed, n=1)), None)
+    return next(iter(difflib.get_close_matches(text, allowed, n=1)), None)
 
 
 def options_of(variant: type[Variant], entry: str, option: str) -> str:

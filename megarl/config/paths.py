@@ -139,6 +139,8 @@ def code_files(values: Mapping[str, Any]) -> Iterator[tuple[str, Path]]:
 
 def _join(folder: Path, path: str) -> str:
     """Return the absolute path. `..` is removed unless it follows a symlink."""
+    if "\0" in path:  # reported when the file is opened
+        return path
     joined = os.path.join(folder, os.path.expanduser(path))
     plain = os.path.normpath(joined)
     return plain if os.path.realpath(plain) == os.path.realpath(joined) else joined

@@ -161,7 +161,8 @@ def test_init_writes_a_valid_recipe_once(
     monkeypatch.chdir(tmp_path)
     assert run(monkeypatch, "init", "my runs") == 0
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last == "next: megarl check 'my runs/recipe.yaml', then megarl train 'my runs/recipe.yaml'"
+    recipe = f"'{tmp_path}/my runs/recipe.yaml'"
+    assert last == f"next: megarl check {recipe}, then megarl train {recipe}"
     assert run(monkeypatch, "config", "explain", "my runs/recipe.yaml") == 0
     assert run(monkeypatch, "init", "my runs") == 2
     assert capsys.readouterr().err.startswith(
@@ -506,7 +507,7 @@ def help_texts() -> dict[str, str]:
 def test_help_lists_whole_sentences(group: list[str]) -> None:
     text = CliRunner().invoke(cli.app, [*group, "--help"]).output
     listed = re.split(r"\n  (?=[a-z])", text.split("Commands:\n")[1])
-    assert "..." not in text and listed
+    assert "..." not in text.split("Commands:\n")[1] and listed
     for entry in listed:
         name, sentence = entry.strip().split(maxsplit=1)
         shown = " ".join(sentence.split())
@@ -516,6 +517,7 @@ def test_help_lists_whole_sentences(group: list[str]) -> None:
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_is_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shell: str) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
     done = CliRunner().invoke(cli.app, ["--install-completion", shell], prog_name="megarl")
     assert done.exit_code == 0, done.output
     scripts = [path for path in tmp_path.rglob("*") if path.is_file() and "_MEGARL_COMPLETE" in path.read_text()]

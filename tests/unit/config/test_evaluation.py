@@ -52,7 +52,7 @@ def test_set_uses_its_environment_or_the_runs() -> None:
     a, b, c = (config_of_set(config, item) for item in config.evaluation.sets)
     assert [(s.environment.name, s.environment.options) for s in (a, b)] == [
         ("text_game", {"width": 4}),
-        ("f.py:World", {"n": 1}),
+        (f"{Path.cwd()}/f.py:World", {"n": 1}),
     ]
     assert not c.has_environment
     assert {(s.environment.max_turns, s.environment.max_consecutive_failures) for s in (a, b)} == {(5, None)}

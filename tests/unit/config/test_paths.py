@@ -104,8 +104,14 @@ def test_each_recipe_resolves_its_own_paths(project: Path, tmp_path: Path) -> No
 
 
 def test_typed_paths_start_at_the_working_directory(project: Path, tmp_path: Path) -> None:
-    overrides = ["data.source=x.jsonl", "run.folder=y", "rewards.functions=[{function: z.py:f}]"]
-    config = load(project / "recipe.yaml", [*overrides, "data.source_weights={}"])
+    (project / "plain.yaml").write_text("base: quickstart.yaml\n")
+    overrides = [
+        "data.source=x.jsonl",
+        "data.more_sources=[]",
+        "run.folder=y",
+        "rewards.functions=[{function: z.py:f}]",
+    ]
+    config = load(project / "plain.yaml", overrides)
     here = tmp_path / "elsewhere"
     paths = (config.data.source, config.run.folder, config.rewards.functions[0].function)
     assert paths == (f"{here}/x.jsonl", f"{here}/y", f"{here}/z.py:f")
@@ -172,8 +178,9 @@ def test_run_saved_with_relative_paths_continues(project: Path) -> None:
 
 
 def test_other_data_file_does_not_continue(project: Path) -> None:
-    saved = load(project / "recipe.yaml").model_dump()
-    config = load(project / "recipe.yaml", ["data.source=other.jsonl", "data.source_weights={}"])
+    (project / "plain.yaml").write_text("base: quickstart.yaml\ndata: {source: rows.jsonl}\n")
+    saved = load(project / "plain.yaml").model_dump()
+    config = load(project / "plain.yaml", ["data.source=other.jsonl"])
     with pytest.raises(ValueError, match=r"data\.source=other\.jsonl: step_3 was saved with rows\.jsonl"):
         check_continues(config, saved, 3, "step_3")
 

@@ -109,7 +109,9 @@ def resume_takes_a_checkpoint(tmp_path: Path) -> None:
 
 def reward_model_reads_these_inputs(_: Path) -> None:
     given = ("reward_model.path=m", "reward_model.engine=vllm")
-    read = [config(*given, f"reward_model.input_format={name}") for name in ("ids", "text", "chat", "question")]
+    read = [config(*given, f"reward_model.input_format={name}") for name in ("ids", "text", "chat")]
+    judge = ("reward_model.input_format=question", "reward_model.judge.max_new_tokens=16")
+    read.append(config(*given, *judge))
     assert [settings.reward_model.input_format for settings in read] == ["ids", "text", "chat", "question"]
 
 
