@@ -29,7 +29,7 @@ from megarl.environments.observation import limit_observation
 from megarl.environments.registry import SHIPPED, check_environment
 from megarl.environments.tools import tool, tools_of
 from megarl.environments.transcript import Transcript
-from megarl.rewards.registry import asked_columns, resolve, takes_batches
+from megarl.rewards.registry import column_parameters, resolve, takes_batches
 from tests.paths import QUICKSTART
 from tests.readme import text_of
 from tests.tiny_model import tiny_tokenizer
@@ -120,7 +120,7 @@ def functions_take_batches_columns_and_options(tmp_path: Path) -> None:
         "def one(prompt, response, answer, extra_info, row, scale=1):\n    return scale\n"
         "def batch(prompts, responses, answers):\n    return [0.0] * len(prompts)\n"
     )
-    assert asked_columns(resolve(f"{tmp_path}/f.py:one"), 3) == {"extra_info": True, "row": True, "scale": False}
+    assert column_parameters(resolve(f"{tmp_path}/f.py:one"), 3) == {"extra_info": True, "row": True, "scale": False}
     assert resolve(f"{tmp_path}/f.py:one", {"scale": 7})("", "", "", {}, {}) == 7
     assert takes_batches(resolve(f"{tmp_path}/f.py:batch"))
 
