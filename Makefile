@@ -42,7 +42,7 @@ help:
 	@echo "make test-sandbox  escape attempts from bubblewrap sandboxes; installs bubblewrap (1 minute)"
 	@echo "make test-cluster  multi-node runs in network namespaces, and Slurm jobs; installs packages (15 minutes)"
 	@echo "make test-browser  report pages in Chromium; installs it (1 minute)"
-	@echo "make soak        test-cluster, then a job with twenty seeded faults (30 minutes)"
+	@echo "make soak        test-cluster, then lost nodes and a job with twenty seeded faults (40 minutes)"
 	@echo "make resolve-gpu  check that pip can resolve the packages of the H100 container (1 minute)"
 	@echo "make test-gpu    tests for one, two and eight GPUs, limited to the available ones; fails without a GPU"
 	@echo "make lint        ruff and shellcheck"
@@ -58,7 +58,9 @@ quickstart: $(DONE)
 	$(VENV)/bin/megarl train configs/quickstart.yaml
 
 # End-to-end runs mostly wait for processes to start, which leaves CPU time for the other tests.
+# Hundreds of processes import megarl, and each would compile its modules if PYTHONDONTWRITEBYTECODE is set.
 test: lint
+	@$(RUN) -m compileall -q megarl
 	@$(MAKE) --no-print-directory --jobs=2 test-runs test-ranks
 
 # .ci/run skips parts whose paths have not changed since the commit in .ci/verified: commit that file.
@@ -134,14 +136,14 @@ test-sandbox: $(DONE)
 test-cluster: $(DONE)
 	tools/environment/system.sh ip:iproute2 unshare:util-linux ps:procps munged:munge slurmctld:slurmctld \
 		slurmd:slurmd sbatch:slurm-client
-	@$(RUN) -m pytest tests/cluster -m "not exhaustive" --numprocesses=3 --dist=loadfile --timeout=1500 $(SLOWEST) | sed --unbuffered 's/^/cluster | /'
+	@$(RUN) -m pytest tests/cluster -m "not exhaustive" --numprocesses=4 --dist=loadfile --timeout=1500 $(SLOWEST) | sed --unbuffered 's/^/cluster | /'
 
 # Tests pages in a browser. Requires root if Chromium is not installed. SCREENSHOTS=FOLDER saves screenshots.
 test-browser: $(DONE)
 	tools/environment/system.sh chromium:chromium
 	@$(BEHIND) $(RUN) -m pytest tests/browser $(SLOWEST) | sed --unbuffered 's/^/browser | /'
 
-# A job with twenty seeded faults. It takes a quarter of an hour; run it after changes to fault tolerance.
+# Lost nodes, and a job with twenty seeded faults. Run it after changes to fault tolerance.
 soak: test-cluster
 	@$(RUN) -m pytest tests/cluster -m exhaustive --capture=no
 

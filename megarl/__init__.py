@@ -1,3 +1,87 @@
-"""megarl: reinforcement learning for language models, with training in Megatron-core and rollouts in vLLM."""
+"""megarl: reinforcement learning for language models, with training in Megatron-core and rollouts in vLLM.
+
+The names in `__all__` are the public API. They are imported when they are first used, so `import megarl` is fast.
+Everything else may change between versions.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megarl.api.commands import (
+        StopTraining,
+        TrainingResult,
+        convert_to_huggingface,
+        convert_to_megatron,
+        reshape_checkpoint,
+        run_evaluation,
+        run_training,
+    )
+    from megarl.api.functions import (
+        compute_advantages,
+        compute_token_advantages,
+        kl_divergence,
+        pack_samples,
+        policy_loss,
+    )
+    from megarl.api.plans import plan_layout, plan_reshard
+    from megarl.api.recipes import load_config
+    from megarl.api.tables import read_metrics, read_rollouts
+    from megarl.config.schema import Config
+    from megarl.core.errors import InfrastructureFailure, RunFailure, UserError
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "Config",
+    "InfrastructureFailure",
+    "RunFailure",
+    "StopTraining",
+    "TrainingResult",
+    "UserError",
+    "__version__",
+    "compute_advantages",
+    "compute_token_advantages",
+    "convert_to_huggingface",
+    "convert_to_megatron",
+    "kl_divergence",
+    "load_config",
+    "pack_samples",
+    "plan_layout",
+    "plan_reshard",
+    "policy_loss",
+    "read_metrics",
+    "read_rollouts",
+    "reshape_checkpoint",
+    "run_evaluation",
+    "run_training",
+]
+
+_MODULES = {
+    "megarl.api.commands": (
+        *("StopTraining", "TrainingResult", "convert_to_huggingface", "convert_to_megatron", "reshape_checkpoint"),
+        *("run_evaluation", "run_training"),
+    ),
+    "megarl.api.functions": (
+        *("compute_advantages", "compute_token_advantages", "kl_divergence", "pack_samples", "policy_loss"),
+    ),
+    "megarl.api.plans": ("plan_layout", "plan_reshard"),
+    "megarl.api.recipes": ("load_config",),
+    "megarl.api.tables": ("read_metrics", "read_rollouts"),
+    "megarl.config.schema": ("Config",),
+    "megarl.core.errors": ("InfrastructureFailure", "RunFailure", "UserError"),
+}
+"""The module that defines each public name."""
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(import_module(module), name)
+    raise AttributeError(f"module 'megarl' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

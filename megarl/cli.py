@@ -15,6 +15,7 @@ from megarl.core.collector import imports
 from megarl.core.command_group import CommandGroup
 from megarl.core.errors import RunFailure, UserError, install_extra, prefix_lines
 from megarl.core.output import escape_unencodable
+from megarl.core.text import printable
 from megarl.launch.command import Overrides, Recipe, launch, node
 
 if TYPE_CHECKING:
@@ -392,7 +393,8 @@ def main() -> None:
     try:
         app()
     except (UserError, RunFailure) as error:
-        print(prefix_lines("megarl: error: ", str(error) or repr(error)), file=sys.stderr)
+        text = "\n".join(map(printable, (str(error) or repr(error)).splitlines()))
+        print(prefix_lines("megarl: error: ", text), file=sys.stderr)
         sys.exit(error.exit_code)
 
 

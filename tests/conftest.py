@@ -1,4 +1,5 @@
-"""Settings and fixtures shared by all tests. Hypothesis has no deadline, so busy machines do not fail its examples."""
+"""Settings and fixtures shared by all tests. Hypothesis has no deadline, so busy machines do not fail its examples, and
+it tries the same examples in each run."""
 
 import atexit
 import gc
@@ -10,21 +11,30 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-settings.register_profile("megarl", deadline=None)
+settings.register_profile("megarl", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("megarl")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--part", metavar="I/N", help="run every Nth selected test, starting at the Ith (counted from 0)")
+    parser.addoption("--part", metavar="I/N", help="run every Nth selected test or unit, starting at the Ith (from 0)")
 
 
 @pytest.hookimpl(trylast=True)  # after -m has deselected tests
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if part := config.getoption("--part"):
         first, number = map(int, part.split("/"))
-        chosen = items[first::number]
+        chosen = [item for unit in _units(items)[first::number] for item in unit]
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = chosen
+
+
+def _units(items: list[pytest.Item]) -> list[list[pytest.Item]]:
+    """Return the selected tests, with those of a file that share an expensive fixture in one unit."""
+    units: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        together = item.get_closest_marker("one_part") is not None
+        units.setdefault(item.path.name if together else item.nodeid, []).append(item)
+    return list(units.values())
 
 
 gc.disable()  # during collection: garbage collection would take a quarter of the import time

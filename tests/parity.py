@@ -74,7 +74,7 @@ def config_of(folder: Path, *overrides: str) -> Config:
             "data.source=arithmetic",
             f"actor.optimizer.lr={LR}",
             f"actor.optimizer.eps={EPS}",
-            "actor.tokens_per_microbatch=64",
+            "actor.tokens_per_microbatch=128",
             "rollout.max_new_tokens=16",
             "rollout.context_length=64",
             f"rollout.temperature={TEMPERATURE}",

@@ -25,6 +25,7 @@ from megarl.cluster.nodes.rendezvous import PACKAGES, Invitation, NodeRendezvous
 from megarl.cluster.object_store import FLOOR_MIB, object_store_mib
 from megarl.cluster.pending import Answers, Pending, outcome
 from megarl.cluster.placement import Process
+from megarl.cluster.services import disable_unused_services
 from megarl.cluster.supervision import processes, segments
 from megarl.cluster.supervision.scratch import ray_folder
 from megarl.cluster.supervision.watchdog import Watchdog
@@ -81,8 +82,8 @@ class Session:
         os.environ.update(
             RAY_AUTH_TOKEN=secrets.token_hex(32),  # otherwise Ray keeps a token in the home folder
             RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",  # the placement decides which GPUs a process sees
-            AUTOSCALER_METRIC_PORT="-1",  # invalid, because Ray would serve metrics without authentication
         )
+        disable_unused_services()
         if config.cluster.nodes > 1:
             address = own_address(config.cluster.interface)
             print(f"node {own_name()}: {address} ({interface_of(address)})", flush=True)

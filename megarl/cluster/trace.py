@@ -113,7 +113,8 @@ def read_spans(logs: Path) -> Iterator[Span]:
     attempt, are skipped. Raise a UserError for a damaged compressed file."""
     if (earlier := logs / EARLIER).exists():
         with open_regular(earlier) as file, gzip.open(file) as window:
-            lines = takewhile(lambda _: window.tell() <= 2 * WINDOW_BYTES, lines_of(window, MAX_LINE))
+            all_lines = iter(partial(window.readline, MAX_LINE), b"")
+            lines = takewhile(lambda _: window.tell() <= 2 * WINDOW_BYTES, all_lines)
             try:
                 yield from _spans(lines)
             except (OSError, EOFError, zlib.error) as error:

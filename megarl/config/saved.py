@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
+
+from pydantic import ValidationError
 
 from megarl.config.algorithm_schema import Advantage, Objective
 from megarl.config.schema import Config
 from megarl.core.checkpoint import FORMAT
+from megarl.core.errors import UserError
+from megarl.core.files import is_plain
 from megarl.core.user_file import is_in_file
 
 ADDED: Mapping[int, Mapping[str, Any]] = {}
@@ -32,6 +37,18 @@ def complete(saved: Mapping[str, Any], version: int) -> dict[str, Any]:
     return config
 
 
+def invalid_value(saved: Any) -> tuple[str, Any, str] | None:
+    """Return the key, the value and the problem of a part of a saved config that `check_continues` cannot compare, or
+    None if there is none."""
+    if not isinstance(saved, dict):
+        return "config", saved, "is not an object"
+    for name, field in Config.model_fields.items():
+        if field.annotation is not str and not isinstance(saved.get(name), dict):
+            return f"config.{name}", saved.get(name), "is not an object"
+    steps = saved["run"].get("steps")
+    return None if is_plain(steps, int) and steps > 0 else ("config.run.steps", steps, "is not a number of steps")
+
+
 def _sections(config: dict[str, Any], key: str) -> Iterator[tuple[dict[str, Any], str]]:
     """Yield each section that has the key, and the last part of the key. Missing sections are created."""
     part, _, rest = key.partition(".")
@@ -44,14 +61,17 @@ def _sections(config: dict[str, Any], key: str) -> Iterator[tuple[dict[str, Any]
         yield from _sections(config.setdefault(part, {}), rest)
 
 
-def validated(saved: Mapping[str, Any], version: int) -> Config:
+def validated(saved: Any, version: int, path: Path, fix: str = "use the version that the run used") -> Config:
     """Return the configuration of a checkpoint that is only read, not resumed. Files that it names are not executed,
-    because anyone may have written the checkpoint: the base recipe's entries replace a user's estimator and
-    objective."""
-    config = complete(saved, version)
-    for variant, default in ((Advantage, "grpo"), (Objective, "clip")):
-        section = config["algorithm"][variant.key.split(".")[1]]
-        if is_in_file(section[variant.discriminator]):
-            fields = {name: value for name, value in section.items() if name in variant.model_fields}
-            config["algorithm"][variant.key.split(".")[1]] = fields | {variant.discriminator: default}
-    return Config.model_validate(config)
+    because anyone may have written the checkpoint: the base recipe's entries replace a user's estimator and objective.
+    Raise a UserError that names `path` and ends with the remedy `fix` if it is not valid."""
+    try:
+        config = complete(saved, version)
+        for variant, default in ((Advantage, "grpo"), (Objective, "clip")):
+            section = config["algorithm"][variant.key.split(".")[1]]
+            if is_in_file(section[variant.discriminator]):
+                fields = {name: value for name, value in section.items() if name in variant.model_fields}
+                config["algorithm"][variant.key.split(".")[1]] = fields | {variant.discriminator: default}
+        return Config.model_validate(config)
+    except (ValidationError, ValueError, LookupError, TypeError, AttributeError):
+        raise UserError(f"{path}: has no config of this version of megarl. Fix: {fix}") from None

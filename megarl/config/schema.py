@@ -377,7 +377,8 @@ class Config(Section):
     def role_devices(self) -> dict[str, range]:
         """The devices of each role that has a range in cluster.roles. A role that is placed by nodes has the same
         number of ranks on each of its nodes."""
-        spans, ranks = self.cluster.roles.assigned, self.num_ranks
+        spans = self.cluster.roles.assigned
+        ranks = self.num_ranks if spans else {}
         for role in self.cluster.roles.on_nodes & ranks.keys():
             each = -(-ranks[role] // max(1, len(spans[role])))
             spans[role] = range(spans[role].start * each, spans[role].stop * each)

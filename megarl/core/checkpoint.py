@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.core.errors import DamagedCheckpoint, UserError
-from megarl.core.files import number_in, numbered, parse_json, read_json, read_text, retry_when_full
+from megarl.core.files import is_plain, number_in, numbered, parse_json, read_json, read_text, retry_when_full, shown
 
 MANIFEST = "manifest.json"
 PREFIX = "step_"
@@ -91,18 +91,27 @@ class Checkpoint:
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             raise _Damage(f"{MANIFEST} is corrupt") from None
         version = checked_format(content, path)
-        try:
-            files = tuple(FileRecord(**record) for record in content["files"])
-            checkpoint = cls(path, int(content["step"]), content["state"], files, version)
-            if not isinstance(content["state"], dict):
-                raise TypeError("the state is not an object")
-            if any(Path(record.path).is_absolute() or ".." in Path(record.path).parts for record in files):
-                raise ValueError("a file is outside the folder")
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
-            raise _Damage(f"{MANIFEST} is corrupt") from None
+        step, state, records = (content.get(key) for key in ("step", "state", "files"))
+        if not is_plain(step, int) or step < 0:
+            raise _Damage(f"{MANIFEST}: step={shown(step)} is not a number of steps")
+        if not isinstance(state, dict):
+            raise _Damage(f"{MANIFEST}: state={shown(state)} is not an object")
+        if not isinstance(records, list):
+            raise _Damage(f"{MANIFEST}: files={shown(records)} is not a list")
+        for record in records:
+            if not _is_record(record):
+                raise _Damage(
+                    f"{MANIFEST}: files contains {shown(record)}, which does not describe a file in the folder"
+                )
+        files = tuple(FileRecord(**record) for record in records)
+        checkpoint = cls(path, step, state, files, version)
         for record in files:
             checkpoint._check_size(record)
         return checkpoint
+
+    def malformed(self, key: str, value: Any, problem: str) -> DamagedCheckpoint:
+        """Return the error for an invalid value in the manifest's state."""
+        return DamagedCheckpoint(f"{self.path}: {MANIFEST}: {key}={shown(value)} {problem}. {_remedy(self.path)}")
 
     @property
     def num_bytes(self) -> int:
@@ -130,6 +139,16 @@ class Checkpoint:
             raise _Damage(f"{record.path} is corrupt: it has {size:,} bytes, expected {record.num_bytes:,}")
 
 
+def _is_record(record: Any) -> bool:
+    """Return whether a JSON value has the fields of a FileRecord for a file inside the checkpoint's folder."""
+    kinds = {"path": str, "num_bytes": int, "sha256": str}
+    if not isinstance(record, dict) or record.keys() != kinds.keys():
+        return False
+    if not all(is_plain(record[name], kind) for name, kind in kinds.items()) or "\0" in record["path"]:
+        return False
+    return not Path(record["path"]).is_absolute() and ".." not in Path(record["path"]).parts
+
+
 class _Damage(Exception):
     """Raised with a description of a checkpoint's damage, without a remedy."""
 
@@ -153,8 +172,8 @@ def checked_format(manifest: Mapping[str, Any], path: Path) -> int:
             f"{path}: a pre-release of megarl saved it in a format that this version cannot read. Fix: start from "
             "scratch with another run.name"
         )
-    if not isinstance(version, int) or version < 1:
-        raise UserError(f"{path}: unknown format {version!r}. Fix: use a checkpoint that megarl saved")
+    if not is_plain(version, int) or version < 1:
+        raise UserError(f"{path}: unknown format {shown(version)}. Fix: use a checkpoint that megarl saved")
     if version > FORMAT:
         raise UserError(
             f"{path}: a later version of megarl saved it in format {version}, but this version reads only formats up "

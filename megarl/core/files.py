@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import errno
-import io
 import json
+import math
 import os
-import re
 import shutil
 import stat
 import sys
@@ -14,15 +13,19 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
+from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar, get_type_hints
 
 from megarl.core.errors import InfrastructureFailure, TooLittleSpace, UserError
 from megarl.core.outage import pauses
+from megarl.core.text import printable
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 T = TypeVar("T")
-Record = TypeVar("Record")
+Record = TypeVar("Record", bound="DataclassInstance")
 
 Progress = Callable[[str, int, int], None]
 """Progress callback. It is called with the last action ("checked", "written", "verified"), the bytes processed and the
@@ -41,6 +44,12 @@ DISK_S = 300.0
 
 PROBE_BYTES = 2**20
 
+
+MAX_DIGITS = 18
+"""Maximum number of digits of a number in a file name."""
+
+MAX_SHOWN = 60
+"""Maximum number of characters of a value in an error message."""
 
 MAX_BYTES, MAX_LINE_BYTES = 2**32, 2**28
 """Maximum size in bytes of a file that is read as a whole, and of a line."""
@@ -105,21 +114,43 @@ def full_disk(path: Path) -> InfrastructureFailure:
     )
 
 
+FULL_MESSAGES = tuple(os.strerror(number) for number in DISK_FULL)
+
+HIDING_MESSAGES = ("PytorchStreamWriter failed", "inline_container", "iostream error", "unexpected pos")
+"""Messages of torch for a failed write, which omit its cause."""
+
+
 def is_full(error: BaseException, path: Path) -> bool:
-    """Return whether a full disk caused the error. Libraries such as torch and safetensors hide the error number, so
-    their errors are checked with a small file beside `path`."""
-    if isinstance(error, TooLittleSpace):
+    """Return whether a full disk caused the error. Libraries such as safetensors mention the cause only in the message.
+    torch hides the cause, so the disk of `path` is then tested with a small file."""
+    chain = list(_causes(error))
+    if any(isinstance(each, TooLittleSpace) or getattr(each, "errno", None) in DISK_FULL for each in chain):
         return True
-    if isinstance(error, OSError):
-        return error.errno in DISK_FULL
+    messages = [str(each) for each in chain if getattr(each, "errno", None) is None]
+    if any(text in message for text in FULL_MESSAGES for message in messages):
+        return True
+    return any(text in message for text in HIDING_MESSAGES for message in messages) and not _has_room(path)
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and the errors that caused it, as a traceback shows them."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        yield error
+        seen.add(id(error))
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def _has_room(path: Path) -> bool:
+    """Return whether a small file can be written beside `path`."""
     try:
         with tempfile.TemporaryFile(dir=next(parent for parent in path.parents if parent.exists())) as file:
             file.write(bytes(PROBE_BYTES))
             file.flush()
             os.fsync(file.fileno())
     except OSError as probe:
-        return probe.errno in DISK_FULL
-    return False
+        return probe.errno not in DISK_FULL
+    return True
 
 
 def read_text(path: Path) -> str:
@@ -131,14 +162,18 @@ def read_text(path: Path) -> str:
 
 def _read_bytes(path: Path) -> bytes:
     with open_regular(path) as file:
-        if os.fstat(file.fileno()).st_size > MAX_BYTES:
+        if (size := os.fstat(file.fileno()).st_size) > MAX_BYTES:
             raise UserError(f"{path}: has more than {MAX_BYTES:,} bytes. Fix: remove the file")
-        return file.read()
+        return file.read(size)
 
 
-def lines_of(file: BinaryIO | io.BufferedIOBase, max_bytes: int = MAX_LINE_BYTES) -> Iterator[bytes]:
-    """Yield the lines of a file. A line of more than `max_bytes` is split, so that it does not fill the memory."""
-    return iter(partial(file.readline, max_bytes), b"")
+def lines_of(file: BinaryIO, max_bytes: int = MAX_LINE_BYTES) -> Iterator[bytes]:
+    """Yield the lines of a regular file up to its current size, because another process may append to it without end.
+    A line of more than `max_bytes` is split, so that it does not fill the memory."""
+    left = os.fstat(file.fileno()).st_size - file.tell()
+    while left > 0 and (line := file.readline(min(max_bytes, left))):
+        left -= len(line)
+        yield line
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -149,10 +184,12 @@ def open_regular(path: Path) -> BinaryIO:
         raise
     except OSError as error:
         reason = "a symbolic link" if error.errno == errno.ELOOP else f"not readable ({error.strerror})"
-        raise UserError(f"{path}: is {reason}. Fix: replace it with a regular file, or remove it") from None
+        raise UserError(
+            f"{printable(str(path))}: is {reason}. Fix: replace it with a regular file, or remove it"
+        ) from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise UserError(f"{path}: is not a regular file. Fix: remove it")
+        raise UserError(f"{printable(str(path))}: is not a regular file. Fix: remove it")
     return os.fdopen(descriptor, "rb")
 
 
@@ -173,19 +210,42 @@ def read_object(path: Path) -> dict[str, Any]:
     return value
 
 
+def shown(value: Any) -> str:
+    """Return a value from a file for an error message: on one line, and at most MAX_SHOWN characters long."""
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"
+
+
 def read_record(path: Path, kind: type[Record]) -> Record:
     """Return an instance of a data class from a JSON file that contains its fields. Raise the errors of `read_object`,
     or a UserError if fields are missing, unknown or of the wrong type. Only the types of str, int and float
     fields are checked."""
-    values = read_object(path)
-    for name, hint in get_type_hints(kind).items():
-        accepted = {str: str, int: int, float: (int, float)}.get(hint, object)
-        if name in values and not isinstance(values[name], accepted):
-            raise UserError(f"{path}: {name} has the wrong type. Fix: restore or remove the file")
-    try:
-        return kind(**values)
-    except TypeError:
-        raise UserError(f"{path}: has missing or unknown fields. Fix: restore or remove the file") from None
+    values, hints = read_object(path), get_type_hints(kind)
+    required = {f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING}
+    for name in (values.keys() - hints.keys()) | (required - values.keys()):
+        problem = "unknown key" if name in values else "missing key"
+        raise UserError(f"{path}: {problem} {shown(name)}. Fix: restore or remove the file")
+    for name, hint in hints.items():
+        if hint in (str, int, float) and name in values and not is_plain(values[name], hint):
+            raise UserError(
+                f"{path}: {name}={shown(values[name])} is not {PLAIN[hint]}. Fix: restore or remove the file"
+            )
+    return kind(**values)
+
+
+PLAIN = {str: "a string", int: "an integer", float: "a finite number"}
+"""Types of values in JSON files that are checked, by name for error messages."""
+
+
+def is_plain(value: Any, kind: type) -> bool:
+    """Return whether a JSON value is a string, an integer of at most 63 bits, or a finite number."""
+    if isinstance(value, bool):
+        return False
+    if kind is str:
+        return isinstance(value, str)
+    if isinstance(value, int):
+        return abs(value) < 2**63
+    return kind is float and isinstance(value, float) and math.isfinite(value)
 
 
 def read_foreign_object(path: Path, key: str = "", fix: str = "copy the file again") -> dict[str, Any]:
@@ -248,16 +308,24 @@ def sync(path: Path) -> None:
 def number_in(name: str, pattern: str) -> int | None:
     """Return the number n for which pattern.format(n) equals the name; None if there is none. Example pattern:
     step_{:06d}."""
-    before, after = re.split(r"{.*}", pattern)
+    before, _, end = pattern.partition("{")
+    after = end.partition("}")[2]
+    if not (name.startswith(before) and name.endswith(after)):
+        return None
     digits = name.removeprefix(before).removesuffix(after)
-    number = int(digits) if re.fullmatch(r"[0-9]+", digits) else None
+    is_number = digits.isascii() and digits.isdecimal() and len(digits) <= MAX_DIGITS
+    number = int(digits) if is_number else None
     return number if number is not None and pattern.format(number) == name else None
 
 
 def numbered(folder: Path, pattern: str) -> dict[int, Path]:
     """Return the folder's entries whose names match the pattern, in ascending order of their numbers."""
-    entries = [(number_in(path.name, pattern), path) for path in folder.glob("*")]
-    return dict(sorted((number, path) for number, path in entries if number is not None))
+    try:
+        names = os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return {}
+    numbers = ((number_in(name, pattern), name) for name in names)
+    return {number: folder / name for number, name in sorted(pair for pair in numbers if pair[0] is not None)}
 
 
 def write_new_file(option: str, path: Path, text: str) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.core.errors import UserError
 from megarl.data.row import Content, Message, as_messages
+from megarl.data.typed_tokens import typed_tokens
 from megarl.models.tokenizer import opening_ids
 
 if TYPE_CHECKING:
@@ -33,8 +34,9 @@ def add_system_prompt(system_prompt: str | None, prompt: Content, place: str) ->
 def render(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], place: str, *, for_answer: bool
 ) -> list[int]:
-    """Render messages with the model's chat template and return their token ids. Raise a UserError if the template
-    rejects the messages, or if one of them is already rendered.
+    """Render messages with the model's chat template and return their token ids. Special tokens in the text of messages
+    are tokenized as ordinary text, except in the assistant's. Raise a UserError if the template rejects the messages,
+    or if one of them is already rendered.
 
     Args:
         for_answer: whether to append the header of the assistant's next turn.
@@ -46,12 +48,17 @@ def render(
             f"{place}: a message starts with the beginning-of-sequence token {bos}, so it is already rendered. Fix: "
             "remove the token, or set data.chat_template=false for rendered prompts"
         )
-    return _apply(tokenizer, messages, place, add_generation_prompt=for_answer, return_dict=False)
+    typed = typed_tokens(tokenizer)
+    marked = typed.mark_others(messages)
+    if marked == list(messages):
+        return _apply(tokenizer, messages, place, add_generation_prompt=for_answer, return_dict=False)
+    return typed.ids(_apply(tokenizer, marked, place, add_generation_prompt=for_answer, tokenize=False))
 
 
 def render_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], place: str) -> str:
-    """Render messages as text. Raise a UserError if the template rejects them."""
-    return _apply(tokenizer, messages, place, tokenize=False)
+    """Render messages as text in which typed special tokens are marked, as in `TypedTokens`. Raise a UserError if the
+    template rejects them."""
+    return _apply(tokenizer, typed_tokens(tokenizer).mark_others(messages), place, tokenize=False)
 
 
 def _apply(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], place: str, **options: Any) -> Any:
@@ -133,14 +140,15 @@ def response_span(text: str, marked: str, response: str) -> tuple[int, int, int]
         marked: the same conversation rendered with MARK in place of the response.
 
     Returns:
-        The start and end of the response in `text`, and the number of leading characters that the template trimmed;
-        None if the template did more than trim the response.
+        The start and end of the response in `text`, and the number of leading characters that the template dropped,
+        such as whitespace or reasoning; None if the rest of the response is not unchanged.
     """
     before, _, after = marked.rpartition(MARK)
     start, stop = len(before), len(text) - len(after)
     if not (text.startswith(before) and text.endswith(after) and text[start:stop] in response):
         return None
-    return start, stop, response.index(text[start:stop])
+    # The same text may also occur in dropped reasoning, which precedes it.
+    return start, stop, response.rindex(text[start:stop])
 
 
 def _require_prefix(longer: Sequence[int], shorter: Sequence[int], number: int, place: str) -> None:

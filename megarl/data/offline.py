@@ -23,6 +23,7 @@ from megarl.data.chat import MARK, conversation, plain, prompt_ids, render_text,
 from megarl.data.files import label_rows, message_rows, preference_rows
 from megarl.data.prompts import place_of, require_chat_template, require_size, row_name, rows_of_files, too_long
 from megarl.data.row import Content, LabelRow, MessageRow, PreferenceRow, as_messages
+from megarl.data.typed_tokens import typed_tokens
 from megarl.models.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
@@ -211,15 +212,16 @@ def _text_ends(
 ) -> list[int]:
     """Return, for each step but the last, the index of the response token in which the step ends. Raise a UserError if
     the chat template alters the text of the response."""
-    text = response = "".join(steps)
+    rendered = response = "".join(steps)
     begin = first = 0
+    typed = typed_tokens(tokenizer)
     if chat_template:
         prompt_messages = as_messages(prompt, "user")
-        text, marked = (
+        rendered, other = (
             render_text(tokenizer, [*prompt_messages, *as_messages(content, "assistant")], place)
             for content in (response, MARK)
         )
-        span = response_span(text, marked, response)
+        span = response_span(typed.text(rendered), typed.text(other), response)
         if span is None:
             raise UserError(
                 f"{place}: the chat template changes the response, so its steps cannot be located. Fix: drop the row, "
@@ -232,7 +234,7 @@ def _text_ends(
             f"data.format=labels: the model's tokenizer, {type(tokenizer).__name__}, does not report character "
             "offsets. Fix: use a model with a tokenizer.json"
         )
-    spans = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)["offset_mapping"]
+    _, spans = typed.ids_and_spans(rendered, add_special_tokens=False)
     # If a character consists of several tokens, it ends in the last of them.
     ends = list(accumulate((last for _, last in spans), max))
     stops = [begin + stop for stop in accumulate(map(len, steps[:-1]))]

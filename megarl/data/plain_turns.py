@@ -1,4 +1,6 @@
-"""Conversations without a chat template: the concatenated text of their messages."""
+"""Conversations without a chat template: the concatenated text of their messages. The messages that begin a
+conversation are already rendered, so they may contain special tokens. In later messages, which may repeat text that the
+policy has written, special tokens are tokenized as ordinary text."""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megarl.data.tool_calls import MalformedCall, ToolCall
+from megarl.data.typed_tokens import typed_tokens
 from megarl.models.tokenizer import opening_ids, response_text
 
 if TYPE_CHECKING:
@@ -24,7 +27,8 @@ class PlainTokens:
 
     def extend(self, turn_ids: Sequence[int], messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return the ids of the messages' text, which directly follows the turn."""
-        return text_ids(self._tokenizer, "".join(message["content"] for message in messages))
+        typed = typed_tokens(self._tokenizer)
+        return typed.ids(typed.mark("".join(message["content"] for message in messages)))
 
     def read(
         self, turn_ids: Sequence[int], context_ids: Sequence[int] = ()

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+MAX_CALLS = 64
+"""Maximum number of tool calls that are parsed in a turn. The policy gets one error message for all further calls."""
+
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:

@@ -12,9 +12,11 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from megarl.data.tool_calls import MalformedCall, ToolCall
+from megarl.core.files import MAX_DEPTH, is_deeper
+from megarl.data.tool_calls import MAX_CALLS, MalformedCall, ToolCall
 from megarl.models.tokenizer import decode
 
 if TYPE_CHECKING:
@@ -57,8 +59,11 @@ class CallReader:
         self._in_text = re.compile(f"({'|'.join(in_text)})") if in_text else None
 
     def read(self, token_ids: Sequence[int]) -> tuple[Call, ...]:
-        """Return the calls in a turn."""
-        return tuple(self._read(self._pieces(list(token_ids))))
+        """Return the calls in a turn. A single malformed call stands for all calls after the first MAX_CALLS."""
+        calls = tuple(islice(self._read(self._pieces(list(token_ids))), MAX_CALLS + 1))
+        if len(calls) <= MAX_CALLS:
+            return calls
+        return *calls[:MAX_CALLS], MalformedCall("", f"a turn may have {MAX_CALLS} tool calls; the others were not run")
 
     def text_before(self, token_ids: Sequence[int]) -> str:
         """Return the text of a turn before its first call."""
@@ -70,7 +75,7 @@ class CallReader:
         pieces: list[Piece] = []
         start, tag = 0, ""
         for end in [i for i, token in enumerate(token_ids) if token in self._by_id] + [len(token_ids)]:
-            text = decode(self._tokenizer, token_ids[start:end], skip_special_tokens=True)
+            text = decode(self._tokenizer, token_ids[start:end], skip_special_tokens=True) if start < end else ""
             first, *others = self._in_text.split(text) if self._in_text else [text]
             pieces.append(Piece(tag, first))
             pieces += [Piece(*pair) for pair in zip(others[::2], others[1::2], strict=True)]
@@ -212,7 +217,7 @@ def _sequence(text: str) -> Iterator[Call]:
     while place < len(text):
         try:
             value, end = _DECODER.raw_decode(text, place)
-            _require_characters(value)
+            _require_plain(value)
         except (ValueError, RecursionError) as error:
             yield MalformedCall(text[place:], f"invalid JSON: {_message(error)}")
             return
@@ -247,12 +252,15 @@ def _call(value: Any, text: str, keys: Sequence[str] = ("arguments",)) -> Call:
 
 def _json(text: str) -> Any:
     value = _DECODER.decode(text.strip())
-    _require_characters(value)
+    _require_plain(value)
     return value
 
 
-def _require_characters(value: Any) -> None:
-    """Raise a ValueError for an escape sequence that is a lone surrogate, which tokenizers reject."""
+def _require_plain(value: Any) -> None:
+    """Raise a ValueError for an escape sequence that is a lone surrogate, which tokenizers reject, and for a value that
+    is nested too deeply."""
+    if is_deeper(value, MAX_DEPTH):
+        raise ValueError("it is nested too deeply")
     json.dumps(value, ensure_ascii=False).encode()
 
 

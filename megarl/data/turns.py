@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from megarl.core.errors import UserError
 from megarl.data.tool_calls import MalformedCall, ToolCall
 from megarl.data.tool_formats import FORMATS, CallReader, format_of, instructions
-from megarl.data.typed_tokens import TypedTokens
+from megarl.data.typed_tokens import typed_tokens
 from megarl.models.tokenizer import response_text
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class ChatTokens:
             )
         self._tokenizer = tokenizer
         self._key = key
-        self._typed = TypedTokens(tokenizer)
+        self._typed = typed_tokens(tokenizer)
         self._special = {n: token.content for n, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._other_ends = [number for number, text in self._special.items() if text in OTHER_ENDS]
         self._shown: dict[str, bool] = {}

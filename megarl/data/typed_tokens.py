@@ -1,5 +1,9 @@
 """Special tokens that are typed as text, for example by the policy. They must not end a message or begin a new one.
 
+This applies to messages, tool results, observations and judged responses. Two kinds of text may contain special tokens:
+text without a chat template, which is already rendered (plain prompts and responses in the data, observations with
+`as_is`), and the assistant's messages in the data, which have the model's own format, such as [TOOL_CALLS].
+
 Before the chat template renders a text, a mark is inserted into its special tokens. The rendered text is then split at
 the marks and tokenized piece by piece, so that no piece contains the token. Texts without marks are tokenized as a
 whole.
@@ -8,7 +12,8 @@ whole.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -41,6 +46,10 @@ class TypedTokens:
             return [self.mark(item) for item in value]
         return value
 
+    def mark_others(self, messages: Sequence[Mapping[str, Any]]) -> list[Any]:
+        """Return messages from the data in which the special tokens are marked, except in the assistant's messages."""
+        return [message if message["role"] == "assistant" else self.mark(message) for message in messages]
+
     def text(self, marked: str) -> str:
         """Return a marked text without its marks."""
         return self._marked.sub("", marked)
@@ -70,3 +79,9 @@ class TypedTokens:
         inner, outer = (self._tokenizer("a", add_special_tokens=added)["input_ids"] for added in (False, True))
         start = next(i for i in range(len(outer)) if outer[i : i + len(inner)] == inner)
         return outer[:start], outer[start + len(inner) :]
+
+
+@lru_cache(maxsize=8)
+def typed_tokens(tokenizer: PreTrainedTokenizerBase) -> TypedTokens:
+    """Return the TypedTokens of a tokenizer, which takes time to create."""
+    return TypedTokens(tokenizer)

@@ -16,14 +16,20 @@ from concurrent.futures import Future
 from io import BufferedRWPair
 from typing import Any
 
-from megarl.config import schema
 from megarl.core.errors import UserError
+from megarl.core.files import MAX_DEPTH, is_deeper
 from megarl.environments.protocol import Agent, Environment, Opening, Step, Task, Turn
 from megarl.environments.registry import SANDBOX, check_environment, is_agent, takes_sandbox
 from megarl.environments.tools import MalformedCall, Status, ToolCall, describe, run, tools_of
 from megarl.sandbox.choice import find_provider
 from megarl.usercode.failures import kind_of
 from megarl.usercode.parent import connect, send
+
+MAX_CHARACTERS = 2**23
+"""Maximum total length of the messages in a response. Longer text fits into no context, and reading it would block the
+process that runs the rollouts."""
+
+CUT = "… [cut]"
 
 
 class Host:
@@ -108,6 +114,13 @@ def _plain(messages: Any) -> list[dict[str, Any]]:
     invalid = [message for message in messages if not isinstance(message.get("role"), str) or "content" not in message]
     if invalid:
         raise TypeError(f"{invalid[0]!r} is not a message. Fix: give each message the keys role and content")
+    if is_deeper(messages, MAX_DEPTH):
+        raise TypeError(f"a message is nested deeper than {MAX_DEPTH} levels. Fix: return text")
+    left = MAX_CHARACTERS
+    for message in messages:
+        if isinstance(content := message["content"], str):
+            message["content"] = content if len(content) <= left else f"{content[:left]}{CUT}"
+            left = max(0, left - len(content))
     return json.loads(json.dumps(messages))
 
 
@@ -148,7 +161,9 @@ def main(
     try:
         kind = check_environment(name, options)
         if takes_sandbox(kind):
-            options = {**options, SANDBOX: asyncio.run(find_provider(schema.Sandbox(**sandbox)))}
+            from megarl.config.schema import Sandbox  # its import takes longer than those of all other modules
+
+            options = {**options, SANDBOX: asyncio.run(find_provider(Sandbox(**sandbox)))}
     except UserError as error:
         send(parent, {"refused": str(error)})
         return

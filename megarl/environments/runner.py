@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import traceback
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from megarl.config.schema import Config
 from megarl.core.errors import InfrastructureFailure, UserError
@@ -22,11 +23,15 @@ from megarl.environments.outcome import Outcome
 from megarl.environments.protocol import StopReason, Task
 from megarl.environments.sessions.server import SessionServer
 from megarl.environments.sessions.session import turn_seed
+from megarl.environments.text_length import ROOM, is_longer, num_tokens, texts_of
+from megarl.environments.tools import Message
 from megarl.environments.transcript import Part, Transcript
 from megarl.usercode.failures import RESTARTS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+Ids = TypeVar("Ids", bound=list[int] | None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +206,13 @@ class _Rollout:
     async def play(self, host: HostProcess) -> None:
         """Run all turns. Raise HostFailure if the environment fails. If the rollout is aborted, a running call to the
         environment finishes first, because environments need not be thread-safe."""
+        with suppress(_ContextFull):
+            await self._play_turns(host)
+            return
+        self.outcome.stop_reason = StopReason.MAX_TOKENS
+
+    async def _play_turns(self, host: HostProcess) -> None:
+        """Run all turns. Raise _ContextFull if no further turn fits into the context."""
         await self._reset(host)
         while self._num_tokens_left > 0:
             turn = await self._sample_turn()
@@ -214,8 +226,8 @@ class _Rollout:
             if turn["is_last"]:
                 break
             with _fails_rollout():
-                self._append_observation(step)
-        self.outcome.stop_reason = StopReason.MAX_TOKENS
+                await self._append_observation(step)
+        raise _ContextFull
 
     async def _reset(self, host: HostProcess) -> None:
         prompt, request = self._request.prompt, self._request
@@ -226,7 +238,7 @@ class _Rollout:
             self._start_sample([], opening["token_ids"])
         elif opening["messages"] is not None:
             with _fails_rollout():
-                token_ids = self._tokens.begin(opening["messages"])
+                token_ids = await self._tokenize(self._tokens.begin, opening["messages"])
             self._start_sample(opening["messages"], token_ids)
         elif len(prompt.token_ids):
             self._start_sample(prompt.messages, prompt.token_ids.tolist())
@@ -235,7 +247,7 @@ class _Rollout:
                 "reset returned no messages, but data.source=environment provides none. Fix: return messages from reset"
             )
 
-    def _start_sample(self, messages: Sequence[Mapping[str, Any]], token_ids: Sequence[int]) -> None:
+    def _start_sample(self, messages: Sequence[Message], token_ids: Sequence[int]) -> None:
         number = len(self.outcome.turn_rewards)
         self._parts.append(Part(Transcript(token_ids), "", self._messages, number, number))
         self._conversation = list(messages)
@@ -259,7 +271,7 @@ class _Rollout:
         transcript.add_turn(completion)
         sampled_ids = completion.text_ids.tolist()
         with _fails_rollout():
-            text, calls = self._tokens.read(sampled_ids, context)
+            text, calls = await asyncio.to_thread(self._tokens.read, sampled_ids, context)
         part.text, part.last_turn = text, number
         self._add_messages([{"role": "assistant", "content": self._runner.tokenizer.decode(sampled_ids)}])
         return {
@@ -279,28 +291,42 @@ class _Rollout:
         host.is_retiring |= step["is_stuck"]
         return step
 
-    def _append_observation(self, step: Mapping[str, Any]) -> None:
+    async def _append_observation(self, step: Mapping[str, Any]) -> None:
         """Append the observation. Start a new sample if it replaces the conversation or cannot be appended."""
         messages = step["messages"]
         if step["restart"]:
-            self._start_sample(messages, self._tokens.begin(messages))
+            self._start_sample(messages, await self._tokenize(self._tokens.begin, messages))
             return
-        messages = limit_observation(messages, self._runner.tokenizer, self._config.environment)
-        turn_ids = self._parts[-1].transcript.last_turn.token_ids.tolist()
-        if step["as_is"]:
-            context_ids = text_ids(self._runner.tokenizer, "".join(message["content"] for message in messages))
-        else:
-            context_ids = self._tokens.extend(turn_ids, messages)
+        limit = partial(limit_observation, tokenizer=self._runner.tokenizer, settings=self._config.environment)
+        messages = await asyncio.to_thread(limit, messages)
+        extend = self._raw_ids
+        if not step["as_is"]:
+            extend = partial(self._tokens.extend, self._parts[-1].transcript.last_turn.token_ids.tolist())
+        context_ids = await self._tokenize(extend, messages)
         if context_ids == []:
             raise HostFailure("the observation has no tokens. Fix: return text, or done=True")
         if context_ids is None:
             conversation = [*self._conversation, *messages]
+            token_ids = await self._tokenize(self._tokens.begin, conversation)
             self._messages += messages
-            self._start_sample([], self._tokens.begin(conversation))
+            self._start_sample([], token_ids)
             self._conversation = conversation
             return
         self._parts[-1].transcript.add_context(context_ids)
         self._add_messages(messages)
+
+    async def _tokenize(self, tokenize: Callable[[Sequence[Message]], Ids], messages: Sequence[Message]) -> Ids:
+        """Tokenize messages in a thread, because the event loop serves all rollouts. Raise _ContextFull if they are
+        much longer than the context."""
+        texts = [text for message in messages for text in texts_of(message)]
+        most = ROOM * self._config.rollout.context_length
+        if await is_longer(texts, most, partial(num_tokens, self._runner.tokenizer)):
+            raise _ContextFull
+        return await asyncio.to_thread(tokenize, messages)
+
+    def _raw_ids(self, messages: Sequence[Message]) -> list[int]:
+        """Return the ids of the messages' text without the chat template."""
+        return text_ids(self._runner.tokenizer, "".join(message["content"] for message in messages))
 
     def _add_messages(self, messages: Sequence[Mapping[str, Any]]) -> None:
         self._conversation += messages
@@ -311,12 +337,16 @@ class _Rollout:
         return self.outcome.samples(self._request.id, self._request.prompt, self._parts)
 
 
+class _ContextFull(Exception):
+    """Raised if no further turn fits into a rollout's context."""
+
+
 @contextmanager
 def _fails_rollout() -> Iterator[None]:
     """Convert any exception in the body, such as a tokenizer error, to a HostFailure, which fails only this rollout."""
     try:
         yield
-    except (HostFailure, UserError):
+    except (HostFailure, UserError, _ContextFull):
         raise
     except Exception as error:
         stack = "".join(traceback.format_exception(error))

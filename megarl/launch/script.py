@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from megarl.core.credentials import has_credentials
 from megarl.core.errors import UserError
 from megarl.launch.folder import JobFolder
 from megarl.launch.request import Request
@@ -25,7 +26,7 @@ _PLACEHOLDER = re.compile(r"@([a-z_]+)@")
 
 
 def render(request: Request, run: Path, sizes: Sequence[int], sweep: Sequence[int] = ()) -> str:
-    """Render the job script. Raise UserError if the template has an unknown placeholder.
+    """Render the job script. Raise UserError if the template has an unknown placeholder, or a text has credentials.
 
     Args:
         sizes: the node counts that an attempt may run on, largest first.
@@ -37,6 +38,7 @@ def render(request: Request, run: Path, sizes: Sequence[int], sweep: Sequence[in
             f"--template={template}: --fewest-nodes={request.fewest} requires the placeholder @sizes@. Fix: copy the "
             f"lines with @sizes@ from {TEMPLATE}"
         )
+    _require_no_credentials(request, template)
     values = _values(request, run, sizes, sweep)
 
     def fill(match: re.Match[str]) -> str:
@@ -48,6 +50,22 @@ def render(request: Request, run: Path, sizes: Sequence[int], sweep: Sequence[in
         return values[match[1]]
 
     return _PLACEHOLDER.sub(fill, template.read_text(encoding="utf-8"))
+
+
+def _require_no_credentials(request: Request, template: Path) -> None:
+    """Raise UserError if an option or the template contains credentials, because others may read the script."""
+    texts = {
+        **{"setup": request.setup, "option": request.options, "mount": request.mounts},
+        **{name: [getattr(request, name) or ""] for name in ("command", "image", "partition", "account")},
+        "template": template.read_text(encoding="utf-8").splitlines(),
+    }
+    for name, lines in texts.items():
+        if any(map(has_credentials, lines)):
+            raise UserError(
+                f"--{name}: contains credentials, which megarl would write to job.sbatch. Fix: export the environment "
+                "variable before megarl launch, and pass it to the job with --option=--export=ALL, or source a file "
+                "that only you can read, as in --setup '. ~/.secrets'"
+            )
 
 
 def _values(request: Request, run: Path, sizes: Sequence[int], sweep: Sequence[int]) -> Mapping[str, str]:

@@ -14,6 +14,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 
+from megarl.core.errors import UserError
 from megarl.megatron.routes import model_of
 
 DEFAULTS = {"initial_loss_scale": 2.0**16, "hysteresis": 1}
@@ -62,6 +63,11 @@ class LossScale:
 
     def restore(self, counters: Mapping[str, float]) -> None:
         if self._scaler is not None:
+            if missing := {"loss_scale", *TRACKERS} - counters.keys():
+                raise UserError(
+                    f"the checkpoint has no counter {min(missing)}, which a float16 model needs. Fix: resume from "
+                    "another checkpoint"
+                )
             scale = torch.full_like(self._scaler.scale, counters["loss_scale"])
             trackers = {tracker: int(counters[name]) for name, tracker in TRACKERS.items()}
             self._scaler.load_state_dict({"scale": scale} | trackers)

@@ -109,8 +109,8 @@ def _reserve(
     for role, model in models.trained.items():
         if overlap(span, spans[NAMES[role]]):
             layout = config.placed(role).layout
-            matrices = [model.of_stage(layout, stage).matrices for stage in range(layout.pp)]
-            held[role] = model.shape, matrices[stages[role]] if role in stages else max(matrices)
+            on_gpu = [stages[role]] if role in stages else range(layout.pp)
+            held[role] = model.shape, max(model.of_stage(layout, stage).matrices for stage in on_gpu)
     engine = models.actor.shape if ENGINE in spans and overlap(span, spans[ENGINE]) else None
     scorer = models.reward if models.reward and overlap(span, spans[NAMES["reward_model"]]) else None
     return gpu_reserve(config, held, engine, ModelShape.of(scorer) if scorer else None, gpus_per_node)

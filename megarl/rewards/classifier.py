@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from megarl.config.model_schema import RewardModel
 from megarl.core.types import Sample
 from megarl.models.classifier import Kind
 from megarl.rewards.process import aggregated, on_trained_tokens, step_ends, step_stops
-from megarl.rewards.reading import Reader, Reading, Unreadable
+from megarl.rewards.reading import Reader, Reading
+from megarl.rewards.result import Issues
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,11 +29,13 @@ class ModelReward:
         by_token: rewards for the R response tokens, which sum to `value`. NaN for tokens without a reward. None if
             rewards are not assigned to individual tokens.
         failure: the reason why `value` is None, or None.
+        issues: problems that the response caused.
     """
 
     value: float | None
     by_token: list[float] | None = None
     failure: str | None = None
+    issues: Issues = field(default_factory=dict)
 
 
 class ClassifierReward:
@@ -54,21 +57,22 @@ class ClassifierReward:
     def reward(self, sample: Sample, scores: Sequence[float], reading: Reading | None = None) -> ModelReward:
         """Return the sample's reward. `scores` has one score per sampled response token, or per token of the reading if
         there is one. A sequence classifier's last score is the sample's score."""
+        issues = {} if reading is None else reading.issues
         if self._kind == "sequence":
-            return ModelReward(scores[-1])
+            return ModelReward(scores[-1], issues=issues)
         scored = self._scored(sample) if reading is None else self._scored_in_reading(sample, reading)
         value = aggregated(self._settings.aggregation or "sum", [scores[i] for i in scored])
         if not self._by_token or not math.isfinite(value):
-            return ModelReward(value)
-        try:
-            indexes = scored
-            if reading is not None and self._reader is not None:
-                indexes = self._reader.sampled(sample, [reading.ends[i] for i in scored])
-        except Unreadable as reason:
-            return ModelReward(None, failure=str(reason))
-        score_by_index = dict(zip(indexes, (scores[i] for i in scored), strict=True))
+            return ModelReward(value, issues=issues)
+        indexes = scored
+        if reading is not None and self._reader is not None:
+            indexes = self._reader.sampled(sample, [reading.ends[i] for i in scored])
+        score_by_index: dict[int, float] = {}
+        for index, i in zip(indexes, scored, strict=True):  # several steps may end in the same sampled token
+            score_by_index[index] = score_by_index.get(index, 0.0) + scores[i]
         by_token = on_trained_tokens(score_by_index, sample.response_mask)
-        return ModelReward(math.fsum(reward for reward in by_token if not math.isnan(reward)), by_token)
+        total = math.fsum(reward for reward in by_token if not math.isnan(reward))
+        return ModelReward(total, by_token, issues=issues)
 
     def _scored(self, sample: Sample) -> Sequence[int]:
         """Return the indices of the sampled tokens whose scores are used."""

@@ -69,7 +69,10 @@ def _check_tests(answer: Any, *, entry_point: str | None = None, test_setup_code
 
 
 def _invalid(reason: str) -> ValueError:
-    return ValueError(f"code_tests: {reason}. Fix: correct the row's answer, test_setup_code or entry_point")
+    remedy = "correct the row's answer or its columns test_setup_code and entry_point"
+    if reason.startswith(code_tester.NEEDS_MODULE):
+        remedy = "install the module for the Python that the sandbox runs, or drop the row"
+    return ValueError(f"code_tests: {reason}. Fix: {remedy}")
 
 
 @checks_rows(_check_tests)

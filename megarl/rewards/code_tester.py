@@ -28,6 +28,9 @@ from megarl.rewards.code_channel import Peer, UnsendableError
 PASSED, WRONG, INVALID = 0, 1, 2
 """Exit statuses. INVALID means that the tests themselves are at fault, regardless of the program."""
 
+NEEDS_MODULE = "the tests need a module"
+"""Beginning of a message about tests whose imports fail."""
+
 TESTS = "tests"
 
 MODULE_ALIASES = {"np": "numpy", "pd": "pandas"}
@@ -120,10 +123,12 @@ class Tester(Peer):
     def __init__(self, end):
         super().__init__(end)
         self.proxies, self.callables, self.resuming = {}, [], set()
+        self.has_results = False  # whether the tests have values that the program computed
 
     def request(self, kind, *values):
         try:
             value = super().request(kind, *values)
+            self.has_results |= kind != "load" and not (kind == "get" and isinstance(value, Proxy))
             if kind == "get" and values[1] in RESUMING:
                 self.resuming.add(id(value))
             return value
@@ -135,6 +140,8 @@ class Tester(Peer):
             error.is_of_program = True  # pyright: ignore[reportAttributeAccessIssue]
             raise
         except UnsendableError as error:
+            if self.has_results:  # the value may depend on them, as in `f(np.array(g()))`
+                raise
             raise InvalidTests(str(error)) from None
 
     def handle(self, kind, *values):
@@ -330,7 +337,7 @@ def main(file):
         status, message = INVALID, str(error)
     except ImportError as error:
         is_of_program = hasattr(error, "is_of_program") or error.name in (None, "solution")
-        status, message = WRONG if is_of_program else INVALID, f"the tests need a module: {error}"
+        status, message = WRONG if is_of_program else INVALID, f"{NEEDS_MODULE}: {error}"
     except BaseException:
         status = WRONG
     if status == INVALID:

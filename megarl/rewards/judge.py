@@ -7,10 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from statistics import fmean
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from megarl.core.types import Sample
 from megarl.rewards.result import Result
+
+if TYPE_CHECKING:
+    from megarl.core.types import Sample
 
 NAME = "judge"
 """Name of the judge's reward component and of its function. The function f(prompt, first, second, answer) returns

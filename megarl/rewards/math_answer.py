@@ -11,6 +11,7 @@ from typing import Any
 
 from megarl.rewards.forked import in_child
 from megarl.rewards.math_shortcuts import compare_relatively, decimal, differ, is_close, number, parse_quickly
+from megarl.usercode.failures import ProcessLost
 
 _WRAPPED = re.compile(r"\$+(?P<inner>[^$]*)\$+|\\\((?P<paren>.*)\\\)|\\\[(?P<bracket>.*)\\\]", re.DOTALL)
 _BOXED = "\\boxed{"
@@ -30,8 +31,20 @@ _EULER = re.compile(r"[+-]?[0-9]+e[+-]?[1-9]")
 
 _E_NOTATION = re.compile(r"(?<![\w.])(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE][+-]?[0-9]{1,2}(?!\w|\.[0-9])", re.ASCII)
 
-_SPACED = re.compile(r"(?<![\w.,])[0-9]{1,3}(?:(?:,?\\!|\\[,:;]|[~\u00a0\u2009\u202f])[0-9]{3})+(?![0-9])", re.ASCII)
-"""A number with thin spaces between groups of three digits. math-verify reads it as a product."""
+_SPACED = re.compile(
+    r"(?<![\w.,])[0-9]{1,3}(?:(?:,?\\!|\{,\}|\\[,:;]|[~\u00a0\u2009\u202f])[0-9]{3})+(?![0-9])", re.ASCII
+)
+"""A number with thin spaces or `{,}` between groups of three digits. math-verify reads it as a product or a list."""
+
+_TEXT_NUMBER = re.compile(
+    r"\\(?:text|textbf|mathrm|mathbf)\{\s*"
+    r"(?P<number>[+-]?(?:[1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|[0-9]+\s+[0-9]+/[0-9]+)\s*\}"
+)
+"""A number in text mode, which math-verify ignores."""
+
+_MIXED = r"(?P<sign>[+-]?)(?P<whole>[1-9][0-9]{0,4})\s+(?P<numerator>[1-9][0-9]{0,4})/(?P<denominator>[1-9][0-9]{0,4})"
+_MIXED_NUMBER = re.compile(_MIXED)
+_BOXED_MIXED_NUMBER = re.compile(rf"(?<=\\boxed\{{)\s*{_MIXED}(?=\s*(?:\\text\{{[^{{}}]*\}}\s*)?\}})")
 
 MAX_BOX_GAP = 16
 """Maximum number of characters between adjacent boxes, such as " and ". math-verify may combine such boxes into one
@@ -87,7 +100,8 @@ class MathMatch:
         self._equal = lru_cache(maxsize=8192)(self._compare)
 
     def __call__(self, prompt: str, response: str, answer: Any) -> bool:
-        expected, end = map(_join_digits, (_text(answer), response[-self._last_characters :]))
+        expected, end = _expected(answer), _normalized(response[-self._last_characters :])
+        end = _BOXED_MIXED_NUMBER.sub(_improper, end)
         boxes, bare = _last_boxes(end), _bare(expected)
         boxed = end[boxes[-1]].removeprefix(_BOXED)[:-1].strip() if boxes else None
         gold_number, boxed_number = number(bare), None if boxed is None or len(boxes) > 1 else number(boxed)
@@ -107,7 +121,7 @@ class MathMatch:
 
     def check_row(self, answer: Any) -> None:
         """Raise ValueError if the answer cannot be parsed, or cannot be compared with itself."""
-        expected = _text(answer)
+        expected = _expected(answer)
         if decimal(_bare(expected)) is not None:
             return
 
@@ -117,7 +131,7 @@ class MathMatch:
 
         try:
             in_child(compare, 2 * self._timeout_s) if _is_risky(expected) else compare()
-        except NotExpression:
+        except (NotExpression, ProcessLost):
             raise
         except self._errors as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())
@@ -131,6 +145,8 @@ class MathMatch:
         compare = partial(self._is_same, gold, response)
         try:
             return bool(in_child(compare, self._timeout_s)) if _is_risky(response) else compare()
+        except ProcessLost:
+            raise
         except self._errors:
             self._verify_parsed(gold, gold)  # raises if the answer or the verifier is at fault
             return False
@@ -168,8 +184,25 @@ def _text(answer: Any) -> str:
     return str(answer).strip()
 
 
-def _join_digits(text: str) -> str:
+def _expected(answer: Any) -> str:
+    """Return the answer in a notation that math-verify reads correctly."""
+    text = _normalized(_text(answer))
+    mixed = _MIXED_NUMBER.fullmatch(_bare(text))
+    return text if mixed is None else _improper(mixed)
+
+
+def _normalized(text: str) -> str:
+    text = _TEXT_NUMBER.sub(lambda match: match["number"], text)
     return _SPACED.sub(lambda match: re.sub("[^0-9]", "", match[0]), text)
+
+
+def _improper(mixed: re.Match[str]) -> str:
+    """Return a mixed number such as 1 1/2 as a fraction. Text such as 1 3/2 stays unchanged."""
+    whole, numerator, denominator = (int(mixed[name]) for name in ("whole", "numerator", "denominator"))
+    if numerator >= denominator:
+        return mixed[0]
+    sign = mixed["sign"].removeprefix("+")
+    return f"{sign}\\frac{{{whole * denominator + numerator}}}{{{denominator}}}"
 
 
 def _is_risky(text: str) -> bool:

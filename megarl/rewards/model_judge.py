@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from megarl.config.model_schema import RewardModel
-from megarl.core.types import Sample
+from megarl.core.types import Prompt, Sample
 from megarl.data.typed_tokens import TypedTokens
 from megarl.rewards.classifier import ModelReward
 from megarl.rewards.rating import TEMPLATE, question, rating
-from megarl.rewards.reading import Reading, Unreadable, reading_of, render, text_of
+from megarl.rewards.reading import Reading, Unreadable, reading_of, render, text_of, truncated
+from megarl.rewards.result import TRUNCATED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,32 +29,54 @@ class ModelJudge:
         actor_tokenizer: PreTrainedTokenizerBase,
     ):
         """`longest` is the maximum number of tokens in the question and the answer combined."""
-        self._judge, self._longest = settings.judge, longest
+        self._judge, self._longest = settings.judge, longest - settings.judge.max_new_tokens
         self._tokenizer, self._actor_tokenizer = tokenizer, actor_tokenizer
         self._typed = TypedTokens(tokenizer)
         self._template = TEMPLATE if settings.judge.template is None else settings.judge.template
 
     def read(self, sample: Sample) -> Reading:
-        """Tokenize the question as a user message, followed by the header of the judge's turn. Raise Unreadable if the
-        question leaves too few tokens for an answer, or the chat template rejects it."""
-        # Special tokens of the actor's chat template are dropped, because the judge may use the same ones.
-        prompt = text_of(self._actor_tokenizer, sample.prompt.token_ids.tolist())
-        mark = self._typed.mark  # the response must not start the judge's turn
-        content = question(self._template, mark(prompt), mark(sample.text), sample.prompt.answer)
-        message = {"role": "user", "content": content}
-        text = render(self._tokenizer, [message], "question", opens_turn=True)
-        ids = self._typed.ids(text)
-        if len(ids) + self._judge.max_new_tokens > self._longest:
+        """Return the question as a user message, followed by the header of the judge's turn. If it leaves too few
+        tokens for an answer, or the chat template rejects it, the response is truncated at its end. If it is too long
+        without the response, the start of the question is dropped. Raise Unreadable if the template rejects it without
+        the response."""
+        question_of = lru_cache(maxsize=1)(lambda response: self._question(sample.prompt, response))
+        problem: str | None = None
+
+        def fits(response: str) -> bool:
+            nonlocal problem
+            try:
+                num_tokens = len(question_of(response))
+            except Unreadable as rejection:
+                problem = problem or str(rejection)
+                return False
+            if num_tokens > self._longest:
+                problem = problem or f"the question has {num_tokens} tokens, but the limit is {self._longest}"
+            return num_tokens <= self._longest
+
+        response = truncated(sample.text, fits)
+        ids = question_of(sample.text if response is None else response)[-self._longest :]
+        return reading_of(sample, ids, len(ids) - 1, (len(sample.text),), {TRUNCATED: problem})
+
+    def check_prompt(self, prompt: Prompt) -> None:
+        """Raise Unreadable if the judge cannot read the question about this prompt."""
+        num_tokens = len(self._question(prompt, ""))
+        if num_tokens >= self._longest:
             raise Unreadable(
-                f"the question ({len(ids)} tokens) and the answer (reward_model.judge.max_new_tokens="
-                f"{self._judge.max_new_tokens}) exceed the context of {self._longest} tokens. Fix: raise "
-                "reward_model.context_length"
+                f"the question has {num_tokens} tokens without the response, but the judge's context leaves "
+                f"{self._longest} (without reward_model.judge.max_new_tokens={self._judge.max_new_tokens}). Fix: raise "
+                "reward_model.context_length, or drop the row"
             )
-        return reading_of(sample, ids, len(ids) - 1, (len(sample.text),))
+
+    def _question(self, prompt: Prompt, response: str) -> list[int]:
+        # Special tokens of the actor's chat template are dropped, because the judge may use the same ones.
+        text = text_of(self._actor_tokenizer, prompt.token_ids.tolist())
+        mark = self._typed.mark  # the response must not start the judge's turn
+        content = question(self._template, mark(text), mark(response), prompt.answer)
+        return self._typed.ids(
+            render(self._tokenizer, [{"role": "user", "content": content}], "question", opens_turn=True)
+        )
 
     def reward(self, sample: Sample, scores: Sequence[int], reading: Reading | None = None) -> ModelReward:
-        """Return the sample's reward, or a failure if the answer with the token ids `scores` has no rating."""
-        try:
-            return ModelReward(rating(text_of(self._tokenizer, list(scores)), self._judge.scale))
-        except ValueError as reason:
-            return ModelReward(None, failure=str(reason))
+        """Return the sample's rating, given the token ids `scores` of the judge's answer."""
+        rated = rating(text_of(self._tokenizer, list(scores)), self._judge.scale)
+        return ModelReward(float(rated), issues={**rated.issues, **({} if reading is None else reading.issues)})

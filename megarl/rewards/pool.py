@@ -174,8 +174,11 @@ class FunctionPool:
             reply: dict[str, Any] = {}
             for _ in range(RESTARTS + 1):
                 reply = self._run(function, rows, None, self._timeout_s * len(rows))
-                if reply.get("kind") != "lost":
-                    failure = f"{function} {reply.get('failure')} while checking a row. Fix: correct the row's answer"
+                if reply.get("kind", "error") == "error":
+                    failure = (
+                        f"{function} {reply.get('failure')} while it checked {len(rows)} rows. Fix: raise "
+                        "rewards.timeout_s or rewards.memory_mib, or drop the row that needs so much"
+                    )
                     return reply.get("problems", [failure] * len(rows))
             raise InfrastructureFailure(
                 f"{function} {reply['failure']} in each of {RESTARTS + 1} attempts to check rows. Fix: lower "

@@ -6,6 +6,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from megarl.rewards.result import UNRATED, WORST_RATING, Rating
+
 TEMPLATE = """\
 Judge the answer of an assistant to a question.
 
@@ -25,10 +27,14 @@ _FIELD = re.compile(r"\{(prompt|response|answer)\}")
 _RATING = re.compile(r"\[\[\s*(-?\d{1,9}(?:\.\d{1,9})?)\s*\]\]")
 
 
+_THINKING = "<think>", "</think>"
+
+
 def question(template: str, prompt: str, response: str, answer: Any) -> str:
-    """Fill {prompt}, {response} and {answer} into the template. Braces in the inserted text stay unchanged."""
+    """Fill {prompt}, {response} and {answer} into the template. Braces in the inserted text stay unchanged. A rating in
+    the inserted text gets a space, so that a judge that quotes it does not give it."""
     fields = {"prompt": prompt, "response": response, "answer": str(answer)}
-    return _FIELD.sub(lambda field: fields[field[1]], template)
+    return _FIELD.sub(lambda field: _RATING.sub(lambda rating: f"[ {rating[0][1:]}", fields[field[1]]), template)
 
 
 def require_answer(template: str, answer: Any) -> None:
@@ -40,12 +46,15 @@ def require_answer(template: str, answer: Any) -> None:
         )
 
 
-def rating(text: str, scale: Sequence[float]) -> float:
-    """Return (rating − lowest) / (highest − lowest), from 0 to 1, for the last [[number]] in the judge's text. `scale`
-    contains the lowest and the highest rating. Raise ValueError if the text has no rating in this range."""
+def rating(text: str, scale: Sequence[float]) -> Rating:
+    """Return (rating − lowest) / (highest − lowest), from 0 to 1, for the last [[number]] in the judge's text after its
+    reasoning. `scale` contains the lowest and the highest rating. If the text has no rating in this range, return the
+    worst one, because a response may persuade a judge not to rate it."""
     lowest, highest = scale
-    numbers = _RATING.findall(text)
+    begin, end = _THINKING
+    numbers = _RATING.findall(text.rpartition(end)[2].partition(begin)[0])
     value = float(numbers[-1]) if numbers else None
     if value is None or not lowest <= value <= highest:
-        raise ValueError(f"the judge's answer has no rating [[{lowest:g} to {highest:g}]]: …{text[-200:]!r}")
-    return (value - lowest) / (highest - lowest)
+        reason = f"the judge's answer has no rating [[{lowest:g} to {highest:g}]]: …{text[-200:]!r}"
+        return Rating(WORST_RATING, {UNRATED: reason})
+    return Rating((value - lowest) / (highest - lowest), {UNRATED: None})

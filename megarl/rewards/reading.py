@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +16,8 @@ from megarl.core.types import Prompt, Sample, VersionRun
 from megarl.data.chat import MARK, response_span
 from megarl.data.typed_tokens import TypedTokens
 from megarl.models.classifier import Kind
+from megarl.rewards.result import TRUNCATED, VERBATIM, Issues
+from megarl.rewards.rollout_file import token_texts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -21,9 +25,12 @@ if TYPE_CHECKING:
 CONTEXT = 5
 """Number of prompt tokens decoded before a response."""
 
+CUTS = 1024
+"""Number of places at which a response may be truncated."""
 
-class Unreadable(Exception):
-    """Raised if a reward model cannot read a sample; the message is a short reason."""
+
+class Unreadable(ValueError):
+    """Raised if a reward model cannot read the responses to a prompt; the message is a short reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +40,28 @@ class Reading:
     Attributes:
         sample: the tokenized sample. Only the scores of its response tokens count.
         ends: for each of these response tokens, its end offset in the text of the sampled response.
+        issues: problems that the response caused.
     """
 
     sample: Sample
     ends: tuple[int, ...]
+    issues: Issues = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rendered:
+    """A sample as text.
+
+    Attributes:
+        marked: the text, with special tokens in the messages marked.
+        span: start and end of the response in the text without marks, and the number of characters missing before it.
+            A sequence classifier does not need it.
+        change: how the chat template changes the response, which is therefore inserted verbatim; None otherwise.
+    """
+
+    marked: str
+    span: tuple[int, int, int]
+    change: str | None = None
 
 
 class Reader:
@@ -57,73 +82,103 @@ class Reader:
 
     def read(self, sample: Sample) -> Reading:
         """Tokenize the sample for the reward model. A sequence classifier scores the last token, and a token classifier
-        scores the response tokens. Raise Unreadable if the sample cannot be rendered or is too long."""
-        marked = self._text(sample)
-        text = self._typed.text(marked)
-        ids, spans = self._typed.ids_and_spans(marked, add_special_tokens=self._settings.input_format == "text")
+        scores the response tokens. If the input is too long, the response is truncated at its end. If the conversation
+        before the response is too long, its start is dropped. Raise Unreadable if the conversation cannot be rendered
+        with any response, or there is no text."""
+
+        @lru_cache(maxsize=1)
+        def encoded(response: str) -> tuple[_Rendered, list[int], list[tuple[int, int]]]:
+            rendered = self._render(sample.prompt, response)
+            return rendered, *self._ids_and_spans(rendered.marked)
+
+        response = truncated(sample.text, lambda text: len(encoded(text)[1]) <= self._longest)
+        rendered, ids, spans = encoded(sample.text if response is None else response)
         if not ids:
             raise Unreadable("the prompt and the response have no text to score")
-        if len(ids) > self._longest:
-            raise Unreadable(
-                f"the input has {len(ids)} tokens, but the limit is {self._longest}. Fix: raise "
-                "reward_model.context_length"
-            )
+        ids, spans = ids[-self._longest :], spans[-self._longest :]
+        excess = None if response == sample.text else f"the input exceeds the limit of {self._longest} tokens"
+        issues = {TRUNCATED: excess, **({VERBATIM: rendered.change} if self._settings.input_format == "chat" else {})}
         if self._kind == "sequence":
-            return reading_of(sample, ids, len(ids) - 1, (len(sample.text),))
-        start, stop, skipped = self._response(sample, text)
+            return reading_of(sample, ids, len(ids) - 1, (len(sample.text),), issues)
+        start, stop, skipped = rendered.span
         counted = [i for i, (first, last) in enumerate(spans) if start < last and first < stop and first < last]
         if not counted:  # the response has no text: use the score at its position
-            return reading_of(sample, ids, len(ids) - 1, (len(sample.text),))
+            return reading_of(sample, ids, len(ids) - 1, (len(sample.text),), issues)
         ends = tuple(skipped + min(last, stop) - start for _, last in spans[counted[0] : counted[-1] + 1])
-        return reading_of(sample, ids[: counted[-1] + 1], counted[0], ends)
+        return reading_of(sample, ids[: counted[-1] + 1], counted[0], ends, issues)
+
+    def check_prompt(self, prompt: Prompt) -> None:
+        """Raise Unreadable if the model cannot read responses to this prompt."""
+        try:
+            num_tokens = len(self._ids_and_spans(self._render(prompt, "").marked)[0])
+        except Unreadable as problem:
+            raise Unreadable(f"{problem}. Fix: set reward_model.input_format=text, or drop the row") from None
+        if not num_tokens:
+            raise Unreadable("the prompt has no text. Fix: add text, or drop the row")
+        if num_tokens >= self._longest:
+            raise Unreadable(
+                f"the prompt has {num_tokens} tokens of the reward model, so the limit of {self._longest} leaves none "
+                "for the response. Fix: raise reward_model.context_length, or drop the row"
+            )
 
     def sampled(self, sample: Sample, ends: Sequence[int]) -> list[int]:
-        """Return the indices of the sampled tokens that end at these offsets in the response text. The last offset maps
-        to the last token. Raise Unreadable if an offset lies within a sampled token."""
-        return [self._sampled(sample, end) for end in ends[:-1]] + [len(sample.response_ids) - 1]
+        """Return the indices of the sampled tokens in which these prefixes of the response text end. The last offset
+        maps to the last token."""
+        # Some tokenizers drop the space before the first token of a text, so decoding starts in the prompt.
+        context, response_ids = sample.prompt.token_ids[-CONTEXT:].tolist(), sample.response_ids.tolist()
+        texts = token_texts(lambda ids: text_of(self._actor_tokenizer, list(ids)), [*context, *response_ids])
+        token_ends = list(accumulate(map(len, texts[len(context) :])))
+        last = len(response_ids) - 1
+        return [min(bisect_left(token_ends, end), last) for end in ends[:-1]] + [last]
 
-    def _sampled(self, sample: Sample, end: int) -> int:
-        def length(count: int) -> int:
-            return len(self._decoded(sample, count))
+    def _ids_and_spans(self, marked: str) -> tuple[list[int], list[tuple[int, int]]]:
+        return self._typed.ids_and_spans(marked, add_special_tokens=self._settings.input_format == "text")
 
-        counts = range(len(sample.response_ids) + 1)
-        # If a character consists of several tokens, several counts match, and the last one completes the character.
-        for count in counts[bisect_left(counts, end, key=length) : bisect_right(counts, end, key=length)]:
-            if self._decoded(sample, count) == sample.text[:end]:
-                return count - 1
-        raise Unreadable(
-            f"a step ends after {end} characters of the response, inside a sampled token. Fix: set "
-            "reward_model.aggregation, for example to mean"
-        )
+    def _render(self, prompt: Prompt, response: str) -> _Rendered:
+        """Return the text to score. If the chat template changes the response, a sequence classifier reads the changed
+        one. For a token classifier, whose scores belong to places in the response, it is inserted verbatim."""
+        if self._settings.input_format == "text":
+            marked = self._typed.mark(text_of(self._actor_tokenizer, prompt.token_ids.tolist()))
+            return self._inserted(marked, response, "", None)
+        try:
+            marked = self._conversation(prompt, self._typed.mark(response))
+        except Unreadable as rejection:
+            return self._verbatim(prompt, response, str(rejection))
+        if self._kind == "sequence":
+            return _Rendered(marked, (0, 0, 0))
+        text, other = self._typed.text(marked), self._typed.text(self._conversation(prompt, MARK))
+        if MARK not in other:
+            raise Unreadable("the chat template does not render the assistant's message")
+        span = response_span(text, other, response)
+        if span is None:
+            return self._verbatim(prompt, response, "the chat template changes the response")
+        return _Rendered(marked, span)
 
-    def _decoded(self, sample: Sample, count: int) -> str:
-        """Return the text of the first `count` response tokens, decoded after the end of the prompt, because some
-        tokenizers drop the space before the first token of a text."""
-        context = sample.prompt.token_ids[-CONTEXT:].tolist()
-        before = text_of(self._actor_tokenizer, context)
-        return text_of(self._actor_tokenizer, [*context, *sample.response_ids[:count].tolist()])[len(before) :]
+    def _verbatim(self, prompt: Prompt, response: str, change: str) -> _Rendered:
+        """Return the conversation with the response in the place where the chat template puts others."""
+        before, _, after = self._conversation(prompt, MARK).rpartition(MARK)
+        messages = self._typed.mark(prompt.messages)
+        closed, header = (render(self._tokenizer, messages, "messages", opens) for opens in (False, True))
+        # Some templates insert an empty reasoning block before a response without one. A response has its own.
+        is_header = header != closed and before.startswith(header)
+        return self._inserted(header if is_header else before, response, after, change)
 
-    def _text(self, sample: Sample) -> str:
-        """Return the text to score, with the special tokens in the response marked."""
-        if self._settings.input_format == "chat":
-            return self._rendered(sample, self._typed.mark(sample.text))
-        return text_of(self._actor_tokenizer, sample.prompt.token_ids.tolist()) + self._typed.mark(sample.text)
+    def _inserted(self, before: str, response: str, after: str, change: str | None) -> _Rendered:
+        start = len(self._typed.text(before))
+        return _Rendered(before + self._typed.mark(response) + after, (start, start + len(response), 0), change)
 
-    def _rendered(self, sample: Sample, response: str) -> str:
-        messages = [*sample.prompt.messages, {"role": "assistant", "content": response}]
+    def _conversation(self, prompt: Prompt, response: str) -> str:
+        messages = [*self._typed.mark(prompt.messages), {"role": "assistant", "content": response}]
         return render(self._tokenizer, messages, "messages")
 
-    def _response(self, sample: Sample, text: str) -> tuple[int, int, int]:
-        """Return the start and end of the response in the text, and the number of characters missing before it."""
-        if self._settings.input_format == "text":
-            return len(text) - len(sample.text), len(text), 0
-        span = response_span(text, self._rendered(sample, MARK), sample.text)
-        if span is None:
-            raise Unreadable(
-                "the chat template rewrites the response, so its tokens cannot be located. Fix: set "
-                "reward_model.input_format=text"
-            )
-        return span
+
+def truncated(text: str, fits: Callable[[str], bool]) -> str | None:
+    """Return a prefix of the text that fits: the text, or the longest of CUTS prefixes. None if none of them fits."""
+    if fits(text):
+        return text
+    ends = range(0, len(text), max(1, len(text) // CUTS))
+    num_fitting = bisect_left(ends, True, key=lambda end: not fits(text[:end]))
+    return text[: ends[num_fitting - 1]] if num_fitting else None
 
 
 def text_of(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
@@ -144,7 +199,7 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Any], content:
         raise Unreadable(f"the chat template rejects the {content}: {error}") from error
 
 
-def reading_of(sample: Sample, ids: Sequence[int], first: int, ends: tuple[int, ...]) -> Reading:
+def reading_of(sample: Sample, ids: Sequence[int], first: int, ends: tuple[int, ...], issues: Issues) -> Reading:
     """Return a reading with these token ids. Only scores of tokens from index `first` on are used."""
     # Each sample gets its own prompt, because the prompt extends to the first token whose score counts.
     tokens = np.array(ids, np.int32)
@@ -161,4 +216,4 @@ def reading_of(sample: Sample, ids: Sequence[int], first: int, ends: tuple[int, 
         finish_reason=sample.finish_reason,
         text=sample.text,
     )
-    return Reading(rendered, ends)
+    return Reading(rendered, ends, issues)

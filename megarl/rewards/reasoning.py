@@ -44,6 +44,8 @@ class ReasoningGym:
         dataset = _dataset(task, json.dumps(options, sort_keys=True))
         try:
             dataset.score_answer(answer or "", {"question": "", "answer": answer, "metadata": metadata})
+        except ImportError:
+            raise
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             raise ValueError(

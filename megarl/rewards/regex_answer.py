@@ -12,7 +12,7 @@ class RegexMatch:
     """Reward function that returns whether a pattern matches in the response. If the pattern has a group named
     `answer`, the group in the last match must equal the answer, ignoring surrounding whitespace. The syntax is Python's
     with the extensions from the `regex` package. A search that takes longer than timeout_s, for example because of
-    catastrophic backtracking, counts as no match."""
+    catastrophic backtracking, or exceeds rewards.memory_mib counts as no match."""
 
     def __init__(self, pattern: str, whole: bool = False, ignore_case: bool = False, timeout_s: float = 1.0):
         """whole: whether the pattern must match the whole response, excluding surrounding whitespace."""
@@ -40,7 +40,7 @@ class RegexMatch:
         self.check_row(answer)
         try:
             match = self._last_match(response)
-        except TimeoutError:
+        except (TimeoutError, MemoryError):
             match = None
         if match is None or not self._compares:
             return match is not None

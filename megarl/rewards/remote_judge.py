@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.core.text import encodable
 from megarl.rewards.rating import TEMPLATE, question, rating, require_answer
+from megarl.rewards.result import TRUNCATED, UNRATED, WORST_RATING, Rating
 from megarl.usercode.failures import ServiceUnavailable
 
 if TYPE_CHECKING:
@@ -16,14 +17,29 @@ if TYPE_CHECKING:
 
 FIRST_PAUSE_S = 0.5
 
+REJECTIONS = (400, 413, 422)
+"""Statuses of a server that rejects a request because of its content or its length."""
+
+PARTS = (1, 2, 4, 8)
+"""If the server rejects a question, it is repeated with the first nth of the response, for each of these numbers."""
+
+
+class Rejected(ValueError):
+    """Raised if the server rejects a question."""
+
 
 class GenerativeJudge:
     """Reward function that returns a judge's ratings, scaled to (rating − lowest) / (highest − lowest), from 0 to 1.
 
     This is single-answer grading from "Judging LLM-as-a-Judge" (https://arxiv.org/abs/2306.05685). The requests in a
-    scoring pass run concurrently, and rewards.timeout_s covers all of them. If the judge's answer has no rating within
-    the scale, the sample fails instead of scoring 0. While the server is unavailable, requests are retried for up to
-    rewards.outage_s.
+    scoring pass run concurrently, and rewards.timeout_s covers all of them. While the server is unavailable, requests
+    are retried for up to rewards.outage_s.
+
+    A response never causes a failure. If the judge's answer has no rating within the scale, the response gets the worst
+    one. If the server rejects the question, for example because the response exceeds the judge's context, the response
+    is truncated, and if only the question with an empty response is accepted, the rating is the worst. The metrics
+    reward/NAME_unrated_frac and reward/NAME_truncated_frac count such responses. If most responses of a step have no
+    rating, or the server also rejects the question with an empty response, they fail instead.
     """
 
     def __init__(
@@ -87,13 +103,13 @@ class GenerativeJudge:
         outage: ServiceUnavailable | None = None
         async with httpx.AsyncClient(headers=self._headers, timeout=self._timeout_s, limits=limits) as client:
 
-            async def reward(*fields: Any) -> float:
+            async def reward(*fields: Any) -> Rating:
                 nonlocal outage
                 async with slots:
                     if outage is not None:  # waiting once per sample would exceed the call's time limit
                         raise outage
                     try:
-                        return rating(await self._ask(client, question(self._template, *fields)), self._scale)
+                        return await self._rate(client, *fields)
                     except ServiceUnavailable as error:
                         outage = error
                         raise
@@ -101,9 +117,27 @@ class GenerativeJudge:
             samples = zip(prompts, responses, answers, strict=True)
             return await asyncio.gather(*(reward(*fields) for fields in samples), return_exceptions=True)
 
+    async def _rate(self, client: httpx.AsyncClient, prompt: str, response: str, answer: Any) -> Rating:
+        """Return the rating of a response. Raise the same errors as `_ask`."""
+        rejection: Rejected | None = None
+        for part in dict.fromkeys(response[: len(response) // n] for n in PARTS):
+            try:
+                text = await self._ask(client, question(self._template, prompt, part, answer))
+            except Rejected as error:
+                rejection = rejection or error
+                continue
+            rated = rating(text, self._scale)
+            return Rating(rated, {**rated.issues, TRUNCATED: None if rejection is None else str(rejection)})
+        assert rejection is not None, "the loop tries at least one part"
+        try:
+            await self._ask(client, question(self._template, prompt, "", answer))
+        except Rejected:
+            raise rejection from None
+        return Rating(WORST_RATING, {UNRATED: str(rejection), TRUNCATED: None})
+
     async def _ask(self, client: httpx.AsyncClient, content: str) -> str:
-        """Return the judge's answer. Raise ServiceUnavailable if the server is unavailable, and ValueError with the
-        server's response if it rejects the request or returns no answer."""
+        """Return the judge's answer. Raise ServiceUnavailable if the server is unavailable, Rejected if it rejects the
+        question, and ValueError with its response if that contains no answer."""
         import httpx
 
         body, failure = self._question | {"messages": [{"role": "user", "content": content}]}, ""
@@ -123,14 +157,16 @@ class GenerativeJudge:
                 return _content(response)
             failure = f"returned status {response.status_code}: {response.text[:200]!r}"
             if response.status_code != httpx.codes.TOO_MANY_REQUESTS and not response.is_server_error:
-                raise ValueError(f"{self._url} {failure}")
+                kind = Rejected if response.status_code in REJECTIONS else ValueError
+                raise kind(f"{self._url} {failure}")
         raise ServiceUnavailable(f"{self._url} {failure}")
 
 
 def _content(response: httpx.Response) -> str:
+    """Return the text of the answer. It is empty if the judge refuses to answer, or stops while it reasons."""
     try:
-        content = response.json()["choices"][0]["message"]["content"]
-    except (ValueError, LookupError, TypeError, RecursionError):
+        content = response.json()["choices"][0]["message"].get("content") or ""
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         content = None
     if not isinstance(content, str):
         raise ValueError(f"{response.url} returned no message: {response.text[:200]!r}")

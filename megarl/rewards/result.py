@@ -2,9 +2,36 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from megarl.usercode.failures import Kind
+
+Issues = Mapping[str, str | None]
+"""Problems that a response may cause, by name: a description, or None if the problem did not occur. Such a response is
+scored nevertheless. The metric reward/FUNCTION_NAME_frac is the fraction of samples with the problem."""
+
+TRUNCATED = "truncated"
+"""Issue: the input is too long for the model, which therefore reads only a part."""
+
+VERBATIM = "verbatim"
+"""Issue: the chat template changes or rejects the response, which is therefore inserted without the template."""
+
+UNRATED = "unrated"
+"""Issue: the judge did not rate the response, which therefore gets the worst rating."""
+
+WORST_RATING = 0.0
+
+
+class Rating(float):
+    """A judge's rating of a response, from 0 to 1."""
+
+    issues: Issues
+
+    def __new__(cls, value: float, issues: Issues) -> Rating:
+        rating = super().__new__(cls, value)
+        rating.issues = issues
+        return rating
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +43,7 @@ class Result:
         returned: a short description of the returned object, for messages.
         kind: kind of failure, if the call failed.
         stack: stack of the exception in the user's code, if it raised one.
+        issues: problems that the response caused.
     """
 
     value: float | list[float] | None
@@ -23,6 +51,7 @@ class Result:
     failure: str | None = None
     kind: Kind = "error"
     stack: str = ""
+    issues: Issues = field(default_factory=dict)
 
     @property
     def is_infrastructure(self) -> bool:

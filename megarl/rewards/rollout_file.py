@@ -113,6 +113,7 @@ def _row(step: int, sample: Sample, score: Score, texts: Sequence[str] | None) -
         "reward": score.value,
         "parts": score.parts,
         "failure": score.failure,
+        **({"issues": issues} if (issues := {name: text for name, text in score.issues.items() if text}) else {}),
         "version": [asdict(run) for run in sample.versions],
         "finish_reason": sample.finish_reason,
         "num_response_tokens": len(sample.response_ids),

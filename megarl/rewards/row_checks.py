@@ -48,10 +48,15 @@ def check_rows(config: Config, pool: FunctionPool, prompts: Sequence[Prompt]) ->
 
 def require_rows(prompts: Sequence[Prompt], check: Callable[[Any], object]) -> None:
     """Check all answers in this process. Raise UserError if `check` raises ValueError for any of them."""
+    require_prompts(prompts, lambda prompt: check(prompt.answer))
+
+
+def require_prompts(prompts: Sequence[Prompt], check: Callable[[Prompt], object]) -> None:
+    """Check all prompts in this process. Raise UserError if `check` raises ValueError for any of them."""
     problems = []
     for prompt in prompts:
         try:
-            check(prompt.answer)
+            check(prompt)
         except ValueError as error:
             problems.append((prompt.id, str(error)))
     if problems:

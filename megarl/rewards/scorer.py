@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from megarl.config import schema
 from megarl.core.errors import UserError
@@ -11,7 +12,7 @@ from megarl.core.types import LOST, Episode, Sample, Score, TokenTotals
 from megarl.rewards import judge
 from megarl.rewards.classifier import ModelReward
 from megarl.rewards.process import on_turns, together, turn_ends
-from megarl.rewards.result import Result
+from megarl.rewards.result import UNRATED, WORST_RATING, Result
 
 MODEL = "reward_model"
 """Name of the reward model's reward component."""
@@ -60,9 +61,11 @@ class Scorer:
             return Score(value=None, parts={}, failure=failure, is_infrastructure=is_lost), None
         returned, failures = _returned(sample, results, model_reward, verdict)
         parts: dict[str, float] = {}
+        issues: dict[str, str | None] = {}
         by_token = []
         num_turns = len(turn_ends(sample.response_mask))
         for name, result in returned.items():
+            issues |= {f"{name}_{issue}": problem for issue, problem in result.issues.items()}
             per_turn = name in self._per_turn
             rewards = _rewards(result.value, num_turns) if per_turn else _rewards([result.value], 1)
             if rewards is None:
@@ -72,6 +75,8 @@ class Scorer:
                 failures.append(f"{name} returned {result.returned} instead of {expected} on sample {sample.id}")
                 continue
             parts[name] = math.fsum(rewards)
+            if result.issues.get(UNRATED) is not None:
+                parts[name] = 1 - WORST_RATING if self._weights[name] < 0 else WORST_RATING
             if per_turn and self._rewards_tokens:
                 by_token.append([self._weights[name] * reward for reward in on_turns(rewards, sample.response_mask)])
         if sample.episode is not None:
@@ -84,16 +89,39 @@ class Scorer:
         if failures:
             is_lost = len(failures) == _num_lost(results, verdict)
             failure = f"rewards.functions: {'; '.join(failures)}"
-            return Score(value=None, parts=parts, failure=failure, is_infrastructure=is_lost), None
+            return Score(None, parts, failure, is_infrastructure=is_lost, issues=issues), None
         if model_reward is not None and model_reward.by_token is not None:
             by_token.append([self._weights[MODEL] * reward for reward in model_reward.by_token])
         value = sum(self._weights[name] * part for name, part in parts.items() if name in self._weights)
+        if not math.isfinite(value):
+            failure = f"rewards.functions: the weighted sum of the rewards of sample {sample.id} is {value}"
+            return Score(None, parts, failure, issues=issues), None
+        score = Score(value, parts, issues=issues)
         if not by_token:
-            return Score(value, parts), None
+            return score, None
         rewards = together(by_token)
-        return Score(
-            value, parts, token_reward_totals=TokenTotals.of([reward for reward in rewards if not math.isnan(reward)])
-        ), rewards
+        totals = TokenTotals.of([reward for reward in rewards if not math.isnan(reward)])
+        return replace(score, token_reward_totals=totals), rewards
+
+
+def require_ratings(scores: Sequence[Score]) -> list[Score]:
+    """Return a step's scores. If a judge did not rate most of the responses, and at least two, its settings are at
+    fault rather than the responses, and the scores of the unrated ones become failures."""
+    required = list(scores)
+    for name in sorted({name for score in scores for name in score.issues if name.endswith(f"_{UNRATED}")}):
+        component = name.removesuffix(f"_{UNRATED}")
+        judged = [i for i, score in enumerate(scores) if name in score.issues]
+        unrated = [i for i in judged if scores[i].issues[name] is not None]
+        if len(unrated) <= max(1, len(judged) / 2):
+            continue
+        for i in unrated:
+            failure = (
+                f"rewards.functions: {component}: {scores[i].issues[name]} ({len(unrated)} of {len(judged)} responses "
+                "have no rating, so the judge's template, scale or maximum number of new tokens may be wrong)"
+            )
+            parts = {part: value for part, value in scores[i].parts.items() if part != component}
+            required[i] = replace(scores[i], value=None, parts=parts, failure=scores[i].failure or failure)
+    return required
 
 
 def _environment_parts(episode: Episode) -> dict[str, float]:
@@ -122,7 +150,7 @@ def _returned(
     returned: dict[str, Result] = {}
     failures: list[str] = []
     if model_reward is not None and model_reward.failure is None:
-        returned[MODEL] = Result(model_reward.value, str(model_reward.value))
+        returned[MODEL] = Result(model_reward.value, str(model_reward.value), issues=model_reward.issues)
     elif model_reward is not None:
         failures.append(f"{MODEL} on sample {sample.id}: {model_reward.failure}")
     if isinstance(verdict, str):

@@ -18,12 +18,12 @@ from functools import partial
 from io import BufferedRWPair
 from typing import Any
 
-from megarl.config import schema
-from megarl.core.errors import UserError
+from megarl.core.errors import UserError, install_extra
 from megarl.data.files import ALL_COLUMNS
 from megarl.rewards import judge as judges
 from megarl.rewards.options import CHECK_ROW, NUM_TOKENS
 from megarl.rewards.registry import FUNCTIONS, column_parameters, from_file, resolve, takes_batches
+from megarl.rewards.result import Rating
 from megarl.sandbox.choice import find_provider
 from megarl.usercode.failures import kind_of
 from megarl.usercode.parent import connect, send
@@ -72,7 +72,9 @@ def main(
         if sandboxed:
             send(parent, {"importing": f"sandbox, for {', '.join(sandboxed)}"})
             assert sandbox is not None, "functions that use sandboxes require the sandbox section"
-            provider = asyncio.run(find_provider(schema.Sandbox(**sandbox), sandbox_s))
+            from megarl.config.schema import Sandbox  # its import takes longer than those of all other modules
+
+            provider = asyncio.run(find_provider(Sandbox(**sandbox), sandbox_s))
             loaded |= {name: partial(loaded[name], **{SANDBOX: provider}) for name in sandboxed}
     except UserError as error:
         send(parent, {"refused": str(error)})
@@ -161,18 +163,40 @@ def call_batch(
 
 
 def check_rows(check: Callable[..., Any], rows: Sequence[tuple[Any, Mapping[str, Any]]]) -> dict[str, Any]:
-    """Check rows (answer, columns). Return `{"problems": ...}` with a message or None for each row."""
+    """Check rows (answer, columns). Return `{"problems": ...}` with a message or None for each row, or the fields of a
+    Result if the infrastructure failed."""
     problems: list[str | None] = []
+    required = [column for column, is_required in column_parameters(check, 1).items() if is_required]
     for answer, columns in rows:
+        missing = [column for column in required if column not in columns]
+        if missing:
+            problems.append(
+                f"the row has no column {missing[0]!r}, which the reward function requires. Fix: add the column to the "
+                "data, or limit the function to other rows with data.source_column and `sources`"
+            )
+            continue
         try:
             check(answer, **columns)
             problems.append(None)
         except BaseException as error:
-            failure = (
-                f"checking its answer {str(answer)[:MAX_SHOWN]!r} {_failure(error)['failure']}. Fix: correct the row"
-            )
-            problems.append(" ".join(str(error).split()) if "Fix: " in str(error) else failure)
+            if kind_of(error) != "error":
+                return _failure(error)
+            failure = f"checking its answer {str(answer)[:MAX_SHOWN]!r} {_failure(error)['failure']}"
+            described = f"{failure}. Fix: {_remedy(error, answer, list(columns))}"
+            problems.append(" ".join(str(error).split()) if "Fix: " in str(error) else described)
     return {"problems": problems}
+
+
+def _remedy(error: BaseException, answer: Any, columns: Sequence[str]) -> str:
+    """Return a remedy for an exception that a check of a data row raised."""
+    if isinstance(error, ImportError):
+        return install_extra("rewards")
+    if isinstance(error, MemoryError):
+        return "raise rewards.memory_mib, or drop the row"
+    names = " or ".join(["data.answer_column", *(f"column {column!r}" for column in columns)])
+    if isinstance(error, TypeError | AttributeError):
+        return f"change the type of the value in {names}; the answer is a {type(answer).__name__}"
+    return f"correct the value in {names}, or drop the row"
 
 
 def _return_value(function: Callable[..., Any], arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
@@ -186,8 +210,9 @@ def _result(value: Any) -> dict[str, Any]:
     if isinstance(value, list | tuple):
         values = [_number(item) for item in value]
         return {"value": None if None in values else values, "returned": f"a list of {len(value)}"}
+    issues = {"issues": value.issues} if isinstance(value, Rating) else {}
     value, kind = _number(value), type(value).__name__
-    return {"value": value, "returned": kind if value is None else str(value)}
+    return {"value": value, "returned": kind if value is None else str(value), **issues}
 
 
 def _failure(error: BaseException) -> dict[str, Any]:

@@ -8,11 +8,11 @@ from typing import Any
 
 from megarl.config import document
 from megarl.config.continuation import check_continues
-from megarl.config.saved import complete
+from megarl.config.saved import complete, invalid_value
 from megarl.config.schema import Config
 from megarl.core.checkpoint import Checkpoint, checked_format
 from megarl.core.errors import UserError
-from megarl.core.files import read_object, read_text
+from megarl.core.files import read_object, read_text, shown
 from megarl.models.folder import model_paths
 from megarl.models.paths import Models, moved_models, reuse_earlier_folders, update_moved_paths
 from megarl.models.weights_hash import weights_hash
@@ -28,6 +28,9 @@ def check_beginning(config: Config) -> str | None:
     if step is None or config.run.steps > step or not folder.config.exists():
         return None
     saved = document.parse(read_text(folder.config), str(folder.config)).values
+    if (invalid := invalid_value(saved)) is not None:
+        key, value, problem = invalid
+        raise UserError(f"{folder.config}: {key}={shown(value)} {problem}. Fix: restore or remove the file")
     manifest = read_object(folder.manifest)
     config = resolve(config)
     saved = complete(saved, checked_format(manifest, folder.manifest))

@@ -28,6 +28,7 @@ from megarl.data.prompts import PromptSet
 from megarl.data.weighted_cursor import WeightedCursor
 from megarl.models.paths import add_config_paths
 from megarl.models.run_models import ModelFolders
+from megarl.run import events
 from megarl.run.checkpoint_size import saved_bytes
 from megarl.run.effective_time import ALLOCATED, EffectiveShare
 from megarl.run.folder import RunFolder
@@ -115,7 +116,8 @@ class RunContext:
             saver = Saver(folder.checkpoints, config, num_bytes, data.data_hash, identities, evaluated)
             print_run_summary(config, resume_point, models.actor, data, placement.describe())
             try:
-                yield cls(config, data, resume_point, saver, placement, evaluation)
+                with events.connected():
+                    yield cls(config, data, resume_point, saver, placement, evaluation)
             except DamagedCheckpoint as damage:  # found by a rank, which verifies its own files
                 loaded = resume_point.checkpoint
                 line = None if loaded is None else fall_back(config, loaded.path, damage)
@@ -157,6 +159,7 @@ class RunContext:
         saver.keep()  # a killed attempt may have left more checkpoints than checkpoint.keep
         if self.state.step == 0 and (metrics := evaluate()):
             JsonlSink(self.folder.metrics).write(0, metrics)
+            events.send("evaluation", step=0, metrics=metrics)
         with (
             MemorySampler() as memory,
             open_trackers(self.config, self.folder, done) as trackers,
@@ -192,7 +195,7 @@ class RunContext:
         state, effective_share = self.state, EffectiveShare(self.folder.path)
         trace = Trace(self.folder.logs)
         console = ConsoleSink(self.config.run.steps, is_offline=self.config.is_offline)
-        sinks = (JsonlSink(self.folder.metrics), console, *trackers)
+        sinks = (JsonlSink(self.folder.metrics), console, *trackers, events.EventSink())
         while state.step < self.config.run.steps:
             state.step += 1
             begin = time.time()

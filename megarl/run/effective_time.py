@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from megarl.core.files import is_plain
 from megarl.core.jsonl import read_objects
 from megarl.run.attempts import Attempts
 
@@ -57,7 +58,7 @@ def _completed_s(run: Path) -> float:
     metrics = run / "metrics.jsonl"
     rows = read_objects(metrics)[0] if os.path.lexists(metrics) else []
     # The evaluation before the first step has no step time.
-    return sum(value for row in rows if isinstance(value := row.get("time/step"), int | float))
+    return sum(value for row in rows if is_plain(value := row.get("time/step"), float))
 
 
 def allocated_s(run: Path, now: float) -> float:
@@ -67,6 +68,7 @@ def allocated_s(run: Path, now: float) -> float:
         allocation = attempt.job, attempt.restart
         begin, end = spans.get(allocation, (attempt.allocated, attempt.began))
         spans[allocation] = (begin, max(end, seen))
-    newest = list(spans)[-1]
-    spans[newest] = (spans[newest][0], now)
+    if spans:  # the user may have deleted the files
+        newest = list(spans)[-1]
+        spans[newest] = (spans[newest][0], now)
     return sum(end - begin for begin, end in spans.values())

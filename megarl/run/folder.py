@@ -20,7 +20,7 @@ from megarl.config.load import dump
 from megarl.config.schema import Config
 from megarl.core.checkpoint import FORMAT, FORMAT_KEY
 from megarl.core.errors import UserError
-from megarl.core.files import numbered, parse_json, read_object, read_text, replace_text, sync
+from megarl.core.files import is_plain, numbered, parse_json, read_object, read_text, replace_text, shown, sync
 from megarl.core.jsonl import read_objects
 from megarl.core.versions import installed_versions
 from megarl.models.folder import model_paths
@@ -161,7 +161,7 @@ class RunFolder:
         """Return the values of a metric, keyed by step. Steps without the metric are omitted."""
         rows = read_objects(self.metrics)[0] if os.path.lexists(self.metrics) else []
         is_value = {row["step"]: row.get(metric) for row in rows if isinstance(row.get("step"), int)}
-        return {step: value for step, value in is_value.items() if isinstance(value, int | float)}
+        return {step: value for step, value in is_value.items() if is_plain(value, float)}
 
     def _open(self, config: Config, data_hash: str | None, models: Models | None, step: int) -> None:
         self.logs.mkdir(parents=True)
@@ -196,7 +196,12 @@ class RunFolder:
         """The last step of a finished run, or None if the run is not finished."""
         if not self.manifest.exists():
             return None
-        return read_object(self.manifest).get("finished_after_step")
+        step = read_object(self.manifest).get("finished_after_step")
+        if step is not None and not is_plain(step, int):
+            raise UserError(
+                f"{self.manifest}: finished_after_step={shown(step)} is not a step. Fix: restore or remove the file"
+            )
+        return step
 
     def finish(self, step: int) -> None:
         """Record in the manifest that the run finished after `step`."""

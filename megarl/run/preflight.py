@@ -48,9 +48,10 @@ from megarl.models.tokenizer import load_tokenizer
 from megarl.models.weight_files import read_headers, require_tensors
 from megarl.resharding.families import huggingface_holder
 from megarl.resharding.selection import check_all_selections
+from megarl.rewards.model_reward import model_judge, model_reader
 from megarl.rewards.pool import FunctionPool, function_pool
 from megarl.rewards.rating import TEMPLATE, require_answer
-from megarl.rewards.row_checks import check_rows, require_rows
+from megarl.rewards.row_checks import check_rows, require_prompts, require_rows
 from megarl.run.beginning import resolve
 from megarl.run.checkpoint_size import log_bytes, saved_bytes
 from megarl.run.checkpoints import Checkpoints
@@ -96,6 +97,8 @@ def preflight(config: Config) -> Preflight:
             if isinstance(data, PromptSet):
                 attempt(_check_rows, config, pool, data)
                 trial = None if pool is None else attempt(try_rewards, config, pool, data.prompts)
+                if models is not None:
+                    attempt(_check_readability, config, models, data)
         evaluation = None if models is None else attempt(load_evaluation_sets, config, models.actor)
     assert models is not None and data is not None and evaluation is not None, "failed checks have raised their errors"
     return Preflight(models, data, trial, evaluation)
@@ -208,6 +211,22 @@ def _check_rows(config: Config, pool: FunctionPool | None, data: PromptSet) -> N
         require_rows(data.prompts, partial(require_answer, TEMPLATE if template is None else template))
     if (check := answer_check(config.environment.name)) is not None:
         require_rows([prompt for prompt in data.prompts if prompt.messages], check)
+
+
+def _check_readability(config: Config, models: ModelFolders, data: PromptSet) -> None:
+    """Check that a reward model with its own tokenizer can read the prompts and leaves room for a response. At run
+    time, only the response can make the input too long, and it is then truncated."""
+    folder, reader = models.reward_model, None
+    if folder is not None and config.reward_model.judges:
+        reader = model_judge(config, folder, models.actor)
+    elif folder is not None:
+        reader = model_reader(config, folder, models.actor)
+    if reader is None:
+        return
+    try:
+        require_prompts([prompt for prompt in data.prompts if len(prompt.token_ids)], reader.check_prompt)
+    except UserError as error:
+        raise UserError(f"reward_model: {error}") from None
 
 
 def _check_environment(config: Config, model_folder: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.continuation import check_continues
-from megarl.config.saved import complete
+from megarl.config.saved import complete, invalid_value
 from megarl.config.schema import Config
 from megarl.core.checkpoint import NAME, Checkpoint, intact_before
 from megarl.core.errors import DamagedCheckpoint, UserError
@@ -20,7 +20,7 @@ from megarl.models.folder import is_hub_id, model_paths
 from megarl.models.paths import Models, moved_models, update_moved_paths
 from megarl.run.checkpoints import Checkpoints
 from megarl.run.folder import LAUNCH, RunFolder
-from megarl.step.state import RunState, weights_of
+from megarl.step.state import RunState, saved_state, weights_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,9 @@ def _start(config: Config, data: PromptSet | OfflineData, num_bytes: int, models
     path = _checkpoint_path(config)
     checkpoint = None if path is None else _open(path, config, data, models)
     checkpoints = Checkpoints(RunFolder.of(config).checkpoints)
-    state = _fresh(config, data) if checkpoint is None else RunState.restore(checkpoint.state["run"], config, data)
+    state = _fresh(config, data)
+    if checkpoint is not None:
+        state = RunState.restore(saved_state(checkpoint, config, len(data)), config, data)
     own = checkpoint if checkpoint is not None and _is_of_this_run(checkpoint, checkpoints) else None
     if checkpoint is not None:
         for key, earlier in _moved_models(config, checkpoint, models).items():
@@ -134,9 +136,7 @@ def _is_of_this_run(checkpoint: Checkpoint, checkpoints: Checkpoints) -> bool:
 
 def _open(path: Path, config: Config, data: PromptSet | OfflineData, models: Models) -> Checkpoint:
     checkpoint = Checkpoint.open(path)
-    for name, kind in (("config", dict), ("models", dict), ("data_hash", str)):
-        if not isinstance(checkpoint.state.get(name), kind):
-            raise UserError(f"{path}: manifest.json has no valid {name}. Fix: use a checkpoint that megarl saved")
+    _check_state(checkpoint)
     saved_config = update_moved_paths(config, _saved_config(checkpoint), _moved_models(config, checkpoint, models))
     check_continues(config, saved_config, checkpoint.step, str(path))
     _check_models(config, checkpoint, models)
@@ -147,6 +147,20 @@ def _open(path: Path, config: Config, data: PromptSet | OfflineData, models: Mod
             "resume=never and a different run.name"
         )
     return checkpoint
+
+
+def _check_state(checkpoint: Checkpoint) -> None:
+    """Raise DamagedCheckpoint if the state lacks what `_open` reads, or has a value of another type."""
+    config, models, data_hash = (checkpoint.state.get(key) for key in ("config", "models", "data_hash"))
+    if not isinstance(data_hash, str):
+        raise checkpoint.malformed("data_hash", data_hash, "is not a string")
+    if not isinstance(models, dict):
+        raise checkpoint.malformed("models", models, "is not an object")
+    for key, model in models.items():
+        if not isinstance(model, dict) or not all(isinstance(model.get(name), str) for name in ("folder", "hash")):
+            raise checkpoint.malformed(f"models.{key}", model, "has no folder and hash")
+    if (invalid := invalid_value(config)) is not None:
+        raise checkpoint.malformed(*invalid)
 
 
 def _moved_models(config: Config, checkpoint: Checkpoint, models: Models) -> dict[str, str]:

@@ -17,6 +17,7 @@ from megarl.config.model_schema import Role
 from megarl.config.schema import Config
 from megarl.core.checkpoint import NAME, FileRecord
 from megarl.models.paths import Models
+from megarl.run import events
 from megarl.run.checkpoints import Checkpoints
 
 POLL_S = 0.05
@@ -114,6 +115,7 @@ class Saver:
     def _complete(self, unfinished: Unfinished, files: Sequence[FileRecord]) -> None:
         checkpoint = self._checkpoints.commit(unfinished.step, {**self._fixed, "run": unfinished.run}, files)
         self._unfinished = None
+        events.send("checkpoint", step=unfinished.step, path=str(checkpoint.path))
         self.keep()
         self._metrics["checkpoint/seconds"] = seconds = time.perf_counter() - unfinished.start
         self._metrics["checkpoint/bytes"] = checkpoint.num_bytes

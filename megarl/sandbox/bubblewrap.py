@@ -10,11 +10,14 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from megarl.config import schema
 from megarl.sandbox.provider import OWN_AGENT, SYSTEM_PATH, Provider
 from megarl.sandbox.sandbox import Command, SandboxError
 from megarl.sandbox.seccomp import open_filter
+
+if TYPE_CHECKING:
+    from megarl.config import schema
 
 OLDEST = (0, 8)
 """Oldest supported version. It is the first that can limit the size of tmpfs and disable nested user namespaces."""

@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from typing import TYPE_CHECKING
 
-from megarl.config import schema
 from megarl.core.errors import UserError
 from megarl.sandbox.apptainer import Apptainer
 from megarl.sandbox.bubblewrap import Bubblewrap
 from megarl.sandbox.provider import OWN_AGENT, SYSTEM_PATH, Provider
 from megarl.sandbox.sandbox import Command, SandboxError
+
+if TYPE_CHECKING:
+    from megarl.config import schema
 
 INSTALL = (
     "install bubblewrap 0.8 or later (`apt-get install bubblewrap`, or `conda install -c conda-forge bubblewrap` "

@@ -9,10 +9,12 @@ import sys
 from abc import ABC, abstractmethod
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from megarl.config import schema
 from megarl.sandbox.sandbox import Command, Sandbox, SandboxError
+
+if TYPE_CHECKING:
+    from megarl.config import schema
 
 AGENT = Path(__file__).with_name("agent.py").read_text(encoding="utf-8")
 """The agent's source, for a different Python interpreter."""

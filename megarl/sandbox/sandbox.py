@@ -11,12 +11,14 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from megarl.config import schema
 from megarl.sandbox.agent import pack
 from megarl.usercode.failures import ProcessLost
 from megarl.usercode.parent import SELF_CLEANING
+
+if TYPE_CHECKING:
+    from megarl.config import schema
 
 START_S = 60.0
 """Timeout in seconds for starting a sandbox, which normally takes a few hundredths of a second."""

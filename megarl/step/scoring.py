@@ -116,10 +116,18 @@ def _reward_metrics(groups: Sequence[Sequence[SampleRef]], judged: Sequence[Judg
             "rewards: megarl could not score any sample of this step. See the failure fields in rollouts/"
         )
     parts = merge({f"reward/{name}": Metric(value) for name, value in score.parts.items()} for score in scores)
-    return parts | {
-        "reward/mean": Metric(fmean(rewards)),
-        "reward/std": Metric(pstdev(rewards)),
-        "reward/failed_frac": Metric(1 - len(rewards) / len(scores)),
-        "reward/infrastructure_failed_frac": Metric(fmean(score.is_infrastructure for score in scores)),
-        "reward/zero_std_groups": Metric(fmean(not is_informative(group) for group in groups)),
-    }
+    issues = merge(
+        {f"reward/{name}_frac": Metric(problem is not None) for name, problem in score.issues.items()}
+        for score in scores
+    )
+    return (
+        parts
+        | issues
+        | {
+            "reward/mean": Metric(fmean(rewards)),
+            "reward/std": Metric(pstdev(rewards)),
+            "reward/failed_frac": Metric(1 - len(rewards) / len(scores)),
+            "reward/infrastructure_failed_frac": Metric(fmean(score.is_infrastructure for score in scores)),
+            "reward/zero_std_groups": Metric(fmean(not is_informative(group) for group in groups)),
+        }
+    )

@@ -4,14 +4,55 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, ValidationError
 
 from megarl.algorithms.baselines import MovingAverage
+from megarl.config.fields import Section
 from megarl.config.schema import Config
+from megarl.core.checkpoint import Checkpoint
+from megarl.core.ranges import FiniteFloat
 from megarl.data.cursor import PromptCursor
 from megarl.data.offline import OfflineData
 from megarl.data.prompts import PromptSet
 from megarl.data.weighted_cursor import WeightedCursor
+
+Count = Annotated[int, Field(ge=0, lt=2**53)]
+Row = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,15})$")]
+"""The index of a row as a key of a JSON object."""
+
+
+class _Average(Section):
+    total: FiniteFloat
+    weight: FiniteFloat
+
+
+class _Cursor(Section):
+    num_prompts: Count
+    seed: int
+    shuffle: bool
+    epoch: Count
+    position: Count
+
+
+class _WeightedCursor(Section):
+    num_prompts: Count
+    seed: int
+    takes: Count
+    rates: dict[Row, FiniteFloat]
+
+
+class _Saved(Section):
+    """The state that `RunState.dump` returns."""
+
+    step: Count
+    weights_version: Count
+    cursor: dict[str, Any]
+    average: _Average
+    under_way: list[Count]
+    under_way_since: list[Count]
+    lengths: dict[Row, FiniteFloat]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +120,44 @@ class RunState:
         again.sort(key=lambda item: item.version)  # rows with the oldest version come first
         lengths = {int(row): length for row, length in saved["lengths"].items()}
         return cls(saved["step"], cursor, MovingAverage(**saved["average"]), again=again, lengths=lengths)
+
+
+def saved_state(checkpoint: Checkpoint, config: Config, num_rows: int) -> Mapping[str, Any]:
+    """Return the driver's state in a checkpoint of a run whose data has `num_rows` rows. Raise DamagedCheckpoint if a
+    value is invalid."""
+    saved: Any = checkpoint.state.get("run")
+    _validate(checkpoint, "run", saved, _Saved)
+    cursor = saved["cursor"]
+    _validate(checkpoint, "run.cursor", cursor, _WeightedCursor if config.data.draws_by_weight else _Cursor)
+    rows = {"under_way": saved["under_way"], "lengths": map(int, saved["lengths"])}
+    rows["cursor.rates"] = map(int, cursor.get("rates", {}))
+    num_pending, num_versions = len(saved["under_way"]), len(saved["under_way_since"])
+    limits = [
+        ("step", saved["step"] == checkpoint.step, f"differs from the checkpoint's step {checkpoint.step}"),
+        ("cursor.num_prompts", cursor["num_prompts"] == num_rows, f"differs from the {num_rows} rows of the data"),
+        ("cursor.position", cursor.get("position", 0) <= num_rows, f"exceeds the {num_rows} rows of the data"),
+        (
+            "under_way_since",
+            num_versions == num_pending,
+            f"has {num_versions} items, but under_way has {num_pending}",
+        ),
+        *((key, all(row < num_rows for row in each), "names a row that the data lacks") for key, each in rows.items()),
+    ]
+    for key, is_valid, problem in limits:
+        if not is_valid:
+            first, _, last = key.partition(".")
+            raise checkpoint.malformed(f"run.{key}", saved[first][last] if last else saved[first], problem)
+    return saved
+
+
+def _validate(checkpoint: Checkpoint, key: str, value: Any, kind: type[Section]) -> None:
+    """Raise DamagedCheckpoint if the value of a key in a checkpoint's state does not have this type."""
+    try:
+        kind.model_validate(value)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        key = ".".join(map(str, (key, *problem["loc"])))
+        raise checkpoint.malformed(key, problem["input"], f"is invalid ({problem['msg']})") from None
 
 
 def weights_of(data: PromptSet | OfflineData) -> Sequence[float] | None:

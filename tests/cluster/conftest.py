@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.jobs import write_rewards
+from tests.cluster.machines import Machine, Machines
 from tests.cluster.slurm import Slurm, slurm
 from tests.e2e.run import write_recipe
 
@@ -25,3 +26,9 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def cluster(shared: Path) -> Iterator[Slurm]:
     with slurm(5, shared) as cluster:
         yield cluster
+
+
+@pytest.fixture(scope="module")
+def machines(shared: Path) -> Iterator[list[Machine]]:
+    with Machines(3, shared) as all_machines:
+        yield all_machines

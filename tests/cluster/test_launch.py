@@ -63,6 +63,7 @@ def test_job_without_progress_fails_with_the_cause(cluster: Slurm, shared: Path)
     run.check_nothing_is_left()
 
 
+@pytest.mark.exhaustive
 def test_unavailable_judge_is_an_infrastructure_failure(cluster: Slurm, shared: Path) -> None:
     """Two attempts fail at their first step; the second starts a minute after the first. A third would not make
     progress either."""

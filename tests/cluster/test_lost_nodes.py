@@ -1,4 +1,7 @@
-"""Jobs of a real Slurm cluster that lose a node."""
+"""Jobs of a real Slurm cluster that lose a node and have no spare, or lose the node with the batch script.
+
+tests/cluster/test_faults.py, which runs every time, replaces a lost node by a spare and requeues the job.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,13 @@ import re
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.cluster.jobs import ATTEMPT, Launched
 from tests.cluster.slurm import Slurm
 from tests.timing import ASK_S, WAIT_S
+
+pytestmark = pytest.mark.exhaustive
 
 
 def test_job_is_requeued_when_its_first_node_disconnects(cluster: Slurm, shared: Path) -> None:

@@ -35,6 +35,7 @@ from megarl.models.run_models import ModelFolders
 from megarl.resharding.transports.torch_dist import TorchDistFolder
 from megarl.run.checkpoint_size import checkpoint_bytes
 from megarl.run.checkpoints import Checkpoints
+from tests import parity
 from tests.closeness import Expected
 from tests.distributed.test_families import DEEPSEEK
 from tests.forked import run_ranks
@@ -44,7 +45,6 @@ from tests.parity import (
     RankResult,
     assert_same_training,
     capture_gradients,
-    config_of,
     local_batch,
     plain_training,
     random_groups,
@@ -54,7 +54,6 @@ from tests.tiny_model import write_tiny_llama, write_tiny_model
 
 UPDATES = [random_groups(seed) for seed in range(3)]
 SAVED_AFTER = 2
-FEW_MICROBATCHES = "actor.tokens_per_microbatch=256"
 # These sizes force Megatron to pad its buffers between parameters and at the end.
 SIZES = dict(num_heads=4, num_kv_heads=2, hidden_size=72, intermediate_size=100, num_layers=4)
 PAIRS = {
@@ -81,6 +80,11 @@ class Saved:
 
     files: list[FileRecord]
     result: RankResult
+
+
+def config_of(folder: Path, *overrides: str) -> Config:
+    """Return a config with few microbatches, which take less time."""
+    return parity.config_of(folder, "actor.tokens_per_microbatch=256", *overrides)
 
 
 @pytest.fixture(scope="module")
@@ -198,7 +202,7 @@ def assert_same_weights(some: list[RankResult], others: list[RankResult]) -> Non
 
 
 def check_round_trip(model: Path, reference: Expected[Outcome], tmp_path: Path, layouts: tuple[str, str]) -> None:
-    first, second = (config_of(model, FEW_MICROBATCHES, f"actor.layout={{{layout}}}") for layout in layouts)
+    first, second = (config_of(model, f"actor.layout={{{layout}}}") for layout in layouts)
     uninterrupted, checkpoint = saved_by(first, model, tmp_path / "first")
     elsewhere, converted = saved_by(second, model, tmp_path / "second", checkpoint)
     assert_same_training(model, elsewhere, reference)
@@ -321,6 +325,7 @@ def test_float16_resumes_its_main_weights_and_loss_scale(model, tmp_path):
         assert {rank.metrics["policy/loss_scale"].value for rank in ranks} == {2048}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.newest
 def test_bfloat16_resumes_its_main_weights(model, tmp_path):
     config = config_of(model, "model.dtype=bfloat16", "actor.layout.dp=2")

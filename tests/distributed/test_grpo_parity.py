@@ -17,6 +17,7 @@ from tests.marks import exhaustive_but
 from tests.parity import Group, Outcome, assert_same_training, config_of, plain_training, random_groups, train
 from tests.tiny_model import write_tiny_llama
 
+MANY_MICROBATCHES = "actor.tokens_per_microbatch=64"
 LAYOUTS = {
     "1 process": [],
     "PP2, uneven": ["actor.layout.pp=2", "actor.layout.last_stage_layers=1"],
@@ -57,7 +58,7 @@ def plain(folder: Path, kl_coefficient: float) -> Expected[Outcome]:
 @pytest.mark.parametrize("layout", exhaustive_but(LAYOUTS, "PP2, uneven", "TP3"))
 @pytest.mark.parametrize("kl_coefficient", [pytest.param(0.0, marks=pytest.mark.exhaustive), 0.05])
 def test_step_equals_plain_torch(folder, layout, kl_coefficient):
-    config = config_of(folder, f"algorithm.kl.coefficient={kl_coefficient}", *LAYOUTS[layout])
+    config = config_of(folder, f"algorithm.kl.coefficient={kl_coefficient}", MANY_MICROBATCHES, *LAYOUTS[layout])
     ranks = run_ranks(config.actor.layout.world_size, train, config, folder, UPDATES)
     assert_same_training(folder, ranks, plain(folder, kl_coefficient))
 
@@ -87,7 +88,7 @@ def plain_truncated(folder: Path) -> Expected[Outcome]:
 @pytest.mark.parametrize("layout", exhaustive_but(TRUNCATED_LAYOUTS, "TP3, SP", "CP2, PP2"))
 def test_truncated_policies_equal_plain_torch(folder, layout):
     """Log-probs of policy and reference, and their gradients, cover the candidate tokens only."""
-    config = config_of(folder, "algorithm.kl.coefficient=0.05", *TRUNCATED_LAYOUTS[layout])
+    config = config_of(folder, "algorithm.kl.coefficient=0.05", MANY_MICROBATCHES, *TRUNCATED_LAYOUTS[layout])
     ranks = run_ranks(config.actor.layout.world_size, train, config, folder, TRUNCATED)
     assert_same_training(folder, ranks, plain_truncated(folder))
     samples = [sample for group in TRUNCATED[-1] for sample, _ in group]

@@ -53,7 +53,6 @@ from tests.parity import (
     whole_tensors,
 )
 from tests.tiny_model import write_tiny_experts, write_tiny_llama
-from tests.transformer_engine_training import train_all
 from tests.unit.test_convert import convert
 
 UPDATES = [[*random_groups(seed), branching_group(seed)] for seed in range(2)]
@@ -133,9 +132,13 @@ def whole_factors(ranks: list[AdapterResult], what: str) -> dict[str, torch.Tens
     return whole
 
 
+def write_dense(folder: Path) -> Path:
+    return write_tiny_llama(folder, num_heads=4, num_kv_heads=2, num_layers=4, tied=False)
+
+
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory) -> Path:
-    return write_tiny_llama(tmp_path_factory.mktemp("dense"), num_heads=4, num_kv_heads=2, num_layers=4, tied=False)
+    return write_dense(tmp_path_factory.mktemp("dense"))
 
 
 @pytest.fixture(scope="module")
@@ -145,19 +148,27 @@ def dense_adapters(tmp_path_factory, dense: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def dense_outcome(dense: Path, dense_adapters: Path):
-    return expected(lambda: outcome_of(PeftReference(dense, dense_adapters, LR, EPS, TEMPERATURE)))
+    return expected(lambda: outcome_of(dense_reference(dense, dense_adapters)))
 
 
-def config_with(folder: Path, adapters: Path, layout: str, *overrides: str) -> Config:
-    lora = f"actor.lora={{rank: {RANK}, alpha: {ALPHA}, path: {adapters}}}"
-    return config_of(folder, lora, f"algorithm.kl.coefficient={KL}", f"actor.layout={{{layout}}}", *overrides)
+def dense_reference(folder: Path, adapters: Path) -> PeftReference:
+    return PeftReference(folder, adapters, LR, EPS, TEMPERATURE)
+
+
+def keys_of(adapters: Path, shares: bool = False) -> list[str]:
+    lora = f"{{rank: {RANK}, alpha: {ALPHA}, path: {adapters}, share_experts: {str(shares).lower()}}}"
+    return [f"actor.lora={lora}", f"algorithm.kl.coefficient={KL}"]
+
+
+def config_with(folder: Path, keys: list[str], layout: str, *overrides: str) -> Config:
+    return config_of(folder, *keys, f"actor.layout={{{layout}}}", *overrides)
 
 
 @pytest.mark.parametrize(
     "layout", exhaustive_but(newest_of(DENSE, "TP2, PP2, VPP2, SP", "CP2, DP2"), "TP2, PP2, VPP2, SP")
 )
 def test_dense_model(dense, dense_adapters, dense_outcome, layout):
-    check(dense, config_with(dense, dense_adapters, DENSE[layout]), dense_outcome)
+    check(dense, config_with(dense, keys_of(dense_adapters), DENSE[layout]), dense_outcome)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +176,7 @@ def test_dense_model(dense, dense_adapters, dense_outcome, layout):
     exhaustive_but(["actor.recompute=full", "actor.overlap_communication=false"], "actor.recompute=full"),
 )
 def test_recompute_and_communication_variants(dense, dense_adapters, dense_outcome, override):
-    check(dense, config_with(dense, dense_adapters, DENSE["TP2, SP"], override), dense_outcome)
+    check(dense, config_with(dense, keys_of(dense_adapters), DENSE["TP2, SP"], override), dense_outcome)
 
 
 @pytest.fixture(scope="module")
@@ -181,9 +192,7 @@ def expert_case(tmp_path_factory, request, experts: Path):
     """Whether experts share factors, the adapters, and their result in plain torch."""
     shares = FACTORS[request.param]
     factors = random_factors(experts, shares)
-    config = config_of(experts, f"actor.lora={{rank: {RANK}, alpha: {ALPHA}, share_experts: {shares}}}".lower())
-    folder = tmp_path_factory.mktemp("adapters") / "peft"
-    save_adapters(factors, config.actor.lora, "base", 4, folder)
+    folder = write_factors(tmp_path_factory.mktemp("adapters") / "peft", experts, factors, shares)
     return shares, folder, expected(lambda: outcome_of(merged_reference(experts, factors)))
 
 
@@ -194,6 +203,11 @@ def random_factors(experts: Path, shares: bool) -> dict[str, torch.Tensor]:
         name: torch.randn(shape, generator=random) * (0.1 if "lora_A" in name else 0.05)
         for name, shape in whole.shapes.items()
     }
+
+
+def write_factors(folder: Path, experts: Path, factors: dict[str, torch.Tensor], shares: bool) -> Path:
+    save_adapters(factors, config_of(experts, *keys_of(folder, shares)).actor.lora, "base", 4, folder)
+    return folder
 
 
 def merged_reference(experts: Path, factors: dict[str, torch.Tensor]) -> MergedReference:
@@ -212,9 +226,7 @@ def expert_pairs() -> Iterator[ParameterSet]:
 @pytest.mark.parametrize(("expert_case", "layout"), expert_pairs(), indirect=["expert_case"])
 def test_mixture_of_experts(experts, expert_case, layout):
     shares, adapters, outcome = expert_case
-    check(
-        experts, config_with(experts, adapters, EXPERTS[layout], f"actor.lora.share_experts={shares}".lower()), outcome
-    )
+    check(experts, config_with(experts, keys_of(adapters, shares), EXPERTS[layout]), outcome)
 
 
 def outcome_of(reference: PeftReference | MergedReference, updates: Sequence[list] = UPDATES):
@@ -238,27 +250,6 @@ def assert_same(folder: Path, ranks: list[AdapterResult], outcome) -> None:
     hf_config, start = read_config(folder), load_file(folder / "model.safetensors")
     assert all(torch.equal(weight, start[name]) for name, weight in whole_tensors(hf_config, ranks, "base").items())
     assert_close(whole_tensors(hf_config, ranks, "weights"), *merged, "merged weight")
-
-
-@pytest.mark.parametrize("expert_case", exhaustive_but(FACTORS, "own factors"), indirect=True)
-def test_transformer_engine_layers(dense, dense_adapters, experts, expert_case, tmp_path):
-    """Norms are part of Transformer Engine's linear layers, and two modules hold all experts of a rank. See
-    test_transformer_engine."""
-    shares, of_experts, _ = expert_case
-    keys = (f"algorithm.kl.coefficient={KL}", f"actor.lora.share_experts={shares}".lower())
-    cases = {
-        name: (str(folder), [f"actor.lora={{rank: {RANK}, alpha: {ALPHA}, path: {adapters}}}", *keys], {})
-        for name, folder, adapters in (("dense", dense, dense_adapters), ("experts", experts, of_experts))
-    }
-    trained = train_all(tmp_path, cases)
-    assert all(case.kernels.startswith("Transformer Engine layers") for case in trained.values())
-    dense_outcome = expected(
-        lambda: outcome_of(PeftReference(dense, dense_adapters, LR, EPS, TEMPERATURE), UPDATES[:1])
-    )
-    assert_same(dense, [trained["dense"].rank], dense_outcome)
-    factors = random_factors(experts, shares)
-    expert_outcome = expected(lambda: outcome_of(merged_reference(experts, factors), UPDATES[:1]))
-    assert_same(experts, [trained["experts"].rank], expert_outcome)
 
 
 def resumed_update(worker: ActorWorker, config: Config) -> dict[str, torch.Tensor]:
@@ -327,10 +318,8 @@ def test_adapters_resume_bit_for_bit_and_change_layout(request, tmp_path, model,
     *layouts, shares = pair
     folder = request.getfixturevalue(model)
     lora = f"actor.lora={{rank: {RANK}, share_experts: {shares}}}"
-    first, second = (
-        config_of(folder, lora, "model.dtype=bfloat16", "algorithm.kl.coefficient=1", f"actor.layout={{{layout}}}")
-        for layout in layouts
-    )
+    settings = ("model.dtype=bfloat16", "algorithm.kl.coefficient=1", "actor.tokens_per_microbatch=256")
+    first, second = (config_of(folder, lora, *settings, f"actor.layout={{{layout}}}") for layout in layouts)
     uninterrupted, checkpoint = saved(first, folder, tmp_path / "first")
     tensors = describe(checkpoint.path / "actor").tensors
     assert all("lora_" in name for name in tensors if not name.startswith(("random", "common")))

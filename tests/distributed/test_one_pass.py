@@ -118,6 +118,7 @@ def folder(tmp_path_factory) -> Path:
 
 def test_update_calls_the_model_once_per_microbatch(folder):
     common = ["algorithm.kl.coefficient=0.05", "algorithm.correction={weight: token, mask: sequence}"]
+    common.append("actor.tokens_per_microbatch=64")
     configs = [config_of(folder, *common, f"algorithm.objective={objective}") for objective in OBJECTIVES]
     [results] = run_ranks(1, updates, configs, folder)
     policy_metrics = {

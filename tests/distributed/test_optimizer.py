@@ -130,7 +130,8 @@ def test_all_ranks_skip_an_update_with_a_nonfinite_gradient(folder, layout):
     """Only one microbatch of one replica has a nonfinite gradient. Every normal update resets the count of skipped
     ones.
     """
-    config = config_of(folder, *LAYOUTS[layout], "actor.optimizer.nonfinite_limit=2")
+    keys = ("actor.optimizer.nonfinite_limit=2", "actor.tokens_per_microbatch=64")
+    config = config_of(folder, *LAYOUTS[layout], *keys)
     factors = [1.0, math.nan, 1.0, math.inf, math.nan]
     ranks = run_ranks(config.actor.layout.world_size, updates_with_factors, config, folder, factors)
     for outcomes in ranks:

@@ -23,6 +23,7 @@ Gradients = dict[str, torch.Tensor]
 CORRECTION = (
     "algorithm.correction={weight: token, weight_limit: 1.5, mask: geometric, mask_low: 0.001, mask_high: 1000}"
 )
+FEW_MICROBATCHES = "actor.tokens_per_microbatch=256"
 LAYOUTS = {"1 process": "{}", "PP2": "{pp: 2}", "CP2": "{cp: 2}"}
 
 
@@ -77,7 +78,7 @@ def test_old_policy_equals_the_current_one_with_one_update(folder, layout):
     without it."""
     configs = {
         f"{name} {correction}": config_of(
-            folder, f"actor.layout={LAYOUTS[layout]}", f"algorithm.objective.name={name}", *correction
+            folder, FEW_MICROBATCHES, f"actor.layout={LAYOUTS[layout]}", f"algorithm.objective.name={name}", *correction
         )
         for name in OBJECTIVES_WITHOUT_OLD
         for correction in ((), (CORRECTION,))

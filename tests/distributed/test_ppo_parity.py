@@ -106,7 +106,7 @@ def ppo_config(
         f"critic.path={critic or 'null'}",
         f"critic.optimizer.lr={settings.critic_lr or settings.lr}",
         f"critic.optimizer.eps={settings.eps}",
-        "critic.tokens_per_microbatch=80",
+        "critic.tokens_per_microbatch=128",
     ]
     return config_of(
         actor,

@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
-from megarl.cluster.groups.rewards import classifier_reward
 from megarl.cluster.rank_batch import RankBatch
 from megarl.config.schema import Config
 from megarl.core.types import Sample, SampleRef
 from megarl.data.packing import Lengths, schedule
 from megarl.megatron.workers.reward_model import RewardModelWorker
+from megarl.rewards.model_reward import classifier_reward
 from tests.closeness import Expected, assert_close, expected, load
 from tests.forked import run_ranks
 from tests.parity import config_of, local_batch, random_groups

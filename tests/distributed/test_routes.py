@@ -47,9 +47,9 @@ LAYOUTS = {
     "PP2": "pp: 2",
 }
 VARIANTS = {
-    "packed": ([], {}),
+    "packed": (["actor.tokens_per_microbatch=64"], {}),
     "nothing shared": ([], dict(shares_prompts=False)),
-    "padded": (["actor.tokens_per_microbatch=128"], dict(shares_prompts=False, document_multiple=64)),
+    "padded": ([], dict(shares_prompts=False, document_multiple=64)),
     "full recompute": (["actor.recompute=full"], {}),
     "selective recompute": (["actor.recompute=selective", "actor.tokens_per_microbatch=256"], {}),
 }

@@ -6,15 +6,20 @@ process whose Megatron imports it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.closeness import assert_close
+from tests.closeness import assert_close, expected
+from tests.distributed import test_lora as lora
 from tests.distributed.test_families import MODELS, write
+from tests.lora_reference import MergedReference, PeftReference, write_adapters
 from tests.marks import exhaustive_but
 from tests.parity import assert_same_training, branching_group, canonical, plain_training, random_groups
-from tests.tiny_model import write_tiny_llama
+from tests.tiny_model import write_tiny_experts, write_tiny_llama
 from tests.transformer_engine_training import Trained, train_all
 
 pytestmark = pytest.mark.newest
@@ -27,9 +32,9 @@ NAMES = MODELS.keys() - {
 
 IN_TEST = {
     *("Llama 3, tied", "Llama, all biases", "Phi-3", "Qwen3", "Mixtral", "Qwen3, experts in some layers"),
-    "DeepSeek-V3, YaRN",
+    *("DeepSeek-V3, YaRN", "dense", "own factors"),
 }
-"""Models that together cover all parts. `make test-exhaustive` runs the others."""
+"""Models and adapters that together cover all parts. `make test-exhaustive` runs the others."""
 
 APART = {"Qwen3", "DeepSeek-V3, YaRN"}
 """Models that are also trained on packs without shared prompts, for which Transformer Engine's attention is used."""
@@ -44,23 +49,53 @@ FP8 = dict(
 Megatron recomputes through Transformer Engine's functions."""
 
 
+@dataclass(frozen=True)
+class Adapted:
+    """A model with adapters, the config overrides that load the adapters, and a plain reference."""
+
+    folder: Path
+    keys: list[str]
+    reference: Callable[[], PeftReference | MergedReference]
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory) -> dict[str, Adapted]:
+    path = tmp_path_factory.mktemp("adapted")
+    dense = lora.write_dense(path / "dense")
+    adapters = write_adapters(path / "adapters", dense, lora.RANK, lora.ALPHA)
+    by_name = {"dense": Adapted(dense, lora.keys_of(adapters), partial(lora.dense_reference, dense, adapters))}
+    experts = write_tiny_experts(path / "experts", num_layers=4)
+    for name, shares in lora.FACTORS.items():
+        factors = lora.random_factors(experts, shares)
+        keys = lora.keys_of(lora.write_factors(path / name, experts, factors, shares), shares)
+        by_name[name] = Adapted(experts, keys, partial(lora.merged_reference, experts, factors))
+    return by_name
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
-    folders = {name: write(tmp_path_factory.mktemp("model"), name) for name in NAMES}
+    folders = {name: write(tmp_path_factory.mktemp("model"), name) for name in NAMES & IN_TEST}
     return folders | {"bfloat16": write_tiny_llama(tmp_path_factory.mktemp("bfloat16"))}
 
 
 @pytest.fixture(scope="module")
-def other_trained(folders, tmp_path_factory) -> dict[str, Trained]:
-    cases = {name: (str(folders[name]), [], {}) for name in NAMES - IN_TEST}
+def other_folders(tmp_path_factory) -> dict[str, Path]:
+    return {name: write(tmp_path_factory.mktemp("model"), name) for name in NAMES - IN_TEST}
+
+
+@pytest.fixture(scope="module")
+def other_trained(other_folders, adapted, tmp_path_factory) -> dict[str, Trained]:
+    cases = {name: (str(folder), [], {}) for name, folder in other_folders.items()}
+    cases |= {name: (str(case.folder), case.keys, {}) for name, case in adapted.items() if name not in IN_TEST}
     return train_all(tmp_path_factory.mktemp("trained"), cases)
 
 
 @pytest.fixture(scope="module")
-def trained(folders, tmp_path_factory) -> dict[str, Trained]:
-    cases = {name: (str(folders[name]), [], {}) for name in IN_TEST}
+def trained(folders, adapted, tmp_path_factory) -> dict[str, Trained]:
+    cases = {name: (str(folder), [], {}) for name, folder in folders.items() if name in IN_TEST}
     apart = dict(shares_prompts=False)
     cases |= {f"{name}, prompts apart": (str(folders[name]), [], apart) for name in APART}
+    cases |= {name: (str(case.folder), case.keys, {}) for name, case in adapted.items() if name in IN_TEST}
     half = str(folders["bfloat16"]), ["model.dtype=bfloat16"], {}
     cases["bfloat16"] = half
     for recipe, (*_, recompute) in FP8.items():
@@ -68,13 +103,24 @@ def trained(folders, tmp_path_factory) -> dict[str, Trained]:
     return train_all(tmp_path_factory.mktemp("trained"), cases)
 
 
-@pytest.mark.parametrize("name", exhaustive_but(sorted(NAMES), *IN_TEST))
-def test_training_matches_transformers(request, folders, name):
-    result = request.getfixturevalue("trained" if name in IN_TEST else "other_trained")[name]
+@pytest.mark.parametrize("name", exhaustive_but(sorted(NAMES), *NAMES & IN_TEST))
+def test_training_matches_transformers(request, name):
+    prefix = "" if name in IN_TEST else "other_"
+    folder, result = (request.getfixturevalue(f"{prefix}{what}")[name] for what in ("folders", "trained"))
     assert result.kernels.startswith("Transformer Engine layers, Transformer Engine's FusedAdam")
     assert not result.quantized
-    plain = plain_training(folders[name], [[*random_groups(0), branching_group(0)]], kl_coefficient=0.0)
-    assert_same_training(folders[name], [result.rank], plain)
+    plain = plain_training(folder, [[*random_groups(0), branching_group(0)]], kl_coefficient=0.0)
+    assert_same_training(folder, [result.rank], plain)
+
+
+@pytest.mark.parametrize("name", exhaustive_but(["dense", *lora.FACTORS], "dense", "own factors"))
+def test_adapters_match_peft_and_plain_torch(request, adapted, name):
+    """Norms are part of Transformer Engine's linear layers, and two modules hold all experts of a rank."""
+    result = request.getfixturevalue("trained" if name in IN_TEST else "other_trained")[name]
+    assert result.kernels.startswith("Transformer Engine layers")
+    case = adapted[name]
+    plain = expected(lambda: lora.outcome_of(case.reference(), lora.UPDATES[:1]))
+    lora.assert_same(case.folder, [result.rank], plain)
 
 
 @pytest.mark.parametrize("name", sorted(APART))

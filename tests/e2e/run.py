@@ -33,8 +33,9 @@ run: {{name: tiny, steps: 1000000, export: false}}
 model: {{path: {folder}/model, dtype: float32}}
 actor:
   layout: {{pp: 2}}
+  threads: 1
   tokens_per_microbatch: 256
-rollout: {{max_new_tokens: 8, context_length: 64, kv_cache_gib: 0.01}}
+rollout: {{max_new_tokens: 8, context_length: 64, kv_cache_gib: 0.01, threads: 1}}
 batch: {{prompts_per_step: 4, samples_per_prompt: 4, prompts_per_update: 4}}
 data: {{source: {folder}/prompts.jsonl}}
 rewards:
@@ -199,8 +200,8 @@ class Run:
         """Return unmapped segments created since the start. Segments of other runs are mapped, and those of unit tests
         are excluded by name.
         """
-        new = {path for path in SHARED_MEMORY.iterdir() if not path.name.startswith("megarl-test-")}
-        new -= self._shared_memory
+        new = set(SHARED_MEMORY.iterdir()) - self._shared_memory
+        new = {path for path in new if not path.name.removeprefix("sem.").startswith("megarl-test-")}
         return new - {path for process in psutil.process_iter() for path in mapped_shared_memory(process)}
 
     def left_files(self) -> list[Path]:

@@ -36,6 +36,7 @@ def test_missing_reward_function_fails_before_start(recipe: Path, tmp_path: Path
     assert not list(tmp_path.iterdir()), "the run created its folder"
 
 
+@pytest.mark.exhaustive
 def test_reward_function_that_raises_is_named(recipe: Path, tmp_path: Path) -> None:
     function = f"{recipe.parent}/reward.py:broken"
     with Run(recipe, tmp_path, "actor.layout.pp=1", f"rewards.functions=[{{function: '{function}'}}]") as run:

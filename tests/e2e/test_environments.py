@@ -26,8 +26,8 @@ RECIPE = {
     "base": str(BASE),
     "run": {"name": "tiny", "steps": 2},
     "model": {"dtype": "float32"},
-    "actor": {"tokens_per_microbatch": 256, "layout": {"pp": 2}},
-    "rollout": {"max_new_tokens": 60, "context_length": 100, "kv_cache_gib": 0.01, "replicas": 2, "tp": 1},
+    "actor": {"tokens_per_microbatch": 256, "threads": 1},
+    "rollout": {"max_new_tokens": 60, "context_length": 100, "kv_cache_gib": 0.01, "threads": 1},
     "environment": {"class": f"{WORLD}:Echo", "turn_tokens": 12},
     "algorithm": {"advantage": {"estimator": "grpo"}},
     "batch": {"prompts_per_step": 4, "samples_per_prompt": 4, "prompts_per_update": 4},
@@ -208,7 +208,8 @@ def test_agent_is_trained_on_its_http_completions(tmp_path):
         tmp_path,
         f"environment={{class: '{WORLD}:Client', turn_tokens: null}}",
         "run.steps=1",
-        "rollout.replicas=1",
+        "rollout.replicas=2",
+        "actor.layout.pp=2",
         "batch={prompts_per_step: 3, prompts_per_update: 3}",
     )
     [metrics] = metrics_of(run)

@@ -1,4 +1,7 @@
-"""The driver updates engines' weights while they sample."""
+"""The driver updates engines' weights while they sample.
+
+tests/e2e/test_rollouts_ahead.py runs every time, and trains on samples that continue through a refit.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ from tests.paths import BASE
 from tests.timing import RUN_S
 from tests.tiny_model import write_tiny_model
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 LONG = 400
 
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megarl.cluster.groups.rewards import model_judge
 from megarl.config.schema import Config
 from megarl.core.types import Prompt, Sample, VersionRun
+from megarl.rewards.model_reward import model_judge
 from megarl.rollout.vllm.environment import environment
 from tests.e2e.engine_processes import engine_context
 from tests.e2e.test_train import train_in
@@ -87,15 +87,15 @@ def test_judge_answers_and_rates_as_transformers(tmp_path):
     expected = [reference.answer(item.prompt.text, item.text, item.prompt.answer) for item in samples]
     assert answers == expected
     rewards = [judge.reward(*rated) for rated in zip(samples, answers, readings, strict=True)]
-    ratings = [reward.value for reward in rewards]
+    ratings = [None if reward.issues["unrated"] else reward.value for reward in rewards]
     assert ratings == [reference.rating(answer) for answer in expected]
     assert len(set(ratings)) > 4 and None in ratings
-    assert all((reward.value is None) == (reward.failure is not None) for reward in rewards)
+    assert all(reward.value == 0 for reward, rating in zip(rewards, ratings, strict=True) if rating is None)
 
 
 @pytest.mark.exhaustive
 def test_run_is_rewarded_by_judge(series, model, tmp_path):
-    """Two engines judge. Samples without a rating count as failures, and failure_limit=1.0 allows all of them."""
+    """Two engines judge. Samples without a rating get the worst one, or fail if they are the majority."""
     folder = write_judge(tmp_path / "judge")
     run = train_in(
         series,
@@ -109,8 +109,12 @@ def test_run_is_rewarded_by_judge(series, model, tmp_path):
     )
     lines = [line for file in (run / "rollouts").iterdir() for line in file.read_text().splitlines()]
     rows, reference = [json.loads(line) for line in lines], Reference(folder)
-    for row in rows:
-        prompt = re.sub(r"<\|\w+\|>|<eos>", "", row["prompt"])
-        assert row["reward"] == reference.rating(reference.answer(prompt, row["response"], row["answer"]))
+    prompts = [re.sub(r"<\|\w+\|>|<eos>", "", row["prompt"]) for row in rows]
+    ratings = [
+        reference.rating(reference.answer(prompt, row["response"], row["answer"]))
+        for prompt, row in zip(prompts, rows, strict=True)
+    ]
+    worst = None if ratings.count(None) > len(ratings) / 2 else 0.0
+    assert [row["reward"] for row in rows] == [worst if rating is None else rating for rating in ratings]
     assert len({row["reward"] for row in rows}) > 2
     assert {file.stem for file in (run / "logs").glob("**/reward-model-*.log")} == {"reward-model-0", "reward-model-1"}

@@ -1,4 +1,7 @@
-"""Complete PPO runs whose critic has its own processes and a different layout than the actor."""
+"""Complete PPO runs whose critic has its own processes and a different layout than the actor.
+
+tests/e2e/test_reward_model.py has the shorter PPO run that runs every time.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from megarl.models.value_head import KEY
 from tests.e2e.run import read_trace
 from tests.e2e.test_train import REWARD, ROUNDS, TURNS, metrics_of, train_in
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 STEPS, WARMUP = 16, 2
 
 
@@ -37,6 +40,7 @@ def learned(series, model, tmp_path_factory) -> Path:
     )
 
 
+@pytest.mark.one_part
 def test_reward_rises_and_the_critic_follows(learned):
     steps = metrics_of(learned)
     assert len(steps) == STEPS
@@ -46,17 +50,20 @@ def test_reward_rises_and_the_critic_follows(learned):
     assert steps[-1]["value/error_abs_mean"] <= 0.25
 
 
+@pytest.mark.one_part
 def test_critic_warmup_trains_only_the_critic(learned):
     trained = ["policy/grad_norm" in step for step in metrics_of(learned)]
     assert trained == [False] * WARMUP + [True] * (STEPS - WARMUP)
     assert all(step["value/grad_norm"] > 0 for step in metrics_of(learned))
 
 
+@pytest.mark.one_part
 def test_critic_has_its_own_processes(learned):
     logs = {file.stem for file in (learned / "logs").glob("**/*.log")}
     assert {"trainer-0", "trainer-1", "critic-0", "critic-1"} <= logs
 
 
+@pytest.mark.one_part
 @pytest.mark.parametrize(("actor_task", "critic_task"), [("reference_log_probs", "score_tokens"), ("update", "update")])
 def test_actor_and_critic_overlap(learned, actor_task, critic_task):
     """The traces of actor and critic, which have separate devices, overlap in most steps that train both."""
@@ -68,7 +75,6 @@ def test_actor_and_critic_overlap(learned, actor_task, critic_task):
     assert sum(overlap) > len(overlap) / 2, "tasks do not overlap in most steps (machine load may delay a few)"
 
 
-@pytest.mark.exhaustive
 def test_critic_implicit_reward_and_turn_rewards_combine(series, model, tmp_path):
     run = train_in(
         series,
@@ -99,7 +105,6 @@ def test_critic_implicit_reward_and_turn_rewards_combine(series, model, tmp_path
     assert {"implicit-reward-0", "implicit-reward-1"} <= {file.stem for file in (run / "logs").glob("**/*.log")}
 
 
-@pytest.mark.exhaustive
 def test_critic_can_be_a_head_on_the_actor(series, model, tmp_path):
     overrides = ["algorithm.advantage.estimator=gae", "critic.shared_backbone=true", "actor.layout.pp=2"]
     run = train_in(series, tmp_path, model, "run.steps=3", *overrides)
@@ -112,7 +117,6 @@ def test_critic_can_be_a_head_on_the_actor(series, model, tmp_path):
     assert exported.num_parameters() == AutoModelForCausalLM.from_pretrained(model).num_parameters()
 
 
-@pytest.mark.exhaustive
 def test_resumed_run_with_critic_is_bitwise_equal(series, model, tmp_path):
     """The resumed run also offloads idle state, even while saving, and its engine sleeps between rollouts.
 

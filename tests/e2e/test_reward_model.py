@@ -1,4 +1,4 @@
-"""Complete runs with a reward model in Megatron or vLLM, alone or with a reward function."""
+"""Complete runs, some of them with a critic, with a reward model in Megatron or vLLM, alone or with a function."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def readable(row: dict) -> bool:
     return len(ids) + (row["finish_reason"] == "stop") == row["num_response_tokens"]
 
 
-def test_run_is_rewarded_by_a_model_and_a_function(series, model, tmp_path):
+def test_ppo_run_is_rewarded_by_a_model_and_a_function(series, model, tmp_path):
     write_classifier(tmp_path / "reward", model, "sequence")
     run = train_in(
         series,
@@ -48,18 +48,27 @@ def test_run_is_rewarded_by_a_model_and_a_function(series, model, tmp_path):
         "reward_model.weight=0.5",
         "reward_model.layout.pp=2",
         "reward_model.offload=[parameters]",
-        "reward_model.tokens_per_microbatch=256",
+        "reward_model={tokens_per_microbatch: 256, threads: 1}",
+        "algorithm.advantage={estimator: gae, gae_lambda: 1.0}",
+        "critic.optimizer.lr=0.003",
+        "critic={tokens_per_microbatch: 512, threads: 1}",
     )
     steps = metrics_of(run)
     assert [step["weights/version"] for step in steps] == [1, 2]
+    assert all(step["value/grad_norm"] > 0 and step["policy/grad_norm"] > 0 for step in steps)
+    assert steps[0]["value/mean"] == 0 != steps[1]["value/mean"], "the critic has not changed"
     assert len({step["reward/reward_model"] for step in steps}) == 2
-    for file in (run / "rollouts").iterdir():
+    for step, file in zip(steps, sorted((run / "rollouts").iterdir()), strict=True):
         rows = [json.loads(line) for line in file.read_text().splitlines()]
+        # With gae_lambda=1 the critic's target at every token is the rollout's reward.
+        lengths = [row["num_response_tokens"] for row in rows]
+        returns = sum(n * row["reward"] for n, row in zip(lengths, rows, strict=True)) / sum(lengths)
+        assert step["value/return_mean"] == pytest.approx(returns, rel=1e-4, abs=1e-5)
         assert len({row["parts"]["reward_model"] for row in rows}) > 32  # of 64 samples
         for row in rows:
             [function] = [value for name, value in row["parts"].items() if name != "reward_model"]
             assert row["reward"] == pytest.approx(function + 0.5 * row["parts"]["reward_model"])
-    assert {"reward-model-0", "reward-model-1"} <= {file.stem for file in (run / "logs").glob("**/*.log")}
+    assert {"reward-model-0", "reward-model-1", "critic-0"} <= {file.stem for file in (run / "logs").glob("**/*.log")}
 
 
 @pytest.mark.parametrize(("kind", "layout"), [("sequence", "dp"), ("token", "tp")])

@@ -13,7 +13,7 @@ from megarl.run.checkpoints import Checkpoints
 from tests.e2e.run import Run, write_recipe
 from tests.e2e.test_faults import INTERRUPTED, check_end
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 
 
 def check_saved(run: Run, step: int) -> None:

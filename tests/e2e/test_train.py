@@ -66,7 +66,7 @@ def train_in(series: Series, folder: Path, model: Path, *overrides: str) -> Path
 
 
 def write_recipe(folder: Path, model: Path) -> Path:
-    """Write a recipe whose runs use the folder runs/tiny."""
+    """Write a recipe whose runs use the folder runs/tiny. On tiny tensors, further threads only wait for each other."""
     recipe = folder / "recipe.yaml"
     recipe.write_text(
         yaml.safe_dump(
@@ -74,8 +74,8 @@ def write_recipe(folder: Path, model: Path) -> Path:
                 "base": str(BASE),
                 "run": {"folder": str(folder / "runs"), "name": "tiny"},
                 "model": {"path": str(model), "dtype": "float32"},
-                "actor": {"optimizer": {"lr": 0.01}, "tokens_per_microbatch": 1024},
-                "rollout": {"max_new_tokens": 8, "context_length": 128, "kv_cache_gib": 0.05},
+                "actor": {"optimizer": {"lr": 0.01}, "tokens_per_microbatch": 1024, "threads": 1},
+                "rollout": {"max_new_tokens": 8, "context_length": 128, "kv_cache_gib": 0.05, "threads": 1},
                 "batch": {"prompts_per_step": 8, "samples_per_prompt": 8, "prompts_per_update": 8},
                 "data": {"source": "arithmetic"},
                 "rewards": {"functions": [{"function": f"{REWARD}:digit_share"}]},
@@ -147,7 +147,7 @@ def test_diagnosis_names_first_layer_that_differs(learned, tmp_path):
     folders = dict.fromkeys(SIDES, learned / "model") | {"engine": broken}
     stages = diagnose(config, rollout.token_ids, folders, tmp_path)
     [first] = [stage for stage in stages if stage is first_different(stages)]
-    assert (first.name, first.odd) == ("layer 1", "engine")
+    assert (first.name, first.outlier) == ("layer 1", "engine")
     assert "layer 1 is the first stage that differs" in verdict(stages)
     assert verdict(stages).endswith("inspect this stage in the engine")
     names = [stage.name for stage in stages]

@@ -21,6 +21,7 @@ from tests.distributed.test_reward_model import (
 )
 from tests.e2e.engine_processes import engine_context
 from tests.e2e.test_refit import MODELS, SIZES
+from tests.marks import exhaustive_but
 from tests.parity import config_of
 from tests.timing import RUN_S
 from tests.tiny_model import write_tiny_model
@@ -48,6 +49,7 @@ def vllm_scores(folders: Sequence[Path]) -> list[list[list[float]]]:
         return pool.submit(in_vllm, folders).result(timeout=RUN_S)
 
 
+@pytest.mark.parametrize("reward_model", exhaustive_but(CLASSES, "sequence"), indirect=True)
 def test_classifier_scores_as_megatron(reward_model):  # noqa: F811
     folder, model = reward_model
     [all_scores] = vllm_scores([folder])

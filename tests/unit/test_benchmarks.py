@@ -119,6 +119,7 @@ def test_driver_of_1024_ranks_meets_its_targets():
     assert most <= 1.1 * fewest  # memory grows with samples, not with tokens
 
 
+@pytest.mark.exhaustive
 def test_share_of_changed_parameters_follows_step_and_ulp(tmp_path):
     """Adam's first step equals the learning rate for every element whose gradient is not tiny."""
     rate = 1e-5

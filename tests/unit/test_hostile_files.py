@@ -19,10 +19,14 @@ from megarl.config.load import load
 from megarl.config.model_schema import Lora
 from megarl.config.schema import Config
 from megarl.core.checkpoint import Checkpoint, write_manifest
-from megarl.core.errors import UserError
+from megarl.core.errors import DamagedCheckpoint, UserError
 from megarl.core.jsonl import read_objects
+from megarl.core.types import Prompt
 from megarl.data.chat import prompt_ids
+from megarl.data.cursor import PromptCursor
 from megarl.data.files import file_rows, label_rows, message_rows, preference_rows
+from megarl.data.prompts import PromptSet
+from megarl.data.weighted_cursor import WeightedCursor
 from megarl.environments.shipped import retrieval
 from megarl.launch.folder import Job, JobFolder
 from megarl.models.folder import read_config
@@ -41,7 +45,10 @@ from megarl.rewards.sample_file import load_samples
 from megarl.run import beginning
 from megarl.run.attempts import Attempts
 from megarl.run.diagnosis.diagnose import find_rollout
+from megarl.run.effective_time import effective_time
 from megarl.run.folder import RunFolder
+from megarl.run.resume import find_checkpoint
+from megarl.step.state import PendingPrompt, RunState, saved_state
 from tests.paths import QUICKSTART
 from tests.tiny_model import tiny_tokenizer
 
@@ -275,7 +282,10 @@ def test_corpus(tmp_path: Path, content: str) -> None:
         answers_or_names(lambda: retrieval._read(file), "corpus.jsonl")
 
 
-MANIFEST = {"name": "run", "models": {"model.path": {"given": "a", "folder": "b", "hash": "c"}}, "format": 1}
+MANIFEST = {
+    **{"name": "run", "models": {"model.path": {"given": "a", "folder": "b", "hash": "c"}}},
+    **{"finished_after_step": 10**6, "format_version": 1},
+}
 SAMPLE = {
     **{"sample_id": "s", "prompt": "p", "response": "r", "reward": 1.0, "num_response_tokens": 3, "answer": "a"},
     **{"messages": [{"role": "user", "content": "a"}], "tokens": ["a"], "prompt_ids": [1], "response_ids": [1, 2]},
@@ -295,6 +305,7 @@ def read_run(folder: Path, config: Config) -> None:
     read_rollouts(run.rollout_files())
     read_evaluations(run.evaluation_files())
     Attempts(folder).all()
+    effective_time(folder)
     list(read_spans(folder / "logs"))
 
 
@@ -373,6 +384,105 @@ def test_manifest_of_a_checkpoint(tmp_path: Path) -> None:
         whole = {"sha256": _digest(content), "content": content}
         (folder / "manifest.json").write_text(json.dumps(whole))
         answers_or_names(lambda: Checkpoint.open(folder), str(folder))
+
+
+RECORD = {"path": "weights", "num_bytes": 3, "sha256": "a" * 64}
+RESUMING = load(QUICKSTART, ["run.folder=/nowhere", "run.name=run"])
+ROWS_OF_RUN = PromptSet(tuple(Prompt(str(i), "", (i,)) for i in range(5)), "hash")
+STARTED_FROM = {"model.path": {"folder": "/models/m", "hash": "1234567890"}}
+
+
+def sealed(folder: Path, content: Any) -> None:
+    """Write a manifest whose digest is valid, as anyone can."""
+    (folder / "manifest.json").write_text(json.dumps({"sha256": _digest(content), "content": content}))
+
+
+def test_file_records_of_a_checkpoint(tmp_path: Path) -> None:
+    folder = tmp_path / "step_000001"
+    folder.mkdir()
+    (folder / "weights").write_bytes(b"abc")
+    for record in [*fields_of(RECORD), *VALUES]:
+        sealed(folder, {"format_version": 1, "step": 1, "state": {}, "files": [record]})
+
+        def read() -> None:
+            checkpoint = Checkpoint.open(folder)
+            checkpoint.verify(checkpoint.files)
+
+        answers_or_names(read, str(folder))
+
+
+def resumed(folder: Path, config: Config) -> None:
+    settings = config.model_copy(update={"resume": str(folder)})
+    checkpoint = find_checkpoint(settings, ROWS_OF_RUN, STARTED_FROM)
+    state = RunState.restore(saved_state(checkpoint, settings, len(ROWS_OF_RUN)), settings, ROWS_OF_RUN)
+    state.draw(3, 1)
+    state.cursor.take(3)
+    json.dumps(state.dump())
+    assert state.average.value == state.average.value
+
+
+@pytest.mark.parametrize("order", ["shuffled", "weighted"])
+def test_values_in_the_state_of_a_checkpoint(tmp_path: Path, order: str) -> None:
+    """Each value of the driver's state, and the sections of the config."""
+    config = load(QUICKSTART, ["data.solved_weight=0.1"] if order == "weighted" else [])
+    cursor = PromptCursor(5, 0, True) if order == "shuffled" else WeightedCursor(5, 0, None, 0.1)
+    run = RunState(1, cursor, under_way=[PendingPrompt(3, 1)], lengths={2: 5.0})
+    run.cursor.take(3)
+    if order == "weighted":
+        cursor.note({1: 0.5})
+    state = {"config": config.model_dump(), "data_hash": "hash", "models": STARTED_FROM, "run": run.dump()}
+    folder = tmp_path / "step_000001"
+    folder.mkdir()
+
+    def write(changed: Any) -> None:
+        sealed(folder, {"format_version": 1, "step": 1, "state": changed, "files": []})
+
+    write(state)
+    resumed(folder, config)
+    sections = [{**state["config"], name: value} for name in state["config"] for value in VALUES]
+    steps = [{**state["config"], "run": {**state["config"]["run"], "steps": value}} for value in VALUES]
+    variants = [{**state, "config": other} for other in [*sections, *steps, *VALUES]]
+    variants += [{**state, "models": other} for other in [*fields_of(STARTED_FROM), *VALUES]]
+    variants += [{**state, "run": other} for other in [*fields_of(state["run"]), *VALUES]]
+    variants += [{**state, "run": {**state["run"], "under_way": [value]}} for value in VALUES]
+    variants += [{**state, "run": {**state["run"], "lengths": {key: 1.0}}} for key in ("7", "-1", "a", "9" * 40)]
+    variants += [{key: state[key] for key in state if key != name} for name in state]
+    for variant in variants:
+        write(variant)
+        answers_or_names(lambda: resumed(folder, config), str(folder))
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "config.resolved.yaml"])
+def test_files_of_a_finished_run(tmp_path: Path, name: str) -> None:
+    folder, config = tmp_path / "run", load(QUICKSTART, [f"run.folder={tmp_path}", "run.name=run", "resume=auto"])
+    folder.mkdir()
+    values = {
+        "manifest.json": {**MANIFEST, "finished_after_step": config.run.steps},
+        "config.resolved.yaml": config.model_dump(),
+    }
+    for other, value in values.items():
+        (folder / other).write_text(json.dumps(value))
+    beginning.check_beginning(config)
+    whole = values[name]
+    variants = fields_of(whole) if name == "manifest.json" else [{**whole, key: v} for key in whole for v in VALUES]
+    for variant in variants:
+        (folder / name).write_text(json.dumps(variant))
+        answers_or_names(lambda: beginning.check_beginning(config), "")
+
+
+def test_wrong_value_is_named_with_file_and_remedy(tmp_path: Path) -> None:
+    state = {"config": RESUMING.model_dump(), "data_hash": "hash", "models": STARTED_FROM}
+    state["run"] = RunState(1, PromptCursor(5, 0, True)).dump()
+    state["run"]["cursor"]["position"] = 10**30
+    folder = tmp_path / "step_000001"
+    folder.mkdir()
+    sealed(folder, {"format_version": 1, "step": 1, "state": state, "files": []})
+    with pytest.raises(DamagedCheckpoint) as raised:
+        resumed(folder, RESUMING)
+    assert str(raised.value) == (
+        f"{folder}: manifest.json: run.cursor.position={10**30} is invalid (Input should be less than "
+        "9007199254740992). No earlier checkpoint exists. Fix: start from scratch with resume=never run.replace=true"
+    )
 
 
 def _digest(content: Any) -> str:

@@ -15,7 +15,7 @@ from megarl.environments.batch import is_judged, judge_batch, judge_single
 from megarl.rewards.pool import FunctionPool, function_pool
 from megarl.rewards.result import Result
 from megarl.rewards.rollout_file import append_rollouts
-from megarl.rewards.scorer import Scorer
+from megarl.rewards.scorer import Scorer, require_ratings
 
 
 class SetScorer:
@@ -38,6 +38,7 @@ class SetScorer:
             results = {name: result for part in parts for name, result in part.items()}
             by_rollout[sample.rollout_id] = {name: results[name] for name in self._functions if name in results}
         scores = [self._scorer.score(sample, by_rollout.get(sample.rollout_id, {}))[0] for sample in samples]
+        scores = require_ratings(scores)
         await asyncio.to_thread(_write, file, version, samples, scores)
         return scores
 

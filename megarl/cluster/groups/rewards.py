@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,19 +25,18 @@ from megarl.core.checkpoint import FileRecord, seal
 from megarl.core.files import retry_when_full
 from megarl.core.types import Sample, SampleRef, Score
 from megarl.environments.batch import is_judged, judge_batch, judge_single
-from megarl.models.classifier import Kind, score_head_of
-from megarl.models.folder import read_config
 from megarl.models.run_models import ModelFolders
-from megarl.models.tokenizer import load_decoder, load_tokenizer
+from megarl.models.tokenizer import load_decoder
 from megarl.rewards import judge
-from megarl.rewards.classifier import ClassifierReward, ModelReward
+from megarl.rewards.classifier import ModelReward
 from megarl.rewards.model_judge import ModelJudge
+from megarl.rewards.model_reward import classifier_reward, model_judge, model_reader
 from megarl.rewards.pool import function_pool
 from megarl.rewards.reading import Reader, Reading, Unreadable
 from megarl.rewards.result import Result
 from megarl.rewards.rollout_file import MAX_TOKENS, append_rollouts, has_token_details, token_texts, write_advantages
 from megarl.rewards.sample_file import load_samples, save_samples
-from megarl.rewards.scorer import Scorer
+from megarl.rewards.scorer import Scorer, require_ratings
 
 if TYPE_CHECKING:
     import torch
@@ -50,9 +50,7 @@ class RewardActor(AsyncProcessActor):
         self._worker = RewardWorker(config, models, self._process.threads)
 
     async def begin(self, samples: Sequence[Sample]) -> None:
-        for sample in samples:
-            if is_judged(sample):
-                self._worker.begin(sample)
+        self._worker.receive(samples)
 
     async def forget(self, rollout_ids: Collection[str]) -> None:
         self._worker.forget(rollout_ids)
@@ -60,6 +58,9 @@ class RewardActor(AsyncProcessActor):
 
 WaitingGroup = tuple[int, int, list[SampleRef]]
 """(prompt's row in the data, weight version with which its samples started, samples)."""
+
+MOST_ENDED = 2**18
+"""Number of rollouts whose late samples are recognized."""
 
 
 class RewardWorker:
@@ -72,6 +73,8 @@ class RewardWorker:
         """This step's samples, retokenized for the reward model. Empty if the model reads the sampled token ids."""
         self._begun: dict[str, tuple[Sample, asyncio.Task[dict[str, Result]]]] = {}
         """Samples that the reward functions have started to score, by rollout id."""
+        self._ended: dict[str, None] = {}
+        """Ids of the last rollouts that were scored or dropped, oldest first."""
         self._num_detailed_groups = config.num_detailed_groups
         rewards = self._rewards = config.rewards
         rewards_tokens = config.algorithm.advantage.credits_to_go
@@ -88,6 +91,13 @@ class RewardWorker:
             self._reader = reader = model_reader(config, folder, models.actor)
             self._model_score = classifier_reward(config, folder, reader)
 
+    def receive(self, samples: Sequence[Sample]) -> None:
+        """Start scoring samples that have just been sampled. Ignore samples that were already scored or dropped,
+        because an engine's message may arrive after the driver's request for scores."""
+        for sample in samples:
+            if is_judged(sample) and sample.rollout_id not in self._ended:
+                self.begin(sample)
+
     def begin(self, sample: Sample) -> asyncio.Task[dict[str, Result]]:
         """Start scoring a sample with the reward functions. An equal sample of the same rollout is scored only once."""
         begun, task = self._begun.get(sample.rollout_id, (None, None))
@@ -98,9 +108,15 @@ class RewardWorker:
 
     def forget(self, rollout_ids: Collection[str]) -> None:
         """Cancel the scoring of samples from dropped rollouts."""
+        self._end(rollout_ids)
         for name in self._begun.keys() & set(rollout_ids):
             _, task = self._begun.pop(name)
             task.cancel()
+
+    def _end(self, rollout_ids: Iterable[str]) -> None:
+        self._ended |= dict.fromkeys(rollout_ids)
+        for name in list(islice(self._ended, max(0, len(self._ended) - MOST_ENDED))):
+            del self._ended[name]
 
     def close(self) -> None:
         """Stop the processes that run the user's functions. Without this call, they exit when this process exits."""
@@ -125,6 +141,7 @@ class RewardWorker:
         model_rewards = self._model_rewards(samples, model_scores)
         judged = [sample for sample in samples if is_judged(sample)]
         tasks = [self.begin(sample) for sample in judged]
+        self._end(sample.rollout_id for sample in judged)
         # Batch reward functions need all samples at once.
         verdicts, batch_results = await asyncio.gather(self._verdicts(judged), judge_batch(self._pool, judged))
         by_rollout: dict[str, dict[str, Result]] = {}
@@ -138,14 +155,15 @@ class RewardWorker:
             )
             for sample in samples
         ]
-        scored = [(sample, score) for sample, (score, _) in zip(samples, scores, strict=True)]
+        required = require_ratings([score for score, _ in scores])
+        scored = list(zip(samples, required, strict=True))
         await asyncio.to_thread(append_rollouts, rollouts, step, scored, self._token_texts)
         by_token = {
             sample.id: token_rewards
-            for sample, (_, token_rewards) in zip(samples, scores, strict=True)
-            if token_rewards is not None
+            for (sample, score), (_, token_rewards) in zip(scored, scores, strict=True)
+            if token_rewards is not None and score.value is not None
         }
-        return [score for score, _ in scores], put_scores(by_token)
+        return required, put_scores(by_token)
 
     async def evaluate(self, refs: Sequence[ray.ObjectRef], name: str, version: int, file: Path) -> list[Score]:
         """Score samples from the evaluation set with this name. See SetScorer.score."""
@@ -212,35 +230,6 @@ def _read(reader: Reader | ModelJudge, sample: Sample) -> Reading | Unreadable:
         return reader.read(sample)
     except Unreadable as reason:
         return reason
-
-
-def classifier_reward(config: Config, folder: Path, reader: Reader | None = None) -> ClassifierReward:
-    """Return the reward computed by the classifier in this folder."""
-    rewards_tokens = config.algorithm.advantage.credits_to_go
-    return ClassifierReward(_kind(folder), config.reward_model, load_tokenizer(folder), reader, rewards_tokens)
-
-
-def model_reader(config: Config, folder: Path, actor_folder: Path) -> Reader | None:
-    """Return the reader that retokenizes samples for the reward model, or None if it reads the sampled token ids."""
-    settings = config.reward_model
-    if settings.input_format == "ids":
-        return None
-    _, longest = config.context_of(settings)
-    tokenizer = load_tokenizer(folder, date=config.data.date)
-    return Reader(_kind(folder), settings, longest, tokenizer, load_tokenizer(actor_folder))
-
-
-def model_judge(config: Config, folder: Path, actor_folder: Path) -> ModelJudge:
-    """Return the judge that queries the language model in this folder and parses its ratings."""
-    settings = config.reward_model
-    _, longest = config.context_of(settings)
-    return ModelJudge(settings, longest, load_tokenizer(folder, date=config.data.date), load_tokenizer(actor_folder))
-
-
-def _kind(folder: Path) -> Kind:
-    head = score_head_of(read_config(folder))
-    assert head is not None, "preflight rejects models without a score head"
-    return head.kind
 
 
 class RewardGroup(WorkerGroup):

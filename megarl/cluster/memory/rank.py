@@ -290,10 +290,10 @@ def _activations(shape, layout, has_experts, in_flight, rank_tokens, num_bytes, 
     recomputation, only one layer at a time holds the activations that it would keep without recomputation."""
     if not has_experts:
         return 0
-    kept = [layer_bytes(shape, layout, num_bytes, recompute, mixed) for mixed in has_experts]
-    whole = [layer_bytes(shape, layout, num_bytes, has_experts=mixed) for mixed in has_experts]
-    recomputed = max(full - reduced for full, reduced in zip(whole, kept, strict=True))
-    return round(rank_tokens * (sum(kept) / len(kept) * in_flight + recomputed))
+    kinds = set(has_experts)
+    kept = {mixed: layer_bytes(shape, layout, num_bytes, recompute, mixed) for mixed in kinds}
+    recomputed = max(layer_bytes(shape, layout, num_bytes, has_experts=mixed) - kept[mixed] for mixed in kinds)
+    return round(rank_tokens * (sum(kept[mixed] for mixed in has_experts) / len(has_experts) * in_flight + recomputed))
 
 
 def _head(shape, layout, rank_tokens, rank_rows, num_bytes) -> int:

@@ -175,4 +175,4 @@ def _command(invitation: Invitation, report: Report, scratch: Path) -> list[str]
         "temp-dir": ray_folder(scratch),
     }
     flags = [f"--{name}={value}" for name, value in options.items()]
-    return [*PYTHON, "-m", "ray.scripts.scripts", "start", *flags, "--block", "--disable-usage-stats"]
+    return [*PYTHON, "-m", "megarl.cluster.services", "start", *flags, "--block", "--disable-usage-stats"]

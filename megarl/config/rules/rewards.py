@@ -17,6 +17,9 @@ RESERVED = (
     "infrastructure_failed_frac",
     "zero_std_groups",
     "greedy_mean",
+    "reward_model_unrated_frac",
+    "reward_model_truncated_frac",
+    "reward_model_verbatim_frac",
 )
 """Names reserved for other reward components and for summary metrics of the reward."""
 

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megarl.config.divisors import divisibility_error, divisors
 from megarl.config.schema import Config
-
-CREDENTIALS = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s@]*:[^/\s@]+@\S*", re.IGNORECASE)
-"""URLs with a password."""
-
-SECRETS = {"api_key", "apikey", "password", "passwd", "secret", "access_token", "auth_token"}
-"""Names of options that hold secrets."""
+from megarl.core.credentials import has_credentials, is_secret_key
 
 
 def prompts_per_update_divides_prompts_per_step(config: Config) -> Iterator[str]:
@@ -77,7 +71,7 @@ def profiled_ranks_are_ranks_of_a_model(config: Config) -> Iterator[str]:
 def values_have_no_credentials(config: Config) -> Iterator[str]:
     """Every value reaches the run folder, the report and the trackers."""
     for key, value in _texts(config.model_dump()):
-        if CREDENTIALS.fullmatch(value) or key.rpartition(".")[2].lower() in SECRETS:
+        if has_credentials(value) or is_secret_key(key.rpartition(".")[2]):
             yield (
                 f"{key}: contains credentials, which megarl would write to the run folder. Fix: remove them, and pass "
                 "them in an environment variable such as MLFLOW_TRACKING_PASSWORD or the one in options.api_key_env"

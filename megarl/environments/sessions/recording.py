@@ -10,6 +10,7 @@ starts a new sample rendered by the chat template.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -97,33 +98,39 @@ class Recording:
         """Turns, keyed by a hash of the conversation that ends with them."""
         self.num_turns = 0
         self._numbers = count()
+        self._reserving = asyncio.Lock()
+        """Keeps concurrent requests in the order in which they arrived."""
         self.num_context_tokens = self.num_cached_tokens = 0
         self.counts: Counter[str] = Counter()
         """Number of samples after the first, by origin: `forked` from the token ids of another sample, `rewritten` if
         the conversation has assistant messages that were not sampled, `fresh` if it has none."""
 
-    def reserve(self, tokens: Tokens, tools_key: str, messages: Sequence[Message]) -> TurnSlot:
+    async def reserve(self, tokens: Tokens, tools_key: str, messages: Sequence[Message]) -> TurnSlot:
         """Reserve a slot for the turn that responds to these messages. Fill it with `add` or free it with `release`.
-        Raise UserError if the chat template rejects the messages."""
+        Messages are tokenized in a thread. Raise UserError if the chat template rejects them."""
         keys = _prefix_keys(tools_key, messages)
+        async with self._reserving:
+            return await self._reserve(tokens, keys, messages)
+
+    async def _reserve(self, tokens: Tokens, keys: Sequence[bytes], messages: Sequence[Message]) -> TurnSlot:
         for length in range(len(messages), 0, -1):
             if keys[length - 1] in self._turns:
-                slot = self._continue(tokens, self._turns[keys[length - 1]], messages[length:], keys[-1])
+                slot = await self._continue(tokens, self._turns[keys[length - 1]], messages[length:], keys[-1])
                 if slot is not None:
                     return slot
         if self._samples:
             is_rewritten = any(message["role"] == "assistant" for message in messages)
             self.counts["rewritten" if is_rewritten else "fresh"] += 1
-        return self._start_sample(tokens.begin(messages), messages, keys[-1])
+        return self._start_sample(await asyncio.to_thread(tokens.begin, messages), messages, keys[-1])
 
-    def _continue(
+    async def _continue(
         self, tokens: Tokens, turns: Sequence[tuple[_OpenSample, Turn]], messages: Sequence[Message], key: bytes
     ) -> TurnSlot | None:
         """Reserve a slot after `messages` that continue one of `turns`, preferably the latest turn that ends its
         sample. Return None if the chat template cannot append the messages."""
         ends = [pair for pair in turns if not pair[0].is_reserved and pair[0].turns[-1] is pair[1]]
         sample, turn = (ends or turns)[-1]
-        context_ids = tokens.extend(turn.completion.token_ids.tolist(), messages)
+        context_ids = await asyncio.to_thread(tokens.extend, turn.completion.token_ids.tolist(), messages)
         if context_ids is None:
             return None
         if ends:

@@ -8,14 +8,16 @@ import hmac
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megarl.core.files import MAX_DEPTH, is_deeper
 from megarl.core.text import encodable
 from megarl.environments.sessions.completion import chunks, completion_body
 from megarl.environments.sessions.errors import ApiError, invalid
-from megarl.environments.sessions.request import read_request, tools_key
-from megarl.environments.sessions.session import CLOSED, Session, SessionLimits, TokensOf, TurnTokens
+from megarl.environments.sessions.request import ChatRequest, read_request, tools_key
+from megarl.environments.sessions.session import CLOSED, ChatCompletion, Session, SessionLimits, TokensOf, TurnTokens
+from megarl.environments.text_length import num_tokens
 from megarl.environments.transcript import Part
 
 if TYPE_CHECKING:
@@ -27,7 +29,8 @@ if TYPE_CHECKING:
 MODEL = "policy"
 """The policy's model name. Requests may use any name, because there is only one model."""
 
-LARGEST_REQUEST = 64 * 2**20
+LARGEST_REQUEST, LONG_REQUEST = 64 * 2**20, 2**18
+"""Maximum number of bytes in a request's body, and the number above which it is parsed in a thread."""
 
 BODY_S = 60.0
 """Timeout in seconds for receiving a request's body."""
@@ -87,7 +90,7 @@ class SessionServer:
 
     def open(self, sample: Sampler, limits: SessionLimits, seed: int) -> Session:
         """Open a session. Its token is valid until the session is closed."""
-        session = Session(self._tokens_with, self._num_tokens, sample, limits, seed)
+        session = Session(self._tokens_with, partial(num_tokens, self._tokenizer), sample, limits, seed)
         self._sessions[_digest(session.token)] = session
         return session
 
@@ -97,9 +100,6 @@ class SessionServer:
         parts = await session.close()
         self.counts += session.counts + session.recording.counts
         return parts
-
-    def _num_tokens(self, text: str) -> int:
-        return len(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def _tokens_with(self, tools: Sequence[Mapping[str, Any]]) -> TurnTokens:
         key = tools_key(tools)
@@ -122,22 +122,51 @@ class SessionServer:
         session = None
         try:
             session = self._session(request)
-            body = await _read(request)
-            chat = read_request(body, self._sampling)
-            completion = await session.create_completion(chat, body, request.headers.get(RETRIES, "0") != "0")
+            chat, digest = await self._read(request)
+            completion = await session.create_completion(chat, digest, request.headers.get(RETRIES, "0") != "0")
         except ApiError as error:
             if session is not None:
                 session.counts[f"refused.{error.code}"] += 1
             return web.json_response(error.body, status=error.status)
-        if chat.stream:
-            events = [_event(chunk) for chunk in chunks(completion, chat, MODEL, self._tokenizer)]
-            content_type, data = "text/event-stream", b"".join([*events, b"data: [DONE]\n\n"])
-        else:
-            content_type = "application/json"
-            data = json.dumps(completion_body(completion, chat, MODEL, self._tokenizer)).encode()
+        completion.turn.is_delivered = _is_connected(request)  # the session may be closed before the response is sent
+        # Log-probs are decoded token by token, which takes seconds for a long turn.
+        data = (
+            await asyncio.to_thread(self._encode, completion, chat) if chat.logprobs else self._encode(completion, chat)
+        )
+        content_type = "text/event-stream" if chat.stream else "application/json"
         response = web.StreamResponse(headers={"Content-Type": content_type, "Cache-Control": "no-cache"})
         completion.turn.is_delivered = await _send(request, response, data)
         return response
+
+    async def _read(self, request: web.Request) -> tuple[ChatRequest, bytes]:
+        """Return a request and the digest of its body. Raise ApiError if it is malformed, too large, or arrives too
+        slowly."""
+        from aiohttp import web
+
+        try:
+            async with asyncio.timeout(BODY_S):
+                data = await request.read()
+            # Short requests are parsed at once, which keeps concurrent requests in order. Seeds depend on the order.
+            return await asyncio.to_thread(self._parse, data) if len(data) > LONG_REQUEST else self._parse(data)
+        except TimeoutError:
+            raise ApiError(408, "request_timeout", f"the request body did not arrive within {BODY_S:g} s") from None
+        except web.HTTPRequestEntityTooLarge:
+            raise ApiError(413, "request_too_large", f"the request body exceeds {LARGEST_REQUEST} bytes") from None
+        except (ValueError, RecursionError) as error:
+            raise invalid("body", f"the request body is not valid JSON: {error}") from error
+
+    def _parse(self, data: bytes) -> tuple[ChatRequest, bytes]:
+        body = encodable(json.loads(data))
+        if is_deeper(body, MAX_DEPTH):
+            raise invalid("body", f"the request body is nested deeper than {MAX_DEPTH} levels")
+        digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).digest()
+        return read_request(body, self._sampling), digest
+
+    def _encode(self, completion: ChatCompletion, chat: ChatRequest) -> bytes:
+        if not chat.stream:
+            return json.dumps(completion_body(completion, chat, MODEL, self._tokenizer)).encode()
+        events = [_event(chunk) for chunk in chunks(completion, chat, MODEL, self._tokenizer)]
+        return b"".join([*events, b"data: [DONE]\n\n"])
 
     async def _list_models(self, request: web.Request) -> web.StreamResponse:
         return self._describe_model(request, lambda model: {"object": "list", "data": [model]})
@@ -156,28 +185,9 @@ class SessionServer:
         return web.json_response(wrap(model))
 
 
-async def _read(request: web.Request) -> Any:
-    """Return the request's JSON. Raise ApiError if it is malformed, too large, or arrives too slowly."""
-    from aiohttp import web
-
-    try:
-        async with asyncio.timeout(BODY_S):
-            body = encodable(json.loads(await request.read()))
-    except TimeoutError:
-        raise ApiError(408, "request_timeout", f"the request body did not arrive within {BODY_S:g} s") from None
-    except web.HTTPRequestEntityTooLarge:
-        raise ApiError(413, "request_too_large", f"the request body exceeds {LARGEST_REQUEST} bytes") from None
-    except (ValueError, RecursionError) as error:
-        raise invalid("body", f"the request body is not valid JSON: {error}") from error
-    if is_deeper(body, MAX_DEPTH):
-        raise invalid("body", f"the request body is nested deeper than {MAX_DEPTH} levels")
-    return body
-
-
 async def _send(request: web.Request, response: web.StreamResponse, data: bytes) -> bool:
     """Send a response. Return whether the client received it. Close the connection if the client is too slow."""
-    transport = request.transport
-    if transport is None or transport.is_closing():
+    if not _is_connected(request):
         return False
     try:
         async with asyncio.timeout(SEND_S):
@@ -187,9 +197,14 @@ async def _send(request: web.Request, response: web.StreamResponse, data: bytes)
     except ConnectionError:
         return False
     except TimeoutError:
-        transport.abort()
+        if request.transport is not None:
+            request.transport.abort()
         return False
     return True
+
+
+def _is_connected(request: web.Request) -> bool:
+    return request.transport is not None and not request.transport.is_closing()
 
 
 def _event(chunk: Mapping[str, Any]) -> bytes:

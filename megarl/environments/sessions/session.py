@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import random
 import secrets
@@ -22,6 +21,7 @@ from megarl.environments.sessions.errors import ApiError, invalid
 from megarl.environments.sessions.messages import Message
 from megarl.environments.sessions.recording import Recording, Tokens, Turn, TurnSlot
 from megarl.environments.sessions.request import ChatRequest, tools_key
+from megarl.environments.text_length import ROOM, is_longer, texts_of
 from megarl.environments.transcript import Part
 
 if TYPE_CHECKING:
@@ -39,12 +39,6 @@ class TurnTokens(Tokens, Protocol):
 
 
 CLOSED = ApiError(401, "invalid_api_key", "no session is open for this api_key. The session may have been closed")
-
-ROOM = 4
-"""Messages longer than this many times the context length are rejected before they are rendered."""
-
-PART = 2**16
-"""Number of characters to tokenize at a time when a long text is measured."""
 
 TokensOf = Callable[[Sequence[Mapping[str, Any]]], TurnTokens]
 """Function that returns the renderer for a set of tools, or raises UserError if the chat template rejects them."""
@@ -117,10 +111,9 @@ class Session:
         self._completions: dict[bytes, asyncio.Task[ChatCompletion]] = {}
         """Completions, keyed by the digest of the request body."""
 
-    async def create_completion(self, request: ChatRequest, body: Any, is_retry: bool) -> ChatCompletion:
-        """Return the completion for a request, whose body identifies retries. A retry receives the completion of the
-        earlier request. Raise ApiError if the request is rejected."""
-        digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).digest()
+    async def create_completion(self, request: ChatRequest, digest: bytes, is_retry: bool) -> ChatCompletion:
+        """Return the completion for a request. A retry, which has the same digest as the earlier request, receives the
+        earlier completion. Raise ApiError if the request is rejected."""
         if is_retry and digest in self._completions:
             self.counts["replayed"] += 1
         else:
@@ -156,7 +149,7 @@ class Session:
         await self._require_room(request)
         try:
             tokens = self._tokens_of(request.tools)
-            slot = self.recording.reserve(tokens, tools_key(request.tools), request.messages)
+            slot = await self.recording.reserve(tokens, tools_key(request.tools), request.messages)
             if not slot.ids:
                 self.recording.release(slot)
                 raise invalid("messages", "the messages have no tokens")
@@ -171,7 +164,7 @@ class Session:
             self.recording.release(slot)
             raise
         try:
-            return self._record(request, tokens, slot, completion)
+            return await self._record(request, tokens, slot, completion)
         except Exception as error:  # any error that the turn's text causes
             self.recording.release(slot)
             raise ApiError(500, "turn_failed", f"the turn cannot be processed: {error}") from error
@@ -180,19 +173,11 @@ class Session:
         """Reject long requests before they are rendered and tokenized in the event loop, which serves all sessions.
         Templates may drop parts of a request, so the limit for its text is several times the context length."""
         most = ROOM * self.limits.context_length
-        texts = [text for message in request.messages for text in _texts(message)] + list(
-            map(json.dumps, request.tools)
-        )
-        count = len(request.messages)  # the template writes at least one token per message
-        if count + sum(map(len, texts)) <= most:  # a token has at least one character
-            return
-        for text in ("", *texts):
-            if count > most:
-                raise self._context_exceeded(f"more than {most} tokens")
-            for start in range(0, len(text), PART):
-                count += await asyncio.to_thread(self._num_tokens, text[start : start + PART])
-                if count > most:
-                    raise self._context_exceeded(f"more than {most} tokens")
+        texts = [text for message in request.messages for text in texts_of(message)]
+        texts += map(json.dumps, request.tools)
+        # The template writes at least one token per message.
+        if await is_longer(texts, most - len(request.messages), self._num_tokens):
+            raise self._context_exceeded(f"more than {most} tokens")
 
     async def _complete(self, slot: TurnSlot, request: ChatRequest) -> Completion:
         limit, seed = self._token_limit(slot), turn_seed(self._seed, slot.number)
@@ -217,11 +202,11 @@ class Session:
             "messages",
         )
 
-    def _record(
+    async def _record(
         self, request: ChatRequest, tokens: TurnTokens, slot: TurnSlot, completion: Completion
     ) -> ChatCompletion:
         text_ids = completion.text_ids.tolist()
-        text, calls = tokens.read(text_ids, slot.ids)
+        text, calls = await asyncio.to_thread(tokens.read, text_ids, slot.ids)
         valid = [call for call in calls if isinstance(call, ToolCall)]
         if len(valid) < len(calls):
             self.counts["malformed_calls"] += 1
@@ -243,12 +228,6 @@ class Session:
 def turn_seed(seed: int, number: int) -> int:
     """Return the seed for a turn of a rollout with this seed."""
     return seed if number == 0 else random.Random(repr((seed, number))).getrandbits(31)
-
-
-def _texts(message: Message) -> list[str]:
-    """Return a message's content, and its tool calls and names as JSON."""
-    others = {key: value for key, value in message.items() if key not in ("role", "content")}
-    return [message["content"], json.dumps(others)] if others else [message["content"]]
 
 
 def _tool_call(call: ToolCall, default_id: str) -> dict[str, Any]:

@@ -148,7 +148,7 @@ def _open(path: Path, huggingface: Path | None) -> Iterator[StoredAdapters]:
         raise UserError(f"{path}: not a checkpoint of a run. Fix: pass a run's checkpoints/step_… folder")
     sealed = Checkpoint.open(path.parent)
     sealed.verify(record for record in sealed.files if Path(record.path).parts[0] == path.name)
-    config = validated(sealed.state["config"], sealed.format)
+    config = validated(sealed.state.get("config"), sealed.format, path)
     if config.actor.adapters is None or path.name != "actor":
         raise UserError(
             f"{path}: contains no adapters. Fix: run megarl convert megatron-to-hf --checkpoint {path} --out FOLDER"
@@ -156,5 +156,10 @@ def _open(path: Path, huggingface: Path | None) -> Iterator[StoredAdapters]:
     revision = config.model.revision if huggingface is None else None
     base = resolve(str(huggingface or config.model.path), key="--hf", revision=revision)
     with TorchDistFolder(path) as folder:
-        base_hash = sealed.state["models"]["model.path"]["hash"]
+        try:
+            base_hash = sealed.state["models"]["model.path"]["hash"]
+        except (LookupError, TypeError) as error:
+            raise UserError(
+                f"{sealed.path}: manifest.json has no hash of model.path ({error}). Fix: restore it"
+            ) from None
         yield StoredAdapters(config, folder, base, base_hash)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
+from megarl.config.saved import validated
 from megarl.core.checkpoint import Checkpoint
+from megarl.core.files import read_foreign_object
 from megarl.megatron.checkpoint.source import DESCRIPTION, companion_prefix, is_of_a_run, model_path
 from megarl.resharding.piece import num_bytes
 from megarl.resharding.transports.torch_dist import TorchDistFolder
@@ -66,8 +67,8 @@ def describe(path: Path) -> Description:
 def _model(path: Path) -> str | None:
     if is_of_a_run(path):
         checkpoint = Checkpoint.open(path.parent)
-        config = checkpoint.state["config"]
-        start = config[path.name].get("path") or config["model"]["path"]
+        config = validated(checkpoint.state.get("config"), checkpoint.format, path)
+        start = getattr(getattr(config, path.name), "path", None) or config.model.path
         return f"{path.name} of a run at step {checkpoint.step}, initialized from {start}"
     description = path / DESCRIPTION / "config.json"
-    return json.loads(description.read_text(encoding="utf-8"))["model_type"] if description.is_file() else None
+    return str(read_foreign_object(description).get("model_type")) if description.is_file() else None

@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
 from megarl.core.checkpoint import FileRecord, seal, write_note
 from megarl.core.errors import UserError
-from megarl.core.files import DISK_FULL, DISK_S, full_disk, is_full, retry_when_full
+from megarl.core.files import DISK_FULL, DISK_S, full_disk, is_full, is_plain, retry_when_full, shown
 from megarl.core.outage import pauses
 from megarl.megatron import parallel, random_state
 from megarl.megatron.checkpoint import optimizer_state
@@ -202,12 +202,30 @@ def load(
         model_of(chunk).load_state_dict(loaded.get(f"model{index}", {}), strict=False)
     weight_snapshots.restore(loaded.get(SNAPSHOTS, {}))
     trained_keys = {key for key in missing if not key.startswith(RANDOM)}
-    optimizer_state.restore(optimizer, shards, loaded["counters"]["num_updates"], folder, trained_keys)
+    counters = _checked_counters(loaded.get("counters"), folder)
+    optimizer_state.restore(optimizer, shards, int(counters["num_updates"]), folder, trained_keys)
     for chunk in chunks:
         chunk.start_param_sync(force_sync=True)
     if same_layout:
-        random_state.restore(loaded[RANDOM])
-    return loaded["counters"]
+        try:
+            random_state.restore(loaded[RANDOM])
+        except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise UserError(
+                f"{folder}: the state of the random generators is malformed ({error}). Fix: resume from another "
+                "checkpoint"
+            ) from None
+    return counters
+
+
+def _checked_counters(counters: Any, folder: Path) -> dict[str, float]:
+    """Return a checkpoint's counters. Raise UserError if one is malformed."""
+    fix = "Fix: resume from another checkpoint"
+    if not isinstance(counters, dict) or "num_updates" not in counters:
+        raise UserError(f"{folder}: counters={shown(counters)} has no num_updates. {fix}")
+    for name, value in counters.items():
+        if not is_plain(value, float) or value < 0:
+            raise UserError(f"{folder}: counters.{name}={shown(value)} is not a count. {fix}")
+    return counters
 
 
 class ThreadStrategy(TorchDistSaveShardedStrategy):

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from pydantic import ValidationError
 
 from megarl.config.model_schema import Layout, Role
 from megarl.config.saved import validated
@@ -146,12 +145,8 @@ def _model_description(path: Path, huggingface: Path | None, sealed: Checkpoint 
         raise UserError(
             f"{path}: has no model description. Fix: pass --hf with a folder that contains config.json and a tokenizer"
         )
-    try:
-        config = validated(sealed.state["config"], sealed.format)
-    except ValidationError:
-        raise UserError(
-            f"{path}: a different version of megarl wrote the run's config. Fix: pass --hf with the base model's folder"
-        ) from None
+    fix = "pass --hf with the base model's folder"
+    config = validated(sealed.state.get("config"), sealed.format, path, fix)
     role = next(role for role in get_args(Role) if role == path.name)
     model_source = config.model.path if role == "actor" else getattr(config, role).path or config.model.path
     revision = config.model.revision if model_source == config.model.path else None

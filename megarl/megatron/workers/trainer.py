@@ -320,7 +320,7 @@ class TrainerWorker(ModelWorker, ABC):
             random_state.reseed(self._config.run.seed, self.num_updates)
 
     def _has_layout_of(self, checkpoint: Checkpoint) -> bool:
-        return checkpoint.state["config"][self.role]["layout"] == self._settings.layout.model_dump()
+        return checkpoint.state["config"][self.role].get("layout") == self._settings.layout.model_dump()
 
     def save_checkpoint(self, checkpoint: Path) -> None:
         """Copy the state to host memory, and write it to files in checkpoint/role while training continues. Offloaded

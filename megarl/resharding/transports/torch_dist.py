@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint import metadata as torch_metadata
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
@@ -187,12 +186,12 @@ class Window(io.RawIOBase):
 
 def _mapped(data: mmap.mmap, offset: int, length: int) -> Chunk:
     """Return the chunk for the tensor that torch.save wrote at the offset."""
-    with FakeTensorMode():  # load shape, dtype and offset without the elements
-        fake = torch.load(io.BufferedReader(Window(data, offset, length)), weights_only=True)
-    storage = fake.untyped_storage()
+    file = io.BufferedReader(Window(data, offset, length))
+    meta = torch.load(file, map_location="meta", weights_only=True)  # shape, dtype and offset without the elements
+    storage = meta.untyped_storage()
     start = offset + storage._checkpoint_offset
-    elements = torch.frombuffer(data, dtype=fake.dtype, count=storage.nbytes() // fake.itemsize, offset=start)
-    return Chunk(data, start, elements.as_strided(fake.shape, fake.stride(), fake.storage_offset()))
+    elements = torch.frombuffer(data, dtype=meta.dtype, count=storage.nbytes() // meta.itemsize, offset=start)
+    return Chunk(data, start, elements.as_strided(meta.shape, meta.stride(), meta.storage_offset()))
 
 
 def _stored(entry: TensorStorageMetadata) -> StoredTensor:

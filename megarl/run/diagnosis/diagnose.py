@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import ValidationError
 
 from megarl.config import document
 from megarl.config.saved import validated
@@ -105,12 +104,7 @@ def read_config(folder: Path) -> Config:
         raise UserError(
             f"{folder}: not a run folder (no config.resolved.yaml). Fix: pass a run folder such as runs/latest"
         )
-    try:
-        config = validated(document.parse(read_text(path), str(path)).values, FORMAT)
-    except (ValidationError, LookupError, TypeError, AttributeError):
-        raise UserError(
-            f"{path}: is not a config of this version of megarl. Fix: use the version that the run used"
-        ) from None
+    config = validated(document.parse(read_text(path), str(path)).values, FORMAT, path)
     if config.is_offline:
         raise UserError(f"{folder}: a run on offline data has no rollouts. Fix: pass the folder of an RL run")
     return config

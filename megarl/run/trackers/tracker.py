@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.schema import Config
+from megarl.core.credentials import redacted
 from megarl.core.errors import UserError
 from megarl.core.interpreter import PYTHON
 from megarl.run.folder import RunFolder
@@ -113,7 +114,7 @@ class Tracker:
             reason = no_reply if failure.timed_out else f"its process exited ({failure})"
             self._end_process()
         if reason:
-            self._warn(reason)
+            self._warn(redacted(reason))
         return not reason
 
     def _start_process(self) -> ChildProcess:

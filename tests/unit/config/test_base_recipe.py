@@ -28,13 +28,13 @@ def nodes(node: yaml.MappingNode, prefix: str = "") -> dict[str, yaml.ScalarNode
 
 def test_base_has_exactly_the_keys_of_the_schema() -> None:
     """The list of evaluation sets is empty in base.yaml, and a variant section has the options of the default entry."""
-    written = nodes(yaml.compose(BASE.read_text()))
+    written, values_of_base = nodes(yaml.compose(BASE.read_text())), yaml.safe_load(BASE.read_text())
     fields = [key for key in keys() if key not in all_options() and not key.startswith("evaluation.sets.")]
     assert [key for key in written if key not in all_options()] == fields
     for variant in VARIANTS:
         section = variant.key.rpartition(".")[0]
-        chosen = reduce(getitem, variant.key.split("."), yaml.safe_load(BASE.read_text()))
-        values = reduce(getitem, section.split("."), yaml.safe_load(BASE.read_text()))
+        chosen = reduce(getitem, variant.key.split("."), values_of_base)
+        values = reduce(getitem, section.split("."), values_of_base)
         assert {key: values[key] for key in variant.entries[chosen].options} == variant.entries[chosen].options
         options = {key for key in written if key in all_options() and key.startswith(f"{section}.")}
         assert options == {f"{section}.{option}" for option in variant.entries[chosen].options}

@@ -168,7 +168,7 @@ def test_reading_a_checkpoint_executes_no_file(code, tmp_path):
     saved = recipe(f"algorithm.objective={{name: {code}:SQUARED, aggregation: token_mean}}").model_dump()
     saved["algorithm"]["objective"]["name"] = f"{tmp_path}/raises.py:A"
     written(tmp_path, "raises.py", "raise SystemExit")
-    objective = validated(saved, FORMAT).algorithm.objective
+    objective = validated(saved, FORMAT, Path("manifest.json")).algorithm.objective
     assert (objective.name, objective.aggregation) == ("clip", "token_mean")
 
 

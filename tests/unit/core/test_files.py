@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
 
-from megarl.core.files import append_rows, number_in, numbered
+from megarl.core import files
+from megarl.core.errors import InfrastructureFailure, TooLittleSpace
+from megarl.core.files import append_rows, number_in, numbered, retry_when_full
 
 
 @pytest.mark.parametrize(
@@ -21,6 +25,7 @@ from megarl.core.files import append_rows, number_in, numbered
         ("000020.jsonl", None),
         ("step_00002x.jsonl", None),
         ("step_.jsonl", None),
+        (f"step_{'9' * 5000}.jsonl", None),
         ("step_٠٠٠٠٢٠.jsonl", None),  # non-ASCII digits
     ],
 )
@@ -45,3 +50,65 @@ def test_append_rows_round_trips_any_text(tmp_path: Path) -> None:
     lines = (tmp_path / "rows").read_text(encoding="utf-8").split("\n")
     assert [json.loads(line) for line in lines[:-1]] == rows and lines[-1] == ""
     assert "é" in lines[0]
+
+
+def raised(error: Exception, cause: Exception | None = None, context: Exception | None = None) -> Exception:
+    error.__cause__, error.__context__ = cause, context
+    return error
+
+
+FULL, QUOTA = OSError(errno.ENOSPC, "No space left on device"), OSError(errno.EDQUOT, "Disk quota exceeded")
+TORCH = "[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598"
+OF_A_FULL_DISK = [
+    *(FULL, QUOTA, TooLittleSpace("a: too small"), raised(RuntimeError("save failed"), cause=FULL)),
+    raised(ValueError("b"), cause=raised(RuntimeError("a"), context=QUOTA)),
+    Exception("Error while serializing: I/O error: No space left on device (os error 28)"),
+    *(RuntimeError(TORCH), OSError("Error writing bytes to file. Detail: [errno 28] No space left on device")),
+]
+UNRELATED = [
+    *(OSError(errno.EIO, "Input/output error"), PermissionError(errno.EACCES, "Permission denied")),
+    *(
+        ValueError("a shape differs"),
+        KeyError("weight"),
+        AssertionError(),
+        raised(RuntimeError("a"), cause=KeyError("b")),
+    ),
+]
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, list[float]]:
+    """Return a file on a full disk, and a list of the pauses."""
+    pauses: list[float] = []
+
+    def refuse(**_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(files.time, "sleep", pauses.append)
+    monkeypatch.setattr(files.tempfile, "TemporaryFile", refuse)
+    return tmp_path / "file", pauses
+
+
+def failing(error: Exception) -> None:
+    raise error
+
+
+@pytest.mark.parametrize("error", OF_A_FULL_DISK, ids=range(len(OF_A_FULL_DISK)))
+def test_writes_are_retried_on_a_full_disk(full_disk, error: Exception) -> None:
+    file, pauses = full_disk
+    with pytest.raises(InfrastructureFailure, match="was full for 300 s"):
+        retry_when_full(lambda: failing(error), file)
+    assert sum(pauses) == files.DISK_S
+
+
+@pytest.mark.parametrize("error", UNRELATED, ids=range(len(UNRELATED)))
+def test_unrelated_errors_are_raised_at_once_on_a_full_disk(full_disk, error: Exception) -> None:
+    file, pauses = full_disk
+    with pytest.raises(type(error)) as caught:
+        retry_when_full(lambda: failing(error), file)
+    assert caught.value is error and not pauses
+
+
+def test_hidden_write_error_on_a_disk_with_space_is_raised(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="unexpected pos"):
+        retry_when_full(lambda: failing(RuntimeError(TORCH)), tmp_path / "file")

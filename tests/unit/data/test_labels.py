@@ -37,6 +37,13 @@ def test_step_without_a_label_is_not_trained_on(model_folder, tmp_path):
     assert labels_of(sample) == [None, None, 0, 0, 0, 0, 0]
 
 
+def test_labels_after_special_tokens_typed_in_the_prompt(model_folder, tmp_path):
+    [[sample]] = read(model_folder, tmp_path, "labels", [ROW | {"prompt": "a<eos>b<|user|>"}]).rows
+    assert texts(sample)[1:] == ("1\nso 2<eos>", ".\n....<eos>")
+    assert sample.prompt.token_ids.tolist().count(tiny_tokenizer().eos_token_id) == 1
+    assert labels_of(sample) == [None, 1.0, None, None, None, None, 0.25]
+
+
 @pytest.mark.parametrize("template", ["true", "false"])
 def test_labels_with_tokens_of_several_characters(tmp_path, template):
     """A token may span the end of the first step, and a character may consist of several tokens."""

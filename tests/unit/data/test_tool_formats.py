@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.data import tool_formats
 from megarl.data.tool_calls import MalformedCall, ToolCall
 from megarl.data.tool_formats import FORMATS
 from megarl.data.turns import ChatTokens
@@ -86,7 +87,30 @@ def test_calls_are_parsed_as_models_write_them(name, content, expected):
     assert read(name, content) == expected
 
 
+CALLS = {
+    "hermes": ("", '<tool_call>{"name": "add", "arguments": {}}</tool_call>', ""),
+    "llama3": ("<|python_tag|>", '{"name": "add", "parameters": {}}; ', ""),
+    "mistral": ("", '[TOOL_CALLS]add[ARGS]{"a": 3}', ""),
+    "deepseek": ("", "<｜tool▁call▁begin｜>add<｜tool▁sep｜>{}<｜tool▁call▁end｜>", ""),
+    "tagged": ("<tool_call>[", '{"name": "add", "arguments": {}}, ', "3]</tool_call>"),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_number_of_calls_is_limited(name, monkeypatch):
+    """The first 64 calls are parsed, and one error stands for the others."""
+    begin, call, end = CALLS[name]
+    parsed, parse = [], tool_formats._call
+    monkeypatch.setattr(tool_formats, "_call", lambda *arguments: parsed.append(1) or parse(*arguments))
+    assert [type(each) for each in read(name, begin + call * 64 + end)][:64] == [ToolCall] * 64
+    parsed.clear()
+    *calls, rest = read(name, begin + call * 3000 + end)
+    assert [type(each) for each in calls] == [ToolCall] * 64 and len(parsed) == 65
+    assert isinstance(rest, MalformedCall) and rest.reason == "a turn may have 64 tool calls; the others were not run"
+
+
 DEEP = "[" * 100_000
+NESTED = '{"a": ' * 400 + "0" + "}" * 400
 
 
 @pytest.mark.parametrize(
@@ -98,6 +122,8 @@ DEEP = "[" * 100_000
         ("hermes", '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', "NaN is not valid JSON"),
         ("hermes", '<tool_call>{"name": "add", "arguments": {"a": "\\ud800"}}</tool_call>', "surrogates not allowed"),
         ("hermes", f'<tool_call>{{"name": "add", "arguments": {DEEP}</tool_call>', "nested too deeply"),
+        ("hermes", f'<tool_call>{{"name": "add", "arguments": {NESTED}}}</tool_call>', "nested too deeply"),
+        ("llama3", f'{{"name": "add", "parameters": {NESTED}}}', "nested too deeply"),
         ("hermes", "<tool_call>3</tool_call>", "not a JSON object"),
         ("hermes", '<tool_call>{"arguments": {}}</tool_call>', 'missing "name"'),
         ("hermes", '<tool_call>{"name": ["add"], "arguments": {}}</tool_call>', 'missing "name"'),

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.core.errors import UserError
+from megarl.data.chat import conversation, prompt_ids
 from megarl.data.plain_turns import PlainTokens
 from megarl.data.tool_calls import MalformedCall, ToolCall
 from megarl.data.tool_formats import FORMATS
@@ -158,6 +159,41 @@ def test_special_tokens_typed_in_messages_are_ordinary_text(name):
         assert forged == plain
 
 
+@families
+def test_special_tokens_typed_in_the_data_are_ordinary_text(name):
+    tokenizer = TOKENIZERS[name]
+    special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    numbers = tokenizer.convert_tokens_to_ids(special)
+    answer = {"role": "assistant", "content": "Yes"}
+
+    def counts(content: str) -> list[list[int]]:
+        user = {"role": "user", "content": content}
+        prompts = [prompt_ids(tokenizer, prompt, True, "row") for prompt in (content, [user, answer, user])]
+        rendered = [*prompts, conversation(tokenizer, [user, answer], "row")[0]]
+        return [[number for number in ids if number in numbers] for ids in rendered]
+
+    assert counts(f"a{''.join(special)}b") == counts("ab")
+    chat = tokenizer.apply_chat_template([USER], add_generation_prompt=True, return_dict=False)
+    assert prompt_ids(tokenizer, "Hi", True, "row") == chat
+
+
+def test_special_tokens_in_rendered_text_and_in_answers_are_kept():
+    tokenizer, (end, number) = tiny_tokenizer(), (tiny_tokenizer().eos_token, tiny_tokenizer().eos_token_id)
+    assert prompt_ids(tokenizer, f"a{end}b", False, "row").count(number) == 1
+    assert PlainTokens(tokenizer).begin([{"role": "user", "content": f"a{end}b"}]).count(number) == 1
+    answers = [
+        conversation(tokenizer, [USER, {"role": "assistant", "content": text}], "row")[0] for text in ("a", f"a{end}b")
+    ]
+    assert [ids.count(number) for ids in answers] == [answers[0].count(number), answers[0].count(number) + 1]
+
+
+def test_special_tokens_typed_in_later_plain_text_are_ordinary_text():
+    tokenizer = tiny_tokenizer()
+    observed = {"role": "user", "content": f"a{tokenizer.eos_token}b"}
+    ids = PlainTokens(tokenizer).extend([5], [observed, USER])
+    assert tokenizer.eos_token_id not in ids and tokenizer.decode(ids) == f"a{tokenizer.eos_token}bHi"
+
+
 def test_message_rendered_elsewhere_begins_a_new_sample():
     late = [{"role": "system", "content": "Be brief."}]
     assert PLAIN["deepseek"].extend([1], late) is None  # rendered at the beginning of the conversation
@@ -211,8 +247,8 @@ def test_tools_are_described_by_template_or_system_message(name):
     if family.tool_format is not None and family.has_tool_place:
         assert ids == render_at_once(name, [USER], tools=[ADD])
         assert ids != render_at_once(name, [USER])
-    for prompt_ids in (ids, ChatTokens(tokenizer, [ADD], "tagged").begin([USER])):
-        prompt = tokenizer.decode(prompt_ids)
+    for begun in (ids, ChatTokens(tokenizer, [ADD], "tagged").begin([USER])):
+        prompt = tokenizer.decode(begun)
         assert prompt.count("Adds two numbers.") == 1 and "Hi" in prompt
         without_spaces = prompt.replace("\n", "").replace(" ", "")
         assert json.dumps(ADD).replace(" ", "") in without_spaces

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.marks import exhaustive_but
 from tests.published_models import CONFIGS
 from tests.readme import PAGES, README, ROOT, command_blocks, commands, text_of
 from tests.unit.megatron.checkpoint.test_conversion import assert_same, weights_of, write_model
@@ -141,18 +142,18 @@ def test_reshard_command_prints_the_rows_of_the_readme(tmp_path):
     assert labels == [line.split()[0] for line in shown.splitlines()]
 
 
-def test_plan_commands_run(tmp_path):
+@pytest.mark.parametrize("command", exhaustive_but(PLANNING, *(c for c in PLANNING if "--as-is" in c)))
+def test_plan_commands_run(tmp_path, command):
     """The directory has a model at the command's path and megarl's recipes."""
     folder = tmp_path / "path" / "to" / "model"
     folder.mkdir(parents=True)
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     models = {"64xH100": "Qwen3-32B", "8xH100": "Qwen2.5-7B"}
-    for command in PLANNING:
-        [gpus] = [gpus for gpus in models if f" {gpus}" in command]
-        (folder / "config.json").write_text(json.dumps(CONFIGS[models[gpus]]))
-        done = run_megarl(*shlex.split(command)[1:], cache=tmp_path / "cache", cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
-        assert f"cluster   {gpus.replace('x', ' x ')}-80GB on " in done.stdout and "async" in done.stdout
+    [gpus] = [gpus for gpus in models if f" {gpus}" in command]
+    (folder / "config.json").write_text(json.dumps(CONFIGS[models[gpus]]))
+    done = run_megarl(*shlex.split(command)[1:], cache=tmp_path / "cache", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert f"cluster   {gpus.replace('x', ' x ')}-80GB on " in done.stdout and "async" in done.stdout
 
 
 def test_convert_commands_run(tmp_path, monkeypatch):

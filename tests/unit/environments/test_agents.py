@@ -17,6 +17,7 @@ from megarl.environments.runner import RolloutRequest, RolloutRunner
 from tests.paths import QUICKSTART
 from tests.readme import text_of
 from tests.scripted_policy import ScriptedPolicy, hermes_tokenizer
+from tests.timing import LIMIT_S, WAIT_S
 
 AGENTS = Path(__file__).with_name("agents.py")
 TOKENIZER = hermes_tokenizer()
@@ -24,8 +25,8 @@ TOKENIZER = hermes_tokenizer()
 
 def play(kind: str, *rollouts: tuple[str, ScriptedPolicy], file: Path = AGENTS) -> list[list[Sample]]:
     """Run one rollout per fault concurrently and return their samples."""
-    timeout_s = 10 if file == AGENTS else 60
-    environment = f"environment={{class: '{file}:{kind}', timeout_s: 2, agent_timeout_s: {timeout_s}}}"
+    agent_s = LIMIT_S if file == AGENTS else WAIT_S
+    environment = f"environment={{class: '{file}:{kind}', timeout_s: {WAIT_S}, agent_timeout_s: {agent_s}}}"
     overrides = [environment, "rewards.functions=[]"]
     room = ["rollout.max_new_tokens=400", "rollout.context_length=500", "actor.tokens_per_microbatch=4096"]
     config = load(QUICKSTART, [*overrides, *room])
@@ -69,7 +70,7 @@ def test_agent_and_sub_agent_become_separate_samples():
     assert main.prompt.answer == "42"
 
 
-HANGS = "run did not return within 10 s. Fix: make it faster, or raise environment.agent_timeout_s"
+HANGS = f"run did not return within {LIMIT_S} s. Fix: make it faster, or raise environment.agent_timeout_s"
 
 
 def test_failing_agents_do_not_affect_others():

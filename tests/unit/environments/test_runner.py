@@ -17,7 +17,7 @@ from megarl.data.turns import ChatTokens
 from megarl.environments.hosts import HostPool, host_arguments
 from megarl.environments.runner import RolloutRequest, RolloutRunner
 from tests.paths import QUICKSTART
-from tests.timing import POLL_S
+from tests.timing import LIMIT_S, POLL_S, WAIT_S
 from tests.tiny_model import EOS_ID, tiny_tokenizer
 
 WORLDS = Path(__file__).with_name("worlds.py")
@@ -25,7 +25,7 @@ TOKENIZER = tiny_tokenizer()
 
 
 def config(kind: str = "Counter", *overrides: str):
-    settings = f"environment={{class: '{WORLDS}:{kind}', timeout_s: 4, tool_timeout_s: 1.5}}"
+    settings = f"environment={{class: '{WORLDS}:{kind}', timeout_s: {WAIT_S}, tool_timeout_s: {LIMIT_S}}}"
     room = ("rollout.max_new_tokens=400", "rollout.context_length=500", "rewards.functions=[]")
     return load(QUICKSTART, [settings, *room, "actor.tokens_per_microbatch=4096", *overrides])
 
@@ -108,6 +108,32 @@ def test_lone_surrogates_in_observations_are_replaced():
     assert sample.token_ids.tolist() == rendered("half", "12", "\ufffd turns", "345", "\ufffd turns", "6")
 
 
+def test_deep_observation_fails_only_its_rollout():
+    [sample], [other] = play(config(), Says("12", "345", "6"), "deep", "fine")
+    assert "a message is nested deeper than 50 levels" in sample.episode.failure
+    assert other.episode.failure is None
+
+
+@pytest.mark.parametrize("fault", ["long", "long restart", "long as is", "long opening", "enormous"])
+def test_long_observation_ends_rollout_without_blocking(monkeypatch, fault):
+    """Long texts are tokenized in threads, and only until they exceed the limit."""
+    measured = []
+
+    def tokenize(tokenizer, text, **options):
+        if len(text) > 100:
+            measured.append(len(text))
+            with pytest.raises(RuntimeError, match="no running event loop"):
+                asyncio.get_running_loop()
+        return call(tokenizer, text, **options)
+
+    call = type(TOKENIZER).__call__
+    monkeypatch.setattr(type(TOKENIZER), "__call__", tokenize)
+    [[sample]] = play(config(), Says("12"), fault)
+    assert sample.episode.failure is None and sample.episode.info.stop_reason == "max_tokens"
+    assert sample.episode.info.num_turns == (fault != "long opening")
+    assert 0 < sum(measured) < 200_000
+
+
 @pytest.mark.parametrize("fault", ["answered", "answers"])
 def test_conversation_that_ends_with_an_answer_fails_the_rollout(fault):
     [sample], [other] = play(config(), Says("12", "345", "6"), fault, "fine")
@@ -188,7 +214,7 @@ def test_rollout_stops_at_its_limits(overrides, reason, num_turns):
 
 FAULTS = {
     "raise": "step raised KeyError: 'broken world'",
-    "hang": "step did not return within 4 s. Fix: make it faster, or raise environment.timeout_s",
+    "hang": f"step did not return within {LIMIT_S} s. Fix: make it faster, or raise environment.timeout_s",
     "exit": "the environment's process exited (exit status 3) in each of 3 attempts",
 }
 
@@ -198,7 +224,8 @@ def test_fault_fails_only_its_rollout(fault):
     """With `exit`, the rollout ends its process in each attempt. Other rollouts in the process start over and do not
     fail.
     """
-    [failed], *others = play(config(), Says("12"), fault, *["fine"] * 15)
+    settings = config("Counter", f"environment.timeout_s={LIMIT_S}")
+    [failed], *others = play(settings, Says("12"), fault, *["fine"] * 15)
     assert failed.episode.failure == FAULTS[fault]
     assert failed.episode.info.stop_reason == "failed" and failed.episode.info.num_turns == 2
     assert ("worlds.py" in failed.episode.stack) == (fault == "raise")
@@ -260,7 +287,7 @@ def test_rollout_is_lost_if_a_service_stays_unavailable(tmp_path):
 
 
 def test_stuck_process_is_replaced():
-    settings = config("Counter", "environment.max_consecutive_failures=9")
+    settings = config("Counter", "environment.max_consecutive_failures=9", f"environment.timeout_s={LIMIT_S}")
 
     async def run() -> list[str | None]:
         pool = await HostPool.start(host_arguments(settings), 1)
@@ -311,7 +338,7 @@ def test_tool_results_continue_the_conversation():
     assert sample.episode.rewards == (None, None, None, 1.0)
     answers = [message["content"] for message in sample.episode.messages if message["role"] == "tool"]
     assert answers[0] == "8"
-    assert answers[1] == "error: block did not return within 1.5 s"
+    assert answers[1] == f"error: block did not return within {LIMIT_S} s"
     assert answers[2].startswith("error: this is not a valid tool call")
     assert [host.is_retiring for host in stuck] == [True], "its thread still runs"
 

@@ -2,12 +2,18 @@
 
 import asyncio
 import itertools
+import json
 import os
 import signal
 import time
 from pathlib import Path
 
 from megarl.environments import Environment, Opening, Step, Task, Turn, tool
+
+LOOK = [{"role": "user", "content": "look at it " * 400_000}]
+ENORMOUS = [{"role": "user", "content": " " * 2**26}] * 4
+LONG = {"long": LOOK, "long restart": LOOK, "long as is": LOOK, "enormous": ENORMOUS}
+"""Observations that are much longer than the context, by fault."""
 
 
 class Counter(Environment):
@@ -23,6 +29,8 @@ class Counter(Environment):
         print("printed by an environment", flush=True)
         if self._fault == "other":
             return [{"role": "user", "content": f"begin {task.answer} {task.columns['level']} {task.seed}"}]
+        if self._fault == "long opening":
+            return LONG["long"]
         if self._fault == "answered":
             return [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         return Opening(token_ids=[7, 8, 9]) if self._fault == "ids" else None
@@ -38,6 +46,10 @@ class Counter(Environment):
             return Step([{"role": "user", "content": "restarted"}], restart=True)
         if self._fault == "answers":
             return Step([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+        if self._fault in LONG:
+            return Step(LONG[self._fault], restart=self._fault == "long restart", as_is=self._fault == "long as is")
+        if self._fault == "deep":
+            return Step([{"role": "user", "content": json.loads("[" * 400 + "]" * 400)}])
         if self._fault == "half":
             return Step("\ud83d turns", reward)
         return Step(f"{self.num_turns} turns", reward, as_is=self._fault == "as is")

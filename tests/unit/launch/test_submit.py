@@ -103,6 +103,37 @@ def test_script_contains_the_requested_options(on_h100s: Path, tmp_path: Path) -
     assert load(tmp_path / "runs/big/launch/recipe.yaml").cluster.nodes == 2
 
 
+SECRET = "hunter2hunter2"
+
+
+@pytest.mark.parametrize(
+    ("option", "change"),
+    [
+        ("--setup", {"setup": ["module load cuda", f"export HF_TOKEN={SECRET}"]}),
+        ("--option", {"options": [f"--export=ALL,WANDB_API_KEY={SECRET}"]}),
+        ("--command", {"command": f"env AWS_SECRET_ACCESS_KEY={SECRET} megarl"}),
+        ("--image", {"container": "pyxis", "image": f"docker://me:{SECRET}@registry/image"}),
+        ("--template", {"template": "template"}),
+    ],
+)
+def test_credentials_are_not_stored(option: str, change: dict, tmp_path: Path) -> None:
+    if "template" in change:
+        change = {"template": tmp_path / "template"}
+        change["template"].write_text(f"{TEMPLATE.read_text()}\nexport HF_TOKEN={SECRET}\n")
+    with pytest.raises(UserError, match=rf"^{option}: contains credentials, .* Fix: export the env") as raised:
+        launch(ROOT / "configs/quickstart.yaml", replace(ON_CPU, **change), f"run.folder={tmp_path}")
+    assert SECRET not in str(raised.value)
+    stored = [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "template"]
+    assert not any(SECRET in path.read_text() for path in stored)
+
+
+def test_setup_may_refer_to_secrets(tmp_path: Path) -> None:
+    setup = [". ~/.secrets", "export HF_TOKEN=$(cat ~/.hf_token)"]
+    request = replace(ON_CPU, setup=setup, options=["--export=ALL"])
+    launch(ROOT / "configs/quickstart.yaml", request, f"run.folder={tmp_path}")
+    assert "\n".join(setup) in script_of(tmp_path / "quickstart")
+
+
 @pytest.mark.parametrize("container", CONTAINERS)
 def test_script_passes_shellcheck_in_every_container(container: str, tmp_path: Path) -> None:
     run, image = tmp_path / "a run" / "quickstart", tmp_path / "an image.sqsh"

@@ -64,7 +64,7 @@ TOLERANCE = Tolerance(1.0, "sample")
 POLICY_OBJECTIVES = [name for name, spec in OBJECTIVES.items() if spec.is_policy_objective]
 OTHER_LOSSES = [name for name in OBJECTIVES if name not in POLICY_OBJECTIVES] + ["value", "implicit_reward"]
 REPRESENTATIVES = ("grpo", "gae")
-"""Estimators that run with every correction and KL placement."""
+"""Estimators that run with every KL placement, and with every correction."""
 
 DISTURBANCES = ("other values", "non-finite values")
 
@@ -115,7 +115,7 @@ class World:
     Args:
         disturbance: replacement of the outputs for untrained tokens; None keeps them.
         combine_all: whether to combine all estimators with all KL placements. Otherwise each estimator has one
-            placement, and GRPO and GAE have all of them.
+            placement, and GRPO and GAE have all of them. Corrections are combined with a sequence KL only if it is set.
     """
 
     def __init__(self, disturbance: str | None, combine_all: bool):
@@ -136,6 +136,12 @@ class World:
         head = [self._outputs(name) for name in ("old", "entropy", "values")]
         self.head = {i: torch.stack([column[i] for column in head], dim=1) for i in self.masks}
         self.estimated = dict(estimated_batches(self, combine_all))
+        self.corrected = {
+            setting
+            for setting in self.estimated
+            if setting.split(", ")[0] in REPRESENTATIVES and (combine_all or "sequence KL" not in setting)
+        }
+        """The settings that run with every correction."""
 
     def _outputs(self, name: str) -> Tokens:
         generator = torch.Generator().manual_seed(len(name))
@@ -157,12 +163,12 @@ class World:
 
 
 def policy_outcomes(world: World, name: str) -> Iterator[tuple[str, Outcome]]:
-    """Yield the outcomes of a policy objective in each setting. Corrections are tested with two estimators."""
+    """Yield the outcomes of a policy objective in each setting."""
     for correction, keys in CORRECTIONS.items():
         loaded = load(BASE, [*COMMON, f"algorithm.objective.name={name}", f"algorithm.correction={keys}"]).algorithm
         objective = loaded.objective.model_copy(update={"imitation_coefficient": 0.2, "entropy_coefficient": 0.1})
         for setting, (estimated, members, batch) in world.estimated.items():
-            if correction != "no correction" and estimated.advantage.estimator not in REPRESENTATIVES:
+            if correction != "no correction" and setting not in world.corrected:
                 continue
             algorithm = estimated.model_copy(update={"objective": objective, "correction": loaded.correction})
             if objective.spec.selects_tokens:

@@ -157,11 +157,16 @@ def test_package_is_converted_once_per_version(distribution, tmp_path, monkeypat
     assert [path.name for path in cache.iterdir()] == [folder.name]
 
 
+@pytest.mark.exhaustive
+def test_config_of_a_damaged_package_is_refused(distribution, tmp_path):
+    distribution("one", "one/a.gguf", content=b"no GGUF")
+    with pytest.raises(ValueError, match=r"^model\.path: could not read .*one/a\.gguf as GGUF \(.+\)"):
+        read_local_config("package:one", tmp_path / "cache")
+
+
 def test_config_of_a_package_needs_no_conversion(distribution, tmp_path, monkeypatch):
     distribution("one", "one/a.gguf", content=b"no GGUF")
     cache = tmp_path / "cache"
-    with pytest.raises(ValueError, match=r"^model\.path: could not read .*one/a\.gguf as GGUF \(.+\)"):
-        read_local_config("package:one", cache)
     folder = cache / f"one-1.2-transformers-{version('transformers')}"
     folder.mkdir(parents=True)
     (folder / "config.json").write_text('{"model_type": "llama"}')

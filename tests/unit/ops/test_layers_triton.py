@@ -10,6 +10,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from megarl.ops import rotary_triton, swiglu_triton
+from tests.marks import each_value
 from tests.paths import ROOT
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -31,8 +32,7 @@ def test_kernels_equal_plain_torch():
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-@pytest.mark.parametrize("rest", [0, 32])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(("rest", "dtype"), each_value([0, 32], ["fp32", "bf16"]))
 def test_kernels_compile_for_hopper(tmp_path, monkeypatch, dtype, rest):
     """`rest`: channels without a rotary embedding."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))

@@ -32,8 +32,12 @@ def found(model: str, gpus: str, *overrides: str) -> SearchResult:
     [
         ("Qwen2.5-7B", "8xH100", ()),
         ("Qwen2.5-7B", "8xH100", ("cluster.placement=disaggregated",)),
-        ("Qwen3-32B", "32xH100", ("algorithm.kl.coefficient=0.1", "batch.prompts_per_update=32")),
-        ("Mixtral-8x7B", "32xH200", ("rollout.context_length=16384",)),
+        pytest.param(
+            *("Qwen3-32B", "32xH100", ("algorithm.kl.coefficient=0.1", "batch.prompts_per_update=32")),
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param("Mixtral-8x7B", "32xH200", ("rollout.context_length=16384",), marks=pytest.mark.exhaustive),
+        ("Mixtral-8x7B", "16xH200", ("rollout.context_length=16384", "algorithm.kl.coefficient=0.1")),
         ("Phi-4", "24xH100", ()),
     ],
 )

@@ -73,7 +73,8 @@ def test_steps_and_samples_are_subsampled_evenly(tmp_path: Path) -> None:
     assert [selected.steps[0][i]["reward"] for i in (0, -1)] == [0, 199]
 
 
-def test_multi_turn_rollouts_have_one_block_per_message(run: Path) -> None:
+def test_multi_turn_rollouts_have_one_block_per_message(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.report.page.report_figures", lambda history: "")  # drawing takes seconds
     messages = [
         {"role": "user", "content": "What is 2 + 3?"},
         {"role": "assistant", "content": f"{ATTACK} let me see", "tool_calls": [{"name": "add<b>"}]},

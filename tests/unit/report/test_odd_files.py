@@ -175,3 +175,73 @@ def test_live_report_closes_idle_connections(folder, monkeypatch):
         Thread(target=run, daemon=True).start()
         with socket.create_connection(("127.0.0.1", urllib.parse.urlsplit(url).port), timeout=WAIT_S) as idle:
             assert idle.recv(1) == b""
+
+
+def test_endlessly_growing_files_are_read_up_to_their_size(folder, monkeypatch):
+    """Another process appends a line whenever a line is read."""
+    parse = jsonl.parse_json
+
+    def parse_and_append(text, *arguments):
+        with (folder / "metrics.jsonl").open("a") as lines, RunFolder(folder).rollouts(1).open("a") as samples:
+            lines.write('{"step": 2}\n')
+            samples.write(json.dumps(ROW) + "\n")
+        return parse(text, *arguments)
+
+    monkeypatch.setattr(jsonl, "parse_json", parse_and_append)
+    report = LiveReport(folder)
+    report.page()
+    assert RunFolder(folder).values_of("reward/mean") == {1: 0.5}
+
+
+def test_growing_text_is_read_up_to_its_size(folder, monkeypatch):
+    """The file grows whenever its size is read. Its type and its size are checked before its content is read."""
+    status = os.fstat
+    text = (folder / "manifest.json").read_text()
+
+    def grow(descriptor):
+        result = status(descriptor)
+        with (folder / "manifest.json").open("a") as file:
+            file.write(" " * 1000)
+        return result
+
+    monkeypatch.setattr(os, "fstat", grow)
+    assert files.read_text(folder / "manifest.json") == text + " " * 1000
+
+
+NAMES = ["a\nFix: run this", b"\xff\xfe", "\x1b[31mred", "<script>", "a" * 255]
+
+
+@pytest.mark.parametrize("name", NAMES, ids=range(len(NAMES)))
+def test_odd_names_of_evaluation_sets(folder, name):
+    file = Path(os.fsdecode(os.path.join(os.fsencode(folder), b"evaluations", os.fsencode(name), b"step_000001.jsonl")))
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps(ROW) + "\n")
+    (folder / "rollouts" / os.fsdecode(b"step_\xff\n.jsonl")).touch()
+    page = write(folder).read_text()
+    assert "<script>, worst" not in page
+    assert json.dumps(LiveReport(folder).changes({}))
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(UserError, match=r"is not a regular file\. Fix: remove it") as raised:
+        write(folder)
+    assert str(raised.value).isprintable()
+
+
+def test_folder_with_many_files(folder, monkeypatch):
+    """Only the files that the report shows are opened."""
+    names = [f"step_{number:06d}.jsonl" for number in range(1, 2 * 10**5)] + [f"odd_{i}\n" for i in range(10**5)]
+    listed, opened = os.listdir, []
+    monkeypatch.setattr(os, "listdir", lambda path: names if Path(path).name == "rollouts" else listed(path))
+    real = os.open
+    sample = RunFolder(folder).rollouts(1)
+
+    def open_sample(path, *arguments, **options):
+        if Path(path).parent.name == "rollouts":
+            opened.append(path)
+            path = sample
+        return real(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", open_sample)
+    monkeypatch.setattr(Path, "lstat", lambda self: os.lstat(sample if self.parent.name == "rollouts" else self))
+    assert write(folder).read_text().startswith("<!DOCTYPE html>")
+    assert 0 < len(opened) < 100

@@ -155,12 +155,10 @@ FORGERIES = {
     "forgery",
     exhaustive_but(
         FORGERIES,
-        "reads the caller's frames",
         "patches builtins",
         "exits",
         "returns an object that equals everything",
         "replies before a request",
-        "returns a huge integer",
         "returns itself",
     ),
 )
@@ -213,6 +211,8 @@ def test_program_does_not_skip_or_replace_parts_of_the_tests(program, test):
         ("def f(x): return int", "assert f(f(1) | f(2)) == 3"),
         ("def f(x): return object", "assert f(f(1)()) == 3"),
         ("def f(x): return int", "assert f(f(1).real) == 3"),
+        ("def f(x): return ['a']", "import numpy as np\nassert f(np.array(f(1))) == 3"),
+        ("def f(x): return [object(), None]", "import numpy as np\nassert f(np.array(f(1))) == 3"),
     ],
 )
 def test_unsendable_value_caused_by_the_program_is_wrong(program, test):
@@ -319,7 +319,7 @@ def test_entry_point_may_be_a_method(entry_point, right):
     ("test", "reason"),
     [
         ("assert f(2 ==", "the tests are not valid Python"),
-        ("import no_such_module", "the tests need a module: No module named 'no_such_module'"),
+        ("import no_such_module", "the tests need a module: No module named 'no_such_module'. Fix: install the module"),
         ("try:\n    f(object())\nexcept Exception: pass", "the tests pass an object of type object"),
     ],
 )

@@ -102,7 +102,7 @@ def test_catastrophic_regex_is_wrong_without_losing_the_process(pool, response):
     [before] = [child.pid for child in pool._children]
     result = call(pool, "regex", response)
     # With ten megabytes, the search may hit the memory limit first.
-    assert result.value == 0.0 or result.failure == "raised MemoryError: "
+    assert (result.value, result.failure) == (0.0, None)
     assert [child.pid for child in pool._children] == [before]
     assert call(pool, "regex", "aaa").value == 1.0
 

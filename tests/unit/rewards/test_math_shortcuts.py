@@ -15,7 +15,7 @@ DFA = pytest.importorskip("antlr4.dfa.DFA").DFA
 math_verify = pytest.importorskip("math_verify")
 latex2sympy2 = pytest.importorskip("latex2sympy2_extended.latex2sympy2")
 
-COUNT = int(os.environ.get("MEGARL_MATH_PAIRS", "150"))
+COUNT = int(os.environ.get("MEGARL_MATH_PAIRS", "75"))
 """Number of pairs that each test checks."""
 
 NOT_PLAIN = (

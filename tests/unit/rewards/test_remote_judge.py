@@ -20,6 +20,7 @@ from megarl.rewards.rating import TEMPLATE, question, rating
 from tests.timing import HANG_S, LIMIT_S, POLL_S, WAIT_S
 
 CONCURRENCY = 4
+MAX_CHARACTERS = 30
 
 
 class Server(ThreadingHTTPServer):
@@ -51,7 +52,8 @@ class Handler(BaseHTTPRequestHandler):
             self.server.active += 1
             self.server.most_active = max(self.server.most_active, self.server.active)
         try:
-            self._answer(request["messages"][0]["content"].split("|")[1])
+            _, response, rejection = request["messages"][0]["content"].split("|")
+            self._answer(response if rejection == "12" else rejection)
         except BrokenPipeError:
             pass
         finally:
@@ -59,7 +61,9 @@ class Handler(BaseHTTPRequestHandler):
                 self.server.active -= 1
 
     def _answer(self, response: str) -> None:
-        action, _, text = response.partition(" ")
+        """Echo the response. A judge that quotes ratings repeats them with a space, and this one removes it."""
+        action, _, text = response.replace("[ [", "[[").partition(" ")
+        text = text if action != "quote" else response.partition(" ")[2]
         if action == "slow":
             time.sleep(HANG_S)
         elif action == "wait":
@@ -70,7 +74,12 @@ class Handler(BaseHTTPRequestHandler):
         num_requests = sum(response in request["messages"][0]["content"] for request in self.server.requests)
         is_unavailable = action == "flaky" and num_requests <= self.server.num_unavailable
         status = 503 if is_unavailable else int(text) if action == "status" else 200
-        content = {"choices": [{"message": {"content": text}}]} if action != "shape" else {"choices": []}
+        if response.startswith("!"):
+            status = 422
+        if action == "context" and len(text) > MAX_CHARACTERS:
+            status = 400
+        message = {"content": None if action == "null" else text.strip(".")}
+        content = {"choices": [{"message": message}]} if action != "shape" else {"choices": []}
         body = b"no JSON" if action == "plain" else json.dumps(content).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
@@ -91,13 +100,13 @@ def server() -> Iterator[Server]:
     server.server_close()
 
 
-def judged(server: Server, *responses: str, outage_s: float = 0.0, **options) -> list:
+def judged(server: Server, *responses: str, outage_s: float = 0.0, answer: str = "12", **options) -> list:
     """Return the results of the responses, computed in a pool's processes."""
     url = f"http://127.0.0.1:{server.server_port}/v1"
     defaults = {"base_url": url, "model": "m", "template": "{prompt}|{response}|{answer}"}
     defaults |= {"timeout_s": LIMIT_S, "retries": 0}
     entry = RewardFunction(function="generative_judge", options=defaults | options)
-    prompt = Prompt("p", "Q {answer}", [1], answer="12")
+    prompt = Prompt("p", "Q {answer}", [1], answer=answer)
     samples = [
         Sample(str(i), prompt, [7], [-1.0], [True], (VersionRun(0, 1),), "stop", text)
         for i, text in enumerate(responses)
@@ -109,14 +118,53 @@ def judged(server: Server, *responses: str, outage_s: float = 0.0, **options) ->
         pool.close()
 
 
-def test_ratings_are_rewards_and_missing_ones_failures(server):
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        ("say [[0]]", "[[0]]"),
+        ("say ten", "ten"),
+        ("say", ""),
+        ("null [[10]]", ""),
+        ("quote [[10]]", "[ [10]]"),
+        ("say <think>[[10]]</think> no", "<think>[[10]]</think> no"),
+        ("say <think>[[10]]", "<think>[[10]]"),
+    ],
+)
+def test_response_that_is_not_rated_gets_the_worst_rating(server, response, answer):
+    [result] = judged(server, response)
+    reason = f"the judge's answer has no rating [[1 to 10]]: …{answer!r}"
+    assert (result.value, result.failure, result.issues) == (0.0, None, {"unrated": reason, "truncated": None})
+
+
+def test_response_that_the_server_rejects_is_truncated(server):
+    fits, long, poison = judged(server, "context [[10]]", "context [[4]]" + "." * 100, "status 400")
+    assert (fits.value, fits.issues["truncated"]) == (1.0, None)
+    assert long.value == pytest.approx(1 / 3) and long.issues["unrated"] is None
+    assert "returned status 400" in long.issues["truncated"]
+    lengths = [len(request["messages"][0]["content"]) for request in server.requests]
+    assert max(lengths) == len("Q {answer}|context [ [4]]|12") + 100
+    assert (poison.value, poison.failure) == (0.0, None) and "status 400" in poison.issues["truncated"]
+
+
+def test_response_that_is_rejected_in_every_part_gets_the_worst_rating(server):
+    [result] = judged(server, "!" * 16)
+    assert (result.value, result.failure) == (0.0, None)
+    assert "returned status 422" in result.issues["unrated"] and result.issues["truncated"] is None
+    asked = [request["messages"][0]["content"].split("|")[1] for request in server.requests]
+    assert asked == ["!" * 16, "!" * 8, "!" * 4, "!" * 2, ""]
+
+
+def test_question_that_is_rejected_without_a_response_is_a_failure(server):
+    [result] = judged(server, "say [[10]]", answer="status 400")
+    assert result.value is None and result.kind == "error" and "returned status 400" in result.failure
+    assert server.requests[-1]["messages"][0]["content"] == "Q {answer}||status 400"
+
+
+def test_ratings_are_rewards_and_invalid_answers_failures(server):
     cases = {
         "say Good. [[10]]": 1.0,
         "say First [[1]], but [[ 5.5 ]]": 0.5,
         "say [[1]]": 0.0,
-        "say [[0]]": "the judge's answer has no rating [[1 to 10]]: …'[[0]]'",
-        "say ten": "the judge's answer has no rating [[1 to 10]]: …'ten'",
-        "say": "no rating [[1 to 10]]",
         "status 404": "returned status 404: ",
         "plain": "returned no message: 'no JSON'",
         "shape": "returned no message: ",
@@ -128,7 +176,7 @@ def test_ratings_are_rewards_and_missing_ones_failures(server):
             assert result.value is None and expected in result.failure, response
             assert result.failure.startswith("raised ValueError: ")
     [request] = [item for item in server.requests if "Good" in item["messages"][0]["content"]]
-    assert request["messages"] == [{"role": "user", "content": "Q {answer}|say Good. [[10]]|12"}]
+    assert request["messages"] == [{"role": "user", "content": "Q {answer}|say Good. [ [10]]|12"}]
     assert (request["model"], request["temperature"], server.keys[0]) == ("m", 0.0, None)
 
 
@@ -155,7 +203,7 @@ def test_judge_waits_for_a_server_that_recovers(server, monkeypatch):
     results = judged(server, "say [[10]]", "flaky [[1]]", concurrency=1, outage_s=WAIT_S)
     assert [result.value for result in results] == [1.0, 0.0]
     contents = [request["messages"][0]["content"].split("|")[1] for request in server.requests]
-    assert contents == ["say [[10]]"] + ["flaky [[1]]"] * 4
+    assert contents == ["say [ [10]]"] + ["flaky [ [1]]"] * 4
 
 
 def test_requests_are_concurrent_up_to_the_limit(server, monkeypatch):
@@ -167,12 +215,12 @@ def test_requests_are_concurrent_up_to_the_limit(server, monkeypatch):
 
 
 def test_only_transient_errors_are_retried(server):
-    results = judged(server, "flaky [[10]]", "status 400", "status 429", retries=1)
+    results = judged(server, "flaky [[10]]", "status 404", "status 429", retries=1)
     assert results[0].value == 1.0
-    assert "returned status 400" in results[1].failure and "returned status 429" in results[2].failure
+    assert "returned status 404" in results[1].failure and "returned status 429" in results[2].failure
     assert [result.kind for result in results[1:]] == ["error", "away"]
     contents = [request["messages"][0]["content"].split("|")[1] for request in server.requests]
-    assert sorted(contents) == ["flaky [[10]]"] * 2 + ["status 400"] + ["status 429"] * 2
+    assert sorted(contents) == ["flaky [ [10]]"] * 2 + ["status 404"] + ["status 429"] * 2
 
 
 def test_unreachable_server_is_a_failure(server):

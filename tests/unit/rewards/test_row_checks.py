@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,11 +15,12 @@ from megarl.config.schema import Config, RewardFunction
 from megarl.core.errors import InfrastructureFailure, UserError
 from megarl.core.types import Prompt
 from megarl.environments.registry import SHIPPED, answer_check
-from megarl.rewards import row_checks
+from megarl.rewards import row_checks, worker
 from megarl.rewards.options import CHECK_ROW, SINGLE
 from megarl.rewards.pool import FunctionPool
 from megarl.rewards.registry import FUNCTIONS, column_parameters, resolve
 from megarl.rewards.row_checks import check_rows, require_rows
+from megarl.usercode.failures import ProcessLost
 from tests.paths import QUICKSTART
 from tests.timing import LIMIT_S
 
@@ -167,6 +169,50 @@ def test_rows_are_checked_again_after_their_process_is_killed(monkeypatch: pytes
         monkeypatch.setattr(pool, "_run", lambda *_: {"value": None, "failure": "lost its process", "kind": "lost"})
         with pytest.raises(InfrastructureFailure, match="exact_match lost its process in each of 3 attempts to check"):
             pool.check_rows("exact_match", [("12", {})]).result()
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        (ImportError("No module named 'x'", name="x"), r"Fix: run pip install '\.\[rewards\]'"),
+        (
+            TypeError("not a str"),
+            r"Fix: change the type of the value in data\.answer_column or column 'task'; the answer",
+        ),
+        (MemoryError(), "Fix: raise rewards.memory_mib, or drop the row"),
+        (KeyError("a"), r"Fix: correct the value in data\.answer_column or column 'task', or drop the row"),
+        (ValueError("bad. Fix: do this"), "^bad. Fix: do this$"),
+    ],
+)
+def test_remedy_fits_the_error(error: Exception, remedy: str) -> None:
+    def check(answer: Any, *, task: str, other: Any = None) -> None:
+        raise error
+
+    [problem] = worker.check_rows(check, [(12, {"task": "a"})])["problems"]
+    assert re.search(remedy, problem)
+    [problem] = worker.check_rows(check, [(12, {"other": "a"})])["problems"]
+    assert problem.startswith("the row has no column 'task', which the reward function requires. Fix: add the column")
+
+
+def test_lost_process_of_a_check_is_no_problem_of_the_row() -> None:
+    def check(answer: Any) -> None:
+        raise ProcessLost("killed")
+
+    assert worker.check_rows(check, [("12", {})]) == {
+        "value": None,
+        "failure": "raised ProcessLost: killed",
+        "kind": "lost",
+    }
+
+
+def test_timeout_of_a_check_names_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = FunctionPool([RewardFunction(function="exact_match")], None, 1, LIMIT_S)
+    try:
+        monkeypatch.setattr(pool, "_run", lambda *_: {"value": None, "failure": "did not return"})
+        [problem] = pool.check_rows("exact_match", [("12", {})]).result()
+        assert problem.startswith("exact_match did not return while it checked 1 rows. Fix: raise rewards.timeout_s")
     finally:
         pool.close()
 

@@ -9,7 +9,7 @@ from megarl.config.schema import RewardFunction
 from megarl.core.types import Prompt, Sample, Score, TokenTotals, VersionRun
 from megarl.rewards.classifier import ModelReward
 from megarl.rewards.result import Result
-from megarl.rewards.scorer import Scorer
+from megarl.rewards.scorer import Scorer, require_ratings
 
 NAN = math.nan
 
@@ -92,6 +92,58 @@ def test_unreadable_sample_is_a_failure_and_not_zero():
     )
     assert score.value is None and score.parts == {"exact_match": 1.0}
     assert score.failure == "rewards.functions: reward_model on sample s7: the input has 14 tokens"
+
+
+def rated(*problems: str | None, failed: int = 0) -> list[Score]:
+    """Return the scores of responses that a judge rated, or did not rate for these reasons, and of failed calls."""
+    scorer = Scorer([RewardFunction(function="exact_match", name="f")])
+    judgements = [ModelReward(float(problem is None), issues={"unrated": problem}) for problem in problems]
+    results = [{"f": RIGHT}] * len(problems) + [{"f": Result(None, failure="raised E: x")}] * failed
+    judgements += [ModelReward(1.0, issues={"unrated": None})] * failed
+    return [
+        scorer.score(sample_of("12"), result, judged)[0] for result, judged in zip(results, judgements, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("scores", "num_failures"),
+    [
+        (rated("no rating"), 0),  # one response never ends a run
+        (rated("no rating", None), 0),
+        (rated("no rating", "no rating", None, None), 0),
+        (rated("no rating", "no rating", None), 2),
+        (rated("no rating", "no rating"), 2),
+        (rated(None, None, None), 0),
+        (rated("no rating", "no rating", failed=2), 0),  # failures for other reasons count as rated
+    ],
+)
+def test_judge_that_rates_few_responses_is_a_failure(scores, num_failures):
+    required = require_ratings(scores)
+    changed = [(old, new) for old, new in zip(scores, required, strict=True) if old != new]
+    assert len(changed) == num_failures
+    for old, new in changed:
+        assert (old.value, new.value) == (1.0, None) and "reward_model" not in new.parts
+        described = f"rewards.functions: reward_model: no rating (2 of {len(scores)} responses have no rating"
+        assert new.failure.startswith(described)
+
+
+def test_issues_are_named_by_function():
+    scorer = Scorer([RewardFunction(function="exact_match", weight=-1.0)], model_weight=0.5)
+    issues = {"truncated": "too long", "verbatim": None}
+    score, _ = scorer.score(
+        sample_of("12"), {"exact_match": Result(1.0, issues=issues)}, ModelReward(3.0, issues=issues)
+    )
+    named = {f"{name}_{issue}": text for name in ("reward_model", "exact_match") for issue, text in issues.items()}
+    assert score.value == 0.5 and score.parts == {"reward_model": 3.0, "exact_match": 1.0} and score.issues == named
+    unrated = Result(0.0, issues={"unrated": "no rating"})
+    score, _ = scorer.score(sample_of("12"), {"exact_match": unrated})
+    assert score.value == -1.0  # with a negative weight, the highest rating is the worst
+
+
+def test_infinite_sum_of_rewards_is_a_failure():
+    scorer = Scorer([RewardFunction(function="exact_match", weight=1e10)])
+    score, _ = scorer.score(sample_of("12"), {"exact_match": Result(1e300)})
+    assert score.value is None and score.failure.endswith("the weighted sum of the rewards of sample s7 is inf")
 
 
 TURNS = (False, True, True, False, True, False, False, True)

@@ -318,7 +318,7 @@ def test_odd_manifests_are_damage(tmp_path: Path, content) -> None:
     folder = tmp_path / "step_000001"
     folder.mkdir()
     (folder / "manifest.json").write_text(json.dumps({"sha256": _digest(content), "content": content}))
-    with pytest.raises(DamagedCheckpoint, match=r"step_000001: .* is (corrupt|missing)"):
+    with pytest.raises(DamagedCheckpoint, match=r"step_000001: .* (is (corrupt|missing)|is not|describe).*\. Fix: "):
         Checkpoint.open(folder)
 
 

@@ -14,9 +14,15 @@ from transformers import AutoTokenizer
 
 from megarl import cli
 from megarl.cluster.supervision import supervisor
+from megarl.config.load import load
+from megarl.core.errors import UserError
+from megarl.data.prompts import load_prompts
+from megarl.models.run_models import ModelFolders
+from megarl.run import preflight
 from tests.children import children
 from tests.e2e.run import write_recipe
 from tests.timing import LIMIT_S
+from tests.tiny_model import write_tiny_llama
 
 REWARDS = """
 import time
@@ -107,6 +113,38 @@ def test_check_prints_a_summary(recipe: Path, tmp_path: Path, capfd: pytest.Capt
     assert rows["rewards"] == "judge = 0.5, length = 1, turns = 0.5 for the first row's answer"
     assert rows["disk"].startswith("(2 + 1) checkpoints x 0.00 GB in ")
     assert rows["step"] == "4 prompts x 4 samples = 16 samples"
+
+
+@pytest.mark.parametrize(
+    ("keys", "longest", "reason"),
+    [
+        ("input_format: question, engine: vllm, judge: {max_new_tokens: 10, template: '{response}'}", 40, None),
+        (
+            "input_format: question, engine: vllm, judge: {max_new_tokens: 10, template: '{response}'}",
+            11,
+            "question has",
+        ),
+        ("input_format: text", 40, None),
+        ("input_format: text", 5, "prompt has"),
+        ("input_format: chat", 5, "prompt has"),
+    ],
+)
+def test_prompts_must_fit_into_the_reward_models_context(
+    recipe: Path, tmp_path: Path, keys: str, longest: int, reason: str | None
+) -> None:
+    folder = tmp_path / "reward"
+    write_tiny_llama(folder)
+    config_file = folder / "config.json"
+    head = {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "good"}, "num_labels": 1}
+    config_file.write_text(json.dumps(json.loads(config_file.read_text()) | head))
+    config = load(recipe, [f"reward_model={{path: {folder}, context_length: {longest}, {keys}}}"])
+    models = ModelFolders(recipe.parent / "model", None, folder, None)
+    data = load_prompts(config, models.actor)
+    expected = (
+        f"reward_model: prompts.jsonl:1, .* and 5 more rows: the {reason} .* Fix: raise reward_model.context_length"
+    )
+    with nullcontext() if reason is None else pytest.raises(UserError, match=expected):
+        preflight._check_readability(config, models, data)
 
 
 def test_reward_functions_receive_the_columns_of_the_row(

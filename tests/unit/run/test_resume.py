@@ -22,6 +22,7 @@ from megarl.run.preflight import _find_folder
 from megarl.run.resume import ResumePoint, fall_back
 from megarl.run.resume import start as start_with_space
 from megarl.step.state import RunState
+from tests.marks import each_value
 from tests.paths import BASE
 
 PROMPTS = PromptSet(tuple(Prompt(str(i), "", (i,)) for i in range(5)), "hash of the prompts")
@@ -406,8 +407,7 @@ def test_previous_checkpoint_replaces_a_moved_newest_one(root: Path, capsys) -> 
     )
 
 
-@pytest.mark.parametrize("kind", [*DAMAGES, "moved"])
-@pytest.mark.parametrize("is_launched", [True, False], ids=["launched", "own script"])
+@pytest.mark.parametrize(("kind", "is_launched"), each_value([*DAMAGES, "moved"], [True, False]))
 def test_job_falls_back_to_the_last_intact_checkpoint(
     root: Path, kind: str, is_launched: bool, monkeypatch, capsys
 ) -> None:

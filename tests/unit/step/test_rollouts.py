@@ -149,6 +149,14 @@ def test_consecutive_failed_samples_stop_the_run(failed, limit, stops):
         select(config, [group], scores)
 
 
+def test_issues_of_rewards_are_counted():
+    config = load(BASE, ["model.path=m", "data.source=arithmetic"])
+    group = [SampleRef(str(i), "p", 1, 1, 1, "stop", 0, 0) for i in range(4)]
+    issues = [{"f_unrated": None}, {"f_unrated": "no rating"}, {"f_unrated": None}, {}]
+    _, metrics = select(config, [group], [Score(1.0, {"f": 1.0}, issues=found) for found in issues])
+    assert metrics["reward/f_unrated_frac"].value == pytest.approx(1 / 3)
+
+
 def test_solve_rate_covers_only_scored_samples():
     """One of two samples has a reward above 0.5. Prompts without a scored sample have no rate."""
     _, _, rollouts = run("+-0+", rounds=1, wanted=4)

@@ -2,39 +2,49 @@
 
 from __future__ import annotations
 
-import os
+import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from tests.paths import BASE, ROOT
 
-PROGRAM = """
-import os, sys
+VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
+PROGRAM = f"""
+import json, os, sys
 from pathlib import Path
 from megarl.cluster.groups.ranks import RankActor
 from megarl.cluster.placement import Process
 from megarl.config.load import load
 
-logs, answer = map(Path, sys.argv[1:3])
-RankActor(load(Path(sys.argv[3]), sys.argv[4:]), "actor", logs, Process("trainer", 0, threads=1), logs)
-answer.write_text(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "unset"))
+folder, (base, *keys) = Path(sys.argv[1]), sys.argv[2:-1]
+for number, (layout, given) in enumerate(json.loads(sys.argv[-1])):
+    if os.fork() == 0:
+        os.environ.pop({VARIABLE!r}, None)
+        os.environ.update({{}} if given is None else {{{VARIABLE!r}: given}})
+        config = load(Path(base), [*keys, "actor.layout={{" + layout + "}}"])
+        RankActor(config, "actor", folder, Process("trainer", 0, threads=1), folder)
+        (folder / str(number)).write_text(os.environ.get({VARIABLE!r}, "unset"))
+        os._exit(0)
+    os.wait()
 """
 
+CASES = [("tp: 2", None, "1"), ("cp: 2", None, "1"), ("pp: 2, dp: 2", None, "unset"), ("tp: 2", "8", "8")]
+"""Layout, value of the variable in the user's environment, and value in the rank's."""
 
-@pytest.mark.parametrize(
-    ("layout", "given", "found"),
-    [("tp: 2", None, "1"), ("cp: 2", None, "1"), ("pp: 2, dp: 2", None, "unset"), ("tp: 2", "8", "8")],
-)
-def test_in_layer_parallelism_uses_one_device_connection(
-    tmp_path: Path, layout: str, given: str | None, found: str
-) -> None:
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The values in the ranks' environments. The ranks are forked from one process, because its imports take long."""
+    folder = tmp_path_factory.mktemp("ranks")
+    keys = ("model.path=m", "data.source=arithmetic")
+    given = json.dumps([case[:2] for case in CASES])
+    subprocess.run([sys.executable, "-c", PROGRAM, str(folder), str(BASE), *keys, given], cwd=ROOT, check=True)
+    return [(folder / str(number)).read_text() for number in range(len(CASES))]
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=[f"{layout}, {given}" for layout, given, _ in CASES])
+def test_in_layer_parallelism_uses_one_device_connection(found: list[str], number: int) -> None:
     """The user's environment takes precedence."""
-    inherited = {name: value for name, value in os.environ.items() if name != "CUDA_DEVICE_MAX_CONNECTIONS"}
-    own = {} if given is None else {"CUDA_DEVICE_MAX_CONNECTIONS": given}
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path), str(tmp_path / "answer"), str(BASE)]
-    overrides = ["model.path=m", "data.source=arithmetic", f"actor.layout={{{layout}}}"]
-    subprocess.run([*command, *overrides], cwd=ROOT, env=inherited | own, check=True)
-    assert (tmp_path / "answer").read_text() == found
+    assert found[number] == CASES[number][2]

@@ -103,6 +103,28 @@ def test_samples_are_scored_once_and_during_rollout(worker, calls, tmp_path):
     ]
 
 
+def test_late_samples_are_not_scored_again(worker, calls, tmp_path):
+    """The message of an engine may arrive after the driver has asked for the scores, or has dropped the rollout."""
+    samples = [sample("20.0", "one"), sample("20.1", "another")]
+
+    async def step():
+        await worker.score(samples, {}, 20, tmp_path / "rollouts.jsonl")
+        worker.forget(["21.0"])
+        worker.receive([*samples, sample("21.0", "dropped"), sample("22.0", "new")])
+        assert set(worker._begun) - {"1.0"} == {"22.0"}
+        await worker._begun.pop("22.0")[1]
+
+    asyncio.run(step())
+    assert sorted(called(calls)) == ["another", "new", "one"]
+
+
+def test_number_of_remembered_rollouts_is_bounded(worker, monkeypatch):
+    monkeypatch.setattr(rewards, "MOST_ENDED", 2)
+    worker.forget(["30.0", "30.1"])
+    worker.forget(["30.2"])
+    assert list(worker._ended) == ["30.1", "30.2"]
+
+
 def test_resampled_sample_is_scored_again(worker, calls, tmp_path):
     """This happens when a sample's engine is lost."""
 
@@ -206,3 +228,32 @@ def test_batch_functions_run_once_after_the_last_sample(tmp_path):
     assert [list(scores[i].parts) for i in (0, 2)] == [[f"{file}:best", f"{file}:short"], [f"{file}:short"]]
     reason = f"{file}:best returned NoneType instead of a finite number or a bool on sample 1.0"
     assert scores[2].failure == f"rewards.functions: {reason}"
+
+
+@pytest.mark.parametrize(
+    ("responses", "values"),
+    [(["[[10]]", "none", "[[1]]", "none"], [1.0, 0.0, 0.0, 0.0]), (["[[10]]", "none", "none"], [1.0, None, None])],
+)
+def test_unrated_responses_fail_only_if_they_are_the_majority(tmp_path, responses, values):
+    file = tmp_path / "rate.py"
+    file.write_text(
+        "from megarl.rewards.rating import rating\n"
+        "def rate(prompts, responses, answers):\n    return [rating(text, (1, 10)) for text in responses]\n"
+    )
+    functions = [{"function": f"{file}:rate", "name": "rate"}]
+    config = load(QUICKSTART, [f"rewards.functions={json.dumps(functions)}", "run.token_samples=0"])
+    worker = RewardWorker(config, ModelFolders(Path(), None, None, None), num_processes=1)
+    samples = [sample(f"0.{i}", text) for i, text in enumerate(responses)]
+    try:
+        scores, _ = asyncio.run(worker.score(samples, {}, 1, tmp_path / "rollouts.jsonl"))
+    finally:
+        worker.close()
+    assert [score.value for score in scores] == values
+    rows = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
+    assert [row["reward"] for row in rows] == values
+    reason = "the judge's answer has no rating [[1 to 10]]: …'none'"
+    assert [row.get("issues") for row in rows] == [
+        {"rate_unrated": reason} if text == "none" else None for text in responses
+    ]
+    if None in values:
+        assert rows[1]["failure"].startswith(f"rewards.functions: rate: {reason} (2 of 3 responses have no rating, so")

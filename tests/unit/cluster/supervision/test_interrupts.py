@@ -11,6 +11,7 @@ import pytest
 
 from megarl.cluster.supervision import interrupts
 from megarl.cluster.supervision.interrupts import Interrupts
+from tests.marks import each_value
 from tests.timing import GRACE_S, HANG_S, SHORT_S, WAIT_S
 from tests.unit.cluster.supervision.test_supervisor import Program, program, signals_are_heard
 
@@ -53,8 +54,10 @@ def check_end(run: Program, code: int = 130) -> list[str]:
     return run.process.stdout.read().splitlines()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.parametrize("whom", ["parent", "child", "group", "both"])
+@pytest.mark.parametrize(
+    ("number", "whom"),
+    each_value([signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ["parent", "child", "group", "both"]),
+)
 def test_awaited_body_finishes(number: int, whom: str) -> None:
     with program(AWAITED.format(seconds=GRACE_S, tenths=10), grace_s=GRACE_S, repeat_s=WAIT_S) as run:
         begin(run)

@@ -39,6 +39,9 @@ JUDGE = "rewards.functions=[{{function: generative_judge, options: {{base_url: '
         (["run.trackers=[mlflow]", "trackers.mlflow.tracking_uri=https://me:hunter2@host:5000"], "trackers.mlflow"),
         ([JUDGE.format("http://:hunter2@host/v1")], "rewards.functions.options.base_url: "),
         (["environment={class: 'a.py:A', options: {nested: [{API_KEY: hunter2}]}}"], "environment.options.nested"),
+        (["environment={class: 'a.py:A', options: {hf_token: hunter2}}"], "environment.options.hf_token"),
+        (["environment={class: 'a.py:A', options: {run: 'curl --token hunter2'}}"], "environment.options.run"),
+        (["environment={class: 'a.py:A', options: {headers: ['Authorization: Bearer hunter2']}}"], "environment.opt"),
     ],
 )
 def test_credentials_are_refused_and_not_printed(override: list[str], key: str) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import sys
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from megarl.environments.sessions import server as servers
 from megarl.environments.sessions.messages import read_messages
 from megarl.environments.sessions.server import SessionServer
 from megarl.environments.sessions.session import Session, SessionLimits
+from megarl.environments.text_length import num_tokens
 from megarl.environments.transcript import Part
 from tests.scripted_policy import ScriptedPolicy, call, hermes_tokenizer
 from tests.timing import POLL_S, SHORT_S, WAIT_S
@@ -361,7 +363,7 @@ def test_long_message_is_rejected_without_blocking_others() -> None:
             with pytest.raises(RuntimeError, match="no running event loop"):
                 asyncio.get_running_loop()
             measured.append(len(text))
-            return server._num_tokens(text)
+            return num_tokens(TOKENIZER, text)
 
         session._num_tokens = measure
         long = asyncio.create_task(ask([{"role": "user", "content": "look at it " * 400_000}]))
@@ -372,6 +374,24 @@ def test_long_message_is_rejected_without_blocking_others() -> None:
 
     session, [sample] = in_session(policy, agent)
     assert session.counts["refused.context_length_exceeded"] == 1 and sampled(sample) == "Short.<|im_end|>"
+
+
+def test_only_long_requests_are_parsed_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_main_thread, read = [], servers.read_request
+
+    def record(*arguments: Any) -> Any:
+        in_main_thread.append(threading.current_thread() is threading.main_thread())
+        return read(*arguments)
+
+    monkeypatch.setattr(servers, "read_request", record)
+
+    async def agent(ask: Ask, *_: Any) -> None:
+        message_of(await ask(QUESTION))
+        status, _ = await ask([{"role": "user", "content": ""}] * 20_000)
+        assert status == 400
+
+    in_session(ScriptedPolicy(TOKENIZER, ["Short."]), agent)
+    assert in_main_thread == [True, False]
 
 
 LONG = "look at it " * 400_000

@@ -1,0 +1,1 @@
+"""The Python API, which `import megarl` exports."""

@@ -1,0 +1,28 @@
+"""Loading recipes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megarl.config.load import load
+from megarl.config.schema import Config
+
+NO_OVERRIDES: Mapping[str, Any] = {}
+
+
+def load_config(recipe: str | Path, overrides: Mapping[str, Any] = NO_OVERRIDES) -> Config:
+    """Load a recipe, such as `configs/quickstart.yaml`, and check it.
+
+    Args:
+        overrides: values by dotted key, such as `{"run.steps": 3, "actor.optimizer.lr": 1e-6}`. None stands for null,
+            and a list or a mapping replaces the whole value.
+
+    Raises:
+        UserError: the recipe is invalid. The message has one line for each problem, with the key, the value and a
+            remedy.
+    """
+    values = {key: json.dumps(value, ensure_ascii=False, default=str) for key, value in overrides.items()}
+    return load(Path(recipe), [f"{key}={value}" for key, value in values.items()])

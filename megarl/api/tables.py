@@ -1,0 +1,93 @@
+"""A run's metrics and rollouts as Arrow tables."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megarl.core.errors import UserError
+from megarl.core.jsonl import read_objects
+from megarl.report.history import read_history
+from megarl.run.folder import RunFolder
+
+if TYPE_CHECKING:
+    import pyarrow
+
+PARTS = "parts"
+TEXTS = ("sample_id", "prompt_id", "rollout_id", "prompt", "response", "failure", "finish_reason", "stop_reason")
+INTEGERS = ("step", "num_response_tokens", "first_turn")
+NUMBERS = ("reward", "advantage")
+INTEGER_LISTS = ("prompt_ids", "response_ids", "mask")
+NUMBER_LISTS = ("rollout_logprobs", "turn_rewards")
+
+
+def read_metrics(folder: str | Path) -> pyarrow.Table:
+    """Return a run's metrics, one row per step, in the order of the steps.
+
+    The column `step` is int64. Each metric is a column of float64, with null where the step does not have the metric
+    or its value is not finite.
+
+    Args:
+        folder: a run folder, such as `runs/latest`. The run may still be running.
+
+    Raises:
+        UserError: the folder has no metrics.
+    """
+    import pyarrow
+
+    path = RunFolder(Path(folder)).metrics
+    if not path.exists():
+        raise UserError(f"{folder}: not a run folder (no metrics.jsonl). Fix: pass a run folder such as runs/latest")
+    history = read_history(path)
+    columns: dict[str, Any] = {"step": pyarrow.array(history.steps, pyarrow.int64())}
+    for name, values in history.columns.items():
+        columns[name] = pyarrow.array(values, pyarrow.float64(), from_pandas=True)
+    return pyarrow.table(columns)
+
+
+def read_rollouts(folder: str | Path, steps: Sequence[int] | None = None) -> pyarrow.Table:
+    """Return the samples of a run with their rewards, one row per sample.
+
+    Scalars and token lists have Arrow types. Each reward function's value is a column `parts.NAME`. All other fields,
+    such as `answer` and `messages`, are JSON text, because their type may differ between rows.
+
+    Args:
+        folder: a run folder, such as `runs/latest`.
+        steps: steps to read; None reads all of them.
+
+    Raises:
+        UserError: the folder has no rollouts, or none of one of these steps.
+    """
+    import pyarrow
+
+    files = RunFolder(Path(folder)).rollout_files()
+    if not files:
+        raise UserError(f"{folder}: has no rollouts. Fix: pass the folder of an RL run, such as runs/latest")
+    if missing := [step for step in steps or () if step not in files]:
+        raise UserError(f"{folder}: has no rollouts of step {missing[0]}. Fix: use steps from {sorted(files)}")
+    rows = [row for step in (files if steps is None else steps) for row in read_objects(files[step])[0]]
+    names = dict.fromkeys(name for row in rows for name in row if name != PARTS)
+    parts = dict.fromkeys(name for row in rows for name in row.get(PARTS) or ())
+    columns = {name: _column(name, [row.get(name) for row in rows]) for name in names}
+    for name in parts:
+        values = [(row.get(PARTS) or {}).get(name) for row in rows]
+        columns[f"{PARTS}.{name}"] = pyarrow.array(values, pyarrow.float64())
+    return pyarrow.table(columns)
+
+
+def _column(name: str, values: Sequence[Any]) -> pyarrow.Array:
+    import pyarrow
+
+    types = {
+        **dict.fromkeys(TEXTS, pyarrow.string()),
+        **dict.fromkeys(INTEGERS, pyarrow.int64()),
+        **dict.fromkeys(NUMBERS, pyarrow.float64()),
+        **dict.fromkeys(INTEGER_LISTS, pyarrow.list_(pyarrow.int64())),
+        **dict.fromkeys(NUMBER_LISTS, pyarrow.list_(pyarrow.float64())),
+    }
+    if name in types:
+        return pyarrow.array(values, types[name])
+    texts = [None if value is None else json.dumps(value, ensure_ascii=False) for value in values]
+    return pyarrow.array(texts, pyarrow.string())

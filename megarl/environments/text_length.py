@@ -1,0 +1,43 @@
+"""Measures outside text before it is rendered and tokenized, which takes seconds for a text of several megabytes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ROOM = 4
+"""Messages longer than this many times the context length are rejected before they are rendered. Templates may drop
+parts of messages, so longer ones could fit."""
+
+PART = 2**16
+"""Number of characters to tokenize at a time when a long text is measured."""
+
+
+def texts_of(message: Mapping[str, Any]) -> list[str]:
+    """Return a message's content, and its other fields except the role as JSON."""
+    content = message["content"]
+    others = {key: value for key, value in message.items() if key not in ("role", "content")}
+    return [content if isinstance(content, str) else json.dumps(content), *([json.dumps(others)] if others else [])]
+
+
+async def is_longer(texts: Sequence[str], num_tokens: int, count: Callable[[str], int]) -> bool:
+    """Return whether the texts have more than `num_tokens` tokens in total. `count` returns the number of tokens in a
+    text. It runs in a thread, because the event loop serves all rollouts."""
+    if sum(map(len, texts)) <= num_tokens:  # a token has at least one character
+        return False
+    for text in texts:
+        for start in range(0, len(text), PART):
+            if num_tokens < 0:
+                return True
+            num_tokens -= await asyncio.to_thread(count, text[start : start + PART])
+    return num_tokens < 0
+
+
+def num_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
+    """Return the number of tokens in a text."""
+    return len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

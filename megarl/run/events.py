@@ -1,0 +1,46 @@
+"""Reports a run's progress to the process that started it, which is how `megarl.run_training` calls its callbacks.
+
+Each event is one line of JSON in a pipe. Without a pipe, events are dropped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import IO, Any
+
+VARIABLE = "MEGARL_EVENTS"
+"""Environment variable with the file descriptor of the pipe."""
+
+_pipes: list[IO[str]] = []
+
+
+@contextmanager
+def connected() -> Iterator[None]:
+    """Send the events in the body to the pipe, if there is one."""
+    number = os.environ.pop(VARIABLE, None)  # processes that start in the body do not inherit the pipe
+    if number is None:
+        yield
+        return
+    with open(int(number), "w", encoding="utf-8") as pipe:
+        _pipes.append(pipe)
+        try:
+            yield
+        finally:
+            _pipes.remove(pipe)
+
+
+def send(event: str, **fields: Any) -> None:
+    """Send an event. The run continues if the receiver is gone."""
+    for pipe in _pipes:
+        with suppress(BrokenPipeError):
+            print(json.dumps({"event": event, **fields}), file=pipe, flush=True)
+
+
+class EventSink:
+    """A sink for metrics that sends them as events."""
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        send("step", step=step, metrics=metrics)

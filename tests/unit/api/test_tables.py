@@ -1,0 +1,58 @@
+"""Arrow tables of metrics and rollouts contain what the files contain."""
+
+from __future__ import annotations
+
+import json
+
+import pyarrow
+import pytest
+
+import megarl
+
+METRICS = [
+    {"step": 0, "evaluation/a/avg@1": 0.5},
+    {"step": 1, "reward/mean": 0.25, "policy/kl": None, "nonfinite": ["policy/kl"]},
+    {"step": 2, "reward/mean": 1, "evaluation/a/avg@1": 0.75},
+]
+SAMPLES = [
+    {"sample_id": "1.0.0", "step": 1, "prompt": "a", "answer": 2, "reward": 1, "parts": {"f": 1.0}, "mask": [2, 1]},
+    {"sample_id": "1.0.1", "step": 1, "prompt": "a", "answer": "two", "reward": None, "parts": {}, "failure": "f: …"},
+]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "rollouts").mkdir()
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in METRICS))
+    (tmp_path / "rollouts" / "step_1.jsonl").write_text("".join(json.dumps(row) + "\n" for row in SAMPLES))
+    (tmp_path / "rollouts" / "step_2.jsonl").write_text(json.dumps(SAMPLES[0] | {"step": 2}) + "\n")
+    return tmp_path
+
+
+def test_metrics_have_one_row_per_step(folder):
+    table = megarl.read_metrics(folder)
+    assert table.to_pydict() == {
+        "step": [0, 1, 2],
+        "evaluation/a/avg@1": [0.5, None, 0.75],
+        "reward/mean": [None, 0.25, 1.0],
+        "policy/kl": [None, None, None],
+    }
+    assert table.schema.field("step").type == pyarrow.int64()
+
+
+def test_rollouts_have_one_row_per_sample(folder):
+    table = megarl.read_rollouts(folder)
+    assert table.column("sample_id").to_pylist() == ["1.0.0", "1.0.1", "1.0.0"]
+    assert table.column("answer").to_pylist() == ["2", '"two"', "2"]
+    assert table.column("parts.f").to_pylist() == [1.0, None, 1.0]
+    assert table.column("reward").to_pylist() == [1.0, None, 1.0]
+    assert table.column("mask").to_pylist() == [[2, 1], None, [2, 1]]
+    assert megarl.read_rollouts(folder, steps=[2]).num_rows == 1
+
+
+def test_missing_files_are_reported(folder, tmp_path):
+    with pytest.raises(megarl.UserError, match=r"has no rollouts of step 3\. Fix: use steps from \[1, 2\]"):
+        megarl.read_rollouts(folder, steps=[1, 3])
+    for read in (megarl.read_metrics, megarl.read_rollouts):
+        with pytest.raises(megarl.UserError, match="Fix: pass"):
+            read(tmp_path / "other")

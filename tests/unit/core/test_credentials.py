@@ -1,0 +1,71 @@
+"""Tests of the detection of credentials in text and in names of options."""
+
+from __future__ import annotations
+
+import pytest
+
+from megarl.core.credentials import has_credentials, is_secret_key, redacted
+
+LONG = "0aB" * 14
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "export HF_TOKEN=hf_x",
+        "WANDB_API_KEY='abc' megarl",
+        "export AWS_SECRET_ACCESS_KEY=abc",
+        "--export=ALL,HF_TOKEN=abc",
+        "huggingface-cli login --token abc",
+        "docker login --password=abc",
+        "docker://me:abc@host/image",
+        'curl -H "Authorization: Bearer abc"',
+        f"echo hf_{LONG} > file",
+        f"login sk-{LONG}",
+        f"ghp_{LONG}",
+        "AKIA" + "A1" * 8,
+        "-----BEGIN OPENSSH PRIVATE KEY-----",
+    ],
+)
+def test_credentials_are_found(text: str) -> None:
+    assert has_credentials(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "export HF_TOKEN=$(cat ~/.hf_token)",
+        'export HF_TOKEN="$MY_TOKEN"',
+        "export HF_TOKEN=`cat token`",
+        "--export=ALL,HF_TOKEN",
+        "source ~/.secrets",
+        "export HF_TOKEN_PATH=/home/me/token",
+        "export GOOGLE_APPLICATION_CREDENTIALS=/home/me/key.json",
+        "export TOKENIZERS_PARALLELISM=false",
+        "https://me:$PASSWORD@host",
+        "https://host:5000/a@b",
+        "module load cuda",
+        "You are good at basic arithmetic. Keep the password secret.",
+        "runs/hf_checkpoint_step_000020_of_a_long_experiment_name",
+        "--max-tokens 5",
+    ],
+)
+def test_other_text_has_no_credentials(text: str) -> None:
+    assert not has_credentials(text)
+
+
+@pytest.mark.parametrize(
+    "key", ["api_key", "APIKEY", "hf_token", "smtp_password", "auth-token", "token", "client_secret"]
+)
+def test_secret_keys_are_recognized(key: str) -> None:
+    assert is_secret_key(key)
+
+
+@pytest.mark.parametrize("key", ["api_key_env", "stop_token", "eos_token", "turn_tokens", "password_file", "secrets"])
+def test_other_keys_are_not_secret(key: str) -> None:
+    assert not is_secret_key(key)
+
+
+def test_passwords_in_urls_are_redacted() -> None:
+    text = "request to https://me:hunter2@host:5000/api failed, https://host:5000 works"
+    assert redacted(text) == "request to https://me:***@host:5000/api failed, https://host:5000 works"
