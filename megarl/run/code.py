@@ -10,8 +10,8 @@ from typing import Any
 
 import megarl
 from megarl.config.paths import code_files
-from megarl.config.rules.run import CREDENTIALS
 from megarl.config.schema import Config
+from megarl.core.credentials import has_credentials
 from megarl.core.files import replacement
 
 TEMPLATES = ("chat_template.jinja", "tokenizer_config.json")
@@ -35,8 +35,8 @@ def record_code(config: Config, model: Path | None, folder: Path | None) -> list
             continue
         content = path.read_bytes()
         digest = hashlib.sha256(content).hexdigest()
-        has_credentials = CREDENTIALS.search(content.decode("utf-8", "replace")) is not None
-        copy = "" if has_credentials else f"{digest[:12]}-{path.name}"
+        is_secret = has_credentials(content.decode("utf-8", "replace"))
+        copy = "" if is_secret else f"{digest[:12]}-{path.name}"
         if folder is not None and copy:
             folder.mkdir(exist_ok=True)
             with replacement(folder / copy) as file:
