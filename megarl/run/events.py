@@ -5,16 +5,17 @@ Each event is one line of JSON in a pipe. Without a pipe, events are dropped.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import IO, Any
+from typing import Any
 
 VARIABLE = "MEGARL_EVENTS"
 """Environment variable with the file descriptor of the pipe."""
 
-_pipes: list[IO[str]] = []
+_pipes: list[io.FileIO] = []
 
 
 @contextmanager
@@ -24,7 +25,7 @@ def connected() -> Iterator[None]:
     if number is None:
         yield
         return
-    with open(int(number), "w", encoding="utf-8") as pipe:
+    with io.FileIO(int(number), "w") as pipe:
         _pipes.append(pipe)
         try:
             yield
@@ -35,8 +36,10 @@ def connected() -> Iterator[None]:
 def send(event: str, **fields: Any) -> None:
     """Send an event. The run continues if the receiver is gone."""
     for pipe in _pipes:
+        left = memoryview(json.dumps({"event": event, **fields}).encode() + b"\n")
         with suppress(BrokenPipeError):
-            print(json.dumps({"event": event, **fields}), file=pipe, flush=True)
+            while left:
+                left = left[pipe.write(left) :]
 
 
 class EventSink:

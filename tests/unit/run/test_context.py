@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +18,7 @@ from megarl.config.load import load
 from megarl.core.errors import RunFailure
 from megarl.core.types import Prompt
 from megarl.data.prompts import PromptSet
+from megarl.run import events
 from megarl.run.checkpoints import Checkpoints
 from megarl.run.context import RunContext
 from megarl.run.lock import run_lock
@@ -216,6 +219,33 @@ def test_evaluation_runs_before_the_first_and_after_each_step(tmp_path: Path) ->
         rows = [json.loads(line) for line in again.folder.metrics.read_text().splitlines()]
         assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
         assert (checkpoints.steps(), checkpoints.best().name) == ([2, 4], "step_000002")
+
+
+def test_events_are_sent_to_the_process_that_started_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    monkeypatch.setenv(events.VARIABLE, str(writer))
+    sets = ("evaluation.sets=[{name: a}]", "checkpoint.every_steps=2", "run.steps=2")
+    with open(reader) as pipe:
+        with prepare(tmp_path, *sets) as context:
+            assert events.VARIABLE not in os.environ, "other processes of the run must not use the pipe"
+            evaluate = lambda: {"evaluation/a/avg@1": 0.5} if context.state.step == 0 else {}  # noqa: E731
+            context.run(TrainedModels({"actor": Group()}, {"actor": ()}), lambda: {"reward/mean": math.nan}, evaluate)
+        received = [json.loads(line) for line in pipe]
+    path = str(Checkpoints(context.folder.checkpoints).latest())
+    assert [(event["event"], event["step"]) for event in received] == [
+        *(("evaluation", 0), ("step", 1), ("step", 2), ("checkpoint", 2)),
+    ]
+    assert received[0]["metrics"] == {"evaluation/a/avg@1": 0.5} and received[3]["path"] == path
+    assert all(math.isnan(event["metrics"]["reward/mean"]) for event in received[1:3])
+
+
+def test_run_continues_without_a_receiver_of_its_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    monkeypatch.setenv(events.VARIABLE, str(writer))
+    os.close(reader)
+    with prepare(tmp_path, "checkpoint.every_steps=null") as context:
+        context.run(TrainedModels({"actor": Group()}, {"actor": ()}), lambda: {})
+        assert context.state.step == 3
 
 
 def test_solve_rates_update_the_sampling_weights(tmp_path: Path) -> None:
