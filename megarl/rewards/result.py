@@ -50,7 +50,7 @@ class Result:
     returned: str = ""
     failure: str | None = None
     kind: Kind = "error"
-    stack: str = ""
+    stack: str = field(default="", compare=False)
     issues: Issues = field(default_factory=dict)
 
     @property
