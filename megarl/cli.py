@@ -12,7 +12,8 @@ import typer
 import megarl
 from megarl import convert
 from megarl.core.collector import imports
-from megarl.core.errors import RunFailure, UserError, install_extra, missing_module
+from megarl.core.command_group import CommandGroup
+from megarl.core.errors import RunFailure, UserError, install_extra, missing_module, prefix_lines
 from megarl.core.output import escape_unencodable
 from megarl.core.text import printable
 from megarl.launch.command import AllowChanges, Overrides, Recipe, launch, node, with_allowed
@@ -22,12 +23,14 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     help="Reinforcement learning for language models, with Megatron-core for training and vLLM for rollouts.",
+    cls=CommandGroup,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-config_app = typer.Typer(help="Inspect a recipe without running it.", no_args_is_help=True, rich_markup_mode=None)
+config_app = typer.Typer(
+    cls=CommandGroup, help="Inspect a recipe without running it.", no_args_is_help=True, rich_markup_mode=None
+)
 app.add_typer(config_app, name="config")
 app.add_typer(convert.app, name="convert")
 
@@ -66,7 +69,8 @@ def init(
 
     recipe, *others = starter.write(folder)
     typer.echo(f"wrote {recipe}, {' and '.join(map(str, others))}")
-    typer.echo(f"next: megarl check {shlex.quote(str(recipe))}, then megarl train {shlex.quote(str(recipe))}")
+    command = shlex.quote(str(recipe.absolute()))  # works from every directory
+    typer.echo(f"next: megarl check {command}, then megarl train {command}")
 
 
 @config_app.command()
@@ -396,8 +400,8 @@ def main() -> None:
     try:
         app()
     except (UserError, RunFailure) as error:
-        for line in (str(error) or repr(error)).splitlines():
-            print(f"megarl: error: {printable(line)}", file=sys.stderr)
+        text = "\n".join(map(printable, (str(error) or repr(error)).splitlines()))
+        print(prefix_lines("megarl: error: ", text), file=sys.stderr)
         sys.exit(error.exit_code)
     except ModuleNotFoundError as error:
         line = missing_module(error)

@@ -19,12 +19,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from megarl.core.command_group import CommandGroup
 from megarl.core.errors import UserError
 
 if TYPE_CHECKING:
     from megarl.megatron.checkpoint.conversion import Options
 
 app = typer.Typer(
+    cls=CommandGroup,
     help="Convert between Hugging Face folders and Megatron checkpoints, in one process, tensor by tensor.",
     no_args_is_help=True,
     rich_markup_mode=None,

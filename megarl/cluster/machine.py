@@ -15,12 +15,9 @@ from megarl.config.rules import shared_gpu as shared_gpu_rules
 from megarl.config.schema import Config
 from megarl.config.violations import raise_all
 from megarl.core import device
+from megarl.models.engine_kernels import check_cpu_kernels
 from megarl.models.folder import read_config
 from megarl.models.run_models import ModelFolders
-from megarl.models.shape import ModelShape
-
-CPU_EXPERTS_MULTIPLE = 32
-"""vLLM's CPU kernels for experts need a hidden size that is a multiple of this."""
 
 
 def place_here(config: Config) -> Placement:
@@ -75,15 +72,14 @@ def host_suffices(memory_bytes: int, parts: Mapping[str, int]) -> str | None:
 
 
 def check_engine_kernels(config: Config, models: ModelFolders) -> None:
-    """Raise a ValueError if vLLM's CPU build, which pads only intermediate sizes, does not support the experts."""
+    """Raise a UserError if vLLM's CPU build has no kernel for a model that runs in it."""
     if device.on_cuda() or config.is_offline:
         return
-    model = ModelShape.of(read_config(models.actor))
-    if model.experts and model.hidden % CPU_EXPERTS_MULTIPLE:
-        raise ValueError(
-            f"{models.actor}: hidden_size={model.hidden} is not a multiple of {CPU_EXPERTS_MULTIPLE}, which vLLM's CPU "
-            "kernels for experts require. Fix: run this model on GPUs"
-        )
+    in_engines = {models.actor}
+    if models.reward_model is not None and config.reward_model.engine == "vllm":
+        in_engines.add(models.reward_model)
+    for folder in sorted(in_engines):
+        check_cpu_kernels(folder, read_config(folder))
 
 
 def fits(gpu: int, memory_bytes: int, load: Load) -> str | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from megarl.config.document import leaves, one_line
 from megarl.config.learning_rate import learning_rate
+from megarl.config.paths import without_folders
 from megarl.config.schema import Config
 from megarl.config.violations import raise_all
 
@@ -143,7 +144,7 @@ def allowed_changes(config: Config, saved: Mapping[str, Any]) -> list[Change]:
 def check_continues(config: Config, saved: Mapping[str, Any], step: int, checkpoint: str) -> None:
     """Check that a run with this configuration may resume from the one saved at `step`. Raise a UserError if keys that
     may not change differ; the message has one line per key. checkpoint: the checkpoint's name, for error messages."""
-    old, new = dict(leaves(saved)), dict(leaves(config.model_dump()))
+    old, new = (dict(leaves(without_folders(values))) for values in (saved, config.model_dump()))
     problems = [
         f"{key}={_show(new, key)}: {checkpoint} was saved with {_show(old, key)}. Fix: {_remedy(key)}"
         for key in _differing(old, new)

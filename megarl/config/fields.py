@@ -31,8 +31,8 @@ class RewardFunction(Section):
 
     @property
     def label(self) -> str:
-        """The function's name in scores and metrics."""
-        return self.function if self.name is None else self.name
+        """The function's name in scores and metrics. For a user's `path/to/file.py:NAME`, it is NAME."""
+        return self.function.rpartition(":")[2] if self.name is None else self.name
 
     def applies_to(self, source: Any) -> bool:
         """Return whether the function scores rows from this source."""

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import ValidationError
 
-from megarl.config import document, rules, violations
+from megarl.config import document, paths, rules, violations
 from megarl.config.algorithm_schema import VARIANTS
 from megarl.config.document import Document, Key
 from megarl.config.schema import Config
@@ -21,23 +21,31 @@ SHIPPED = Path(__file__).with_name("recipes").resolve()
 """The directory of megarl's own recipes, including base.yaml. In a checkout, `recipes` is a link to configs/. In an
 installed package, it is a copy."""
 
+OPTIONAL = ("evaluation", "environment", "reward_model", "implicit_reward", "run.profile", "actor.lora")
+"""Sections that are off by default. The value null restores the defaults."""
+
 _LIST_INDEX = re.compile(r"\[|\.\d+(?=\.|$)")
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read a recipe: its base files first, then its own keys, then the overrides (KEY=VALUE). A base file is looked up
-    next to the recipe that names it, then among megarl's own recipes. Raise a UserError if the configuration is
-    invalid; the message has one line per violation, with origin, key, value and remedy."""
+    next to the recipe that names it, then among megarl's own recipes. All paths become absolute, see
+    `megarl.config.paths`. Raise a UserError if the configuration is invalid; the message has one line per violation,
+    with origin, key, value and remedy."""
     base, *recipes = _files(Path(path), ())
     # The overrides are merged first, so that the order of a variant's name and its options does not matter.
-    command_line = reduce(Document.overlay, map(_override, overrides), Document({}, {}))
-    recipe = reduce(overlay, (*recipes, command_line), base)
+    command_line = reduce(Document.overlay, (_expand_null(_override(text)) for text in overrides), Document({}, {}))
+    recipe = paths.absolute(reduce(overlay, (*recipes, command_line), base), _is_shipped)
     try:
         config = Config.model_validate(recipe.values)
     except ValidationError as error:
         raise UserError("\n".join(violations.describe(error, recipe, str(path)))) from None
     rules.check(config, overlay(recipe, base).values)
     return config
+
+
+def _is_shipped(file: str) -> bool:
+    return Path(file).resolve().is_relative_to(SHIPPED)
 
 
 def overlay(base: Document, over: Document) -> Document:
@@ -87,7 +95,19 @@ def _files(path: Path, above: tuple[Path, ...]) -> Iterator[Document]:
             )
         beside, shipped = path.parent / base, SHIPPED / base
         yield from _files(shipped if shipped.exists() and not beside.exists() else beside, (*above, path))
-    yield Document(values, recipe.origins)
+    yield _expand_null(Document(values, recipe.origins))
+
+
+def _expand_null(given: Document) -> Document:
+    """Replace null, as the value of an optional section, by the section's defaults."""
+    values = given.values
+    for key in OPTIONAL:
+        *sections, name = key.split(".")
+        section = reduce(_section, sections, values)
+        if name in section and section[name] is None:
+            defaults = document.value_at(document.parse((SHIPPED / "base.yaml").read_text("utf-8"), "").values, key)
+            values = _replace(values, [*sections, name], defaults)
+    return Document(values, given.origins)
 
 
 def _text(path: Path, above: tuple[Path, ...]) -> str:

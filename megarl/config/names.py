@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
-from typing import get_args
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, get_args
 
 from pydantic import BaseModel
 
@@ -27,6 +27,7 @@ VERL = {
     "custom_reward_function.path": "rewards.functions (function: path/to/file.py:name)",
     "custom_reward_function.reward_kwargs": "rewards.functions (options of an entry)",
     "data_source": "data.source_column",
+    "do_search": "environment.class (search)",
     "default_local_dir": "run.folder",
     "enable_gradient_checkpointing": "actor.recompute",
     "entropy_coeff": "algorithm.objective.entropy_coefficient",
@@ -42,6 +43,11 @@ VERL = {
     "ground_truth": "data.answer_column",
     "hybrid_engine": "cluster.placement",
     "input_tokenizer": "reward_model.input_format (ids, text, chat or question)",
+    "kl_coef": "algorithm.kl.coefficient",
+    "kl_ctrl.horizon": "algorithm.kl.adaptive_horizon",
+    "kl_ctrl.kl_coef": "algorithm.kl.coefficient",
+    "kl_ctrl.target_kl": "algorithm.kl.adaptive_target",
+    "kl_ctrl.type": "algorithm.kl.adaptive_target (null: fixed)",
     "kl_loss_coef": "algorithm.kl.coefficient",
     "kl_loss_type": (
         "algorithm.kl.estimator (kl: k1, mse: k2, abs: abs, low_var_kl: k3 with limit=10; +: straight_through)"
@@ -64,13 +70,16 @@ VERL = {
     "max_actor_ckpt_to_keep": "checkpoint.keep",
     "max_model_len": "rollout.context_length",
     "max_num_gen_batches": "batch.sampling_rounds",
+    "max_obs_length": "environment.observation_tokens",
     "max_prompt_length": "rollout.context_length (prompt and response together)",
     "max_response_length": "rollout.max_new_tokens",
+    "max_start_length": "rollout.context_length (prompt and response together)",
     "min_lr_ratio": "actor.optimizer.schedule.min_lr (absolute)",
     "multi_turn.enable": "environment.class",
     "multi_turn.format": "environment.tool_format",
     "multi_turn.interaction_config_path": "environment.class and environment.options",
     "multi_turn.max_assistant_turns": "environment.max_turns",
+    "multi_turn.max_tool_response_length": "environment.observation_tokens (tokens, not characters)",
     "multi_turn.tool_config_path": "environment.class (tools are methods of the class)",
     "n": "batch.samples_per_prompt",
     "n_agent": "batch.samples_per_prompt",
@@ -90,6 +99,7 @@ VERL = {
     "recompute_granularity": "actor.recompute",
     "resume_from_path": "resume (the path of a checkpoint)",
     "resume_mode": "resume (never, auto or the path of a checkpoint)",
+    "retriever": "environment.options (url and topk of environment.class=search)",
     "reward_fn_key": "data.source_column",
     "reward_manager": "rewards.functions (a batch function: f(prompts, responses, answers))",
     "reward_model.model.path": "reward_model.path",
@@ -120,12 +130,33 @@ VERL = {
 WITHOUT_KEY = {
     "calculate_log_probs": "the engines' log-probs are always compared (see the section logprob_check)",
     "no_think_rl": "all sampled tokens are trained on",
+    "end_state_marker": "environment tokens are never trained on, and need no markers",
+    "start_state_marker": "environment tokens are never trained on, and need no markers",
     "state_masking": "environment tokens are never trained on",
     "use_dynamic_bsz": "microbatches are always filled up to actor.tokens_per_microbatch",
     "use_remove_padding": "samples are always packed, never padded",
 }
 """Keys in verl and in projects based on it that have no equivalent -> the reason."""
 
+
+VALUES: Mapping[str, Mapping[str, str]] = {
+    "algorithm.advantage.estimator": {
+        "dapo": "grpo",
+        "dr_grpo": "grpo",
+        "grpo_passk": "pass_at_k",
+        "gspo": "grpo",
+        "ppo": "gae",
+    },
+    "algorithm.objective.name": {
+        "dapo": "clip",
+        "dr_grpo": "clip",
+        "geo_mean": "gmpo",
+        "grpo": "clip",
+        "ppo": "clip",
+        "vanilla": "clip",
+    },
+}
+"""Key -> usual names of its values in papers and in verl, with the value in megarl."""
 
 RENAMED = {
     "agreement": "logprob_check",
@@ -158,6 +189,14 @@ def keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
         for inner in (field.annotation, *get_args(field.annotation)):
             if isinstance(inner, type) and issubclass(inner, BaseModel):
                 yield from keys(inner, f"{prefix}{name}.")
+
+
+def suggest_value(key: str, value: Any, allowed: Sequence[str]) -> str | None:
+    """Return the allowed value that was probably meant, or None."""
+    text = str(value).lower()
+    if (usual := VALUES.get(key, {}).get(text)) is not None:
+        return usual
+    return next(iter(difflib.get_close_matches(text, allowed, n=1)), None)
 
 
 def options_of(variant: type[Variant], entry: str, option: str) -> str:

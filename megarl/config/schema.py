@@ -68,6 +68,8 @@ class Environment(EnvironmentClass):
     weight: FiniteFloat
     max_turns: PositiveInt
     turn_tokens: PositiveInt | None
+    observation_tokens: PositiveInt | None
+    overlong_observation: Literal["cut", "refuse"]
     tool_format: Text | None
     processes: PositiveInt | None
     timeout_s: PositiveFloat

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ from pydantic_core import ErrorDetails
 
 from megarl.config.algorithm_schema import VARIANTS
 from megarl.config.document import Document, Key, kind, show, value_at
-from megarl.config.names import options_of, suggest
+from megarl.config.names import options_of, suggest, suggest_value
 from megarl.core.errors import UserError
 
 COMMAND_LINE = "command line"
@@ -86,12 +87,16 @@ def _wrong(detail: ErrorDetails, origin: str, file: str) -> str:
         return f"{file}: {name} is required. Fix: set it to {_REQUIRED[name]}, or pass {name}=VALUE on the command line"
     expected = _EXPECTED[detail["type"]].format(**detail.get("ctx", {}))
     message, remedy = f"{origin}: {name}={show(value)}: expected {expected}", f"set {name} to an allowed value"
+    if detail["type"] == "literal_error":
+        probable = suggest_value(name, value, re.findall("'([^']*)'", expected))
+        if probable is not None:
+            message, remedy = f"{message}; did you mean {probable}?", f"set {name} to {probable}"
     if detail["type"].endswith("_type"):
         message, remedy = f"{message}, found {kind(value)}", f"set {name} to {expected}"
     if detail["type"] == "string_type" and isinstance(value, bool | int | float):
         quoted = f"'{show(value)}'"
         remedy = "write " + (f'"{name}={quoted}"' if origin == COMMAND_LINE else quoted)
-    return f"{message}. Fix: {remedy}"
+    return f"{message}{'' if message.endswith('?') else '.'} Fix: {remedy}"
 
 
 def _leaves(key: Key, value: Any) -> Iterator[Key]:

@@ -10,6 +10,11 @@ class UserError(ValueError):
     exit_code = 2
 
 
+def prefix_lines(prefix: str, message: str) -> str:
+    """Prefix each line of an error message, except indented lines, which contain code or a stack."""
+    return "\n".join(line if line.startswith("    ") else f"{prefix}{line}" for line in message.splitlines())
+
+
 def install_extra(extra: str) -> str:
     """Return a remedy that installs an extra, such as `run`. megarl is not on PyPI, and the package
     named megarl there belongs to another project."""

@@ -127,7 +127,9 @@ def _records(path: Path, columns: Sequence[Column], further: Collection[str] = (
             ".parquet file"
         )
     if not path.is_file():
-        raise UserError(f"data.source={path}: not a file (working directory: {Path.cwd()}). Fix: correct the path")
+        raise UserError(
+            f"data.source={path}: not a file. Fix: correct the path, which is relative to the recipe's folder"
+        )
     for number, record in readers[path.suffix](path, columns, further):
         record = encodable(record)
         _require_columns(record, columns, f"{path}:{number}")

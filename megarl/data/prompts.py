@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -154,11 +155,12 @@ def place_of(row: Row | MessageRow | PreferenceRow | LabelRow, data: Data) -> st
 
 def row_name(row: Row | MessageRow | PreferenceRow | LabelRow, data: Data) -> str:
     """Return a name for the row that is unique in the data: file name and row number. If several files have the same
-    name, the full path is used."""
+    name, it is preceded by the folders below the files' common folder."""
     source = row.source or data.source
     name = Path(source).name
     is_taken = [Path(other).name for other in data.sources].count(name) > 1
-    return f"{source if is_taken else name}:{row.number}"
+    unique = os.path.relpath(source, os.path.commonpath(data.sources)) if is_taken else name
+    return f"{unique}:{row.number}"
 
 
 def prompt_weights(data: Data, prompts: Sequence[Prompt], sources: Sequence[str]) -> tuple[float, ...] | None:

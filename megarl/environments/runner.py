@@ -18,6 +18,7 @@ from megarl.data.plain_turns import PlainTokens, text_ids
 from megarl.data.turns import ChatTokens
 from megarl.environments.agent_rollout import AgentRollout
 from megarl.environments.hosts import FREE_MEMORY, TOOLS_S, HostFailure, HostPool, HostProcess
+from megarl.environments.observation import limit_observation
 from megarl.environments.outcome import Outcome
 from megarl.environments.protocol import StopReason, Task
 from megarl.environments.sessions.server import SessionServer
@@ -296,6 +297,8 @@ class _Rollout:
         if step["restart"]:
             self._start_sample(messages, await self._tokenize(self._tokens.begin, messages))
             return
+        limit = partial(limit_observation, tokenizer=self._runner.tokenizer, settings=self._config.environment)
+        messages = await asyncio.to_thread(limit, messages)
         extend = self._raw_ids
         if not step["as_is"]:
             extend = partial(self._tokens.extend, self._parts[-1].transcript.last_turn.token_ids.tolist())

@@ -1,14 +1,18 @@
-"""A trial of the reward functions on one data row, before the run starts."""
+"""A trial of the reward functions on data rows, before the run starts."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import sys
+import textwrap
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from megarl.config.schema import Config
+from megarl.core.errors import UserError
 from megarl.core.types import Prompt, Sample, Score, VersionRun
 from megarl.environments.batch import judge_batch, judge_single
 from megarl.rewards import judge
@@ -16,10 +20,33 @@ from megarl.rewards.pool import FunctionPool
 from megarl.rewards.result import Result
 from megarl.rewards.scorer import Scorer
 
+MOST_ROWS = 16
+"""Number of rows tried if rewards.failure_limit permits some of them to fail."""
 
-def try_rewards(config: Config, pool: FunctionPool, prompt: Prompt) -> Score:
+
+def try_rewards(config: Config, pool: FunctionPool, prompts: Sequence[Prompt]) -> Score:
+    """Return the score of the first row's answer as a response. Raise UserError with the stack if a reward function
+    fails on more answers than rewards.failure_limit permits. Only print a warning if the failure is permitted, if the
+    infrastructure caused it, or if the row has no answer."""
+    score, stack = _try_row(config, pool, prompts[0])
+    if score.failure is None:
+        return score
+    failure = f"{score.failure} (megarl used the row's answer as the response in this trial)"
+    if not score.is_infrastructure and prompts[0].answer is not None:
+        limit = config.rewards.failure_limit
+        others = prompts[1:MOST_ROWS] if limit else []
+        num_failed = 1 + sum(_try_row(config, pool, prompt)[0].failure is not None for prompt in others)
+        if num_failed > limit * (1 + len(others)):
+            remedy = "correct the reward function, which must return a finite number or a bool"
+            raise UserError(f"{failure}. Fix: {remedy}\n{textwrap.indent(stack, '    ')}".rstrip())
+    print(f"megarl: warning: {failure}", file=sys.stderr, flush=True)
+    return score
+
+
+def _try_row(config: Config, pool: FunctionPool, prompt: Prompt) -> tuple[Score, str]:
     """Score the prompt's reference answer as if it were a response, without the reward model. Batch functions receive a
-    batch of one, and the judge compares the answer with itself."""
+    batch of one, and the judge compares the answer with itself. Return the score, and the stack of the first function
+    that raised an exception, or ""."""
     rewards = config.rewards
     scorer = Scorer(rewards.functions)
     sample = _reference_sample(prompt)
@@ -31,14 +58,15 @@ def try_rewards(config: Config, pool: FunctionPool, prompt: Prompt) -> Score:
         return {**single, **batch}
 
     results = asyncio.run(function_results())
-    verdict = None
+    verdict, stacks = None, [result.stack for result in results.values()]
     if rewards.judge is not None:
         samples = [sample, replace(sample, id=f"{sample.id} again")]
         comparisons = judge.comparisons(samples, rewards.judge_order, config.run.seed)
         calls = [pool.call(judge.NAME, *item.arguments, columns=item.columns) for item in comparisons]
-        judged = zip(comparisons, [call.result() for call in calls], strict=True)
-        verdict = judge.verdicts(samples, judged)[sample.id]
-    return scorer.score(sample, results, verdict=verdict)[0]
+        judged = [call.result() for call in calls]
+        verdict = judge.verdicts(samples, zip(comparisons, judged, strict=True))[sample.id]
+        stacks += [result.stack for result in judged]
+    return scorer.score(sample, results, verdict=verdict)[0], next(filter(None, stacks), "")
 
 
 def _reference_sample(prompt: Prompt) -> Sample:

@@ -37,7 +37,7 @@ class Job:
     """The settings of a job that its tasks read.
 
     Attributes:
-        folder: working directory of `megarl launch`, to which the recipe's paths are relative.
+        folder: working directory of `megarl launch`, in which the tasks run.
         nodes: number of nodes per attempt, unless an attempt runs on fewer.
         stalled: number of attempts without a new checkpoint after which the job gives up.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -80,3 +81,4 @@ def save_adapters(tensors: Mapping[str, torch.Tensor], lora: Lora, base: str, nu
     with new_folder(out, sum(tensor.nbytes for tensor in named.values())) as folder:
         save_file(named, folder / WEIGHTS, metadata={"format": "pt"})
         (folder / CONFIG).write_text(json.dumps(adapter_config(lora, base, modules), indent=2), encoding="utf-8")
+        shutil.copymode(folder / CONFIG, folder / WEIGHTS)  # safetensors creates files that only the owner may read

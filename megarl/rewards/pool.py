@@ -67,18 +67,21 @@ class FunctionPool:
             sandbox: settings for functions that use sandboxes, which are stopped after SANDBOX_SHARE of timeout_s.
             outage_s: total time in seconds that all calls of a function wait for an unavailable server.
         """
-        entries = [
-            entry if isinstance(entry, RewardFunction) else RewardFunction(function=entry) for entry in functions
-        ]
+        entries = {
+            entry if isinstance(entry, str) else entry.label: RewardFunction(function=entry)
+            if isinstance(entry, str)
+            else entry
+            for entry in functions
+        }
         arguments = {
-            "functions": [(entry.label, entry.function, entry.options) for entry in entries],
+            "functions": [(label, entry.function, entry.options) for label, entry in entries.items()],
             "judge": judge,
             "sandbox": None if sandbox is None else sandbox.model_dump(),
             "sandbox_s": SANDBOX_SHARE * timeout_s,
         }
         self._arguments = json.dumps(arguments, default=str).encode() + b"\n"
         self._memory_mib = memory_mib
-        self._entries = {entry.label: entry for entry in entries}
+        self._entries = entries
         self._source_column = source_column
         self._timeout_s = timeout_s
         self._outages = {name: Outage(outage_s) for name in (*self._entries, NAME)}

@@ -12,6 +12,7 @@ from megarl.core.user_file import defined_in_file
 from megarl.rewards.choice import choice_match
 from megarl.rewards.code import code_stdin_stdout, code_tests
 from megarl.rewards.exact import exact_match
+from megarl.rewards.foreign import refuse_foreign
 from megarl.rewards.knights_knaves import knights_knaves
 from megarl.rewards.length import CosineLength, SoftOverlong, length_penalty
 from megarl.rewards.math_answer import MathMatch
@@ -58,7 +59,7 @@ def resolve(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> RewardFunctio
             options = {**options, "verifier": _verifier(name, options["verifier"])}
         return configure(name, FUNCTIONS[name], options)
     if ":" in name:
-        function = from_file("rewards.functions", name, SINGLE)
+        function = from_file("rewards.functions", name, SINGLE, refuse_foreign)
         if _first_parameters(function)[:1] == BATCH[:1] and not takes_batches(function):
             raise UserError(
                 f"rewards.functions: {name} has the signature {_signature(function)}. Fix: name its first parameters "
@@ -86,13 +87,18 @@ def _verifier(name: str, verifier: Any) -> RewardFunction:
     return function
 
 
-def from_file(key: str, name: str, arguments: Sequence[str]) -> Callable[..., Any]:
+def from_file(
+    key: str, name: str, arguments: Sequence[str], check: Callable[[str, Callable[..., Any]], None] | None = None
+) -> Callable[..., Any]:
     """Load the function from `path/to/file.py:function`, the value of a config key. Raise UserError if there is no such
-    function, or if it cannot be called with these arguments."""
+    function, or if it cannot be called with these arguments. check: an additional check, called with name and
+    function."""
     path, name_in_file, function = defined_in_file(key, name)
     definition = f"define it as {name_in_file}({', '.join(arguments)})"
     if not callable(function):
         raise UserError(f"{key}: {path} has no function {name_in_file!r}. Fix: {definition}")
+    if check is not None:
+        check(name, function)
     if (signature := _signature(function)) is not None:
         try:
             columns = column_parameters(function, len(arguments))

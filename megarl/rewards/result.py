@@ -42,6 +42,7 @@ class Result:
         value: the returned number or numbers, or None if the function returned something else or failed.
         returned: a short description of the returned object, for messages.
         kind: kind of failure, if the call failed.
+        stack: stack of the exception in the user's code, if it raised one.
         issues: problems that the response caused.
     """
 
@@ -49,6 +50,7 @@ class Result:
     returned: str = ""
     failure: str | None = None
     kind: Kind = "error"
+    stack: str = field(default="", compare=False)
     issues: Issues = field(default_factory=dict)
 
     @property

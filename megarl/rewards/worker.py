@@ -12,6 +12,7 @@ import inspect
 import json
 import numbers
 import pickle
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from io import BufferedRWPair
@@ -32,6 +33,9 @@ JUDGE_ARGUMENTS = ("prompt", "first", "second", "answer")
 
 MAX_SHOWN = 100
 """Maximum number of characters of an answer that an error message shows."""
+
+MOST_STACK = 4000
+"""Maximum number of characters of a stack."""
 
 SANDBOX = "sandbox"
 """Parameter that receives the sandbox provider instead of a data column."""
@@ -213,7 +217,15 @@ def _result(value: Any) -> dict[str, Any]:
 
 def _failure(error: BaseException) -> dict[str, Any]:
     failure = f"raised {type(error).__name__}: {' '.join(str(error).split())}"
-    return {"value": None, "failure": failure, "kind": kind_of(error)}
+    return {"value": None, "failure": failure, "kind": kind_of(error), "stack": _stack(error)}
+
+
+def _stack(error: BaseException) -> str:
+    """Return the end of the stack, without this module's frames."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next
+    return "".join(traceback.format_exception(type(error), error, frames))[-MOST_STACK:]
 
 
 def _number(value: Any) -> float | None:

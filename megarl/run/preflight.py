@@ -32,7 +32,7 @@ from megarl.config.evaluation_schema import EvaluationSet
 from megarl.config.explain import explain
 from megarl.config.schema import Config
 from megarl.core import device
-from megarl.core.errors import UserError
+from megarl.core.errors import UserError, prefix_lines
 from megarl.core.types import Prompt, Score
 from megarl.data.files import ALL_COLUMNS, NO_COLUMNS
 from megarl.data.offline import OfflineData, load_offline_data
@@ -55,7 +55,7 @@ from megarl.rewards.row_checks import check_rows, require_prompts, require_rows
 from megarl.run.beginning import resolve
 from megarl.run.checkpoint_size import log_bytes, saved_bytes
 from megarl.run.checkpoints import Checkpoints
-from megarl.run.folder import RunFolder
+from megarl.run.folder import RunFolder, changes_since
 from megarl.run.resume import find_checkpoint
 from megarl.run.trackers.tracker import check_trackers
 
@@ -75,8 +75,7 @@ class Preflight:
 
 def preflight(config: Config) -> Preflight:
     """Check the machine, run folder, models, reward functions, data, checkpoint and disk. Only the model cache is
-    modified. If a reward function fails on the first row, the check only prints a warning, because the function may
-    need more than a bare answer. Raise UserError with one line for each failed check."""
+    modified. Raise UserError with one line for each failed check, followed by indented details."""
     with _all_errors() as attempt:
         attempt(check_machine, config)
         attempt(place_here, config)
@@ -94,16 +93,14 @@ def preflight(config: Config) -> Preflight:
                 attempt(_check_environment, config, models.actor)
             if data is not None and folder is not None:
                 attempt(_check_resume_and_disk, config, models, data)
+            trial = None
             if isinstance(data, PromptSet):
                 attempt(_check_rows, config, pool, data)
-            if isinstance(data, PromptSet) and models is not None:
-                attempt(_check_readability, config, models, data)
-            trial = None if data is None or pool is None else attempt(try_rewards, config, pool, data[0])
+                trial = None if pool is None else attempt(try_rewards, config, pool, data.prompts)
+                if models is not None:
+                    attempt(_check_readability, config, models, data)
         evaluation = None if models is None else attempt(load_evaluation_sets, config, models.actor)
     assert models is not None and data is not None and evaluation is not None, "failed checks have raised their errors"
-    if trial is not None and trial.failure is not None:
-        warning = f"{trial.failure} (megarl used the row's answer as the response in this trial)"
-        print(f"megarl: warning: {warning}", file=sys.stderr, flush=True)
     return Preflight(models, data, trial, evaluation)
 
 
@@ -126,16 +123,12 @@ def _load_evaluation_set(config: Config, settings: EvaluationSet, model_folder: 
         with nullcontext() if pool is None else closing(pool):
             prompts = _load_prompts(set_config, model_folder, pool)
             _check_rows(set_config, pool, prompts)
-            trial = None if pool is None else try_rewards(set_config, pool, prompts[0])
+            if pool is not None:
+                try_rewards(set_config, pool, prompts.prompts)
         if set_config.has_environment:
             _check_environment(set_config, model_folder)
     except UserError as error:
-        raise UserError(
-            "\n".join(f"evaluation.sets: {settings.name}: {line}" for line in str(error).splitlines())
-        ) from None
-    if trial is not None and trial.failure is not None:
-        warning = f"evaluation.sets: {settings.name}: {trial.failure} (megarl used the row's answer as the response)"
-        print(f"megarl: warning: {warning}", file=sys.stderr, flush=True)
+        raise UserError(prefix_lines(f"evaluation.sets: {settings.name}: ", str(error))) from None
     return prompts
 
 
@@ -273,7 +266,11 @@ def _find_folder(config: Config) -> RunFolder:
 
 
 def _check_resume_and_disk(config: Config, models: ModelFolders, data: PromptSet | OfflineData) -> None:
-    find_checkpoint(config, data, models.identify())
+    identities = models.identify()
+    checkpoint = find_checkpoint(config, data, identities)
+    if checkpoint is not None:
+        for line in changes_since(config, identities, checkpoint.path.parents[1]):
+            print(f"changed since {checkpoint.path.name} was saved: {line}", flush=True)
     if config.checkpoint.may_be_saved:
         checkpoints, keep = Checkpoints(RunFolder.of(config).checkpoints), config.checkpoint.keep
         size = saved_bytes(config, models.trained(config))

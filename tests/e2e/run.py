@@ -58,6 +58,8 @@ def digit_share(prompt, response, answer):
 
 
 def broken(prompt, response, answer):
+    if response == answer:  # the trial before the run starts
+        return 1.0
     raise KeyError("no such key")
 """
 

@@ -42,9 +42,7 @@ def test_reward_function_that_raises_is_named(recipe: Path, tmp_path: Path) -> N
     with Run(recipe, tmp_path, "actor.layout.pp=1", f"rewards.functions=[{{function: '{function}'}}]") as run:
         assert run.end(START_S) == 2
         assert run.errors == [
-            f"megarl: warning: rewards.functions: {function} raised KeyError: 'no such key' on sample "
-            "prompts.jsonl:1 (megarl used the row's answer as the response in this trial)",
-            f"megarl: error: rewards.functions: {function} raised KeyError: 'no such key' on sample 1.0.0 "
+            "megarl: error: rewards.functions: broken raised KeyError: 'no such key' on sample 1.0.0 "
             "(16 of 16 samples failed, but rewards.failure_limit=0 allows only 0). Fix: correct the reward function, "
             "or raise rewards.failure_limit",
         ]

@@ -242,7 +242,7 @@ def test_hanging_reward_is_named(recipe: Path, tmp_path: Path) -> None:
     with Run(recipe, tmp_path, ONE_RANK, f"rewards.timeout_s={LIMIT_S}") as run:
         assert run.end(seconds=START_S + WAIT_S) == 2
     [line] = run.errors
-    cause = rf"rewards.functions: \S+/reward.py:\w+ did not return within rewards.timeout_s={LIMIT_S} on sample 1\.\S+"
+    cause = rf"rewards.functions: \w+ did not return within rewards.timeout_s={LIMIT_S} on sample 1\.\S+"
     cause += r" \(\d+ of \d+"
     assert re.match(f"megarl: error: {cause} samples failed, but rewards.failure_limit=0 allows only 0", line)
     assert "in digit_share" in (run.folder / "logs/attempt_1/rewards-0.log").read_text()

@@ -226,7 +226,7 @@ def test_evaluation_set_can_have_its_own_environment(learned):
         rows = evaluation_rows(learned, "agents", line["step"])
         assert [len(row["mask"]) for row in rows] == [3, 1] * 3, "two conversations"
         assert line["evaluation/agents/turns_mean"] == 3 and line["evaluation/agents/failed_frac"] == 0
-        values = [row["parts"]["environment"] + row["parts"][f"{REWARD}:digit_share"] for row in rows]
+        values = [row["parts"]["environment"] + row["parts"]["digit_share"] for row in rows]
         assert [row["reward"] for row in rows] == pytest.approx(values)
         assert line["evaluation/agents/avg@1"] == pytest.approx(fmean(values))
         assert {run["version"] for row in rows for run in row["version"]} == {line["step"]}

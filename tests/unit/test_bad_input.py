@@ -158,7 +158,7 @@ CASES = [
         ["reward_model.path=FOLDER/model: its architecture is LlamaForCausalLM, which has no score head"],
     ),
     # data
-    ("data.source=FOLDER/none.jsonl", ["data.source=FOLDER/none.jsonl: not a file (working directory"]),
+    ("data.source=FOLDER/none.jsonl", ["data.source=FOLDER/none.jsonl: not a file. Fix: correct"]),
     (
         "data.source=FOLDER/good.py",
         ["data.source=FOLDER/good.py: unknown data source. Fix: use arithmetic, reasoning_gym:TASK,"],
@@ -181,7 +181,7 @@ CASES = [
     ("data.prompt_column=question", ["FOLDER/prompts.jsonl:1: missing column 'question'"]),
     # rewards
     (rewards("exact_mach"), ["rewards.functions: unknown function 'exact_mach'. Fix: use exact_match"]),
-    (rewards("FOLDER/none.py:f"), ["rewards.functions: FOLDER/none.py is not a Python file (working directory"]),
+    (rewards("FOLDER/none.py:f"), ["rewards.functions: FOLDER/none.py is not a Python file. Fix: correct"]),
     (rewards("FOLDER/good.py"), ["rewards.functions: FOLDER/good.py names a file but no function"]),
     (
         rewards("FOLDER/good.py:g"),
@@ -207,7 +207,7 @@ CASES = [
     ),
     (
         f"{rewards('FOLDER/four.py:f')}  data.source=arithmetic",
-        ["data.source=arithmetic: missing column 'level', which FOLDER/four.py:f requires. Fix: use a file"],
+        ["data.source=arithmetic: missing column 'level', which f requires. Fix: use a file"],
     ),
     (
         "rewards.functions=[{function: exact_match}, {function: exact_match}]",

@@ -13,6 +13,9 @@ from types import SimpleNamespace
 from typing import get_args
 
 import pytest
+import typer.main
+from typer.core import TyperGroup
+from typer.testing import CliRunner
 
 import megarl
 from megarl import cli
@@ -158,7 +161,8 @@ def test_init_writes_a_valid_recipe_once(
     monkeypatch.chdir(tmp_path)
     assert run(monkeypatch, "init", "my runs") == 0
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last == "next: megarl check 'my runs/recipe.yaml', then megarl train 'my runs/recipe.yaml'"
+    recipe = f"'{tmp_path}/my runs/recipe.yaml'"
+    assert last == f"next: megarl check {recipe}, then megarl train {recipe}"
     assert run(monkeypatch, "config", "explain", "my runs/recipe.yaml") == 0
     assert run(monkeypatch, "init", "my runs") == 2
     assert capsys.readouterr().err.startswith(
@@ -515,3 +519,55 @@ def test_plan_suggests_a_sufficient_number_of_gpus(
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert "GiB" in error and error.rstrip().endswith("use --gpus 2xH100-80GB")
+
+
+def help_texts() -> dict[str, str]:
+    """Map each command and command group to the first sentence of its help."""
+    group = typer.main.get_command(cli.app)
+    assert isinstance(group, TyperGroup)
+    subgroups = [command for command in group.commands.values() if isinstance(command, TyperGroup)]
+    commands = {name: command for each in (group, *subgroups) for name, command in each.commands.items()}
+    return {name: " ".join((command.help or "").split()) for name, command in commands.items()}
+
+
+@pytest.mark.parametrize("group", [[], ["config"], ["convert"]])
+def test_help_lists_whole_sentences(group: list[str]) -> None:
+    text = CliRunner().invoke(cli.app, [*group, "--help"]).output
+    listed = re.split(r"\n  (?=[a-z])", text.split("Commands:\n")[1])
+    assert "..." not in text.split("Commands:\n")[1] and listed
+    for entry in listed:
+        name, sentence = entry.strip().split(maxsplit=1)
+        shown = " ".join(sentence.split())
+        assert shown.endswith(".") and help_texts()[name].startswith(shown), name
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_is_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, shell: str) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
+    done = CliRunner().invoke(cli.app, ["--install-completion", shell], prog_name="megarl")
+    assert done.exit_code == 0, done.output
+    scripts = [path for path in tmp_path.rglob("*") if path.is_file() and "_MEGARL_COMPLETE" in path.read_text()]
+    assert scripts
+
+
+def test_printed_command_of_init_works_in_the_new_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = CliRunner().invoke(cli.app, ["init", "my project"]).output
+    commands = re.findall(r"megarl (?:check|train) '([^']+)'", text)
+    assert commands == [str(tmp_path / "my project" / "recipe.yaml")] * 2
+    monkeypatch.chdir(tmp_path / "my project")
+    config = load(commands[0])
+    assert Path(config.data.source).is_file() and config.data.source == str(tmp_path / "my project" / "prompts.jsonl")
+
+
+def test_indented_lines_of_an_error_can_be_copied(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    def fail() -> None:
+        raise UserError("wrong\n    def f():\n        pass\nalso wrong")
+
+    monkeypatch.setattr(cli, "app", fail)
+    assert run(monkeypatch) == 2
+    lines = ["megarl: error: wrong", "    def f():", "        pass", "megarl: error: also wrong"]
+    assert capsys.readouterr().err.splitlines() == lines

@@ -171,6 +171,7 @@ KEY_REQUIREMENTS = (
     _if_equal("logprob_check.action=mask", ("logprob_check.mask",)),
     KeyRequirement("environment.class=NAME", lambda config: config.plays_in_environments, ("environment",)),
     KeyRequirement("environment.class=NAME", lambda config: config.has_environment, {"environment.options": {}}),
+    _if_set("environment.observation_tokens=500", ("environment.overlong_observation",)),
     KeyRequirement(
         "sandbox.provider=apptainer", lambda config: config.sandbox.provider != "bubblewrap", {"sandbox.image": None}
     ),

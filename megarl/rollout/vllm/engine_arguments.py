@@ -14,6 +14,7 @@ from megarl.config.schema import Rollout
 from megarl.config.vllm_arguments import ADJUSTABLE, MANAGED, EngineSection, batched_tokens
 from megarl.core import device
 from megarl.core.errors import UserError
+from megarl.models.engine_kernels import check_cpu_kernels
 from megarl.models.folder import read_config
 from megarl.models.huggingface import completed, experts, latent_attention
 from megarl.resharding.families.quantized import quantization_config
@@ -24,9 +25,6 @@ INVARIANT_KERNELS = (9, 0)
 FREE_SHARE = 0.01
 """Fraction of GPU memory that vLLM requires to be free at startup. vLLM's default is nearly all of it, which fails on
 shared GPUs. cluster/memory/shared_gpu.py checks beforehand that the engine fits, and the KV cache has a fixed size."""
-
-CPU_LATENT_SIZE = 576
-"""Number of channels per token in the KV cache for DeepSeek-V3's attention: 512 latent and 64 rotary channels."""
 
 
 def engine_arguments(
@@ -80,17 +78,11 @@ def _check_extra(section: EngineSection, extra: Mapping[str, Any], latent: Mappi
 
 def _latent_attention_arguments(folder: Path) -> dict[str, Any]:
     """Return the argument that selects a latent attention kernel on CPU with which kv_b_proj can be written in place.
-    Raise UserError if vLLM has no kernel for the model's latent size."""
-    latent = None if device.on_cuda() else latent_attention(completed(read_config(folder)))
-    if latent is None:
+    Raise UserError if vLLM's CPU build has no kernel for the model."""
+    if device.on_cuda():
         return {}
-    size = latent.kv_rank + latent.position_dim
-    if size != CPU_LATENT_SIZE:
-        raise UserError(
-            f"{folder}: kv_lora_rank={latent.kv_rank} + qk_rope_head_dim={latent.position_dim} = {size}, but vLLM's "
-            f"CPU build only supports a sum of {CPU_LATENT_SIZE}. Fix: run this model on GPUs"
-        )
-    return dict(attention_backend="CPU_MLA")
+    check_cpu_kernels(folder, hf_config := read_config(folder))
+    return {} if latent_attention(completed(hf_config)) is None else dict(attention_backend="CPU_MLA")
 
 
 def rollout_arguments(

@@ -6,6 +6,7 @@ import json
 import os
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -223,22 +224,48 @@ def test_gpu_without_room_for_reserves_is_refused(monkeypatch: pytest.MonkeyPatc
 
 
 EXPERTS = dict(model_type="qwen3_moe", num_experts=4, moe_intermediate_size=40)
+HEAD = dict(head_dim=64)
+
+
+def model_folders(folder: Path, **sizes: Any) -> ModelFolders:
+    (folder / "config.json").write_text(json.dumps(config_of(**sizes)))
+    return ModelFolders(folder, None, None, None)
 
 
 @pytest.mark.usefixtures("no_cuda")
 @pytest.mark.parametrize(("sizes", "refused"), [({}, False), (EXPERTS, True), (EXPERTS | dict(hidden_size=64), False)])
 def test_expert_sizes_that_vllm_cannot_compute_are_refused(tmp_path: Path, sizes: dict, refused: bool) -> None:
     """The intermediate size does not matter, because vLLM pads it."""
-    (tmp_path / "config.json").write_text(json.dumps(config_of(**dict(hidden_size=48) | sizes)))
-    models = ModelFolders(tmp_path, None, None, None)
-    with pytest.raises(ValueError, match=r"hidden_size=48 is not a multiple of 32") if refused else nullcontext():
+    models = model_folders(tmp_path, **dict(hidden_size=48) | HEAD | sizes)
+    with pytest.raises(UserError, match=r"hidden_size=48 is not a multiple of 32") if refused else nullcontext():
         check_engine_kernels(config(), models)
 
 
+@pytest.mark.usefixtures("no_cuda")
+@pytest.mark.parametrize("size", [*range(2, 300, 2), 512])
+def test_head_dimensions_that_vllm_cannot_compute_are_refused(tmp_path: Path, size: int) -> None:
+    """The engine's own list decides."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    models, supported = model_folders(tmp_path, head_dim=size), CPUAttentionBackend.supports_head_size(size)
+    with nullcontext() if supported else pytest.raises(UserError, match=rf"head_dim={size}, but vLLM's CPU build only"):
+        check_engine_kernels(config(), models)
+
+
+@pytest.mark.usefixtures("no_cuda")
+def test_reward_model_in_the_engine_is_checked(tmp_path: Path) -> None:
+    for name, size in (("actor", 64), ("reward", 18)):
+        (tmp_path / name).mkdir()
+        model_folders(tmp_path / name, head_dim=size)
+    models = ModelFolders(tmp_path / "actor", None, tmp_path / "reward", None)
+    check_engine_kernels(config("reward_model.path=m"), models)
+    with pytest.raises(UserError, match=r"reward: head_dim=18, but"):
+        check_engine_kernels(config("reward_model.path=m", "reward_model.engine=vllm"), models)
+
+
 @pytest.mark.usefixtures("cuda")
-def test_gpus_support_any_expert_size(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(config_of(**EXPERTS | dict(hidden_size=48))))
-    check_engine_kernels(config(), ModelFolders(tmp_path, None, None, None))
+def test_gpus_support_any_size(tmp_path: Path) -> None:
+    check_engine_kernels(config(), model_folders(tmp_path, **EXPERTS | dict(hidden_size=48, head_dim=18)))
 
 
 def test_too_little_host_memory_is_refused_with_the_sum():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from megarl.config.evaluation import config_of_set, seed_of_set
 from megarl.data.arithmetic import arithmetic_rows
 from tests.unit.config.rules.recipes import recipe
@@ -16,7 +18,7 @@ def test_set_inherits_unset_keys_from_the_run() -> None:
     config = recipe(SETS, "data.size=100", "rewards.overlong_buffer=4", "rewards.judge=f.py:judge")
     a, b = (config_of_set(config, item) for item in config.evaluation.sets)
     assert (a.data.source, a.data.size, a.data.answer_column) == ("arithmetic", None, "answer")
-    assert (b.data.source, b.data.size, b.data.answer_column) == ("rows.jsonl", 5, "solution")
+    assert (b.data.source, b.data.size, b.data.answer_column) == (f"{Path.cwd()}/rows.jsonl", 5, "solution")
     assert [[entry.function for entry in c.rewards.functions] for c in (a, b)] == [["exact_match"], ["numeric_match"]]
     assert [c.rollout.max_new_tokens for c in (a, b)] == [16, 32]
     assert {(c.rewards.judge, c.rewards.overlong_buffer) for c in (a, b)} == {(None, None)}
@@ -50,7 +52,7 @@ def test_set_uses_its_environment_or_the_runs() -> None:
     a, b, c = (config_of_set(config, item) for item in config.evaluation.sets)
     assert [(s.environment.name, s.environment.options) for s in (a, b)] == [
         ("text_game", {"width": 4}),
-        ("f.py:World", {"n": 1}),
+        (f"{Path.cwd()}/f.py:World", {"n": 1}),
     ]
     assert not c.has_environment
     assert {(s.environment.max_turns, s.environment.max_consecutive_failures) for s in (a, b)} == {(5, None)}

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.config.load import dump, load
+from megarl.config.load import OPTIONAL, dump, load
 from megarl.config.schema import Config
 from megarl.config.vllm_arguments import MANAGED, REFITTABLE
 from tests.paths import CONFIGS
@@ -46,7 +46,7 @@ def test_nearest_layer_takes_precedence() -> None:
     config = load(QUICKSTART, ["run.steps=3", "actor.layout.pp=3", "actor.layout.last_stage_layers=null"])
     assert config.run.steps == 3, "command line"
     assert config.run.name == "quickstart", "overlay"
-    assert config.run.folder == "runs", "base"
+    assert config.run.folder == str(Path.cwd() / "runs"), "base"
     assert (config.actor.layout.pp, config.actor.layout.last_stage_layers) == (3, None)
     assert config.actor.layout.world_size == 3
 
@@ -283,7 +283,11 @@ def test_dump_loads_back(tmp_path_factory: pytest.TempPathFactory, changed: dict
     config = Config.model_validate(values | {name: values[name] | keys for name, keys in changed.items()})
     path = tmp_path_factory.mktemp("dump") / "resolved.yaml"
     path.write_text(dump(config), encoding="utf-8", newline="")
-    assert load(path) == config
+    loaded = load(path)
+    run = config.run.model_copy(update={"folder": loaded.run.folder})
+    assert loaded == config.model_copy(update={"run": run}), "only relative paths change"
+    path.write_text(dump(loaded), encoding="utf-8", newline="")
+    assert load(path) == loaded
 
 
 @pytest.mark.parametrize(
@@ -309,7 +313,7 @@ def test_text_keys_take_the_text_as_typed(text: str) -> None:
 def test_text_in_all_sections_is_taken_as_typed() -> None:
     keys = ["run.name=7", "model.path=./a #1", "data.prompt_column=a: b", "environment.class=a.py:B #2"]
     config = load(QUICKSTART, [*keys, "environment.options.prompt=Use #### before", "environment.options.n=3 # cells"])
-    assert (config.run.name, config.model.path, config.data.prompt_column) == ("7", "./a #1", "a: b")
+    assert (config.run.name, config.model.path, config.data.prompt_column) == ("7", f"{Path.cwd()}/a #1", "a: b")
     assert config.environment.options == {"prompt": "Use #### before", "n": 3}
     assert getattr(config.environment, "class") == "a.py:B #2"
 
@@ -319,3 +323,64 @@ def test_text_in_all_sections_is_taken_as_typed() -> None:
 )
 def test_text_keys_take_null_and_quoted_text(text: str, value: str | None) -> None:
     assert load(QUICKSTART, [f"data.system_prompt={text}"]).data.system_prompt == value
+
+
+@pytest.mark.parametrize(
+    ("override", "suggestion"),
+    [
+        ("algorithm.advantage.estimator=gropo", "grpo"),
+        ("algorithm.advantage.estimator=GRPO", "grpo"),
+        ("algorithm.advantage.estimator=ppo", "gae"),
+        ("algorithm.advantage.estimator=dr_grpo", "grpo"),
+        ("algorithm.objective.name=dapo", "clip"),
+        ("algorithm.objective.name=ppo", "clip"),
+        ("algorithm.objective.name=geo_mean", "gmpo"),
+        ("algorithm.objective.aggregation=token_means", "token_mean"),
+        ("data.format=message", "messages"),
+        ("cluster.placement=collocated", "colocated"),
+        ("rollout.on_stale=waits", "wait"),
+        ("actor.optimizer.schedule.name=cosin", "cosine"),
+    ],
+)
+def test_similar_value_is_suggested(override: str, suggestion: str) -> None:
+    [line] = errors(QUICKSTART, override)
+    key = override.partition("=")[0]
+    assert line.endswith(f"; did you mean {suggestion}? Fix: set {key} to {suggestion}")
+
+
+@pytest.mark.parametrize("key", ["algorithm.advantage.estimator=xyz", "rollout.transport=zzz"])
+def test_unlike_value_has_no_suggestion(key: str) -> None:
+    [line] = errors(QUICKSTART, key)
+    assert "did you mean" not in line and line.endswith("to an allowed value")
+
+
+@pytest.mark.parametrize("key", OPTIONAL)
+def test_null_restores_the_defaults_of_an_optional_section(write: Write, key: str) -> None:
+    """The defaults switch these sections off."""
+    defaults = load(write("run: {name: x}\n"), [f"{key}=null"])
+    assert defaults == load(write("run: {name: x}\n"))
+
+
+def test_null_switches_evaluation_off(write: Write) -> None:
+    text = "evaluation: {every_steps: 5, at_start: false, best: {metric: evaluation/a/avg@1}, sets: [{name: a}]}\n"
+    path = write(f"checkpoint: {{every_steps: 5}}\n{text}")
+    assert load(path).evaluation.sets
+    off = load(path, ["evaluation=null"]).evaluation
+    assert (off.sets, off.every_steps, off.best.metric) == ([], None, None)
+    on = load(path, ["evaluation=null", "evaluation.sets=[{name: b}]"]).evaluation
+    assert [each.name for each in on.sets] == ["b"]
+    (path.parent / "off.yaml").write_text("base: recipe.yaml\nevaluation:\n")
+    assert load(path.parent / "off.yaml").evaluation == off
+
+
+def test_null_switches_environment_and_adapters_off(write: Write) -> None:
+    text = "environment: {class: calculator, max_turns: 3}\nactor: {lora: {rank: 4}}\nrewards: {functions: []}\n"
+    path = write(text)
+    assert load(path).has_environment and load(path).actor.adapters
+    config = load(path, ["environment=null", "actor.lora=null", "rewards.functions=[{function: exact_match}]"])
+    assert not config.has_environment and not config.actor.adapters
+
+
+def test_null_is_an_error_for_other_sections() -> None:
+    [line] = errors(QUICKSTART, "checkpoint=null")
+    assert line.startswith("command line: checkpoint=null: expected a mapping, found null")

@@ -133,7 +133,7 @@ def test_relative_path_is_independent_of_the_workers_folder(code, monkeypatch, t
             "megarl calls squared(log_prob, old, advantage, scale) with 3 positional arguments and no keyword",
         ),
         ("mine.py:CLASH", "option aggregation has the name of another key in the section. Fix: rename the option"),
-        ("other.py:A", "other.py is not a Python file (working directory"),
+        ("other.py:A", "other.py is not a Python file. Fix: correct"),
         ("broken.py:A", "broken.py raised ZeroDivisionError: division by zero. Fix: correct the file"),
     ],
 )

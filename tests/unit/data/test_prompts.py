@@ -246,7 +246,7 @@ def test_missing_sort_column_is_named_with_its_key(model_folder, tmp_path):
 
 
 def test_rows_of_several_files_are_read_in_order(model_folder, tmp_path):
-    """Two files have the same name, so the names of their rows contain paths."""
+    """Two files have the same name, so the names of their rows contain folders."""
     one, two, three = tmp_path / "one", tmp_path / "two", tmp_path / "three"
     for folder in (one, two, three):
         folder.mkdir()
@@ -254,7 +254,7 @@ def test_rows_of_several_files_are_read_in_order(model_folder, tmp_path):
     config = config_of(files[0], more_sources=[str(file) for file in files[1:]])
     prompts = load_prompts(config, model_folder)
     assert [prompt.messages[0]["content"] for prompt in prompts.prompts] == ["a", "b", "c", "d"]
-    names = [f"{files[0]}:1", f"{files[0]}:2", f"{files[1]}:1", "other.jsonl:1"]
+    names = ["one/train.jsonl:1", "one/train.jsonl:2", "two/train.jsonl:1", "other.jsonl:1"]
     assert [prompt.id for prompt in prompts.prompts] == names
     assert len(load_prompts(config_of(files[0], more_sources=[str(files[1])], size=3), model_folder)) == 3
     files[2].write_text('{"prompt": 1, "answer": 2}\n')

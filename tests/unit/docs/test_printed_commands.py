@@ -40,7 +40,8 @@ MENTIONS = (
 
 COMMANDS = {
     "megarl algorithms": ("algorithms", 0, "grpo"),
-    "megarl check {shlex": ("check RECIPE", 0, "All checks passed."),
+    "megarl check {command}": ("check RECIPE", 0, "All checks passed."),
+    "megarl train {command}": ("train RECIPE --dry-run", 0, "All checks passed."),
     "megarl train {shlex": ("train RECIPE --dry-run", 0, "All checks passed."),
     "megarl train with cluster": ("config show RECIPE cluster.nodes=2 cluster.interface=lo", 0, "nodes: 2"),
     "megarl doctor": ("doctor", 0, ""),

@@ -93,9 +93,10 @@ def test_failing_batch_call_fails_all_samples(pool, file, code, failure):
 
 def test_trial_scores_a_batch_of_one(pool, file):
     functions = f"rewards.functions=[{{function: exact_match, weight: 2.0}}, {{function: '{file}:rarity'}}]"
-    single = FunctionPool(["exact_match", f"{file}:rarity"], None, 1, LIMIT_S)
+    config = load(QUICKSTART, [functions])
+    single = FunctionPool(config.rewards.functions, None, 1, LIMIT_S)
     try:
-        trial = try_rewards(load(QUICKSTART, [functions]), single, Prompt("0", "a", [1], "5"))
+        trial = try_rewards(config, single, [Prompt("0", "a", [1], "5")])
     finally:
         single.close()
-    assert trial.parts == {"exact_match": 1.0, f"{file}:rarity": 1.0} and trial.failure is None
+    assert trial.parts == {"exact_match": 1.0, "rarity": 1.0} and trial.failure is None

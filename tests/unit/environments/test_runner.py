@@ -341,3 +341,18 @@ def test_tool_results_continue_the_conversation():
     assert answers[1] == f"error: block did not return within {LIMIT_S} s"
     assert answers[2].startswith("error: this is not a valid tool call")
     assert [host.is_retiring for host in stuck] == [True], "its thread still runs"
+
+
+@pytest.mark.parametrize(("fault", "expected"), [("fine", "1 tu"), ("as is", "1 tu")])
+def test_long_observations_are_cut_before_they_are_appended(fault: str, expected: str) -> None:
+    [[sample]] = play(config("Counter", "environment.observation_tokens=4"), Says("12", "345", "6"), fault)
+    assert sample.episode.failure is None
+    context = [token for token, trained in zip(sample.response_ids, sample.response_mask, strict=True) if not trained]
+    text = TOKENIZER.decode(context)
+    assert expected in text and "turns" not in text
+
+
+def test_long_observation_may_fail_its_rollout() -> None:
+    limit = ("environment.observation_tokens=4", "environment.overlong_observation=refuse")
+    [[sample]] = play(config("Counter", *limit), Says("12"), "fine")
+    assert sample.episode.failure.startswith("environment.observation_tokens=4: an observation has 7 tokens")

@@ -248,7 +248,7 @@ def test_missing_files_are_rejected(tmp_path: Path) -> None:
         launch(ROOT / "configs/quickstart.yaml", ON_CPU, f"run.folder={tmp_path}", "rewards.judge=/no/j.py:f", *keys)
     assert [line.split(". Fix: ")[0] for line in str(refused.value).splitlines()] == [
         "model.path=/no/model: the folder does not exist",
-        "data.source=prompts.txt: the file does not exist",
+        f"data.source={Path.cwd()}/prompts.txt: the file does not exist",
         "rewards.functions=/no/such.py: the file does not exist",
         "rewards.judge=/no/j.py: the file does not exist",
     ]

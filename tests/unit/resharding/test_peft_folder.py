@@ -45,3 +45,10 @@ def test_missing_factors_are_named(folder, kept):
     missing = {"lora_A": r"\S+layers.0.self_attn.q_proj.lora_B", "lora_B": r"\S+lora_A", "nothing": "tensors"}[kept]
     with pytest.raises(UserError, match=rf"^actor.lora.path={folder}: {WEIGHTS} has no {missing}\S*\. Fix: copy"):
         PeftFolder(folder, LORA, WHOLE, 0)
+
+
+def test_files_have_the_usual_permissions(tmp_path):
+    (tmp_path / "usual").touch()
+    save_adapters({"model.layers.0.self_attn.q_proj.lora_A.weight": torch.ones(2, 3)}, LORA, "m", 0, tmp_path / "a")
+    modes = {path.stat().st_mode for path in (tmp_path / "usual", *(tmp_path / "a").iterdir())}
+    assert len(modes) == 1

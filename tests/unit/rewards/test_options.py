@@ -125,7 +125,7 @@ def test_functions_apply_to_rows_of_their_sources(tmp_path):
     pool = FunctionPool(config.rewards.functions, None, 1, 5.0, source_column="from")
     try:
         prompts = load_prompts(config, tmp_path / "model", pool.columns).prompts
-        trials = [try_rewards(config, pool, prompt) for prompt in prompts]
+        trials = [try_rewards(config, pool, [prompt]) for prompt in prompts]
     finally:
         pool.close()
     assert [prompt.columns for prompt in prompts] == [{"from": "math"}, {"from": "text"}]

@@ -106,14 +106,14 @@ def test_batch_function_is_recognized_by_parameter_names(tmp_path):
         "class Object:\n    async def __call__(self, prompts, responses, answers=None, **columns):\n        return []\n"
         "object = Object()\n"
         "def g(prompt, responses, answers):\n    return 1\n"
-        "def trl(prompts, completions, answers):\n    return 1\n"
+        "def h(prompts, texts, answers):\n    return 1\n"
     )
     assert [takes_batches(resolve(f"{file}:{name}")) for name in ("f", "object", "g")] == [True, True, False]
     assert not takes_batches(max) and column_parameters(resolve(f"{file}:f"), 3) == {"level": True}
     message = (
-        r"^rewards.functions: .*batches.py:trl has the signature \(prompts, completions, answers\)\. Fix: name its "
+        r"^rewards.functions: .*batches.py:h has the signature \(prompts, texts, answers\)\. Fix: name its "
         r"first parameters \(prompts, responses, answers\) to score whole batches, or "
         r"\(prompt, response, answer\) to score single"
     )
     with pytest.raises(ValueError, match=message):
-        resolve(f"{file}:trl")
+        resolve(f"{file}:h")

@@ -130,3 +130,9 @@ def test_truncated_file_is_named(tmp_path: Path, size: int) -> None:
     file.unlink()
     with pytest.raises(UserError, match="file: not a sample file"):
         load_samples(file)
+
+
+def test_file_has_the_usual_permissions(tmp_path):
+    (tmp_path / "usual").touch()
+    save_samples([(17, 2, samples())], tmp_path / "file")
+    assert (tmp_path / "file").stat().st_mode == (tmp_path / "usual").stat().st_mode

@@ -38,7 +38,11 @@ def test_exception_is_reported_in_one_line():
     def function() -> None:
         raise ValueError("first\n second")
 
-    assert call(function, ()) == {"value": None, "failure": "raised ValueError: first second", "kind": "error"}
+    result = call(function, ())
+    stack = result.pop("stack")
+    assert result == {"value": None, "failure": "raised ValueError: first second", "kind": "error"}
+    assert stack.startswith("Traceback (most recent call last):") and stack.endswith("ValueError: first\n second\n")
+    assert "in function" in stack and "worker.py" not in stack.replace("test_worker.py", "")
 
 
 @pytest.mark.parametrize(

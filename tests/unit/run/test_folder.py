@@ -12,7 +12,8 @@ import yaml
 
 import megarl
 from megarl.config.schema import Config
-from megarl.run.folder import LAUNCH, RunFolder, _git_state
+from megarl.run.code import git_state
+from megarl.run.folder import LAUNCH, RunFolder
 from tests.paths import CONFIGS
 
 
@@ -212,17 +213,17 @@ def test_missing_distribution_has_no_version(config, monkeypatch):
 
 def test_git_state_has_commit_and_dirty_flag(tmp_path):
     git(tmp_path, "init", "--quiet")
-    assert _git_state(tmp_path) is None  # no commit yet
+    assert git_state(tmp_path) is None  # no commit yet
     (tmp_path / "file").write_text("one")
     git(tmp_path, "add", "file")
     git(tmp_path, "commit", "--quiet", "--message", "one")
     commit = git(tmp_path, "rev-parse", "HEAD")
-    assert _git_state(tmp_path) == {"commit": commit, "dirty": False}
+    assert git_state(tmp_path) == {"commit": commit, "dirty": False}
     (tmp_path / "file").write_text("two")
-    assert _git_state(tmp_path) == {"commit": commit, "dirty": True}
+    assert git_state(tmp_path) == {"commit": commit, "dirty": True}
     inner = tmp_path / "site-packages"
     inner.mkdir()
-    assert _git_state(inner) is None  # the enclosing checkout is not megarl's
+    assert git_state(inner) is None  # the enclosing checkout is not megarl's
 
 
 def test_rollout_files_are_ordered_by_step(tmp_path):

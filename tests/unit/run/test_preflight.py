@@ -39,6 +39,21 @@ def number(prompt, response, answer, answer_of_next, unknown=1):
 def nothing(prompt, response, answer):
     pass
 
+def mapping(prompt, response, answer):
+    return {"score": 1.0}
+
+def text(prompt, response, answer):
+    return "1.0"
+
+def not_a_number(prompt, response, answer):
+    return float("nan")
+
+def batch(prompts, responses, answers):
+    return [response.split("<answer>")[1] for response in responses]
+
+def batch_of_dicts(prompts, responses, answers):
+    return [{"score": 1.0} for response in responses]
+
 def hangs(prompt, response, answer):
     time.sleep(600)
 
@@ -95,8 +110,7 @@ def test_check_prints_a_summary(recipe: Path, tmp_path: Path, capfd: pytest.Capt
     assert errors == ""
     assert rows["model"] == f"{recipe.parent}/model"
     assert rows["data"] == "8 prompts; first: '0 + 0 =', answer '0'"
-    file = f"{recipe.parent}/rewards.py"
-    assert rows["rewards"] == f"judge = 0.5, {file}:length = 1, {file}:turns = 0.5 for the first row's answer"
+    assert rows["rewards"] == "judge = 0.5, length = 1, turns = 0.5 for the first row's answer"
     assert rows["disk"].startswith("(2 + 1) checkpoints x 0.00 GB in ")
     assert rows["step"] == "4 prompts x 4 samples = 16 samples"
 
@@ -141,15 +155,20 @@ def test_reward_functions_receive_the_columns_of_the_row(
     data.write_text('{"prompt": "1 + 1 =", "answer": "2", "answer_of_next": 7}\n' * 4)
     (tmp_path / "runs").mkdir()
     rows, errors = check(recipe, tmp_path / "runs", capfd, functions(recipe, "number'"), f"data.source={data}")
-    assert errors == "" and ":number = 7 for the first row's answer" in rows["rewards"]
+    assert errors == "" and rows["rewards"] == "number = 7 for the first row's answer"
 
 
 @pytest.mark.parametrize(
     ("name", "failure"),
     [
         ("nothing", "returned NoneType instead of a finite number or a bool on sample prompts.jsonl:1"),
+        ("mapping", "returned dict instead of a finite number or a bool on sample prompts.jsonl:1"),
+        ("text", "returned str instead of a finite number or a bool on sample prompts.jsonl:1"),
+        ("not_a_number", "returned nan instead of a finite number or a bool on sample prompts.jsonl:1"),
         ("turns", "returned a list of 1 instead of a finite number or a bool on sample prompts.jsonl:1"),
         ("tags", "raised IndexError: list index out of range on sample prompts.jsonl:1"),
+        ("batch", "raised IndexError: list index out of range on sample prompts.jsonl:1"),
+        ("batch_of_dicts", "returned dict instead of a finite number or a bool on sample prompts.jsonl:1"),
         pytest.param(
             "hangs",
             f"did not return within rewards.timeout_s={LIMIT_S} on sample prompts.jsonl:1",
@@ -157,13 +176,52 @@ def test_reward_functions_receive_the_columns_of_the_row(
         ),
     ],
 )
-def test_reward_that_fails_on_the_first_answer_is_a_warning(
+def test_reward_that_fails_on_the_first_answer_fails_the_check(
     recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture, name: str, failure: str
 ) -> None:
-    rows, errors = check(recipe, tmp_path, capfd, functions(recipe, f"{name}'"), f"rewards.timeout_s={LIMIT_S}")
-    warning = f"megarl: warning: rewards.functions: {recipe.parent}/rewards.py:{name} {failure} (megarl used"
-    assert errors.splitlines()[-1].startswith(warning)
+    lines = fail_lines(recipe, tmp_path, capfd, functions(recipe, f"{name}'"), f"rewards.timeout_s={LIMIT_S}")
+    first = next(i for i, line in enumerate(lines) if line.startswith("megarl: error"))  # a killed process dumps stacks
+    line, *stack = lines[first:]
+    assert line == (
+        f"megarl: error: rewards.functions: {name} {failure} (megarl used the row's answer as the response in this "
+        "trial). Fix: correct the reward function, which must return a finite number or a bool"
+    )
+    if "raised" not in failure:
+        assert stack == []
+        return
+    assert stack[0] == "    Traceback (most recent call last):"
+    assert f'    File "{recipe.parent}/rewards.py", line ' in stack[1] and name in stack[1]
+    assert 'response.split("<answer>")[1]' in stack[2]
+    assert stack[-1] == "    IndexError: list index out of range"
+
+
+def test_reward_may_fail_on_an_answer_within_the_limit(
+    recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    """The first of four answers fails."""
+    data, runs = tmp_path / "rows.jsonl", tmp_path / "runs"
+    runs.mkdir()
+    data.write_text(
+        "".join(
+            f'{{"prompt": "1 + 1 =", "answer": "{text}"}}\n' for text in ("1", "<answer>2", "<answer>", "<answer>3")
+        )
+    )
+    overrides = functions(recipe, "tags'"), f"data.source={data}"
+    rows, errors = check(recipe, runs, capfd, *overrides, "rewards.failure_limit=0.25")
+    assert errors.startswith("megarl: warning: rewards.functions: tags raised IndexError")
     assert rows["rewards"] == "none for the first row's answer"
+    assert "tags raised IndexError" in fail_lines(recipe, runs, capfd, *overrides, "rewards.failure_limit=0.2")[0]
+
+
+def test_reward_that_fails_without_an_answer_is_a_warning(
+    recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    """An empty text stands for the response, which no answer of the policy needs to equal."""
+    data, runs = tmp_path / "rows.jsonl", tmp_path / "runs"
+    runs.mkdir()
+    data.write_text('{"prompt": "1 + 1 =", "answer": null}\n' * 4)
+    _, errors = check(recipe, runs, capfd, functions(recipe, "tags'"), f"data.source={data}")
+    assert errors.startswith("megarl: warning: rewards.functions: tags raised IndexError")
 
 
 @pytest.mark.parametrize("name", ["model", "critic"])
@@ -195,13 +253,18 @@ def test_token_without_an_embedding_fails_the_check(
 
 def fail(recipe: Path, root: Path, capfd: pytest.CaptureFixture, *overrides: str) -> str:
     """Run a `megarl check` that fails with a one-line error. Return the line."""
+    [line] = fail_lines(recipe, root, capfd, *overrides)
+    return line
+
+
+def fail_lines(recipe: Path, root: Path, capfd: pytest.CaptureFixture, *overrides: str) -> list[str]:
+    """Run a `megarl check` that fails. Return the lines of stderr."""
     sys.argv = ["megarl", "check", str(recipe), f"run.folder={root}", "run.steps=10", *overrides]
     with pytest.raises(SystemExit) as exit:
         cli.main()
     out, err = capfd.readouterr()
     assert (exit.value.code, out) == (2, ""), err
-    [line] = err.splitlines()
-    return line
+    return err.splitlines()
 
 
 def test_offline_data_is_checked_without_rewards(recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
@@ -240,19 +303,20 @@ def test_environments_of_evaluation_sets_are_checked_by_name(
 
 
 def test_evaluation_sets_are_checked_by_name(recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
-    rewards = f"functions: [{{function: '{recipe.parent}/rewards.py:nothing'}}]"
+    rewards = f"functions: [{{function: '{recipe.parent}/rewards.py:length'}}]"
     rows, errors = check(
         recipe, tmp_path, capfd, f"evaluation.sets=[{{name: a, source: arithmetic, size: 7, {rewards}}}]"
     )
-    assert rows["evaluation"] == "a (7 prompts)"
-    assert errors.startswith(
-        f"megarl: warning: evaluation.sets: a: rewards.functions: {recipe.parent}/rewards.py:nothing"
-    )
+    assert (rows["evaluation"], errors) == ("a (7 prompts)", "")
+    rewards = f"functions: [{{function: '{recipe.parent}/rewards.py:tags'}}]"
+    line, *stack = fail_lines(recipe, tmp_path, capfd, f"evaluation.sets=[{{name: a, source: arithmetic, {rewards}}}]")
+    assert line.startswith("megarl: error: evaluation.sets: a: rewards.functions: tags raised IndexError")
+    assert stack[0] == "    Traceback (most recent call last):"
     sets = "evaluation.sets=[{name: a, source: no.jsonl}, {name: b, functions: [{function: exact_mach}]}]"
     sys.argv = ["megarl", "check", str(recipe), f"run.folder={tmp_path}", sets]
     with pytest.raises(SystemExit) as exit:
         cli.main()
     assert exit.value.code == 2
     a, b = capfd.readouterr().err.splitlines()
-    assert a.startswith("megarl: error: evaluation.sets: a: data.source=no.jsonl: not a file (working directory")
+    assert a.startswith(f"megarl: error: evaluation.sets: a: data.source={Path.cwd()}/no.jsonl: not a file. Fix")
     assert b.startswith("megarl: error: evaluation.sets: b: rewards.functions: unknown function 'exact_mach'. Fix: use")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from megarl.config.load import load
@@ -25,6 +27,7 @@ def recipe(*overrides: str) -> Config:
 
 
 def errors(*overrides: str) -> list[str]:
+    """Return the lines of the error, with paths relative to the working directory."""
     with pytest.raises(ValueError) as error:
         recipe(*overrides)
-    return str(error.value).splitlines()
+    return str(error.value).replace(f"{Path.cwd()}/", "").splitlines()

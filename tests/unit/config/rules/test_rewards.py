@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.unit.config.rules.recipes import errors, recipe
@@ -31,9 +33,9 @@ def test_broken_rule_is_reported_alone(overrides: list[str], message: str) -> No
 
 def test_judge_requires_several_samples_per_prompt() -> None:
     judge = ("rewards.functions=[]", "rewards.judge=judge.py:better")
-    assert recipe(*judge).rewards.judge == "judge.py:better"
+    assert recipe(*judge).rewards.judge == f"{Path.cwd()}/judge.py:better"
     one = ("batch.samples_per_prompt=1", "algorithm.advantage.estimator=policy_gradient")
-    message = "^rewards.judge=judge.py:better: the judge compares the samples of a prompt, but"
+    message = "^rewards.judge=.*/judge.py:better: the judge compares the samples of a prompt, but"
     with pytest.raises(ValueError, match=message):
         recipe(*judge, *one)
     with pytest.raises(ValueError, match=r"^rewards.functions=\[\]: samples would have no reward.* or rewards.judge$"):

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.unit.config.rules.recipes import errors, recipe
@@ -25,4 +27,7 @@ def test_broken_rule_is_reported_alone(overrides: list[str], message: str) -> No
 
 def test_images_require_apptainer() -> None:
     for provider in ("auto", "apptainer"):
-        assert recipe(f"sandbox.provider={provider}", "sandbox.image=python.sif").sandbox.image == "python.sif"
+        assert (
+            recipe(f"sandbox.provider={provider}", "sandbox.image=python.sif").sandbox.image
+            == f"{Path.cwd()}/python.sif"
+        )

@@ -1,0 +1,44 @@
+"""The model sizes that the attention and expert kernels of vLLM's CPU build support. On GPUs, vLLM has kernels for all
+sizes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megarl.core.errors import UserError
+from megarl.models.huggingface import completed, experts, latent_attention
+from megarl.models.shape import ModelShape
+
+HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Head dimensions of vLLM's CPU attention."""
+
+LATENT_SIZE = 576
+"""Number of channels per token in the KV cache for DeepSeek-V3's attention: 512 latent and 64 rotary channels."""
+
+EXPERTS_MULTIPLE = 32
+"""Divisor of the hidden size that the kernels for experts need. They pad only intermediate sizes."""
+
+REMEDY = "run this model on GPUs, or use a different model"
+
+
+def check_cpu_kernels(folder: Path, hf_config: dict[str, Any]) -> None:
+    """Raise a UserError if vLLM's CPU build has no kernel for the model."""
+    latent, shape = latent_attention(completed(hf_config)), ModelShape.of(hf_config)
+    if latent is not None:
+        size = latent.kv_rank + latent.position_dim
+        if size != LATENT_SIZE:
+            raise UserError(
+                f"{folder}: kv_lora_rank={latent.kv_rank} + qk_rope_head_dim={latent.position_dim} = {size}, but "
+                f"vLLM's CPU build only supports a sum of {LATENT_SIZE}. Fix: {REMEDY}"
+            )
+    elif shape.head_dim not in HEAD_DIMS:
+        raise UserError(
+            f"{folder}: head_dim={shape.head_dim}, but vLLM's CPU build only supports "
+            f"{', '.join(map(str, HEAD_DIMS))}. Fix: {REMEDY}"
+        )
+    if experts(completed(hf_config)) is not None and shape.hidden % EXPERTS_MULTIPLE:
+        raise UserError(
+            f"{folder}: hidden_size={shape.hidden} is not a multiple of {EXPERTS_MULTIPLE}, which vLLM's CPU kernels "
+            f"for experts require. Fix: {REMEDY}"
+        )

@@ -1,0 +1,130 @@
+"""Refuses reward functions with the signature of another trainer, and prints a wrapper for them.
+
+They are not adapted automatically: whether completions are text or messages, and which column has the reference answer,
+cannot be inferred from a signature, and a wrong guess would train on wrong rewards.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from pathlib import PurePath
+from typing import Any
+
+from megarl.core.errors import UserError
+from megarl.rewards.options import BATCH, SINGLE
+
+WRAPPER = "megarl_reward"
+
+RESPONSES = ("response", "completion", "solution_str", "predict_str", "model_output")
+PLURAL_RESPONSES = tuple(f"{name}s" for name in RESPONSES)
+ROLES = (
+    frozenset({"prompt", "question", "query", "prompts", "questions", "queries"}),
+    frozenset({*RESPONSES, *PLURAL_RESPONSES}),
+    frozenset({"answer", "ground_truth", "label", "gold", "answers", "ground_truths", "labels", "golds"}),
+)
+"""Usual parameter names for the prompt, the response and the answer, in the order of megarl's arguments."""
+
+COLUMNS = {
+    "data_source": "data_source",
+    "data_sources": "data_source",
+    "extra_info": "extra_info",
+    "extra_infos": "extra_info",
+}
+"""verl's parameters for data columns -> the column."""
+
+TRL = "completions"
+"""The parameter that identifies a function for TRL, whose remaining parameters name columns."""
+
+UNAVAILABLE = frozenset({"completion_ids", "trainer_state", "log_extra", "log_metric", "environments"})
+"""Arguments of TRL that megarl does not have."""
+
+
+def refuse_foreign(name: str, function: Callable[..., Any]) -> None:
+    """Raise a UserError with a wrapper if the parameter names show that megarl's positional arguments (prompt,
+    response, answer) do not match the parameters. name: `path/to/file.py:function`."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a compiled function
+        return
+    parameters = list(signature.parameters.values())
+    named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if not _is_foreign([p.name for p in named]):
+        return
+    file, _, function_name = name.rpartition(":")
+    if any(parameter.name == TRL for parameter in named):
+        lines = _trl_wrapper(function_name, named, any(p.kind is p.VAR_KEYWORD for p in parameters))
+    else:
+        lines = _wrapper(function_name, named)
+    if inspect.iscoroutinefunction(function):
+        lines = (
+            f"async {lines[0]}",
+            *(line.replace(f" {function_name}(", f" await {function_name}(") for line in lines[1:]),
+        )
+    wrapper = "\n".join(f"    {line}" for line in lines)
+    raise UserError(
+        f"rewards.functions: {name} has another trainer's signature {signature}, but megarl passes "
+        f"({', '.join(SINGLE)}). Fix: add this wrapper to {PurePath(file).name}, and use {file}:{WRAPPER}\n{wrapper}"
+    )
+
+
+def _is_foreign(names: Sequence[str]) -> bool:
+    """Return whether the parameters are TRL's, or one of the first three is for another value than megarl's argument at
+    its position. The model's response may be called an answer."""
+    if TRL in names:
+        return True
+    for i, name in enumerate(names[: len(SINGLE)]):
+        roles = [role for role, usual in enumerate(ROLES) if name in usual]
+        if name in COLUMNS or (roles and i not in roles and not (i == 1 and name in ("answer", "answers"))):
+            return True
+    return False
+
+
+def _wrapper(function: str, parameters: Sequence[inspect.Parameter]) -> tuple[str, str, str]:
+    """Return a wrapper that passes megarl's arguments, and data columns to all other required parameters."""
+    names = [parameter.name for parameter in parameters]
+    plural = any(name in PLURAL_RESPONSES or name == "queries" for name in names)
+    arguments = BATCH if plural else SINGLE
+    required: list[str] = []
+    optional: list[str] = []
+    passed: list[str] = []
+    for parameter in parameters:
+        name = parameter.name
+        column = COLUMNS.get(name, name)
+        value = next((arguments[role] for role, usual in enumerate(ROLES) if name in usual), None)
+        if name == "queries" and "prompts" in names:  # OpenRLHF's queries contain the responses
+            value = "[p + r for p, r in zip(prompts, responses)]"
+        if value is None:
+            if parameter.default is parameter.empty:
+                required.append(column)
+            elif name in COLUMNS:
+                optional.append(f"{column}=None")
+            else:
+                continue
+            value = column
+        passed.append(value if parameter.kind is parameter.POSITIONAL_ONLY else f"{name}={value}")
+    signature = ", ".join([*arguments, *required, *optional])
+    score = "['score'] if isinstance({0}, dict) else {0}"
+    result = f"[r{score.format('r')} for r in result]" if plural else f"result{score.format('result')}"
+    return f"def {WRAPPER}({signature}):", f"    result = {function}({', '.join(passed)})", f"    return {result}"
+
+
+def _trl_wrapper(
+    function: str, parameters: Sequence[inspect.Parameter], takes_all_columns: bool
+) -> tuple[str, str, str]:
+    """Return a wrapper that passes the responses as text, and data columns to all other parameters."""
+    given = {"prompts": "prompts", TRL: "responses"}
+    if takes_all_columns:
+        values = ", ".join(f"'{name}': {value}" for name, value in given.items())
+        return (
+            f"def {WRAPPER}({', '.join(BATCH)}, row):",
+            "    columns = {key: [values[key] for values in row] for key in row[0]}",
+            f"    return {function}(**{{**columns, {values}}})",
+        )
+    columns = [p.name for p in parameters if p.name not in {*given, *UNAVAILABLE} and p.default is p.empty]
+    passed = [f"{p.name}={given.get(p.name, p.name)}" for p in parameters if p.name in {*given, *columns}]
+    return (
+        f"def {WRAPPER}({', '.join((*BATCH, *columns))}):",
+        f"    # Pass [[{{'role': 'assistant', 'content': r}}] for r in responses] if {function} expects messages.",
+        f"    return {function}({', '.join(passed)})",
+    )

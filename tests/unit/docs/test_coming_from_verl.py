@@ -1,0 +1,249 @@
+"""Every claim of configs/coming-from-verl.md beyond the mere name of a key is true."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+
+from megarl.algorithms.kl import KL_ESTIMATORS
+from megarl.config.learning_rate import learning_rate
+from megarl.config.load import load
+from megarl.config.logprob_check_schema import LogprobCheck
+from megarl.config.names import VERL, WITHOUT_KEY
+from megarl.config.run_schema import TrackerName
+from megarl.config.schema import Config
+from megarl.config.vllm_arguments import MANAGED
+from megarl.core.types import Completion, Prompt, VersionRun
+from megarl.data.cursor import PromptCursor
+from megarl.data.files import file_rows
+from megarl.data.packing import Bundle, pack
+from megarl.data.prompts import too_long
+from megarl.environments.observation import limit_observation
+from megarl.environments.registry import SHIPPED, check_environment
+from megarl.environments.tools import tool, tools_of
+from megarl.environments.transcript import Transcript
+from megarl.rewards.registry import column_parameters, resolve, takes_batches
+from tests.paths import QUICKSTART
+from tests.readme import text_of
+from tests.tiny_model import tiny_tokenizer
+
+
+def config(*overrides: str) -> Config:
+    return load(QUICKSTART, overrides)
+
+
+def rates(*overrides: str) -> list[float]:
+    """Return the learning rates of ten updates."""
+    settings = config("actor.optimizer.lr=0.001", *(f"actor.optimizer.schedule.{each}" for each in overrides))
+    return [learning_rate(settings.actor.optimizer, done, 10) for done in range(10)]
+
+
+def minimum_is_absolute(_: Path) -> None:
+    assert rates("name=linear", "min_lr=0.0005")[-1] >= 0.0005
+    assert rates("name=linear", "min_lr=0.0")[-1] < 0.0005
+
+
+def warmup_below_one_is_a_fraction(_: Path) -> None:
+    assert rates("warmup=0.5") == rates("warmup=5")
+
+
+def budget_is_in_tokens(_: Path) -> None:
+    """Microbatches contain as many whole samples as fit, without padding."""
+    packed = pack([Bundle((i,), length, length) for i, length in enumerate((6, 3, 2, 1))], token_budget=6)
+    assert sorted(sorted(batch) for batch in map(list, packed)) == [[0], [1, 2, 3]]
+
+
+def zero_means_no_kl(_: Path) -> None:
+    assert not config("algorithm.kl.coefficient=0").has_reference
+    assert config("algorithm.kl.coefficient=0.1").has_reference
+
+
+def kl_estimators_are_verls(_: Path) -> None:
+    """verl computes kl: d, abs: |d|, mse: d²/2 and low_var_kl: clamp(exp(−d) + d − 1, −10, 10)."""
+    d = torch.tensor([-2.0, -0.5, 0.0, 0.3, 1.5])
+    for name, expected in (("k1", d), ("k2", 0.5 * d**2), ("abs", d.abs()), ("k3", torch.exp(-d) + d - 1)):
+        torch.testing.assert_close(KL_ESTIMATORS[name].function(d), expected)
+    kl = config("algorithm.kl={coefficient: 0.1, estimator: k3, limit: 10, straight_through: true}").algorithm.kl
+    assert (kl.limit, kl.straight_through) == (10, True)
+
+
+def kl_may_be_in_the_reward(_: Path) -> None:
+    assert config("algorithm.kl={placement: reward, coefficient: 0.1}").kl_in_reward
+
+
+def constant_without_a_target(_: Path) -> None:
+    assert config().algorithm.kl.adaptive_target is None
+
+
+def oversampling_drops_rollouts(_: Path) -> None:
+    assert config("batch.oversampling=1.5", "rollout.on_stale=drop").drops_rollouts
+    with pytest.raises(ValueError, match=r"rollout\.on_stale=drop"):
+        config("batch.oversampling=1.5")
+
+
+def staleness_is_in_steps(_: Path) -> None:
+    settings = config("rollout.max_staleness=2")
+    assert settings.prompts_ahead == 2 * settings.batch.prompts_per_step
+
+
+def data_repeats(_: Path) -> None:
+    rows = PromptCursor(4, 0, True).take(12)
+    assert sorted(rows) == sorted([*range(4)] * 3)
+
+
+def trackers_exist(_: Path) -> None:
+    assert set(get_args(TrackerName)) == {"tensorboard", "wandb", "mlflow", "trackio"}
+
+
+def resume_takes_a_checkpoint(tmp_path: Path) -> None:
+    values = [config(f"resume={value}").resume for value in ("never", "auto", str(tmp_path))]
+    assert values == ["never", "auto", str(tmp_path)]
+
+
+def reward_model_reads_these_inputs(_: Path) -> None:
+    given = ("reward_model.path=m", "reward_model.engine=vllm")
+    read = [config(*given, f"reward_model.input_format={name}") for name in ("ids", "text", "chat")]
+    judge = ("reward_model.input_format=question", "reward_model.judge.max_new_tokens=16")
+    read.append(config(*given, *judge))
+    assert [settings.reward_model.input_format for settings in read] == ["ids", "text", "chat", "question"]
+
+
+def functions_take_batches_columns_and_options(tmp_path: Path) -> None:
+    (tmp_path / "f.py").write_text(
+        "def one(prompt, response, answer, extra_info, row, scale=1):\n    return scale\n"
+        "def batch(prompts, responses, answers):\n    return [0.0] * len(prompts)\n"
+    )
+    assert column_parameters(resolve(f"{tmp_path}/f.py:one"), 3) == {"extra_info": True, "row": True, "scale": False}
+    assert resolve(f"{tmp_path}/f.py:one", {"scale": 7})("", "", "", {}, {}) == 7
+    assert takes_batches(resolve(f"{tmp_path}/f.py:batch"))
+
+
+def context_includes_the_response(_: Path) -> None:
+    settings = config("rollout.max_new_tokens=10", "rollout.context_length=30", "data.overlong=drop")
+    assert [too_long(length, "", settings, "") for length in (20, 21)] == [False, True]
+
+
+def cache_is_in_gib(_: Path) -> None:
+    assert MANAGED["rollout"]["kv_cache_memory_bytes"] == "rollout.kv_cache_gib"
+
+
+def search_has_these_options(_: Path) -> None:
+    assert "search" in SHIPPED
+    check_environment("search", {"url": "http://host/retrieve", "topk": 3})
+
+
+def tools_are_methods(_: Path) -> None:
+    class Own:
+        @tool
+        def add(self, number: int) -> int:
+            """Adds one."""
+            return number + 1
+
+    assert list(tools_of(Own)) == ["add"]
+
+
+def observations_are_cut_in_tokens(_: Path) -> None:
+    settings = config("environment.class=search", "environment.options={url: u}", "environment.observation_tokens=3")
+    [message] = limit_observation([{"role": "user", "content": "abcdef"}], tiny_tokenizer(), settings.environment)
+    assert message["content"] == "abc"
+
+
+def logprobs_are_always_compared(_: Path) -> None:
+    assert set(get_args(LogprobCheck.model_fields["action"].annotation)) == {"warn", "stop", "mask"}
+
+
+def only_sampled_tokens_are_trained(_: Path) -> None:
+    transcript = Transcript([1, 2])
+    for turn in ([3, 4], [7]):
+        transcript.add_turn(Completion(turn, [-1.0] * len(turn), (VersionRun(0, len(turn)),), "stop"))
+        transcript.add_context([5, 6])
+    sample = transcript.sample("a", Prompt("p", "", np.array([1, 2], np.int32)), "", "a", None)
+    assert sample.response_ids.tolist() == [3, 4, 5, 6, 7]
+    assert sample.response_mask.tolist() == [True, True, False, False, True]
+
+
+CLAIMS: dict[str, Callable[[Path], None]] = {
+    "calculate_log_probs": logprobs_are_always_compared,
+    "custom_reward_function.name": functions_take_batches_columns_and_options,
+    "custom_reward_function.path": functions_take_batches_columns_and_options,
+    "custom_reward_function.reward_kwargs": functions_take_batches_columns_and_options,
+    "do_search": search_has_these_options,
+    "end_state_marker": only_sampled_tokens_are_trained,
+    "extra_info": functions_take_batches_columns_and_options,
+    "gpu_memory_utilization": cache_is_in_gib,
+    "input_tokenizer": reward_model_reads_these_inputs,
+    "kl_ctrl.type": constant_without_a_target,
+    "kl_loss_type": kl_estimators_are_verls,
+    "log_prob_micro_batch_size": budget_is_in_tokens,
+    "log_prob_micro_batch_size_per_gpu": budget_is_in_tokens,
+    "logger": trackers_exist,
+    "lr_warmup_steps_ratio": warmup_below_one_is_a_fraction,
+    "max_prompt_length": context_includes_the_response,
+    "max_start_length": context_includes_the_response,
+    "min_lr_ratio": minimum_is_absolute,
+    "multi_turn.max_tool_response_length": observations_are_cut_in_tokens,
+    "multi_turn.tool_config_path": tools_are_methods,
+    "no_think_rl": only_sampled_tokens_are_trained,
+    "over_sample_rate": oversampling_drops_rollouts,
+    "ppo_micro_batch_size": budget_is_in_tokens,
+    "ppo_micro_batch_size_per_gpu": budget_is_in_tokens,
+    "resume_from_path": resume_takes_a_checkpoint,
+    "resume_mode": resume_takes_a_checkpoint,
+    "retriever": search_has_these_options,
+    "reward_manager": functions_take_batches_columns_and_options,
+    "staleness_threshold": staleness_is_in_steps,
+    "start_state_marker": only_sampled_tokens_are_trained,
+    "state_masking": only_sampled_tokens_are_trained,
+    "total_epochs": data_repeats,
+    "use_dynamic_bsz": budget_is_in_tokens,
+    "use_kl_in_reward": kl_may_be_in_the_reward,
+    "use_kl_loss": zero_means_no_kl,
+    "use_remove_padding": budget_is_in_tokens,
+}
+"""verl's key -> a test of the note next to its equivalent, or of the reason why it has none."""
+
+
+def test_every_claim_has_a_test() -> None:
+    assert set(CLAIMS) == {name for name, target in VERL.items() if " (" in target} | set(WITHOUT_KEY)
+
+
+@pytest.mark.parametrize("name", CLAIMS)
+def test_claim_is_true(name: str, tmp_path: Path) -> None:
+    CLAIMS[name](tmp_path)
+
+
+def test_parquet_files_of_verl_can_be_read(tmp_path: Path) -> None:
+    row = {"data_source": "gsm8k", "prompt": [{"role": "user", "content": "1 + 1"}], "ability": "math"}
+    row |= {"reward_model": {"style": "rule", "ground_truth": "2"}, "extra_info": {"index": 0}}
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "train.parquet")
+    [read] = file_rows(tmp_path / "train.parquet", "prompt", "reward_model.ground_truth", {"data_source": None})
+    assert (read.prompt, read.answer, read.columns) == (row["prompt"], "2", {"data_source": "gsm8k"})
+    assert "data.answer_column=reward_model.ground_truth" in text_of("configs/coming-from-verl.md")
+
+
+def test_page_has_no_outdated_limits() -> None:
+    page = text_of("configs/coming-from-verl.md")
+    assert "not yet" not in page.lower() and "todo" not in page.lower()
+
+
+def test_defaults_that_differ_are_megarls() -> None:
+    """The third column of the table has megarl's defaults."""
+    table = text_of("configs/coming-from-verl.md").split("## Defaults that differ")[1]
+    settings = config("algorithm.advantage.estimator=gae", "critic.path=m")
+    expected = {
+        "gae_lambda": settings.algorithm.advantage.option("gae_lambda"),
+        "dual_clip": settings.algorithm.objective.option("dual_clip"),
+        "value.clip": settings.algorithm.value.clip,
+        "objective.aggregation": settings.algorithm.objective.aggregation,
+    }
+    cells = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in table.splitlines() if line[:1] == "|"]
+    for name, value in expected.items():
+        [default] = [row[2] for row in cells if row[0].endswith(name)]
+        assert default == ("none" if value is None else str(value)), name
