@@ -12,7 +12,7 @@ import typer
 import megarl
 from megarl import convert
 from megarl.core.collector import imports
-from megarl.core.errors import RunFailure, UserError, install_extra
+from megarl.core.errors import RunFailure, UserError
 from megarl.core.output import escape_unencodable
 from megarl.core.text import printable
 from megarl.launch.command import Overrides, Recipe, launch, node
@@ -261,14 +261,11 @@ def plan(
     """Rank the layouts that fit on the given GPUs by predicted step time. Nothing is run."""
     import json
     from dataclasses import asdict
-    from importlib.util import find_spec
 
     from megarl.planner import plan_text
     from megarl.planner.hardware import read_cluster
     from megarl.planner.plan import plan_recipe, recorded, simulate_steps
 
-    if html is not None and find_spec("matplotlib") is None:  # fail before --emit writes a file
-        raise UserError(f"--html {html}: requires matplotlib. Fix: {install_extra('run')}")
     config = _load(file, overrides)
     planned = plan_recipe(config, read_cluster(gpus, nodes_of), as_is, prompt_tokens, response_tokens)
     simulations = simulate_steps(planned, recorded(lengths)) if simulate or lengths is not None else None
