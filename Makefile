@@ -13,6 +13,8 @@ CONTAINER := launch/container/gpu-py312.lock
 ENGINE_DONE := $(VENV)/transformer-engine/.installed
 TRACKERS := tools/environment/trackers.lock
 TRACKERS_DONE := $(VENV)/trackers/.installed
+DOCS := tools/environment/docs.lock
+DOCS_DONE := $(VENV)/docs/.installed
 RUN := $(VENV)/bin/python
 GPU_PYTHON ?= python
 SLOWEST := --durations=10
@@ -24,7 +26,7 @@ PIP := $(VENV)/bin/pip install --quiet --disable-pip-version-check --require-has
 BEHIND := nice -n 10
 
 .PHONY: help env quickstart test test-all test-runs test-ranks test-fast test-learn test-exhaustive exhaustive-runs \
-	exhaustive-ranks test-newest test-sandbox test-cluster test-browser test-gpu soak resolve-gpu lint types clean
+	exhaustive-ranks test-newest test-sandbox test-cluster test-browser test-gpu soak resolve-gpu docs lint types clean
 
 help:
 	@echo "make env         build $(VENV) from $(LOCK) (a second call builds nothing)"
@@ -45,6 +47,7 @@ help:
 	@echo "make soak        test-cluster, then lost nodes and a job with twenty seeded faults (40 minutes)"
 	@echo "make resolve-gpu  check that pip can resolve the packages of the H100 container (1 minute)"
 	@echo "make test-gpu    tests for one, two and eight GPUs, limited to the available ones; fails without a GPU"
+	@echo "make docs        build the documentation site in build/docs, with all links checked (1 minute)"
 	@echo "make lint        ruff and shellcheck"
 	@echo "make types       pyright in standard mode on megarl/ (2 minutes)"
 
@@ -66,7 +69,7 @@ test: lint
 # .ci/run skips parts whose paths have not changed since the commit in .ci/verified: commit that file.
 test-all:
 	@commit=$$(git rev-parse HEAD) && before=$$(git status --porcelain) && \
-	$(MAKE) lint types test test-sandbox soak test-learn test-exhaustive test-newest test-browser resolve-gpu && \
+	$(MAKE) lint types test test-sandbox soak test-learn test-exhaustive test-newest test-browser resolve-gpu docs && \
 	if [ -z "$$before$$(git status --porcelain)" ] && [ "$$commit" = "$$(git rev-parse HEAD)" ]; \
 	then echo "$$commit" | tee .ci/verified; else echo "the working tree is not clean: .ci/verified is unchanged"; fi
 
@@ -119,6 +122,15 @@ $(TRACKERS_DONE): $(DONE) $(TRACKERS)
 	rm -rf $(VENV)/trackers
 	$(PIP) --target $(VENV)/trackers --requirement $(TRACKERS)
 	@touch $(TRACKERS_DONE)
+
+# MkDocs (60 MB) is kept out of the environment, because nothing else needs it.
+$(DOCS_DONE): $(DONE) $(DOCS)
+	rm -rf $(VENV)/docs
+	$(PIP) --target $(VENV)/docs --requirement $(DOCS)
+	@touch $(DOCS_DONE)
+
+docs: $(DOCS_DONE)
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=$(VENV)/docs $(RUN) -m mkdocs build --strict --quiet
 
 test-newest: $(NEWEST_DONE) $(ENGINE_DONE)
 	@PYTHONPATH=$(VENV)/newest $(RUN) -W ignore -c 'import megatron.core as m; print("megatron-core", m.__version__); \

@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 
 from tests.paths import ROOT
+from tools.docs import reference
 
 README = "README.md"
-FOLDERS = ("configs", "launch", "megarl", "tests", "tools")
+FOLDERS = ("configs", "docs", "launch", "megarl", "tests", "tools")
 PAGES = sorted([README, *(str(path.relative_to(ROOT)) for folder in FOLDERS for path in (ROOT / folder).rglob("*.md"))])
+GENERATED = frozenset(f"docs/{page}" for page in reference.PAGES)
+"""Pages of the site that `make docs` generates."""
 
 
 def text_of(page: str) -> str:
@@ -27,5 +30,5 @@ def command_blocks(page: str) -> list[list[str]]:
 
 
 def commands() -> list[str]:
-    """Return the command lines of all pages."""
-    return [line for page in PAGES for block in command_blocks(page) for line in block]
+    """Return the different command lines of all pages."""
+    return list(dict.fromkeys(line for page in PAGES for block in command_blocks(page) for line in block))

@@ -15,17 +15,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar, get_type_hints
+from typing import Any, BinaryIO, TypeVar, get_type_hints
 
 from megarl.core.errors import InfrastructureFailure, TooLittleSpace, UserError
 from megarl.core.outage import pauses
 from megarl.core.text import printable
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
 T = TypeVar("T")
-Record = TypeVar("Record", bound="DataclassInstance")
+Record = TypeVar("Record")
 
 Progress = Callable[[str, int, int], None]
 """Progress callback. It is called with the last action ("checked", "written", "verified"), the bytes processed and the
@@ -221,7 +218,8 @@ def read_record(path: Path, kind: type[Record]) -> Record:
     or a UserError if fields are missing, unknown or of the wrong type. Only the types of str, int and float
     fields are checked."""
     values, hints = read_object(path), get_type_hints(kind)
-    required = {f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING}
+    declared = fields(kind)  # pyright: ignore[reportArgumentType]  (a data class)
+    required = {field.name for field in declared if field.default is MISSING and field.default_factory is MISSING}
     for name in (values.keys() - hints.keys()) | (required - values.keys()):
         problem = "unknown key" if name in values else "missing key"
         raise UserError(f"{path}: {problem} {shown(name)}. Fix: restore or remove the file")

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 
 from megarl.cluster.trace import FILE, Span
+from tests.metrics import undeclared
 from tests.paths import ROOT
 from tests.timing import POLL_S, START_S, WAIT_S
 from tests.tiny_model import write_tiny_llama
@@ -113,7 +114,7 @@ class Run:
     def __enter__(self) -> Run:
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_) -> None:
         if self._process.poll() is None:
             self._process.terminate()
             with suppress(subprocess.TimeoutExpired):
@@ -122,6 +123,9 @@ class Run:
             with suppress(psutil.NoSuchProcess):  # it may exit with its parent
                 process.kill()
         self._process.wait()
+        metrics = self.folder / "metrics.jsonl"
+        if kind is None and metrics.exists():
+            assert undeclared(metrics) == []
 
     @property
     def output(self) -> str:

@@ -15,7 +15,7 @@ from tests.paths import ROOT
 CI, MAKEFILE = ROOT / ".ci" / "run", ROOT / "Makefile"
 FIRST = ["lint", "types", "test", "test-cluster"]
 ALWAYS = ["test-sandbox", "resolve-gpu"]
-PARTS = ["test-learn", "test-exhaustive", "test-newest", "test-browser"]
+PARTS = ["test-learn", "test-exhaustive", "test-newest", "test-browser", "docs"]
 
 
 class Repository:
@@ -109,7 +109,8 @@ def test_no_part_is_due_at_a_verified_commit(repository: Repository) -> None:
         ("LICENSE", []),
         ("megarl/planner/plan.py", []),
         ("megarl/report/charts.py", ["test-browser"]),
-        ("megarl/algorithms/kl.py", ["test-learn", "test-exhaustive"]),
+        ("megarl/algorithms/kl.py", ["test-learn", "test-exhaustive", "docs"]),
+        ("docs/index.md", ["docs"]),
         ("megarl/megatron/step.py", ["test-learn", "test-exhaustive", "test-newest"]),
         ("tests/e2e/run.py", ["test-learn", "test-exhaustive"]),
         ("tests/distributed/test_layouts.py", ["test-exhaustive", "test-newest"]),
@@ -135,7 +136,7 @@ def test_each_day_has_its_own_share(repository: Repository, monkeypatch, target:
 
 def test_paths_of_the_table_exist() -> None:
     """Otherwise, changes in a renamed folder would not trigger any tests."""
-    named = re.findall(r"(?:megarl|tests|tools)/[\w/.-]+", CI.read_text().partition("has_changed")[0])
+    named = re.findall(r"(?:docs|megarl|tests|tools)/[\w/.-]+", CI.read_text().partition("has_changed")[0])
     assert len(named) > 8
     assert not [path for path in named if not (ROOT / path).exists()]
 

@@ -315,7 +315,7 @@ def test_exit_code_names_the_kind_of_failure(
 
 
 def test_documented_exit_codes_and_verdicts_match_the_code() -> None:
-    rows = re.findall(r"^\| (\d+) \| .* \| `(\w+)`: ", text_of("configs/README.md"), re.MULTILINE)
+    rows = re.findall(r"^\| (\d+) \| .* \| `(\w+)`: ", text_of("docs/reference/exit-codes.md"), re.MULTILINE)
     codes = {RunFailure.exit_code: "failed", **VERDICTS}
     assert {int(code): verdict for code, verdict in rows} == codes
     assert [int(code) for code, _ in rows] == sorted(codes)

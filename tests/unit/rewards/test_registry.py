@@ -22,7 +22,7 @@ def test_builtin_functions_are_resolved_by_name():
     ]
 
 
-@pytest.mark.parametrize("page", ["configs/README.md", "configs/base.yaml"])
+@pytest.mark.parametrize("page", ["docs/guide/rewards.md", "configs/base.yaml"])
 def test_pages_mention_every_function(page):
     content = (ROOT / page).read_text(encoding="utf-8")
     assert [name for name in FUNCTIONS if name not in content] == []

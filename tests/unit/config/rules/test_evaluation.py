@@ -7,7 +7,7 @@ import pytest
 
 from megarl.config.evaluation import config_of_set
 from megarl.config.load import load
-from tests.readme import section, text_of
+from tests.readme import text_of
 from tests.unit.config.rules.recipes import errors, recipe
 
 SET = "evaluation.sets=[{name: a, samples_per_prompt: 4, temperature: 1.0}]"
@@ -155,7 +155,7 @@ def test_set_is_due_at_its_interval_and_at_both_ends() -> None:
 
 
 def test_example_of_the_docs_page_is_valid(tmp_path: Path) -> None:
-    example = re.search(r"```yaml\n(evaluation:.*?)```", text_of("configs/README.md"), re.DOTALL).group(1)
+    example = re.search(r"```yaml\n(evaluation:.*?)```", text_of("docs/guide/evaluation.md"), re.DOTALL).group(1)
     file = tmp_path / "recipe.yaml"
     file.write_text(f"base: base.yaml\n{example}")
     aime, gsm8k = load(file, ["model.path=m", "data.source=rows.jsonl"]).evaluation.sets
@@ -163,9 +163,7 @@ def test_example_of_the_docs_page_is_valid(tmp_path: Path) -> None:
 
 
 def test_example_with_environments_is_valid(tmp_path: Path) -> None:
-    example = re.search(r"```yaml\n(environment:.*?)```", section("configs/README.md", "Evaluation"), re.DOTALL).group(
-        1
-    )
+    example = re.search(r"```yaml\n(environment:.*?)```", text_of("docs/guide/evaluation.md"), re.DOTALL).group(1)
     file = tmp_path / "recipe.yaml"
     file.write_text(f"base: base.yaml\n{example}")
     config = load(file, ["model.path=m", "data.source=rows.jsonl"])

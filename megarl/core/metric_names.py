@@ -1,0 +1,192 @@
+"""All metrics in metrics.jsonl: names, meanings and units. Runs emit no other metrics."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Declaration:
+    """A metric, or several that differ in a part of their names.
+
+    Attributes:
+        name: the name. Words in capitals are placeholders: ROLE is actor, critic or implicit_reward; MODEL is policy,
+            value, implicit_reward or reward_model, which is the prefix for the metrics of a trained model; N and K are
+            numbers; other placeholders are any text.
+        meaning: what is measured, over which samples or tokens.
+        unit: the unit; empty for numbers without a unit, such as fractions from 0 to 1.
+        present: the condition under which the metric exists; empty if it is always present, at least in RL runs.
+    """
+
+    name: str
+    meaning: str
+    unit: str = ""
+    present: str = ""
+
+    def matches(self, name: str) -> bool:
+        return re.fullmatch(_PLACEHOLDER.sub(_pattern, re.escape(self.name)), name) is not None
+
+
+_PLACEHOLDER = re.compile(r"(?<![A-Za-z])[A-Z]+(?![a-z])")
+_VALUES = {
+    "ROLE": "actor|critic|implicit_reward",
+    "MODEL": "policy|value|implicit_reward|reward_model",
+    "N": r"\d+",
+    "K": r"\d+",
+    "STATE": "parameters|optimizer|gradients",
+}
+
+
+def _pattern(placeholder: re.Match[str]) -> str:
+    return f"(?:{_VALUES.get(placeholder[0], '.+')})"
+
+
+def is_declared(name: str) -> bool:
+    return any(declaration.matches(name) for declaration in METRICS)
+
+
+STALENESS, OFFLINE, ENVIRONMENT = "rollout.max_staleness > 0", "offline data", "environment"
+GAE, PREFERENCES, LABELS = "estimator=gae", "preference objectives", "data.format=labels"
+CORRECTION, TOP_K, CANARIES = "algorithm.correction", "rollout.top_k", "logprob_check.canaries=refits"
+
+METRICS = (
+    Declaration("reward/mean", "mean reward of the step's rollouts"),
+    Declaration("reward/std", "population standard deviation of these rewards"),
+    Declaration("reward/failed_frac", "fraction of rollouts without a reward because of a failure"),
+    Declaration("reward/infrastructure_failed_frac", "fraction of rollouts without a reward because of an outage"),
+    Declaration("reward/zero_std_groups", "fraction of groups whose rewards are all equal"),
+    Declaration("reward/greedy_mean", "mean reward of greedy rollouts", present="estimator=remax"),
+    Declaration("reward/baseline", "moving average of rewards before the step", present="estimator=reinforce"),
+    Declaration("reward/NAME", "mean score by one reward function, reward model, judge or named environment reward"),
+    Declaration("response/length_mean", "mean response length", "tokens"),
+    Declaration("response/length_min", "shortest response", "tokens"),
+    Declaration("response/length_max", "longest response", "tokens"),
+    Declaration("response/truncated_frac", "fraction of responses that reached the maximum length"),
+    Declaration("throughput/tokens_per_second", "prompt and response tokens of the step / time/step", "tokens/s"),
+    Declaration("time/step", "duration of the step", "s"),
+    Declaration("time/rollout", "time waiting for rollouts and submitting them", "s"),
+    Declaration("time/reward", "time waiting for rewards after the last rollout", "s"),
+    Declaration("time/train", "passes and updates of all models", "s"),
+    Declaration("time/refit", "weight sync, including log-prob checks after it", "s"),
+    Declaration("time/evaluation", "duration of the step's evaluations", "s", "steps with an evaluation"),
+    Declaration("time/checkpoint", "time for which training waited for a save", "s", "steps with a save"),
+    Declaration("checkpoint/seconds", "time to write the latest complete checkpoint", "s", "after a save"),
+    Declaration("checkpoint/bytes", "size of the latest complete checkpoint", "bytes", "after a save"),
+    Declaration("cluster/goodput", "fraction of allocated time spent on steps that were kept", "", "Slurm jobs"),
+    Declaration("idle/engines", "fraction of the step in which engines were idle"),
+    Declaration("idle/ROLE", "fraction of the step in which the ranks of a trained model were idle"),
+    Declaration("engines/alive", "number of running engines"),
+    Declaration("reward_models/alive", "number of running reward model engines", "", "reward_model.engine=vllm"),
+    Declaration("memory/peak_pss_gb", "peak memory of the run's processes on the fullest node so far, as PSS", "GB"),
+    Declaration("memory/peak_rss_gb", "the same as RSS, which counts shared pages once per process", "GB"),
+    Declaration("memory/ROLE_STATE_offloaded_gb", "host memory of offloaded state", "GB", "ROLE.offload"),
+    Declaration("refit/gb", "weights that engines received", "GB"),
+    Declaration("refit/sent_gb", "weights sent between processes", "GB", "p2p transport, or several nodes"),
+    Declaration("refit/staging_mib", "largest buffer of an engine rank during a refit", "MiB"),
+    Declaration("weights/version", "weight version after the step"),
+    Declaration("weights/staleness_max", "largest number of versions that a sample is behind the trained weights"),
+    Declaration("weights/staleness_N_share", "fraction of samples with staleness N", "", STALENESS),
+    Declaration("weights/mixed_frac", "fraction of samples with tokens of several weight versions"),
+    Declaration("rollout/prompts", "prompts sampled in all rounds"),
+    Declaration("rollout/rounds", "rounds of dynamic sampling; 1 without it"),
+    Declaration("rollout/groups_ahead", "groups in flight beyond the step", "", STALENESS),
+    Declaration("rollout/groups_ahead_finished", "the finished part of these groups", "", STALENESS),
+    Declaration("rollout/dropped_samples", "samples that were dropped as stale", "", "rollout.on_stale=drop"),
+    Declaration("rollout/dropped_tokens", "tokens of these samples", "tokens", "rollout.on_stale=drop"),
+    Declaration("rollout/aborted_samples", "the unfinished part of the dropped samples", "", "rollout.on_stale=drop"),
+    Declaration("rollout/aborted_tokens", "tokens of aborted samples", "tokens", "rollout.on_stale=drop"),
+    Declaration("policy/loss", "loss of an update, mean over the step's updates"),
+    Declaration("policy/entropy", "mean entropy of the policy", "nats/token"),
+    Declaration("policy/ratio_mean", "mean ratio of the policy to the old policy, per token"),
+    Declaration("policy/ratio_max", "largest ratio"),
+    Declaration("policy/clip_low_frac", "fraction of tokens that the objective clips at the lower bound"),
+    Declaration("policy/clip_high_frac", "fraction of tokens that the objective clips at the upper bound"),
+    Declaration("policy/kl_old", "KL(old policy ‖ policy), estimated by k3", "nats/token"),
+    Declaration(
+        "policy/drift_abs_mean", "mean |log-prob − log-prob at the start of the step|", "nats", "several updates"
+    ),
+    Declaration("policy/drift_abs_max", "maximum of the same", "nats", "several updates"),
+    Declaration("policy/penalty", "coefficient of the objective's penalty", "", "objective.penalty_target"),
+    Declaration("policy/imitation_loss", "loss on positive examples", "", "objective.imitation_coefficient > 0"),
+    Declaration("policy/selected_frac", "fraction of tokens that Clip-Cov or KL-Cov select", "", "clip_cov, kl_cov"),
+    Declaration("policy/candidates_mean", "mean number of candidate tokens", "", TOP_K),
+    Declaration("policy/outside_candidates_frac", "fraction of sampled tokens that are not candidates", "", TOP_K),
+    Declaration("policy/nll", "negative log-likelihood of trained tokens", "nats/token", "objective.name=sft"),
+    Declaration("MODEL/grad_norm", "gradient norm before clipping, mean over updates; policy: the actor"),
+    Declaration("MODEL/lr", "learning rate, mean over updates"),
+    Declaration("MODEL/skipped_updates", "updates skipped so far because of a nonfinite gradient"),
+    Declaration("MODEL/loss_scale", "loss scale", "", "model.dtype=float16"),
+    Declaration("MODEL/max_vio", "load of the busiest expert relative to the mean, minus 1", "", "mixture of experts"),
+    Declaration(
+        "MODEL/routes_differ",
+        "fraction of tokens and layers for which the trainer would have chosen other experts",
+        "",
+        "actor.experts.replay_routes",
+    ),
+    Declaration("update/changed_frac", "fraction of parameter elements that the updates changed", "", "16-bit models"),
+    Declaration("update/epochs", "epochs of the step", "", "batch.epochs > 1"),
+    Declaration("trust_region/kl", "KL of the accepted update", "nats/token", "trust_region.kl_limit"),
+    Declaration("trust_region/trials", "line-search steps", "", "trust_region.kl_limit"),
+    Declaration("kl/coefficient", "KL coefficient", "", "KL in the loss"),
+    Declaration("kl/FORM", "mean KL to the reference; placement, level and estimator are in the name", "nats", "kl"),
+    Declaration("correction/weight_mean", "mean importance weight", "", CORRECTION),
+    Declaration("correction/weight_square_mean", "mean squared importance weight", "", CORRECTION),
+    Declaration("correction/weight_max", "largest importance weight", "", CORRECTION),
+    Declaration("correction/limited_frac", "fraction of tokens whose weight was limited", "", CORRECTION),
+    Declaration("correction/masked_frac", "fraction of masked tokens", "", "correction.mask"),
+    Declaration("mismatch/logprob_abs_mean", "mean |trainer log-prob − engine log-prob| before the updates", "nats"),
+    Declaration("mismatch/logprob_abs_max", "maximum of the same", "nats"),
+    Declaration("mismatch/outlier_frac", "fraction of tokens above logprob_check.threshold"),
+    Declaration("mismatch/kl", "KL(engine ‖ trainer), estimated by k3", "nats/token"),
+    Declaration("mismatch/effective_frac", "effective sample size of the engine's tokens under the trainer's policy"),
+    Declaration("mismatch/masked_frac", "fraction of tokens without loss", "", "logprob_check.action=mask"),
+    Declaration("mismatch/canary_greedy_abs_mean", "mean difference on greedy canaries", "nats", CANARIES),
+    Declaration("mismatch/canary_sampled_abs_mean", "mean difference on sampled canaries", "nats", CANARIES),
+    Declaration("value/loss", "critic loss of an update, mean over the step's updates", "", GAE),
+    Declaration("value/mean", "mean value", "", GAE),
+    Declaration("value/return_mean", "mean return", "", GAE),
+    Declaration("value/error_abs_mean", "mean |value − return|", "", GAE),
+    Declaration("value/clip_frac", "fraction of tokens with a clipped value", "", GAE),
+    Declaration("value/explained_variance", "explained variance of the values before the step", "", GAE),
+    Declaration("implicit_reward/loss", "loss of the implicit reward model", "", "implicit_reward"),
+    Declaration(
+        "implicit_reward/accuracy", "fraction of samples whose sign matches the outcome", "", "implicit_reward"
+    ),
+    Declaration("implicit_reward/mean", "mean implicit reward of a sample", "", "implicit_reward"),
+    Declaration("reward_model/loss", "loss of an update, mean over the step's updates", "", "training a reward model"),
+    Declaration("preference/loss", "mean loss of a pair", "", PREFERENCES),
+    Declaration("preference/accuracy", "fraction of pairs in which the chosen response scores higher", "", PREFERENCES),
+    Declaration("preference/margin", "mean score difference of a pair", "", PREFERENCES),
+    Declaration("preference/chosen", "mean score of chosen responses", "", PREFERENCES),
+    Declaration("preference/rejected", "mean score of rejected responses", "", PREFERENCES),
+    Declaration("preference/tied_frac", "fraction of groups without a pair", "", "online preference objectives"),
+    Declaration("label/loss", "mean loss of a label", "", LABELS),
+    Declaration("label/accuracy", "fraction of labels that the score predicts", "", LABELS),
+    Declaration("label/mean", "mean label", "", LABELS),
+    Declaration("label/predicted_mean", "mean predicted label", "", LABELS),
+    Declaration("environment/turns_mean", "mean number of turns of a rollout", "", ENVIRONMENT),
+    Declaration("environment/turns_max", "largest number of turns", "", ENVIRONMENT),
+    Declaration("environment/samples_per_rollout", "mean number of samples of a rollout", "", ENVIRONMENT),
+    Declaration("environment/stop_REASON", "fraction of rollouts that ended for this reason", "", ENVIRONMENT),
+    Declaration("environment/restarts", "restarts of rollouts after outages", "", ENVIRONMENT),
+    Declaration("environment/tool_calls", "mean number of tool calls of a rollout", "", ENVIRONMENT),
+    Declaration("environment/tool_error_frac", "fraction of tool calls that failed", "", ENVIRONMENT),
+    Declaration("environment/tool_STATUS", "mean number of tool calls of a rollout with this status", "", ENVIRONMENT),
+    Declaration("environment/prefix_hit_frac", "fraction of context tokens in the prefix cache", "", ENVIRONMENT),
+    Declaration("data/tokens", "tokens of the step's rows", "tokens", OFFLINE),
+    Declaration("data/trained_tokens", "trained tokens of the step's rows", "tokens", OFFLINE),
+    Declaration("data/dropped_rows", "rows dropped because they are too long (data.overlong)"),
+    Declaration("data/seen_frac", "fraction of prompts sampled so far", "", "data.solved_weight"),
+    Declaration("data/solve_rate_mean", "mean solve rate of these prompts when last sampled", "", "data.solved_weight"),
+    Declaration("evaluation/version", "weight version that was evaluated", "", "steps with an evaluation"),
+    Declaration("evaluation/SET/avg@K", "mean score of the K samples of a prompt, mean over prompts", "", "evaluation"),
+    Declaration("evaluation/SET/pass@K", "probability that at least one of K samples succeeds", "", "evaluation"),
+    Declaration("evaluation/SET/pass^K", "probability that all K samples succeed", "", "samples_per_prompt > 1"),
+    Declaration("evaluation/SET/METRIC_low", "lower end of the 95 % confidence interval", "", "evaluation"),
+    Declaration("evaluation/SET/METRIC_high", "upper end of the 95 % confidence interval", "", "evaluation"),
+    Declaration("evaluation/SET/failed_frac", "fraction of samples that could not be scored", "", "evaluation"),
+    Declaration("evaluation/SET/truncated_frac", "fraction of responses that reached a limit", "", "evaluation"),
+    Declaration("evaluation/SET/length_mean", "mean number of policy tokens", "tokens", "evaluation"),
+    Declaration("evaluation/SET/turns_mean", "mean number of turns", "", "sets in an environment"),
+)
