@@ -13,7 +13,7 @@ import megarl
 from megarl import convert
 from megarl.core.collector import imports
 from megarl.core.command_group import CommandGroup
-from megarl.core.errors import RunFailure, UserError, install_extra, missing_module, prefix_lines
+from megarl.core.errors import RunFailure, UserError, missing_module, prefix_lines
 from megarl.core.output import escape_unencodable
 from megarl.core.text import printable
 from megarl.launch.command import AllowChanges, Overrides, Recipe, launch, node, with_allowed
@@ -270,14 +270,11 @@ def plan(
     """Rank the layouts that fit on the given GPUs by predicted step time. Nothing is run."""
     import json
     from dataclasses import asdict
-    from importlib.util import find_spec
 
     from megarl.planner import plan_text
     from megarl.planner.hardware import HEADROOM, read_cluster
     from megarl.planner.plan import plan_recipe, recorded, simulate_steps
 
-    if html is not None and find_spec("matplotlib") is None:  # fail before --emit writes a file
-        raise UserError(f"--html {html}: requires matplotlib. Fix: {install_extra('run')}")
     config = _load(file, overrides)
     default = 0.0 if as_is else HEADROOM
     cluster = read_cluster(gpus, nodes_of, default if headroom is None else headroom)

@@ -25,6 +25,10 @@ class PlainTokens:
         """Return the ids of the messages' text."""
         return opening_ids(self._tokenizer, "".join(message["content"] for message in messages))
 
+    def shown(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """Return the messages unchanged, since there are no tools to describe."""
+        return list(messages)
+
     def extend(self, turn_ids: Sequence[int], messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return the ids of the messages' text, which directly follows the turn."""
         typed = typed_tokens(self._tokenizer)

@@ -92,6 +92,18 @@ class ChatTokens:
             )
         return self._encode(text)
 
+    def shown(self, messages: Sequence[Message]) -> list[Message]:
+        """Return the messages with the description of the tools, which `begin` also renders. If the chat template
+        describes the tools, the description is the text that it writes because of them, without special tokens."""
+        if self._template_tools is None:
+            return self._with_instructions(messages)
+        carried = self._carried(messages)
+        text, plain = self._render(carried)[0] or "", self._render(carried, with_tools=False)[0] or ""
+        description = _inserted(text, plain)
+        for special in self._special.values():
+            description = description.replace(special, "")
+        return _with_system(messages, description.strip().removeprefix("system").strip())
+
     def extend(self, turn_ids: Sequence[int], messages: Sequence[Message]) -> list[int] | None:
         """Return the ids that follow a sampled turn. They consist of the closing tags that the turn lacks, the new
         messages and the header of the assistant's next turn. Return None if the template rejects the messages or does
@@ -125,12 +137,14 @@ class ChatTokens:
                 "before the next turn. Fix: end it with another message"
             )
 
-    def _render(self, messages: Sequence[Message], for_answer: bool = True) -> tuple[str | None, str]:
+    def _render(
+        self, messages: Sequence[Message], for_answer: bool = True, with_tools: bool = True
+    ) -> tuple[str | None, str]:
         """Return the conversation's text, or None and the template's error if it rejects the messages."""
         try:
             text = self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
-                tools=self._template_tools,
+                tools=self._template_tools if with_tools else None,
                 add_generation_prompt=for_answer,
                 tokenize=False,
             )
@@ -259,14 +273,31 @@ class ChatTokens:
         missing. If the template does not support system messages, they precede the first message."""
         if not self._instructions:
             return list(messages)
+        text, _ = self._render([{"role": "system", "content": self._instructions}, USER])
+        if messages[0]["role"] == "system" or (text is not None and self._instructions in text):
+            return _with_system(messages, self._instructions)
         first, *others = messages
-        if first["role"] == "system":
-            return [{**first, "content": f"{first['content']}\n\n{self._instructions}"}, *others]
-        system = {"role": "system", "content": self._instructions}
-        text, _ = self._render([system, USER])
-        if text is not None and self._instructions in text:
-            return [system, *messages]
         return [{**first, "content": f"{self._instructions}\n\n{first['content']}"}, *others]
+
+
+def _with_system(messages: Sequence[Message], text: str) -> list[Message]:
+    """Return the messages with the text appended to the system message, which is added if missing."""
+    first, *others = messages
+    if first["role"] == "system":
+        return [{**first, "content": f"{first['content']}\n\n{text}"}, *others]
+    return [{"role": "system", "content": text}, *messages]
+
+
+def _inserted(text: str, plain: str) -> str:
+    """Return the part of `text` that remains without the longest suffix, and then the longest prefix, of `plain`."""
+    num_after = _num_equal(text[::-1], plain[::-1])
+    num_before = _num_equal(text[: len(text) - num_after], plain[: len(plain) - num_after])
+    return text[num_before : len(text) - num_after]
+
+
+def _num_equal(first: str, second: str) -> int:
+    """Return the length of the longest common prefix."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 
 
 def _complete(message: Message, number: int) -> Message:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -48,6 +49,6 @@ class AgentRollout:
                 "the agent sent no request to the endpoint. Fix: call the OpenAI API at base_url with api_key and model"
             )
 
-    def samples(self) -> list[Sample]:
+    def samples(self, decode: Callable[[Sequence[int]], str]) -> list[Sample]:
         """Return one sample per recorded sequence."""
-        return self.outcome.samples(self._request.id, self._request.prompt, self._parts)
+        return self.outcome.samples(self._request.id, self._request.prompt, self._parts, decode)

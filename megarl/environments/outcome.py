@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -39,9 +39,16 @@ class Outcome:
         if self.failure is None:
             self.failure, self.stack, self.stop_reason = " ".join(reason.split()), stack, stop_reason
 
-    def samples(self, name: str, prompt: Prompt, parts: Sequence[Part]) -> list[Sample]:
+    def samples(
+        self, name: str, prompt: Prompt, parts: Sequence[Part], decode: Callable[[Sequence[int]], str]
+    ) -> list[Sample]:
         """Return one sample per part that has a turn, or one empty sample if no part has one. Reward functions score
-        the sample with the last turn. `name` is the id of the rollout and of its first sample."""
+        the sample with the last turn. The text of a sample's prompt is that of the tokens before its first turn.
+
+        Args:
+            name: the id of the rollout and of its first sample.
+            decode: returns the text of token ids, including special tokens.
+        """
         parts = [part for part in parts if part.transcript.num_turns]
         transcripts = [part.transcript for part in parts]
         info = RolloutInfo(
@@ -60,7 +67,7 @@ class Outcome:
         return [
             part.transcript.sample(
                 name if number == 0 else f"{name}/{number}",
-                prompt,
+                replace(prompt, text=decode(part.transcript.prompt_ids)),
                 part.text,
                 name,
                 self._episode(info, part, is_last=part is scored),

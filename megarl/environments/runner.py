@@ -26,6 +26,7 @@ from megarl.environments.sessions.session import turn_seed
 from megarl.environments.text_length import ROOM, is_longer, num_tokens, texts_of
 from megarl.environments.tools import Message
 from megarl.environments.transcript import Part, Transcript
+from megarl.models.tokenizer import decode
 from megarl.usercode.failures import RESTARTS
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ class RolloutRunner:
             num_restarts += 1
             await asyncio.sleep(pause)
         self._count(rollout.outcome)
-        return rollout.samples()
+        return rollout.samples(partial(decode, self.tokenizer, skip_special_tokens=False))
 
     async def _play(self, rollout: _Rollout | AgentRollout, key: str, is_alone: bool) -> HostFailure | None:
         """Run a rollout once, in a process of the pool, and close its environment. Return the failure, if any."""
@@ -236,10 +237,15 @@ class _Rollout:
         opening = await _uninterrupted(reset)
         if opening["token_ids"] is not None:
             self._start_sample([], opening["token_ids"])
-        elif opening["messages"] is not None:
+            return
+        messages = opening["messages"]
+        if messages is None and self._runner.pool.tools and prompt.messages:
+            messages = prompt.messages  # the row's token ids do not describe the tools
+        if messages is not None:
             with _fails_rollout():
-                token_ids = await self._tokenize(self._tokens.begin, opening["messages"])
-            self._start_sample(opening["messages"], token_ids)
+                token_ids = await self._tokenize(self._tokens.begin, messages)
+                shown = await asyncio.to_thread(self._tokens.shown, messages)
+            self._start_sample(messages, token_ids, shown)
         elif len(prompt.token_ids):
             self._start_sample(prompt.messages, prompt.token_ids.tolist())
         else:
@@ -247,11 +253,17 @@ class _Rollout:
                 "reset returned no messages, but data.source=environment provides none. Fix: return messages from reset"
             )
 
-    def _start_sample(self, messages: Sequence[Message], token_ids: Sequence[int]) -> None:
+    def _start_sample(
+        self,
+        messages: Sequence[Message],
+        token_ids: Sequence[int],
+        shown: Sequence[Message] | None = None,
+    ) -> None:
+        """Start a sample with this context. `shown` are the messages to record, by default `messages`."""
         number = len(self.outcome.turn_rewards)
         self._parts.append(Part(Transcript(token_ids), "", self._messages, number, number))
         self._conversation = list(messages)
-        self._messages += messages
+        self._messages += messages if shown is None else shown
 
     @property
     def _num_tokens_left(self) -> int:
@@ -295,7 +307,8 @@ class _Rollout:
         """Append the observation. Start a new sample if it replaces the conversation or cannot be appended."""
         messages = step["messages"]
         if step["restart"]:
-            self._start_sample(messages, await self._tokenize(self._tokens.begin, messages))
+            token_ids = await self._tokenize(self._tokens.begin, messages)
+            self._start_sample(messages, token_ids, await asyncio.to_thread(self._tokens.shown, messages))
             return
         limit = partial(limit_observation, tokenizer=self._runner.tokenizer, settings=self._config.environment)
         messages = await asyncio.to_thread(limit, messages)
@@ -332,9 +345,9 @@ class _Rollout:
         self._conversation += messages
         self._messages += messages
 
-    def samples(self) -> list[Sample]:
+    def samples(self, decode: Callable[[Sequence[int]], str]) -> list[Sample]:
         """Return one sample per sequence that has a turn."""
-        return self.outcome.samples(self._request.id, self._request.prompt, self._parts)
+        return self.outcome.samples(self._request.id, self._request.prompt, self._parts, decode)
 
 
 class _ContextFull(Exception):

@@ -27,6 +27,10 @@ class Transcript:
         """The turns, each with its start index in `ids`."""
 
     @property
+    def prompt_ids(self) -> list[int]:
+        return self.ids[: self._num_prompt_tokens]
+
+    @property
     def num_response_tokens(self) -> int:
         return len(self.ids) - self._num_prompt_tokens
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
 from string import Template
-
-import matplotlib
-from matplotlib.figure import Figure
 
 from megarl.cluster.memory.shared_gpu import Load
 from megarl.config.device_spans import ENGINE, NAMES, device_spans
@@ -19,12 +17,20 @@ from megarl.planner.hardware import GIB, Cluster
 from megarl.planner.plan import Planned
 from megarl.planner.plan_text import table
 from megarl.planner.step_plan import StepPlan
-from megarl.report.page import resource
-from megarl.report.plots import PALETTE, SERIES, STYLE, as_svg, figure
+from megarl.report.charts import NUM_COLORS, resource
 from megarl.resharding.families.megatron import Coordinates
 
-WIDTH = 10.4
-"""Chart width in inches, equal to the width of charts in the report."""
+WIDTH, LABELS = 1050, 250
+"""Widths of a chart and of the labels at its left, in pixels."""
+
+CHARACTER = 6.6
+"""Width of a character of a label, in pixels."""
+
+MEMORY_ROW, TIME_ROW = 48, 30
+"""Heights of a bar with its margin, in pixels."""
+
+GPU_WIDTH = 110
+"""Minimum width of a GPU in the table, in pixels. Eight GPUs and the node's name fit the page."""
 
 
 def write(planned: Planned, path: Path) -> None:
@@ -42,8 +48,8 @@ def render(planned: Planned) -> str:
     )
     step_caption = "Predicted duration of each phase in seconds, with its largest part."
     charts = (
-        figure("GPU memory per phase", memory_caption, draw_memory(best.loads, best.cluster), wide=True),
-        figure("A step", step_caption, draw_timeline(best), wide=True),
+        _figure("GPU memory per phase", memory_caption, draw_memory(best.loads, best.cluster)),
+        _figure("A step", step_caption, draw_timeline(best)),
     )
     summary = [
         ("A step", f"{times.seconds:.1f} s"),
@@ -60,55 +66,90 @@ def render(planned: Planned) -> str:
         charts="".join(charts),
         placement=escape(f"{config.cluster.placement}: {spans}. Colors show pipeline stages."),
         gpus="".join(_node_rows(config, best.cluster)),
+        gpus_width=str(GPU_WIDTH * (best.cluster.gpus_per_node + 1)),
         words=escape(table(planned)),
     )
 
 
 def draw_memory(loads: Sequence[Load], cluster: Cluster) -> str:
     """Draw one stacked memory bar for each phase."""
-    with matplotlib.rc_context(STYLE):
-        picture = Figure(figsize=(WIDTH, 0.9 + 0.62 * len(loads)), facecolor="none", layout="constrained")
-        axes = picture.add_subplot(facecolor="none")
-        names = list(dict.fromkeys(part for load in loads for part in load.parts))
-        for row, load in enumerate(reversed(loads)):
-            left = 0.0
-            for part, size in load.parts.items():
-                shade = 1 - 0.55 * (names.index(part) // len(SERIES)) / max(1, len(names) // len(SERIES))
-                color = SERIES[names.index(part) % len(SERIES)]
-                axes.barh(row, size / GIB, left=left, height=0.55, color=color, alpha=shade, linewidth=0)
-                if size / GIB > 0.055 * cluster.gpu.memory_gib:
-                    label = f"{part.removeprefix('actor: ').removeprefix('engine: ')}\n{size / GIB:.1f}"
-                    axes.text(left + size / GIB / 2, row, label, ha="center", va="center", fontsize=7)
-                left += size / GIB
-        axes.axvline(cluster.gpu.memory_gib, color=PALETTE["--ink"], linewidth=1.2)
-        axes.set_yticks(range(len(loads)), [load.phase.replace(", on", ",\non") for load in reversed(loads)])
-        axes.set_xlabel("GiB")
-        axes.set_xlim(0, 1.02 * max(cluster.gpu.memory_gib, *(load.total / GIB for load in loads)))
-        axes.grid(visible=False, axis="y")
-        return as_svg(picture, "GPU memory per phase")
+    names = list(dict.fromkeys(part for load in loads for part in load.parts))
+    most = 1.02 * max(cluster.gpu.memory_gib, *(load.total / GIB for load in loads))
+    shapes: list[str] = []
+    for row, load in enumerate(loads):
+        left, y = 0.0, row * MEMORY_ROW
+        first, separator, rest = load.phase.partition(", on")
+        shapes.append(_text(LABELS - 8, y + 20, first, "end"))
+        shapes.append(_text(LABELS - 8, y + 36, (separator + rest).removeprefix(", "), "end", "--muted"))
+        for part, size in load.parts.items():
+            shade = 1 - 0.55 * (names.index(part) // NUM_COLORS) / max(1, len(names) // NUM_COLORS)
+            x, width = _x(left, most), _x(size / GIB, most) - LABELS
+            title = f"{part}: {size / GIB:.1f} GiB"
+            shapes.append(_bar(x, y + 2, width, MEMORY_ROW - 8, names.index(part), title, shade))
+            if size / GIB > 0.055 * cluster.gpu.memory_gib:
+                label = part.removeprefix("actor: ").removeprefix("engine: ")
+                if CHARACTER * len(label) < width:
+                    shapes.append(_text(x + width / 2, y + 20, label, "middle"))
+                shapes.append(_text(x + width / 2, y + 34, f"{size / GIB:.1f}", "middle"))
+            left += size / GIB
+    height = len(loads) * MEMORY_ROW
+    limit = _x(cluster.gpu.memory_gib, most)
+    shapes.append(f'<line x1="{limit:.1f}" x2="{limit:.1f}" y1="0" y2="{height}" stroke="var(--ink)"/>')
+    return _svg("GPU memory per phase", height, [*shapes, *_scale(most, height, "GiB")])
 
 
 def draw_timeline(plan: StepPlan) -> str:
     """Draw the phases of a step over time. Each phase has its own row and is labeled with its largest part."""
     spans, bounds, step = plan.times.spans, plan.times.bounds, plan.times.seconds
-    with matplotlib.rc_context(STYLE):
-        picture = Figure(figsize=(WIDTH, 0.8 + 0.42 * len(spans)), facecolor="none", layout="constrained")
-        axes = picture.add_subplot(facecolor="none")
-        for row, (phase, (start, end)) in enumerate(spans.items()):
-            axes.barh(-row, end - start, left=start, height=0.6, color=SERIES[row % len(SERIES)], linewidth=0)
-            label = f"{end - start:.1f} s" + (f": {bounds[phase]}" if phase in bounds else "")
-            if end - start > 0.6 * step:
-                position, side = (start + end) / 2, "center"
-            elif start > step / 2:
-                position, side = start - 0.005 * step, "right"
-            else:
-                position, side = end + 0.005 * step, "left"
-            axes.text(position, -row, label, ha=side, va="center", fontsize=8)
-        axes.set_yticks([-row for row in range(len(spans))], list(spans))
-        axes.set_xlabel("seconds")
-        axes.set_xlim(0, step)
-        axes.grid(visible=False, axis="y")
-        return as_svg(picture, "A step")
+    shapes: list[str] = []
+    for row, (phase, (start, end)) in enumerate(spans.items()):
+        y, left, right = row * TIME_ROW, _x(start, step), _x(end, step)
+        label = f"{end - start:.1f} s" + (f": {bounds[phase]}" if phase in bounds else "")
+        shapes += [_text(LABELS - 8, y + 19, phase, "end"), _bar(left, y + 3, right - left, TIME_ROW - 8, row, label)]
+        if end - start > 0.6 * step:
+            shapes.append(_text((left + right) / 2, y + 19, label, "middle"))
+        elif start > step / 2:
+            shapes.append(_text(left - 6, y + 19, label, "end"))
+        else:
+            shapes.append(_text(right + 6, y + 19, label, "start"))
+    height = len(spans) * TIME_ROW
+    return _svg("A step", height, [*shapes, *_scale(step, height, "seconds")])
+
+
+def _x(value: float, most: float) -> float:
+    return LABELS + (WIDTH - LABELS - 10) * value / most
+
+
+def _bar(x: float, y: float, width: float, height: float, color: int, title: str, opacity: float = 1.0) -> str:
+    return (
+        f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.5):.1f}" height="{height}" fill-opacity="{opacity:.2f}" '
+        f'fill="var(--series-{1 + color % NUM_COLORS})"><title>{escape(title)}</title></rect>'
+    )
+
+
+def _text(x: float, y: float, text: str, anchor: str, color: str = "--ink") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="var({color})">{escape(text)}</text>'
+
+
+def _scale(most: float, height: float, unit: str) -> list[str]:
+    """Return the labels of the x-axis, at multiples of 1, 2 or 5 times a power of ten, and its unit."""
+    power = 10.0 ** math.floor(math.log10(most / 5))
+    spacing = next(digit * power for digit in (1, 2, 5, 10) if most / (digit * power) <= 10)
+    values = [spacing * i for i in range(1, int(most / spacing) + 1)]
+    labels = [_text(_x(value, most), height + 16, f"{value:g}", "middle", "--muted") for value in values]
+    return [*labels, _text(LABELS - 8, height + 16, unit, "end", "--muted")]
+
+
+def _svg(title: str, height: float, shapes: Sequence[str]) -> str:
+    return (
+        f'<svg role="img" aria-label="{escape(title)}" viewBox="0 0 {WIDTH} {height + 24}" font-size="12">'
+        f"{''.join(shapes)}</svg>"
+    )
+
+
+def _figure(title: str, explanation: str, svg: str) -> str:
+    caption = f"<figcaption>{escape(title)}<span>{escape(explanation)}</span></figcaption>"
+    return f"<figure class=wide>{caption}{svg}</figure>"
 
 
 def _node_rows(config: Config, cluster: Cluster) -> Iterator[str]:
@@ -118,7 +159,7 @@ def _node_rows(config: Config, cluster: Cluster) -> Iterator[str]:
         cells = []
         for gpu in range(first, min(first + cluster.gpus_per_node, cluster.num_gpus)):
             lines, stage = _on_gpu(config, spans, gpu)
-            kind = "" if stage is None else f" class=stage{stage % len(SERIES)}"
+            kind = "" if stage is None else f" class=stage{stage % NUM_COLORS}"
             text = "".join(f"<span>{escape(line)}</span>" for line in lines)
             cells.append(f"<td{kind}>{gpu}{text}</td>")
         yield f"<tr><th>node {first // cluster.gpus_per_node}</th>{''.join(cells)}</tr>"

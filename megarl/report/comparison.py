@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 from string import Template
@@ -12,8 +13,9 @@ from megarl.config import document
 from megarl.config.document import leaves
 from megarl.core.errors import UserError
 from megarl.core.files import replace_text
-from megarl.report.page import Contents, read_contents, resource, summary
-from megarl.report.plots import CHARTS, REWARD, SERIES, WIDE, charted_metrics, draw_overlaid, figure
+from megarl.report.charts import CHARTS, NUM_COLORS, REWARD, Chart, Line, charted_metrics, resource
+from megarl.report.history import History
+from megarl.report.page import CHART_SCRIPTS, Contents, chart_parts, read_contents, summary
 
 ABSENT = "–"
 NAMES = ("run.name", "run.folder", "run.replace", "resume")
@@ -23,9 +25,9 @@ NAMES = ("run.name", "run.folder", "run.replace", "resume")
 def write(folders: Sequence[Path]) -> Path:
     """Write a comparison of runs to the first run's folder and return its path. Raise a UserError if one of the folders
     is not a run folder, or there are more runs than chart colors."""
-    if len(folders) > len(SERIES):
+    if len(folders) > NUM_COLORS:
         raise UserError(
-            f"{len(folders)} runs: a chart can show at most {len(SERIES)}. Fix: pass at most {len(SERIES)} runs"
+            f"{len(folders)} runs: a chart can show at most {NUM_COLORS}. Fix: pass at most {NUM_COLORS} runs"
         )
     runs = [read_contents(folder) for folder in folders]
     others = "_".join(Path(folder).resolve().name for folder in folders[1:])
@@ -35,20 +37,19 @@ def write(folders: Sequence[Path]) -> Path:
 
 
 def render(runs: Sequence[Contents], folders: Sequence[str]) -> str:
-    """Return the comparison page as HTML. The page has no scripts and loads no external resources."""
+    """Return the comparison page as HTML. The page loads no external resources."""
     names, figures = labels([run.name for run in runs], folders), [dict(summary(run)) for run in runs]
     configs = [dict(leaves(document.read(run.config_text) or {})) for run in runs]
     differences = list(_differences(configs))
+    histories = dict(zip(names, (run.history for run in runs), strict=True))
     count = {0: "No keys differ.", 1: "One key differs."}.get(len(differences), f"{len(differences)} keys differ.")
     return Template(resource("comparison.html")).substitute(
         title=escape(" and ".join(names)),
         subtitle=escape(" · ".join(folders)),
-        style=resource("page.css"),
         figures=_table(names, ((label, [column[label] for column in figures]) for label in figures[0])),
         config_note=count,
         differences=_table(names, differences) if differences else "",
-        charts=_charts(runs, names),
-        other_charts=_other_charts(runs, names),
+        **chart_parts([chart for chart in _charts(histories) if chart.lines], histories, CHART_SCRIPTS),
     )
 
 
@@ -75,20 +76,20 @@ def _table(names: Sequence[str], rows: Iterable[tuple[str, list[str]]]) -> str:
     return f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
 
 
-def _charts(runs: Sequence[Contents], names: Sequence[str]) -> str:
-    """Return a figure for each metric that has a chart in the report on a single run."""
-    histories = dict(zip(names, (run.history for run in runs), strict=True))
-    figures = []
+def _charts(histories: Mapping[str, History]) -> Iterator[Chart]:
+    """Yield a chart for each metric, with one line per run that has the metric. Metrics that have a chart in the report
+    on a single run come first."""
     for chart in (REWARD, *CHARTS):
-        for metric, label in chart.lines:
-            title = chart.title if len(chart.lines) == 1 else f"{chart.title}: {label}"
-            size = {"size": WIDE} if chart is REWARD else {}
-            drawn = draw_overlaid(title, metric, histories, chart, **size)
-            figures.append(figure(title, chart.explanation.split("; the band")[0], drawn, wide=chart is REWARD))
-    return "".join(figures) or '<p class="note">No step has finished yet.</p>'
+        for line in chart.drawn:
+            title = chart.title if len(chart.lines) == 1 else f"{chart.title}: {line.label}"
+            explanation = chart.explanation.split("; the band")[0]
+            lines = _lines(histories, line.metrics[0])
+            yield replace(chart, title=title, explanation=explanation, lines=lines, band=(), spread="")
+    others = {metric for history in histories.values() for metric in history.columns} - charted_metrics()
+    for metric in sorted(others):
+        yield Chart(metric, "", _lines(histories, metric), place="other-charts")
 
 
-def _other_charts(runs: Sequence[Contents], names: Sequence[str]) -> str:
-    histories = dict(zip(names, (run.history for run in runs), strict=True))
-    metrics = sorted({metric for run in runs for metric in run.history.columns} - charted_metrics())
-    return "".join(figure(metric, "", draw_overlaid(metric, metric, histories)) for metric in metrics)
+def _lines(histories: Mapping[str, History], metric: str) -> tuple[Line, ...]:
+    present = ((run, name) for run, (name, history) in enumerate(histories.items()) if len(history.finite(metric)))
+    return tuple(Line(name, (metric,), run=run) for run, name in present)

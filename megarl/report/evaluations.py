@@ -1,20 +1,18 @@
-"""Renders the evaluation section of the report: samples, and one curve with a confidence interval per estimate."""
+"""The evaluation section of the report: samples, and one chart with a confidence interval per estimate."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from megarl.core.jsonl import read_objects
+from megarl.report.charts import Chart
 from megarl.report.history import History
-from megarl.report.plots import Band, Chart, draw, figure
 from megarl.report.viewer import FileCache, number_or_none, score_of, select_turn_fields, shorten, spread, spread_stably
 
 PREFIX = "evaluation/"
@@ -50,45 +48,25 @@ def read_evaluations(files: Mapping[str, Mapping[int, Path]], cache: FileCache |
     ]
 
 
-def render_evaluations(history: History, sets: list[SetSamples]) -> str:
-    """Return the evaluation section as HTML without scripts. The section is empty if the run has no evaluations."""
-    charts = "".join(
-        figure(chart.title, chart.explanation, draw(chart, evaluated)) for chart, evaluated in charts_of(history)
-    )
-    samples = "".join(_set(item) for item in sets)
-    if not charts and not samples:
-        return ""
-    note = "Shaded areas are 95 % confidence intervals over prompts. They exclude rollouts that could not be scored."
-    return (
-        f'<section id="evaluations"><h2>Evaluation</h2><p class="note">{note}</p><div class="grid">{charts}</div>'
-        f"{samples}</section>"
-    )
+def render_samples(sets: list[SetSamples]) -> str:
+    """Return the samples as HTML without scripts."""
+    return "".join(_set(item) for item in sets)
 
 
-def charts_of(history: History) -> list[tuple[Chart, History]]:
-    """Return the charts for each evaluation set, each with the history of the evaluated steps. They show the mean
-    score, and pass@k and pass^k for the largest k."""
+def evaluation_charts(history: History) -> Iterator[Chart]:
+    """Yield the charts for each evaluation set. They show the mean score, and pass@k and pass^k for the largest k."""
     matches = [match for match in map(ESTIMATE.fullmatch, history.columns) if match is not None]
     max_k = {match[1]: int(match[4]) for match in matches if match[3] == "avg@"}
-    charts = []
     for metric, name, estimate, kind, k in ((match[0], *match.groups()) for match in matches):
-        if int(k) != max_k.get(name, int(k)):
-            continue
-        title, explanation = f"Evaluation: {name}, {estimate}", EXPLANATION[kind].format(k=k)
-        chart = Chart(title, explanation, ((metric, estimate),), band=_band(metric), share=kind != "avg@")
-        charts.append((chart, _where(history, metric)))
-    return charts
-
-
-def _band(metric: str) -> Band:
-    return lambda history: (history[f"{metric}_low"], history[f"{metric}_high"])
-
-
-def _where(history: History, metric: str) -> History:
-    """Return the history of the steps that have the metric."""
-    is_present = np.isfinite(history[metric])
-    columns = {name: values[is_present] for name, values in history.columns.items() if name.startswith(metric)}
-    return History(history.steps[is_present], columns, {}, [])
+        if int(k) == max_k.get(name, int(k)) and len(history.finite(metric)):
+            yield Chart(
+                f"Evaluation: {name}, {estimate}",
+                EXPLANATION[kind].format(k=k),
+                ((metric, estimate),),
+                band=(f"{metric}_low", f"{metric}_high"),
+                share=kind != "avg@",
+                place="evaluation-charts",
+            )
 
 
 def _read(file: Path) -> list[dict[str, Any]]:

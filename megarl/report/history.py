@@ -25,12 +25,14 @@ class History:
         columns: maps each metric to its values, float64 [S]. Steps without a finite value have NaN.
         nonfinite: maps each metric to the steps whose value is NaN or infinite.
         unreadable: numbers of the lines in metrics.jsonl that could not be parsed.
+        revision: a number that changes unless steps are only appended.
     """
 
     steps: np.ndarray
     columns: Mapping[str, np.ndarray]
     nonfinite: Mapping[str, list[int]]
     unreadable: list[int]
+    revision: int = 0
 
     def __getitem__(self, metric: str) -> np.ndarray:
         """Return the values of a metric as float64 [S]. All values are NaN if the run does not have the metric."""
@@ -52,7 +54,7 @@ class HistoryReader:
     """Reads a growing metrics.jsonl file. Each `read` parses only the lines appended since the previous `read`."""
 
     def __init__(self, path: Path):
-        self._path = path
+        self._path, self._revision = path, 0
         self._forget()
 
     def _forget(self) -> None:
@@ -61,6 +63,7 @@ class HistoryReader:
         self._steps: list[int] = []
         self._values: dict[str, list[float]] = {}
         self._nonfinite: dict[int, list[str]] = {}
+        self._revision += 1
 
     def read(self) -> History:
         """Return the current history. Raise a UserError if the file is not a regular file."""
@@ -70,7 +73,8 @@ class HistoryReader:
             for name in self._nonfinite.get(step, ()):
                 nonfinite.setdefault(name, []).append(step)
         columns = {name: np.array(values) for name, values in self._values.items()}
-        return History(np.array(self._steps, dtype=np.int64), columns, nonfinite, [*self._unreadable, *tail])
+        steps, unreadable = np.array(self._steps, dtype=np.int64), [*self._unreadable, *tail]
+        return History(steps, columns, nonfinite, unreadable, self._revision)
 
     def _append(self) -> list[int]:
         """Add the new lines. Return a list that is empty, or contains the number of an incomplete last line."""
@@ -101,6 +105,7 @@ class HistoryReader:
         """Add a step, or replace its earlier line."""
         step, names = record["step"], record.get("nonfinite")
         index = bisect_left(self._steps, step)
+        before = [values[index] for values in self._values.values()] if index < len(self._steps) else None
         if self._steps[index : index + 1] != [step]:
             self._steps.insert(index, step)
             for values in self._values.values():
@@ -110,6 +115,9 @@ class HistoryReader:
                 self._values[name] = [np.nan] * len(self._steps)
         for name, values in self._values.items():
             values[index] = _number(record.get(name))
+        after = [values[index] for values in self._values.values()]
+        if before is not None and not np.array_equal(before, after, equal_nan=True):
+            self._revision += 1
         self._nonfinite[step] = [str(name) for name in names] if isinstance(names, list) else []
 
 

@@ -1,10 +1,8 @@
 // Polls the server for changes and inserts them. Controls, open sections and the scroll position are preserved.
 const POLL_MS = 2000;
-const OTHERS = "other-charts";
-const others = document.getElementById("others");
 let hashes = JSON.parse(document.body.dataset.hashes);
 
-// The server escapes all text in the sections. Rollouts are inserted as text.
+// The server escapes all text in the sections. Rollouts and metrics are inserted as text.
 function insert(sections) {
   for (const [id, html] of Object.entries(sections)) {
     const part = document.getElementById(id);
@@ -24,24 +22,33 @@ function updateSteps(order, changed) {
   fill(atLast ? null : selected);
 }
 
+// Adds the metrics of new steps, or replaces all charts if the run has other metrics or has rewritten steps.
+function updateCharts(charts, points) {
+  if (charts) {
+    const [{ name }] = runs.splice(0);
+    addRun({ name, ...points });
+    addFigures(charts);
+  } else if (points) {
+    append(runs[0], points);
+    for (const figure of figures.values()) update(figure);
+  }
+}
+
 async function poll() {
   const note = document.getElementById("live");
   try {
-    const query = new URLSearchParams(hashes);
-    if (others.open && !query.has(OTHERS)) query.set(OTHERS, "");
-    if (!others.open) query.delete(OTHERS);
-    const answer = await fetch("changes?" + query, { cache: "no-store" });
+    const answer = await fetch("changes?" + new URLSearchParams(hashes), { cache: "no-store" });
     if (!answer.ok) throw new Error(await answer.text());
     const changes = await answer.json();
-    hashes = { ...(OTHERS in hashes ? { [OTHERS]: hashes[OTHERS] } : {}), ...changes.hashes };
+    hashes = changes.hashes;
     insert(changes.sections);
+    updateCharts(changes.charts, changes.points);
     updateSteps(changes.order, changes.steps);
-    note.textContent = "live";
+    note.textContent = changes.state;
   } catch (error) {
     note.textContent = "megarl watch has stopped. This page shows the last state.";
   }
   setTimeout(poll, POLL_MS);
 }
 
-others.addEventListener("toggle", () => others.open && !(OTHERS in hashes) && (document.getElementById(OTHERS).textContent = "…"));
 setTimeout(poll, POLL_MS);

@@ -14,19 +14,15 @@ import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
 
-import numpy as np
-
 from megarl.core.errors import UserError
-from megarl.report.evaluations import render_evaluations
-from megarl.report.history import History
-from megarl.report.page import ContentsReader, other_charts, render, text_sections
-from megarl.report.plots import MAX_POINTS, report_figures
+from megarl.report.charts import axes_of, describe, pack
+from megarl.report.page import ContentsReader, page_charts, render, render_sections, state_of
 from megarl.report.viewer import StepRollouts
 from megarl.run.folder import RunFolder
 
@@ -34,15 +30,14 @@ HOST = "127.0.0.1"
 TIMEOUT_S = 30
 """Seconds after which a silent connection is closed. Otherwise, other users of the machine could exhaust threads."""
 
+CHARTS, POINTS = "charts", "points"
+"""Keys of a page's charts and of its number of steps, in addition to the ids of elements and to steps."""
+
 HEADERS = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer", "X-Content-Type-Options": "nosniff"}
 
 
-OTHERS = "other-charts"
-"""Id of the element with charts that are drawn only while they are visible."""
-
-
 class LiveReport:
-    """The current report on a run. When the run's files change, only the changes are read and drawn."""
+    """The current report on a run. When the run's files change, only the changes are read."""
 
     def __init__(self, folder: Path):
         """Raise a UserError if `folder` is not a run folder."""
@@ -50,51 +45,50 @@ class LiveReport:
         self._lock = threading.Lock()
         self._reader = ContentsReader(self._folder.path)
         self._state: str | None = None
-        self._drawn: dict[str, tuple[str, str]] = {}
-        """Maps the id of each element with charts to the hash of its data and its HTML."""
         self._steps: dict[int, tuple[StepRollouts, str]] = {}
         """Maps the `id()` of each step in the rollout viewer to the step and its hash."""
         self.page()
 
     def page(self) -> str:
-        """Return the complete page, without the charts that are initially hidden."""
+        """Return the complete page."""
         with self._lock:
-            sections = self._sections()
-            return render(self._contents, {**sections, OTHERS: ""}, self._hashes(sections))
+            self._refresh()
+            return render(self._contents, self._hashes(render_sections(self._contents)) | self._position())
 
-    def changes(self, hashes: Mapping[str, str]) -> dict[str, Any]:
-        """Return the changes since the page received elements and steps with these hashes. The element OTHERS is
-        included only if `hashes` contains it, possibly with an empty hash."""
+    def changes(self, known: Mapping[str, str]) -> dict[str, Any]:
+        """Return the changes since the page received elements and steps with these hashes, and metrics up to this
+        position. If the page has the current charts and an unchanged part of the history, only the new steps' metrics
+        are returned."""
         with self._lock:
-            sections = self._sections(OTHERS in hashes)
-            new = self._hashes(sections)
-            steps = self._contents.rollouts.steps
+            self._refresh()
+            run = self._contents
+            sections, position = render_sections(run), self._position()
+            new, steps = self._hashes(sections), run.rollouts.steps
             return {
-                "hashes": new,
-                "sections": {name: html for name, html in sections.items() if hashes.get(name) != new[name]},
+                "state": state_of(run),
+                "hashes": new | position,
+                "sections": {name: html for name, html in sections.items() if known.get(name) != new[name]},
                 "order": [step.step for step in steps],
-                "steps": [asdict(step) for step in steps if hashes.get(str(step.step)) != new[str(step.step)]],
+                "steps": [asdict(step) for step in steps if known.get(str(step.step)) != new[str(step.step)]],
+                **self._new_metrics(known, position),
             }
 
-    def _sections(self, draws_others: bool = False) -> dict[str, str]:
-        """Read new data. Return the HTML of the page's changing elements, keyed by id."""
+    def _refresh(self) -> None:
         if (state := self._fingerprint()) != self._state:
             self._contents, self._state = self._reader.read(), state
-        run, history = self._contents, _whole_bins(self._contents.history)
-        values = _hash(history.steps, *(part for item in history.columns.items() for part in item))
-        sections = text_sections(run) | {"charts": self._draw("charts", values, lambda: report_figures(history))}
-        evaluated = _hash(values, json.dumps([asdict(item) for item in run.evaluations]))
-        sections["evaluation-part"] = self._draw(
-            "evaluation-part", evaluated, lambda: render_evaluations(history, run.evaluations)
-        )
-        if draws_others:
-            sections[OTHERS] = self._draw(OTHERS, values, lambda: other_charts(history))
-        return sections
+            self._charts = page_charts(self._contents.history)
 
-    def _draw(self, name: str, shown: str, draw: Callable[[], str]) -> str:
-        if self._drawn.get(name, ("", ""))[0] != shown:
-            self._drawn[name] = shown, draw()
-        return self._drawn[name][1]
+    def _position(self) -> dict[str, str]:
+        """Return the hash of the charts and the history's revision, and the number of steps in the history."""
+        history = self._contents.history
+        names = json.dumps([describe(self._charts), [*history.columns], [*axes_of(history)], history.revision])
+        return {CHARTS: _hash(names), POINTS: str(len(history.steps))}
+
+    def _new_metrics(self, known: Mapping[str, str], position: Mapping[str, str]) -> dict[str, Any]:
+        history, start = self._contents.history, known.get(POINTS, "")
+        if known.get(CHARTS) != position[CHARTS] or not (start.isascii() and start.isdigit() and len(start) < 19):
+            return {"charts": describe(self._charts), "points": pack(history)}
+        return {"points": pack(history, int(start))} if int(start) < len(history.steps) else {}
 
     def _hashes(self, sections: Mapping[str, str]) -> dict[str, str]:
         """Return the hash of each element and of each step in the rollout viewer."""
@@ -114,21 +108,8 @@ class LiveReport:
         return " ".join(f"{name}:{stat.st_size}:{stat.st_mtime_ns}" for name, stat in stats)
 
 
-def _whole_bins(history: History) -> History:
-    """Return the history without its last steps if they are too few for a point on the charts. Otherwise each new step
-    would change all points."""
-    num_steps = len(history.steps)
-    width = -(-num_steps // MAX_POINTS)
-    shown = num_steps // width * width if num_steps else 0
-    columns = {name: values[:shown] for name, values in history.columns.items()}
-    return replace(history, steps=history.steps[:shown], columns=columns)
-
-
-def _hash(*parts: str | np.ndarray) -> str:
-    digest = hashlib.blake2b(digest_size=8)
-    for part in parts:
-        digest.update(part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part.tobytes())
-    return digest.hexdigest()
+def _hash(text: str) -> str:
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
 @contextmanager

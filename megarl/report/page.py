@@ -6,7 +6,7 @@ import base64
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from html import escape
 from pathlib import Path
@@ -20,9 +20,9 @@ from megarl.config import document
 from megarl.config.continuation import Change
 from megarl.core.errors import UserError
 from megarl.core.files import parse_json, read_text
-from megarl.report.evaluations import PREFIX, SetSamples, read_evaluations, render_evaluations
+from megarl.report.charts import Chart, charts_of, data_json, other_charts, resource, script_json, tokens_per_second
+from megarl.report.evaluations import PREFIX, SetSamples, evaluation_charts, read_evaluations, render_samples
 from megarl.report.history import History, HistoryReader
-from megarl.report.plots import AGE, MAX_POINTS, Chart, charted_metrics, draw, figure, report_figures
 from megarl.report.viewer import MAX_CHARACTERS, FileCache, Rollouts, read_rollouts
 from megarl.run.folder import RunFolder, changes_in, warnings_in
 from megarl.run.loggers import duration
@@ -116,53 +116,63 @@ def _manifest_of(path: Path, text: str) -> dict[str, Any]:
     return manifest
 
 
-SCRIPTS = ("tokens.js", "page.js")
+CHART_SCRIPTS = ("dom.js", "uplot/uPlot.iife.min.js", "charts.js")
+SCRIPTS = (*CHART_SCRIPTS, "tokens.js", "page.js")
+STYLES = ("uplot/uPlot.min.css", "page.css")
 
 
-def render(run: Contents, sections: Mapping[str, str] | None = None, hashes: Mapping[str, str] | None = None) -> str:
+def render(run: Contents, hashes: Mapping[str, str] | None = None) -> str:
     """Return the report page as HTML. The page loads no external resources, and its content security policy allows only
     its own scripts.
 
     Args:
-        sections: HTML of the page's changing elements, keyed by id, as returned by `render_sections`.
         hashes: hashes of a live page's elements and steps, which the page sends when it polls the server. None for a
             static page.
     """
     is_live = hashes is not None
-    sections = render_sections(run) if sections is None else sections
-    script = "".join(map(resource, (*SCRIPTS, "live.js") if is_live else SCRIPTS))
-    digest = hashlib.sha256(script.encode()).digest()
     return Template(resource("page.html")).substitute(
         name=escape(run.name),
         subtitle=escape(run.subtitle),
-        style=resource("page.css"),
         hashes=f' data-hashes="{escape(json.dumps(hashes))}"' if is_live else "",
         connect="connect-src 'self'; " if is_live else "",
-        live='<p class="note" id="live">live</p>\n' if is_live else "",
-        **{name.replace("-", "_"): html for name, html in sections.items()},
-        rollouts=_script_json([asdict(step) for step in run.rollouts.steps]),
+        live=f'<p class="note" id="live">{state_of(run)}</p>\n' if is_live else "",
+        **{name.replace("-", "_"): html for name, html in render_sections(run).items()},
+        rollouts=script_json([asdict(step) for step in run.rollouts.steps]),
         config=escape(run.config_text),
         manifest=escape(run.manifest_text),
-        script=script,
-        script_hash=base64.b64encode(digest).decode(),
+        **chart_parts(page_charts(run.history), {run.name: run.history}, (*SCRIPTS, "live.js") if is_live else SCRIPTS),
     )
+
+
+def chart_parts(charts: Sequence[Chart], runs: Mapping[str, History], scripts: Sequence[str]) -> dict[str, str]:
+    """Return the parts of a page with charts: controls, data, styles, and the scripts with their hash."""
+    script = "\n".join(map(resource, scripts))
+    return {
+        "style": "\n".join(map(resource, STYLES)),
+        "chart_controls": resource("chart_controls.html"),
+        "chart_data": data_json(charts, runs),
+        "script": script,
+        "script_hash": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+    }
+
+
+def page_charts(history: History) -> list[Chart]:
+    """Return the charts of a report on one run."""
+    return [*charts_of(history), *evaluation_charts(history), *other_charts(history, PREFIX)]
+
+
+def state_of(run: Contents) -> str:
+    """Return "finished" if the run has reached its last step, else "live"."""
+    return "finished" if run.target_steps and _last_step(run.history) >= run.target_steps else "live"
 
 
 def render_sections(run: Contents) -> dict[str, str]:
     """Return the HTML of the elements that change during a run, keyed by id."""
-    return text_sections(run) | {
-        "charts": report_figures(run.history),
-        "other-charts": other_charts(run.history),
-        "evaluation-part": render_evaluations(run.history, run.evaluations),
-    }
-
-
-def text_sections(run: Contents) -> dict[str, str]:
-    """Return the HTML of the changing elements that contain no charts, keyed by id. They are cheap to render."""
     return {
         "notes": "".join(f"<li>{escape(note)}</li>" for note in notes(run)),
         "summary": "".join(f"<div><dt>{escape(term)}</dt><dd>{escape(text)}</dd></div>" for term, text in summary(run)),
         "rollout-note": escape(rollout_note(run.rollouts)),
+        "evaluation-samples": render_samples(run.evaluations),
     }
 
 
@@ -174,12 +184,12 @@ def summary(run: Contents) -> list[tuple[str, str]]:
     memory = history.finite("memory/peak_pss_gb")
     memory = memory if len(memory) else history.finite("memory/peak_rss_gb")
     mismatch = history.finite("mismatch/logprob_abs_max")
-    steps = str(_last_step(history))
+    steps, rate = str(_last_step(history)), tokens_per_second(history)
     return [
         ("Reward, first step → mean of last 3", f"{_mean(reward[:1], '.3f')} → {_mean(reward[-3:], '.3f')}"),
         ("Steps", f"{steps} of {run.target_steps}" if run.target_steps else steps),
         ("Time in steps", duration(times.sum()) if len(times) else "–"),
-        ("Tokens per second", _mean(history.finite("throughput/tokens_per_second"), ",.0f")),
+        ("Tokens per second", "–" if rate is None else f"{rate:,.0f}"),
         ("Peak memory", f"{memory.max():.2f} GB" if len(memory) else "–"),
         ("Largest mismatch", f"{mismatch.max():.1e}" if len(mismatch) else "–"),
     ]
@@ -188,7 +198,7 @@ def summary(run: Contents) -> list[tuple[str, str]]:
 def notes(run: Contents) -> list[str]:
     """Return notes about incomplete or unusual data. The page shows them above the charts."""
     history = run.history
-    texts = []
+    texts = [] if len(history.steps) else ["No step has finished yet."]
     if run.target_steps and _last_step(history) < run.target_steps:
         texts.append(f"The run has reached step {_last_step(history)} of {run.target_steps}.")
     texts += [f"Step {warning['step']}: {warning['name']}: {warning['message']}." for warning in run.warnings]
@@ -212,11 +222,6 @@ def notes(run: Contents) -> list[str]:
     broken = [step.step for step in run.rollouts.steps if step.unreadable]
     if broken:
         texts.append(f"The rollout file of {_listed('step', broken)} has lines that could not be parsed.")
-    if len(history.steps) > MAX_POINTS:
-        texts.append(
-            f"The charts show {len(history.steps)} steps as {MAX_POINTS} points. Lines show the mean of the steps in"
-            " a point, and shaded areas show their range."
-        )
     return texts
 
 
@@ -238,26 +243,6 @@ def rollout_note(rollouts: Rollouts) -> str:
         f"This section shows {selection}. Texts are limited to {MAX_CHARACTERS} characters. All samples are in "
         "rollouts/."
     )
-
-
-def other_charts(history: History) -> str:
-    others = sorted(
-        name
-        for name in set(history.columns) - charted_metrics()
-        if not name.startswith(PREFIX) and not AGE.fullmatch(name)
-    )
-    charts = [Chart(metric, "", ((metric, metric),)) for metric in others]
-    return "".join(figure(chart.title, chart.explanation, draw(chart, history)) for chart in charts)
-
-
-def _script_json(value: object) -> str:
-    """Return JSON that is safe inside a script element because it cannot contain a closing tag."""
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
-
-
-def resource(name: str) -> str:
-    return Path(__file__).with_name(name).read_text(encoding="utf-8")
 
 
 def _last_step(history: History) -> int:

@@ -1,23 +1,6 @@
-"use strict";
 // Renders a response as blocks: conversation turns, or spans of trained and masked tokens with token colors.
 
 const TOOL_CALL = /<tool_call>[\s\S]*?(?:<\/tool_call>|$)|<function=[\s\S]*?(?:<\/function>|$)|\[TOOL_CALLS\][^\n]*/g;
-
-function element(tag, className, content) {
-  const node = document.createElement(tag);
-  node.className = className;
-  if (typeof content === "string") node.textContent = content;
-  else node.append(...content);
-  return node;
-}
-
-function asText(value) {
-  return typeof value === "string" ? value : JSON.stringify(value);
-}
-
-function number(value) {
-  return typeof value === "number" ? String(Number(value.toPrecision(4))) : asText(value);
-}
 
 // Returns [begin, end] for each tool call in a text.
 function toolCalls(text) {

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
 import subprocess
 import threading
 from html.parser import HTMLParser
@@ -16,11 +14,8 @@ import pytest
 from megarl import report
 from megarl.report import comparison
 from megarl.report.live import LiveReport, serve
+from tests.browser.chromium import SCREENSHOTS, command
 from tests.timing import WAIT_S
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-SCREENSHOTS = os.environ.get("SCREENSHOTS")
-"""A folder for screenshots of the pages, for manual inspection."""
 
 TEXTS = ["I", " ask", ".", "<tool_call>", "calc(7*6)", "</tool_call>", "\n42\n", "It", " is", " 42", "<b>!</b>"]
 RUNS = [6, 1, 4]
@@ -112,11 +107,8 @@ class Elements(HTMLParser):
 
 def browse(address: str, folder: Path, *options: str, wait_ms: int = 1000) -> tuple[Elements, str]:
     """Open a page. Return its elements after its scripts ran, and the browser's console errors."""
-    assert CHROMIUM, "Chromium is not installed. Fix: run make test-browser, which installs it"
-    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
-    command += ["--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1", "--disable-background-networking"]
-    command += ["--enable-logging=stderr", f"--user-data-dir={folder / 'chromium'}", f"--virtual-time-budget={wait_ms}"]
-    ran = subprocess.run([*command, *options, "--dump-dom", address], capture_output=True, text=True, timeout=WAIT_S)
+    flags = ("--enable-logging=stderr", f"--virtual-time-budget={wait_ms}", "--dump-dom")
+    ran = subprocess.run([*command(folder), *flags, *options, address], capture_output=True, text=True, timeout=WAIT_S)
     assert ran.returncode == 0, ran.stderr
     return Elements(ran.stdout), "\n".join(line for line in ran.stderr.splitlines() if "CONSOLE" in line)
 
@@ -141,7 +133,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def take_picture(address: str, name: str, folder: Path) -> None:
     if SCREENSHOTS:
         picture = f"--screenshot={Path(SCREENSHOTS) / name}.png"
-        browse(address, folder, picture, "--window-size=1200,2600", "--hide-scrollbars")
+        browse(address, folder, picture, "--window-size=1200,2600")
 
 
 def test_rollouts_show_turns_tool_calls_and_masked_tokens(page: Path, tmp_path: Path) -> None:
@@ -206,10 +198,9 @@ def test_comparison_of_two_runs(page: Path, tmp_path: Path) -> None:
     assert errors == "" and out.name == "against_second.html"
     assert "actor.optimizer.lr1e-062e-06" in tables[1] and "run.steps" not in tables[1]
     assert "0.250 → 0.500" in tables[0] and "0.250 → 1.000" in tables[0]
-    labels = [attributes["aria-label"] for tag, attributes, _ in elements.all if tag == "svg"]
-    assert labels[0] == "Reward" and "Entropy" in labels
-    legend = ["".join(text) for tag, _, text in elements.all if tag == "text"]
-    assert legend.count("first") == legend.count("second") == len(labels)
+    titles = ["".join(text) for tag, _, text in elements.all if tag == "figcaption"]
+    assert titles[0].startswith("Reward") and any(title.startswith("Entropy") for title in titles)
+    assert [text.split()[0] for text in elements.texts("line")] == ["first", "second"] * len(titles)
 
 
 def test_live_page_follows_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,7 +221,9 @@ def test_live_page_follows_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         elements, errors = browse(address, tmp_path, wait_ms=10_000)
     assert errors == ""
     options = ["".join(text) for tag, _, text in elements.all if tag == "option"]
-    assert options[:2] == ["step 1", "step 2"] and len(calls) == 2  # the page is loaded once
+    assert [text for text in options if text.startswith("step ")] == ["step 1", "step 2"] and len(
+        calls
+    ) == 2  # the page is loaded once
     assert "0.250 → 0.375" in "".join(text for tag, _, texts in elements.all if tag == "dd" for text in texts)
     assert elements.texts("id")[0].startswith("2.")  # the view stays at the last step
     assert [file.name for file in run.iterdir() if file.suffix == ".html"] == []

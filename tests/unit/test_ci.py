@@ -108,7 +108,7 @@ def test_no_part_is_due_at_a_verified_commit(repository: Repository) -> None:
     [
         ("LICENSE", []),
         ("megarl/planner/plan.py", []),
-        ("megarl/report/plots.py", ["test-browser"]),
+        ("megarl/report/charts.py", ["test-browser"]),
         ("megarl/algorithms/kl.py", ["test-learn", "test-exhaustive", "docs"]),
         ("docs/index.md", ["docs"]),
         ("megarl/megatron/step.py", ["test-learn", "test-exhaustive", "test-newest"]),

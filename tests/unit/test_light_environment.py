@@ -218,11 +218,14 @@ def test_install_command_finds_the_extra(site):
     assert install_extra("run").startswith("run pip install '.[run]' in a checkout")
 
 
-def test_plan_html_requires_matplotlib_before_writing(site, folder):
-    done = megarl(site, *PLAN, "--html", "page.html", "--emit", "recipe.yaml", cwd=folder)
-    line = f"megarl: error: --html page.html: requires matplotlib. Fix: {install_extra('run')}\n"
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", line)
-    assert [file.name for file in folder.iterdir()] == ["config.json"]
+def test_plan_html_and_reports_require_no_extra(site, folder):
+    done = megarl(site, *PLAN, "--html", "page.html", cwd=folder)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (folder / "page.html").read_text().count("<svg") == 2
+    (folder / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
+    done = megarl(site, "report", ".", cwd=folder)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "uPlot" in (folder / "report.html").read_text()
 
 
 def test_init_writes_a_loadable_recipe(site, tmp_path):

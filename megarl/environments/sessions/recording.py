@@ -28,6 +28,8 @@ class Tokens(Protocol):
 
     def begin(self, messages: Sequence[Message]) -> list[int]: ...
 
+    def shown(self, messages: Sequence[Message]) -> list[Message]: ...
+
     def extend(self, turn_ids: Sequence[int], messages: Sequence[Message]) -> list[int] | None: ...
 
 
@@ -121,7 +123,8 @@ class Recording:
         if self._samples:
             is_rewritten = any(message["role"] == "assistant" for message in messages)
             self.counts["rewritten" if is_rewritten else "fresh"] += 1
-        return self._start_sample(await asyncio.to_thread(tokens.begin, messages), messages, keys[-1])
+        token_ids = await asyncio.to_thread(tokens.begin, messages)
+        return self._start_sample(token_ids, await asyncio.to_thread(tokens.shown, messages), keys[-1])
 
     async def _continue(
         self, tokens: Tokens, turns: Sequence[tuple[_OpenSample, Turn]], messages: Sequence[Message], key: bytes

@@ -255,6 +255,24 @@ def test_tools_are_described_by_template_or_system_message(name):
 
 
 @families
+def test_shown_messages_describe_the_tools_once(name):
+    """The description is text of the prompt, and the user's message is unchanged if the model has a system role."""
+    system = {"role": "system", "content": "Be brief."}
+    for tool_format in (None, "tagged") if ALL[name].tool_format else ("tagged",):
+        tokens = ChatTokens(TOKENIZERS[name], [ADD], tool_format)
+        for messages in ([USER], [system, USER]) if ALL[name].has_system_role else ([USER],):
+            shown = tokens.shown(messages)
+            text = TOKENIZERS[name].decode(tokens.begin(messages), skip_special_tokens=True)
+            assert sum(message["content"].count("Adds two numbers.") for message in shown) == 1
+            assert all("<|" not in message["content"] for message in shown)
+            if shown[-1] == USER:
+                added = shown[0]["content"].removeprefix("Be brief.").strip()
+                assert "".join(added.split()) in "".join(text.split())
+                assert shown[0]["content"].startswith("Be brief.") == (len(messages) == 2)
+    assert ChatTokens(TOKENIZERS[name]).shown([USER]) == [USER]
+
+
+@families
 def test_tools_are_appended_to_the_system_message(name):
     if not ALL[name].has_system_role:
         return

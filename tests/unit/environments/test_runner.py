@@ -175,6 +175,10 @@ def test_reset_and_restart_replace_the_conversation(fault, first):
     sampler = Says("12")
     [samples] = play(config(), sampler, fault)
     assert sampler.asked[0]["ids"] == [*rendered(first), *TOKENIZER("<|assistant|>")["input_ids"]]
+    assert [sample.prompt.text for sample in samples] == [
+        TOKENIZER.decode(sample.prompt.token_ids) for sample in samples
+    ]
+    assert first in samples[0].prompt.text
     if fault == "other":
         assert len(samples) == 1
         return
@@ -337,6 +341,8 @@ def test_tool_results_continue_the_conversation():
     assert sample.episode.info.tool_calls == {"ok": 1, "timed_out": 1, "malformed": 1}
     assert sample.episode.rewards == (None, None, None, 1.0)
     answers = [message["content"] for message in sample.episode.messages if message["role"] == "tool"]
+    assert sample.episode.messages[0]["role"] == "system" and "double" in sample.episode.messages[0]["content"]
+    assert "double" in sample.prompt.text and sample.prompt.text == TOKENIZER.decode(sample.prompt.token_ids)
     assert answers[0] == "8"
     assert answers[1] == f"error: block did not return within {LIMIT_S} s"
     assert answers[2].startswith("error: this is not a valid tool call")

@@ -57,3 +57,10 @@ def test_existing_page_is_not_overwritten(tmp_path):
     write(found, tmp_path / "plan.html")
     with pytest.raises(UserError, match=r"plan.html: already exists, and megarl does not overwrite it"):
         write(found, tmp_path / "plan.html")
+
+
+def test_eight_gpus_and_the_node_fit_the_page(tmp_path):
+    """The page's main element has a width of 1080 pixels."""
+    page = render(planned(tmp_path, "8xH100", *layout_keys(tp=2, dp=4), "rollout.replicas=8"))
+    assert int(re.search(r'class="gpus" style="min-width: (\d+)px"', page)[1]) <= 1080
+    assert "table-layout: fixed" in page

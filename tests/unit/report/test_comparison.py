@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megarl.report import comparison
+from tests.unit.report.test_report import charts_in
 
 
 def make_run(folder: Path, name: str, **config: float) -> Path:
@@ -24,7 +25,9 @@ def test_differing_keys_are_listed_with_dashes_for_missing_ones(tmp_path: Path) 
     table = text.split('id="differences"')[1].split("</table>")[0]
     assert "actor.beta</th><td class=number>0.9</td><td class=number>–</td>" in table
     assert "actor.gamma</th><td class=number>–</td>" in table and "lr" not in table and "run.name" not in table
-    assert "2 keys differ." in text and 'aria-label="own/x"' in text
+    assert "2 keys differ." in text
+    charts = {chart["title"]: chart for chart in charts_in(text)}
+    assert list(charts) == ["Reward", "own/x"] and [line["run"] for line in charts["own/x"]["lines"]] == [0, 1]
 
 
 def test_runs_with_equal_names_are_labelled_by_folder(tmp_path: Path) -> None:

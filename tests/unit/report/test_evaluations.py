@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megarl.report.evaluations import MAX_SAMPLES, MAX_STEPS, charts_of, read_evaluations
+from megarl.report.evaluations import MAX_SAMPLES, MAX_STEPS, evaluation_charts, read_evaluations
 from megarl.report.history import read_history
-from tests.unit.report.test_report import ATTACK, Page, make_run, sample, write
+from tests.unit.report.test_report import ATTACK, charts_in, make_run, sample, write
 
 
 def evaluated(step: int) -> dict:
@@ -37,19 +37,19 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_curves_cover_the_evaluated_steps_with_intervals(run: Path) -> None:
-    charts = {chart.title: (chart, history) for chart, history in charts_of(read_history(run / "metrics.jsonl"))}
+    history = read_history(run / "metrics.jsonl")
+    charts = {chart.title: chart for chart in evaluation_charts(history)}
     assert list(charts) == [f"Evaluation: a, {name}" for name in ("avg@4", "pass@4", "pass^4")]
-    chart, history = charts["Evaluation: a, avg@4"]
-    assert history.steps.tolist() == [0, 2, 4]
-    assert history["evaluation/a/avg@4"] == pytest.approx([0.0, 0.2, 0.4])
-    low, high = chart.band(history)
+    chart = charts["Evaluation: a, avg@4"]
+    assert history.steps[np.isfinite(history["evaluation/a/avg@4"])].tolist() == [0, 2, 4]
+    assert history.finite("evaluation/a/avg@4") == pytest.approx([0.0, 0.2, 0.4])
+    low, high = map(history.finite, chart.band)
     assert np.allclose(low, [-0.1, 0.1, 0.3]) and np.allclose(high, [0.1, 0.3, 0.5])
 
 
 def test_page_has_curves_and_samples_with_escaped_markup(run: Path) -> None:
     text = write(run)
-    page = Page(text)
-    titles = [attributes["aria-label"] for attributes in page.all("svg")]
+    titles = [chart["title"] for chart in charts_in(text)]
     assert "Evaluation: a, pass^4" in titles and "evaluation/version" not in titles
     assert "evaluation/a/avg@4_low" not in titles
     section = re.search(r'<section id="evaluations">.*?</section>', text, re.DOTALL).group()
@@ -60,7 +60,9 @@ def test_page_has_curves_and_samples_with_escaped_markup(run: Path) -> None:
 
 
 def test_run_without_evaluations_has_no_section(tmp_path: Path) -> None:
-    assert 'id="evaluations"' not in write(make_run(tmp_path, 3))
+    text = write(make_run(tmp_path, 3))
+    assert '<div id="evaluation-samples"></div>' in text
+    assert {chart["place"] for chart in charts_in(text)} == {"charts", "other-charts"}
 
 
 def test_steps_and_samples_are_subsampled_evenly(tmp_path: Path) -> None:
@@ -73,8 +75,7 @@ def test_steps_and_samples_are_subsampled_evenly(tmp_path: Path) -> None:
     assert [selected.steps[0][i]["reward"] for i in (0, -1)] == [0, 199]
 
 
-def test_multi_turn_rollouts_have_one_block_per_message(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megarl.report.page.report_figures", lambda history: "")  # drawing takes seconds
+def test_multi_turn_rollouts_have_one_block_per_message(run: Path) -> None:
     messages = [
         {"role": "user", "content": "What is 2 + 3?"},
         {"role": "assistant", "content": f"{ATTACK} let me see", "tool_calls": [{"name": "add<b>"}]},

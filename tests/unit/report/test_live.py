@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import html
 import json
 import re
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
+import numpy as np
 import pytest
 
 from megarl.report import history, live, viewer
@@ -45,15 +47,15 @@ def write_rollouts(run: Path, step: int, num_samples: int = 2) -> None:
     (run / "rollouts" / f"step_{step:06d}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def test_long_run_is_read_and_drawn_incrementally(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At 2,001 steps, each point on a chart is the mean of 6 steps, so 5 of 6 steps change no chart."""
-    for step in range(2, 2002):
-        add_step(run, step)
+def test_long_run_is_read_and_sent_incrementally(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new step is parsed, read and sent without the 5,000 steps before it."""
+    with (run / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps({"step": step, "reward/mean": step / 10}) + "\n" for step in range(2, 5001))
+    for step in range(1, 5001, 500):
         write_rollouts(run, step)
-    drawn, parsed, read = [], [], []
-    for module, name, calls in ((live, "report_figures", drawn), (viewer, "_read_step", read)):
-        function = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *given, f=function, calls=calls: calls.append(given) or f(*given))
+    parsed, read = [], []
+    read_step = viewer._read_step
+    monkeypatch.setattr(viewer, "_read_step", lambda *given: read.append(given) or read_step(*given))
     parse = history.parse_lines
 
     def parse_lines(lines: Iterable[bytes], first: int) -> Any:
@@ -64,15 +66,47 @@ def test_long_run_is_read_and_drawn_incrementally(run: Path, monkeypatch: pytest
     monkeypatch.setattr(history, "parse_lines", parse_lines)
     report = live.LiveReport(run)
     known = hashes_in(report.page())
-    assert (len(drawn), len(parsed)) == (1, 2001)
-    del drawn[:], parsed[:], read[:]
-    for step in range(2002, 2014):
+    assert len(parsed) == 5000
+    del parsed[:], read[:]
+    for step in range(5001, 5004):
         add_step(run, step)
         write_rollouts(run, step)
         changed = report.changes(known)
-        known |= changed["hashes"]
+        known = changed["hashes"]
         assert [item["step"] for item in changed["steps"]] == [step]
-    assert (len(drawn), len(parsed), len(read)) == (2, 12, 12)
+        assert values_in(changed["points"]) == [np.float32(step / 10)] and "charts" not in changed
+    assert (len(parsed), len(read)) == (3, 3)
+
+
+def values_in(points: dict[str, Any], metric: str = "reward/mean") -> list[float]:
+    return np.frombuffer(base64.b64decode(points["metrics"][metric]), "<f4").tolist()
+
+
+def test_rewritten_steps_and_new_metrics_are_sent_with_all_steps(run: Path) -> None:
+    report = live.LiveReport(run)
+    add_step(run, 2)
+    known = report.changes(hashes_in(report.page()))["hashes"]
+    add_step(run, 2)  # a resumed run repeats the step with the same result
+    assert "points" not in report.changes(known)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "reward/mean": 7.0}\n')
+    changed = report.changes(known)
+    assert values_in(changed["points"]) == [np.float32(0.1), 7] and changed["charts"][0]["title"] == "Reward"
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "reward/mean": 8.0, "own/x": 1.0}\n')
+    changed = report.changes(changed["hashes"])
+    assert len(values_in(changed["points"])) == 3 and changed["charts"][-1]["title"] == "own/x"
+    for start in ("", "-1", "x", "9" * 30, "٣"):  # a client may send anything
+        assert len(values_in(report.changes(changed["hashes"] | {"points": start})["points"])) == 3
+
+
+def test_complete_run_is_finished(run: Path) -> None:
+    (run / "config.resolved.yaml").write_text("run: {steps: 2}\n")
+    report = live.LiveReport(run)
+    page = report.page()
+    assert 'id="live">live<' in page and report.changes(hashes_in(page))["state"] == "live"
+    add_step(run, 2)
+    assert report.changes(hashes_in(page))["state"] == "finished" and 'id="live">finished<' in report.page()
 
 
 def test_history_follows_a_replaced_file_and_torn_lines(tmp_path: Path) -> None:
@@ -119,18 +153,18 @@ def test_page_and_changes_follow_the_run_without_writing(address: str, run: Path
     assert status == 200 and "<h1>watched</h1>" in page
     assert headers["Cache-Control"] == "no-store" and "connect-src 'self'" in page
     known = hashes_in(page)
-    assert changes(address, known) == {"hashes": known, "sections": {}, "order": [], "steps": []}
+    unchanged = {"state": "live", "hashes": known, "sections": {}, "order": [], "steps": []}
+    assert changes(address, known) == unchanged
     add_step(run, 2)
     changed = changes(address, known)
-    assert changed["sections"].keys() == {"summary", "charts"} and "0.100 → 0.150" in changed["sections"]["summary"]
+    assert changed["sections"].keys() == {"summary"} and values_in(changed["points"]) == [np.float32(0.2)]
+    assert "0.100 → 0.150" in changed["sections"]["summary"]
     assert "0.100 → 0.150" in get(address)[1]
     known |= changed["hashes"]
     write_rollouts(run, 2)
     changed = changes(address, known)
     assert changed["sections"].keys() == {"rollout-note"} and changed["order"] == [2]
     assert [step["step"] for step in changed["steps"]] == [2]
-    known |= changed["hashes"]
-    assert changes(address, known | {"other-charts": ""})["sections"].keys() == {"other-charts"}
     assert sorted(path.name for path in run.iterdir()) == ["manifest.json", "metrics.jsonl", "rollouts"]
 
 
