@@ -315,7 +315,7 @@ def test_text_in_all_sections_is_taken_as_typed() -> None:
     config = load(QUICKSTART, [*keys, "environment.options.prompt=Use #### before", "environment.options.n=3 # cells"])
     assert (config.run.name, config.model.path, config.data.prompt_column) == ("7", f"{Path.cwd()}/a #1", "a: b")
     assert config.environment.options == {"prompt": "Use #### before", "n": 3}
-    assert getattr(config.environment, "class") == "a.py:B #2"
+    assert getattr(config.environment, "class") == f"{Path.cwd()}/a.py:B #2"
 
 
 @pytest.mark.parametrize(

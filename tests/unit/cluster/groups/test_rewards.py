@@ -176,7 +176,7 @@ def test_functions_and_judge_receive_the_columns_of_the_row(worker, tmp_path):
 def test_hanging_call_fails_only_its_sample(worker, file, tmp_path):
     samples = [sample("0.0", "hang"), sample("0.1", "x")]
     scores, _ = asyncio.run(worker.score(samples, {}, 1, tmp_path / "rollouts.jsonl"))
-    failure = f"rewards.functions: {file}:score did not return within {TIMEOUT} on sample 0.0"
+    failure = f"rewards.functions: score did not return within {TIMEOUT} on sample 0.0"
     assert [score.failure for score in scores] == [failure, None]
     assert scores[1].value == pytest.approx(0.2 + 0.25)
     row, _ = (tmp_path / "rollouts.jsonl").read_text().splitlines()
@@ -225,8 +225,8 @@ def test_batch_functions_run_once_after_the_last_sample(tmp_path):
     finally:
         worker.close()
     assert [score.value for score in scores] == [200.3, 202.6, None, 200.1]
-    assert [list(scores[i].parts) for i in (0, 2)] == [[f"{file}:best", f"{file}:short"], [f"{file}:short"]]
-    reason = f"{file}:best returned NoneType instead of a finite number or a bool on sample 1.0"
+    assert [list(scores[i].parts) for i in (0, 2)] == [["best", "short"], ["short"]]
+    reason = "best returned NoneType instead of a finite number or a bool on sample 1.0"
     assert scores[2].failure == f"rewards.functions: {reason}"
 
 
