@@ -80,8 +80,8 @@ def compute_advantages(
         return advantages
     rows = zip(advantages, counts, strict=True)
     weighted = [pair for row, each in rows for pair in zip(row, each, strict=True)]
-    sums = [sum(n * advantage**power for advantage, n in weighted) for power in (0, 1, 2)]
-    mean, std = mean_and_std(*sums, values["whiten_std"])
+    count, total, squares = (sum(n * advantage**power for advantage, n in weighted) for power in (0, 1, 2))
+    mean, std = mean_and_std(count, total, squares, values["whiten_std"])
     return [[(advantage - mean) / (std + values["whiten_epsilon"]) for advantage in row] for row in advantages]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import typer
 from typer.core import TyperGroup
 
 MAX_CHARACTERS = 1000
@@ -14,7 +13,7 @@ MAX_CHARACTERS = 1000
 class CommandGroup(TyperGroup):
     """A command group whose help lists the whole first sentence of each command's help."""
 
-    def format_commands(self, ctx: typer.Context, formatter: Any) -> None:
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
         commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
         rows = [
             (name, command.get_short_help_str(MAX_CHARACTERS))

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar, get_type_hints
+from typing import Any, BinaryIO, TypeGuard, TypeVar, get_type_hints
 
 from megarl.core.errors import InfrastructureFailure, TooLittleSpace, UserError
 from megarl.core.outage import pauses
@@ -235,7 +235,7 @@ PLAIN = {str: "a string", int: "an integer", float: "a finite number"}
 """Types of values in JSON files that are checked, by name for error messages."""
 
 
-def is_plain(value: Any, kind: type) -> bool:
+def is_plain(value: Any, kind: type[T]) -> TypeGuard[T]:
     """Return whether a JSON value is a string, an integer of at most 63 bits, or a finite number."""
     if isinstance(value, bool):
         return False
@@ -322,8 +322,8 @@ def numbered(folder: Path, pattern: str) -> dict[int, Path]:
         names = os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError, PermissionError):
         return {}
-    numbers = ((number_in(name, pattern), name) for name in names)
-    return {number: folder / name for number, name in sorted(pair for pair in numbers if pair[0] is not None)}
+    numbers = ((number, name) for name in names if (number := number_in(name, pattern)) is not None)
+    return {number: folder / name for number, name in sorted(numbers)}
 
 
 def write_new_file(option: str, path: Path, text: str) -> None:

@@ -40,6 +40,7 @@ MENTIONS = (
 
 COMMANDS = {
     "megarl algorithms": ("algorithms", 0, "grpo"),
+    "megarl algorithms {spec": ("algorithms grpo", 0, "grpo"),
     "megarl check {command}": ("check RECIPE", 0, "All checks passed."),
     "megarl train {command}": ("train RECIPE --dry-run", 0, "All checks passed."),
     "megarl train {shlex": ("train RECIPE --dry-run", 0, "All checks passed."),
