@@ -24,7 +24,7 @@ def install_extra(extra: str) -> str:
 EXTRAS = {
     "run": (
         *("megatron", "torch", "ray", "aiohttp", "transformers", "jinja2", "safetensors", "tokenizers", "pyarrow"),
-        *("matplotlib", "rich", "bm25s", "httpx", "regex"),
+        *("rich", "bm25s", "httpx", "regex"),
     ),
     "gpu": ("vllm", "transformer_engine"),
     "rewards": ("math_verify", "latex2sympy2_extended", "antlr4", "sympy", "reasoning_gym"),

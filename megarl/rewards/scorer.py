@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from megarl.config import schema
-from megarl.config.rules.rewards import RESERVED
 from megarl.core.errors import UserError
 from megarl.core.types import LOST, Episode, Sample, Score, TokenTotals
 from megarl.rewards import judge
@@ -40,7 +38,6 @@ class Scorer:
         self._weights = {entry.label: entry.weight for entry in functions} | weights
         self._per_turn = {entry.label for entry in functions if entry.per_turn}
         self._rewards_tokens = rewards_tokens
-        self._short_names = _short_names([entry.label for entry in functions])
 
     def score(
         self,
@@ -68,9 +65,7 @@ class Scorer:
         by_token = []
         num_turns = len(turn_ends(sample.response_mask))
         for name, result in returned.items():
-            issues |= {
-                f"{self._short_names.get(name, name)}_{issue}": problem for issue, problem in result.issues.items()
-            }
+            issues |= {f"{name}_{issue}": problem for issue, problem in result.issues.items()}
             per_turn = name in self._per_turn
             rewards = _rewards(result.value, num_turns) if per_turn else _rewards([result.value], 1)
             if rewards is None:
@@ -94,32 +89,19 @@ class Scorer:
         if failures:
             is_lost = len(failures) == _num_lost(results, verdict)
             failure = f"rewards.functions: {'; '.join(failures)}"
-            return Score(None, self._named(parts), failure, is_infrastructure=is_lost, issues=issues), None
+            return Score(None, parts, failure, is_infrastructure=is_lost, issues=issues), None
         if model_reward is not None and model_reward.by_token is not None:
             by_token.append([self._weights[MODEL] * reward for reward in model_reward.by_token])
         value = sum(self._weights[name] * part for name, part in parts.items() if name in self._weights)
         if not math.isfinite(value):
             failure = f"rewards.functions: the weighted sum of the rewards of sample {sample.id} is {value}"
-            return Score(None, self._named(parts), failure, issues=issues), None
-        score = Score(value, self._named(parts), issues=issues)
+            return Score(None, parts, failure, issues=issues), None
+        score = Score(value, parts, issues=issues)
         if not by_token:
             return score, None
         rewards = together(by_token)
         totals = TokenTotals.of([reward for reward in rewards if not math.isnan(reward)])
         return replace(score, token_reward_totals=totals), rewards
-
-    def _named(self, parts: Mapping[str, float]) -> dict[str, float]:
-        """Return the parts by their names in files and metrics."""
-        return {self._short_names.get(name, name): value for name, value in parts.items()}
-
-
-def _short_names(labels: Sequence[str]) -> dict[str, str]:
-    """Return the name of the function for each label of the form path/to/file.py:function, unless another label has the
-    same name or the name is reserved."""
-    names = {label: label.rpartition(":")[2] for label in labels}
-    counts = Counter(names.values())
-    taken = {name for name in names.values() if counts[name] > 1 or name in RESERVED or name.startswith(ENVIRONMENT)}
-    return {label: name for label, name in names.items() if name not in taken}
 
 
 def require_ratings(scores: Sequence[Score]) -> list[Score]:

@@ -63,11 +63,11 @@ def test_result_that_is_not_a_finite_number_is_a_failure(result):
 
 
 def test_parts_of_own_functions_have_the_functions_names():
-    """A name that two files define, or that is reserved, keeps its path."""
-    names = ["own.py:length", "a/own.py:style", "b/own.py:style", "own.py:mean", "exact_match"]
-    scorer = Scorer([RewardFunction(function=name, weight=2.0) for name in names])
-    score, _ = scorer.score(sample_of("12"), {name: Result(1.0, "1.0") for name in names})
-    assert score.value == 10 and list(score.parts) == ["length", *names[1:]]
+    functions = [RewardFunction(function=name, weight=2.0) for name in ("own.py:length", "exact_match")]
+    score, _ = Scorer(functions).score(sample_of("12"), {f.label: Result(1.0, "1.0") for f in functions})
+    assert score.value == 4 and list(score.parts) == ["length", "exact_match"]
+    with pytest.raises(ValueError, match=r"style is listed twice\. Fix: set a different `name` in each entry"):
+        Scorer([RewardFunction(function=f"{folder}/own.py:style") for folder in "ab"])
 
 
 def test_function_listed_twice_is_refused():
