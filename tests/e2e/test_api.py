@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 import megarl
 from megarl.api import commands
 from tests.e2e.run import FAKE_MEGARL, write_recipe
+from tests.readme import text_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 
@@ -42,3 +44,16 @@ def test_run_calls_back_and_continues_after_an_early_end(tmp_path: Path, monkeyp
     longer = overrides | {"run.steps": 1_000_000, "resume": "auto"}
     again = megarl.run_training(megarl.load_config(recipe, longer), on_step=stop)
     assert steps[2:] == [3] and again.step >= 3
+
+
+def test_scripts_of_the_tutorial_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(commands, "MEGARL", tuple(FAKE_MEGARL))
+    monkeypatch.chdir(tmp_path)
+    limits = "logprob_check: {limit: 1000, threshold: 1000, canaries: off}\n"
+    (tmp_path / "recipe.yaml").write_text(write_recipe(tmp_path).read_text() + limits)
+    scripts = re.findall(r"^```py\n(.*?)^```", text_of("docs/tutorials/python-api.md"), re.DOTALL | re.MULTILINE)
+    exec("\n".join(scripts), {})
+    output = capfd.readouterr().out
+    assert "step 2: reward" in output and "saved" in output and (tmp_path / "huggingface" / "config.json").exists()

@@ -21,7 +21,7 @@ TINY = (
     *("batch.prompts_per_step=4", "batch.samples_per_prompt=2", "batch.prompts_per_update=4"),
 )
 METRICS = {
-    "own-reward": "reward/reward.py:reward",
+    "own-reward": "reward/reward",
     "tools-and-turns": "environment/tool_calls",
     "agents": "environment/turns_mean",
     "lora": "policy/grad_norm",

@@ -52,6 +52,7 @@ def test_tutorials_have_recipes():
         "lora",
         "asynchronous",
         "porting-from-verl",
+        "python-api",
     }
 
 
