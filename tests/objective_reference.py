@@ -61,7 +61,8 @@ def kl_penalty(r: Response) -> Tensor:
 
 
 def gspo(r: Response) -> Tensor:
-    """Return the GSPO loss, or GSPO-token's for unequal tokens (https://arxiv.org/abs/2507.18071, eq. 13 and 14)."""
+    """Return the GSPO loss, or the GSPO-token loss if advantages or weights differ between tokens
+    (https://arxiv.org/abs/2507.18071, eq. 13 and 14)."""
     s = (r.ratio.prod() ** (1 / len(r.now))).expand(len(r.now))
     if r.unequal:
         s = s.detach() * (r.now - r.now.detach()).exp()

@@ -71,6 +71,7 @@ def run_training(
 
     Callbacks run in the calling thread. Training continues meanwhile. If a callback raises an exception, the run is
     interrupted, saves a checkpoint if `checkpoint.on_signal` is set, and ends before the exception propagates.
+    StopTraining ends the run in the same way, but does not propagate: `run_training` returns as usual.
 
     Args:
         config: the recipe, from `load_config`.

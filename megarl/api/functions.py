@@ -195,7 +195,8 @@ def pack_samples(
     Args:
         lengths: (prompt tokens, response tokens) of each sample.
         token_budget: maximum number of tokens in a microbatch.
-        prompts: prompt of each sample, if samples of the same prompt in a microbatch contain its tokens only once.
+        num_ranks: number of data-parallel ranks.
+        prompts: prompt of each sample. If given, samples of the same prompt in a microbatch share its tokens.
 
     Raises:
         UserError: a sample is longer than the token budget.

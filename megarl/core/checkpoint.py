@@ -133,7 +133,7 @@ class Checkpoint:
 
     def _check_size(self, record: FileRecord) -> None:
         file = self.path / record.path
-        if not os.path.isfile(file):  # unlike Path.is_file, it accepts names that are too long
+        if not os.path.isfile(file):  # unlike Path.is_file, returns False if the name is too long
             raise _Damage(f"{record.path} is missing")
         if (size := file.stat().st_size) != record.num_bytes:
             raise _Damage(f"{record.path} is corrupt: it has {size:,} bytes, expected {record.num_bytes:,}")

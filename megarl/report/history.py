@@ -77,7 +77,7 @@ class HistoryReader:
         return History(steps, columns, nonfinite, unreadable, self._revision)
 
     def _append(self) -> list[int]:
-        """Add the new lines. Return a list that is empty, or contains the number of an incomplete last line."""
+        """Add the new lines. Return [number of the last line] if it is incomplete and cannot be parsed, else []."""
         with open_regular(self._path) as file:
             status = os.fstat(file.fileno())
             if self._file != (status.st_dev, status.st_ino) or status.st_size < self._offset:

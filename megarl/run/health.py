@@ -159,8 +159,8 @@ def _rising_mismatch(config: Config, rows: Sequence[Row], window: int) -> str | 
     return (
         f"the mean log-prob difference between trainer and engines has risen from {first:.1e} in the first "
         f"{TREND_STEPS} steps to {recent:.1e}. Likely causes: kernels whose rounding differs, or an unstable policy "
-        "(high learning rate). Fix: run megarl diagnose FOLDER with the run folder, set "
-        "algorithm.correction.weight=token, or lower actor.optimizer.lr"
+        "(high learning rate). Fix: run megarl diagnose RUN_FOLDER, set algorithm.correction.weight=token, or lower "
+        "actor.optimizer.lr"
     )
 
 

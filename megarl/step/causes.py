@@ -159,7 +159,7 @@ def _kernels(evidence: Evidence, is_explained: bool) -> Cause:
     if evidence.greedy <= evidence.limit:
         return Cause(name, Verdict.EXCLUDED, f"greedy tokens differ by {evidence.greedy:.1e}")
     trainer, engine = evidence.kernels
-    remedy = "Fix: run megarl diagnose FOLDER with the run folder, which finds the first layer that differs"
+    remedy = "Fix: run megarl diagnose RUN_FOLDER, which finds the first layer that differs"
     kernels = f"The trainer uses {trainer}, but the engine uses {engine}. {remedy}"
     if is_explained:
         return Cause(name, Verdict.UNKNOWN, f"not checked separately. {kernels}")

@@ -64,7 +64,7 @@ COMMANDS = {
         2,
         "",
     ),
-    "megarl diagnose FOLDER with the run folder": ("diagnose RUN", 2, "the run has no rollouts yet"),
+    "megarl diagnose RUN_FOLDER": ("diagnose RUN", 2, "the run has no rollouts yet"),
 }
 """Text of a message up to a punctuation mark -> the command, its exit code, and part of its output."""
 

@@ -68,8 +68,8 @@ def test_recipe_job_is_written(recipe: H100Recipe, tmp_path: Path, monkeypatch: 
 def test_recipe_refit_writes_every_element_once(
     recipe: H100Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Colocated refits send nothing between nodes. Otherwise every element enters each node with engines once, or the
-    nodes of each engine once if it spans several."""
+    """Colocated refits send nothing between nodes. Otherwise every element enters each node with engines once. If an
+    engine spans several nodes, every element enters only one of them."""
     monkeypatch.setenv("MEGARL_CACHE", str(tmp_path / "cache"))
     config = load(recipe.file, recipe.overrides(tmp_path))
     found = preview_refit(config, 8, "inter=50GB/s,intra=400GB/s")

@@ -103,7 +103,8 @@ def test_unreadable_sample_is_a_failure_and_not_zero():
 
 
 def rated(*problems: str | None, failed: int = 0) -> list[Score]:
-    """Return the scores of responses that a judge rated, or did not rate for these reasons, and of failed calls."""
+    """Return one score per response. `problems` are the reasons why a judge did not rate it (None: rated), and `failed`
+    is the number of further responses whose reward function raised an exception."""
     scorer = Scorer([RewardFunction(function="exact_match", name="f")])
     judgements = [ModelReward(float(problem is None), issues={"unrated": problem}) for problem in problems]
     results = [{"f": RIGHT}] * len(problems) + [{"f": Result(None, failure="raised E: x")}] * failed
