@@ -60,27 +60,35 @@ __all__ = [
 ]
 
 _MODULES = {
-    "megarl.api.commands": (
-        *("StopTraining", "TrainingResult", "convert_to_huggingface", "convert_to_megatron", "reshape_checkpoint"),
-        *("run_evaluation", "run_training"),
-    ),
-    "megarl.api.functions": (
-        *("compute_advantages", "compute_token_advantages", "kl_divergence", "pack_samples", "policy_loss"),
-    ),
-    "megarl.api.plans": ("plan_layout", "plan_reshard"),
-    "megarl.api.recipes": ("load_config",),
-    "megarl.api.tables": ("read_metrics", "read_rollouts"),
-    "megarl.config.schema": ("Config",),
-    "megarl.core.errors": ("InfrastructureFailure", "RunFailure", "UserError"),
+    "Config": "config.schema",
+    "InfrastructureFailure": "core.errors",
+    "RunFailure": "core.errors",
+    "StopTraining": "api.commands",
+    "TrainingResult": "api.commands",
+    "UserError": "core.errors",
+    "compute_advantages": "api.functions",
+    "compute_token_advantages": "api.functions",
+    "convert_to_huggingface": "api.commands",
+    "convert_to_megatron": "api.commands",
+    "kl_divergence": "api.functions",
+    "load_config": "api.recipes",
+    "pack_samples": "api.functions",
+    "plan_layout": "api.plans",
+    "plan_reshard": "api.plans",
+    "policy_loss": "api.functions",
+    "read_metrics": "api.tables",
+    "read_rollouts": "api.tables",
+    "reshape_checkpoint": "api.commands",
+    "run_evaluation": "api.commands",
+    "run_training": "api.commands",
 }
 """The module that defines each public name."""
 
 
 def __getattr__(name: str) -> Any:
-    for module, names in _MODULES.items():
-        if name in names:
-            return getattr(import_module(module), name)
-    raise AttributeError(f"module 'megarl' has no attribute {name!r}")
+    if name not in _MODULES:
+        raise AttributeError(f"module 'megarl' has no attribute {name!r}")
+    return getattr(import_module(f"megarl.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:

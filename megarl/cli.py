@@ -13,9 +13,8 @@ import megarl
 from megarl import convert
 from megarl.core.collector import imports
 from megarl.core.command_group import CommandGroup
-from megarl.core.errors import RunFailure, UserError, missing_module, prefix_lines
+from megarl.core.errors import RunFailure, UserError, missing_module, print_error
 from megarl.core.output import escape_unencodable
-from megarl.core.text import printable
 from megarl.launch.command import AllowChanges, Overrides, Recipe, launch, node, with_allowed
 
 if TYPE_CHECKING:
@@ -272,12 +271,11 @@ def plan(
     from dataclasses import asdict
 
     from megarl.planner import plan_text
-    from megarl.planner.hardware import HEADROOM, read_cluster
+    from megarl.planner.hardware import headroom_of, read_cluster
     from megarl.planner.plan import plan_recipe, recorded, simulate_steps
 
     config = _load(file, overrides)
-    default = 0.0 if as_is else HEADROOM
-    cluster = read_cluster(gpus, nodes_of, default if headroom is None else headroom)
+    cluster = read_cluster(gpus, nodes_of, headroom_of(headroom, as_is))
     planned = plan_recipe(config, cluster, as_is, prompt_tokens, response_tokens)
     simulations = simulate_steps(planned, recorded(lengths)) if simulate or lengths is not None else None
     if as_json:
@@ -397,14 +395,13 @@ def main() -> None:
     try:
         app()
     except (UserError, RunFailure) as error:
-        text = "\n".join(map(printable, (str(error) or repr(error)).splitlines()))
-        print(prefix_lines("megarl: error: ", text), file=sys.stderr)
+        print_error(error)
         sys.exit(error.exit_code)
     except ModuleNotFoundError as error:
         line = missing_module(error)
         if line is None:
             raise
-        print(f"megarl: error: {line}", file=sys.stderr)
+        print_error(line)
         sys.exit(UserError.exit_code)
 
 

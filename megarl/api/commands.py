@@ -13,33 +13,36 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TextIO
 
 from megarl.config.load import dump
 from megarl.config.schema import Config
-from megarl.core.errors import InfrastructureFailure, RunFailure, UserError
+from megarl.core.errors import ERROR, INDENT, InfrastructureFailure, RunFailure, UserError
 from megarl.core.files import read_object
 from megarl.report.history import read_history
 from megarl.run.events import VARIABLE
 from megarl.run.folder import RunFolder
 
 MEGARL = (sys.executable, "-m", "megarl.cli")
-ERROR = "megarl: error: "
 EVALUATION = "evaluation/"
 INTERRUPTED = 130
 """Exit status of a command that was interrupted."""
+
+MAX_LINES = 50
+"""Number of lines of output in the message about a command that fails without an error line."""
 
 OnStep = Callable[[int, dict[str, float]], object]
 OnCheckpoint = Callable[[int, Path], object]
 
 
 class StopTraining(Exception):
-    """Raised by a callback to end the run after its current step. `run_training` then returns as usual."""
+    """Raised by a callback to end the run early. `run_training` then returns as usual."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +53,8 @@ class TrainingResult:
         folder: the run folder, for `read_metrics`, `read_rollouts` and `megarl report`.
         step: number of the last completed step.
         metrics: metrics of the last completed step.
-        model: folder of the trained model in the Hugging Face format, or None if the run did not export one.
+        model: folder of the trained model in the Hugging Face format; None if the run has not reached its last step, or
+            exports no model.
     """
 
     folder: Path
@@ -69,9 +73,9 @@ def run_training(
 ) -> TrainingResult:
     """Train a model, as `megarl train` does, and wait until the run has ended.
 
-    Callbacks run in the calling thread. Training continues meanwhile. If a callback raises an exception, the run is
-    interrupted, saves a checkpoint if `checkpoint.on_signal` is set, and ends before the exception propagates.
-    StopTraining ends the run in the same way, but does not propagate: `run_training` returns as usual.
+    Callbacks run in the calling thread. Training continues meanwhile. If a callback raises an exception, the run ends
+    as after Ctrl-C: at once, or after the current step and its checkpoint with `checkpoint.on_signal`. Then the
+    exception propagates, except for StopTraining.
 
     Args:
         config: the recipe, from `load_config`.
@@ -83,7 +87,7 @@ def run_training(
         quiet: whether to drop the run's output instead of printing it.
 
     Raises:
-        UserError: the recipe, the data or the model is invalid.
+        UserError: the recipe, the data or the model is invalid, or a warning in `run.stop_on` ended the run.
         InfrastructureFailure: a resource outside the run was unavailable for too long; the same run may succeed later.
         RunFailure: any other failure.
         KeyboardInterrupt: the run was interrupted. It has ended.
@@ -99,13 +103,14 @@ def run_training(
         if kind == "checkpoint" and on_checkpoint is not None:
             on_checkpoint(step, Path(event["path"]))
 
-    with _recipe(config) as recipe, suppress(StopTraining):
+    with _recipe(config) as recipe:
         _run("train", str(recipe), quiet=quiet, handle=handle)
     folder = RunFolder.of(config)
     history = read_history(folder.metrics)
     last = {name: float(values[-1]) for name, values in history.columns.items() if values[-1] == values[-1]}
     step = int(history.steps[-1]) if len(history.steps) else 0
-    return TrainingResult(folder.path, step, last, folder.model if folder.model.exists() else None)
+    is_finished = folder.finished_after is not None and folder.model.exists()
+    return TrainingResult(folder.path, step, last, folder.model if is_finished else None)
 
 
 def run_evaluation(model: str | Path, config: Config, out: str | Path, *, quiet: bool = False) -> dict[str, Any]:
@@ -192,33 +197,45 @@ def _run(*arguments: str, quiet: bool, handle: Callable[[Mapping[str, Any]], Non
                 errors="replace",
                 pass_fds=[writer],
                 env={**os.environ, VARIABLE: str(writer), "PYTHONUNBUFFERED": "1"},
+                process_group=0,  # Ctrl-C in a terminal reaches this process only, which passes it on
             )
         finally:
             os.close(writer)
         received: SimpleQueue[str | None] = SimpleQueue()
-        errors: list[str] = []
+        output = _Output(quiet)
         threads = [
             threading.Thread(target=_receive, args=(pipe, received)),
-            threading.Thread(target=_print, args=(process, errors, quiet)),
+            threading.Thread(target=output.read, args=(process.stdout,)),
         ]
         for thread in threads:
             thread.start()
+        is_stopped = False
         try:
             while (line := received.get()) is not None:
                 handle(json.loads(line))
             process.wait()
+        except StopTraining:
+            is_stopped = True
+            _interrupt(process)
         except BaseException:
-            with suppress(ProcessLookupError):
-                process.send_signal(signal.SIGINT)
-            process.wait()
+            _interrupt(process)
             raise
         finally:
             for thread in threads:
                 thread.join()
-    _raise(process.returncode, errors)
+    if not (is_stopped and process.returncode == INTERRUPTED):
+        _raise(process.returncode, output)
 
 
-def _receive(pipe: Any, received: SimpleQueue[str | None]) -> None:
+def _interrupt(process: subprocess.Popen[str]) -> None:
+    """Interrupt the command and wait until it has ended. Further interrupts of this process are passed on."""
+    while process.poll() is None:
+        with suppress(KeyboardInterrupt):
+            process.send_signal(signal.SIGINT)
+            process.wait()
+
+
+def _receive(pipe: Iterable[str], received: SimpleQueue[str | None]) -> None:
     """Put the lines of the pipe into the queue, so that the run never waits for a callback, and None at its end."""
     try:
         for line in pipe:
@@ -227,22 +244,32 @@ def _receive(pipe: Any, received: SimpleQueue[str | None]) -> None:
         received.put(None)
 
 
-def _print(process: subprocess.Popen[str], errors: list[str], quiet: bool) -> None:
-    assert process.stdout is not None
-    with process.stdout as lines:
-        for line in lines:
-            if line.startswith(ERROR):
-                errors.append(line.removeprefix(ERROR).rstrip("\n"))
-            if not quiet:
-                print(line, end="", flush=True)
+class _Output:
+    """Reads a command's output, and keeps its errors and last lines."""
+
+    def __init__(self, quiet: bool):
+        self._quiet = quiet
+        self.errors: list[str] = []
+        self.last: deque[str] = deque(maxlen=MAX_LINES)
+
+    def read(self, lines: TextIO) -> None:
+        is_error = False
+        with lines:
+            for line in lines:
+                is_error = line.startswith(ERROR) or (is_error and line.startswith(INDENT))
+                if is_error:
+                    self.errors.append(line.removeprefix(ERROR).rstrip("\n"))
+                self.last.append(line.rstrip("\n"))
+                if not self._quiet:
+                    print(line, end="", flush=True)
 
 
-def _raise(status: int, errors: list[str]) -> None:
+def _raise(status: int, output: _Output) -> None:
     """Raise the error that an exit status stands for."""
     if status == 0:
         return
     if status == INTERRUPTED:
         raise KeyboardInterrupt
     kinds = {kind.exit_code: kind for kind in (UserError, InfrastructureFailure)}
-    message = "\n".join(errors) or f"the command exited with status {status}. Its output shows the cause"
-    raise kinds.get(status, RunFailure)(message)
+    last = [f"the command exited with status {status}. Its last lines:", *output.last]
+    raise kinds.get(status, RunFailure)("\n".join(output.errors or last))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megarl.config.schema import Config
-from megarl.planner.hardware import read_cluster
+from megarl.planner.hardware import headroom_of, read_cluster
 from megarl.planner.plan import Planned, plan_recipe
 from megarl.resharding.planning import preview
 from megarl.resharding.planning.figures import Figures
@@ -15,6 +15,7 @@ def plan_layout(
     *,
     gpus_per_node: int = 8,
     keep_layout: bool = False,
+    headroom: float | None = None,
     prompt_tokens: float | None = None,
     response_tokens: float | None = None,
 ) -> Planned:
@@ -23,6 +24,7 @@ def plan_layout(
     Args:
         gpus: number and type of the GPUs, such as "64xH100-80GB".
         keep_layout: predict the recipe's own layout instead of searching for others.
+        headroom: fraction of each GPU's memory that stays free; 0.08 by default, and 0 with keep_layout.
         prompt_tokens: mean length of a prompt in tokens; see `megarl plan --help` for the default.
         response_tokens: mean length of a response in tokens.
 
@@ -33,7 +35,7 @@ def plan_layout(
     Raises:
         UserError: no layout fits, or the recipe's own layout does not fit.
     """
-    cluster = read_cluster(gpus, gpus_per_node)
+    cluster = read_cluster(gpus, gpus_per_node, headroom_of(headroom, keep_layout))
     return plan_recipe(config, cluster, keep_layout, prompt_tokens, response_tokens)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,13 @@ def load_config(recipe: str | Path, overrides: Mapping[str, Any] = NO_OVERRIDES)
     """Load a recipe, such as `configs/quickstart.yaml`, and check it.
 
     Args:
-        overrides: values by dotted key, such as `{"run.steps": 3, "actor.optimizer.lr": 1e-6}`. None stands for null,
-            and a list or a mapping replaces the whole value.
+        overrides: values by dotted key, such as `{"run.steps": 3, "actor.optimizer.lr": 1e-6}`. None stands for null. A
+            mapping is merged into its section; a list replaces the whole value. Relative paths start at the working
+            directory.
 
     Raises:
         UserError: the recipe is invalid. The message has one line for each problem, with the key, the value and a
             remedy.
     """
-    values = {key: json.dumps(value, ensure_ascii=False, default=str) for key, value in overrides.items()}
-    return load(Path(recipe), [f"{key}={value}" for key, value in values.items()])
+    values = {key: str(value) if isinstance(value, Path) else value for key, value in overrides.items()}
+    return load(Path(recipe), values)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.core.errors import UserError
+from megarl.core.files import is_plain
 from megarl.core.jsonl import read_objects
 from megarl.report.history import read_history
 from megarl.run.folder import RunFolder
@@ -16,11 +17,19 @@ if TYPE_CHECKING:
     import pyarrow
 
 PARTS = "parts"
-TEXTS = ("sample_id", "prompt_id", "rollout_id", "prompt", "response", "failure", "finish_reason", "stop_reason")
-INTEGERS = ("step", "num_response_tokens", "first_turn")
-NUMBERS = ("reward", "advantage")
-INTEGER_LISTS = ("prompt_ids", "response_ids", "mask")
-NUMBER_LISTS = ("rollout_logprobs", "turn_rewards")
+TYPES: dict[str, type] = {
+    **dict.fromkeys(("sample_id", "prompt_id", "rollout_id", "prompt", "response"), str),
+    **dict.fromkeys(("failure", "finish_reason", "stop_reason"), str),
+    **dict.fromkeys(("step", "num_response_tokens", "first_turn"), int),
+    **dict.fromkeys(("reward", "advantage"), float),
+}
+"""Types of the fields with a single value. All other fields, except lists of numbers, become JSON text."""
+
+LISTS: dict[str, type] = {
+    **dict.fromkeys(("prompt_ids", "response_ids", "mask"), int),
+    "rollout_logprobs": float,
+}
+"""Types of the elements of lists."""
 
 
 def read_metrics(folder: str | Path) -> pyarrow.Table:
@@ -69,25 +78,36 @@ def read_rollouts(folder: str | Path, steps: Sequence[int] | None = None) -> pya
         raise UserError(f"{folder}: has no rollouts of step {missing[0]}. Fix: use steps from {sorted(files)}")
     rows = [row for step in (files if steps is None else steps) for row in read_objects(files[step])[0]]
     names = dict.fromkeys(name for row in rows for name in row if name != PARTS)
-    parts = dict.fromkeys(name for row in rows for name in row.get(PARTS) or ())
     columns = {name: _column(name, [row.get(name) for row in rows]) for name in names}
-    for name in parts:
-        values = [(row.get(PARTS) or {}).get(name) for row in rows]
-        columns[f"{PARTS}.{name}"] = pyarrow.array(values, pyarrow.float64())
+    parts = [row[PARTS] if isinstance(row.get(PARTS), dict) else {} for row in rows]
+    for name in dict.fromkeys(name for each in parts for name in each):
+        columns[f"{PARTS}.{name}"] = _typed([each.get(name) for each in parts], float)
     return pyarrow.table(columns)
 
 
 def _column(name: str, values: Sequence[Any]) -> pyarrow.Array:
     import pyarrow
 
-    types = {
-        **dict.fromkeys(TEXTS, pyarrow.string()),
-        **dict.fromkeys(INTEGERS, pyarrow.int64()),
-        **dict.fromkeys(NUMBERS, pyarrow.float64()),
-        **dict.fromkeys(INTEGER_LISTS, pyarrow.list_(pyarrow.int64())),
-        **dict.fromkeys(NUMBER_LISTS, pyarrow.list_(pyarrow.float64())),
-    }
-    if name in types:
-        return pyarrow.array(values, types[name])
+    if name in TYPES:
+        return _typed(values, TYPES[name])
+    if name in LISTS:
+        kind = LISTS[name]
+        lists = [
+            value if isinstance(value, list) and all(is_plain(i, kind) for i in value) else None for value in values
+        ]
+        return pyarrow.array(lists, pyarrow.list_(_arrow_type(kind)))
     texts = [None if value is None else json.dumps(value, ensure_ascii=False) for value in values]
     return pyarrow.array(texts, pyarrow.string())
+
+
+def _typed(values: Sequence[Any], kind: type) -> pyarrow.Array:
+    """Return a column. Values of other types, which a damaged file may contain, become null."""
+    import pyarrow
+
+    return pyarrow.array([value if is_plain(value, kind) else None for value in values], _arrow_type(kind))
+
+
+def _arrow_type(kind: type) -> pyarrow.DataType:
+    import pyarrow
+
+    return {str: pyarrow.string(), int: pyarrow.int64(), float: pyarrow.float64()}[kind]

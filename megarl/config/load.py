@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
 from types import UnionType
@@ -24,17 +24,25 @@ installed package, it is a copy."""
 OPTIONAL = ("evaluation", "environment", "reward_model", "implicit_reward", "run.profile", "actor.lora")
 """Sections that are off by default. The value null restores the defaults."""
 
+OVERRIDES = "overrides"
+"""Origin of values that are passed in Python, for error messages."""
+
 _LIST_INDEX = re.compile(r"\[|\.\d+(?=\.|$)")
 
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a recipe: its base files first, then its own keys, then the overrides (KEY=VALUE). A base file is looked up
-    next to the recipe that names it, then among megarl's own recipes. All paths become absolute, see
-    `megarl.config.paths`. Raise a UserError if the configuration is invalid; the message has one line per violation,
-    with origin, key, value and remedy."""
+def load(path: str | Path, overrides: Sequence[str] | Mapping[str, Any] = ()) -> Config:
+    """Read a recipe: its base files first, then its own keys, then the overrides, as KEY=VALUE or as values by dotted
+    key. A base file is looked up next to the recipe that names it, then among megarl's own recipes. All paths become
+    absolute, see `megarl.config.paths`. Raise a UserError if the configuration is invalid; the message has one line per
+    violation, with origin, key, value and remedy."""
     base, *recipes = _files(Path(path), ())
     # The overrides are merged first, so that the order of a variant's name and its options does not matter.
-    command_line = reduce(Document.overlay, (_expand_null(_override(text)) for text in overrides), Document({}, {}))
+    parsed = (
+        (_value(name, value, OVERRIDES) for name, value in overrides.items())
+        if isinstance(overrides, Mapping)
+        else map(_override, overrides)
+    )
+    command_line = reduce(Document.overlay, map(_expand_null, parsed), Document({}, {}))
     recipe = paths.absolute(reduce(overlay, (*recipes, command_line), base), _is_shipped)
     try:
         config = Config.model_validate(recipe.values)
@@ -133,11 +141,15 @@ def _override(text: str) -> Document:
         raise UserError(
             f"{place}: {name}= has no value. Fix: write {name}=null for none, or \"{name}=''\" for empty text"
         )
-    key = tuple(name.split("."))
     try:
-        value = _typed_value(key, value_text)
+        return _value(name, _typed_value(tuple(name.split(".")), value_text), place)
     except ValueError as error:
         raise UserError(f"{place}: {text}: {error}") from None
+
+
+def _value(name: str, value: Any, place: str) -> Document:
+    """Return the document with this value of a dotted key."""
+    key = tuple(name.split("."))
     origins = dict.fromkeys(_keys_within(key, value), place)
     for part in reversed(key):
         value = {part: value}

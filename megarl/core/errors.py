@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+
+from megarl.core.text import printable
+
 
 class UserError(ValueError):
     """An error that the user can fix in the recipe, the data or on the machine; the message explains how. Every other
@@ -10,9 +14,19 @@ class UserError(ValueError):
     exit_code = 2
 
 
+ERROR, INDENT = "megarl: error: ", "    "
+"""Start of an error line, and of the lines with code or a stack that may follow it."""
+
+
 def prefix_lines(prefix: str, message: str) -> str:
     """Prefix each line of an error message, except indented lines, which contain code or a stack."""
-    return "\n".join(line if line.startswith("    ") else f"{prefix}{line}" for line in message.splitlines())
+    return "\n".join(line if line.startswith(INDENT) else f"{prefix}{line}" for line in message.splitlines())
+
+
+def print_error(message: object) -> None:
+    """Print an error to stderr. Control characters are escaped, because it may contain text from outside."""
+    lines = map(printable, (str(message) or repr(message)).splitlines())
+    print(prefix_lines(ERROR, "\n".join(lines)), file=sys.stderr, flush=True)
 
 
 def install_extra(extra: str) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from megarl.cluster.nodes.rendezvous import NODES, NodeRendezvous
 from megarl.config.load import load
-from megarl.core.errors import InfrastructureFailure, UserError
+from megarl.core.errors import ERROR, InfrastructureFailure, UserError
 from megarl.core.files import replace_text
 from megarl.launch.folder import JobFolder, Verdict
 from megarl.launch.preflight import (
@@ -43,7 +43,6 @@ JOIN_S = 120.0
 """Seconds that the driver has to open its rendezvous after its own checks."""
 
 POLL_S, TOUCH_S = 0.5, 10.0
-ERROR = "megarl: error: "
 VERDICTS: Mapping[int, Verdict] = {
     0: "done",
     UserError.exit_code: "user_error",

@@ -123,6 +123,11 @@ class Cluster:
         )
 
 
+def headroom_of(headroom: float | None, keeps_layout: bool) -> float:
+    """Return the headroom, or its default: HEADROOM for a search, and 0 for a recipe's own layout."""
+    return headroom if headroom is not None else 0.0 if keeps_layout else HEADROOM
+
+
 def read_cluster(text: str, gpus_per_node: int = 8, headroom: float = 0.0) -> Cluster:
     """Parse a cluster description such as "64xH100-80GB". Raise a UserError if the description is malformed or names an
     unknown GPU, or a number is out of range."""

@@ -20,7 +20,7 @@ from megarl.cluster.supervision.memory import MemorySampler
 from megarl.cluster.trace import Trace
 from megarl.cluster.trained_models import TrainedModels
 from megarl.config.schema import Config
-from megarl.core.errors import DamagedCheckpoint, InfrastructureFailure, RunFailure, UserError
+from megarl.core.errors import DamagedCheckpoint, InfrastructureFailure, RunFailure, UserError, print_error
 from megarl.core.files import DISK_FULL
 from megarl.core.jsonl import read_objects
 from megarl.core.timing import Stopwatch
@@ -73,12 +73,12 @@ def exit_status(run: Callable[[Config, Path], None], config: Config, scratch: Pa
     try:
         run(config, scratch)
     except RunFailure as failure:
-        print(f"megarl: error: {failure}", file=sys.stderr)
+        print_error(failure)
         return failure.exit_code
     except OSError as error:
         if error.errno not in DISK_FULL:
             raise
-        print(f"megarl: error: {error}. Fix: free disk space, then resume with resume=auto", file=sys.stderr)
+        print_error(f"{error}. Fix: free disk space, then resume with resume=auto")
         return InfrastructureFailure.exit_code
     return 0
 

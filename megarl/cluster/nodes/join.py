@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -21,7 +20,7 @@ from megarl.cluster.supervision.memory import MemorySampler
 from megarl.cluster.supervision.scratch import ray_folder
 from megarl.core import device
 from megarl.core.cores import usable_cores
-from megarl.core.errors import RunFailure, UserError
+from megarl.core.errors import RunFailure, UserError, print_error
 from megarl.core.interpreter import PYTHON
 
 POLL_S = 0.5
@@ -38,7 +37,7 @@ def main(folder: Path, scratch: Path, timeout_s: float) -> int:
     try:
         join(NodeRendezvous(folder / NODES), scratch, timeout_s)
     except RunFailure as failure:
-        print(f"megarl: error: {failure}", file=sys.stderr)
+        print_error(failure)
         return 1
     return 0
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from megarl.config import document
 from megarl.config.saved import validated
 from megarl.config.schema import Config
 from megarl.core.checkpoint import FORMAT
-from megarl.core.errors import RunFailure, UserError
+from megarl.core.errors import RunFailure, UserError, print_error
 from megarl.core.files import numbered, read_text
 from megarl.core.interpreter import PYTHON
 from megarl.core.jsonl import read_objects
@@ -66,7 +65,7 @@ def main(folder: Path, step: int | None, sample: str | None, model: Path | None,
     try:
         stages = diagnose(config, rollout.token_ids, dict.fromkeys(SIDES, weights), scratch)
     except RunFailure as failure:
-        print(f"megarl: error: {failure}", file=sys.stderr)
+        print_error(failure)
         return 1
     print(table(stages))
     print(verdict(stages))

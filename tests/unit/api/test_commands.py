@@ -37,6 +37,7 @@ send(event="step", step=1, metrics={"reward/mean": 0.5})
 send(event="checkpoint", step=1, path=str(folder / "checkpoints/step_1"))
 send(event="step", step=2, metrics={"reward/mean": 1.0, "evaluation/gsm8k/avg@1": 0.5})
 (folder / "model").mkdir()
+(folder / "manifest.json").write_text(json.dumps({"finished_after_step": 2}))
 print("a line of output")
 """
 
@@ -118,8 +119,14 @@ def test_exit_status_becomes_an_exception(config, replace, status, error):
 
 
 def test_command_without_a_message_is_named_by_its_status(config, replace):
-    replace("sys.exit(3)")
-    with pytest.raises(megarl.RunFailure, match=r"^the command exited with status 3"):
+    replace("print('last line'); sys.exit(3)")
+    with pytest.raises(megarl.RunFailure, match=r"^the command exited with status 3\. Its last lines:\nlast line$"):
+        megarl.run_training(config, quiet=True)
+
+
+def test_error_keeps_its_indented_lines(config, replace):
+    replace("print('megarl: error: first\\n    code\\nmegarl: error: second\\nother', file=sys.stderr); sys.exit(2)")
+    with pytest.raises(megarl.UserError, match=r"^first\n    code\nsecond$"):
         megarl.run_training(config, quiet=True)
 
 
@@ -143,6 +150,16 @@ def test_stop_training_returns_the_result(config, replace):
 
     result = megarl.run_training(config, on_step=stop)
     assert (result.step, result.model) == (2, None) and (result.folder / "interrupted").exists()
+
+
+def test_failure_after_an_early_end_is_raised(config, replace):
+    replace(WAITS.replace("sys.exit(130)", "print('megarl: error: full'); sys.exit(75)"))
+
+    def stop(*_):
+        raise megarl.StopTraining
+
+    with pytest.raises(megarl.InfrastructureFailure, match=r"^full$"):
+        megarl.run_training(config, on_step=stop)
 
 
 def test_interrupted_run_raises_keyboard_interrupt(config, replace):

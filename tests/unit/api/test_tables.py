@@ -24,8 +24,8 @@ SAMPLES = [
 def folder(tmp_path):
     (tmp_path / "rollouts").mkdir()
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in METRICS))
-    (tmp_path / "rollouts" / "step_1.jsonl").write_text("".join(json.dumps(row) + "\n" for row in SAMPLES))
-    (tmp_path / "rollouts" / "step_2.jsonl").write_text(json.dumps(SAMPLES[0] | {"step": 2}) + "\n")
+    (tmp_path / "rollouts" / "step_000001.jsonl").write_text("".join(json.dumps(row) + "\n" for row in SAMPLES))
+    (tmp_path / "rollouts" / "step_000002.jsonl").write_text(json.dumps(SAMPLES[0] | {"step": 2}) + "\n")
     return tmp_path
 
 
@@ -48,6 +48,14 @@ def test_rollouts_have_one_row_per_sample(folder):
     assert table.column("reward").to_pylist() == [1.0, None, 1.0]
     assert table.column("mask").to_pylist() == [[2, 1], None, [2, 1]]
     assert megarl.read_rollouts(folder, steps=[2]).num_rows == 1
+
+
+def test_values_of_wrong_types_become_null(folder):
+    damaged = {"sample_id": 3, "step": "1", "reward": [], "parts": "f", "mask": [1, "2"], "answer": {"a": 1}}
+    (folder / "rollouts" / "step_000002.jsonl").write_text(json.dumps(damaged) + "\n" + json.dumps(SAMPLES[0]) + "\n")
+    table = megarl.read_rollouts(folder, steps=[2]).to_pydict()
+    assert [table[name][0] for name in ("sample_id", "step", "reward", "parts.f", "mask")] == [None] * 5
+    assert table["answer"] == ['{"a": 1}', "2"] and table["parts.f"][1] == 1.0
 
 
 def test_missing_files_are_reported(folder, tmp_path):
