@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 
 class UserError(ValueError):
     """An error that the user can fix in the recipe, the data or on the machine; the message explains how. Every other
     exception, including other ValueErrors, is a failure and is reported with its process, log and stack."""
 
     exit_code = 2
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error and the errors that caused it, as a traceback shows them."""
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        yield cause
+        seen.add(id(cause))
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
 
 
 def prefix_lines(prefix: str, message: str) -> str:
