@@ -14,15 +14,15 @@ SECRET_KEY = re.compile(
 VALUE = r"""["']?[^\s"'$`,;]"""
 """The first character of a value. A reference to a variable or a command is not a secret."""
 
-URL = re.compile(r"([a-z][a-z0-9+.-]*://[^/\s@:]*:)(?!\$)[^/\s@]+@", re.IGNORECASE)
+URL = re.compile(r"(://[^/\s@:]*:)(?!\$)[^/\s@]+@")
 """A URL with a password."""
 
-PATTERNS = (
+PATTERNS = (  # Unbounded repetitions must not overlap for different starts of a match, so that the time is linear.
     URL,
     # Environment variable.
     re.compile(rf"\b[A-Z0-9_]*(?:TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY|SECRET_?KEY)={VALUE}"),
     # Command-line option.
-    re.compile(rf"--[a-z-]*(?:token|secret|password|passwd|api-?key|access-?key)(?:=|\s+){VALUE}"),
+    re.compile(rf"(?<![\w-])--[a-z-]*(?:token|secret|password|passwd|api-?key|access-?key)(?:=|\s+){VALUE}"),
     # HTTP header.
     re.compile(rf"""\bauthorization["']?\s*[:=]\s*["']?(?:bearer|basic|token)\s+{VALUE}""", re.IGNORECASE),
     re.compile(r"\bBearer\s+[A-Za-z0-9+/._~-]{20}"),

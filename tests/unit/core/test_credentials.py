@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from megarl.core.credentials import has_credentials, is_secret_key, redacted
+from tests.timing import SCAN_CPU_S
 
 LONG = "0aB" * 14
 
@@ -69,3 +72,30 @@ def test_other_keys_are_not_secret(key: str) -> None:
 def test_passwords_in_urls_are_redacted() -> None:
     text = "request to https://me:hunter2@host:5000/api failed, https://host:5000 works"
     assert redacted(text) == "request to https://me:***@host:5000/api failed, https://host:5000 works"
+
+
+UNITS = [
+    "a",
+    "A",
+    "-",
+    " ",
+    "_",
+    '"',
+    "a:",
+    "://",
+    "://a:",
+    "a--",
+    "--a",
+    "--token $",
+    "TOKEN",
+    "A_TOKEN= ",
+    "password:",
+]
+
+
+@pytest.mark.parametrize("unit", [*UNITS, "authorization: ", "-----BEGIN ", "api_key= ", "A_", "@"])
+def test_long_texts_are_searched_in_linear_time(unit: str) -> None:
+    text = unit * (2**20 // len(unit))
+    start = time.process_time()
+    assert not has_credentials(text) and redacted(text) == text
+    assert time.process_time() - start < SCAN_CPU_S
