@@ -36,6 +36,9 @@ LIGHT_CPU_S = 3
 """CPU seconds of a command without heavy imports: about one alone, twice as much on a core that is shared with other
 processes. Importing torch takes more."""
 
+SCAN_CPU_S = 2
+"""CPU seconds to search a text of a megabyte. A linear search takes a fraction of it, a quadratic one minutes."""
+
 RANKS_S = 480
 """Limit for a test's forked ranks."""
 

@@ -14,15 +14,31 @@ SECRET_KEY = re.compile(
 VALUE = r"""["']?[^\s"'$`,;]"""
 """The first character of a value. A reference to a variable or a command is not a secret."""
 
-URL = re.compile(r"([a-z][a-z0-9+.-]*://[^/\s@:]*:)(?!\$)[^/\s@]+@", re.IGNORECASE)
+TOKEN = r"(?<!(?i:eos|bos|pad|unk|max|num|cls|sep)[_-])(?<!(?i:stop|mask)[_-])TOKEN"
+"""The word token, except in names of special tokens and numbers of tokens."""
+
+URL = re.compile(r"(://[^/\s@:]*:)(?!\$)[^/\s@]+@")
 """A URL with a password."""
 
-PATTERNS = (
+PATTERNS = (  # Unbounded repetitions must not overlap for different starts of a match, so that the time is linear.
     URL,
     # Environment variable.
-    re.compile(rf"\b[A-Z0-9_]*(?:TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY|SECRET_?KEY)={VALUE}"),
+    re.compile(rf"\b[A-Z0-9_]*(?:{TOKEN}|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY|SECRET_?KEY)={VALUE}"),
+    # The same in YAML, but not a Python variable with a type.
+    re.compile(
+        rf"\b[A-Z0-9_]*(?:_{TOKEN}|_SECRET|_PASSWORD|_PASSWD|API_?KEY|ACCESS_?KEY|SECRET_?KEY):[ \t]+"
+        r"""(?!(?:None|null|true|false|bytes|Final|Optional)\b)["']?[A-Za-z0-9+/_.-]{4}"""
+    ),
+    # Quoted value in Python, JSON or YAML. A short value, a placeholder and EMPTY, which servers without authorization
+    # need, are not secrets.
+    re.compile(
+        r"(?:(?:api|access|secret)[_-]?key|password|passwd|(?:client|app)[_-]?secret"
+        r"|(?:access|api|auth|bearer|github|gitlab|hf|hub|session|wandb)[_-]?token)"
+        r"""["']?\]?(?:: ?str)?\s{0,4}[:=]\s{0,4}[bru]?["'](?!(?:empty|none|null|dummy)["'])[^\s"'$`{<%[]{4}""",
+        re.IGNORECASE,
+    ),
     # Command-line option.
-    re.compile(rf"--[a-z-]*(?:token|secret|password|passwd|api-?key|access-?key)(?:=|\s+){VALUE}"),
+    re.compile(rf"(?<![\w-])--[a-z-]*(?:{TOKEN.lower()}|secret|password|passwd|api-?key|access-?key)(?:=|\s+){VALUE}"),
     # HTTP header.
     re.compile(rf"""\bauthorization["']?\s*[:=]\s*["']?(?:bearer|basic|token)\s+{VALUE}""", re.IGNORECASE),
     re.compile(r"\bBearer\s+[A-Za-z0-9+/._~-]{20}"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 
 from megarl.core.text import printable
 
@@ -12,6 +13,16 @@ class UserError(ValueError):
     exception, including other ValueErrors, is a failure and is reported with its process, log and stack."""
 
     exit_code = 2
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error and the errors that caused it, as a traceback shows them."""
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        yield cause
+        seen.add(id(cause))
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
 
 
 ERROR, INDENT = "megarl: error: ", "    "

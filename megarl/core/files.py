@@ -17,7 +17,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, BinaryIO, TypeGuard, TypeVar, get_type_hints
 
-from megarl.core.errors import InfrastructureFailure, TooLittleSpace, UserError
+from megarl.core.errors import InfrastructureFailure, TooLittleSpace, UserError, causes
 from megarl.core.outage import pauses
 from megarl.core.text import printable
 
@@ -120,22 +120,13 @@ HIDING_MESSAGES = ("PytorchStreamWriter failed", "inline_container", "iostream e
 def is_full(error: BaseException, path: Path) -> bool:
     """Return whether a full disk caused the error. Libraries such as safetensors mention the cause only in the message.
     torch hides the cause, so the disk of `path` is then tested with a small file."""
-    chain = list(_causes(error))
+    chain = list(causes(error))
     if any(isinstance(each, TooLittleSpace) or getattr(each, "errno", None) in DISK_FULL for each in chain):
         return True
     messages = [str(each) for each in chain if getattr(each, "errno", None) is None]
     if any(text in message for text in FULL_MESSAGES for message in messages):
         return True
     return any(text in message for text in HIDING_MESSAGES for message in messages) and not _has_room(path)
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and the errors that caused it, as a traceback shows them."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        yield error
-        seen.add(id(error))
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
 def _has_room(path: Path) -> bool:

@@ -13,7 +13,7 @@ class Declaration:
     Attributes:
         name: the name. Words in capitals are placeholders: ROLE is actor, critic or implicit_reward; MODEL is policy,
             value, implicit_reward or reward_model, which is the prefix for the metrics of a trained model; N and K are
-            numbers; other placeholders are any text.
+            numbers; NAME is the name of a score; other placeholders are any text.
         meaning: what is measured, over which samples or tokens.
         unit: the unit; empty for numbers without a unit, such as fractions from 0 to 1.
         present: the condition under which the metric exists; empty if it is always present, at least in RL runs.
@@ -34,6 +34,7 @@ _VALUES = {
     "MODEL": "policy|value|implicit_reward|reward_model",
     "N": r"\d+",
     "K": r"\d+",
+    "NAME": r"[A-Za-z0-9_.-]+",
     "STATE": "parameters|optimizer|gradients",
 }
 
@@ -59,6 +60,16 @@ METRICS = (
     Declaration("reward/greedy_mean", "mean reward of greedy rollouts", present="estimator=remax"),
     Declaration("reward/baseline", "moving average of rewards before the step", present="estimator=reinforce"),
     Declaration("reward/NAME", "mean score by one reward function, reward model, judge or named environment reward"),
+    Declaration("reward/NAME_unrated_frac", "fraction of responses that a judge did not rate", "", "a judge"),
+    Declaration(
+        "reward/NAME_truncated_frac", "fraction of responses too long for a reward model", "", "a reward model"
+    ),
+    Declaration(
+        "reward/reward_model_verbatim_frac",
+        "fraction of responses inserted without the chat template",
+        "",
+        "a classifier",
+    ),
     Declaration("response/length_mean", "mean response length", "tokens"),
     Declaration("response/length_min", "shortest response", "tokens"),
     Declaration("response/length_max", "longest response", "tokens"),

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.config.schema import Environment
 from megarl.data.plain_turns import text_ids
-from megarl.environments.hosts import HostFailure
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -15,21 +14,17 @@ if TYPE_CHECKING:
 
 def limit_observation(
     messages: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, settings: Environment
-) -> list[Mapping[str, Any]]:
+) -> list[Mapping[str, Any]] | None:
     """Return the messages of an observation with at most environment.observation_tokens tokens of text. Tokens of the
-    chat template do not count. The first tokens are kept; messages after the limit stay, with empty text. Raise
-    HostFailure for a longer observation if environment.overlong_observation=refuse."""
+    chat template do not count. The first tokens are kept; messages after the limit stay, with empty text.
+    Return None for a longer observation if environment.overlong_observation=refuse."""
     left = settings.observation_tokens
     if left is None:
         return list(messages)
     contents = [message["content"] for message in messages]
     texts = [text_ids(tokenizer, content) if isinstance(content, str) else [] for content in contents]
-    length = sum(map(len, texts))
-    if length > left and settings.overlong_observation == "refuse":
-        raise HostFailure(
-            f"environment.observation_tokens={left}: an observation has {length} tokens. Fix: return shorter "
-            "observations, raise environment.observation_tokens, or set environment.overlong_observation=cut"
-        )
+    if sum(map(len, texts)) > left and settings.overlong_observation == "refuse":
+        return None
     limited = []
     for message, token_ids in zip(messages, texts, strict=True):
         limited.append(message if len(token_ids) <= left else {**message, "content": _cut(token_ids, left, tokenizer)})

@@ -25,7 +25,8 @@ class StopReason(StrEnum):
     """The environment returned done=True, or the agent returned."""
     MAX_TURNS = "max_turns"
     MAX_TOKENS = "max_tokens"
-    """The token limit leaves no room for another turn or for the observation."""
+    """The token limit leaves no room for another turn or for the observation, or the observation is longer than
+    environment.observation_tokens and environment.overlong_observation=refuse."""
     FAILED = FAILED
     """The environment raised an error, hung, or exited its process. The rollout has no reward."""
     LOST = LOST

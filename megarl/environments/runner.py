@@ -304,7 +304,8 @@ class _Rollout:
         return step
 
     async def _append_observation(self, step: Mapping[str, Any]) -> None:
-        """Append the observation. Start a new sample if it replaces the conversation or cannot be appended."""
+        """Append the observation. Start a new sample if it replaces the conversation or cannot be appended. Raise
+        _ContextFull if the observation is too long. This is not a failure, because the turn may be the cause."""
         messages = step["messages"]
         if step["restart"]:
             token_ids = await self._tokenize(self._tokens.begin, messages)
@@ -312,6 +313,8 @@ class _Rollout:
             return
         limit = partial(limit_observation, tokenizer=self._runner.tokenizer, settings=self._config.environment)
         messages = await asyncio.to_thread(limit, messages)
+        if messages is None:
+            raise _ContextFull
         extend = self._raw_ids
         if not step["as_is"]:
             extend = partial(self._tokens.extend, self._parts[-1].transcript.last_turn.token_ids.tolist())
@@ -351,7 +354,7 @@ class _Rollout:
 
 
 class _ContextFull(Exception):
-    """Raised if no further turn fits into a rollout's context."""
+    """Raised if no further turn fits into a rollout's context, or an observation is longer than permitted."""
 
 
 @contextmanager

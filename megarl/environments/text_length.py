@@ -25,17 +25,17 @@ def texts_of(message: Mapping[str, Any]) -> list[str]:
     return [content if isinstance(content, str) else json.dumps(content), *([json.dumps(others)] if others else [])]
 
 
-async def is_longer(texts: Sequence[str], num_tokens: int, count: Callable[[str], int]) -> bool:
-    """Return whether the texts have more than `num_tokens` tokens in total. `count` returns the number of tokens in a
+async def is_longer(texts: Sequence[str], limit: int, count: Callable[[str], int]) -> bool:
+    """Return whether the texts have more than `limit` tokens in total. `count` returns the number of tokens in a
     text. It runs in a thread, because the event loop serves all rollouts."""
-    if sum(map(len, texts)) <= num_tokens:  # a token has at least one character
+    if sum(map(len, texts)) <= limit:  # a token has at least one character
         return False
     for text in texts:
         for start in range(0, len(text), PART):
-            if num_tokens < 0:
+            if limit < 0:
                 return True
-            num_tokens -= await asyncio.to_thread(count, text[start : start + PART])
-    return num_tokens < 0
+            limit -= await asyncio.to_thread(count, text[start : start + PART])
+    return limit < 0
 
 
 def num_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> int:

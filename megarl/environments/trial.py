@@ -20,7 +20,7 @@ from megarl.rewards.pool import FunctionPool
 from megarl.rewards.result import Result
 from megarl.rewards.scorer import Scorer
 
-MOST_ROWS = 16
+MAX_ROWS = 16
 """Number of rows tried if rewards.failure_limit permits some of them to fail."""
 
 
@@ -34,7 +34,7 @@ def try_rewards(config: Config, pool: FunctionPool, prompts: Sequence[Prompt]) -
     failure = f"{score.failure} (megarl used the row's answer as the response in this trial)"
     if not score.is_infrastructure and prompts[0].answer is not None:
         limit = config.rewards.failure_limit
-        others = prompts[1:MOST_ROWS] if limit else []
+        others = prompts[1:MAX_ROWS] if limit else []
         num_failed = 1 + sum(_try_row(config, pool, prompt)[0].failure is not None for prompt in others)
         if num_failed > limit * (1 + len(others)):
             remedy = "correct the reward function, which must return a finite number or a bool"

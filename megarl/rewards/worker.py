@@ -34,7 +34,7 @@ JUDGE_ARGUMENTS = ("prompt", "first", "second", "answer")
 MAX_SHOWN = 100
 """Maximum number of characters of an answer that an error message shows."""
 
-MOST_STACK = 4000
+MAX_STACK = 4000
 """Maximum number of characters of a stack."""
 
 SANDBOX = "sandbox"
@@ -225,7 +225,7 @@ def _stack(error: BaseException) -> str:
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
-    return "".join(traceback.format_exception(type(error), error, frames))[-MOST_STACK:]
+    return "".join(traceback.format_exception(type(error), error, frames))[-MAX_STACK:]
 
 
 def _number(value: Any) -> float | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,11 @@ def record_code(config: Config, model: Path | None, folder: Path | None) -> list
             folder.mkdir(exist_ok=True)
             with replacement(folder / copy) as file:
                 file.write(content)
+        elif folder is not None:
+            print(
+                f"megarl: warning: {path}: not copied to {folder}, because it seems to contain credentials",
+                file=sys.stderr,
+            )
         records.append({"key": key, "path": str(path), "sha256": digest, "copy": copy})
     return records
 

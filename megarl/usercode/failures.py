@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Literal
+
+from megarl.core.errors import causes
 
 RESTARTS = 2
 """Number of times that a call is repeated in a fresh process after its process was killed or crashed."""
@@ -24,19 +25,9 @@ class ServiceUnavailable(ConnectionError):
 def kind_of(error: BaseException) -> Kind:
     """Return the kind of failure that an exception in user code reports. If a connection is refused or lost, libraries
     raise their own exceptions, which are caused by a ConnectionError."""
-    for cause in _causes(error):
+    for cause in causes(error):
         if isinstance(cause, ProcessLost):
             return "lost"
         if isinstance(cause, ConnectionError):
             return "away"
     return "error"
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield the exception, its cause, the cause's cause and so on."""
-    seen: set[int] = set()
-    cause: BaseException | None = error
-    while cause is not None and id(cause) not in seen:
-        yield cause
-        seen.add(id(cause))
-        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)

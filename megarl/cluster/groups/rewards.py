@@ -59,7 +59,7 @@ class RewardActor(AsyncProcessActor):
 WaitingGroup = tuple[int, int, list[SampleRef]]
 """(prompt's row in the data, weight version with which its samples started, samples)."""
 
-MOST_ENDED = 2**18
+MAX_ENDED = 2**18
 """Number of rollouts whose late samples are recognized."""
 
 
@@ -115,7 +115,7 @@ class RewardWorker:
 
     def _end(self, rollout_ids: Iterable[str]) -> None:
         self._ended |= dict.fromkeys(rollout_ids)
-        for name in list(islice(self._ended, max(0, len(self._ended) - MOST_ENDED))):
+        for name in list(islice(self._ended, max(0, len(self._ended) - MAX_ENDED))):
             del self._ended[name]
 
     def close(self) -> None:

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from megarl.config.document import show
 from megarl.config.schema import Config
 from megarl.core.user_file import is_in_file
 
-RESERVED = (
-    "judge",
-    "reward_model",
-    "mean",
-    "std",
-    "failed_frac",
-    "infrastructure_failed_frac",
-    "zero_std_groups",
-    "greedy_mean",
-    "reward_model_unrated_frac",
-    "reward_model_truncated_frac",
-    "reward_model_verbatim_frac",
+RESERVED = re.compile(
+    r"judge|reward_model|environment|mean|std|baseline|failed_frac|infrastructure_failed_frac|zero_std_groups"
+    r"|greedy_mean|environment_.*|.*_(unrated|truncated|verbatim)_frac"
 )
 """Names reserved for other reward components and for summary metrics of the reward."""
 
@@ -102,11 +94,11 @@ def reward_sources_require_source_column(config: Config) -> Iterator[str]:
 
 
 def labels_are_not_reserved(config: Config) -> Iterator[str]:
-    labels = [entry.label for entry in config.rewards.functions if entry.label in RESERVED]
-    if labels:
+    entries = [entry for entry in config.rewards.functions if RESERVED.fullmatch(entry.label)]
+    if entries:
         yield (
-            f"rewards.functions: name={labels[0]}: this name is reserved for a metric of megarl. Fix: choose another "
-            "name"
+            f"rewards.functions: {entries[0].function}: its name {entries[0].label} is reserved for a metric of "
+            "megarl. Fix: add `name: OTHER` to the entry, or change its name"
         )
 
 

@@ -91,6 +91,10 @@ class TurnSlot:
     _key: bytes
 
 
+class TurnLimit(Exception):
+    """Raised if a session has no turns left."""
+
+
 class Recording:
     """The token sequences of one session."""
 
@@ -107,11 +111,14 @@ class Recording:
         """Number of samples after the first, by origin: `forked` from the token ids of another sample, `rewritten` if
         the conversation has assistant messages that were not sampled, `fresh` if it has none."""
 
-    async def reserve(self, tokens: Tokens, tools_key: str, messages: Sequence[Message]) -> TurnSlot:
+    async def reserve(self, tokens: Tokens, tools_key: str, messages: Sequence[Message], max_turns: int) -> TurnSlot:
         """Reserve a slot for the turn that responds to these messages. Fill it with `add` or free it with `release`.
-        Messages are tokenized in a thread. Raise UserError if the chat template rejects them."""
+        Messages are tokenized in a thread. Raise TurnLimit if the session has `max_turns` turns, including reserved
+        ones, and UserError if the chat template rejects the messages."""
         keys = _prefix_keys(tools_key, messages)
         async with self._reserving:
+            if self.num_turns >= max_turns:
+                raise TurnLimit
             return await self._reserve(tokens, keys, messages)
 
     async def _reserve(self, tokens: Tokens, keys: Sequence[bytes], messages: Sequence[Message]) -> TurnSlot:

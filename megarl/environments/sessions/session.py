@@ -19,7 +19,7 @@ from megarl.data.tool_calls import MalformedCall, ToolCall
 from megarl.environments.protocol import StopReason
 from megarl.environments.sessions.errors import ApiError, invalid
 from megarl.environments.sessions.messages import Message
-from megarl.environments.sessions.recording import Recording, Tokens, Turn, TurnSlot
+from megarl.environments.sessions.recording import Recording, Tokens, Turn, TurnLimit, TurnSlot
 from megarl.environments.sessions.request import ChatRequest, tools_key
 from megarl.environments.text_length import ROOM, is_longer, texts_of
 from megarl.environments.transcript import Part
@@ -143,18 +143,19 @@ class Session:
         if self.error is not None:
             raise self._engine_error()
         if self.recording.num_turns >= self.limits.max_turns:
-            self.stop_reason = StopReason.MAX_TURNS
-            message = f"the rollout has used all of its {self.limits.max_turns} turns (environment.max_turns)"
-            raise ApiError(400, "turn_limit_reached", message)
+            raise self._turn_limit_reached()
         await self._require_room(request)
         try:
             tokens = self._tokens_of(request.tools)
-            slot = await self.recording.reserve(tokens, tools_key(request.tools), request.messages)
+            key, max_turns = tools_key(request.tools), self.limits.max_turns
+            slot = await self.recording.reserve(tokens, key, request.messages, max_turns)
             if not slot.ids:
                 self.recording.release(slot)
                 raise invalid("messages", "the messages have no tokens")
         except ApiError:
             raise
+        except TurnLimit:  # other requests have taken the last turns since the check above
+            raise self._turn_limit_reached() from None
         except Exception as error:  # any error that the agent's messages cause
             reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
             raise invalid("messages", reason) from error
@@ -190,6 +191,11 @@ class Session:
         if left > 0:
             return min(left, limits.turn_tokens or left)
         raise self._context_exceeded(f"{len(slot.ids)} tokens, {slot.num_response_tokens} of them after the prompt")
+
+    def _turn_limit_reached(self) -> ApiError:
+        self.stop_reason = StopReason.MAX_TURNS
+        message = f"the rollout has used all of its {self.limits.max_turns} turns (environment.max_turns)"
+        return ApiError(400, "turn_limit_reached", message)
 
     def _context_exceeded(self, size: str) -> ApiError:
         self.stop_reason = StopReason.MAX_TOKENS

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from megarl.core.credentials import has_credentials, is_secret_key, redacted
+from tests.timing import SCAN_CPU_S
 
 LONG = "0aB" * 14
 
@@ -25,6 +28,14 @@ LONG = "0aB" * 14
         f"ghp_{LONG}",
         "AKIA" + "A1" * 8,
         "-----BEGIN OPENSSH PRIVATE KEY-----",
+        'api_key = "abcdefgh"',
+        'password="hunter2"',
+        "PASSWORD: str = 'hunter2'",
+        'os.environ["HF_TOKEN"] = "abcd"',
+        '{"api_key": "zzzz"}',
+        "openai_api_key: 'abcd'",
+        "WANDB_API_KEY: abcdef",
+        "  HF_TOKEN:  'abcdef'",
     ],
 )
 def test_credentials_are_found(text: str) -> None:
@@ -48,6 +59,19 @@ def test_credentials_are_found(text: str) -> None:
         "You are good at basic arithmetic. Keep the password secret.",
         "runs/hf_checkpoint_step_000020_of_a_long_experiment_name",
         "--max-tokens 5",
+        'EOS_TOKEN="</s>"',
+        "PAD_TOKEN=0",
+        "MAX_TOKEN=512",
+        "--stop-token </s>",
+        "EOS_TOKEN: abcd",
+        '{"eos_token": "<|im_end|>", "image_token": "image"}',
+        'api_key = os.environ["HF_TOKEN"]',
+        "def score(password: str, api_key: str | None = None)",
+        'OpenAI(base_url=url, api_key="EMPTY")',
+        'api_key = ""',
+        "HF_TOKEN: str | None = None",
+        'password == "hunter2"',
+        'password = "{password}"',
     ],
 )
 def test_other_text_has_no_credentials(text: str) -> None:
@@ -69,3 +93,30 @@ def test_other_keys_are_not_secret(key: str) -> None:
 def test_passwords_in_urls_are_redacted() -> None:
     text = "request to https://me:hunter2@host:5000/api failed, https://host:5000 works"
     assert redacted(text) == "request to https://me:***@host:5000/api failed, https://host:5000 works"
+
+
+UNITS = [
+    "a",
+    "A",
+    "-",
+    " ",
+    "_",
+    '"',
+    "a:",
+    "://",
+    "://a:",
+    "a--",
+    "--a",
+    "--token $",
+    "TOKEN",
+    "A_TOKEN= ",
+    "password:",
+]
+
+
+@pytest.mark.parametrize("unit", [*UNITS, "authorization: ", "-----BEGIN ", "api_key= ", "A_", "@"])
+def test_long_texts_are_searched_in_linear_time(unit: str) -> None:
+    text = unit * (2**20 // len(unit))
+    start = time.process_time()
+    assert not has_credentials(text) and redacted(text) == text
+    assert time.process_time() - start < SCAN_CPU_S

@@ -358,7 +358,10 @@ def test_long_observations_are_cut_before_they_are_appended(fault: str, expected
     assert expected in text and "turns" not in text
 
 
-def test_long_observation_may_fail_its_rollout() -> None:
+def test_refused_observation_ends_the_rollout_without_a_failure() -> None:
     limit = ("environment.observation_tokens=4", "environment.overlong_observation=refuse")
-    [[sample]] = play(config("Counter", *limit), Says("12"), "fine")
-    assert sample.episode.failure.startswith("environment.observation_tokens=4: an observation has 7 tokens")
+    settings = config("Counter", *limit, "environment.max_consecutive_failures=1")
+    for [sample] in play(settings, Says("12"), "fine", "as is"):
+        assert (sample.episode.failure, sample.episode.info.stop_reason) == (None, "max_tokens")
+        assert len(sample.episode.rewards) == sample.episode.info.num_turns == 1
+        assert all(sample.response_mask) and sample.text == "12"

@@ -181,8 +181,18 @@ def test_functions_with_the_same_name_are_refused(second, remedy):
         Scorer([RewardFunction(function="exact_match"), RewardFunction(**second)])
 
 
-def test_name_of_another_metric_is_refused():
-    with pytest.raises(
-        ValueError, match=r"rewards\.functions: name=mean: this name is reserved for a metric of megarl"
-    ):
-        load(QUICKSTART, ["rewards.functions=[{function: exact_match, name: mean}]"])
+@pytest.mark.parametrize(
+    "name", ["mean", "environment", "environment_moves", "baseline", "a_unrated_frac", "a_truncated_frac", "judge"]
+)
+def test_name_of_another_metric_is_refused(name: str):
+    problem = f"its name {name} is reserved for a metric of megarl. Fix: add `name: OTHER` to the entry"
+    with pytest.raises(ValueError, match=f"rewards.functions: exact_match: {problem}"):
+        load(QUICKSTART, [f"rewards.functions=[{{function: exact_match, name: {name}}}]"])
+    with pytest.raises(ValueError, match=f"rewards.functions: .*/score.py:{name}: {problem}"):
+        load(QUICKSTART, [f"rewards.functions=[{{function: 'score.py:{name}'}}]"])
+
+
+@pytest.mark.parametrize("name", ["environments", "mean_score", "judged", "unrated_frac", "environment-a"])
+def test_similar_names_are_allowed(name: str):
+    [entry] = load(QUICKSTART, [f"rewards.functions=[{{function: exact_match, name: {name}}}]"]).rewards.functions
+    assert entry.label == name

@@ -171,9 +171,11 @@ def test_resolved_config_has_absolute_paths(project: Path) -> None:
     assert saved["run"]["folder"] == f"{project.parent}/runs"
 
 
-def test_file_with_credentials_is_not_copied(project: Path) -> None:
+def test_file_with_credentials_is_not_copied(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (project / "reward.py").write_text(f'{REWARD}\nURL = "http://me:secret@host/judge"\n')
     folder = RunFolder.create(config(project), "hash", models(project))
+    [warning] = [line for line in capsys.readouterr().err.splitlines() if "credentials" in line]
+    assert warning.startswith(f"megarl: warning: {project}/reward.py: not copied to {folder.code}")
     assert not [path for path in folder.path.rglob("*") if path.is_file() and b"secret" in path.read_bytes()]
     (project / "reward.py").write_text(REWARD)
     line, *_ = changes_since(config(project), models(project), folder.path)

@@ -119,7 +119,7 @@ def test_late_samples_are_not_scored_again(worker, calls, tmp_path):
 
 
 def test_number_of_remembered_rollouts_is_bounded(worker, monkeypatch):
-    monkeypatch.setattr(rewards, "MOST_ENDED", 2)
+    monkeypatch.setattr(rewards, "MAX_ENDED", 2)
     worker.forget(["30.0", "30.1"])
     worker.forget(["30.2"])
     assert list(worker._ended) == ["30.1", "30.2"]

@@ -227,6 +227,19 @@ def test_turn_and_token_limits_return_openai_errors() -> None:
     assert session.counts["refused.turn_limit_reached"] == 1
 
 
+def test_concurrent_requests_do_not_exceed_the_turn_limit() -> None:
+    policy = ScriptedPolicy(TOKENIZER, ["One", "Two"])
+    limits = SessionLimits(max_turns=1, turn_tokens=None, max_new_tokens=90, context_length=300)
+
+    async def agent(ask: Ask, *_: Any) -> None:
+        answers = await asyncio.gather(ask(QUESTION), ask([{"role": "user", "content": "And now?"}]))
+        assert sorted(status for status, _ in answers) == [200, 400]
+        assert [body["error"]["code"] for status, body in answers if status == 400] == ["turn_limit_reached"]
+
+    session, samples = in_session(policy, agent, limits)
+    assert (session.stop_reason, len(samples), session.recording.num_turns) == ("max_turns", 1, 1)
+
+
 def test_stop_string_ends_the_turn_and_is_removed() -> None:
     policy = ScriptedPolicy(TOKENIZER, ["Thought. END and more", "Then"])
 
