@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Any
 
 from megarl.config.run_schema import HealthWarning
 from megarl.config.schema import Config
+from megarl.core.files import is_plain
 
 MIN_STEPS, MIN_SAMPLES = 3, 256
 """Number of consecutive steps and of samples in them for which a condition must hold. If none of 256 samples is an
@@ -28,8 +29,8 @@ MISMATCH_GROWTH, MISMATCH_SHARE = 3.0, 0.25
 """Growth of the log-prob difference between trainer and engine, and its fraction of the limit of a step, from which it
 is a warning."""
 
-Row = Mapping[str, float | None]
-"""The metrics of a step. Values that were NaN or infinite are None."""
+Row = Mapping[str, Any]
+"""The metrics of a step. Those of earlier attempts are read from metrics.jsonl, which users may edit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,8 +187,9 @@ METRICS = (
 
 
 def _checked_metrics(row: Row) -> Row:
+    """Return the metrics that the checks read. Values that are not finite numbers become None."""
     values = {name: row.get(name) for name in METRICS}
-    return {name: value if value is not None and math.isfinite(value) else None for name, value in values.items()}
+    return {name: value if is_plain(value, float) else None for name, value in values.items()}
 
 
 def _truncation_remedy(config: Config) -> str:

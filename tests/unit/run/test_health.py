@@ -151,6 +151,15 @@ def test_rows_without_metrics_are_accepted() -> None:
     assert [health.check({"policy/entropy": float("nan")}) for _ in range(40)] == [[]] * 40
 
 
+@pytest.mark.parametrize("value", ["x", [1.0], {}, True, 10**400])
+def test_malformed_values_count_as_missing(value: object) -> None:
+    """Rows of earlier attempts are read from a file that users may edit."""
+    health = Health(config(), [HEALTHY | CONSTANT | {"reward/mean": value, "reward/std": value}] * 3)
+    assert [health.check(HEALTHY | CONSTANT) for _ in range(2)] == [[], []]
+    [finding] = health.check(HEALTHY | CONSTANT)
+    assert finding.name == "constant_reward"
+
+
 def test_documentation_lists_every_warning() -> None:
     page, base = (ROOT / "docs/how/failures.md").read_text(), (CONFIGS / "base.yaml").read_text()
     assert all(f"| `{name}` |" in page and name in base for name in CHECKS)
