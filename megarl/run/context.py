@@ -7,7 +7,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -229,7 +229,8 @@ class RunContext:
         findings = health.check(metrics)
         for finding in findings:
             print(f"megarl: warning: step {step}: {finding.name}: {finding.message}", file=sys.stderr, flush=True)
-            self.folder.warn(step, finding.name, finding.message)
+            with suppress(UserError, OSError):  # the user may have edited or deleted the manifest; the line is printed
+                self.folder.warn(step, finding.name, finding.message)
         return findings
 
     def _stop_on(self, findings: Sequence[Finding], trained: TrainedModels, write: Write) -> None:

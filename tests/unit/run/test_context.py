@@ -278,6 +278,23 @@ def test_health_warnings_are_printed_once_and_recorded(tmp_path: Path, capsys: p
     assert capsys.readouterr().err == "" and again.folder.warnings == [warning]
 
 
+@pytest.mark.parametrize("text", [None, "{", "[]"])
+def test_warning_without_a_valid_manifest_is_only_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None
+) -> None:
+    def step() -> dict[str, float]:
+        if text is None:
+            context.folder.manifest.unlink(missing_ok=True)
+        else:
+            context.folder.manifest.write_text(text)
+        return CONSTANT
+
+    with prepare(tmp_path, "checkpoint.every_steps=null", "run.steps=4") as context:
+        context.run(TrainedModels({"actor": Group()}, {"actor": ()}), step)
+        assert context.state.step == 4
+    assert capsys.readouterr().err.startswith("megarl: warning: step 3: constant_reward: ")
+
+
 @pytest.mark.parametrize(
     ("saving", "saved"),
     [
