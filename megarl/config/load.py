@@ -32,16 +32,27 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     next to the recipe that names it, then among megarl's own recipes. All paths become absolute, see
     `megarl.config.paths`. Raise a UserError if the configuration is invalid; the message has one line per violation,
     with origin, key, value and remedy."""
-    base, *recipes = _files(Path(path), ())
-    # The overrides are merged first, so that the order of a variant's name and its options does not matter.
-    command_line = reduce(Document.overlay, (_expand_null(_override(text)) for text in overrides), Document({}, {}))
-    recipe = paths.absolute(reduce(overlay, (*recipes, command_line), base), _is_shipped)
+    files = list(_files(Path(path), ()))
+    recipe = paths.absolute(_merged(files, overrides), _is_shipped)
     try:
         config = Config.model_validate(recipe.values)
     except ValidationError as error:
         raise UserError("\n".join(violations.describe(error, recipe, str(path)))) from None
-    rules.check(config, overlay(recipe, base).values)
+    rules.check(config, overlay(recipe, files[0]).values)
     return config
+
+
+def changes_allowed_by(path: str | Path, overrides: Sequence[str] = ()) -> list[Any]:
+    """Return the value of run.allow_changes in a recipe. The configuration may be invalid."""
+    run = _section(_merged(list(_files(Path(path), ())), overrides).values, "run")
+    keys = run.get("allow_changes")
+    return keys if isinstance(keys, list) else []
+
+
+def _merged(files: Sequence[Document], overrides: Sequence[str]) -> Document:
+    # The overrides are merged first, so that the order of a variant's name and its options does not matter.
+    command_line = reduce(Document.overlay, (_expand_null(_override(text)) for text in overrides), Document({}, {}))
+    return reduce(overlay, (*files, command_line))
 
 
 def _is_shipped(file: str) -> bool:
