@@ -23,6 +23,7 @@ from megarl.core.checkpoint import FORMAT, FORMAT_KEY
 from megarl.core.errors import UserError
 from megarl.core.files import is_plain, numbered, parse_json, read_object, read_text, replace_text, shown, sync
 from megarl.core.jsonl import read_objects
+from megarl.core.text import printable
 from megarl.core.versions import installed_versions
 from megarl.models.folder import model_paths
 from megarl.models.paths import Models
@@ -363,13 +364,13 @@ def _link_latest(path: Path) -> None:
 
 
 def changes_since(config: Config, models: Models, run: Path) -> list[str]:
-    """Return a line for each change in code, Git commits and package versions since the last attempt of the run in the
-    folder `run`."""
+    """Return a printable line for each change in code, Git commits and package versions since the last attempt of the
+    run in the folder `run`."""
     folder = RunFolder(run)
     if not folder.manifest.is_file():
         return []
     current = _manifest(config, None, record_code(config, _actor_folder(models), None))
-    return list(changes(read_object(folder.manifest), current, folder.code))
+    return [printable(line) for line in changes(read_object(folder.manifest), current, folder.code)]
 
 
 def _actor_folder(models: Models | None) -> Path | None:
