@@ -161,5 +161,5 @@ def test_all_records_the_commit_if_it_passes_on_a_clean_tree(repository: Reposit
     assert repository.test_all() == ""
     commit = repository.commit("new.py")
     assert repository.test_all() == f"{commit}\n"
-    repository.commit("README.md", "later\n")
+    repository.commit("LICENSE", "later\n")
     assert repository.due() == []
