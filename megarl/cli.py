@@ -101,7 +101,7 @@ def check(file: Recipe, overrides: Overrides = None, allow_changes: AllowChanges
 
     `megarl train` runs the same checks at startup. Models that are not in the local cache are downloaded.
     """
-    config = _load(file, with_allowed(overrides, allow_changes))
+    config = _load(file, with_allowed(file, overrides, allow_changes))
     from megarl.cluster.supervision.supervisor import supervised
 
     with supervised() as scratch:
@@ -123,7 +123,7 @@ def train(
     """Train a model with a recipe."""
     if dry_run:
         return check(file, overrides, allow_changes)
-    config = _load(file, with_allowed(overrides, allow_changes))
+    config = _load(file, with_allowed(file, overrides, allow_changes))
     from megarl.run.beginning import check_beginning
 
     if line := check_beginning(config):

@@ -12,6 +12,7 @@ from megarl.config.learning_rate import learning_rate
 from megarl.config.paths import without_folders
 from megarl.config.schema import Config
 from megarl.config.violations import raise_all
+from megarl.core.text import printable
 
 FREE = (
     "resume",
@@ -122,7 +123,8 @@ class Change:
     new: Any
 
     def describe(self) -> str:
-        return f"{self.key} changed from {one_line(self.old)} to {one_line(self.new)}"
+        """Return a printable line. The key and the old value may be from the checkpoint of another user."""
+        return printable(f"{self.key} changed from {one_line(self.old)} to {one_line(self.new)}")
 
 
 def may_be_allowed(key: str) -> bool:

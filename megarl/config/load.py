@@ -27,15 +27,35 @@ OPTIONAL = ("evaluation", "environment", "reward_model", "implicit_reward", "run
 OVERRIDES = "overrides"
 """Origin of values that are passed in Python, for error messages."""
 
+Overrides = Sequence[str] | Mapping[str, Any]
+"""KEY=VALUE, or values by dotted key."""
+
 _LIST_INDEX = re.compile(r"\[|\.\d+(?=\.|$)")
 
 
-def load(path: str | Path, overrides: Sequence[str] | Mapping[str, Any] = ()) -> Config:
+def load(path: str | Path, overrides: Overrides = ()) -> Config:
     """Read a recipe: its base files first, then its own keys, then the overrides, as KEY=VALUE or as values by dotted
     key. A base file is looked up next to the recipe that names it, then among megarl's own recipes. All paths become
     absolute, see `megarl.config.paths`. Raise a UserError if the configuration is invalid; the message has one line per
     violation, with origin, key, value and remedy."""
-    base, *recipes = _files(Path(path), ())
+    files = list(_files(Path(path), ()))
+    recipe = paths.absolute(_merged(files, overrides), _is_shipped)
+    try:
+        config = Config.model_validate(recipe.values)
+    except ValidationError as error:
+        raise UserError("\n".join(violations.describe(error, recipe, str(path)))) from None
+    rules.check(config, overlay(recipe, files[0]).values)
+    return config
+
+
+def changes_allowed_by(path: str | Path, overrides: Overrides = ()) -> list[Any]:
+    """Return the value of run.allow_changes in a recipe. The configuration may be invalid."""
+    run = _section(_merged(list(_files(Path(path), ())), overrides).values, "run")
+    keys = run.get("allow_changes")
+    return keys if isinstance(keys, list) else []
+
+
+def _merged(files: Sequence[Document], overrides: Overrides) -> Document:
     # The overrides are merged first, so that the order of a variant's name and its options does not matter.
     parsed = (
         (_value(name, value, OVERRIDES) for name, value in overrides.items())
@@ -43,13 +63,7 @@ def load(path: str | Path, overrides: Sequence[str] | Mapping[str, Any] = ()) ->
         else map(_override, overrides)
     )
     command_line = reduce(Document.overlay, map(_expand_null, parsed), Document({}, {}))
-    recipe = paths.absolute(reduce(overlay, (*recipes, command_line), base), _is_shipped)
-    try:
-        config = Config.model_validate(recipe.values)
-    except ValidationError as error:
-        raise UserError("\n".join(violations.describe(error, recipe, str(path)))) from None
-    rules.check(config, overlay(recipe, base).values)
-    return config
+    return reduce(overlay, (*files, command_line))
 
 
 def _is_shipped(file: str) -> bool:

@@ -7,7 +7,7 @@ start at the working directory.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -117,7 +117,17 @@ def without_folders(values: Mapping[str, Any]) -> dict[str, Any]:
     named = dict(values)
     for pattern, rewrite in {**DATA, **CODE}.items():
         named = _rewritten(named, tuple(pattern.split(".")), rewrite, lambda _: lambda path: PurePath(path).name)
-    return _with_weights(named, lambda _: lambda path: PurePath(path).name)
+    sources: list[str] = []
+    for pattern in ("data.source", f"data.more_sources.{ITEMS}"):
+        _rewritten(values, tuple(pattern.split(".")), _whole, lambda _: lambda path: sources.append(path) or path)
+    return _with_weights(named, lambda _: lambda path: _short_name(path, sources))
+
+
+def _short_name(path: str, sources: Sequence[str]) -> str:
+    """Return the file name. If several sources have this name, it is followed by the number of the source."""
+    name = PurePath(path).name
+    is_unique = [PurePath(source).name for source in sources].count(name) < 2
+    return name if is_unique or path not in sources else f"{name} (source {sources.index(path) + 1})"
 
 
 def code_files(values: Mapping[str, Any]) -> Iterator[tuple[str, Path]]:

@@ -28,9 +28,7 @@ def defined_in_file(key: str, name: str) -> tuple[Path, str, Any]:
     file, _, inner = name.rpartition(":")
     path = Path(file).expanduser()
     if path.suffix != ".py" or not path.is_file():
-        raise UserError(
-            f"{key}: {path} is not a Python file. Fix: correct the path, which is relative to the recipe's folder"
-        )
+        raise UserError(f"{key}: {path} is not a Python file. Fix: correct the path")
     return path, inner, getattr(_load(key, path), inner, None)
 
 

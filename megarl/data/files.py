@@ -127,9 +127,7 @@ def _records(path: Path, columns: Sequence[Column], further: Collection[str] = (
             ".parquet file"
         )
     if not path.is_file():
-        raise UserError(
-            f"data.source={path}: not a file. Fix: correct the path, which is relative to the recipe's folder"
-        )
+        raise UserError(f"data.source={path}: not a file. Fix: correct the path")
     for number, record in readers[path.suffix](path, columns, further):
         record = encodable(record)
         _require_columns(record, columns, f"{path}:{number}")

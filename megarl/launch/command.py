@@ -18,13 +18,18 @@ AllowChanges = Annotated[
     list[str] | None,
     typer.Option("--allow-changes", metavar="KEY", help="Key that may change when the run resumes (repeatable)."),
 ]
-"""Values for run.allow_changes."""
+"""Keys to add to run.allow_changes."""
 
 
-def with_allowed(overrides: list[str] | None, allow_changes: list[str] | None) -> list[str]:
-    """Return the overrides, with run.allow_changes set to the given keys. Commas may separate keys."""
-    keys = [key.strip() for text in allow_changes or () for key in text.split(",")]
-    return [*(overrides or ()), *([f"run.allow_changes={json.dumps(keys)}"] if keys else [])]
+def with_allowed(file: Path, overrides: list[str] | None, allow_changes: list[str] | None) -> list[str]:
+    """Return the overrides, with the given keys added to the recipe's run.allow_changes. Commas may separate keys."""
+    overrides, keys = overrides or [], [key.strip() for text in allow_changes or () for key in text.split(",")]
+    if not keys:
+        return overrides
+    from megarl.config.load import changes_allowed_by
+
+    listed = changes_allowed_by(file, overrides)
+    return [*overrides, f"run.allow_changes={json.dumps([*listed, *(key for key in keys if key not in listed)])}"]
 
 
 def launch(
@@ -102,7 +107,7 @@ def launch(
         options=option or (),
         template=template,
     )
-    for line in submit.launch(file, with_allowed(overrides, allow_changes), request, sweep or (), dry_run):
+    for line in submit.launch(file, with_allowed(file, overrides, allow_changes), request, sweep or (), dry_run):
         typer.echo(line)
 
 

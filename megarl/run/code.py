@@ -19,7 +19,8 @@ TEMPLATES = ("chat_template.jinja", "tokenizer_config.json")
 """Files of a model that may contain its chat template."""
 
 MEGARL = Path(megarl.__file__).resolve().parents[1]
-GIT_S = 60
+GIT_S = 10
+"""Timeout in seconds for one git command."""
 
 Record = dict[str, str]
 """One file: its config key, its path, its SHA-256, and the name of its copy, "" if there is none."""
@@ -60,11 +61,17 @@ def projects(records: Sequence[Record]) -> list[dict[str, Any]]:
 
 
 def git_state(root: Path) -> dict[str, Any] | None:
-    """Return the commit of the Git checkout at `root`, if it is one, and whether it has uncommitted changes."""
+    """Return the commit of the Git checkout at `root`, if it is one, and whether it has uncommitted changes in tracked
+    files; None if git takes too long to find out."""
     if not (root / ".git").exists():  # an installed package may be inside an unrelated checkout
         return None
     try:
-        return {"commit": _git(root, "rev-parse", "HEAD"), "dirty": _git(root, "status", "--porcelain") != ""}
+        commit = _git(root, "rev-parse", "HEAD")
+        try:
+            dirty = _git(root, "status", "--porcelain", "--untracked-files=no") != ""
+        except subprocess.TimeoutExpired:
+            dirty = None
+        return {"commit": commit, "dirty": dirty}
     except (OSError, subprocess.SubprocessError):  # git is missing, has no commit yet, or refuses to read the checkout
         return None
 
@@ -96,7 +103,7 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any], code: Path) -> Itera
     for key, name in before.keys() - after.keys():
         yield f"{key}: {name} is no longer used"
     for name, (was, now) in _states(old, new).items():
-        if was != now:
+        if _show(was) != _show(now):
             yield f"{name}: {_show(was)} -> {_show(now)}"
 
 

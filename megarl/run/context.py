@@ -7,7 +7,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -174,7 +174,7 @@ class RunContext:
                     findings = self._check_health(health, number, metrics)
                     self._end_if_signaled(trained, write)
                     saver.commit()  # after the step's metrics are written, since a resumed run needs them
-                    self._stop_on(findings)
+                    self._stop_on(findings, trained, write)
                 saver.finish()
                 self._end_if_signaled(trained, write)
             except RunFailure as failure:
@@ -229,22 +229,28 @@ class RunContext:
         findings = health.check(metrics)
         for finding in findings:
             print(f"megarl: warning: step {step}: {finding.name}: {finding.message}", file=sys.stderr, flush=True)
-            self.folder.warn(step, finding.name, finding.message)
+            with suppress(UserError, OSError):  # the user may have edited or deleted the manifest; the line is printed
+                self.folder.warn(step, finding.name, finding.message)
         return findings
 
-    def _stop_on(self, findings: Sequence[Finding]) -> None:
-        """Complete the checkpoint that is being written and raise a UserError if run.stop_on lists a warning."""
+    def _stop_on(self, findings: Sequence[Finding], trained: TrainedModels, write: Write) -> None:
+        """Save a checkpoint, unless the run saves none, and raise a UserError if run.stop_on lists a warning."""
         stopping = [finding for finding in findings if finding.name in self.config.run.stop_on]
         if stopping:
-            self.saver.finish()
+            if self.config.checkpoint.may_be_saved:
+                self._save_now(trained, write)
             raise UserError("\n".join(f"run.stop_on: {finding.name}: {finding.message}" for finding in stopping))
 
     def _end_if_signaled(self, trained: TrainedModels, write: Write) -> None:
         """Save a checkpoint and raise KeyboardInterrupt if the run has received a termination signal."""
         if interrupts.is_signaled:
-            self.saver.save(trained, self.state.step, self.state.dump(), at_once=True, write=write)
-            self.saver.finish()
+            self._save_now(trained, write)
             raise KeyboardInterrupt
+
+    def _save_now(self, trained: TrainedModels, write: Write) -> None:
+        """Save a checkpoint of the current step, unless there is one, and wait until it is complete."""
+        self.saver.save(trained, self.state.step, self.state.dump(), at_once=True, write=write)
+        self.saver.finish()
 
     def export(self, write: Callable[[Path], None]) -> None:
         """Export the model with `write` if run.export is set, else remove an earlier one. Mark the run finished."""

@@ -23,6 +23,7 @@ from megarl.core.checkpoint import FORMAT, FORMAT_KEY
 from megarl.core.errors import UserError
 from megarl.core.files import is_plain, numbered, parse_json, read_object, read_text, replace_text, shown, sync
 from megarl.core.jsonl import read_objects
+from megarl.core.text import printable
 from megarl.core.versions import installed_versions
 from megarl.models.folder import model_paths
 from megarl.models.paths import Models
@@ -139,7 +140,7 @@ class RunFolder:
         earlier = cls.of(config)
         in_a_job = config.resume == "auto" and (earlier.path / LAUNCH).exists()
         if earlier.manifest.exists() and (in_a_job or not earlier.is_taken):
-            return cls.reopen(config, 0, data_hash, models, changes)
+            return cls.reopen(config, 0, data_hash, models, changes, after_step)
         folder = cls(earlier.path, moved=_move_aside(earlier.path, config) if earlier.is_taken else None)
         (folder.path / "rollouts").mkdir(parents=True)
         folder._open(config, data_hash, models, 0, {"changes": _recorded(changes, after_step), "warnings": []})
@@ -169,10 +170,11 @@ class RunFolder:
         data_hash: str | None = None,
         models: Models | None = None,
         changes: Sequence[Change] = (),
+        changed_after: int | None = None,
     ) -> RunFolder:
         """Open the folder of a run that resumes after `step`, and remove the data of later steps. The config and the
         manifest of the previous attempt are moved to that attempt's logs. The new manifest lists `changes`, the keys
-        that have changed since `step`, after the changes at earlier steps."""
+        that have changed since the step `changed_after` (default: `step`), after the changes at earlier steps."""
         path = cls.of(config).path
         previous = cls(path, max(numbered(path / "logs", ATTEMPT), default=1))  # the user may have deleted all logs
         folder = cls(path, previous.attempt + 1)
@@ -180,12 +182,13 @@ class RunFolder:
         metrics = folder.metrics_until(last_kept)
         for subfolder in (previous.logs, path / "rollouts"):
             subfolder.mkdir(parents=True, exist_ok=True)
-        earlier = read_object(folder.manifest) if folder.manifest.exists() else {}
+        manifest = folder._newest_manifest()
+        earlier = {} if manifest is None else read_object(manifest)
         recorded = {
             "changes": [change for change in changes_in(earlier) if change["after_step"] < step],
             "warnings": [warning for warning in warnings_in(earlier) if warning["step"] <= step],
         }
-        recorded["changes"] += _recorded(changes, step)
+        recorded["changes"] += _recorded(changes, step if changed_after is None else changed_after)
         for file in (folder.config, folder.manifest):
             if file.exists():
                 file.rename(previous.logs / file.name)
@@ -283,6 +286,13 @@ class RunFolder:
         """The health warnings of the run; see `warnings_in`."""
         return warnings_in(read_object(self.manifest))
 
+    def _newest_manifest(self) -> Path | None:
+        """Return the path of the newest manifest, if any. If an attempt is killed while it opens the folder, this is
+        that of an earlier attempt in its logs."""
+        logs = reversed(numbered(self.path / "logs", ATTEMPT).values())
+        manifests = (self.manifest, *(folder / self.manifest.name for folder in logs))
+        return next((path for path in manifests if path.exists()), None)
+
     @property
     def resolved_models(self) -> dict[str, str]:
         """Resolved model folders from all attempts so far, keyed by the path that the user wrote."""
@@ -354,13 +364,13 @@ def _link_latest(path: Path) -> None:
 
 
 def changes_since(config: Config, models: Models, run: Path) -> list[str]:
-    """Return a line for each change in code, Git commits and package versions since the last attempt of the run in the
-    folder `run`."""
+    """Return a printable line for each change in code, Git commits and package versions since the last attempt of the
+    run in the folder `run`."""
     folder = RunFolder(run)
     if not folder.manifest.is_file():
         return []
     current = _manifest(config, None, record_code(config, _actor_folder(models), None))
-    return list(changes(read_object(folder.manifest), current, folder.code))
+    return [printable(line) for line in changes(read_object(folder.manifest), current, folder.code)]
 
 
 def _actor_folder(models: Models | None) -> Path | None:

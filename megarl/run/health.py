@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Any
 
 from megarl.config.run_schema import HealthWarning
 from megarl.config.schema import Config
+from megarl.core.files import is_plain
 
 MIN_STEPS, MIN_SAMPLES = 3, 256
 """Number of consecutive steps and of samples in them for which a condition must hold. If none of 256 samples is an
@@ -28,8 +29,8 @@ MISMATCH_GROWTH, MISMATCH_SHARE = 3.0, 0.25
 """Growth of the log-prob difference between trainer and engine, and its fraction of the limit of a step, from which it
 is a warning."""
 
-Row = Mapping[str, float | None]
-"""The metrics of a step. Values that were NaN or infinite are None."""
+Row = Mapping[str, Any]
+"""The metrics of a step. Those of earlier attempts are read from metrics.jsonl, which users may edit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,29 +92,37 @@ def _constant_reward(config: Config, rows: Sequence[Row], window: int) -> str | 
 
 
 def _uninformative_groups(config: Config, rows: Sequence[Row], window: int) -> str | None:
-    if config.batch.samples_per_prompt == 1:
+    if not _learns_only_from_differences(config):
         return None
     is_varied = _holds(rows, window, "reward/std", lambda std: std > 0)
     if not is_varied or not _holds(rows, window, "reward/zero_std_groups", lambda frac: frac == 1):
         return None
+    is_pairwise = config.algorithm.objective.spec.is_pairwise
+    effect = "no sample is preferred over another" if is_pairwise else "group-relative advantages are 0"
     return (
-        f"in the last {window} steps, all samples of each prompt have the same reward, so group-relative advantages "
-        "are 0. Likely causes: the samples of a prompt are alike, or each prompt is either too easy or too hard. Fix: "
-        "raise rollout.temperature or batch.samples_per_prompt, or use prompts of medium difficulty"
+        f"in the last {window} steps, all samples of each prompt have the same reward, so {effect}. "
+        "Likely causes: the samples of a prompt are alike, or each prompt is either too easy or too hard. Fix: raise "
+        "rollout.temperature or batch.samples_per_prompt, or use prompts of medium difficulty"
     )
 
 
 def _zero_gradient(config: Config, rows: Sequence[Row], window: int) -> str | None:
     if not _holds(rows, window, "policy/grad_norm", lambda norm: norm == 0):
         return None
-    has_equal_groups = config.batch.samples_per_prompt > 1 and any(
+    start = f"the gradient norm was 0 in the last {window} steps"
+    if config.is_offline:
+        return (
+            f"{start}. Likely causes: no token of the responses is trained on, or the loss is saturated. Fix: check "
+            "the responses in the data, or start over with a lower actor.optimizer.lr"
+        )
+    has_equal_groups = _learns_only_from_differences(config) and any(
         row.get("reward/zero_std_groups") == 1 for row in rows[-window:]
     )
     if has_equal_groups or any(row.get("reward/std") == 0 for row in rows[-window:]):
         return None  # the rewards explain it
     return (
-        f"the gradient norm was 0 in the last {window} steps, although rewards differ. Likely causes: no token is "
-        "trained on (algorithm.objective.skip_truncated, algorithm.correction.mask), or all are clipped. Fix: check "
+        f"{start}, although rewards differ. Likely causes: no token is trained on "
+        "(algorithm.objective.skip_truncated, algorithm.correction.mask), or all are clipped. Fix: check "
         "response/truncated_frac, policy/clip_low_frac and policy/clip_high_frac in report.html"
     )
 
@@ -186,8 +195,20 @@ METRICS = (
 
 
 def _checked_metrics(row: Row) -> Row:
+    """Return the metrics that the checks read. Values that are not finite numbers become None."""
     values = {name: row.get(name) for name in METRICS}
-    return {name: value if value is not None and math.isfinite(value) else None for name, value in values.items()}
+    return {name: value if is_plain(value, float) else None for name, value in values.items()}
+
+
+def _learns_only_from_differences(config: Config) -> bool:
+    """Return whether the actor learns nothing from groups whose samples all have the same reward."""
+    if config.is_offline or config.batch.samples_per_prompt == 1:
+        return False
+    if config.algorithm.objective.spec.is_pairwise:
+        return True
+    advantage = config.algorithm.advantage
+    rewards_tokens = advantage.credits_to_go or config.kl_in_reward or config.has_implicit_reward
+    return advantage.spec.compares_samples and not rewards_tokens
 
 
 def _truncation_remedy(config: Config) -> str:

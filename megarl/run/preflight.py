@@ -269,7 +269,7 @@ def _check_resume_and_disk(config: Config, models: ModelFolders, data: PromptSet
     identities = models.identify()
     checkpoint = find_checkpoint(config, data, identities)
     if checkpoint is not None:
-        for line in changes_since(config, identities, checkpoint.path.parents[1]):
+        for line in changes_since(config, identities, checkpoint.path.parent.parent):
             print(f"changed since {checkpoint.path.name} was saved: {line}", flush=True)
     if config.checkpoint.may_be_saved:
         checkpoints, keep = Checkpoints(RunFolder.of(config).checkpoints), config.checkpoint.keep

@@ -107,7 +107,7 @@ def test_no_part_is_due_at_a_verified_commit(repository: Repository) -> None:
     ("path", "due"),
     [
         ("LICENSE", []),
-        ("megarl/planner/plan.py", []),
+        ("megarl/planner/plan.py", ["docs"]),
         ("megarl/report/charts.py", ["test-browser"]),
         ("megarl/algorithms/kl.py", ["test-learn", "test-exhaustive", "docs"]),
         ("docs/index.md", ["docs"]),
@@ -120,8 +120,17 @@ def test_no_part_is_due_at_a_verified_commit(repository: Repository) -> None:
 def test_changed_path_makes_its_parts_due(repository: Repository, path: str, due: list[str]) -> None:
     repository.verify()
     repository.commit(path)
-    repository.commit("README.md", "changed again\n")
+    repository.commit("LICENSE", "changed again\n")
     assert repository.due() == due
+
+
+def test_each_page_of_the_site_makes_the_docs_due(repository: Repository) -> None:
+    pages = re.findall(r": repository/(\S+)", (ROOT / "mkdocs.yml").read_text())
+    assert len(pages) > 10
+    for page in ("README.md", *pages):
+        repository.verify()
+        repository.commit(page, f"changed {page}\n")
+        assert "docs" in repository.due(), page
 
 
 @pytest.mark.parametrize("target", ["test-learn", "exhaustive-runs", "exhaustive-ranks"])
@@ -152,5 +161,5 @@ def test_all_records_the_commit_if_it_passes_on_a_clean_tree(repository: Reposit
     assert repository.test_all() == ""
     commit = repository.commit("new.py")
     assert repository.test_all() == f"{commit}\n"
-    repository.commit("README.md", "later\n")
+    repository.commit("LICENSE", "later\n")
     assert repository.due() == []

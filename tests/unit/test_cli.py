@@ -26,6 +26,7 @@ from megarl.config.algorithm_schema import KL, Advantage, Aggregation, Correctio
 from megarl.config.load import dump, load
 from megarl.config.schema import Config
 from megarl.core.errors import InfrastructureFailure, RunFailure, UserError
+from megarl.launch.command import with_allowed
 from megarl.launch.task import VERDICTS
 from megarl.run.context import exit_status
 from tests.marks import exhaustive_but
@@ -482,6 +483,21 @@ def test_allow_changes_sets_the_key(
     assert [line.split(" never changes")[0] for line in lines] == [
         f"megarl: error: run.allow_changes: {key}" for key in ("model.path", "run.seed")
     ]
+
+
+def test_allow_changes_adds_to_the_recipes_keys(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("base: quickstart.yaml\nrun: {allow_changes: [actor.optimizer.lr, batch]}\n")
+    allowed = with_allowed(recipe, ["run.steps=3"], ["batch,rewards", "run.steps"])
+    assert load(recipe, allowed).run.allow_changes == ["actor.optimizer.lr", "batch", "rewards", "run.steps"]
+    assert load(recipe, with_allowed(recipe, ["run.allow_changes=[rewards]"], ["batch"])).run.allow_changes == [
+        "rewards",
+        "batch",
+    ]
+    assert with_allowed(recipe, None, None) == []
+    for invalid in ("run: 3", "run: {allow_changes: batch}"):
+        recipe.write_text(f"base: quickstart.yaml\n{invalid}\n")
+        assert with_allowed(recipe, None, ["batch"]) == ['run.allow_changes=["batch"]']
 
 
 @pytest.mark.parametrize(

@@ -185,6 +185,27 @@ def test_other_data_file_does_not_continue(project: Path) -> None:
         check_continues(config, saved, 3, "step_3")
 
 
+def test_weights_of_files_with_the_same_name_are_compared(project: Path, tmp_path: Path) -> None:
+    text = (
+        "base: quickstart.yaml\n"
+        "data: {source: a/train.jsonl, more_sources: [b/train.jsonl, c/other.jsonl], "
+        "source_weights: {a/train.jsonl: 1, b/train.jsonl: 2, c/other.jsonl: 3}}\n"
+    )
+    (project / "plain.yaml").write_text(text)
+    saved = load(project / "plain.yaml").model_dump()
+    (project / "plain.yaml").write_text(text.replace("{a/train.jsonl: 1", "{a/train.jsonl: 9"))
+    with pytest.raises(
+        ValueError, match=r"^data\.source_weights\.train\.jsonl \(source 1\)=9.*: step_3 was saved with 1"
+    ):
+        check_continues(load(project / "plain.yaml"), saved, 3, "step_3")
+    (project / "plain.yaml").write_text(text)
+    project.rename(tmp_path / "moved")
+    config = load(tmp_path / "moved" / "plain.yaml")
+    check_continues(config, saved, 3, "step_3")
+    relative = json.loads(json.dumps(saved).replace(f"{project}/", ""))
+    check_continues(config, relative, 3, "step_3")
+
+
 def test_code_files_of_a_config(project: Path) -> None:
     files = {(key, path.name) for key, path in code_files(load(project / "recipe.yaml").model_dump())}
     assert files == {

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 import yaml
 
+from megarl.config.continuation import Change
 from megarl.config.load import load
 from megarl.config.schema import Config
+from megarl.run.code import git_state
 from megarl.run.folder import RunFolder, changes_since
 from tests.paths import QUICKSTART
 
@@ -133,8 +136,6 @@ def test_replaced_and_removed_functions_are_named(project: Path) -> None:
     assert changes_since(settings, models(project), folder.path) == [
         "rewards.functions.function: new.py has changed (new file)",
         "rewards.functions.function: reward.py is no longer used",
-        f"git commit of project: {git(project, 'rev-parse', 'HEAD')[:12]} -> "
-        f"{git(project, 'rev-parse', 'HEAD')[:12]} with uncommitted changes",
     ]
 
 
@@ -147,6 +148,43 @@ def test_commits_and_versions_are_named(project: Path) -> None:
     lines = changes_since(config(project), models(project), folder.path)
     assert any(line.startswith("version of torch: 1.0 -> ") for line in lines)
     assert any(line.startswith(f"git commit of megarl: {'a' * 12} -> ") for line in lines)
+
+
+def test_lines_about_a_foreign_manifest_are_printable(project: Path) -> None:
+    folder = RunFolder.create(config(project), "hash", models(project))
+    manifest = json.loads(folder.manifest.read_text())
+    escape = "\x1b[2J\n\u202e"
+    manifest["code"].append({"key": f"key{escape}", "path": f"/a/file{escape}.py", "sha256": "0", "copy": ""})
+    manifest["code"][0] |= {"sha256": "0", "copy": f"copy{escape}"}
+    manifest["projects"][0]["commit"] = f"abc{escape}"
+    manifest["versions"] |= {f"torch{escape}": f"1{escape}"}
+    folder.manifest.write_text(json.dumps(manifest))
+    lines = changes_since(config(project), models(project), folder.path)
+    assert len(lines) >= 4 and all(line.isprintable() for line in lines)
+    assert any(r"file\x1b[2J\n\u202e.py is no longer used" in line for line in lines)
+
+
+def test_change_of_a_foreign_key_is_printable() -> None:
+    line = Change("rewards.a\x1b[2J", "\u202eold", "new").describe()
+    assert line.isprintable() and line.startswith(r"rewards.a\x1b[2J changed from ")
+
+
+def test_slow_status_keeps_the_commit(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The state of a large checkout on a network file system may take minutes."""
+    folder = RunFolder.create(config(project))
+    real, slow = shutil.which("git"), tmp_path / "bin" / "git"
+    slow.parent.mkdir()
+    slow.write_text(f'#!/bin/sh\ncase "$*" in *--porcelain*) exec sleep 60;; *) exec {real} "$@";; esac\n')
+    slow.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{slow.parent}:/usr/bin:/bin")
+    monkeypatch.setattr("megarl.run.code.GIT_S", 1)
+    assert git_state(project) == {"commit": git(project, "rev-parse", "HEAD"), "dirty": None}
+    assert changes_since(config(project), {}, folder.path) == []
+
+
+def test_untracked_files_are_not_uncommitted_changes(project: Path) -> None:
+    (project / "outputs").touch()
+    assert git_state(project) == {"commit": git(project, "rev-parse", "HEAD"), "dirty": False}
 
 
 @pytest.mark.parametrize("damage", [{}, {"code": 3}, {"code": [{"key": 1}]}, {"projects": "x", "versions": []}])

@@ -278,14 +278,40 @@ def test_health_warnings_are_printed_once_and_recorded(tmp_path: Path, capsys: p
     assert capsys.readouterr().err == "" and again.folder.warnings == [warning]
 
 
-def test_stop_on_ends_the_run_after_a_complete_checkpoint(tmp_path: Path) -> None:
-    keys = ["checkpoint.every_steps=3", "run.steps=9", "run.stop_on=[entropy_collapse,constant_reward]"]
+@pytest.mark.parametrize("text", [None, "{", "[]"])
+def test_warning_without_a_valid_manifest_is_only_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None
+) -> None:
+    def step() -> dict[str, float]:
+        if text is None:
+            context.folder.manifest.unlink(missing_ok=True)
+        else:
+            context.folder.manifest.write_text(text)
+        return CONSTANT
+
+    with prepare(tmp_path, "checkpoint.every_steps=null", "run.steps=4") as context:
+        context.run(TrainedModels({"actor": Group()}, {"actor": ()}), step)
+        assert context.state.step == 4
+    assert capsys.readouterr().err.startswith("megarl: warning: step 3: constant_reward: ")
+
+
+@pytest.mark.parametrize(
+    ("saving", "saved"),
+    [
+        (["checkpoint.every_steps=3"], [3]),
+        (["checkpoint.every_steps=2"], [2, 3]),
+        (["checkpoint.every_steps=null", "checkpoint.on_signal=true"], [3]),
+        (["checkpoint.every_steps=null", "checkpoint.on_signal=false"], []),
+    ],
+)
+def test_stop_on_saves_the_step_and_ends_the_run(tmp_path: Path, saving: list[str], saved: list[int]) -> None:
+    keys = [*saving, "run.steps=9", "run.stop_on=[entropy_collapse,constant_reward]"]
     stopped = pytest.raises(UserError, match=r"^run.stop_on: constant_reward: all rewards of the last 3 steps are 0")
     with stopped as end, prepare(tmp_path, *keys) as context:
         run_constant(context)
     assert end.value.exit_code == 2
     assert context.state.step == 3 and context.folder.num_steps == 3
-    assert Checkpoints(context.folder.checkpoints).steps() == [3]
+    assert Checkpoints(context.folder.checkpoints).steps() == saved
 
 
 def test_other_warnings_do_not_end_the_run(tmp_path: Path) -> None:

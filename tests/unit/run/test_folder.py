@@ -11,9 +11,10 @@ import pytest
 import yaml
 
 import megarl
+from megarl.config.continuation import Change
 from megarl.config.schema import Config
 from megarl.run.code import git_state
-from megarl.run.folder import LAUNCH, RunFolder
+from megarl.run.folder import LAUNCH, RunFolder, changes_in
 from tests.paths import CONFIGS
 
 
@@ -103,6 +104,23 @@ def test_reopen_keeps_data_up_to_the_checkpoint(config):
     ]
     assert yaml.safe_load((folder.logs / "config.resolved.yaml").read_text())["run"]["steps"] == config.run.steps
     assert RunFolder.reopen(longer, step=2).logs == folder.path / "logs" / "attempt_3"
+
+
+def test_changes_and_warnings_survive_a_kill_while_the_folder_is_opened(config, monkeypatch):
+    """The previous manifest is moved to the logs before the new one is written."""
+    RunFolder.create(config)
+    second = RunFolder.reopen(config, 2, changes=[Change("actor.optimizer.lr", 1.0, 2.0)])
+    second.warn(3, "zero_gradient", "text")
+    second.metrics.write_text("".join(f'{{"step": {step}}}\n' for step in range(1, 5)))
+    expected = changes_in(json.loads(second.manifest.read_text())), second.warnings
+    assert all(expected)
+    for killed in ("megarl.run.folder.record_code", "megarl.run.folder.dump"):
+        with monkeypatch.context() as patch, pytest.raises(pytest.fail.Exception, match="killed"):
+            patch.setattr(killed, lambda *_: pytest.fail("killed"))
+            RunFolder.reopen(config, 4)
+        assert not second.manifest.exists()
+    again = RunFolder.reopen(config, 4)
+    assert (changes_in(json.loads(again.manifest.read_text())), again.warnings) == expected
 
 
 def test_folder_with_other_files_raises(config):

@@ -77,6 +77,39 @@ def test_groups_of_one_sample_are_never_uninformative() -> None:
     assert found([{"reward/zero_std_groups": 1.0}] * 9, *one) == {}
 
 
+@pytest.mark.parametrize(
+    ("overrides", "compares_groups"),
+    [
+        (["algorithm.advantage.estimator=rloo"], True),
+        (["algorithm.objective={name: dpo}"], True),
+        (["algorithm.advantage.estimator=gae"], False),
+        (["algorithm.advantage.estimator=reinforce"], False),
+        (["algorithm.advantage.estimator=policy_gradient"], False),
+        (["algorithm.advantage.estimator=reinforce_plus_plus"], False),
+        (["algorithm.advantage.estimator=remax"], False),
+        (["algorithm.advantage.credit=reward_to_go"], False),
+        (["algorithm.kl={coefficient: 0.1, placement: reward, estimator: k1}"], False),
+        (["implicit_reward.coefficient=1"], False),
+    ],
+)
+def test_equal_rewards_in_groups_matter_only_if_groups_are_compared(
+    overrides: list[str], compares_groups: bool
+) -> None:
+    equal = {"reward/zero_std_groups": 1.0}
+    warnings = found([equal] * 9, *overrides)
+    assert list(warnings) == ["uninformative_groups"] * compares_groups
+    idle = found([equal | {"policy/grad_norm": 0.0}] * 9, *overrides)
+    assert list(idle) == ["uninformative_groups" if compares_groups else "zero_gradient"]
+
+
+@pytest.mark.parametrize(("form", "objective"), [("messages", "sft"), ("preferences", "dpo")])
+def test_offline_runs_have_no_rewards(form: str, objective: str) -> None:
+    health = Health(config(f"data.format={form}", "data.source=x.jsonl", f"algorithm.objective={{name: {objective}}}"))
+    findings = [finding for _ in range(300) for finding in health.check({"policy/grad_norm": 0.0})]
+    [message] = [finding.message for finding in findings if finding.name == "zero_gradient"]
+    assert len(findings) == 1 and "reward" not in message and "Fix: " in message
+
+
 def falling_entropy(rewards: list[float]) -> list[dict[str, float]]:
     """Return a series whose entropy halves every 3 steps."""
     return [{"policy/entropy": 2 * 0.5 ** (step / 3), "reward/mean": reward} for step, reward in enumerate(rewards)]
@@ -149,6 +182,15 @@ def test_warnings_of_earlier_attempts_are_not_repeated() -> None:
 def test_rows_without_metrics_are_accepted() -> None:
     health = Health(config())
     assert [health.check({"policy/entropy": float("nan")}) for _ in range(40)] == [[]] * 40
+
+
+@pytest.mark.parametrize("value", ["x", [1.0], {}, True, 10**400])
+def test_malformed_values_count_as_missing(value: object) -> None:
+    """Rows of earlier attempts are read from a file that users may edit."""
+    health = Health(config(), [HEALTHY | CONSTANT | {"reward/mean": value, "reward/std": value}] * 3)
+    assert [health.check(HEALTHY | CONSTANT) for _ in range(2)] == [[], []]
+    [finding] = health.check(HEALTHY | CONSTANT)
+    assert finding.name == "constant_reward"
 
 
 def test_documentation_lists_every_warning() -> None:

@@ -8,6 +8,7 @@ import shutil
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from transformers import AutoTokenizer
@@ -21,6 +22,7 @@ from megarl.models.run_models import ModelFolders
 from megarl.run import preflight
 from tests.children import children
 from tests.e2e.run import write_recipe
+from tests.paths import BASE
 from tests.timing import LIMIT_S
 from tests.tiny_model import write_tiny_llama
 
@@ -320,3 +322,23 @@ def test_evaluation_sets_are_checked_by_name(recipe: Path, tmp_path: Path, capfd
     a, b = capfd.readouterr().err.splitlines()
     assert a.startswith(f"megarl: error: evaluation.sets: a: data.source={Path.cwd()}/no.jsonl: not a file. Fix")
     assert b.startswith("megarl: error: evaluation.sets: b: rewards.functions: unknown function 'exact_mach'. Fix: use")
+
+
+def test_checkpoint_may_be_at_the_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints may be copied anywhere. The folder above has no manifest to compare with."""
+    settings = load(
+        BASE,
+        [
+            f"run.folder={tmp_path}",
+            "model.path=m",
+            "data.source=arithmetic",
+            "checkpoint.every_steps=null",
+            "checkpoint.on_signal=false",
+        ],
+    )
+    checkpoint, models = SimpleNamespace(path=Path("/checkpoint")), SimpleNamespace(identify=dict)
+    compared = []
+    monkeypatch.setattr(preflight, "find_checkpoint", lambda *_: checkpoint)
+    monkeypatch.setattr(preflight, "changes_since", lambda _, __, run: compared.append(run) or ())
+    preflight._check_resume_and_disk(settings, models, None)
+    assert compared == [Path("/")]
