@@ -158,7 +158,8 @@ def _join(folder: Path, path: str) -> str:
 
 def _model(value: str, convert: Convert) -> str:
     path = convert(value)
-    is_path = value.startswith((".", "/", "~")) or (os.path.isdir(path) and ":" not in value)
+    may_be_id = value.count("/") < 2 and not os.path.isdir(path)  # a Hub id has at most one slash
+    is_path = value.startswith((".", "/", "~")) or not (may_be_id or ":" in value)
     return path if is_path else value
 
 

@@ -14,10 +14,11 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from megarl.config.load import load
 from megarl.convert import app
 from megarl.run.checkpoints import Checkpoints
 from tests.forked_script import run_script
-from tests.paths import ROOT
+from tests.paths import BASE, ROOT
 from tests.timing import RUN_S
 from tests.unit.megatron.checkpoint.test_conversion import names_in, write_model
 from tests.unit.resharding.cases import config_of
@@ -63,9 +64,10 @@ def test_inspect_prints_a_readable_summary(model):
 
 
 def test_inspect_names_the_initial_model_of_a_run(model, tmp_path):
+    config = load(BASE, ["model.path=org/model", "run.name=a", "data.source=arithmetic", "run.steps=1"])
     checkpoints = Checkpoints(tmp_path / "checkpoints")
     checkpoints.begin(1)
-    folder = checkpoints.commit(1, {"config": {"model": {"path": "org/model"}, "actor": {}}}, []).path
+    folder = checkpoints.commit(1, {"config": config.model_dump()}, []).path
     shutil.copytree(model / "checkpoint", folder / "actor")
     assert ": actor of a run at step 1, initialized from org/model\n" in convert("inspect", folder)
 

@@ -180,7 +180,7 @@ def test_missing_keys_point_to_the_base(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_text(
         "run: {name: a, folder: b, seed: 0, export: true, replace: false, token_samples: 0, trackers: [], "
-        "profile: {steps: [], ranks: [0]}}\n"
+        "profile: {steps: [], ranks: [0]}, allow_changes: [], stop_on: []}\n"
     )
     remedy = "Fix: start the file with `base: base.yaml`, which has the defaults"
     assert errors(path) == [

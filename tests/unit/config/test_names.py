@@ -84,8 +84,8 @@ from tools import verl_page
         ("rollout.vllm_extra", "vllm_extra was renamed to vllm_overrides. Fix: rename the key"),
         (
             "run.quux.zyx",
-            "run has the keys name, folder, seed, steps, export, replace, token_samples, trackers, profile. "
-            "Fix: use one of them, or remove the key",
+            "run has the keys name, folder, seed, steps, export, replace, token_samples, trackers, profile, "
+            "allow_changes, stop_on. Fix: use one of them, or remove the key",
         ),
         (
             "actor_rollout_ref.actor.use_dynamic_bsz",

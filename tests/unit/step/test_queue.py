@@ -197,7 +197,8 @@ class Saves:
     """Saved checkpoints. Only the latest one can be loaded."""
 
     def __init__(self) -> None:
-        self.state, self.files, self.format, self.path = json.dumps(fresh().dump()), (), FORMAT, Path()
+        self.run, self.files, self.format, self.path = json.dumps(fresh().dump()), (), FORMAT, Path()
+        self.state = {"config": config_of(0).model_dump()}
         self.groups: list = []
 
     def save_groups(self, groups, file):
@@ -221,7 +222,7 @@ def test_killed_run_trains_on_each_row_once_and_in_time(seed):
     config = config_of(staleness, *keys)
     seconds = [rng.lognormvariate(0, 1.5) for _ in range(len(DATA))]
     saves, trained = Saves(), []
-    while (saved := json.loads(saves.state))["step"] < STEPS:
+    while (saved := json.loads(saves.run))["step"] < STEPS:
         state = RunState.restore(saved, config, DATA)
         del trained[state.step :]
         waited = [row for row, *_ in saves.groups]
@@ -240,7 +241,7 @@ def test_killed_run_trains_on_each_row_once_and_in_time(seed):
                 if state.step % save_every == 0 or state.step == STEPS:
                     files = queue.save(Path())
                     saves.groups = saves.groups if files else []
-                    saves.state, saves.files = json.dumps(state.dump()), files
+                    saves.run, saves.files = json.dumps(state.dump()), files
         except Killed:
             pass
         assert not set(rollouts.begun) & set(waited) or drops, "saved samples must not be sampled again"
@@ -248,7 +249,7 @@ def test_killed_run_trains_on_each_row_once_and_in_time(seed):
     everything = sorted(row for step in rows for row in step)
     ages = [version - info.version_oldest for version, step in enumerate(trained) for info in step]
     assert max(ages) <= staleness
-    left = json.loads(saves.state)["under_way"]
+    left = json.loads(saves.run)["under_way"]
     assert sorted([*everything, *left]) == list(range(len(everything) + len(left))), (
         "every row must be trained exactly once"
     )
@@ -268,11 +269,11 @@ def test_groups_beyond_a_lowered_bound_are_sampled_again():
     for pending in [*rollouts.under_way]:
         rollouts.end(pending)
     queue.take(1, PER_STEP, lambda: None)
-    saves.files, saves.state = queue.save(Path()), json.dumps(state.dump())
+    saves.files, saves.run = queue.save(Path()), json.dumps(state.dump())
     assert [row for row, *_ in saves.groups] == list(range(3, 12))
     for max_staleness, format_number, kept in ((3, FORMAT, 9), (1, FORMAT, 3), (0, FORMAT, 0), (3, FORMAT - 1, 0)):
         lower, saves.format = config_of(max_staleness), format_number
-        state, rollouts = RunState.restore(json.loads(saves.state), lower, DATA), Rollouts(random.Random(0))
+        state, rollouts = RunState.restore(json.loads(saves.run), lower, DATA), Rollouts(random.Random(0))
         queue = queue_of(lower, rollouts, state, saves)
         queue.restore(saves)
         state.step = 2

@@ -24,6 +24,12 @@ folder = Path(sys.argv[1])
 """
 
 
+LLAMA = {
+    **{"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 128},
+    **{"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64},
+}
+
+
 def collect_arguments(folder: Path) -> dict[str, object]:
     from vllm import EngineArgs
 
@@ -46,7 +52,7 @@ def collect_arguments(folder: Path) -> dict[str, object]:
 
 @pytest.mark.slow
 def test_overrides_are_passed_on_or_rejected_by_name(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path)], cwd=ROOT, check=True)
     collected = pickle.loads((tmp_path / "collected").read_bytes())
     assert {name for given in MANAGED.values() for name in given} | ADJUSTABLE <= collected["known"]
