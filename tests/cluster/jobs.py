@@ -105,4 +105,4 @@ class Launched:
     def check_nothing_is_left(self) -> None:
         for machine in filter(lambda machine: machine.is_up, self.cluster.machines):
             left = [line for line in machine.processes() if not line.startswith(("slurmd -D", "slurmstepd: "))]
-            assert not left and not machine.files()
+            assert (left, machine.files()) == ([], []), machine.name
