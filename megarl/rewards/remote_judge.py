@@ -28,6 +28,10 @@ class Rejected(ValueError):
     """Raised if the server rejects a question."""
 
 
+class InternalError(ServiceUnavailable):
+    """Raised if the server fails on a question with status 500."""
+
+
 class GenerativeJudge:
     """Reward function that returns a judge's ratings, scaled to (rating − lowest) / (highest − lowest), from 0 to 1.
 
@@ -37,9 +41,10 @@ class GenerativeJudge:
 
     A response never causes a failure. If the judge's answer has no rating within the scale, the response gets the worst
     one. If the server rejects the question, for example because the response exceeds the judge's context, the response
-    is truncated, and if only the question with an empty response is accepted, the rating is the worst. The metrics
-    reward/NAME_unrated_frac and reward/NAME_truncated_frac count such responses. If most responses of a step have no
-    rating, or the server also rejects the question with an empty response, they fail instead.
+    is truncated. If the server accepts only an empty response, or fails on the response with status 500 but not on an
+    empty one, the response gets the worst rating. The metrics reward/NAME_unrated_frac and reward/NAME_truncated_frac
+    count such responses. If most responses of a step have no rating, or the server also rejects the question with an
+    empty response, they fail instead.
     """
 
     def __init__(
@@ -126,6 +131,10 @@ class GenerativeJudge:
             except Rejected as error:
                 rejection = rejection or error
                 continue
+            except InternalError as error:
+                # This raises an error if the server is at fault.
+                await self._ask(client, question(self._template, prompt, "", answer))
+                return Rating(WORST_RATING, {UNRATED: str(error), TRUNCATED: None})
             rated = rating(text, self._scale)
             return Rating(rated, {**rated.issues, TRUNCATED: None if rejection is None else str(rejection)})
         assert rejection is not None, "the loop tries at least one part"
@@ -141,9 +150,11 @@ class GenerativeJudge:
         import httpx
 
         body, failure = self._question | {"messages": [{"role": "user", "content": content}]}, ""
+        status: int | None = None
         for attempt in range(self._retries + 1):
             if attempt:
                 await asyncio.sleep(FIRST_PAUSE_S * 2 ** (attempt - 1))
+            status = None
             try:
                 async with asyncio.timeout(self._timeout_s):
                     response = await client.post(self._url, json=body)
@@ -155,11 +166,12 @@ class GenerativeJudge:
                 continue
             if response.is_success:
                 return _content(response)
-            failure = f"returned status {response.status_code}: {response.text[:200]!r}"
+            status, failure = response.status_code, f"returned status {response.status_code}: {response.text[:200]!r}"
             if response.status_code != httpx.codes.TOO_MANY_REQUESTS and not response.is_server_error:
                 kind = Rejected if response.status_code in REJECTIONS else ValueError
                 raise kind(f"{self._url} {failure}")
-        raise ServiceUnavailable(f"{self._url} {failure}")
+        kind = InternalError if status == httpx.codes.INTERNAL_SERVER_ERROR else ServiceUnavailable
+        raise kind(f"{self._url} {failure}")
 
 
 def _content(response: httpx.Response) -> str:

@@ -154,6 +154,14 @@ def test_response_that_is_rejected_in_every_part_gets_the_worst_rating(server):
     assert asked == ["!" * 16, "!" * 8, "!" * 4, "!" * 2, ""]
 
 
+def test_response_that_the_server_fails_on_gets_the_worst_rating(server):
+    """The server answers the same question with an empty response, so it is available."""
+    [result] = judged(server, "status 500")
+    assert (result.value, result.failure) == (0.0, None) and "returned status 500" in result.issues["unrated"]
+    [result] = judged(server, "say [[10]]", answer="status 500")
+    assert result.value is None and result.kind == "away" and "returned status 500" in result.failure
+
+
 def test_question_that_is_rejected_without_a_response_is_a_failure(server):
     [result] = judged(server, "say [[10]]", answer="status 400")
     assert result.value is None and result.kind == "error" and "returned status 400" in result.failure
@@ -183,7 +191,7 @@ def test_ratings_are_rewards_and_invalid_answers_failures(server):
 @pytest.mark.parametrize(
     ("response", "failure"),
     [
-        ("status 500", "returned status 500: "),
+        ("status 503", "returned status 503: "),
         ("status 429", "returned status 429: "),
         ("drop", "could not be reached (RemoteProtocolError: "),
         ("slow [[10]]", f"did not respond within {LIMIT_S} s"),
