@@ -13,7 +13,7 @@ from tests.cluster.reference import COMMON
 from tests.cluster.slurm import Slurm
 from tests.e2e.run import FAKE_MEGARL, MEGARL, UNCHECKED
 from tests.paths import ROOT
-from tests.timing import ASK_S, RUN_S
+from tests.timing import ASK_S, RUN_S, wait_until
 
 ATTEMPT = "job: attempt on "
 REWARD = """
@@ -103,6 +103,12 @@ class Launched:
         return bool(re.search(r"^0: +\d+/\d+ ", self.log[self.log.rindex(ATTEMPT) :], re.MULTILINE))
 
     def check_nothing_is_left(self) -> None:
-        for machine in filter(lambda machine: machine.is_up, self.cluster.machines):
-            left = [line for line in machine.processes() if not line.startswith(("slurmd -D", "slurmstepd: "))]
-            assert (left, machine.files()) == ([], []), machine.name
+        """Wait until no machine has processes or files of the job. Some processes may exit after the job's end."""
+        machines = [machine for machine in self.cluster.machines if machine.is_up]
+
+        def left() -> list[str]:
+            lines = [f"{machine.name}: {line}" for machine in machines for line in machine.processes()]
+            running = [line for line in lines if not re.match(r"\w+: (slurmd -D|slurmstepd: )", line)]
+            return [*running, *(f"{machine.name}: {file}" for machine in machines for file in machine.files())]
+
+        wait_until(lambda: not left(), left)

@@ -42,13 +42,13 @@ SelectTypeParameters=CR_Core
 SlurmdParameters=config_overrides
 SchedulerParameters=bf_interval=1,sched_interval=5
 ReturnToService=2
-KillWait=30
+KillWait=240
 MinJobAge=600
 SlurmdTimeout={down_s}
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 SlurmctldParameters=preempt_send_user_signal
-PartitionName=main Nodes=ALL MaxTime=60 PriorityTier=1 PreemptMode=REQUEUE GraceTime=60 Default=YES
+PartitionName=main Nodes=ALL MaxTime=60 PriorityTier=1 PreemptMode=REQUEUE GraceTime=240 Default=YES
 PartitionName=urgent Nodes=ALL MaxTime=60 PriorityTier=10 PreemptMode=OFF
 """
 
