@@ -17,8 +17,8 @@ class WeightedState(TypedDict):
 
 
 class WeightedCursor:
-    """Draws prompt indices by weight. A call to `take` returns no prompt more than once, provided that enough prompts
-    have a positive weight.
+    """Samples prompt indices by weight. As long as enough prompts have a positive weight, `take` never repeats a
+    prompt within a call.
 
     A prompt's weight comes from the data. With `solved_weight`, it is also multiplied by max(solved_weight, 1 − s),
     where s is the success rate of the prompt's samples in the last step that sampled the prompt, or 0 before the first.

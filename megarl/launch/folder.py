@@ -34,7 +34,7 @@ outside the run was unavailable, such as disk space (`infrastructure`), or any o
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The settings of a job that its tasks read.
+    """Job settings that every task of the job reads.
 
     Attributes:
         folder: working directory of `megarl launch`, in which the tasks run.

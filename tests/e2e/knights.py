@@ -30,9 +30,7 @@ JOINED = {"and": " and ", "or": " or ", "->": " then ", "<=>": " if and only if 
 SUPPOSE, SAYS, AND, FITS, NOT = "Suppose ", " says ", ", and ", ": it fits. ", ": no. "
 WORDS = (*PEOPLE, *IS.values(), *VERDICT.values(), *JOINED.values(), *TAGS, "if ", ". ", SUPPOSE, SAYS, AND, FITS, NOT)
 STOPS_RIGHT, STOPS_WRONG, FORGETS_TAGS = 0.7, 0.3, 0.5
-"""Probabilities in a demonstration: to stop after a fitting assignment, to stop after a contradicted one, and to omit
-the tags.
-"""
+"""Probabilities that a demonstration stops after a valid assignment or a contradictory one, or has no tags."""
 
 Statement = tuple[Any, ...]
 """reasoning-gym's form: ("lying", 1), or ("->", ("telling-truth", 0), ("lying", 1))."""

@@ -229,8 +229,9 @@ def test_events_are_sent_to_the_process_that_started_the_run(tmp_path: Path, mon
     with open(reader) as pipe:
         with prepare(tmp_path, *sets) as context:
             assert events.VARIABLE not in os.environ, "other processes of the run must not use the pipe"
-            evaluate = lambda: {"evaluation/a/avg@1": 0.5} if context.state.step == 0 else {}  # noqa: E731
-            context.run(TrainedModels({"actor": Group()}, {"actor": ()}), lambda: {"reward/mean": math.nan}, evaluate)
+            models = TrainedModels({"actor": Group()}, {"actor": ()})
+            scores = {0: {"evaluation/a/avg@1": 0.5}}
+            context.run(models, lambda: {"reward/mean": math.nan}, lambda: scores.get(context.state.step, {}))
         received = [json.loads(line) for line in pipe]
     path = str(Checkpoints(context.folder.checkpoints).latest())
     assert [(event["event"], event["step"]) for event in received] == [
