@@ -116,7 +116,15 @@ class TorchDistFolder:
         index = key, tuple(start for start, _ in rectangle)
         if index not in self._chunks:
             info = self._items[index]
-            chunk = _mapped(self._map(info.relative_path), info.offset, info.length)
+            try:
+                chunk = _mapped(self._map(info.relative_path), info.offset, info.length)
+            except Exception as error:  # a malicious pickle may raise any exception
+                # torch's message advises to load the file with weights_only=False, which would run its code.
+                reason = type(error).__name__
+                raise UserError(
+                    f"{self._folder}: {info.relative_path} is corrupt: {key} cannot be read ({reason}). Fix: copy the "
+                    "checkpoint again, or use another one"
+                ) from error
             stored = tuple(chunk.elements.shape), dtype_name(chunk.elements.dtype)
             if stored != (shape_of(rectangle), self.tensors[key].dtype):
                 raise UserError(

@@ -419,6 +419,8 @@ def test_damaged_checkpoints_are_rejected(tmp_path, checkpoint):
         lambda copy: (copy / "__1_0.distcp").unlink()
     )
     assert "__0_0.distcp is truncated: it has 100 of " in error(lambda copy: os.truncate(copy / "__0_0.distcp", 100))
+    overwritten = error(lambda copy: (file := copy / "__0_0.distcp").write_bytes(b"?" * file.stat().st_size))
+    assert "__0_0.distcp is corrupt: " in overwritten and "cannot be read (" in overwritten
     assert "has no model description. Fix: pass --hf" in error(lambda copy: shutil.rmtree(copy / "huggingface"))
     assert "model.layers.0.mlp.down_proj.weight: no source has" in error(remove_chunks)
 
