@@ -164,7 +164,7 @@ def prepare_process() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     # Importing Megatron emits warnings about optional packages, which conversions do not use.
     warnings.filterwarnings("ignore")
-    logging.disable(logging.WARNING)
+    logging.getLogger("megatron").setLevel(logging.ERROR)
     # Allocate tensors in huge pages, because page faults would take longer than filling the tensors. torch reads this
     # variable once.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")

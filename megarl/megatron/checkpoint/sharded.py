@@ -189,7 +189,7 @@ def load(
     state = {**untrained, SNAPSHOTS: _sharded_snapshots(weight_snapshots, chunks, models)}
     if same_layout:
         state[RANDOM] = _sharded_random()
-    with without_code():
+    with without_code(folder):
         result: Any = dist_checkpointing.load(state, str(folder), strict=StrictHandling.RETURN_ALL)
     loaded, missing, unexpected = result
     if unexpected:

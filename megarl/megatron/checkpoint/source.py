@@ -16,7 +16,7 @@ from megarl.config.model_schema import Layout, Role
 from megarl.config.saved import validated
 from megarl.core.checkpoint import Checkpoint, FileRecord, is_checkpoint
 from megarl.core.errors import UserError
-from megarl.core.files import Progress
+from megarl.core.files import Progress, open_regular, shown
 from megarl.megatron.checkpoint.blueprint import blueprint
 from megarl.megatron.checkpoint.sharded import FORMAT
 from megarl.models.folder import read_config, resolve
@@ -64,10 +64,19 @@ class CheckpointSource:
     def common(self) -> bytes:
         """The content of the file with unsharded state, which newer Megatron versions store among the objects."""
         if COMMON_OBJECT not in self.folder.objects:
-            return (self.path / COMMON).read_bytes()
-        [state] = torch.load(io.BytesIO(self.folder.read_object(COMMON_OBJECT)), weights_only=True)
+            try:
+                with open_regular(self.path / COMMON) as file:
+                    return file.read()
+            except FileNotFoundError:
+                raise UserError(f"{self.path}: contains no {COMMON}. Fix: copy the checkpoint again") from None
+        states = self.folder.read_object(COMMON_OBJECT)
+        if not isinstance(states, list) or len(states) != 1:
+            raise UserError(
+                f"{self.path}: {COMMON_OBJECT} is {shown(states)} instead of a list with one object. Fix: use another "
+                "checkpoint"
+            )
         stream = io.BytesIO()
-        torch.save(state, stream)
+        torch.save(states[0], stream)
         return stream.getvalue()
 
     def check_files(self, progress: Progress) -> None:

@@ -6,28 +6,42 @@ import io
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import ReadItem
 
+from megarl.core.errors import UserError
 from megarl.resharding.transports.torch_dist import load_metadata
 
 
 @contextmanager
-def without_code() -> Iterator[None]:
+def without_code(folder: Path) -> Iterator[None]:
     """Make torch's checkpoint reader accept only tensors and plain values inside the context. Otherwise it unpickles a
-    checkpoint's metadata and objects, which may call any function."""
+    checkpoint's metadata and objects, which may call any function. Raise UserError on all ranks if a file in `folder`
+    contains anything else."""
     module: Any = filesystem  # its attribute `pickle` is private
     original, load_bytes = module.pickle, DefaultLoadPlanner.load_bytes
     module.pickle = SimpleNamespace(load=load_metadata, dump=pickle.dump)
     DefaultLoadPlanner.load_bytes = _load_object
     try:
         yield
+    except CheckpointException as error:
+        causes = [cause for cause, _ in error.failures.values()]
+        # The storage may have failed: torch raises AssertionError if it cannot read the metadata.
+        if any(isinstance(cause, OSError | MemoryError | AssertionError) for cause in causes):
+            raise
+        # torch's message advises to load the file with weights_only=False, which would run its code.
+        kinds = " and ".join(sorted({type(cause).__name__ for cause in causes}))
+        raise UserError(
+            f"{folder}: a file is corrupt: its content cannot be loaded ({kinds}). Fix: use another checkpoint"
+        ) from error
     finally:
         module.pickle, DefaultLoadPlanner.load_bytes = original, load_bytes
 

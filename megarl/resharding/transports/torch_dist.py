@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 import mmap
 import pickle
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import EnumMeta
 from pathlib import Path
@@ -80,10 +80,12 @@ class TorchDistFolder:
             view(values, moved(common, place, whole(shape_of(place)))).copy_(self._part(key, rectangle, common))
         return values
 
-    def read_object(self, key: str) -> bytes:
-        """Return the serialized bytes of an object."""
+    def read_object(self, key: str) -> Any:
+        """Return an object of tensors and plain values. Raise a UserError if it contains anything else."""
         info = self._items[key, ()]
-        return self._map(info.relative_path)[info.offset : info.offset + info.length]
+        with self._loading(key, info.relative_path):
+            window = Window(self._map(info.relative_path), info.offset, info.length)
+            return torch.load(io.BufferedReader(window), weights_only=True)
 
     def _check_files(self) -> None:
         """Raise a UserError for missing or truncated files: reading past the end of a mapped file kills the process."""
@@ -116,15 +118,8 @@ class TorchDistFolder:
         index = key, tuple(start for start, _ in rectangle)
         if index not in self._chunks:
             info = self._items[index]
-            try:
+            with self._loading(key, info.relative_path):
                 chunk = _mapped(self._map(info.relative_path), info.offset, info.length)
-            except Exception as error:  # a malicious pickle may raise any exception
-                # torch's message advises to load the file with weights_only=False, which would run its code.
-                reason = type(error).__name__
-                raise UserError(
-                    f"{self._folder}: {info.relative_path} is corrupt: {key} cannot be read ({reason}). Fix: copy the "
-                    "checkpoint again, or use another one"
-                ) from error
             stored = tuple(chunk.elements.shape), dtype_name(chunk.elements.dtype)
             if stored != (shape_of(rectangle), self.tensors[key].dtype):
                 raise UserError(
@@ -134,6 +129,18 @@ class TorchDistFolder:
                 )
             self._chunks[index] = chunk
         return self._chunks[index]
+
+    @contextmanager
+    def _loading(self, key: str, name: str) -> Iterator[None]:
+        """Raise a UserError that names the file if the value of a key cannot be loaded from it."""
+        try:
+            yield
+        except Exception as error:  # a malicious pickle may raise any exception
+            # torch's message advises to load the file with weights_only=False, which would run its code.
+            raise UserError(
+                f"{self._folder}: {name} is corrupt: {key} cannot be loaded ({type(error).__name__}). Fix: copy the "
+                "checkpoint again, or use another one"
+            ) from error
 
     def _map(self, name: str) -> mmap.mmap:
         if name not in self._maps:

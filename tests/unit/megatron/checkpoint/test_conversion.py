@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pickle
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 import torch.distributed.checkpoint as torch_checkpoint
 from safetensors.torch import load_file, save_file
 
+from megarl.core.errors import UserError
 from megarl.megatron.checkpoint import conversion
 from megarl.megatron.checkpoint.conversion import Options, huggingface_to_megatron, megatron_to_huggingface, reshape
 from megarl.resharding import folder
@@ -420,7 +422,7 @@ def test_damaged_checkpoints_are_rejected(tmp_path, checkpoint):
     )
     assert "__0_0.distcp is truncated: it has 100 of " in error(lambda copy: os.truncate(copy / "__0_0.distcp", 100))
     overwritten = error(lambda copy: (file := copy / "__0_0.distcp").write_bytes(b"?" * file.stat().st_size))
-    assert "__0_0.distcp is corrupt: " in overwritten and "cannot be read (" in overwritten
+    assert "__0_0.distcp is corrupt: " in overwritten and "cannot be loaded (" in overwritten
     assert "has no model description. Fix: pass --hf" in error(lambda copy: shutil.rmtree(copy / "huggingface"))
     assert "model.layers.0.mlp.down_proj.weight: no source has" in error(remove_chunks)
 
@@ -493,22 +495,59 @@ def test_at_most_one_tensor_is_in_memory(tmp_path, monkeypatch, checkpoint):
         assert len(storage_sizes) >= count and max(storage_sizes) == requested[-1]
 
 
-def test_checkpoint_of_newer_megatron_is_read(tmp_path, checkpoint):
-    """Newer versions store the unsharded state among the tensors, without a file of its own."""
-    stream = io.BytesIO()
-    torch.save([{"iteration": 7}], stream)
-    (checkpoint / "__9_0.distcp").write_bytes(b"something" + stream.getvalue())
+def store_common_state(checkpoint: Path, content: bytes) -> None:
+    """Store the unsharded state as newer Megatron versions do: among the tensors, without a file of its own."""
+    (checkpoint / "__9_0.distcp").write_bytes(b"something" + content)
     key = "common_state/shard_0_1"
     metadata = torch_checkpoint.FileSystemReader(checkpoint).read_metadata()
     info = next(iter(metadata.storage_data.values()))
     metadata.state_dict_metadata[key] = torch_checkpoint.BytesStorageMetadata()
     metadata.storage_data[torch_checkpoint.metadata.MetadataIndex(key)] = type(info)(
-        "__9_0.distcp", len(b"something"), len(stream.getvalue())
+        "__9_0.distcp", len(b"something"), len(content)
     )
     (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
     (checkpoint / "common.pt").unlink()
+
+
+def saved(value: object) -> bytes:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+def test_checkpoint_of_newer_megatron_is_read(tmp_path, checkpoint):
+    store_common_state(checkpoint, saved([{"iteration": 7}]))
     reshape(checkpoint, tmp_path / "out", layout_of(tp=3))
     assert torch.load(tmp_path / "out" / "common.pt") == {"iteration": 7}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"?" * 400, "__9_0.distcp is corrupt: common_state/shard_0_1 cannot be loaded (UnpicklingError). Fix: "),
+        (saved([pickle.Pickler]), "__9_0.distcp is corrupt: common_state/shard_0_1 cannot be loaded (UnpicklingErr"),
+        (
+            saved({"iteration": 7}),
+            "common_state/shard_0_1 is {'iteration': 7} instead of a list with one object. Fix: ",
+        ),
+    ],
+)
+def test_damaged_common_state_is_rejected(tmp_path, checkpoint, content, message):
+    store_common_state(checkpoint, content)
+    with pytest.raises(UserError, match=re.escape(message)) as raised:
+        reshape(checkpoint, tmp_path / "out", layout_of(tp=3))
+    assert "weights_only" not in str(raised.value)
+    assert names_in(tmp_path) == {"hf", "checkpoint"}
+
+
+def test_missing_common_state_is_rejected(tmp_path, checkpoint):
+    (checkpoint / "common.pt").unlink()
+    with pytest.raises(UserError, match=r"checkpoint: contains no common\.pt\. Fix: copy the checkpoint again"):
+        reshape(checkpoint, tmp_path / "out", layout_of(tp=3))
+    (checkpoint / "common.pt").symlink_to("/dev/zero")
+    with pytest.raises(UserError, match=r"common\.pt: is a symbolic link"):
+        reshape(checkpoint, tmp_path / "out", layout_of(tp=3))
+    assert names_in(tmp_path) == {"hf", "checkpoint"}
 
 
 @pytest.mark.parametrize("verify", [True, False])

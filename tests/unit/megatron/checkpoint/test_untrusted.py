@@ -48,7 +48,7 @@ def save(folder: Path, value: Any) -> Path:
 def load(folder: Path, is_flat: bool = False) -> dict[str, Any]:
     state = {"weight": torch.zeros(4), "value": None}
     planner = DefaultLoadPlanner(flatten_state_dict=is_flat, flatten_sharded_tensors=False)
-    with without_code():
+    with without_code(folder):
         torch_checkpoint.load(state, checkpoint_id=folder, planner=planner, no_dist=True)
     return state
 
@@ -66,9 +66,26 @@ def test_plain_values_are_loaded(tmp_path: Path, is_flat: bool) -> None:
 @pytest.mark.parametrize("is_flat", [False, True])
 def test_object_runs_no_code(tmp_path: Path, called: Path, is_flat: bool) -> None:
     folder = save(tmp_path / "checkpoint", Call(called.touch))
-    with pytest.raises(CheckpointException, match="weights_only"):
+    with pytest.raises(UserError, match=r"checkpoint: a file is corrupt: .*\(UnpicklingError\)\. Fix: use another"):
         load(folder, is_flat)
     assert not called.exists()
+
+
+def test_overwritten_file_is_named(tmp_path: Path) -> None:
+    folder = save(tmp_path / "checkpoint", 1)
+    file = folder / "__0_0.distcp"
+    file.write_bytes(b"?" * file.stat().st_size)
+    with pytest.raises(UserError, match="checkpoint: a file is corrupt") as raised:
+        load(folder)
+    assert "weights_only" not in str(raised.value)
+
+
+def test_unreadable_file_is_not_called_corrupt(tmp_path: Path) -> None:
+    """A file that cannot be read may be the storage's failure: the exception says which."""
+    folder = save(tmp_path / "checkpoint", 1)
+    (folder / "__0_0.distcp").unlink()
+    with pytest.raises(CheckpointException, match="No such file"):
+        load(folder)
 
 
 @pytest.mark.parametrize(
