@@ -4,7 +4,12 @@ it tries the same examples in each run."""
 import atexit
 import gc
 import json
+import logging
+import os
+import re
+import signal
 import sys
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
@@ -53,6 +58,31 @@ def pytest_collection_finish() -> None:
     atexit.register(gc.unfreeze)
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)
+
+
+SET_BY_LIBRARIES = re.compile(
+    r"(LD_PRELOAD|LOCAL_WORLD_SIZE|PYTEST_CURRENT_TEST|(KINETO|NUMEXPR|NVTE|RAY|TORCHINDUCTOR|VLLM)_.*)"
+)
+"""Environment variables that vLLM, Megatron and others set when they are first used."""
+
+
+@pytest.fixture(autouse=True)
+def _unchanged_process() -> Iterator[None]:
+    """Fail a test that leaves its process changed. The result of a later test would depend on their order."""
+    before = _process_state()
+    yield
+    assert _process_state() == before
+
+
+def _process_state() -> dict[str, object]:
+    numbers = (number for number in signal.valid_signals() if isinstance(number, signal.Signals))
+    return {
+        "folder": os.getcwd(),
+        "arguments": [*sys.argv],
+        "disabled log level": logging.root.manager.disable,
+        "handlers": {number.name: signal.getsignal(number) for number in numbers},
+        "environment": {key: value for key, value in os.environ.items() if not SET_BY_LIBRARIES.fullmatch(key)},
+    }
 
 
 @pytest.fixture(scope="session")

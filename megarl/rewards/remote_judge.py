@@ -28,8 +28,8 @@ class Rejected(ValueError):
     """Raised if the server rejects a question."""
 
 
-class InternalError(ServiceUnavailable):
-    """Raised if the server fails on a question with status 500."""
+class Unanswered(ServiceUnavailable):
+    """Raised if the server fails on a question with status 500, or does not answer it in time."""
 
 
 class GenerativeJudge:
@@ -41,10 +41,11 @@ class GenerativeJudge:
 
     A response never causes a failure. If the judge's answer has no rating within the scale, the response gets the worst
     one. If the server rejects the question, for example because the response exceeds the judge's context, the response
-    is truncated. If the server accepts only an empty response, or fails on the response with status 500 but not on an
-    empty one, the response gets the worst rating. The metrics reward/NAME_unrated_frac and reward/NAME_truncated_frac
-    count such responses. If most responses of a step have no rating, or the server also rejects the question with an
-    empty response, they fail instead.
+    is truncated; if the server accepts only an empty response, it gets the worst rating. It also gets the worst rating
+    if the server fails on it with status 500, or does not answer in time, but answers the same question with an empty
+    response. The metrics reward/NAME_unrated_frac and reward/NAME_truncated_frac count such responses. If most
+    responses of a step have no rating, or the server also rejects the question with an empty response, they fail
+    instead.
     """
 
     def __init__(
@@ -131,7 +132,7 @@ class GenerativeJudge:
             except Rejected as error:
                 rejection = rejection or error
                 continue
-            except InternalError as error:
+            except Unanswered as error:
                 # This raises an error if the server is at fault.
                 await self._ask(client, question(self._template, prompt, "", answer))
                 return Rating(WORST_RATING, {UNRATED: str(error), TRUNCATED: None})
@@ -145,32 +146,34 @@ class GenerativeJudge:
         return Rating(WORST_RATING, {UNRATED: str(rejection), TRUNCATED: None})
 
     async def _ask(self, client: httpx.AsyncClient, content: str) -> str:
-        """Return the judge's answer. Raise ServiceUnavailable if the server is unavailable, Rejected if it rejects the
-        question, and ValueError with its response if that contains no answer."""
+        """Return the judge's answer. Raise ServiceUnavailable if the server is unavailable, Unanswered if the question
+        may be the reason, Rejected if it rejects the question, and ValueError with its response if that contains no
+        answer."""
         import httpx
 
         body, failure = self._question | {"messages": [{"role": "user", "content": content}]}, ""
-        status: int | None = None
+        kind = ServiceUnavailable
         for attempt in range(self._retries + 1):
             if attempt:
                 await asyncio.sleep(FIRST_PAUSE_S * 2 ** (attempt - 1))
-            status = None
+            kind = ServiceUnavailable
             try:
                 async with asyncio.timeout(self._timeout_s):
                     response = await client.post(self._url, json=body)
             except TimeoutError:
-                failure = f"did not respond within {self._timeout_s:g} s"
+                kind, failure = Unanswered, f"did not respond within {self._timeout_s:g} s"
                 break
             except httpx.TransportError as error:
                 failure = f"could not be reached ({type(error).__name__}: {error})"
                 continue
             if response.is_success:
                 return _content(response)
-            status, failure = response.status_code, f"returned status {response.status_code}: {response.text[:200]!r}"
+            failure = f"returned status {response.status_code}: {response.text[:200]!r}"
             if response.status_code != httpx.codes.TOO_MANY_REQUESTS and not response.is_server_error:
-                kind = Rejected if response.status_code in REJECTIONS else ValueError
-                raise kind(f"{self._url} {failure}")
-        kind = InternalError if status == httpx.codes.INTERNAL_SERVER_ERROR else ServiceUnavailable
+                refusal = Rejected if response.status_code in REJECTIONS else ValueError
+                raise refusal(f"{self._url} {failure}")
+            if response.status_code == httpx.codes.INTERNAL_SERVER_ERROR:
+                kind = Unanswered
         raise kind(f"{self._url} {failure}")
 
 

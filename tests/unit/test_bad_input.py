@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
-from megarl import cli
 from megarl.cluster.supervision import supervisor
+from tests.command_line import run_command
 from tests.e2e.run import write_recipe
 from tests.tiny_model import write_tiny_llama
 
@@ -70,11 +69,9 @@ def error_lines(command: str, recipe: Path, root: Path, overrides: str, capfd: p
     folder = str(recipe.parent)
     arguments = overrides.replace("FOLDER", folder).split("  ")
     file = arguments.pop(0) if arguments[0].endswith(".yaml") else str(recipe)
-    sys.argv = ["megarl", command, file, f"run.folder={root}", *filter(None, arguments)]
-    with pytest.raises(SystemExit) as exit:
-        cli.main()
+    code = run_command(command, file, f"run.folder={root}", *filter(None, arguments))
     out, err = capfd.readouterr()
-    assert (exit.value.code, out) == (2, ""), (exit.value.code, out, err)
+    assert (code, out) == (2, ""), (code, out, err)
     return err.replace(folder, "FOLDER").replace(str(root), "RUNS").splitlines()
 
 

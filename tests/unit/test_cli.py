@@ -29,6 +29,7 @@ from megarl.core.errors import InfrastructureFailure, RunFailure, UserError
 from megarl.launch.command import with_allowed
 from megarl.launch.task import VERDICTS
 from megarl.run.context import exit_status
+from tests.command_line import run_command
 from tests.marks import exhaustive_but
 from tests.paths import ROOT
 from tests.readme import text_of
@@ -53,20 +54,10 @@ def model(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    """Run `megarl ARGUMENTS` in this process and return its exit code."""
-    monkeypatch.setattr(sys, "argv", ["megarl", *arguments])
-    with pytest.raises(SystemExit) as exit:
-        cli.main()
-    return exit.value.code
-
-
-def test_config_show_prints_the_resolved_recipe(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(monkeypatch, "config", "show", QUICKSTART, "run.steps=3", "actor.optimizer.lr=-0") == 2
+def test_config_show_prints_the_resolved_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command("config", "show", QUICKSTART, "run.steps=3", "actor.optimizer.lr=-0") == 2
     assert "actor.optimizer.lr=0: expected more than 0" in capsys.readouterr().err
-    assert run(monkeypatch, "config", "show", QUICKSTART, "run.steps=3") == 0
+    assert run_command("config", "show", QUICKSTART, "run.steps=3") == 0
     assert capsys.readouterr().out == dump(load(QUICKSTART, ["run.steps=3"]))
 
 
@@ -74,15 +65,13 @@ def test_config_explain_prints_the_batch_arithmetic(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], cache_with_config: Path
 ) -> None:
     monkeypatch.setenv("MEGARL_CACHE", str(cache_with_config))
-    assert run(monkeypatch, "config", "explain", QUICKSTART, "actor.layout.dp=2") == 0
+    assert run_command("config", "explain", QUICKSTART, "actor.layout.dp=2") == 0
     assert "x dp 2 = world size" in capsys.readouterr().out
 
 
-def test_config_explain_checks_keys_against_the_model(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: str
-) -> None:
+def test_config_explain_checks_keys_against_the_model(capsys: pytest.CaptureFixture[str], model: str) -> None:
     def explained(*overrides: str) -> tuple[int, str, str]:
-        code = run(monkeypatch, "config", "explain", QUICKSTART, f"model.path={model}", *overrides)
+        code = run_command("config", "explain", QUICKSTART, f"model.path={model}", *overrides)
         out, err = capsys.readouterr()
         return code, out.splitlines()[-1], err
 
@@ -106,22 +95,18 @@ def test_config_explain_checks_keys_against_the_model(
     assert explained(even, "algorithm.advantage.estimator=gae", "critic.layout.tp=3")[0] == 2
 
 
-def test_config_explain_handles_missing_models(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(monkeypatch, "config", "explain", QUICKSTART, "model.path=/no/model") == 2
+def test_config_explain_handles_missing_models(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command("config", "explain", QUICKSTART, "model.path=/no/model") == 2
     assert capsys.readouterr().err.startswith("megarl: error: model.path=/no/model: does not exist. Fix: use a Hugging")
-    assert run(monkeypatch, "config", "explain", QUICKSTART, "model.path=nobody/no-model", "actor.layout.pp=40") == 0
+    assert run_command("config", "explain", QUICKSTART, "model.path=nobody/no-model", "actor.layout.pp=40") == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith(
         "model       model.path=nobody/no-model: not checked, because it is neither a folder on this"
     )
 
 
-def test_algorithms_lists_all_names_and_options(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(monkeypatch, "algorithms") == 0
+def test_algorithms_lists_all_names_and_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command("algorithms") == 0
     lines = capsys.readouterr().out.splitlines()
     at = lines.index("  grpo: (r_i − mean(r)) / (std(r) + std_epsilon)")
     assert lines[at + 1].startswith("    GRPO, arXiv 2402.03300; the group's rewards")
@@ -137,9 +122,9 @@ def test_algorithms_lists_all_names_and_options(
 
 @pytest.mark.parametrize("name", exhaustive_but([*ESTIMATORS, *OBJECTIVES], *[*ESTIMATORS][::3], *[*OBJECTIVES][::3]))
 def test_algorithms_prints_recipe_lines_for_one_name(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str
 ) -> None:
-    assert run(monkeypatch, "algorithms", name) == 0
+    assert run_command("algorithms", name) == 0
     description, _, lines = capsys.readouterr().out.partition("\n\nIn a recipe ")
     spec = (ESTIMATORS | OBJECTIVES)[name]
     assert spec.formula in description and spec.paper in description
@@ -160,29 +145,27 @@ def test_init_writes_a_valid_recipe_once(
 ) -> None:
     monkeypatch.setenv("MEGARL_CACHE", str(cache_with_config))
     monkeypatch.chdir(tmp_path)
-    assert run(monkeypatch, "init", "my runs") == 0
+    assert run_command("init", "my runs") == 0
     last = capsys.readouterr().out.splitlines()[-1]
     recipe = f"'{tmp_path}/my runs/recipe.yaml'"
     assert last == f"next: megarl check {recipe}, then megarl train {recipe}"
-    assert run(monkeypatch, "config", "explain", "my runs/recipe.yaml") == 0
-    assert run(monkeypatch, "init", "my runs") == 2
+    assert run_command("config", "explain", "my runs/recipe.yaml") == 0
+    assert run_command("init", "my runs") == 2
     assert capsys.readouterr().err.startswith(
         "megarl: error: my runs/recipe.yaml and my runs/reward.py and my runs/pro"
     )
 
 
-def test_unknown_algorithm_raises_with_suggestions(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(monkeypatch, "algorithms", "GRP0") == 2
+def test_unknown_algorithm_raises_with_suggestions(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command("algorithms", "GRP0") == 2
     line = "megarl: error: GRP0: unknown estimator or objective. Fix: use grpo\n"
     assert capsys.readouterr().err == line
-    assert run(monkeypatch, "algorithms", "quux") == 2
+    assert run_command("algorithms", "quux") == 2
     assert "Fix: use one of policy_gradient, " in capsys.readouterr().err
 
 
-def test_version_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(monkeypatch, "--version") == 0
+def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command("--version") == 0
     assert capsys.readouterr().out == f"megarl {megarl.__version__}\n"
 
 
@@ -190,7 +173,7 @@ def test_train_returns_the_exit_code_of_the_run(monkeypatch: pytest.MonkeyPatch,
     seen: list[tuple[Config, Path]] = []
     replace(monkeypatch, "train", main=lambda config, scratch: seen.append((config, scratch)) or 7)
     keys = ["run.steps=3", f"run.folder={tmp_path}"]
-    assert run(monkeypatch, "train", QUICKSTART, *keys) == 7
+    assert run_command("train", QUICKSTART, *keys) == 7
     assert seen == [(load(QUICKSTART, keys), tmp_path)]
 
 
@@ -198,15 +181,13 @@ def test_train_uses_checkpoint_grace_s(monkeypatch: pytest.MonkeyPatch, tmp_path
     seen: list[float] = []
     replace(monkeypatch, "train", main=lambda config, scratch: 0)
     monkeypatch.setattr(supervisor, "supervised", lambda grace_s: seen.append(grace_s) or nullcontext(tmp_path))
-    assert run(monkeypatch, "train", QUICKSTART, f"run.folder={tmp_path}", "checkpoint.grace_s=280") == 0
+    assert run_command("train", QUICKSTART, f"run.folder={tmp_path}", "checkpoint.grace_s=280") == 0
     assert seen == [280]
 
 
-def test_reshard_prints_plan_and_costs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: str
-) -> None:
+def test_reshard_prints_plan_and_costs(capsys: pytest.CaptureFixture[str], model: str) -> None:
     arguments = ["reshard", "--model", model, "--from", "tp=2,dp=2", "--to", "vllm:tp=1,replicas=4", "--nodes-of", "4"]
-    assert run(monkeypatch, *arguments, "--bandwidth", "inter=50GB/s,intra=400GB/s", "--json") == 0
+    assert run_command(*arguments, "--bandwidth", "inter=50GB/s,intra=400GB/s", "--json") == 0
     summary = json.loads(capsys.readouterr().out)
     assert list(summary) == [
         "bytes_total",
@@ -227,28 +208,26 @@ def test_reshard_prints_plan_and_costs(
     ]
     assert (summary["bytes_wasted"], summary["written_once"]) == (0, True)
     assert sum(summary["bytes_by_link"].values()) == summary["bytes_total"]
-    assert run(monkeypatch, *arguments) == 0
+    assert run_command(*arguments) == 0
     assert "4 -> 4" in capsys.readouterr().out
-    assert run(monkeypatch, *arguments[:4], "tp=3", *arguments[5:]) == 2
+    assert run_command(*arguments[:4], "tp=3", *arguments[5:]) == 2
     error = capsys.readouterr().err
     reason = "4 attention heads are not divisible by 3 (4 / 3 = 1.333). Fix: set tp to 1, 2 or 4"
     assert error == f"megarl: error: --from tp=3: tp=3: {reason}\n"
 
 
-def test_reshard_previews_the_refit_of_a_recipe(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: str
-) -> None:
+def test_reshard_previews_the_refit_of_a_recipe(capsys: pytest.CaptureFixture[str], model: str) -> None:
     keys = [f"model.path={model}", "actor.layout={tp: 2, pp: 1, last_stage_layers: null}", "rollout.tp=2"]
     arguments = ["reshard", QUICKSTART, *keys]
-    assert run(monkeypatch, *arguments) == 0
+    assert run_command(*arguments) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("refit    cluster.placement=colocated, ") and lines[1] == "ranks    2 -> 2"
     assert lines[2].endswith(" within devices")
-    assert run(monkeypatch, *arguments, "cluster.placement=disaggregated", "--nodes-of", "2", "--json") == 0
+    assert run_command(*arguments, "cluster.placement=disaggregated", "--nodes-of", "2", "--json") == 0
     assert json.loads(capsys.readouterr().out)["bytes_by_link"]["inter"] > 0
-    assert run(monkeypatch, *arguments, "--to", "hf") == 2
+    assert run_command(*arguments, "--to", "hf") == 2
     assert "--to: " in capsys.readouterr().err
-    assert run(monkeypatch, "reshard", "--from", "tp=2") == 2
+    assert run_command("reshard", "--from", "tp=2") == 2
     expected = (
         "megarl: error: --model: required without a recipe. Fix: pass --model, --from, --to, or pass a recipe instead\n"
     )
@@ -271,17 +250,17 @@ SETS = "evaluation.sets=[{name: a}]"
     ],
 )
 def test_evaluate_reports_errors_before_anything_starts(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, keys: list[str], line: str
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, keys: list[str], line: str
 ) -> None:
     keys = [key.replace("FOLDER", str(tmp_path)) for key in keys]
-    assert run(monkeypatch, "evaluate", "/no/model", QUICKSTART, f"run.folder={tmp_path}", *keys) == 2
+    assert run_command("evaluate", "/no/model", QUICKSTART, f"run.folder={tmp_path}", *keys) == 2
     assert capsys.readouterr().err.startswith(f"megarl: error: {line.replace('FOLDER', str(tmp_path))}")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_report_prints_its_path(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     replace(monkeypatch, "report", write=lambda folder: folder / "report.html", comparison=None)
-    assert run(monkeypatch, "report", "runs/latest") == 0
+    assert run_command("report", "runs/latest") == 0
     assert capsys.readouterr().out == "runs/latest/report.html\n"
 
 
@@ -292,9 +271,9 @@ def test_user_errors_are_printed_without_a_traceback(
         raise UserError("one thing is wrong\nand another")
 
     replace(monkeypatch, "train", main=fail)
-    assert run(monkeypatch, "train", QUICKSTART, f"run.folder={tmp_path}") == 2
+    assert run_command("train", QUICKSTART, f"run.folder={tmp_path}") == 2
     assert capsys.readouterr().err == "megarl: error: one thing is wrong\nmegarl: error: and another\n"
-    assert run(monkeypatch, "train", "none.yaml") == 2
+    assert run_command("train", "none.yaml") == 2
     assert capsys.readouterr().err.startswith("megarl: error: none.yaml: cannot be read")
 
 
@@ -315,7 +294,7 @@ def test_exit_code_names_the_kind_of_failure(
         raise error
 
     replace(monkeypatch, "train", main=lambda config, scratch: exit_status(fail, config, scratch))
-    assert run(monkeypatch, "train", QUICKSTART, f"run.folder={tmp_path}") == code
+    assert run_command("train", QUICKSTART, f"run.folder={tmp_path}") == code
     assert capsys.readouterr().err.startswith(f"megarl: error: {error}")
 
 
@@ -429,31 +408,29 @@ def test_plan_works_without_heavy_libraries(planned_model: str, tmp_path: Path) 
 
 
 def test_plan_emits_a_recipe_with_the_planned_layout(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], planned_model: str, tmp_path: Path
+    capsys: pytest.CaptureFixture[str], planned_model: str, tmp_path: Path
 ) -> None:
     out = str(tmp_path / "planned.yaml")
     keys = (planned_model, "data.source=arithmetic", "batch.prompts_per_update=32")
     command = ("plan", str(ROOT / "configs" / "base.yaml"), "--gpus", "16xH100", *keys, "--emit", out)
-    assert run(monkeypatch, *command) == 0
+    assert run_command(*command) == 0
     first = capsys.readouterr().out
-    assert run(monkeypatch, "config", "explain", out) == 0
+    assert run_command("config", "explain", out) == 0
     assert "world size 16" in capsys.readouterr().out
-    assert run(monkeypatch, "plan", out, "--gpus", "16xH100", "--as-is") == 0
+    assert run_command("plan", out, "--gpus", "16xH100", "--as-is") == 0
     again = capsys.readouterr().out
     assert "on the fullest GPU in each phase, of 79.6 GiB:" in again
     assert [line for line in again.splitlines() if line.startswith("time")] == [
         line for line in first.splitlines() if line.startswith("time")
     ]
-    assert run(monkeypatch, *command) == 2
+    assert run_command(*command) == 2
     assert "already exists, and megarl does not overwrite it" in capsys.readouterr().err
     assert load(out).cluster.nodes == 2
 
 
-def test_plan_prints_json(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], planned_model: str
-) -> None:
+def test_plan_prints_json(capsys: pytest.CaptureFixture[str], planned_model: str) -> None:
     keys = (planned_model, "data.source=arithmetic")
-    assert run(monkeypatch, "plan", str(ROOT / "configs" / "base.yaml"), "--gpus", "8xH100", *keys, "--json") == 0
+    assert run_command("plan", str(ROOT / "configs" / "base.yaml"), "--gpus", "8xH100", *keys, "--json") == 0
     planned = json.loads(capsys.readouterr().out)
     assert (planned["gpus"], planned["headroom"], len(planned["plans"])) == ("8xH100-80GB", 0.08, 5)
     seconds = [plan["step_seconds"] for plan in planned["plans"]]
@@ -463,22 +440,18 @@ def test_plan_prints_json(
         assert all(0 < sum(parts.values()) <= 0.92 * 79.6 * 2**30 for parts in plan["gpu_bytes"].values())
 
 
-def test_plan_that_needs_the_headroom_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], planned_model: str
-) -> None:
+def test_plan_that_needs_the_headroom_is_refused(capsys: pytest.CaptureFixture[str], planned_model: str) -> None:
     keys = ("actor.layout.dp=8", "rollout.replicas=8", "rollout.sleep=true", planned_model, "data.source=arithmetic")
     command = ("plan", str(ROOT / "configs" / "base.yaml"), "--gpus", "8xH100", "--as-is", *keys, "--headroom")
-    assert run(monkeypatch, *command, "0.8") == 2
+    assert run_command(*command, "0.8") == 2
     assert "but only 15.9 of 79.6 GiB (--headroom 0.8) may be used. Fix: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", [("check",), ("train",), ("launch", "--nodes=1", "--time=1:00:00")])
-def test_allow_changes_sets_the_key(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: tuple[str, ...]
-) -> None:
+def test_allow_changes_sets_the_key(capsys: pytest.CaptureFixture[str], command: tuple[str, ...]) -> None:
     name, *options = command
     allow = ["--allow-changes", "rollout.top_p,model.path", "--allow-changes", "run.seed"]
-    assert run(monkeypatch, name, str(ROOT / "configs" / "quickstart.yaml"), "run.steps=3", *allow, *options) == 2
+    assert run_command(name, str(ROOT / "configs" / "quickstart.yaml"), "run.steps=3", *allow, *options) == 2
     lines = capsys.readouterr().err.splitlines()
     assert [line.split(" never changes")[0] for line in lines] == [
         f"megarl: error: run.allow_changes: {key}" for key in ("model.path", "run.seed")
@@ -513,7 +486,6 @@ def test_allow_changes_adds_to_the_recipes_keys(tmp_path: Path) -> None:
     ],
 )
 def test_plan_raises_for_a_layout_that_does_not_fit(
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     planned_model: str,
     overrides: tuple[str, ...],
@@ -521,17 +493,15 @@ def test_plan_raises_for_a_layout_that_does_not_fit(
 ) -> None:
     keys = ("actor.layout.tp=4", "actor.layout.dp=2", "rollout.tp=1", "rollout.replicas=8", "rollout.sleep=true")
     keys += (planned_model, "data.source=arithmetic", *overrides)
-    code = run(monkeypatch, "plan", str(ROOT / "configs" / "base.yaml"), "--gpus", "8xH100", "--as-is", *keys)
+    code = run_command("plan", str(ROOT / "configs" / "base.yaml"), "--gpus", "8xH100", "--as-is", *keys)
     error = capsys.readouterr().err
     assert code == 2
     assert problem in error.splitlines()[0] and error.startswith("megarl: error: ")
 
 
-def test_plan_suggests_a_sufficient_number_of_gpus(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], planned_model: str
-) -> None:
+def test_plan_suggests_a_sufficient_number_of_gpus(capsys: pytest.CaptureFixture[str], planned_model: str) -> None:
     recipe = str(ROOT / "configs" / "base.yaml")
-    assert run(monkeypatch, "plan", recipe, "--gpus", "1xH100", planned_model, "data.source=arithmetic") == 2
+    assert run_command("plan", recipe, "--gpus", "1xH100", planned_model, "data.source=arithmetic") == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert "GiB" in error and error.rstrip().endswith("use --gpus 2xH100-80GB")
@@ -584,6 +554,6 @@ def test_indented_lines_of_an_error_can_be_copied(
         raise UserError("wrong\n    def f():\n        pass\nalso wrong")
 
     monkeypatch.setattr(cli, "app", fail)
-    assert run(monkeypatch) == 2
+    assert run_command() == 2
     lines = ["megarl: error: wrong", "    def f():", "        pass", "megarl: error: also wrong"]
     assert capsys.readouterr().err.splitlines() == lines

@@ -30,7 +30,8 @@ MODEL = "policy"
 """The policy's model name. Requests may use any name, because there is only one model."""
 
 LARGEST_REQUEST, LONG_REQUEST = 64 * 2**20, 2**18
-"""Maximum number of bytes in a request's body, and the number above which it is parsed in a thread."""
+"""Maximum number of bytes in a request's body, and the number above which it is parsed in a thread. The
+context length may allow fewer."""
 
 BODY_S = 60.0
 """Timeout in seconds for receiving a request's body."""
@@ -122,7 +123,7 @@ class SessionServer:
         session = None
         try:
             session = self._session(request)
-            chat, digest = await self._read(request)
+            chat, digest = await self._read(request, session)
             completion = await session.create_completion(chat, digest, request.headers.get(RETRIES, "0") != "0")
         except ApiError as error:
             if session is not None:
@@ -138,14 +139,16 @@ class SessionServer:
         completion.turn.is_delivered = await _send(request, response, data)
         return response
 
-    async def _read(self, request: web.Request) -> tuple[ChatRequest, bytes]:
+    async def _read(self, request: web.Request, session: Session) -> tuple[ChatRequest, bytes]:
         """Return a request and the digest of its body. Raise ApiError if it is malformed, too large, or arrives too
         slowly."""
         from aiohttp import web
 
         try:
+            session.check_num_bytes(request.content_length or 0)
             async with asyncio.timeout(BODY_S):
                 data = await request.read()
+            session.check_num_bytes(len(data))
             # Short requests are parsed at once, which keeps concurrent requests in order. Seeds depend on the order.
             return await asyncio.to_thread(self._parse, data) if len(data) > LONG_REQUEST else self._parse(data)
         except TimeoutError:

@@ -38,6 +38,10 @@ class TurnTokens(Tokens, Protocol):
     def before_calls(self, turn_ids: Sequence[int]) -> str: ...
 
 
+BYTES_PER_TOKEN, MIN_BYTES = 16, 2**20
+"""A request may have this many bytes per token of the context, but at least MIN_BYTES. The parser holds Python's global
+interpreter lock, so all sessions wait for it: 1 MiB of empty lists takes 0.1 s, 64 MiB more than ten seconds."""
+
 CLOSED = ApiError(401, "invalid_api_key", "no session is open for this api_key. The session may have been closed")
 
 TokensOf = Callable[[Sequence[Mapping[str, Any]]], TurnTokens]
@@ -169,6 +173,12 @@ class Session:
         except Exception as error:  # any error that the turn's text causes
             self.recording.release(slot)
             raise ApiError(500, "turn_failed", f"the turn cannot be processed: {error}") from error
+
+    def check_num_bytes(self, num_bytes: int) -> None:
+        """Raise ApiError if a request body of this length exceeds the context, before the body is parsed."""
+        most = max(MIN_BYTES, BYTES_PER_TOKEN * self.limits.context_length)
+        if num_bytes > most:
+            raise self._context_exceeded(f"a request of {num_bytes} bytes, more than {most}")
 
     async def _require_room(self, request: ChatRequest) -> None:
         """Reject long requests before they are rendered and tokenized in the event loop, which serves all sessions.

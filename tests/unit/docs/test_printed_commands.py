@@ -6,18 +6,18 @@ import ast
 import json
 import re
 import shlex
-import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
-from megarl import cli
+from megarl import cli, convert
 from megarl.cluster.supervision import supervisor
 from megarl.config.load import dump, load
 from megarl.report import resume_hint
 from megarl.run.folder import RunFolder
+from tests.command_line import run_command
 from tests.e2e.run import write_recipe
 from tests.paths import ROOT
 from tests.published_models import CONFIGS
@@ -109,14 +109,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Run commands in this process."""
     monkeypatch.setattr(supervisor, "supervised", lambda *_, **__: nullcontext(tmp_path / "scratch"))
+    monkeypatch.setattr(convert, "prepare_process", lambda: None)
 
 
 def run(command: str, capfd: pytest.CaptureFixture) -> tuple[int, str]:
-    sys.argv = ["megarl", *shlex.split(command)]
-    with pytest.raises(SystemExit) as exit:
-        cli.main()
+    code = run_command(*shlex.split(command))
     out, err = capfd.readouterr()
-    return int(exit.value.code or 0), out + err
+    return code, out + err
 
 
 @pytest.mark.parametrize("printed", sorted(COMMANDS))

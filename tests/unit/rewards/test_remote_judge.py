@@ -154,12 +154,16 @@ def test_response_that_is_rejected_in_every_part_gets_the_worst_rating(server):
     assert asked == ["!" * 16, "!" * 8, "!" * 4, "!" * 2, ""]
 
 
-def test_response_that_the_server_fails_on_gets_the_worst_rating(server):
+@pytest.mark.parametrize(
+    ("response", "failure"),
+    [("status 500", "returned status 500"), ("slow [[10]]", f"did not respond within {LIMIT_S} s")],
+)
+def test_response_that_the_server_fails_on_gets_the_worst_rating(server, response, failure):
     """The server answers the same question with an empty response, so it is available."""
-    [result] = judged(server, "status 500")
-    assert (result.value, result.failure) == (0.0, None) and "returned status 500" in result.issues["unrated"]
-    [result] = judged(server, "say [[10]]", answer="status 500")
-    assert result.value is None and result.kind == "away" and "returned status 500" in result.failure
+    [result] = judged(server, response)
+    assert (result.value, result.failure) == (0.0, None) and failure in result.issues["unrated"]
+    [result] = judged(server, "say [[10]]", answer=response)
+    assert result.value is None and result.kind == "away" and failure in result.failure
 
 
 def test_question_that_is_rejected_without_a_response_is_a_failure(server):
@@ -194,7 +198,6 @@ def test_ratings_are_rewards_and_invalid_answers_failures(server):
         ("status 503", "returned status 503: "),
         ("status 429", "returned status 429: "),
         ("drop", "could not be reached (RemoteProtocolError: "),
-        ("slow [[10]]", f"did not respond within {LIMIT_S} s"),
     ],
 )
 def test_unavailable_server_is_an_infrastructure_failure(server, response, failure):

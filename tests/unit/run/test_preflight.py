@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +12,6 @@ from types import SimpleNamespace
 import pytest
 from transformers import AutoTokenizer
 
-from megarl import cli
 from megarl.cluster.supervision import supervisor
 from megarl.config.load import load
 from megarl.core.errors import UserError
@@ -21,6 +19,7 @@ from megarl.data.prompts import load_prompts
 from megarl.models.run_models import ModelFolders
 from megarl.run import preflight
 from tests.children import children
+from tests.command_line import run_command
 from tests.e2e.run import write_recipe
 from tests.paths import BASE
 from tests.timing import LIMIT_S
@@ -84,11 +83,9 @@ def check(recipe: Path, root: Path, capfd: pytest.CaptureFixture, *overrides: st
     """Run a successful `megarl check` that leaves no files or processes. Return the rows of stdout by name, and
     stderr."""
     before = set(children())
-    sys.argv = ["megarl", "check", str(recipe), f"run.folder={root}", "run.steps=10", *overrides]
-    with pytest.raises(SystemExit) as exit:
-        cli.main()
+    code = run_command("check", recipe, f"run.folder={root}", "run.steps=10", *overrides)
     out, err = capfd.readouterr()
-    assert exit.value.code == 0, err
+    assert code == 0, err
     *rows, last = out.splitlines()
     assert last == "All checks passed. No processes were started."
     assert not list(root.iterdir()) and set(children()) == before
@@ -261,11 +258,9 @@ def fail(recipe: Path, root: Path, capfd: pytest.CaptureFixture, *overrides: str
 
 def fail_lines(recipe: Path, root: Path, capfd: pytest.CaptureFixture, *overrides: str) -> list[str]:
     """Run a `megarl check` that fails. Return the lines of stderr."""
-    sys.argv = ["megarl", "check", str(recipe), f"run.folder={root}", "run.steps=10", *overrides]
-    with pytest.raises(SystemExit) as exit:
-        cli.main()
+    code = run_command("check", recipe, f"run.folder={root}", "run.steps=10", *overrides)
     out, err = capfd.readouterr()
-    assert (exit.value.code, out) == (2, ""), err
+    assert (code, out) == (2, ""), err
     return err.splitlines()
 
 
@@ -293,10 +288,8 @@ def test_environments_of_evaluation_sets_are_checked_by_name(
 
     rows, errors = check(recipe, tmp_path, capfd, sets("text_game"))
     assert rows["evaluation"] == "s0 (3 prompts)" and errors == ""
-    sys.argv = ["megarl", "check", str(recipe), f"run.folder={tmp_path}"]
-    sys.argv.append(sets("text_gam", "calculator, options: {hihg: 3}"))
-    with pytest.raises(SystemExit):
-        cli.main()
+    wrong = sets("text_gam", "calculator, options: {hihg: 3}")
+    assert run_command("check", recipe, f"run.folder={tmp_path}", wrong) == 2
     first, second = capfd.readouterr().err.splitlines()
     assert first.startswith(
         "megarl: error: evaluation.sets: s0: environment.class=text_gam: unknown environment. Did you"
@@ -315,10 +308,7 @@ def test_evaluation_sets_are_checked_by_name(recipe: Path, tmp_path: Path, capfd
     assert line.startswith("megarl: error: evaluation.sets: a: rewards.functions: tags raised IndexError")
     assert stack[0] == "    Traceback (most recent call last):"
     sets = "evaluation.sets=[{name: a, source: no.jsonl}, {name: b, functions: [{function: exact_mach}]}]"
-    sys.argv = ["megarl", "check", str(recipe), f"run.folder={tmp_path}", sets]
-    with pytest.raises(SystemExit) as exit:
-        cli.main()
-    assert exit.value.code == 2
+    assert run_command("check", recipe, f"run.folder={tmp_path}", sets) == 2
     a, b = capfd.readouterr().err.splitlines()
     assert a.startswith(f"megarl: error: evaluation.sets: a: data.source={Path.cwd()}/no.jsonl: not a file. Fix")
     assert b.startswith("megarl: error: evaluation.sets: b: rewards.functions: unknown function 'exact_mach'. Fix: use")

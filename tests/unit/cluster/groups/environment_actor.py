@@ -24,6 +24,7 @@ async def environment_actor(config: Config) -> AsyncIterator[Any]:
     actor_class = EnvironmentActor.__ray_metadata__.modified_class
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(group.ProcessActor, "__init__", lambda self, process, logs: setattr(self, "_process", process))
+        patch.setattr(environments, "bypass_proxies", lambda _: None)
         patch.setattr(environments, "_put", lambda samples: samples)
         patch.setattr(environments, "load_tokenizer", lambda folder, **_: TOKENIZER)
         actor = actor_class(SimpleNamespace(name="environments-0", threads=1), Path())

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from aiohttp import web
 
 from megarl.core.types import Completion, Prompt, VersionRun
 from megarl.data.turns import ChatTokens
+from megarl.environments.protocol import StopReason
 from megarl.environments.sessions import server as servers
 from megarl.environments.sessions.messages import read_messages
 from megarl.environments.sessions.server import SessionServer
@@ -368,7 +369,7 @@ def test_turn_that_cannot_be_read_is_not_recorded(monkeypatch: pytest.MonkeyPatc
 
 
 def test_long_message_is_rejected_without_blocking_others() -> None:
-    """The message of 4 MB is tokenized in threads, and only until it exceeds the limit."""
+    """A long message is tokenized in threads, and only until it exceeds the limit."""
     policy, measured = ScriptedPolicy(TOKENIZER, ["Short."]), []
 
     async def agent(ask: Ask, server: SessionServer, session: Session) -> None:
@@ -379,7 +380,7 @@ def test_long_message_is_rejected_without_blocking_others() -> None:
             return num_tokens(TOKENIZER, text)
 
         session._num_tokens = measure
-        long = asyncio.create_task(ask([{"role": "user", "content": "look at it " * 400_000}]))
+        long = asyncio.create_task(ask([{"role": "user", "content": "look at it " * 80_000}]))
         status, body = await long
         assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
         assert sum(measured) < 200_000
@@ -387,6 +388,25 @@ def test_long_message_is_rejected_without_blocking_others() -> None:
 
     session, [sample] = in_session(policy, agent)
     assert session.counts["refused.context_length_exceeded"] == 1 and sampled(sample) == "Short.<|im_end|>"
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_body_that_exceeds_the_context_is_not_parsed(is_chunked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers.json, "loads", lambda _: pytest.fail("was parsed"))
+    body = b"[" + b"[]," * 400_000 + b"0]"
+
+    async def chunks() -> AsyncIterator[bytes]:
+        yield body
+
+    async def agent(ask: Ask, server: SessionServer, session: Session) -> None:
+        headers, data = {"Authorization": f"Bearer {session.token}"}, chunks() if is_chunked else body
+        url = f"{server.base_url}/chat/completions"
+        async with aiohttp.ClientSession() as client, client.post(url, data=data, headers=headers) as response:
+            assert response.status == 400
+            assert b'"code": "context_length_exceeded"' in await response.read()
+
+    session, _ = in_session(ScriptedPolicy(TOKENIZER, []), agent)
+    assert session.error is None and session.stop_reason == StopReason.MAX_TOKENS
 
 
 def test_only_long_requests_are_parsed_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -407,7 +427,7 @@ def test_only_long_requests_are_parsed_in_a_thread(monkeypatch: pytest.MonkeyPat
     assert in_main_thread == [True, False]
 
 
-LONG = "look at it " * 400_000
+LONG = "look at it " * 80_000
 CALL = {"id": "a", "type": "function", "function": {"name": "look", "arguments": json.dumps({"a": LONG})}}
 
 
