@@ -115,8 +115,14 @@ CHARTS = (
     ),
     Chart(
         "Trainer–rollout mismatch",
-        "|trainer log-prob − engine log-prob| of the sampled tokens, before the step's updates.",
+        "|trainer log-prob − engine log-prob| of the sampled tokens, before the step's updates, without stale samples.",
         (("mismatch/logprob_abs_mean", "mean"), ("mismatch/logprob_abs_max", "largest")),
+        log=True,
+    ),
+    Chart(
+        "Policy lag",
+        "|trainer log-prob − engine log-prob| of stale samples, whose tokens earlier weights sampled.",
+        (("policy_lag/logprob_abs_mean", "mean"), ("policy_lag/logprob_abs_max", "largest")),
         log=True,
     ),
     Chart(
