@@ -38,8 +38,8 @@ def complete(saved: Mapping[str, Any], version: int) -> dict[str, Any]:
 
 
 def invalid_value(saved: Any) -> tuple[str, Any, str] | None:
-    """Return the key, the value and the problem of a part of a saved config that `check_continues` cannot compare, or
-    None if there is none."""
+    """Return the key, the value and the problem of the first invalid part of a saved config, or None if
+    `check_continues` can compare the config."""
     if not isinstance(saved, dict):
         return "config", saved, "is not an object"
     for name, field in Config.model_fields.items():

@@ -1,4 +1,4 @@
-"""Measures outside text before it is rendered and tokenized, which takes seconds for a text of several megabytes."""
+"""Measure untrusted text before it is rendered and tokenized, which takes seconds for several megabytes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 ROOM = 4
 """Messages longer than this many times the context length are rejected before they are rendered. Templates may drop
-parts of messages, so longer ones could fit."""
+parts of messages, so the rest of messages that exceed the context may still fit."""
 
 PART = 2**16
 """Number of characters to tokenize at a time when a long text is measured."""

@@ -60,7 +60,7 @@ def supervised(grace_s: float = 0.0) -> Iterator[Path]:
     for number in (signal.SIGTTIN, signal.SIGTTOU):
         signal.signal(number, signal.SIG_IGN)  # they suspend background process groups that use the terminal
     processes.adopt_orphans()
-    signal_with_parent(signal.SIGINT)  # if the parent exits for any reason
+    signal_with_parent(signal.SIGINT)  # interrupt this process if the parent exits for any reason
     interrupts.listen({signal.SIGINT, *signals})
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
     try:

@@ -106,7 +106,9 @@ def test_number_of_calls_is_limited(name, monkeypatch):
     parsed.clear()
     *calls, rest = read(name, begin + call * 3000 + end)
     assert [type(each) for each in calls] == [ToolCall] * 64 and len(parsed) == 65
-    assert isinstance(rest, MalformedCall) and rest.reason == "a turn may have 64 tool calls; the others were not run"
+    assert (
+        isinstance(rest, MalformedCall) and rest.reason == "a turn may have 64 tool calls; further calls were not run"
+    )
 
 
 DEEP = "[" * 100_000
