@@ -108,7 +108,8 @@ ALLOWABLE = (
     "sandbox.*",
 )
 """Patterns for keys that may change if run.allow_changes lists them. They affect results, but not which
-models a run has or what a checkpoint contains. Adam's betas and eps are not listed, because a checkpoint restores them."""
+models a run has or what a checkpoint contains. Adam's betas and eps are not in the list, because a checkpoint restores
+them."""
 
 NEVER = ("algorithm.advantage.estimator", "algorithm.objective.name")
 """Keys that match a pattern in ALLOWABLE but never change, because they select the models of a run."""

@@ -21,7 +21,7 @@ REJECTIONS = (400, 413, 422)
 """Statuses of a server that rejects a request because of its content or its length."""
 
 PARTS = (1, 2, 4, 8)
-"""If the server rejects a question, it is repeated with the first nth of the response, for each of these numbers."""
+"""If the server rejects a question, it is repeated with the first 1/n of the response, for each of these n."""
 
 
 class Rejected(ValueError):
@@ -147,8 +147,8 @@ class GenerativeJudge:
 
     async def _ask(self, client: httpx.AsyncClient, content: str) -> str:
         """Return the judge's answer. Raise ServiceUnavailable if the server is unavailable, Unanswered if the question
-        may be the reason, Rejected if it rejects the question, and ValueError with its response if that contains no
-        answer."""
+        may be the reason, Rejected if it rejects the question, and a ValueError that quotes its response if the
+        response contains no answer."""
         import httpx
 
         body, failure = self._question | {"messages": [{"role": "user", "content": content}]}, ""
@@ -178,7 +178,7 @@ class GenerativeJudge:
 
 
 def _content(response: httpx.Response) -> str:
-    """Return the text of the answer. It is empty if the judge refuses to answer, or stops while it reasons."""
+    """Return the text of the answer. It is empty if the judge refuses to answer, or stops while reasoning."""
     try:
         content = response.json()["choices"][0]["message"].get("content") or ""
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
