@@ -25,7 +25,7 @@ def plan_layout(
         gpus: number and type of the GPUs, such as "64xH100-80GB".
         keep_layout: evaluate the recipe's own layout instead of searching for others.
         headroom: fraction of each GPU's memory that stays free; 0.08 by default, and 0 with keep_layout.
-        prompt_tokens: mean length of a prompt in tokens; see `megarl.planner.workload` for the default.
+        prompt_tokens: mean length of a prompt in tokens; 512 by default, or less if the context is short.
         response_tokens: mean length of a response in tokens; half of the maximum by default.
 
     Returns:

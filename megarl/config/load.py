@@ -171,8 +171,8 @@ def _value(name: str, value: Any, place: str) -> Document:
 
 
 def _typed_value(key: Key, text: str) -> Any:
-    """Parse the value of a key as YAML. Text is taken literally, because YAML would drop " # …" and read "a: b" as a
-    mapping. For a text key, only null and quoted text are parsed as YAML."""
+    """Parse the value of a key as YAML, except text, which is taken literally, because YAML would drop " # …" and read
+    "a: b" as a mapping. For a text key, only null and quoted text are parsed as YAML."""
     takes_text, plain = _takes_text(key), text.strip()
     is_quoted = plain[0] in "'\""
     if takes_text and plain != "null" and not is_quoted:

@@ -16,8 +16,8 @@ def limit_observation(
     messages: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, settings: Environment
 ) -> list[Mapping[str, Any]] | None:
     """Return the messages of an observation with at most environment.observation_tokens tokens of text. Tokens of the
-    chat template do not count. A longer observation keeps its first tokens, and all its messages, some with empty text.
-    With environment.overlong_observation=refuse, return None for it instead."""
+    chat template do not count. A longer observation is cut at the limit; the messages after it remain, with empty text.
+    If environment.overlong_observation=refuse, return None for a longer observation."""
     left = settings.observation_tokens
     if left is None:
         return list(messages)

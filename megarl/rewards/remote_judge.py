@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 FIRST_PAUSE_S = 0.5
 
 REJECTIONS = (400, 413, 422)
-"""Statuses of a server that rejects a request because of its content or its length."""
+"""HTTP status codes for requests that a server rejects because of their content or length."""
 
 PARTS = (1, 2, 4, 8)
 """If the server rejects a question, it is repeated with the first 1/n of the response, for each of these n."""
@@ -44,8 +44,8 @@ class GenerativeJudge:
     is truncated; if the server accepts only an empty response, it gets the worst rating. It also gets the worst rating
     if the server fails on it with status 500, or does not answer in time, but answers the same question with an empty
     response. The metrics reward/NAME_unrated_frac and reward/NAME_truncated_frac count such responses. If most
-    responses of a step have no rating, or the server also rejects the question with an empty response, they fail
-    instead.
+    responses of a step have no rating, or the server also rejects the question with an empty response, scoring these
+    responses fails instead.
     """
 
     def __init__(

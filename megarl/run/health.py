@@ -122,7 +122,7 @@ def _zero_gradient(config: Config, rows: Sequence[Row], window: int) -> str | No
         return None  # the rewards explain the gradient of 0
     return (
         f"{start}, although rewards differ. Likely causes: no token is trained on "
-        "(algorithm.objective.skip_truncated, algorithm.correction.mask), or all are clipped. Fix: check "
+        "(algorithm.objective.skip_truncated, algorithm.correction.mask), or all tokens are clipped. Fix: check "
         "response/truncated_frac, policy/clip_low_frac and policy/clip_high_frac in report.html"
     )
 

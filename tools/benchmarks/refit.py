@@ -130,7 +130,7 @@ class CommonWay:
         return sum(map(len, self.stages[:stage]))
 
     def tensors(self, stage: int) -> dict[str, Writes]:
-        """Return the writes that assemble each of a stage's checkpoint tensors. A tied head is sent as the embedding."""
+        """Return the writes that assemble each checkpoint tensor of a stage. A tied head is sent as the embedding."""
         held = {p.canonical for holder in self.stages[stage] for p in holder.pieces} - {None}
         earlier = {p.canonical for ranks in self.stages[:stage] for holder in ranks for p in holder.pieces}
         names = [name for name in self.folder.shapes if name in held - earlier]

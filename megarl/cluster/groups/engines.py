@@ -242,8 +242,7 @@ class EngineGroup(VllmGroup):
         return self._submit(GENERATE, {name: outputs[0] for name, outputs in refs.items()}).then(by_engine)
 
     def generate_on_each(self, requests_of: Callable[[str], Sequence[SamplingRequest]]) -> Pending[dict[str, Group]]:
-        """Sample the requests that `requests_of` returns for each live engine. The result has the samples by engine
-        name."""
+        """Sample the requests that `requests_of` returns for each live engine. Return the samples by engine name."""
         requests = {name: requests_of(name) for name in self.names}
 
         def collect(answers: Answered) -> dict[str, Group]:
