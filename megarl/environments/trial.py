@@ -45,8 +45,8 @@ def try_rewards(config: Config, pool: FunctionPool, prompts: Sequence[Prompt]) -
 
 def _try_row(config: Config, pool: FunctionPool, prompt: Prompt) -> tuple[Score, str]:
     """Score the prompt's reference answer as if it were a response, without the reward model. Batch functions receive a
-    batch of one, and the judge compares the answer with itself. Return the score, and the stack trace of the first function
-    that raised an exception, or ""."""
+    batch of one, and the judge compares the answer with itself. Return the score, and the stack trace of the first
+    function that raised an exception, or ""."""
     rewards = config.rewards
     scorer = Scorer(rewards.functions)
     sample = _reference_sample(prompt)

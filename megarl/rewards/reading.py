@@ -117,7 +117,7 @@ class Reader:
             raise Unreadable("the prompt has no text. Fix: add text, or drop the row")
         if num_tokens >= self._longest:
             raise Unreadable(
-                f"the reward model's tokenizer encodes the prompt as {num_tokens} tokens, so the limit of "
+                f"the prompt has {num_tokens} tokens in the reward model's tokenizer, so the limit of "
                 f"{self._longest} leaves none for the response. Fix: raise reward_model.context_length, or drop the row"
             )
 

@@ -35,7 +35,7 @@ PUBLIC = [
     "run_evaluation",
     "run_training",
 ]
-"""A name that is removed or renamed breaks the programs of users."""
+"""Removing or renaming one of these names would break users' programs."""
 
 
 def test_public_names_are_these():

@@ -98,7 +98,7 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_number_of_calls_is_limited(name, monkeypatch):
-    """The first 64 calls are parsed, and one error stands for the others."""
+    """The first 64 calls are parsed, and one error replaces the others."""
     begin, call, end = CALLS[name]
     parsed, parse = [], tool_formats._call
     monkeypatch.setattr(tool_formats, "_call", lambda *arguments: parsed.append(1) or parse(*arguments))
