@@ -163,7 +163,7 @@ METRICS = (
     Declaration("implicit_reward/loss", "loss of the implicit reward model", "", "implicit_reward"),
     Declaration(
         "implicit_reward/accuracy",
-        "fraction of rewards whose sign matches the outcome",
+        "fraction of samples whose success it predicts",
         "",
         "implicit_reward",
     ),

@@ -38,7 +38,7 @@ PUBLIC = [
 """Removing or renaming one of these names would break users' programs."""
 
 
-def test_public_names_are_these():
+def test_public_names_are_unchanged():
     assert sorted(megarl.__all__) == dir(megarl) == sorted(PUBLIC)
     assert sorted(["__version__", *megarl._MODULES]) == sorted(PUBLIC)
 
