@@ -161,12 +161,7 @@ METRICS = (
     Declaration("value/clip_frac", "fraction of tokens with a clipped value", "", GAE),
     Declaration("value/explained_variance", "explained variance of the values before the step", "", GAE),
     Declaration("implicit_reward/loss", "loss of the implicit reward model", "", "implicit_reward"),
-    Declaration(
-        "implicit_reward/accuracy",
-        "fraction of samples whose success it predicts",
-        "",
-        "implicit_reward",
-    ),
+    Declaration("implicit_reward/accuracy", "fraction of samples whose success it predicts", "", "implicit_reward"),
     Declaration("implicit_reward/mean", "mean implicit reward of a sample", "", "implicit_reward"),
     Declaration("reward_model/loss", "loss of an update, mean over the step's updates", "", "training a reward model"),
     Declaration("preference/loss", "mean loss per pair", "", PREFERENCES),
