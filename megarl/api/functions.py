@@ -222,7 +222,7 @@ def _require_name(key: str, name: str, names: Iterable[str]) -> None:
 
 
 def _with_defaults(spec: Spec, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of all options of an estimator or objective. Raise UserError for an unknown or invalid one."""
+    """Return the values of an estimator's or objective's options. Raise UserError for an unknown or invalid option."""
     parameters: dict[str, Any] = dict(spec.all_parameters)
     model = create_model(spec.name, __config__=ConfigDict(extra="forbid"), **parameters)
     try:

@@ -29,7 +29,7 @@ LISTS: dict[str, type] = {
     **dict.fromkeys(("prompt_ids", "response_ids", "mask"), int),
     "rollout_logprobs": float,
 }
-"""Types of the elements of lists."""
+"""Element types of the fields that are lists."""
 
 
 def read_metrics(folder: str | Path) -> pyarrow.Table:

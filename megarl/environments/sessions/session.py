@@ -39,8 +39,9 @@ class TurnTokens(Tokens, Protocol):
 
 
 BYTES_PER_TOKEN, MIN_BYTES = 16, 2**20
-"""Limit on a request's bytes per token of context, and the smallest limit on its bytes. The parser holds Python's
-global interpreter lock, so all sessions wait for it: 1 MiB of empty lists takes 0.1 s, 64 MiB more than ten seconds."""
+"""A request may have this many bytes per token of the context length, or MIN_BYTES if that is more. The parser holds
+Python's global interpreter lock, so all sessions wait for it: 1 MiB of empty lists takes 0.1 s, 64 MiB more than ten
+seconds."""
 
 CLOSED = ApiError(401, "invalid_api_key", "no session is open for this api_key. The session may have been closed")
 
