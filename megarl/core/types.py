@@ -331,8 +331,8 @@ class Score:
         failure: None, or one line that names the reward function and the error.
         is_infrastructure: whether the infrastructure caused the failure, rather than a reward function.
         token_reward_totals: totals of the rewards that are assigned to single tokens.
-        issues: problems that the response may cause without a failure, by reward function and name: a description, or
-            None if the problem did not occur.
+        issues: problems that a response may cause without a failure, keyed by FUNCTION_PROBLEM: a description, or None
+            if the problem did not occur.
     """
 
     value: float | None
