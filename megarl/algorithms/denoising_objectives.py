@@ -58,10 +58,10 @@ def flow_dppo(
     Flow-DPPO (https://arxiv.org/abs/2606.11025).
 
     Args:
-        divergence: [B], `gaussian_kl` of the policy and π_old. It only selects the masked samples.
+        divergence: [B], `gaussian_kl` of the policy and π_old. It receives no gradient.
     """
     ratio = policy_ratio(log_prob, old, advantage)
-    return masked_surrogate(ratio, advantage, divergence.detach(), divergence_limit, divergence_limit_negative)
+    return masked_surrogate(ratio, advantage, divergence, divergence_limit, divergence_limit_negative)
 
 
 def diffusion_nft(
@@ -91,7 +91,6 @@ def diffusion_nft(
     """
     require_latents(v=v, old_v=old_v, x0=x0, x=x)
     require_one_shape(sigma=sigma, advantage=advantage)
-    old_v = old_v.detach()
     good = 0.5 + 0.5 * (advantage / advantage_limit).clamp(-1, 1)
 
     def error(velocity: torch.Tensor) -> torch.Tensor:

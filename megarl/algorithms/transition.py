@@ -194,7 +194,7 @@ def step_weights(
 
     "deviation" is s / mean(s): more noise explores more, and log-prob gradients grow with 1/s (TempFlow-GRPO,
     https://arxiv.org/abs/2508.04324). Its published constant 2.25 is 1/mean(s) for one schedule. "inverse_interval" is
-    1/Δ, which GRPO-Guard multiplies with its loss (https://arxiv.org/abs/2510.22319).
+    1/Δ, by which GRPO-Guard's published code multiplies its loss (https://arxiv.org/abs/2510.22319).
 
     Args:
         sigmas: [N + 1], the schedule.
