@@ -453,7 +453,7 @@ def test_allow_changes_sets_the_key(capsys: pytest.CaptureFixture[str], command:
     allow = ["--allow-changes", "rollout.top_p,model.path", "--allow-changes", "run.seed"]
     assert run_command(name, str(ROOT / "configs" / "quickstart.yaml"), "run.steps=3", *allow, *options) == 2
     lines = capsys.readouterr().err.splitlines()
-    assert [line.split(" never changes")[0] for line in lines] == [
+    assert [line.split(" cannot change")[0] for line in lines] == [
         f"megarl: error: run.allow_changes: {key}" for key in ("model.path", "run.seed")
     ]
 
