@@ -257,11 +257,11 @@ def _json(text: str) -> Any:
 
 
 def _require_plain(value: Any) -> None:
-    """Raise a ValueError for an escape sequence that is a lone surrogate, which tokenizers reject, and for a value that
-    is nested too deeply."""
+    """Raise a ValueError for an escape sequence that is a lone surrogate, which tokenizers reject, for a number such as
+    1e999, which becomes an infinity, and for a value that is nested too deeply."""
     if is_deeper(value, MAX_DEPTH):
         raise ValueError("it is nested too deeply")
-    json.dumps(value, ensure_ascii=False).encode()
+    json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
 
 
 def _refuse_constant(name: str) -> Any:

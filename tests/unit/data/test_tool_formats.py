@@ -120,6 +120,7 @@ NESTED = '{"a": ' * 400 + "0" + "}" * 400
         ("hermes", '<tool_call>{"name": "add", "argu', "invalid JSON: "),
         ("hermes", "<tool_call></tool_call>", "invalid JSON: "),
         ("hermes", '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', "NaN is not valid JSON"),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": [-1e999]}}</tool_call>', "not JSON compliant"),
         ("hermes", '<tool_call>{"name": "add", "arguments": {"a": "\\ud800"}}</tool_call>', "surrogates not allowed"),
         ("hermes", f'<tool_call>{{"name": "add", "arguments": {DEEP}</tool_call>', "nested too deeply"),
         ("hermes", f'<tool_call>{{"name": "add", "arguments": {NESTED}}}</tool_call>', "nested too deeply"),
