@@ -1,7 +1,7 @@
 """megarl: reinforcement learning for language models, with training in Megatron-core and rollouts in vLLM.
 
-The names in `__all__` are the public API. They are imported when they are first used, so `import megarl` is fast.
-Everything else may change between versions.
+The names in `__all__` are the public API. They are imported on first use, so `import megarl` is fast. Everything else
+may change between versions.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def init(
 
     recipe, *others = starter.write(folder)
     typer.echo(f"wrote {recipe}, {' and '.join(map(str, others))}")
-    command = shlex.quote(str(recipe.absolute()))  # works from every directory
+    command = shlex.quote(str(recipe.absolute()))  # an absolute path works from every directory
     typer.echo(f"next: megarl check {command}, then megarl train {command}")
 
 
@@ -248,7 +248,7 @@ def plan(
     nodes_of: Annotated[int, typer.Option(metavar="GPUS", help="GPUs per node.")] = 8,
     headroom: Annotated[
         float | None,
-        typer.Option(metavar="FRACTION", help="Fraction of GPU memory to leave free (default: 0.08, as is: 0)."),
+        typer.Option(metavar="FRACTION", help="Fraction of GPU memory to leave free (default: 0.08; 0 with --as-is)."),
     ] = None,
     prompt_tokens: Annotated[float | None, typer.Option(metavar="TOKENS", help="Mean prompt length.")] = None,
     response_tokens: Annotated[

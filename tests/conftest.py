@@ -60,29 +60,25 @@ def pytest_collection_finish() -> None:
         torch.set_num_threads(1)
 
 
-SET_BY_LIBRARIES = re.compile(
-    r"(LD_PRELOAD|LOCAL_WORLD_SIZE|PYTEST_CURRENT_TEST|(KINETO|NUMEXPR|NVTE|RAY|TORCHINDUCTOR|VLLM)_.*)"
-)
-"""Environment variables that vLLM, Megatron and others set when they are first used."""
+VARIABLES = re.compile(r"MEGARL_.*|(?i:no_proxy)|CUDA_VISIBLE_DEVICES|HOME|PATH|PYTHONPATH|TMPDIR")
+"""Environment variables that a test must not change. Libraries set others when they are imported."""
 
 
 @pytest.fixture(autouse=True)
 def _unchanged_process() -> Iterator[None]:
     """Fail a test that leaves its process changed. The result of a later test would depend on their order."""
-    before = _process_state()
+    before = _process_state().items()
     yield
-    assert _process_state() == before
+    assert [item for item in _process_state().items() if item not in before] == []
 
 
 def _process_state() -> dict[str, object]:
-    numbers = (number for number in signal.valid_signals() if isinstance(number, signal.Signals))
-    return {
-        "folder": os.getcwd(),
-        "arguments": [*sys.argv],
-        "disabled log level": logging.root.manager.disable,
-        "handlers": {number.name: signal.getsignal(number) for number in numbers},
-        "environment": {key: value for key, value in os.environ.items() if not SET_BY_LIBRARIES.fullmatch(key)},
-    }
+    numbers = {number for number in signal.valid_signals() if isinstance(number, signal.Signals)}
+    numbers.remove(signal.SIGALRM)  # used by pytest-timeout
+    variables = {f"${key}": value for key, value in os.environ.items() if VARIABLES.fullmatch(key)}
+    handlers = {number.name: signal.getsignal(number) for number in numbers}
+    others = {"folder": os.getcwd(), "arguments": [*sys.argv], "disabled log level": logging.root.manager.disable}
+    return variables | handlers | others
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Losses of reward models, on pairs of a better and a worse response to one prompt and on labels."""
+"""Losses for reward models: on pairs of a better and a worse response to the same prompt, and on labels."""
 
 from __future__ import annotations
 

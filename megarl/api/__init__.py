@@ -1,1 +1,1 @@
-"""The Python API, which `import megarl` exports."""
+"""The implementation of the public Python API, which the `megarl` package exports."""

@@ -1,7 +1,7 @@
-"""Training, evaluation and checkpoint conversion, each in a process of its own.
+"""Training, evaluation and checkpoint conversion, each in its own child process.
 
-A run forks, handles signals and exits with a status. In a process of its own, it does none of this to the caller, which
-may be a notebook. Its output is printed in the calling process.
+A run forks, installs signal handlers and exits with a status. The child process keeps all of this away from the caller,
+which may be a notebook. The calling process prints the child's output.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ INTERRUPTED = 130
 """Exit status of a command that was interrupted."""
 
 MAX_LINES = 50
-"""Number of lines of output in the message about a command that fails without an error line."""
+"""Number of output lines in the error message for a command that fails without printing an error."""
 
 OnStep = Callable[[int, dict[str, float]], object]
 OnCheckpoint = Callable[[int, Path], object]
@@ -47,7 +47,7 @@ class StopTraining(Exception):
 
 @dataclass(frozen=True, slots=True)
 class TrainingResult:
-    """A run that has ended.
+    """The result of a training run.
 
     Attributes:
         folder: the run folder, for `read_metrics`, `read_rollouts` and `megarl report`.
@@ -73,24 +73,24 @@ def run_training(
 ) -> TrainingResult:
     """Train a model, as `megarl train` does, and wait until the run has ended.
 
-    Callbacks run in the calling thread. Training continues meanwhile. If a callback raises an exception, the run ends
-    as after Ctrl-C: at once, or after the current step and its checkpoint with `checkpoint.on_signal`. Then the
-    exception propagates, except for StopTraining.
+    Callbacks run in the calling thread, while training continues. If a callback raises an exception, the run ends as it
+    does after Ctrl-C: at once, or, with `checkpoint.on_signal`, after the current step and its checkpoint. The
+    exception then propagates, unless it is StopTraining.
 
     Args:
         config: the recipe, from `load_config`.
-        on_step: called with the number and the metrics of each step that this run completes.
-        on_evaluation: called with the step's number and the evaluation metrics after each evaluation. The evaluation
-            of the initial model has the number 0.
-        on_checkpoint: called with the step's number and the folder of each completed checkpoint. The folder is removed
-            later if there are more than `checkpoint.keep`.
+        on_step: called with the step number and the metrics of each step that this run completes.
+        on_evaluation: called with the step number and the evaluation metrics after each evaluation. The step number of
+            the initial model's evaluation is 0.
+        on_checkpoint: called with the step number and the folder of each completed checkpoint. The run deletes the
+            folder once newer checkpoints exceed `checkpoint.keep`.
         quiet: whether to drop the run's output instead of printing it.
 
     Raises:
         UserError: the recipe, the data or the model is invalid, or a warning in `run.stop_on` ended the run.
         InfrastructureFailure: a resource outside the run was unavailable for too long; the same run may succeed later.
         RunFailure: any other failure.
-        KeyboardInterrupt: the run was interrupted. It has ended.
+        KeyboardInterrupt: the run was interrupted and has ended.
     """
 
     def handle(event: Mapping[str, Any]) -> None:
@@ -114,8 +114,8 @@ def run_training(
 
 
 def run_evaluation(model: str | Path, config: Config, out: str | Path, *, quiet: bool = False) -> dict[str, Any]:
-    """Evaluate a model on the evaluation sets of a recipe, as `megarl evaluate` does. Return its results, which
-    `out/results.json` also contains: `sets` maps each set to its estimates with their 95 % intervals.
+    """Evaluate a model on the evaluation sets of a recipe, as `megarl evaluate` does. Return the results, which
+    are also in `out/results.json`: `sets` maps each set to its estimates with their 95 % intervals.
 
     Args:
         model: a model folder or a Hub id.
@@ -131,12 +131,12 @@ def run_evaluation(model: str | Path, config: Config, out: str | Path, *, quiet:
 
 
 def convert_to_megatron(model: str | Path, out: str | Path, *, quiet: bool = False, **layout: int) -> Path:
-    """Convert a Hugging Face folder to a Megatron checkpoint (torch_dist) and return its folder.
+    """Convert a Hugging Face folder to a Megatron checkpoint (torch_dist) and return the checkpoint's folder.
 
     Args:
         out: a new folder.
-        layout: sizes of the layout to write for: tp, pp, vpp, ep, etp, first_stage_layers, last_stage_layers. A
-            checkpoint can be loaded with any other layout.
+        layout: the layout in which the checkpoint is written: tp, pp, vpp, ep, etp, first_stage_layers,
+            last_stage_layers. The checkpoint can be loaded with any other layout.
 
     Raises:
         UserError: the folder does not match its config.json, or the sizes do not fit the model.
@@ -154,8 +154,8 @@ def convert_to_huggingface(checkpoint: str | Path, out: str | Path, *, quiet: bo
 
 
 def reshape_checkpoint(checkpoint: str | Path, out: str | Path, *, quiet: bool = False, **layout: int) -> Path:
-    """Convert a Megatron checkpoint to another layout, including its optimizer state, and return the new folder. The
-    sizes in `layout` are those of `convert_to_megatron`.
+    """Convert a Megatron checkpoint to another layout, including its optimizer state, and return the new folder. See
+    `convert_to_megatron` for the keys of `layout`.
 
     Raises:
         UserError: the checkpoint is damaged, or the sizes do not fit the model.
@@ -171,7 +171,7 @@ def _convert(command: str, options: Mapping[str, Any], quiet: bool) -> Path:
 
 @contextmanager
 def _recipe(config: Config) -> Iterator[Path]:
-    """Yield a file with the complete recipe."""
+    """Yield the path of a temporary file that contains the complete recipe."""
     with tempfile.TemporaryDirectory(prefix="megarl-recipe-") as folder:
         recipe = Path(folder) / "recipe.yaml"
         recipe.write_text(dump(config), encoding="utf-8")
@@ -197,7 +197,7 @@ def _run(*arguments: str, quiet: bool, handle: Callable[[Mapping[str, Any]], Non
                 errors="replace",
                 pass_fds=[writer],
                 env={**os.environ, VARIABLE: str(writer), "PYTHONUNBUFFERED": "1"},
-                process_group=0,  # Ctrl-C in a terminal reaches this process only, which passes it on
+                process_group=0,  # Ctrl-C in a terminal reaches only this process, which forwards it
             )
         finally:
             os.close(writer)
@@ -228,7 +228,7 @@ def _run(*arguments: str, quiet: bool, handle: Callable[[Mapping[str, Any]], Non
 
 
 def _interrupt(process: subprocess.Popen[str]) -> None:
-    """Interrupt the command and wait until it has ended. Further interrupts of this process are passed on."""
+    """Interrupt the command and wait until it has ended. Forward further interrupts of this process."""
     while process.poll() is None:
         with suppress(KeyboardInterrupt):
             process.send_signal(signal.SIGINT)
@@ -265,7 +265,7 @@ class _Output:
 
 
 def _raise(status: int, output: _Output) -> None:
-    """Raise the error that an exit status stands for."""
+    """Raise the exception for an exit status, unless the command succeeded."""
     if status == 0:
         return
     if status == INTERRUPTED:

@@ -38,12 +38,12 @@ def compute_advantages(
     average: float = 0.0,
     **options: Any,
 ) -> list[list[float]]:
-    """Return the advantage of each sample, in the shape of `rewards`.
+    """Return the advantage of each sample, nested like `rewards`.
 
     Args:
         estimator: an estimator with one advantage per sample, such as "grpo", "rloo" or "opo"; `megarl algorithms`
             lists them.
-        rewards: one list per group, with the reward of each sample. A group has the samples of one prompt.
+        rewards: one list per group, with the reward of each sample. A group consists of the samples of one prompt.
         num_tokens: number of trained tokens of each sample, for estimators that use it; 1 by default.
         greedy: reward of the greedy response to each prompt, for "remax".
         average: the moving average of earlier rewards, for "reinforce".
@@ -57,8 +57,8 @@ def compute_advantages(
     values = _with_defaults(spec, options)
     if not isinstance(spec, SampleEstimator):
         raise UserError(
-            f"estimator={estimator}: has one advantage per token. Fix: use compute_token_advantages, or an estimator "
-            f"such as {', '.join(_names(SampleEstimator)[:3])}"
+            f"estimator={estimator}: computes one advantage per token. Fix: use compute_token_advantages, or an "
+            f"estimator such as {', '.join(_names(SampleEstimator)[:3])}"
         )
     counts = [[1] * len(group) for group in rewards] if num_tokens is None else num_tokens
     greedy = [0.0] * len(rewards) if greedy is None else greedy
@@ -88,12 +88,12 @@ def compute_advantages(
 def compute_token_advantages(
     estimator: str, rewards: torch.Tensor, mask: torch.Tensor, values: torch.Tensor | None = None, **options: Any
 ) -> TokenAdvantages:
-    """Return the advantage of each token and the critic's target, float32 [B, T]; 0 where the mask is false. They are
-    not whitened.
+    """Return the advantage of each token and the critic's targets, float32 [B, T], both 0 where the mask is false.
+    The advantages are not whitened.
 
     Args:
         estimator: an estimator with one advantage per token, such as "gae" or "reinforce_plus_plus".
-        rewards: float32 [B, T], rewards of single tokens. The reward of a whole sample belongs to its last token.
+        rewards: float32 [B, T], rewards per token. Add the reward of a whole sample to its last token.
         mask: bool [B, T], true for trained tokens.
         values: float32 [B, T], the critic's values, for "gae".
         options: the estimator's options, with the paper's values as defaults.
@@ -105,10 +105,10 @@ def compute_token_advantages(
     spec = ESTIMATORS[estimator]
     chosen = _with_defaults(spec, options)
     if not isinstance(spec, TokenEstimator):
-        raise UserError(f"estimator={estimator}: has one advantage per sample. Fix: use compute_advantages")
+        raise UserError(f"estimator={estimator}: computes one advantage per sample. Fix: use compute_advantages")
     if (values is None) == (spec.comparison == "values"):
         fix = "pass values" if values is None else "omit values"
-        raise UserError(f"estimator={estimator}: {'needs' if values is None else 'has no'} values. Fix: {fix}")
+        raise UserError(f"estimator={estimator}: {'needs' if values is None else 'does not use'} values. Fix: {fix}")
     named = {} if values is None else {"value": values.flatten()}
     arguments = rewards.flatten(), mask.flatten(), _row_sample(mask)
     advantages, returns = spec.estimate(*arguments, **named, **{name: chosen[name] for name in spec.parameters})
@@ -132,7 +132,7 @@ def policy_loss(
 
     Args:
         objective: a policy objective, such as "clip", "gspo" or "cispo"; `megarl algorithms` lists them.
-        log_probs, old_log_probs: float32 [B, T], under the trained policy and under the one that the ratio refers to.
+        log_probs, old_log_probs: float32 [B, T], the numerator and the denominator of the policy ratio.
         advantages: float32, [B] or [B, T].
         mask: bool [B, T], true for trained tokens.
         aggregation: how the losses of tokens are combined; `megarl algorithms` lists the modes.
@@ -173,7 +173,7 @@ def kl_divergence(
 
     Args:
         estimator: "k1", "k2", "k3" or "abs"; see http://joschu.net/blog/kl-approx.html.
-        straight_through: use the gradient of k2, whose mean is the gradient of the divergence.
+        straight_through: use the gradient of k2, whose expectation is the gradient of the divergence.
 
     Raises:
         UserError: the estimator is unknown.
@@ -222,7 +222,7 @@ def _require_name(key: str, name: str, names: Iterable[str]) -> None:
 
 
 def _with_defaults(spec: Spec, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of all options of an estimator or objective. Raise UserError for an unknown or invalid one."""
+    """Return the values of an estimator's or objective's options. Raise UserError for an unknown or invalid option."""
     parameters: dict[str, Any] = dict(spec.all_parameters)
     model = create_model(spec.name, __config__=ConfigDict(extra="forbid"), **parameters)
     try:

@@ -1,4 +1,4 @@
-"""Plans for layouts and weight transfers, which run nothing."""
+"""Plans for layouts and weight transfers. Planning does not run anything."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def plan_layout(
     prompt_tokens: float | None = None,
     response_tokens: float | None = None,
 ) -> Planned:
-    """Rank the layouts of a recipe that fit on GPUs by their predicted step time, as `megarl plan` does.
+    """Rank the layouts of a recipe that fit on the given GPUs by predicted step time, as `megarl plan` does.
 
     Args:
         gpus: number and type of the GPUs, such as "64xH100-80GB".
-        keep_layout: predict the recipe's own layout instead of searching for others.
+        keep_layout: evaluate the recipe's own layout instead of searching for others.
         headroom: fraction of each GPU's memory that stays free; 0.08 by default, and 0 with keep_layout.
-        prompt_tokens: mean length of a prompt in tokens; see `megarl plan --help` for the default.
-        response_tokens: mean length of a response in tokens.
+        prompt_tokens: mean length of a prompt in tokens; 512 by default, or less if the context is short.
+        response_tokens: mean length of a response in tokens; half of the maximum by default.
 
     Returns:
         The result, whose `best` is the fastest plan: its complete recipe (`best.config`), the predicted seconds of each

@@ -1,4 +1,4 @@
-"""Loading recipes."""
+"""Load recipes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ NO_OVERRIDES: Mapping[str, Any] = {}
 
 
 def load_config(recipe: str | Path, overrides: Mapping[str, Any] = NO_OVERRIDES) -> Config:
-    """Load a recipe, such as `configs/quickstart.yaml`, and check it.
+    """Load and validate a recipe, such as `configs/quickstart.yaml`.
 
     Args:
         overrides: values by dotted key, such as `{"run.steps": 3, "actor.optimizer.lr": 1e-6}`. None stands for null. A
-            mapping is merged into its section; a list replaces the whole value. Relative paths start at the working
-            directory.
+            mapping is merged into its section; a list replaces the whole value. Relative paths are relative to the
+            working directory.
 
     Raises:
         UserError: the recipe is invalid. The message has one line for each problem, with the key, the value and a

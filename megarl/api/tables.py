@@ -29,14 +29,14 @@ LISTS: dict[str, type] = {
     **dict.fromkeys(("prompt_ids", "response_ids", "mask"), int),
     "rollout_logprobs": float,
 }
-"""Types of the elements of lists."""
+"""Element types of the fields that are lists."""
 
 
 def read_metrics(folder: str | Path) -> pyarrow.Table:
     """Return a run's metrics, one row per step, in the order of the steps.
 
-    The column `step` is int64. Each metric is a column of float64, with null where the step does not have the metric
-    or its value is not finite.
+    The column `step` is int64. Each metric is a column of float64, with null where a step lacks the metric or its
+    value is not finite.
 
     Args:
         folder: a run folder, such as `runs/latest`. The run may still be running.
@@ -67,7 +67,7 @@ def read_rollouts(folder: str | Path, steps: Sequence[int] | None = None) -> pya
         steps: steps to read; None reads all of them.
 
     Raises:
-        UserError: the folder has no rollouts, or none of one of these steps.
+        UserError: the folder has no rollouts, or one of these steps has none.
     """
     import pyarrow
 

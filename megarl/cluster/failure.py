@@ -32,7 +32,7 @@ def write_stacks(errors: Mapping[str, Exception], logs: Path) -> None:
     for name, error in errors.items():
         log = logs / f"{name}.log"
         if isinstance(error, RayTaskError) and log.exists():
-            # The disk may be full, and the error that is about to be raised matters more than its stack.
+            # The disk may be full, and the error that is about to be raised matters more than its stack trace.
             with suppress(OSError), log.open("a", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(_COLOR.sub("", str(error)).rstrip() + "\n")
 

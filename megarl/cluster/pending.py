@@ -54,8 +54,8 @@ class Pending(Generic[T]):
         self._has_value = False
 
     def then(self, function: Callable[[T], U | Pending[U]]) -> Pending[U]:
-        """Apply a function to the result when it is ready. If the function returns a Pending, its result becomes the
-        result."""
+        """Apply a function to the result when it is ready. If the function returns another Pending, the final
+        result is that Pending's result."""
         self._steps.append(function)
         return cast(Pending[U], self)
 

@@ -53,9 +53,9 @@ class Refit:
         self._connections = 0
 
     def run(self, version: int, rate: float = 0.0) -> dict[str, Metric]:
-        """Write the weights into every engine in place, as this version. Return metrics. `rate` is the mean learning
-        rate of the updates since the last refit; 0 without updates. Raise RunFailure if a call failed, the weights did
-        not arrive (see SyncVerifier), or the last engine is lost."""
+        """Write the weights into every engine in place, label them `version`, and return metrics. `rate` is the mean
+        learning rate of the updates since the last refit; 0 without updates. Raise RunFailure if a call failed, the
+        weights did not arrive (see SyncVerifier), or the last engine is lost."""
         self._engines.rejoin_restarted("refit")
         if self._quantizes or self._config.actor.adapters is not None:
             self._trainers.prepare_refit().result()

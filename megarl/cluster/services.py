@@ -1,4 +1,4 @@
-"""Ray without the services that runs do not use. As a program it is the `ray` command without them."""
+"""Ray without the services that runs do not use. Run as a module, it is the `ray` command without these services."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from ray._private.node import Node
 
 
 def disable_unused_services() -> None:
-    """Start neither Ray's autoscaler, log monitor and dashboard, nor the optional part of its agents, in this process.
+    """Keep this process from starting Ray's autoscaler, log monitor, dashboard and the optional part of Ray's agents.
 
     Ray has no options to turn these services off. They take seconds to start, and some listen without authentication.
     """

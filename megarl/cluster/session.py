@@ -173,7 +173,7 @@ class Session:
         self._watched |= actors
 
     def unwatch(self, names: Collection[str]) -> None:
-        """Stop watching these processes. After that, only calls to a lost process notice its loss."""
+        """Stop watching these processes. After that, a loss fails only the calls to the lost process."""
         for name in names:
             self._watched.pop(name, None)
 

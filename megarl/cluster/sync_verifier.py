@@ -15,7 +15,7 @@ NUM_REGIONS, NUM_ELEMENTS = 256, 4096
 
 
 class SyncVerifier:
-    """Compares checksums at each refit. They cover all weights at the first refit and, with
+    """Compares checksums at each refit. The checksums cover all weights at the first refit and, with
     rollout.verify_refit=always, at every refit. Otherwise, they cover a fixed sample of the trained elements.
 
     Comparing engines with the trainer proves that the engines hold the trainer's current bytes for these elements. An

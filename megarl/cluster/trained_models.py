@@ -23,10 +23,10 @@ UNREAD: tuple[Part, ...] = ("gradients", "optimizer")
 
 @dataclass(frozen=True, slots=True)
 class TrainedModels:
-    """The trainer groups by role, including the actor's. The parts of a model's state that its key `offload` lists are
-    in host memory during rollouts, and while a different model computes on the same devices. During a refit, all of
-    them except the actor's weights are in host memory. `run` moves them back before a task. `sharing` has, for each
-    role, the other roles on the same devices, with which it takes turns."""
+    """The trainer groups by role, including the actor's. The states that a model's `offload` key lists are in host
+    memory during rollouts and while a different model computes on the same devices. During a refit, all of them except
+    the actor's weights are in host memory. `run` moves them back before a task. `sharing` maps each role to the other
+    roles on the same devices, with which it takes turns."""
 
     groups: Mapping[Role, TrainerGroup]
     sharing: Mapping[Role, Collection[Role]]

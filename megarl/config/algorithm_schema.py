@@ -190,7 +190,7 @@ class KL(Section):
     @classmethod
     def _usual_estimator(cls, value: Any, info: ValidationInfo) -> Any:
         """Resolve null to the estimator that papers use for this placement and level."""
-        values = {"placement": "loss", "level": "token"} | info.data  # which omits invalid values
+        values = {"placement": "loss", "level": "token"} | info.data  # info.data omits invalid values
         return usual_estimator(values["placement"], values["level"]) if value is None else value
 
     def renews_after(self, step: int) -> bool:

@@ -48,7 +48,7 @@ def _objective(name: str, spec: ObjectiveSpec) -> Iterator[str]:
     yield f"  paper        {spec.paper}"
     yield f"  learns from  data.format={' or '.join(spec.rows)}"
     yield _RECIPE
-    if spec.rows[0] != "prompts":  # which is the default
+    if spec.rows[0] != "prompts":  # the default of data.format
         yield from ("data:", f"  format: {spec.rows[0]}")
     yield from ("algorithm:", "  objective:", f"    name: {name}", *_comments(spec.options))
 

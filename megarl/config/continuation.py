@@ -108,7 +108,8 @@ ALLOWABLE = (
     "sandbox.*",
 )
 """Patterns for keys that may change if run.allow_changes lists them. They affect results, but not which
-models a run has or what a checkpoint contains. Adam's betas and eps are missing, because a checkpoint restores them."""
+models a run has or what a checkpoint contains. Adam's betas and eps are not in the list, because a checkpoint restores
+them."""
 
 NEVER = ("algorithm.advantage.estimator", "algorithm.objective.name")
 """Keys that match a pattern in ALLOWABLE but never change, because they select the models of a run."""
@@ -116,14 +117,14 @@ NEVER = ("algorithm.advantage.estimator", "algorithm.objective.name")
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A key whose value changed in the middle of a run. A value is None if the config does not have the key."""
+    """A key whose value changed in the middle of a run. `old` or `new` is None if the config lacks the key."""
 
     key: str
     old: Any
     new: Any
 
     def describe(self) -> str:
-        """Return a printable line. The key and the old value may be from the checkpoint of another user."""
+        """Return one line with control characters escaped, because the checkpoint may come from another user."""
         return printable(f"{self.key} changed from {one_line(self.old)} to {one_line(self.new)}")
 
 
@@ -173,7 +174,7 @@ def _is_allowed(config: Config, key: str) -> bool:
 
 
 def _differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the keys whose values differ, first those of the new config."""
+    """Yield the keys whose values differ, starting with the keys of the new config."""
     for key in (*new, *(key for key in old if key not in new)):
         if _differ(old, new, key):
             yield key

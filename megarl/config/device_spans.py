@@ -59,7 +59,7 @@ def reward_model_is_beside_engines(config: Config) -> bool:
 
 
 def is_alone(config: Config, role: MegatronRole) -> bool:
-    """Return whether no other model or engine uses the devices of the model."""
+    """Return whether no other model or engine uses this model's devices."""
     spans = device_spans(config)
     model_span = spans.pop(NAMES[role])
     return not any(overlap(model_span, span) for span in spans.values())

@@ -25,10 +25,10 @@ OPTIONAL = ("evaluation", "environment", "reward_model", "implicit_reward", "run
 """Sections that are off by default. The value null restores the defaults."""
 
 OVERRIDES = "overrides"
-"""Origin of values that are passed in Python, for error messages."""
+"""Origin that error messages name for values passed through the Python API."""
 
 Overrides = Sequence[str] | Mapping[str, Any]
-"""KEY=VALUE, or values by dotted key."""
+"""KEY=VALUE strings, or a mapping of dotted keys to values."""
 
 _LIST_INDEX = re.compile(r"\[|\.\d+(?=\.|$)")
 
@@ -49,7 +49,7 @@ def load(path: str | Path, overrides: Overrides = ()) -> Config:
 
 
 def changes_allowed_by(path: str | Path, overrides: Overrides = ()) -> list[Any]:
-    """Return the value of run.allow_changes in a recipe. The configuration may be invalid."""
+    """Return the value of run.allow_changes in a recipe. The recipe is not validated."""
     run = _section(_merged(list(_files(Path(path), ())), overrides).values, "run")
     keys = run.get("allow_changes")
     return keys if isinstance(keys, list) else []
@@ -121,7 +121,7 @@ def _files(path: Path, above: tuple[Path, ...]) -> Iterator[Document]:
 
 
 def _expand_null(given: Document) -> Document:
-    """Replace null, as the value of an optional section, by the section's defaults."""
+    """Replace each optional section whose value is null with the section's defaults."""
     values = given.values
     for key in OPTIONAL:
         *sections, name = key.split(".")
@@ -162,7 +162,7 @@ def _override(text: str) -> Document:
 
 
 def _value(name: str, value: Any, place: str) -> Document:
-    """Return the document with this value of a dotted key."""
+    """Return a document that sets only this dotted key."""
     key = tuple(name.split("."))
     origins = dict.fromkeys(_keys_within(key, value), place)
     for part in reversed(key):
@@ -171,8 +171,8 @@ def _value(name: str, value: Any, place: str) -> Document:
 
 
 def _typed_value(key: Key, text: str) -> Any:
-    """Parse the value of a key as YAML. Text is taken literally, because YAML would drop " # …" and read "a: b" as a
-    mapping. For a text key, only null and quoted text are parsed as YAML."""
+    """Parse the value of a key as YAML, except text, which is taken literally, because YAML would drop " # …" and read
+    "a: b" as a mapping. For a text key, only null and quoted text are parsed as YAML."""
     takes_text, plain = _takes_text(key), text.strip()
     is_quoted = plain[0] in "'\""
     if takes_text and plain != "null" and not is_quoted:

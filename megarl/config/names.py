@@ -226,7 +226,7 @@ VALUES: Mapping[str, Mapping[str, str]] = {
         "vanilla": "clip",
     },
 }
-"""Key -> usual names of its values in papers and in verl, with the value in megarl."""
+"""Key -> names that papers and verl use for its values, each with megarl's value."""
 
 RENAMED = {
     "agreement": "logprob_check",
@@ -262,7 +262,7 @@ def keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
 
 
 def suggest_value(key: str, value: Any, allowed: Sequence[str]) -> str | None:
-    """Return the allowed value that was probably meant, or None."""
+    """Return the allowed value that the user probably meant, or None."""
     text = str(value).lower()
     if (usual := VALUES.get(key, {}).get(text)) is not None:
         return usual

@@ -1,7 +1,7 @@
-"""Keys whose values name files and folders.
+"""Config keys whose values are paths, and the resolution of these paths.
 
-A recipe's relative paths start at the recipe's folder. Relative paths on the command line and in megarl's own recipes
-start at the working directory.
+Relative paths in a recipe are relative to the recipe's folder. Relative paths on the command line and in megarl's own
+recipes are relative to the working directory.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from megarl.config.document import Document, Key
 from megarl.core.user_file import is_in_file
 
 Convert = Callable[[str], str]
-"""Returns the path to write in place of a path in the configuration."""
+"""Function that maps a path in the configuration to its replacement."""
 
 Rewrite = Callable[[str, Convert], str]
-"""Applies a `Convert` to the path in a value, if the value contains one."""
+"""Function that applies a `Convert` to the path in a value, if the value contains one."""
 
 ITEMS = "*"
-"""Part of a pattern that stands for each item of a list."""
+"""Part of a pattern that matches every item of a list."""
 
 
 def _whole(value: str, convert: Convert) -> str:
@@ -48,7 +48,7 @@ def _unless_uri(value: str, convert: Convert) -> str:
 
 
 def _executable(value: str, convert: Convert) -> str:
-    """Names without a slash are looked up on the PATH."""
+    """Convert a value with a slash. Names without a slash are looked up on the PATH."""
     return convert(value) if os.sep in value else value
 
 
@@ -59,8 +59,8 @@ def _functions(key: str) -> dict[str, Rewrite]:
 
 
 def _environment(key: str) -> dict[str, Rewrite]:
-    """Return the keys of an environment, with the options of megarl's own environments. Other environments receive
-    their options unchanged."""
+    """Return the path keys of an environment section, including the path options of megarl's own environments. The
+    options of other environments stay unchanged."""
     return {
         f"{key}.class": _code_file,
         f"{key}.options.corpus": _whole,
@@ -86,15 +86,16 @@ OTHER: Mapping[str, Rewrite] = {
     "trackers.mlflow.tracking_uri": _unless_uri,
 }
 MODELS = ("model.path", "critic.path", "reward_model.path", "implicit_reward.path")
-"""Keys of models: a folder, or a Hub id, which looks like a relative path."""
+"""Keys whose value is a model folder or a Hub id. A Hub id looks like a relative path."""
 
 OWN_ENVIRONMENTS = ("search", "search_tool", "verifiers")
-"""megarl's environments with options that are paths."""
+"""megarl's own environments that have path options."""
 
 
 def absolute(document: Document, is_own: Callable[[str], bool]) -> Document:
     """Return the document with absolute paths. A value that may be a Hub id becomes a path if it starts with a dot, a
-    slash or ~, or if the folder exists. is_own: whether a file, as in `Document.origins`, is one of megarl's own."""
+    slash or ~, or if the folder exists. is_own: function that returns whether a file in `Document.origins` is one of
+    megarl's own recipes."""
 
     def folder_of(key: Key) -> Path:
         file = document.origin(key, "").rpartition(":")[0]
@@ -112,8 +113,8 @@ def absolute(document: Document, is_own: Callable[[str], bool]) -> Document:
 
 
 def without_folders(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config's values with file names in place of the paths of data and code. Two runs with equal results may
-    have them in different folders. Their contents are compared separately."""
+    """Return a config's values with the paths of data and code reduced to file names, because equal runs may keep these
+    files in different folders. The contents of the files are compared separately."""
     named = dict(values)
     for pattern, rewrite in {**DATA, **CODE}.items():
         named = _rewritten(named, tuple(pattern.split(".")), rewrite, lambda _: lambda path: PurePath(path).name)
@@ -124,14 +125,14 @@ def without_folders(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _short_name(path: str, sources: Sequence[str]) -> str:
-    """Return the file name. If several sources have this name, it is followed by the number of the source."""
+    """Return the file name of a path, followed by the source's number if several sources have the same file name."""
     name = PurePath(path).name
     is_unique = [PurePath(source).name for source in sources].count(name) < 2
     return name if is_unique or path not in sources else f"{name} (source {sources.index(path) + 1})"
 
 
 def code_files(values: Mapping[str, Any]) -> Iterator[tuple[str, Path]]:
-    """Yield the key and the path of each Python file that a config names. Indexes of lists are left out of the key."""
+    """Yield the key and the path of each Python file that a config names. The key omits list indices."""
     found: list[tuple[str, Path]] = []
 
     def note_at(key: Key) -> Convert:
@@ -148,7 +149,7 @@ def code_files(values: Mapping[str, Any]) -> Iterator[tuple[str, Path]]:
 
 
 def _join(folder: Path, path: str) -> str:
-    """Return the absolute path. `..` is removed unless it follows a symlink."""
+    """Return the absolute path, without `..` unless it follows a symlink."""
     if "\0" in path:  # reported when the file is opened
         return path
     joined = os.path.join(folder, os.path.expanduser(path))
@@ -177,7 +178,7 @@ def _with_weights(values: Mapping[str, Any], convert_at: Callable[[Key], Convert
 def _rewritten(
     values: Any, pattern: tuple[str, ...], rewrite: Rewrite, convert_at: Callable[[Key], Convert], key: Key = ()
 ) -> Any:
-    """Return `values` with the matching texts rewritten. Values of unexpected types stay unchanged."""
+    """Return `values` with the strings at `pattern` rewritten. Values of unexpected types stay unchanged."""
     if not pattern:
         return rewrite(values, convert_at(key)) if isinstance(values, str) and values else values
     name, *inner = pattern

@@ -38,15 +38,15 @@ def complete(saved: Mapping[str, Any], version: int) -> dict[str, Any]:
 
 
 def invalid_value(saved: Any) -> tuple[str, Any, str] | None:
-    """Return the key, the value and the problem of a part of a saved config that `check_continues` cannot compare, or
-    None if there is none."""
+    """Return the key, the value and the problem of the first invalid part of a saved config, or None if
+    `check_continues` can compare the config."""
     if not isinstance(saved, dict):
         return "config", saved, "is not an object"
     for name, field in Config.model_fields.items():
         if field.annotation is not str and not isinstance(saved.get(name), dict):
             return f"config.{name}", saved.get(name), "is not an object"
     steps = saved["run"].get("steps")
-    return None if is_plain(steps, int) and steps > 0 else ("config.run.steps", steps, "is not a number of steps")
+    return None if is_plain(steps, int) and steps > 0 else ("config.run.steps", steps, "is not a positive integer")
 
 
 def _sections(config: dict[str, Any], key: str) -> Iterator[tuple[dict[str, Any], str]]:
@@ -74,4 +74,4 @@ def validated(saved: Any, version: int, path: Path, fix: str = "use the version 
                 config["algorithm"][variant.key.split(".")[1]] = fields | {variant.discriminator: default}
         return Config.model_validate(config)
     except (ValidationError, ValueError, LookupError, TypeError, AttributeError):
-        raise UserError(f"{path}: has no config of this version of megarl. Fix: {fix}") from None
+        raise UserError(f"{path}: contains no config that this version of megarl can read. Fix: {fix}") from None

@@ -93,7 +93,7 @@ class Checkpoint:
         version = checked_format(content, path)
         step, state, records = (content.get(key) for key in ("step", "state", "files"))
         if not is_plain(step, int) or step < 0:
-            raise _Damage(f"{MANIFEST}: step={shown(step)} is not a number of steps")
+            raise _Damage(f"{MANIFEST}: step={shown(step)} is not a nonnegative integer")
         if not isinstance(state, dict):
             raise _Damage(f"{MANIFEST}: state={shown(state)} is not an object")
         if not isinstance(records, list):

@@ -7,7 +7,7 @@ from typing import Any
 from typer.core import TyperGroup
 
 MAX_CHARACTERS = 1000
-"""Maximum length of a command's first sentence in the list of commands. The default limit cuts sentences."""
+"""Maximum length of a command's first sentence in the list of commands. The default limit truncates sentences."""
 
 
 class CommandGroup(TyperGroup):

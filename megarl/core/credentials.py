@@ -1,4 +1,4 @@
-"""Finds credentials in text that megarl would write to the run folder."""
+"""Find credentials in text that megarl would write to the run folder."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ SECRET_KEY = re.compile(
 """Names of options that hold secrets. Names such as stop_token and api_key_env do not match."""
 
 VALUE = r"""["']?[^\s"'$`,;]"""
-"""The first character of a value. A reference to a variable or a command is not a secret."""
+"""The first character of a secret. It excludes references to variables and commands."""
 
 TOKEN = r"(?<!(?i:eos|bos|pad|unk|max|num|cls|sep)[_-])(?<!(?i:stop|mask)[_-])TOKEN"
-"""The word token, except in names of special tokens and numbers of tokens."""
+"""The word TOKEN, except in the names of special tokens and token counts."""
 
 URL = re.compile(r"(://[^/\s@:]*:)(?!\$)[^/\s@]+@")
 """A URL with a password."""
 
-PATTERNS = (  # Unbounded repetitions must not overlap for different starts of a match, so that the time is linear.
+PATTERNS = (  # Unbounded repetitions must not overlap for different starts of a match, to keep matching linear.
     URL,
     # Environment variable.
     re.compile(rf"\b[A-Z0-9_]*(?:{TOKEN}|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY|SECRET_?KEY)={VALUE}"),
-    # The same in YAML, but not a Python variable with a type.
+    # The same in YAML, but not an annotated Python variable.
     re.compile(
         rf"\b[A-Z0-9_]*(?:_{TOKEN}|_SECRET|_PASSWORD|_PASSWD|API_?KEY|ACCESS_?KEY|SECRET_?KEY):[ \t]+"
         r"""(?!(?:None|null|true|false|bytes|Final|Optional)\b)["']?[A-Za-z0-9+/_.-]{4}"""
@@ -60,5 +60,5 @@ def is_secret_key(key: str) -> bool:
 
 
 def redacted(text: str) -> str:
-    """Return a text without the passwords in URLs, which error messages of libraries contain."""
+    """Return a text with the passwords in URLs masked. Error messages of libraries may contain such URLs."""
     return URL.sub(r"\1***@", text)

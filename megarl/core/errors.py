@@ -16,7 +16,7 @@ class UserError(ValueError):
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and the errors that caused it, as a traceback shows them."""
+    """Yield an error, then the errors that caused it, along the chain that a traceback shows."""
     seen: set[int] = set()
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:
@@ -26,16 +26,16 @@ def causes(error: BaseException) -> Iterator[BaseException]:
 
 
 ERROR, INDENT = "megarl: error: ", "    "
-"""Start of an error line, and of the lines with code or a stack that may follow it."""
+"""Prefix of an error line, and of the lines with code or a stack trace that may follow it."""
 
 
 def prefix_lines(prefix: str, message: str) -> str:
-    """Prefix each line of an error message, except indented lines, which contain code or a stack."""
+    """Prefix each line of an error message, except indented lines, which contain code or a stack trace."""
     return "\n".join(line if line.startswith(INDENT) else f"{prefix}{line}" for line in message.splitlines())
 
 
 def print_error(message: object) -> None:
-    """Print an error to stderr. Control characters are escaped, because it may contain text from outside."""
+    """Print an error to stderr. Control characters are escaped, because the message may contain untrusted text."""
     lines = map(printable, (str(message) or repr(message)).splitlines())
     print(prefix_lines(ERROR, "\n".join(lines)), file=sys.stderr, flush=True)
 

@@ -114,7 +114,7 @@ def full_disk(path: Path) -> InfrastructureFailure:
 FULL_MESSAGES = tuple(os.strerror(number) for number in DISK_FULL)
 
 HIDING_MESSAGES = ("PytorchStreamWriter failed", "inline_container", "iostream error", "unexpected pos")
-"""Messages of torch for a failed write, which omit its cause."""
+"""torch's messages for a failed write, which omit the cause."""
 
 
 def is_full(error: BaseException, path: Path) -> bool:
@@ -156,8 +156,8 @@ def _read_bytes(path: Path) -> bytes:
 
 
 def lines_of(file: BinaryIO, max_bytes: int = MAX_LINE_BYTES) -> Iterator[bytes]:
-    """Yield the lines of a regular file up to its current size, because another process may append to it without end.
-    A line of more than `max_bytes` is split, so that it does not fill the memory."""
+    """Yield the lines of a regular file up to its current size, because another process may keep appending to it. A
+    line of more than `max_bytes` is split, so that it does not exhaust the memory."""
     left = os.fstat(file.fileno()).st_size - file.tell()
     while left > 0 and (line := file.readline(min(max_bytes, left))):
         left -= len(line)
@@ -199,7 +199,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def shown(value: Any) -> str:
-    """Return a value from a file for an error message: on one line, and at most MAX_SHOWN characters long."""
+    """Format a value from a file for an error message: on one line, with at most MAX_SHOWN characters."""
     text = repr(value)
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"
 
@@ -223,11 +223,11 @@ def read_record(path: Path, kind: type[Record]) -> Record:
 
 
 PLAIN = {str: "a string", int: "an integer", float: "a finite number"}
-"""Types of values in JSON files that are checked, by name for error messages."""
+"""Types that `is_plain` checks -> their names in error messages."""
 
 
 def is_plain(value: Any, kind: type[T]) -> TypeGuard[T]:
-    """Return whether a JSON value is a string, an integer of at most 63 bits, or a finite number."""
+    """Return whether a JSON value is of this kind: a string, an integer of at most 63 bits, or a finite number."""
     if isinstance(value, bool):
         return False
     if kind is str:

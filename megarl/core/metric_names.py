@@ -13,7 +13,7 @@ class Declaration:
     Attributes:
         name: the name. Words in capitals are placeholders: ROLE is actor, critic or implicit_reward; MODEL is policy,
             value, implicit_reward or reward_model, which is the prefix for the metrics of a trained model; N and K are
-            numbers; NAME is the name of a score; other placeholders are any text.
+            numbers; NAME is the name of a score; other placeholders match any text.
         meaning: what is measured, over which samples or tokens.
         unit: the unit; empty for numbers without a unit, such as fractions from 0 to 1.
         present: the condition under which the metric exists; empty if it is always present, at least in RL runs.
@@ -90,7 +90,7 @@ METRICS = (
     Declaration("engines/alive", "number of running engines"),
     Declaration("reward_models/alive", "number of running reward model engines", "", "reward_model.engine=vllm"),
     Declaration("memory/peak_pss_gb", "peak memory of the run's processes on the fullest node so far, as PSS", "GB"),
-    Declaration("memory/peak_rss_gb", "the same as RSS, which counts shared pages once per process", "GB"),
+    Declaration("memory/peak_rss_gb", "the same, measured as RSS, which counts shared pages once per process", "GB"),
     Declaration("memory/ROLE_STATE_offloaded_gb", "host memory of offloaded state", "GB", "ROLE.offload"),
     Declaration("refit/gb", "weights that engines received", "GB"),
     Declaration("refit/sent_gb", "weights sent between processes", "GB", "p2p transport, or several nodes"),
@@ -102,10 +102,10 @@ METRICS = (
     Declaration("rollout/prompts", "prompts sampled in all rounds"),
     Declaration("rollout/rounds", "rounds of dynamic sampling; 1 without it"),
     Declaration("rollout/groups_ahead", "groups in flight beyond the step", "", STALENESS),
-    Declaration("rollout/groups_ahead_finished", "the finished part of these groups", "", STALENESS),
+    Declaration("rollout/groups_ahead_finished", "finished groups among them", "", STALENESS),
     Declaration("rollout/dropped_samples", "samples that were dropped as stale", "", "rollout.on_stale=drop"),
     Declaration("rollout/dropped_tokens", "tokens of these samples", "tokens", "rollout.on_stale=drop"),
-    Declaration("rollout/aborted_samples", "the unfinished part of the dropped samples", "", "rollout.on_stale=drop"),
+    Declaration("rollout/aborted_samples", "dropped samples that were not finished", "", "rollout.on_stale=drop"),
     Declaration("rollout/aborted_tokens", "tokens of aborted samples", "tokens", "rollout.on_stale=drop"),
     Declaration("policy/loss", "loss of an update, mean over the step's updates"),
     Declaration("policy/entropy", "mean entropy of the policy", "nats/token"),
@@ -146,11 +146,18 @@ METRICS = (
     Declaration("correction/weight_max", "largest importance weight", "", CORRECTION),
     Declaration("correction/limited_frac", "fraction of tokens whose weight was limited", "", CORRECTION),
     Declaration("correction/masked_frac", "fraction of masked tokens", "", "correction.mask"),
-    Declaration("mismatch/logprob_abs_mean", "mean |trainer log-prob − engine log-prob| before the updates", "nats"),
+    Declaration(
+        "mismatch/logprob_abs_mean",
+        "mean |trainer log-prob − engine log-prob| before the updates, on samples that are not stale",
+        "nats",
+    ),
     Declaration("mismatch/logprob_abs_max", "maximum of the same", "nats"),
-    Declaration("mismatch/outlier_frac", "fraction of tokens above logprob_check.threshold"),
-    Declaration("mismatch/kl", "KL(engine ‖ trainer), estimated by k3", "nats/token"),
+    Declaration("mismatch/kl", "KL(engine ‖ trainer) on these samples, estimated by k3", "nats/token"),
+    Declaration("mismatch/outlier_frac", "fraction of all tokens above logprob_check.threshold"),
     Declaration("mismatch/effective_frac", "effective sample size of the engine's tokens under the trainer's policy"),
+    Declaration("policy_lag/logprob_abs_mean", "mismatch/logprob_abs_mean on stale samples", "nats", STALENESS),
+    Declaration("policy_lag/logprob_abs_max", "maximum of the same", "nats", STALENESS),
+    Declaration("policy_lag/kl", "KL(sampling policy ‖ trained policy) on stale samples", "nats/token", STALENESS),
     Declaration("mismatch/masked_frac", "fraction of tokens without loss", "", "logprob_check.action=mask"),
     Declaration("mismatch/canary_greedy_abs_mean", "mean difference on greedy canaries", "nats", CANARIES),
     Declaration("mismatch/canary_sampled_abs_mean", "mean difference on sampled canaries", "nats", CANARIES),
@@ -161,19 +168,17 @@ METRICS = (
     Declaration("value/clip_frac", "fraction of tokens with a clipped value", "", GAE),
     Declaration("value/explained_variance", "explained variance of the values before the step", "", GAE),
     Declaration("implicit_reward/loss", "loss of the implicit reward model", "", "implicit_reward"),
-    Declaration(
-        "implicit_reward/accuracy", "fraction of samples whose sign matches the outcome", "", "implicit_reward"
-    ),
+    Declaration("implicit_reward/accuracy", "fraction of samples whose success it predicts", "", "implicit_reward"),
     Declaration("implicit_reward/mean", "mean implicit reward of a sample", "", "implicit_reward"),
     Declaration("reward_model/loss", "loss of an update, mean over the step's updates", "", "training a reward model"),
-    Declaration("preference/loss", "mean loss of a pair", "", PREFERENCES),
+    Declaration("preference/loss", "mean loss per pair", "", PREFERENCES),
     Declaration("preference/accuracy", "fraction of pairs in which the chosen response scores higher", "", PREFERENCES),
     Declaration("preference/margin", "mean score difference of a pair", "", PREFERENCES),
     Declaration("preference/chosen", "mean score of chosen responses", "", PREFERENCES),
     Declaration("preference/rejected", "mean score of rejected responses", "", PREFERENCES),
     Declaration("preference/tied_frac", "fraction of groups without a pair", "", "online preference objectives"),
-    Declaration("label/loss", "mean loss of a label", "", LABELS),
-    Declaration("label/accuracy", "fraction of labels that the score predicts", "", LABELS),
+    Declaration("label/loss", "mean loss per label", "", LABELS),
+    Declaration("label/accuracy", "fraction of labels that are predicted correctly", "", LABELS),
     Declaration("label/mean", "mean label", "", LABELS),
     Declaration("label/predicted_mean", "mean predicted label", "", LABELS),
     Declaration("environment/turns_mean", "mean number of turns of a rollout", "", ENVIRONMENT),

@@ -11,8 +11,8 @@ Reduction = Literal["mean", "sum", "max", "min"]
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A value, its reduction, and its weight in a mean (number of tokens, samples, …). Other reductions ignore the
-    weight."""
+    """A value, its reduction, and its weight in a mean (number of tokens, samples, …). A maximum or minimum with weight
+    0 has no values. Sums ignore the weight."""
 
     value: float
     weight: float = 1.0
@@ -25,7 +25,8 @@ class Metric:
 
 
 def merge(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """Combine the metrics of several microbatches or ranks by name. Means with weight 0 are omitted."""
+    """Combine the metrics of several microbatches or ranks by name. Metrics with weight 0 are
+    omitted, except sums."""
     metrics_by_name: dict[str, list[Metric]] = {}
     for part in parts:
         for name, metric in part.items():
@@ -53,9 +54,9 @@ def _reduce(name: str, metrics: list[Metric]) -> Metric | None:
     assert len(reductions) == 1, f"{name} has conflicting reductions: {reductions}"
     reduction = reductions.pop()
     weight = sum(metric.weight for metric in metrics)
+    if reduction != "sum" and weight == 0:
+        return None
     if reduction == "mean":
-        if weight == 0:
-            return None
         return Metric(sum(m.value * m.weight for m in metrics if m.weight) / weight, weight, "mean")
     combine = {"sum": sum, "max": max, "min": min}[reduction]
-    return Metric(combine(metric.value for metric in metrics), weight, reduction)
+    return Metric(combine(metric.value for metric in metrics if metric.weight or reduction == "sum"), weight, reduction)

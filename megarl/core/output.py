@@ -1,4 +1,4 @@
-"""Keeps write errors on stdout and stderr from ending a run."""
+"""Keep write errors on stdout and stderr from ending a run."""
 
 from __future__ import annotations
 

@@ -26,5 +26,5 @@ def _is_encodable(text: str) -> bool:
 
 
 def printable(text: str) -> str:
-    """Return a text with control characters escaped. A file name may contain line breaks and terminal commands."""
+    """Return a text with control characters escaped. A file name may contain line breaks and escape sequences."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text)

@@ -43,6 +43,7 @@ class TokenBatch:
     scale             float64 [S]
     token_baseline    float32 [S]    baseline for per-token rewards
     token_scale       float32 [S]    scale for per-token rewards
+    stale             bool [S]       whether earlier weights sampled the sample's oldest token; None: no sample is stale
     old               float32 [N]    log-prob under the policy at the start of the step; None: the current policy
     reference         float32 [N]    log-prob under the reference policy; None: not needed
     values            float32 [N]    critic's value, at the start of the step, of the state in which each target was
@@ -77,6 +78,7 @@ class TokenBatch:
     scale: torch.Tensor
     token_baseline: torch.Tensor
     token_scale: torch.Tensor
+    stale: torch.Tensor | None = None
     old: torch.Tensor | None = None
     reference: torch.Tensor | None = None
     values: torch.Tensor | None = None

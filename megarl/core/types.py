@@ -331,8 +331,8 @@ class Score:
         failure: None, or one line that names the reward function and the error.
         is_infrastructure: whether the infrastructure caused the failure, rather than a reward function.
         token_reward_totals: totals of the rewards that are assigned to single tokens.
-        issues: problems that the response may cause without a failure, by reward function and name: a description, or
-            None if the problem did not occur.
+        issues: problems that a response may cause without a failure, keyed by FUNCTION_PROBLEM: a description, or None
+            if the problem did not occur.
     """
 
     value: float | None
@@ -378,6 +378,8 @@ class SampleRef:
         reward_from_others: part of the scalar reward that comes from token and KL rewards of the rollout's other
             samples.
 
+    is_stale: whether the step that trains on the sample starts from newer weights than those of its oldest token.
+
     Inputs of the loss, once the sample is dispatched to a rank:
         scalar_reward: the reward without per-token rewards that are dispatched separately.
         weight: share of each trained token in the update's loss.
@@ -403,6 +405,7 @@ class SampleRef:
     greedy: float = 0.0
     baseline: Baseline = NO_BASELINE
     reward_from_others: float = 0.0
+    is_stale: bool = False
     scalar_reward: float = 0.0
     weight: float = 0.0
     imitation_weight: float = 0.0

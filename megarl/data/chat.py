@@ -35,8 +35,8 @@ def render(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], place: str, *, for_answer: bool
 ) -> list[int]:
     """Render messages with the model's chat template and return their token ids. Special tokens in the text of messages
-    are tokenized as ordinary text, except in the assistant's. Raise a UserError if the template rejects the messages,
-    or if one of them is already rendered.
+    are tokenized as ordinary text, except in assistant messages. Raise a UserError if the template rejects the
+    messages, or if one of them is already rendered.
 
     Args:
         for_answer: whether to append the header of the assistant's next turn.
@@ -141,7 +141,7 @@ def response_span(text: str, marked: str, response: str) -> tuple[int, int, int]
 
     Returns:
         The start and end of the response in `text`, and the number of leading characters that the template dropped,
-        such as whitespace or reasoning; None if the rest of the response is not unchanged.
+        such as whitespace or reasoning; None if the template also changed the rest of the response.
     """
     before, _, after = marked.rpartition(MARK)
     start, stop = len(before), len(text) - len(after)

@@ -52,8 +52,8 @@ def file_rows(
     names file, row and column.
 
     Args:
-        further: additional columns to include, mapped to the function or key that requires them. None: include the
-            column only in rows that have it. ALL_COLUMNS includes every column.
+        further: additional columns to include, each mapped to the function or key that requires it, or to None if rows
+            may lack the column. ALL_COLUMNS includes every column.
     """
     columns = (_text("prompt", prompt_column), Column("data.answer_column", answer_column, ANSWER_TYPE, _is_json))
     columns += tuple(

@@ -155,7 +155,7 @@ def place_of(row: Row | MessageRow | PreferenceRow | LabelRow, data: Data) -> st
 
 def row_name(row: Row | MessageRow | PreferenceRow | LabelRow, data: Data) -> str:
     """Return a name for the row that is unique in the data: file name and row number. If several files have the same
-    name, it is preceded by the folders below the files' common folder."""
+    name, the file name is preceded by the folders below the files' common folder."""
     source = row.source or data.source
     name = Path(source).name
     is_taken = [Path(other).name for other in data.sources].count(name) > 1

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_CALLS = 64
-"""Maximum number of tool calls that are parsed in a turn. The policy gets one error message for all further calls."""
+"""Maximum number of tool calls parsed per turn. The policy receives one error message for all further calls."""
 
 
 @dataclass(frozen=True, slots=True)

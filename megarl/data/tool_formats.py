@@ -59,11 +59,13 @@ class CallReader:
         self._in_text = re.compile(f"({'|'.join(in_text)})") if in_text else None
 
     def read(self, token_ids: Sequence[int]) -> tuple[Call, ...]:
-        """Return the calls in a turn. A single malformed call stands for all calls after the first MAX_CALLS."""
+        """Return the calls in a turn. A single malformed call replaces all calls after the first MAX_CALLS."""
         calls = tuple(islice(self._read(self._pieces(list(token_ids))), MAX_CALLS + 1))
         if len(calls) <= MAX_CALLS:
             return calls
-        return *calls[:MAX_CALLS], MalformedCall("", f"a turn may have {MAX_CALLS} tool calls; the others were not run")
+        return *calls[:MAX_CALLS], MalformedCall(
+            "", f"a turn may have {MAX_CALLS} tool calls; further calls were not run"
+        )
 
     def text_before(self, token_ids: Sequence[int]) -> str:
         """Return the text of a turn before its first call."""

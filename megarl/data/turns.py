@@ -93,8 +93,8 @@ class ChatTokens:
         return self._encode(text)
 
     def shown(self, messages: Sequence[Message]) -> list[Message]:
-        """Return the messages with the description of the tools, which `begin` also renders. If the chat template
-        describes the tools, the description is the text that it writes because of them, without special tokens."""
+        """Return the messages with the description of the tools that `begin` renders. If the chat template writes the
+        description, it is extracted from the rendered text and stripped of special tokens."""
         if self._template_tools is None:
             return self._with_instructions(messages)
         carried = self._carried(messages)
@@ -289,7 +289,7 @@ def _with_system(messages: Sequence[Message], text: str) -> list[Message]:
 
 
 def _inserted(text: str, plain: str) -> str:
-    """Return the part of `text` that remains without the longest suffix, and then the longest prefix, of `plain`."""
+    """Remove the longest suffix, and then the longest prefix, that `text` shares with `plain`. Return the rest."""
     num_after = _num_equal(text[::-1], plain[::-1])
     num_before = _num_equal(text[: len(text) - num_after], plain[: len(plain) - num_after])
     return text[num_before : len(text) - num_after]

@@ -83,5 +83,5 @@ class TypedTokens:
 
 @lru_cache(maxsize=8)
 def typed_tokens(tokenizer: PreTrainedTokenizerBase) -> TypedTokens:
-    """Return the TypedTokens of a tokenizer, which takes time to create."""
+    """Return the TypedTokens of a tokenizer. They are cached because they take time to create."""
     return TypedTokens(tokenizer)

@@ -26,8 +26,8 @@ from megarl.usercode.failures import kind_of
 from megarl.usercode.parent import connect, send
 
 MAX_CHARACTERS = 2**23
-"""Maximum total length of the messages in a response. Longer text fits into no context, and reading it would block the
-process that runs the rollouts."""
+"""Maximum number of characters of the messages in a response. Longer text would not fit into any context, and reading
+it would block the process that runs the rollouts."""
 
 CUT = "… [cut]"
 
@@ -161,7 +161,7 @@ def main(
     try:
         kind = check_environment(name, options)
         if takes_sandbox(kind):
-            from megarl.config.schema import Sandbox  # its import takes longer than those of all other modules
+            from megarl.config.schema import Sandbox  # importing it takes longer than importing all other modules
 
             options = {**options, SANDBOX: asyncio.run(find_provider(Sandbox(**sandbox)))}
     except UserError as error:

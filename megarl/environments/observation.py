@@ -1,4 +1,4 @@
-"""Limits the length of an environment's observations."""
+"""Limit the length of an environment's observations."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def limit_observation(
     messages: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, settings: Environment
 ) -> list[Mapping[str, Any]] | None:
     """Return the messages of an observation with at most environment.observation_tokens tokens of text. Tokens of the
-    chat template do not count. The first tokens are kept; messages after the limit stay, with empty text.
-    Return None for a longer observation if environment.overlong_observation=refuse."""
+    chat template do not count. A longer observation is cut at the limit; the messages after it remain, with empty text.
+    If environment.overlong_observation=refuse, return None for a longer observation."""
     left = settings.observation_tokens
     if left is None:
         return list(messages)
@@ -33,7 +33,7 @@ def limit_observation(
 
 
 def _cut(token_ids: list[int], num_tokens: int, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the longest text of the first tokens that consists of at most `num_tokens` tokens and whole characters."""
+    """Return the longest prefix of the text that ends with a whole character and has at most `num_tokens` tokens."""
     for end in range(num_tokens, 0, -1):
         text = str(tokenizer.decode(token_ids[:end], skip_special_tokens=False)).rstrip("\N{REPLACEMENT CHARACTER}")
         if len(text_ids(tokenizer, text)) <= num_tokens:

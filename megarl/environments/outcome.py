@@ -43,11 +43,11 @@ class Outcome:
         self, name: str, prompt: Prompt, parts: Sequence[Part], decode: Callable[[Sequence[int]], str]
     ) -> list[Sample]:
         """Return one sample per part that has a turn, or one empty sample if no part has one. Reward functions score
-        the sample with the last turn. The text of a sample's prompt is that of the tokens before its first turn.
+        the sample with the last turn. A sample's prompt text is the text of the tokens before its first turn.
 
         Args:
             name: the id of the rollout and of its first sample.
-            decode: returns the text of token ids, including special tokens.
+            decode: function that returns the text of token ids, including special tokens.
         """
         parts = [part for part in parts if part.transcript.num_turns]
         transcripts = [part.transcript for part in parts]

@@ -101,8 +101,8 @@ class Opening:
 
     Attributes:
         messages: conversation for the policy to continue.
-        token_ids: token ids of the conversation, in place of messages. The conversation can then not be rendered again,
-            so all observations must be ones that can be appended.
+        token_ids: token ids of the conversation, in place of messages. The conversation cannot be rendered again, so it
+            must be possible to append every observation.
     """
 
     messages: Sequence[Message] = ()

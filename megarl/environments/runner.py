@@ -305,7 +305,8 @@ class _Rollout:
 
     async def _append_observation(self, step: Mapping[str, Any]) -> None:
         """Append the observation. Start a new sample if it replaces the conversation or cannot be appended. Raise
-        _ContextFull if the observation is too long. This is not a failure, because the turn may be the cause."""
+        _ContextFull if the observation is too long. This is not a failure, because the policy's turn may have caused
+        it."""
         messages = step["messages"]
         if step["restart"]:
             token_ids = await self._tokenize(self._tokens.begin, messages)

@@ -1,4 +1,4 @@
-"""Measures outside text before it is rendered and tokenized, which takes seconds for a text of several megabytes."""
+"""Measure untrusted text before it is rendered and tokenized, which takes seconds for several megabytes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ROOM = 4
-"""Messages longer than this many times the context length are rejected before they are rendered. Templates may drop
-parts of messages, so longer ones could fit."""
+"""Messages longer than this many times the context length are rejected before they are rendered. Messages that
+are longer than the context may still fit, because templates may drop parts of them."""
 
 PART = 2**16
 """Number of characters to tokenize at a time when a long text is measured."""

@@ -132,7 +132,7 @@ class Toolbox:
         except TimeoutError:
             self.has_hung_thread |= not inspect.iscoroutinefunction(method)
             return "timed_out", f"{call.name} did not return within {self.timeout_s:g} s"
-        except (ProcessLost, ServiceUnavailable):  # not an effect of the policy's call, so the rollout starts over
+        except (ProcessLost, ServiceUnavailable):  # not caused by the policy's call, so the rollout starts over
             raise
         except Exception as error:  # user code may raise anything, and the model should see it
             return "raised", f"{call.name} raised {type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""A trial of the reward functions on data rows, before the run starts."""
+"""Try the reward functions on data rows before the run starts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAX_ROWS = 16
 
 
 def try_rewards(config: Config, pool: FunctionPool, prompts: Sequence[Prompt]) -> Score:
-    """Return the score of the first row's answer as a response. Raise UserError with the stack if a reward function
+    """Score the first row's answer as if it were a response. Raise UserError with the stack trace if a reward function
     fails on more answers than rewards.failure_limit permits. Only print a warning if the failure is permitted, if the
     infrastructure caused it, or if the row has no answer."""
     score, stack = _try_row(config, pool, prompts[0])
@@ -45,8 +45,8 @@ def try_rewards(config: Config, pool: FunctionPool, prompts: Sequence[Prompt]) -
 
 def _try_row(config: Config, pool: FunctionPool, prompt: Prompt) -> tuple[Score, str]:
     """Score the prompt's reference answer as if it were a response, without the reward model. Batch functions receive a
-    batch of one, and the judge compares the answer with itself. Return the score, and the stack of the first function
-    that raised an exception, or ""."""
+    batch of one, and the judge compares the answer with itself. Return the score, and the stack trace of the first
+    function that raised an exception, or ""."""
     rewards = config.rewards
     scorer = Scorer(rewards.functions)
     sample = _reference_sample(prompt)

@@ -26,7 +26,7 @@ _PLACEHOLDER = re.compile(r"@([a-z_]+)@")
 
 
 def render(request: Request, run: Path, sizes: Sequence[int], sweep: Sequence[int] = ()) -> str:
-    """Render the job script. Raise UserError if the template has an unknown placeholder, or a text has credentials.
+    """Render the job script. Raise UserError if the template has an unknown placeholder or the script has credentials.
 
     Args:
         sizes: the node counts that an attempt may run on, largest first.
@@ -53,7 +53,7 @@ def render(request: Request, run: Path, sizes: Sequence[int], sweep: Sequence[in
 
 
 def _require_no_credentials(request: Request, template: Path) -> None:
-    """Raise UserError if an option or the template contains credentials, because others may read the script."""
+    """Raise UserError if an option or the template contains credentials, because other users may read the script."""
     texts = {
         **{"setup": request.setup, "option": request.options, "mount": request.mounts},
         **{name: [getattr(request, name) or ""] for name in ("command", "image", "partition", "account")},

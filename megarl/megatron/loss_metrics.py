@@ -65,18 +65,22 @@ def start_metrics(
     """Return metrics relative to the policy at the start of the step. They include the mismatch between its log-probs
     and the engine's. Once updates have moved the policy, they also include the drift from its starting point.
 
-    Updates without log-probs from the start of the step have no mismatch metrics, and their drift is measured from the
-    engine's log-probs. The moments of the importance weights (trainer / engine) give the effective sample size.
+    On stale samples the difference between these log-probs also includes the updates since they were sampled, so it is
+    reported as policy lag. Updates without log-probs from the start of the step have no mismatch metrics, and their
+    drift is measured from the engine's log-probs. The moments of the importance weights (trainer / engine) give the
+    effective sample size.
     """
     sums: Sums = {}
     if start is not None:
         log_ratio = start - batch.rollout_logprobs
         weight = ratio_of(log_ratio).double()
-        sums["mismatch/logprob_abs_mean"] = mean(log_ratio.abs(), batch.mask)
-        sums["mismatch/logprob_abs_max"] = largest(log_ratio.abs(), batch.mask)
+        if batch.stale is None:
+            sums |= _difference_metrics("mismatch", log_ratio, batch.mask)
+        else:
+            is_stale = batch.stale[batch.row_sample]
+            sums |= _difference_metrics("mismatch", log_ratio, batch.mask & ~is_stale)
+            sums |= _difference_metrics("policy_lag", log_ratio, batch.mask & is_stale)
         sums["mismatch/outlier_frac"] = mean(log_ratio.abs() > mismatch_threshold, batch.mask)
-        # The engine sampled the tokens, so the mean of this estimate is KL(engine ‖ trainer).
-        sums["mismatch/kl"] = mean(kl.k3(-log_ratio), batch.mask)
         sums["mismatch/weight_mean"] = mean(weight, batch.mask)
         sums["mismatch/weight_square_mean"] = mean(weight.square(), batch.mask)
     if has_moved:
@@ -84,6 +88,16 @@ def start_metrics(
         sums["policy/drift_abs_mean"] = mean(drift, batch.mask)
         sums["policy/drift_abs_max"] = largest(drift, batch.mask)
     return sums
+
+
+def _difference_metrics(section: str, log_ratio: torch.Tensor, mask: torch.Tensor) -> Sums:
+    """Return the metrics for the ratio of the trainer's to the engine's probabilities, float32 [N]."""
+    return {
+        f"{section}/logprob_abs_mean": mean(log_ratio.abs(), mask),
+        f"{section}/logprob_abs_max": largest(log_ratio.abs(), mask),
+        # The engine sampled the tokens, so the mean of this estimate is KL(engine ‖ trainer).
+        f"{section}/kl": mean(kl.k3(-log_ratio), mask),
+    }
 
 
 def value_metrics(batch: TokenBatch, terms: losses.ValueTerms) -> Sums:

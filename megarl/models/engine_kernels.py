@@ -17,7 +17,7 @@ LATENT_SIZE = 576
 """Number of channels per token in the KV cache for DeepSeek-V3's attention: 512 latent and 64 rotary channels."""
 
 EXPERTS_MULTIPLE = 32
-"""Divisor of the hidden size that the kernels for experts need. They pad only intermediate sizes."""
+"""The expert kernels require a hidden size that is a multiple of this. They pad only intermediate sizes."""
 
 REMEDY = "run this model on GPUs, or use a different model"
 

@@ -137,7 +137,9 @@ def read_cluster(text: str, gpus_per_node: int = 8, headroom: float = 0.0) -> Cl
     if gpus_per_node < 1:
         raise UserError(f"--nodes-of {gpus_per_node}: expected at least one GPU per node. Fix: use a positive number")
     if not 0 <= headroom < 1:
-        raise UserError(f"--headroom {headroom:g}: expected a fraction from 0 to below 1. Fix: use {HEADROOM:g}")
+        raise UserError(
+            f"--headroom {headroom:g}: expected a fraction of at least 0 and below 1. Fix: use {HEADROOM:g}"
+        )
     names = {name.lower(): name for name in GPUS} | {name.split("-")[0].lower(): name for name in GPUS}
     name = names.get(match[2].lower())
     if name is None:

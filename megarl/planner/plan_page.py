@@ -21,10 +21,10 @@ from megarl.report.charts import NUM_COLORS, resource
 from megarl.resharding.families.megatron import Coordinates
 
 WIDTH, LABELS = 1050, 250
-"""Widths of a chart and of the labels at its left, in pixels."""
+"""Widths of a chart and of the labels on its left, in pixels."""
 
 CHARACTER = 6.6
-"""Width of a character of a label, in pixels."""
+"""Width of one label character, in pixels."""
 
 MEMORY_ROW, TIME_ROW = 48, 30
 """Heights of a bar with its margin, in pixels."""

@@ -1,9 +1,9 @@
-// Draws the charts with uPlot while they are visible. The data and the charts are declared in charts.py.
+// Draws the charts with uPlot while they are visible. charts.py declares the charts and packs their data.
 
 const AXIS_LABELS = { step: "step", tokens: "tokens", hours: "hours in steps" };
 const HEIGHTS = { wide: 260, narrow: 220 };
 const WHOLE = Array.from({ length: 10 }, (_, i) => [1, 2, 5].map((digit) => digit * 10 ** i)).flat();
-const MARGIN_PX = 300; // charts are drawn before they become visible
+const MARGIN_PX = 300; // a chart is drawn when it is this close to the visible area
 const [xAxis, yAxis, smoothing, resetZoom] = ["x-axis", "y-axis", "smoothing", "reset-zoom"].map((id) => document.getElementById(id));
 const runs = [];
 const figures = new Map();
@@ -54,8 +54,8 @@ function lineValues(line) {
   return values.map((value, i) => (value === null ? null : Math.max(0, value - less[i])));
 }
 
-// Returns the exponential moving average with this weight of the past. The weights of the values are normalized, so that
-// the first average equals the first value. Missing values stay missing.
+// Returns the exponential moving average in which the past has this weight. The weights are normalized, so the first
+// average equals the first value. Missing values stay missing.
 function smooth(values, weight) {
   let total = 0;
   let norm = 0;
@@ -67,7 +67,7 @@ function smooth(values, weight) {
   });
 }
 
-// Charts with a log axis omit values that are not positive, unless no value is positive.
+// Returns whether a chart has a log axis, which omits values that are not positive. It needs at least one positive value.
 function isLog(chart, columns) {
   const wants = yAxis.value === "log" || (yAxis.value === "auto" && chart.log);
   return wants && !chart.stack && columns.some((column) => column.some((value) => value > 0));
@@ -120,7 +120,7 @@ function seriesOf(figure) {
   return series;
 }
 
-// Returns uPlot's data: the joined x values, and the values of each series at these.
+// Returns uPlot's data: the joined x values, and the values of each series at these positions.
 function aligned(series, axis) {
   const runsOf = [...new Set(series.map((item) => item.run))];
   const tables = runsOf.map((run) => [runs[run].axes.get(axis) || [], ...series.filter((item) => item.run === run).map((item) => item.values)]);
@@ -214,7 +214,7 @@ function lineStyle(item, chart) {
     stroke,
     width: chart.stack ? 0 : 1.6,
     fill: chart.stack ? stroke : undefined,
-    spanGaps: numValues < item.values.length / 2, // such as metrics of evaluations
+    spanGaps: numValues < item.values.length / 2, // connects sparse values, such as evaluation metrics
     points: { size: 5, fill: stroke, stroke, ...(item.alpha === 0 ? { show: false } : {}) },
   };
 }

@@ -1,4 +1,4 @@
-"""Declares the charts of a run's metrics, and packs their data for the page's script, which draws them with uPlot."""
+"""Declare the charts of a run's metrics and pack their data for the page's script, which draws them with uPlot."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NUM_COLORS = 5
 """Number of colors for lines, --series-1 to --series-5 in page.css."""
 
 AXES = ("step", "tokens", "hours")
-"""Quantities for the x-axis: the step, and the tokens and the hours in steps up to its end."""
+"""Quantities for the x-axis: the step number, and the cumulative tokens and hours at the end of the step."""
 
 TOKENS, RATE, SECONDS = "data/tokens", "throughput/tokens_per_second", "time/step"
 
@@ -41,7 +41,7 @@ class Chart:
     Attributes:
         lines: the lines, or pairs (metric, label) for lines of one metric.
         band: metrics that bound the shaded area around the first line.
-        spread: metric with the distance of the shaded area's bounds from the first line.
+        spread: metric whose value is the distance between the first line and the bounds of the shaded area.
         share: whether the values are fractions between 0 and 1.
         log: whether the y-axis is logarithmic by default. Values that are not positive are then omitted.
         stack: whether lines are stacked as areas.
@@ -115,8 +115,14 @@ CHARTS = (
     ),
     Chart(
         "Trainer–rollout mismatch",
-        "|trainer log-prob − engine log-prob| of the sampled tokens, before the step's updates.",
+        "|trainer log-prob − engine log-prob| of the sampled tokens, before the step's updates, without stale samples.",
         (("mismatch/logprob_abs_mean", "mean"), ("mismatch/logprob_abs_max", "largest")),
+        log=True,
+    ),
+    Chart(
+        "Policy lag",
+        "|trainer log-prob − engine log-prob| of stale samples, whose tokens earlier weights sampled.",
+        (("policy_lag/logprob_abs_mean", "mean"), ("policy_lag/logprob_abs_max", "largest")),
         log=True,
     ),
     Chart(
@@ -161,7 +167,7 @@ AGE = re.compile(r"weights/staleness_([0-9]{1,9})_share")
 
 
 def charts_of(history: History) -> Iterator[Chart]:
-    """Yield the charts of known metrics, each with the lines that the run has."""
+    """Yield the charts of known metrics, each with the lines for which the run has values."""
     for chart in (REWARD, *CHARTS, TIME, _ages(history)):
         lines = tuple(line for line in chart.drawn if any(len(history.finite(metric)) for metric in line.metrics))
         if lines and lines != (Line("other", (SECONDS,), PHASE_TIMES),):
@@ -223,7 +229,7 @@ def describe(charts: Sequence[Chart]) -> list[dict[str, Any]]:
 
 def pack(history: History, start: int = 0) -> dict[str, dict[str, str]]:
     """Return the steps from index `start` on as base64: axes in 64-bit and metrics in 32-bit floats, little-endian."""
-    with np.errstate(over="ignore"):  # larger values become infinite, which are not drawn
+    with np.errstate(over="ignore"):  # values out of range become infinite and are not drawn
         metrics = {name: _base64(values[start:].astype("<f4")) for name, values in history.columns.items()}
     return {
         "axes": {name: _base64(values[start:].astype("<f8")) for name, values in axes_of(history).items()},

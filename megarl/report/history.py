@@ -25,7 +25,7 @@ class History:
         columns: maps each metric to its values, float64 [S]. Steps without a finite value have NaN.
         nonfinite: maps each metric to the steps whose value is NaN or infinite.
         unreadable: numbers of the lines in metrics.jsonl that could not be parsed.
-        revision: a number that changes unless steps are only appended.
+        revision: a number that changes when existing steps change, but not when steps are appended.
     """
 
     steps: np.ndarray

@@ -31,7 +31,7 @@ TIMEOUT_S = 30
 """Seconds after which a silent connection is closed. Otherwise, other users of the machine could exhaust threads."""
 
 CHARTS, POINTS = "charts", "points"
-"""Keys of a page's charts and of its number of steps, in addition to the ids of elements and to steps."""
+"""Keys of the hashes for a page's charts and its number of steps. The other keys are element ids and step numbers."""
 
 HEADERS = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer", "X-Content-Type-Options": "nosniff"}
 
@@ -56,9 +56,9 @@ class LiveReport:
             return render(self._contents, self._hashes(render_sections(self._contents)) | self._position())
 
     def changes(self, known: Mapping[str, str]) -> dict[str, Any]:
-        """Return the changes since the page received elements and steps with these hashes, and metrics up to this
-        position. If the page has the current charts and an unchanged part of the history, only the new steps' metrics
-        are returned."""
+        """Return the changes since the page's last update. `known` contains the hashes of the page's elements, steps
+        and charts, and its number of steps. If the charts are current and no step has been rewritten, the metrics are
+        only those of new steps."""
         with self._lock:
             self._refresh()
             run = self._contents

@@ -123,7 +123,7 @@ class Tester(Peer):
     def __init__(self, end):
         super().__init__(end)
         self.proxies, self.callables, self.resuming = {}, [], set()
-        self.has_results = False  # whether the tests have values that the program computed
+        self.has_results = False  # whether the tests have received values that the program computed
 
     def request(self, kind, *values):
         try:

@@ -1,4 +1,4 @@
-"""Refuses reward functions with the signature of another trainer, and prints a wrapper for them.
+"""Reject reward functions with the signature of another trainer. The error shows a wrapper for them.
 
 They are not adapted automatically: whether completions are text or messages, and which column has the reference answer,
 cannot be inferred from a signature, and a wrong guess would train on wrong rewards.
@@ -35,7 +35,7 @@ TRL = "completions"
 """The parameter that identifies a function for TRL, whose remaining parameters name columns."""
 
 UNAVAILABLE = frozenset({"completion_ids", "trainer_state", "log_extra", "log_metric", "environments"})
-"""Arguments of TRL that megarl does not have."""
+"""Arguments that TRL passes and megarl does not."""
 
 
 def refuse_foreign(name: str, function: Callable[..., Any]) -> None:
@@ -68,8 +68,8 @@ def refuse_foreign(name: str, function: Callable[..., Any]) -> None:
 
 
 def _is_foreign(names: Sequence[str]) -> bool:
-    """Return whether the parameters are TRL's, or one of the first three is for another value than megarl's argument at
-    its position. The model's response may be called an answer."""
+    """Return whether the parameters are TRL's, or the name of one of the first three contradicts the value that megarl
+    passes at its position. A response may also be named `answer`."""
     if TRL in names:
         return True
     for i, name in enumerate(names[: len(SINGLE)]):
@@ -80,7 +80,7 @@ def _is_foreign(names: Sequence[str]) -> bool:
 
 
 def _wrapper(name: str, function: str, parameters: Sequence[inspect.Parameter]) -> tuple[str, ...]:
-    """Return a wrapper that passes megarl's arguments, and data columns to all other required parameters."""
+    """Return a wrapper that passes megarl's arguments, and data columns for all other required parameters."""
     names = [parameter.name for parameter in parameters]
     plural = any(name in PLURAL_RESPONSES or name == "queries" for name in names)
     arguments = BATCH if plural else SINGLE
@@ -111,7 +111,7 @@ def _wrapper(name: str, function: str, parameters: Sequence[inspect.Parameter]) 
 def _trl_wrapper(
     name: str, function: str, parameters: Sequence[inspect.Parameter], takes_all_columns: bool
 ) -> tuple[str, ...]:
-    """Return a wrapper that passes the responses as text, and data columns to all other parameters."""
+    """Return a wrapper that passes the responses as text, and data columns for all other parameters."""
     given = {"prompts": "prompts", TRL: "responses"}
     note = f"    # Pass [[{{'role': 'assistant', 'content': r}}] for r in responses] if {function} expects messages."
     if takes_all_columns:

@@ -1,4 +1,4 @@
-"""Makes reasoning-gym's verifiers safe for text that a policy generated.
+"""Make reasoning-gym's verifiers safe for text that a policy generated.
 
 Some of them call Python's `eval` or SymPy's `parse_expr` on a response. Both can run arbitrary code, which could modify
 the verifier, so they are replaced: `eval` with a literal parser, and `parse_expr` with a parser that accepts only
@@ -42,7 +42,7 @@ def make_safe(factory: Any) -> None:
     import sympy
 
     class Formulas:
-        """Replaces the sympy module, with a safe `parse_expr`."""
+        """A stand-in for the sympy module with a safe `parse_expr`."""
 
         parse_expr = staticmethod(parse_formula)
 

@@ -35,10 +35,10 @@ class ModelJudge:
         self._template = TEMPLATE if settings.judge.template is None else settings.judge.template
 
     def read(self, sample: Sample) -> Reading:
-        """Return the question as a user message, followed by the header of the judge's turn. If it leaves too few
-        tokens for an answer, or the chat template rejects it, the response is truncated at its end. If it is too long
-        without the response, the start of the question is dropped. Raise Unreadable if the template rejects it without
-        the response."""
+        """Return the question as a user message, followed by the header of the judge's turn. If the question leaves
+        too few tokens for an answer, or the chat template rejects it, the response is truncated at its end. If the
+        question is too long even without the response, its start is dropped. Raise Unreadable if the template rejects
+        the question without the response."""
         question_of = lru_cache(maxsize=1)(lambda response: self._question(sample.prompt, response))
         problem: str | None = None
 
@@ -62,9 +62,9 @@ class ModelJudge:
         num_tokens = len(self._question(prompt, ""))
         if num_tokens >= self._longest:
             raise Unreadable(
-                f"the question has {num_tokens} tokens without the response, but the judge's context leaves "
-                f"{self._longest} (without reward_model.judge.max_new_tokens={self._judge.max_new_tokens}). Fix: raise "
-                "reward_model.context_length, or drop the row"
+                f"the question has {num_tokens} tokens without the response, but the judge's context has "
+                f"{self._longest} (excluding reward_model.judge.max_new_tokens={self._judge.max_new_tokens}). Fix: "
+                "raise reward_model.context_length, or drop the row"
             )
 
     def _question(self, prompt: Prompt, response: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""Creates a run's readers of samples for its reward model."""
+"""Create the objects that prepare a run's samples for its reward model and convert the model's output to rewards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megarl.rewards.reading import Reader
 
 
 def classifier_reward(config: Config, folder: Path, reader: Reader | None = None) -> ClassifierReward:
-    """Return the reward computed by the classifier in this folder."""
+    """Return the object that converts the scores of the classifier in this folder to rewards."""
     rewards_tokens = config.algorithm.advantage.credits_to_go
     return ClassifierReward(_kind(folder), config.reward_model, load_tokenizer(folder), reader, rewards_tokens)
 
@@ -30,7 +30,7 @@ def model_reader(config: Config, folder: Path, actor_folder: Path) -> Reader | N
 
 
 def model_judge(config: Config, folder: Path, actor_folder: Path) -> ModelJudge:
-    """Return the judge that queries the language model in this folder and parses its ratings."""
+    """Return the judge that phrases questions for the language model in this folder and parses its ratings."""
     settings = config.reward_model
     _, longest = config.context_of(settings)
     return ModelJudge(settings, longest, load_tokenizer(folder, date=config.data.date), load_tokenizer(actor_folder))

@@ -130,8 +130,8 @@ class FunctionPool:
         responses: Sequence[str],
         columns: Sequence[Mapping[str, Any]] | None = None,
     ) -> Future[list[Result]]:
-        """Call a batch function once for all samples. `columns` contains the data columns of each sample. None: the
-        columns of its prompt."""
+        """Call a batch function once for all samples. `columns` contains the data columns of each sample; None uses
+        the columns of its prompt."""
         rows = [dict(row) for row in ([prompt.columns for prompt in prompts] if columns is None else columns)]
 
         def results(indices: Sequence[int]) -> list[Result]:
@@ -177,7 +177,7 @@ class FunctionPool:
                 if reply.get("kind", "error") == "error":
                     failure = (
                         f"{function} {reply.get('failure')} while it checked {len(rows)} rows. Fix: raise "
-                        "rewards.timeout_s or rewards.memory_mib, or drop the row that needs so much"
+                        "rewards.timeout_s or rewards.memory_mib, or drop the row that exceeds the limit"
                     )
                     return reply.get("problems", [failure] * len(rows))
             raise InfrastructureFailure(

@@ -31,8 +31,8 @@ _THINKING = "<think>", "</think>"
 
 
 def question(template: str, prompt: str, response: str, answer: Any) -> str:
-    """Fill {prompt}, {response} and {answer} into the template. Braces in the inserted text stay unchanged. A rating in
-    the inserted text gets a space, so that a judge that quotes it does not give it."""
+    """Fill {prompt}, {response} and {answer} into the template. Braces in the inserted text stay unchanged. A space is
+    inserted into each rating in this text, so that a rating that the judge quotes is not mistaken for its own."""
     fields = {"prompt": prompt, "response": response, "answer": str(answer)}
     return _FIELD.sub(lambda field: _RATING.sub(lambda rating: f"[ {rating[0][1:]}", fields[field[1]]), template)
 

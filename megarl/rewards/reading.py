@@ -117,8 +117,8 @@ class Reader:
             raise Unreadable("the prompt has no text. Fix: add text, or drop the row")
         if num_tokens >= self._longest:
             raise Unreadable(
-                f"the prompt has {num_tokens} tokens of the reward model, so the limit of {self._longest} leaves none "
-                "for the response. Fix: raise reward_model.context_length, or drop the row"
+                f"the prompt has {num_tokens} tokens in the reward model's tokenizer, so the limit of "
+                f"{self._longest} leaves none for the response. Fix: raise reward_model.context_length, or drop the row"
             )
 
     def sampled(self, sample: Sample, ends: Sequence[int]) -> list[int]:
@@ -156,11 +156,11 @@ class Reader:
         return _Rendered(marked, span)
 
     def _verbatim(self, prompt: Prompt, response: str, change: str) -> _Rendered:
-        """Return the conversation with the response in the place where the chat template puts others."""
+        """Return the conversation with the response inserted verbatim where the chat template places responses."""
         before, _, after = self._conversation(prompt, MARK).rpartition(MARK)
         messages = self._typed.mark(prompt.messages)
         closed, header = (render(self._tokenizer, messages, "messages", opens) for opens in (False, True))
-        # Some templates insert an empty reasoning block before a response without one. A response has its own.
+        # Some templates insert an empty reasoning block before MARK. The response contains its own reasoning, if any.
         is_header = header != closed and before.startswith(header)
         return self._inserted(header if is_header else before, response, after, change)
 

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 FIRST_PAUSE_S = 0.5
 
 REJECTIONS = (400, 413, 422)
-"""Statuses of a server that rejects a request because of its content or its length."""
+"""HTTP status codes for requests that a server rejects because of their content or length."""
 
 PARTS = (1, 2, 4, 8)
-"""If the server rejects a question, it is repeated with the first nth of the response, for each of these numbers."""
+"""If the server rejects a question, it is repeated with the first 1/n of the response, for each of these n."""
 
 
 class Rejected(ValueError):
@@ -44,8 +44,8 @@ class GenerativeJudge:
     is truncated; if the server accepts only an empty response, it gets the worst rating. It also gets the worst rating
     if the server fails on it with status 500, or does not answer in time, but answers the same question with an empty
     response. The metrics reward/NAME_unrated_frac and reward/NAME_truncated_frac count such responses. If most
-    responses of a step have no rating, or the server also rejects the question with an empty response, they fail
-    instead.
+    responses of a step have no rating, or the server also rejects the question with an empty response, scoring these
+    responses fails instead.
     """
 
     def __init__(
@@ -147,8 +147,8 @@ class GenerativeJudge:
 
     async def _ask(self, client: httpx.AsyncClient, content: str) -> str:
         """Return the judge's answer. Raise ServiceUnavailable if the server is unavailable, Unanswered if the question
-        may be the reason, Rejected if it rejects the question, and ValueError with its response if that contains no
-        answer."""
+        may be the reason, Rejected if it rejects the question, and a ValueError that quotes its response if the
+        response contains no answer."""
         import httpx
 
         body, failure = self._question | {"messages": [{"role": "user", "content": content}]}, ""
@@ -178,7 +178,7 @@ class GenerativeJudge:
 
 
 def _content(response: httpx.Response) -> str:
-    """Return the text of the answer. It is empty if the judge refuses to answer, or stops while it reasons."""
+    """Return the text of the answer. It is empty if the judge refuses to answer, or stops while reasoning."""
     try:
         content = response.json()["choices"][0]["message"].get("content") or ""
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):

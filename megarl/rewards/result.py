@@ -9,7 +9,7 @@ from megarl.usercode.failures import Kind
 
 Issues = Mapping[str, str | None]
 """Problems that a response may cause, by name: a description, or None if the problem did not occur. Such a response is
-scored nevertheless. The metric reward/FUNCTION_NAME_frac is the fraction of samples with the problem."""
+still scored. The metric reward/FUNCTION_NAME_frac is the fraction of samples with the problem."""
 
 TRUNCATED = "truncated"
 """Issue: the input is too long for the model, which therefore reads only a part."""
@@ -42,7 +42,7 @@ class Result:
         value: the returned number or numbers, or None if the function returned something else or failed.
         returned: a short description of the returned object, for messages.
         kind: kind of failure, if the call failed.
-        stack: stack of the exception in the user's code, if it raised one.
+        stack: stack trace of the exception in the user's code, if it raised one.
         issues: problems that the response caused.
     """
 

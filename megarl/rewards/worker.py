@@ -35,7 +35,7 @@ MAX_SHOWN = 100
 """Maximum number of characters of an answer that an error message shows."""
 
 MAX_STACK = 4000
-"""Maximum number of characters of a stack."""
+"""Maximum number of characters of a stack trace."""
 
 SANDBOX = "sandbox"
 """Parameter that receives the sandbox provider instead of a data column."""
@@ -72,7 +72,7 @@ def main(
         if sandboxed:
             send(parent, {"importing": f"sandbox, for {', '.join(sandboxed)}"})
             assert sandbox is not None, "functions that use sandboxes require the sandbox section"
-            from megarl.config.schema import Sandbox  # its import takes longer than those of all other modules
+            from megarl.config.schema import Sandbox  # importing it takes longer than importing all other modules
 
             provider = asyncio.run(find_provider(Sandbox(**sandbox), sandbox_s))
             loaded |= {name: partial(loaded[name], **{SANDBOX: provider}) for name in sandboxed}
@@ -221,7 +221,7 @@ def _failure(error: BaseException) -> dict[str, Any]:
 
 
 def _stack(error: BaseException) -> str:
-    """Return the end of the stack, without this module's frames."""
+    """Return the end of the stack trace, without this module's frames."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next

@@ -1,4 +1,4 @@
-"""The user's code that a run executes: copies, hashes and Git commits, and what has changed since a run was saved."""
+"""The user's code that a run executes: copies, hashes, Git commits, and changes since the run was saved."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ GIT_S = 10
 """Timeout in seconds for one git command."""
 
 Record = dict[str, str]
-"""One file: its config key, its path, its SHA-256, and the name of its copy, "" if there is none."""
+"""One file: its config key, its path, its SHA-256, and the name of its copy ("" if it was not copied)."""
 
 
 def record_code(config: Config, model: Path | None, folder: Path | None) -> list[Record]:
     """Return a record of each file with reward functions, environments, estimators and objectives, and of the files
-    with the actor's chat template. Missing files are left out. Copy the files into `folder` unless it is None. Copies
-    are named by content, so that attempts share them. Files with credentials are not copied."""
+    with the actor's chat template. Missing files are skipped. Copy the files into `folder` unless it is None. Copies
+    are named by content hash, so that attempts share them. Files with credentials are not copied."""
     templates = [] if model is None else [("model.path", model / name) for name in TEMPLATES]
     records = []
     for key, path in [*code_files(config.model_dump()), *templates]:
@@ -61,8 +61,8 @@ def projects(records: Sequence[Record]) -> list[dict[str, Any]]:
 
 
 def git_state(root: Path) -> dict[str, Any] | None:
-    """Return the commit of the Git checkout at `root`, if it is one, and whether it has uncommitted changes in tracked
-    files; None if git takes too long to find out."""
+    """Return the commit of the Git checkout at `root`, and whether tracked files have uncommitted changes (None if git
+    takes too long). Return None if `root` is not a checkout or git cannot read it."""
     if not (root / ".git").exists():  # an installed package may be inside an unrelated checkout
         return None
     try:

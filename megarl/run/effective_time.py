@@ -18,8 +18,8 @@ ALLOCATED = "MEGARL_ALLOCATED"
 
 @dataclass(frozen=True, slots=True)
 class EffectiveTime:
-    """The effective time of a run, which is the duration of the steps in its metrics, and the allocated time, which is
-    the duration of all its allocations, including startup and lost steps. Both are in seconds."""
+    """A run's effective time (the duration of the steps in its metrics) and its allocated time (the duration of all its
+    allocations, including startup and lost steps), in seconds."""
 
     effective: float
     allocated: float

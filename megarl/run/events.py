@@ -1,4 +1,4 @@
-"""Reports a run's progress to the process that started it, which is how `megarl.run_training` calls its callbacks.
+"""Report a run's progress to the process that started it. `megarl.run_training` passes these events to its callbacks.
 
 Each event is one line of JSON in a pipe. Without a pipe, events are dropped.
 """
@@ -20,7 +20,7 @@ _pipes: list[io.FileIO] = []
 
 @contextmanager
 def connected() -> Iterator[None]:
-    """Send the events in the body to the pipe, if there is one."""
+    """Send the events of the body through the pipe, if there is one."""
     number = os.environ.pop(VARIABLE, None)  # processes that start in the body do not inherit the pipe
     if number is None:
         yield
@@ -43,7 +43,7 @@ def send(event: str, **fields: Any) -> None:
 
 
 class EventSink:
-    """A sink for metrics that sends them as events."""
+    """A metrics sink that sends each step's metrics as an event."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         send("step", step=step, metrics=metrics)

@@ -55,8 +55,8 @@ def models_in(manifest: Mapping[str, Any], path: Path) -> Models:
 
 
 def changes_in(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the changes of keys in a run's manifest, each with the fields after_step, key, from and to. Malformed
-    changes are omitted."""
+    """Return the changed config keys listed in a run's manifest, each with the fields after_step, key, from and to.
+    Malformed entries are omitted."""
     return _records(manifest, "changes", {"after_step": int, "key": str, "from": object, "to": object})
 
 
@@ -78,7 +78,7 @@ def _records(manifest: Mapping[str, Any], name: str, types: Mapping[str, type]) 
 
 
 def _recorded(changes: Sequence[Change], step: int) -> list[dict[str, Any]]:
-    """Return the changes after `step` in the manifest's form."""
+    """Return the manifest entries for changes after `step`."""
     return [{"after_step": step, "key": change.key, "from": change.old, "to": change.new} for change in changes]
 
 
@@ -129,8 +129,7 @@ class RunFolder:
         """Create run.folder/run.name with its config and manifest, and point the link run.folder/latest to it. An
         existing folder without completed steps is reused for the next attempt. A Slurm job's folder is also reused, and
         steps before the first checkpoint are lost. In all remaining cases, an existing folder is renamed to NAME.1,
-        NAME.2 or the next free name. Raise UserError under the same
-        conditions as `require_free`.
+        NAME.2 or the next free name. Raise UserError under the same conditions as `require_free`.
 
         Args:
             after_step: the step after which the run resumes from another run's checkpoint.
@@ -287,8 +286,8 @@ class RunFolder:
         return warnings_in(read_object(self.manifest))
 
     def _newest_manifest(self) -> Path | None:
-        """Return the path of the newest manifest, if any. If an attempt is killed while it opens the folder, this is
-        that of an earlier attempt in its logs."""
+        """Return the path of the newest manifest, if any. If an attempt was killed while it opened the folder, the
+        newest one is in the logs of an earlier attempt."""
         logs = reversed(numbered(self.path / "logs", ATTEMPT).values())
         manifests = (self.manifest, *(folder / self.manifest.name for folder in logs))
         return next((path for path in manifests if path.exists()), None)

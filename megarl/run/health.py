@@ -1,4 +1,4 @@
-"""Warnings about runs that cannot learn or are about to diverge, from the metrics of their steps."""
+"""Warnings about runs that cannot learn or are about to diverge, based on the metrics of their steps."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from megarl.config.schema import Config
 from megarl.core.files import is_plain
 
 MIN_STEPS, MIN_SAMPLES = 3, 256
-"""Number of consecutive steps and of samples in them for which a condition must hold. If none of 256 samples is an
-exception, exceptions have a probability below 1.2 % with a confidence of 95 % (rule of three)."""
+"""Minimum numbers of consecutive steps, and of samples in them, for which a condition must hold. If none of 256 samples
+is an exception, exceptions have a probability below 1.2 % with a confidence of 95 % (rule of three)."""
 
 TREND_STEPS = 10
 """Number of steps whose mean is compared with that of earlier steps."""
@@ -22,12 +22,12 @@ COLLAPSED_ENTROPY = 0.1
 """Entropy relative to the first steps below which the policy has collapsed."""
 
 SOLVED_REWARD = 0.9
-"""Mean reward from which low entropy is expected, because the policy solves most prompts. Most rewards are at most
-1."""
+"""Mean reward at which low entropy is expected, because the policy solves most prompts. Most reward functions return at
+most 1."""
 
 MISMATCH_GROWTH, MISMATCH_SHARE = 3.0, 0.25
-"""Growth of the log-prob difference between trainer and engine, and its fraction of the limit of a step, from which it
-is a warning."""
+"""The log-prob difference between trainer and engine causes a warning if it has grown by the first factor and exceeds
+the second, a fraction of logprob_check.limit."""
 
 Row = Mapping[str, Any]
 """The metrics of a step. Those of earlier attempts are read from metrics.jsonl, which users may edit."""
@@ -35,7 +35,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A warning about a run. The message has the likely causes and the remedy."""
+    """A warning about a run. The message contains the likely causes and a remedy."""
 
     name: HealthWarning
     message: str
@@ -119,10 +119,10 @@ def _zero_gradient(config: Config, rows: Sequence[Row], window: int) -> str | No
         row.get("reward/zero_std_groups") == 1 for row in rows[-window:]
     )
     if has_equal_groups or any(row.get("reward/std") == 0 for row in rows[-window:]):
-        return None  # the rewards explain it
+        return None  # the rewards explain the gradient of 0
     return (
         f"{start}, although rewards differ. Likely causes: no token is trained on "
-        "(algorithm.objective.skip_truncated, algorithm.correction.mask), or all are clipped. Fix: check "
+        "(algorithm.objective.skip_truncated, algorithm.correction.mask), or all tokens are clipped. Fix: check "
         "response/truncated_frac, policy/clip_low_frac and policy/clip_high_frac in report.html"
     )
 
@@ -131,10 +131,10 @@ def _all_truncated(config: Config, rows: Sequence[Row], window: int) -> str | No
     if not _holds(rows, window, "response/truncated_frac", lambda frac: frac == 1):
         return None
     if _constant_reward(config, rows, window) is not None:
-        return None  # a single warning names both
+        return None  # that warning already mentions the truncation
     return (
         f"all responses of the last {window} steps were truncated. Likely causes: rollout.max_new_tokens is too small "
-        "for the prompts, or the model never ends its responses, as base models without a chat format. Fix: "
+        "for the prompts, or the model never ends its responses, like base models without a chat format. Fix: "
         f"{_truncation_remedy(config)}"
     )
 
@@ -158,7 +158,7 @@ def _entropy_collapse(config: Config, rows: Sequence[Row], window: int) -> str |
 
 def _rising_mismatch(config: Config, rows: Sequence[Row], window: int) -> str | None:
     values, limit = _values(rows, "mismatch/logprob_abs_mean"), config.agreement_limit
-    if limit is None or len(values) < 3 * TREND_STEPS:
+    if len(values) < 3 * TREND_STEPS:
         return None
     first, before, recent = (
         fmean(part) for part in (values[:TREND_STEPS], values[-2 * TREND_STEPS : -TREND_STEPS], values[-TREND_STEPS:])
@@ -174,8 +174,8 @@ def _rising_mismatch(config: Config, rows: Sequence[Row], window: int) -> str | 
 
 
 Check = Callable[[Config, Sequence[Row], int], str | None]
-"""Returns a message if a condition holds after the last of the given steps. The third argument is the number of
-consecutive steps for which it must hold."""
+"""Function that returns a message if a condition holds after the last of the given steps. The third argument is the
+number of consecutive steps for which it must hold."""
 
 CHECKS: Mapping[HealthWarning, Check] = {
     "constant_reward": _constant_reward,

@@ -25,7 +25,7 @@ FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 HOLDER_CHARACTERS = 200
-"""Maximum length of the text in a lock file that an error message contains."""
+"""Maximum number of characters from a lock file in an error message."""
 
 
 @contextmanager
@@ -60,8 +60,8 @@ def run_lock(folder: Path, patience_s: float = 0.0) -> Iterator[None]:
 
 
 def _open(file: Path) -> int:
-    """Open the lock file, or create it. Raise UserError if it is not a regular file of this user, who could not keep
-    others from locking it."""
+    """Open the lock file, or create it. Raise UserError if it is not a regular file of this user, because its owner
+    could let others lock it."""
     descriptor = os.open(file, FLAGS, 0o600)
     try:
         status = os.fstat(descriptor)

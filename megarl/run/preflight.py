@@ -165,7 +165,7 @@ def _check_weights(models: ModelFolders) -> None:
     with _all_errors() as attempt:
         for folder in dict.fromkeys((models.actor, *models.others.values())):
             headers = attempt(read_headers, folder)
-            if headers is not None and folder != models.reward_model:  # whose tensors may have other names
+            if headers is not None and folder != models.reward_model:  # a reward model's tensors may have other names
                 attempt(require_tensors, folder, headers, huggingface_holder(read_config(folder)).shapes)
 
 

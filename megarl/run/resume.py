@@ -160,7 +160,7 @@ def _open(path: Path, config: Config, data: PromptSet | OfflineData, models: Mod
 
 
 def _check_state(checkpoint: Checkpoint) -> None:
-    """Raise DamagedCheckpoint if the state lacks what `_open` reads, or has a value of another type."""
+    """Raise DamagedCheckpoint if a value that `_open` reads is missing or has the wrong type."""
     config, models, data_hash = (checkpoint.state.get(key) for key in ("config", "models", "data_hash"))
     if not isinstance(data_hash, str):
         raise checkpoint.malformed("data_hash", data_hash, "is not a string")

@@ -49,7 +49,7 @@ class Group:
 
 @dataclass(slots=True)
 class Dropped:
-    """Counts of samples and tokens in stale rollouts that were dropped, and in those that were aborted before they
+    """Counts of the samples and tokens in dropped stale rollouts, and in those of them that were aborted before they
     finished."""
 
     samples: int = 0

@@ -20,7 +20,7 @@ from megarl.data.weighted_cursor import WeightedCursor
 
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 Row = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,15})$")]
-"""The index of a row as a key of a JSON object."""
+"""A row index as a key of a JSON object."""
 
 
 class _Average(Section):
@@ -141,7 +141,10 @@ def saved_state(checkpoint: Checkpoint, config: Config, num_rows: int) -> Mappin
             num_versions == num_pending,
             f"has {num_versions} items, but under_way has {num_pending}",
         ),
-        *((key, all(row < num_rows for row in each), "names a row that the data lacks") for key, each in rows.items()),
+        *(
+            (key, all(row < num_rows for row in each), "contains a row that is not in the data")
+            for key, each in rows.items()
+        ),
     ]
     for key, is_valid, problem in limits:
         if not is_valid:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megarl.algorithms.baselines import MovingAverage
 from megarl.cluster.groups.trainers import TrainerGroup
@@ -41,7 +41,10 @@ def prepare_updates(
     """Compute per-token rewards and baselines, dispatch the samples to the ranks, and run the forward-only passes that
     the updates need. An implicit reward model is trained first, because it provides rewards. `average` is the moving
     average of earlier steps' rewards, updated with the rewards in this step."""
-    epochs = epochs_of(config, rollouts.chosen, number)
+    trained = [
+        [replace(item, is_stale=item.version_oldest < number - 1) for item in group] for group in rollouts.chosen
+    ]
+    epochs = epochs_of(config, trained, number)
     if config.algorithm.objective.spec.is_pairwise:
         return _prepare_pairs(config, workers, epochs, number)
     rewards = reward_tokens(config, workers, epochs[0], rollouts.process_rewards)

@@ -27,9 +27,9 @@ IMPORT_S = 60.0
 STACKS_S = 0.1
 """Seconds that a process has to write its stack traces, about a hundred times as long as it needs."""
 
-EXIT_S = 1.0
-"""Seconds that a process has to exit after its connection has closed. Python closes it slightly before the process
-exits."""
+EXIT_S = 10.0
+"""Seconds that a process has to exit after its connection has closed. Python closes it before the process exits. On a
+busy machine more than a second may pass in between."""
 
 CLEANUP_S = 20.0
 """Seconds that a self-cleaning program has to exit after the process that started it was killed. The longest grace

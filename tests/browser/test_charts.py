@@ -88,7 +88,7 @@ def plot_area(tab: Tab, title: str) -> tuple[float, float, float, float]:
 
 
 def choose(tab: Tab, control: str, value: object) -> None:
-    """Set a control as a user does, who causes an input event."""
+    """Set a control and dispatch an input event, as a user's input does."""
     node = f"document.getElementById('{control}')"
     tab.eval(f"{node}.value = '{value}'; {node}.dispatchEvent(new Event('input'))")
 
@@ -243,7 +243,7 @@ def test_live_charts_receive_only_new_steps(tmp_path: Path) -> None:
 
 
 def test_long_run_opens_with_few_charts(tmp_path: Path) -> None:
-    """5,000 steps of 120 metrics."""
+    """The run has 5,000 steps with 120 metrics each."""
     folder = write_run(tmp_path / "long", 1)
     metrics = {f"own/{number:03d}": float(number) for number in range(108)}
     with (folder / "metrics.jsonl").open("w") as lines:

@@ -37,6 +37,10 @@ def test_each_prompt_is_trained_on_once(run):
     for number, (step, step_rows) in enumerate(zip(steps, rows, strict=True), start=1):
         ages = [number - 1 - run["version"] for row in step_rows for run in row["version"]]
         assert step["weights/version"] == number and step["weights/staleness_max"] == max(ages) <= 1
+        oldest = [number - 1 - min(run["version"] for run in row["version"]) for row in step_rows]
+        assert ("mismatch/logprob_abs_mean" in step) == (min(oldest) == 0)
+        assert ("policy_lag/logprob_abs_mean" in step) == (max(oldest) > 0)
+        assert step.get("mismatch/logprob_abs_mean", 0) < 1e-5
         assert step["rollout/groups_ahead"] == (PROMPTS if number < STEPS else 0)
     assert sum(step["weights/mixed_frac"] for step in steps) > 0, "no rollout was unfinished during a refit"
     rewards = [step["reward/mean"] for step in steps]

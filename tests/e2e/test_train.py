@@ -15,6 +15,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import megarl
 from megarl.cluster.trace import DRIVER
 from megarl.megatron.checkpoint.conversion import layout_of_files, megatron_to_huggingface, reshape
 from megarl.run.diagnosis.comparison import first_different, verdict
@@ -247,22 +248,22 @@ def test_greedy_evaluation_equals_transformers(learned):
         assert tokenizer.decode(out, skip_special_tokens=True) == row["response"]
 
 
-def test_evaluate_reproduces_the_final_evaluation(learned, tmp_path):
-    recipe, out = learned.parents[1] / "recipe.yaml", tmp_path / "out"
-    command = [sys.executable, "-m", "megarl.cli", "evaluate", str(learned / "model"), str(recipe), WITH_AGENTS]
-    done = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True, timeout=RUN_S)
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    last, sets = lines_of(learned)[-1], json.loads((out / "results.json").read_text())["sets"]
+def test_evaluation_from_python_reproduces_the_final_one(learned, tmp_path, capfd):
+    """The function runs the command `megarl evaluate`."""
+    key, value = WITH_AGENTS.split("=", 1)
+    config, out = megarl.load_config(learned.parents[1] / "recipe.yaml", {key: yaml.safe_load(value)}), tmp_path / "out"
+    last, sets = lines_of(learned)[-1], megarl.run_evaluation(learned / "model", config, out)["sets"]
+    printed = capfd.readouterr().out
     for name, found in sets.items():
         for estimate, value in found["estimates"].items():
             assert value["value"] == pytest.approx(last[f"evaluation/{name}/{estimate}"])
-            assert f"{estimate}  " in done.stdout
+            assert f"{estimate}  " in printed
         samples = [json.loads(line) for line in (out / f"{name}.jsonl").read_text().splitlines()]
         expected = [row["response"] for row in evaluation_rows(learned, name, 20)]
         assert [row["response"] for row in samples] == expected
-    again = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True, timeout=RUN_S)
-    assert again.returncode == 2
-    assert again.stderr == f"megarl: error: --out {out}: the folder already exists. Fix: pass a different folder\n"
+    with pytest.raises(megarl.UserError) as raised:
+        megarl.run_evaluation(learned / "model", config, out)
+    assert str(raised.value) == f"--out {out}: the folder already exists. Fix: pass a different folder"
 
 
 def test_last_checkpoint_converts_to_exported_model(learned, tmp_path):

@@ -355,7 +355,7 @@ def test_reward_process_starts_without_torch() -> None:
     assert "ray" in loaded.split() and {"torch", "vllm", "transformers"}.isdisjoint(loaded.split())
 
 
-def test_a_trainer_rank_needs_neither_ray_nor_vllm_nor_the_torch_compiler() -> None:
+def test_trainer_rank_imports_neither_ray_vllm_nor_compiler() -> None:
     """A single rank must run on a machine that has only torch and megatron-core."""
     code = (
         "import sys, torch; compiler = torch.compile\n"

@@ -253,6 +253,24 @@ def test_update_without_samples_is_skipped():
     assert values(metrics) == {"policy/loss": 1.0}
 
 
+@pytest.mark.parametrize("objective", ["clip", "dpo"])
+def test_samples_of_earlier_weights_are_stale(objective):
+    """Step 3 starts from version 2."""
+    keys = "batch={prompts_per_step: 2, prompts_per_update: 2}", "actor.tokens_per_microbatch=128"
+    settings = config(*keys, f"algorithm.objective.name={objective}")
+    groups, _ = select(settings, GROUPS, [*map(score, [1.0, 0.0, 0.0, 1.0])])
+    versions = [[(2, 2), (1, 2)], [(1, 1), (2, 2)]]
+    dated = [
+        [replace(item, version_oldest=old, version_newest=new) for item, (old, new) in zip(group, pairs, strict=True)]
+        for group, pairs in zip(groups, versions, strict=True)
+    ]
+    actor = Group(loss("policy", 1.0))
+    train(settings, workers_of(actor), rollouts_of(dated), 3, MovingAverage())
+    [update] = actor.updates
+    stale = {item.id: item.is_stale for item in update}
+    assert stale == {"1.0.0": False, "1.0.1": True, "1.1.0": True, "1.1.1": False}
+
+
 @pytest.mark.parametrize("estimator", ["grpo", "gae"])
 def test_loss_of_a_step_is_the_mean_over_its_updates(estimator):
     settings = config(

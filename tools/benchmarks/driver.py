@@ -165,7 +165,7 @@ def measure_step(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]
 
 
 def driver(step: Step, lap: Laps) -> list[RankBatch]:
-    """Run the driver's part of a step with one update, in the same order, and return the ranks' batches."""
+    """Run the driver's part of a step with one update, in the order of a real step. Return the ranks' batches."""
     config = step.config
     lap("requests", requests, config, 1, step.prompts)
     groups, metrics = lap("join with scores", select, config, step.samples, step.scores)

@@ -130,7 +130,7 @@ class CommonWay:
         return sum(map(len, self.stages[:stage]))
 
     def tensors(self, stage: int) -> dict[str, Writes]:
-        """Return a stage's checkpoint tensors and the writes that assemble them. A tied head is sent as embedding."""
+        """Return the writes that assemble each checkpoint tensor of a stage. A tied head is sent as the embedding."""
         held = {p.canonical for holder in self.stages[stage] for p in holder.pieces} - {None}
         earlier = {p.canonical for ranks in self.stages[:stage] for holder in ranks for p in holder.pieces}
         names = [name for name in self.folder.shapes if name in held - earlier]
@@ -211,7 +211,7 @@ class Engine:
         self._engine.connect(CompactPlan.of(plan), channel, [holder], by_loader=False)
 
     def refit(self) -> float:
-        """Refit the engine. Return the seconds."""
+        """Refit the engine. Return the duration in seconds."""
         self._version += 1
         start = time.perf_counter()
         self._engine.refit(self._version)
@@ -222,7 +222,7 @@ class Engine:
         self._tensors = [list(way.tensors(stage)) for stage in range(len(way.stages))]
 
     def receive_common(self) -> float:
-        """Receive and load the baseline's tensors. Return the seconds."""
+        """Receive and load the baseline's tensors. Return the duration in seconds."""
         start = time.perf_counter()
         self._engine._llm.apply_model(self._load)
         self._engine._llm.reset_prefix_cache()

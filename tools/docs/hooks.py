@@ -1,7 +1,7 @@
-"""MkDocs hooks: add the generated pages, and the repository's own pages that the site links to.
+"""MkDocs hooks that add generated pages, and copies of the repository's files to which pages link.
 
-A page may link to any file of the repository, such as `../launch/README.md`. The link works for readers of the
-repository, and in the site, which has a copy of the file under `repository/`.
+A page may link to any file in the repository, such as `../launch/README.md`. The link works in the repository and on
+the site, which contains a copy of the file under `repository/`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LINK = re.compile(r"\[([^\]]*)\]\((?!https?:|mailto:|#)([^)#\s]+)(#[^)]*)?\)")
 
 
 def target_of(page: str, link: str) -> str:
-    """Return the target of a link as a path in the repository. page: the page's path in the site."""
+    """Return the target of a link as a path in the repository. page: the page's path on the site."""
     folder = posixpath.dirname(page.removeprefix("repository/") if page.startswith("repository/") else f"docs/{page}")
     return posixpath.normpath(posixpath.join(folder, link))
 
@@ -47,7 +47,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Replace links by paths in the site, and remove links to folders."""
+    """Rewrite links as paths on the site, and remove links to folders."""
     folder = posixpath.dirname(page.file.src_uri)
 
     def resolve(match: re.Match[str]) -> str:

@@ -144,7 +144,7 @@ def metrics_page() -> str:
         "# Metrics",
         "",
         "Each line of `metrics.jsonl` has the metrics of one step. A fraction is a number from 0 to 1. NaN and",
-        "infinities are `null`, and their names are listed under `nonfinite`. In the names, ROLE is `actor`, `critic`",
+        "infinities are `null`, and these metrics are listed under `nonfinite`. In names, ROLE is `actor`, `critic`",
         "or `implicit_reward`, and MODEL is `policy` (the actor), `value` (the critic), `implicit_reward` or",
         "`reward_model`.",
     ]
@@ -206,7 +206,7 @@ def code(text: str) -> str:
 
 
 def cell(text: str) -> str:
-    """Return text for one cell of a table."""
+    """Escape text for one cell of a table."""
     return " ".join(text.replace("|", "\\|").split())
 
 
@@ -216,4 +216,4 @@ PAGES = {
     "reference/metrics.md": metrics_page,
     "reference/python-api.md": api_page,
 }
-"""Generated pages by their paths in the site."""
+"""Path on the site -> function that generates the page."""

@@ -17,9 +17,8 @@ def pass_at_k(group: Sequence[Member], k: int, pass_at_k_baseline: str, std: str
     deviation over the k-subsets, or `against_without`.
 
     Args:
-        k: subset size. If some rewards failed, it is at most the number of remaining samples. With
-            pass_at_k_baseline="all" it is at most one less than that number, since all samples would share the only
-            subset of full size.
+        k: subset size, limited to the number of samples in the group (some rewards may have failed). With
+            pass_at_k_baseline="all" the limit is one less, because the only subset of full size contains every sample.
         std: "none" skips the division. "population" uses the population standard deviation, because all k-subsets are
             enumerated.
     """
@@ -96,8 +95,8 @@ def _check(rewards: Sequence[float], k: int) -> None:
 
 
 def k_is_at_most_the_group_size(options: Options, samples_per_prompt: int) -> str | None:
-    """Require that k is at most the number of samples, or less with the baseline over all subsets: n samples have only
-    one subset of size n, which contains every sample."""
+    """Require k to be at most the number of samples, and less than it with the baseline over all subsets: n samples
+    have only one subset of size n, which contains every sample."""
     k, all_sets = options["k"], options["pass_at_k_baseline"] == "all"
     if samples_per_prompt < 2:  # rejected for every group estimator
         return None

@@ -203,14 +203,14 @@ class EngineGroup(VllmGroup):
     def generate(
         self, groups: Sequence[Sequence[SamplingRequest]], listener: ActorHandle | None = None
     ) -> Pending[list[Sampled]]:
-        """Sample responses for the requests of each prompt. For each prompt, in order, the result contains its samples
-        or Aborted. If an engine is lost in the meantime, its requests go to the remaining engines. The method `begin`
+        """Sample responses for the requests of each prompt. The result contains each prompt's samples, or Aborted, in
+        order. If an engine is lost in the meantime, its requests go to the remaining engines. The method `begin`
         of the actor `listener` receives each sample as soon as it is complete."""
         return self.route(groups, partial(self._sample, listener), self._abort)
 
     def route(self, groups: Requests, run: Run, abort: Abort) -> Pending[list[Sampled]]:
-        """Run the rollouts of each group on one of the engines. For each group, in order, the result contains its
-        samples or Aborted. The groups of a lost engine run on the remaining engines.
+        """Run the rollouts of each group on one of the engines. The result contains each group's samples, or Aborted,
+        in order. The groups of a lost engine run on the remaining engines.
 
         Args:
             run: function that takes each engine's requests, by engine name, and starts the rollouts. Its result omits
@@ -242,8 +242,7 @@ class EngineGroup(VllmGroup):
         return self._submit(GENERATE, {name: outputs[0] for name, outputs in refs.items()}).then(by_engine)
 
     def generate_on_each(self, requests_of: Callable[[str], Sequence[SamplingRequest]]) -> Pending[dict[str, Group]]:
-        """Sample the requests that `requests_of` returns for each live engine. The result has the samples by engine
-        name."""
+        """Sample the requests that `requests_of` returns for each live engine. Return the samples by engine name."""
         requests = {name: requests_of(name) for name in self.names}
 
         def collect(answers: Answered) -> dict[str, Group]:

@@ -173,9 +173,9 @@ class EnvironmentGroup(WorkerGroup):
         return self._start(self._config, self._model_folder)
 
     def generate(self, groups: Requests, listener: ActorHandle) -> Pending[list[Sampled]]:
-        """Run the rollouts for each prompt. For each prompt, in order, the result contains its samples or Aborted. If
-        an engine is lost in the meantime, its rollouts restart on the remaining engines. The method `begin` of the
-        actor `listener` receives each rollout's samples as soon as the rollout finishes."""
+        """Run the rollouts for each prompt. The result contains each prompt's samples, or Aborted, in order. If an
+        engine is lost in the meantime, its rollouts restart on the remaining engines. The method `begin` of the actor
+        `listener` receives each rollout's samples as soon as the rollout finishes."""
         return self._generate(groups, self._train, listener)
 
     def evaluate(self, groups: Requests, set_config: Config) -> Pending[list[Sampled]]:

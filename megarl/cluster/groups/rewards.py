@@ -60,7 +60,7 @@ WaitingGroup = tuple[int, int, list[SampleRef]]
 """(prompt's row in the data, weight version with which its samples started, samples)."""
 
 MAX_ENDED = 2**18
-"""Number of rollouts whose late samples are recognized."""
+"""Number of rollout ids to remember in order to recognize late samples."""
 
 
 class RewardWorker:
@@ -74,7 +74,7 @@ class RewardWorker:
         self._begun: dict[str, tuple[Sample, asyncio.Task[dict[str, Result]]]] = {}
         """Samples that the reward functions have started to score, by rollout id."""
         self._ended: dict[str, None] = {}
-        """Ids of the last rollouts that were scored or dropped, oldest first."""
+        """Ids of the most recent rollouts that were scored or dropped, oldest first."""
         self._num_detailed_groups = config.num_detailed_groups
         rewards = self._rewards = config.rewards
         rewards_tokens = config.algorithm.advantage.credits_to_go

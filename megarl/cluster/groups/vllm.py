@@ -266,7 +266,7 @@ class VllmGroup(WorkerGroup):
 
     def drop(self, lost: Collection[str], phase: str) -> None:
         """Remove the lost engines, and restart them if `restarts` is set. Raise RunFailure if no engine is left, unless
-        work may wait for a restarting one."""
+        work may wait for an engine that is restarting."""
         # Another call may have noticed the loss first.
         lost = [name for name in lost if name in self._actors]
         for name in lost:
@@ -330,7 +330,7 @@ class VllmGroup(WorkerGroup):
 
     def _watch(self) -> None:
         """If the loss of any engine would end the run, watch the engines, so that a loss interrupts every wait.
-        Otherwise, only calls to a lost engine notice its loss."""
+        Otherwise, a loss fails only the calls to the lost engine."""
         self._session.unwatch(self._processes)
         if not self.may_fail:
             self._session.watch(self._actors)

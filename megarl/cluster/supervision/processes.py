@@ -33,8 +33,8 @@ def adopt_orphans() -> None:
 
 def end_descendants(grace_s: float = 3.0, tracker_s: float = 10.0) -> None:
     """Terminate all descendants of this process and wait until they have exited. Send SIGTERM first, which lets
-    processes release shared memory, and SIGKILL after grace_s seconds. Python's resource trackers clean up after killed
-    processes and then exit, for which they have tracker_s seconds. Processes of other users are not awaited."""
+    processes release shared memory, and SIGKILL after grace_s seconds. Python's resource trackers get tracker_s seconds
+    to clean up after killed processes and exit. Processes of other users are not awaited."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         # List the processes again for the second signal, because new ones may have started in between.
         others = [pid for pid in descendants() if not _tracks_resources(pid)]

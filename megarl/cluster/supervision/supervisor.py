@@ -58,9 +58,9 @@ def supervised(grace_s: float = 0.0) -> Iterator[Path]:
     # By default, torch runs compiled code from a folder in /tmp that another user may have created.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(scratch / "inductor"))
     for number in (signal.SIGTTIN, signal.SIGTTOU):
-        signal.signal(number, signal.SIG_IGN)  # they suspend background process groups that use the terminal
+        signal.signal(number, signal.SIG_IGN)  # these signals suspend background process groups that use the terminal
     processes.adopt_orphans()
-    signal_with_parent(signal.SIGINT)  # if the parent exits for any reason
+    signal_with_parent(signal.SIGINT)  # interrupt this process if the parent exits for any reason
     interrupts.listen({signal.SIGINT, *signals})
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
     try:

@@ -97,8 +97,8 @@ def labels_are_not_reserved(config: Config) -> Iterator[str]:
     entries = [entry for entry in config.rewards.functions if RESERVED.fullmatch(entry.label)]
     if entries:
         yield (
-            f"rewards.functions: {entries[0].function}: its name {entries[0].label} is reserved for a metric of "
-            "megarl. Fix: add `name: OTHER` to the entry, or change its name"
+            f"rewards.functions: {entries[0].function}: the name {entries[0].label} is reserved for one of "
+            "megarl's metrics. Fix: add `name: OTHER` to the entry, or change its name"
         )
 
 

@@ -79,8 +79,8 @@ def allowed_changes_are_possible(config: Config) -> Iterator[str]:
             yield f"run.allow_changes: {name} is not a key; {suggest(name)}"
         elif keys and not all(map(is_free, keys)) and not any(map(may_be_allowed, keys)):
             yield (
-                f"run.allow_changes: {name} never changes in a run, because its models, data or checkpoints depend on "
-                "it. Fix: remove it from the list, and start a new run to change it"
+                f"run.allow_changes: {name} cannot change in the middle of a run, because its models, data or "
+                "checkpoints depend on it. Fix: remove it from the list, and start a new run to change it"
             )
 
 

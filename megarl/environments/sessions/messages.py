@@ -1,4 +1,4 @@
-"""Converts Chat Completions API messages to the chat template format, and to a canonical form for comparisons."""
+"""Convert Chat Completions API messages to the chat template format, and to a canonical form for comparisons."""
 
 from __future__ import annotations
 

@@ -30,8 +30,8 @@ MODEL = "policy"
 """The policy's model name. Requests may use any name, because there is only one model."""
 
 LARGEST_REQUEST, LONG_REQUEST = 64 * 2**20, 2**18
-"""Maximum number of bytes in a request's body, and the number above which it is parsed in a thread. The
-context length may allow fewer."""
+"""Maximum number of bytes in a request's body, and the number above which it is parsed in a thread. A short context
+lowers the maximum, see `Session.check_num_bytes`."""
 
 BODY_S = 60.0
 """Timeout in seconds for receiving a request's body."""
@@ -56,7 +56,7 @@ class SessionServer:
         """Create a server.
 
         Args:
-            tokens_of: returns the renderer for a request's tools. It is called once for each distinct set of tools.
+            tokens_of: function that returns the renderer for a request's tools, called once per distinct set of tools.
             sampling: the run's sampling parameters, keyed by API name. Requests may contain the same values.
         """
         self._tokenizer, self._sampling = tokenizer, sampling or {}

@@ -39,8 +39,9 @@ class TurnTokens(Tokens, Protocol):
 
 
 BYTES_PER_TOKEN, MIN_BYTES = 16, 2**20
-"""A request may have this many bytes per token of the context, but at least MIN_BYTES. The parser holds Python's global
-interpreter lock, so all sessions wait for it: 1 MiB of empty lists takes 0.1 s, 64 MiB more than ten seconds."""
+"""A request may have this many bytes per token of the context length, or MIN_BYTES if that is more. The parser holds
+Python's global interpreter lock, so all sessions wait for it: 1 MiB of empty lists takes 0.1 s, 64 MiB more than ten
+seconds."""
 
 CLOSED = ApiError(401, "invalid_api_key", "no session is open for this api_key. The session may have been closed")
 
@@ -181,7 +182,7 @@ class Session:
             raise self._context_exceeded(f"a request of {num_bytes} bytes, more than {most}")
 
     async def _require_room(self, request: ChatRequest) -> None:
-        """Reject long requests before they are rendered and tokenized in the event loop, which serves all sessions.
+        """Reject long requests before they are rendered and tokenized, which takes seconds for several megabytes.
         Templates may drop parts of a request, so the limit for its text is several times the context length."""
         most = ROOM * self.limits.context_length
         texts = [text for message in request.messages for text in texts_of(message)]

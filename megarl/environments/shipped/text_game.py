@@ -27,8 +27,8 @@ _COMMAND = re.compile(rf"\b({'|'.join(COMMANDS)})\b")
 
 @dataclass(frozen=True, slots=True)
 class House:
-    """A house with a grid of rooms. `doors` has pairs of neighboring rooms in both orders. `start`, `key` and `chest`
-    are the rooms of the player's start, the key and the chest."""
+    """A house with a grid of rooms. `doors` contains pairs of connected rooms, each in both orders. `start`, `key` and
+    `chest` are the rooms where the player starts, the key lies and the chest stands."""
 
     doors: frozenset[tuple[Room, Room]]
     start: Room

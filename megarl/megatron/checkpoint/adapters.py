@@ -160,6 +160,6 @@ def _open(path: Path, huggingface: Path | None) -> Iterator[StoredAdapters]:
             base_hash = sealed.state["models"]["model.path"]["hash"]
         except (LookupError, TypeError) as error:
             raise UserError(
-                f"{sealed.path}: manifest.json has no hash of model.path ({error}). Fix: restore it"
+                f"{sealed.path}: manifest.json has no hash of model.path ({error}). Fix: restore the file"
             ) from None
         yield StoredAdapters(config, folder, base, base_hash)

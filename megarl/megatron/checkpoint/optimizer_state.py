@@ -207,7 +207,7 @@ def _set_count(part: DistributedOptimizer, num_updates: int) -> None:
     keep it per parameter group."""
     if kernels.adam() == kernels.TORCH_ADAM:
         for main, state in part.optimizer.state.items():
-            state["step"] = torch.tensor(float(num_updates), device=main.device)  # the fused kernel requires it there
+            state["step"] = torch.tensor(float(num_updates), device=main.device)  # where the fused kernel requires it
     else:
         for param_group in part.optimizer.param_groups:
             param_group["step"] = num_updates

@@ -224,7 +224,7 @@ def _checked_counters(counters: Any, folder: Path) -> dict[str, float]:
         raise UserError(f"{folder}: counters={shown(counters)} has no num_updates. {fix}")
     for name, value in counters.items():
         if not is_plain(value, float) or value < 0:
-            raise UserError(f"{folder}: counters.{name}={shown(value)} is not a count. {fix}")
+            raise UserError(f"{folder}: counters.{name}={shown(value)} is not a nonnegative number. {fix}")
     return counters
 
 

@@ -214,8 +214,8 @@ class ActorWorker(TrainerWorker):
         self._penalty = counters.get("penalty")
 
     def load_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Load the checkpoint as the base class does. Adapted coefficients start again from the config's values if
-        those have changed or are no longer adapted."""
+        """Load the checkpoint as the base class does. An adapted coefficient restarts from the config's value
+        if that value has changed or the coefficient is no longer adapted."""
         super().load_checkpoint(checkpoint)
         saved, algorithm = checkpoint.state["config"]["algorithm"], self._config.algorithm
         kl, objective = algorithm.kl, algorithm.objective

@@ -253,7 +253,7 @@ class TrainerWorker(ModelWorker, ABC):
             self._is_complete = True
 
     def start_profile(self, ranks: Sequence[int]) -> None:
-        """Start to record operators and kernels. Shapes, stacks and memory are not recorded, to limit the overhead."""
+        """Start recording operators and kernels. Shapes, stacks and memory are not recorded, to limit the overhead."""
         if self._rank in ranks:
             self._profile = torch.profiler.profile(activities=torch.profiler.supported_activities())
             self._profile.start()

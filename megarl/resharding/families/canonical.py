@@ -71,7 +71,7 @@ class Canonical:
 
 
 class _Layer(NamedTuple):
-    """The parts and tensors in a layer. All layers with experts have the same ones, and so do all dense layers."""
+    """The parts and tensors in a layer. All layers with experts share them, and so do all dense layers."""
 
     parts: list[Part]
     shapes: dict[str, Shape]

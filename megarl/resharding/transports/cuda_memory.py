@@ -69,8 +69,8 @@ class CudaMemory:
     """A Channel to sources that different processes have published on this machine's GPUs."""
 
     def __init__(self, sources: Mapping[str, Mapping[str, Published[Segment]]], moving: bool):
-        """`sources` maps source name -> reader name -> parameters published for that reader. If `moving`, the owners
-        may move their tensors after a refit, and the channel is used for one refit only."""
+        """`sources` maps source name -> reader name -> parameters published for that reader. `moving`: whether
+        the owners may move their tensors after a refit; the channel is then used for one refit only."""
         self._sources, self._moving = sources, moving
 
     def open(self, member: str, parameters: Mapping[str, torch.Tensor], plan: Plan, in_place: bool = True) -> GpuReader:

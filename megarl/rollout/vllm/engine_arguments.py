@@ -77,7 +77,7 @@ def _check_extra(section: EngineSection, extra: Mapping[str, Any], latent: Mappi
 
 
 def _latent_attention_arguments(folder: Path) -> dict[str, Any]:
-    """Return the argument that selects a latent attention kernel on CPU with which kv_b_proj can be written in place.
+    """Return the argument that selects a CPU kernel for latent attention that supports in-place writes of kv_b_proj.
     Raise UserError if vLLM's CPU build has no kernel for the model."""
     if device.on_cuda():
         return {}

@@ -1,4 +1,4 @@
-"""Commands in a process of their own: callbacks, errors and interrupts. A script takes the place of megarl."""
+"""Commands in their own process: callbacks, errors and interrupts. A script replaces megarl."""
 
 from __future__ import annotations
 

@@ -138,10 +138,16 @@ TENSORS = (torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(1), torch.ones(1, 2
     ("call", "message"),
     [
         (lambda: megarl.compute_advantages("gropo", [[1.0]]), r"^estimator=gropo: unknown\. Fix: use one of .*grpo"),
-        (lambda: megarl.compute_advantages("gae", [[1.0]]), r"^estimator=gae: has one advantage per token\. Fix: use"),
+        (
+            lambda: megarl.compute_advantages("gae", [[1.0]]),
+            r"^estimator=gae: computes one advantage per token\. Fix: use",
+        ),
         (lambda: megarl.compute_advantages("grpo", [[1.0]], std="x"), r"^std='x': .*Fix: use the options"),
         (lambda: megarl.compute_advantages("grpo", [[1.0]], k=1), r"^k=1: grpo has no such option\. Fix: "),
-        (lambda: megarl.compute_token_advantages("grpo", *TENSORS[:2]), r"^estimator=grpo: has one advantage per sa"),
+        (
+            lambda: megarl.compute_token_advantages("grpo", *TENSORS[:2]),
+            r"^estimator=grpo: computes one advantage per sa",
+        ),
         (lambda: megarl.compute_token_advantages("gae", *TENSORS[:2]), r"^estimator=gae: needs values\. Fix: pass"),
         (lambda: megarl.policy_loss("clip_cov", *TENSORS), r"^objective=clip_cov: selects tokens"),
         (lambda: megarl.policy_loss("clip", *TENSORS, aggregation="mean"), r"^aggregation=mean: unknown\. Fix: use"),

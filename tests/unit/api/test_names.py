@@ -35,10 +35,10 @@ PUBLIC = [
     "run_evaluation",
     "run_training",
 ]
-"""A name that is removed or renamed breaks the programs of users."""
+"""Removing or renaming one of these names would break users' programs."""
 
 
-def test_public_names_are_these():
+def test_public_names_are_unchanged():
     assert sorted(megarl.__all__) == dir(megarl) == sorted(PUBLIC)
     assert sorted(["__version__", *megarl._MODULES]) == sorted(PUBLIC)
 

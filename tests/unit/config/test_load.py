@@ -361,7 +361,7 @@ def test_null_restores_the_defaults_of_an_optional_section(write: Write, key: st
     assert defaults == load(write("run: {name: x}\n"))
 
 
-def test_null_switches_evaluation_off(write: Write) -> None:
+def test_null_disables_evaluation(write: Write) -> None:
     text = "evaluation: {every_steps: 5, at_start: false, best: {metric: evaluation/a/avg@1}, sets: [{name: a}]}\n"
     path = write(f"checkpoint: {{every_steps: 5}}\n{text}")
     assert load(path).evaluation.sets
@@ -373,7 +373,7 @@ def test_null_switches_evaluation_off(write: Write) -> None:
     assert load(path.parent / "off.yaml").evaluation == off
 
 
-def test_null_switches_environment_and_adapters_off(write: Write) -> None:
+def test_null_disables_environment_and_adapters(write: Write) -> None:
     text = "environment: {class: calculator, max_turns: 3}\nactor: {lora: {rank: 4}}\nrewards: {functions: []}\n"
     path = write(text)
     assert load(path).has_environment and load(path).actor.adapters

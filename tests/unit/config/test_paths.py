@@ -1,4 +1,4 @@
-"""Relative paths in recipes start at the recipe's folder, those on the command line at the working directory."""
+"""Relative paths in recipes are relative to the recipe's folder, those on the command line to the working directory."""
 
 from __future__ import annotations
 

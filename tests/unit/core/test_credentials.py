@@ -1,4 +1,4 @@
-"""Tests of the detection of credentials in text and in names of options."""
+"""Credentials are detected in text and in option names."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ def raised(error: Exception, cause: Exception | None, is_suppressed: bool = Fals
     return error
 
 
-def test_chain_is_that_of_the_traceback() -> None:
+def test_chain_matches_the_traceback() -> None:
     first, second, third = OSError("first"), ValueError("second"), RuntimeError("third")
     assert list(causes(raised(third, raised(second, first)))) == [third, second, first]
     assert list(causes(raised(third, second, is_suppressed=True))) == [third]

@@ -32,6 +32,11 @@ FORMS = {
     "idle/engines": '"engines": self.engines.take_idle_share()',
     "idle/ROLE": "idle/{",
     "memory/ROLE_STATE_offloaded_gb": "}_offloaded_gb",
+    **{
+        f"{section}/{name}": f"{{section}}/{name}"
+        for section in ("mismatch", "policy_lag")
+        for name in ("logprob_abs_mean", "logprob_abs_max", "kl")
+    },
     "weights/staleness_N_share": "weights/staleness_{",
     "kl/FORM": '"kl/"',
     "environment/stop_REASON": "environment/stop_{",

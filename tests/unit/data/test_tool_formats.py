@@ -98,7 +98,7 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_number_of_calls_is_limited(name, monkeypatch):
-    """The first 64 calls are parsed, and one error stands for the others."""
+    """The first 64 calls are parsed, and one error replaces the others."""
     begin, call, end = CALLS[name]
     parsed, parse = [], tool_formats._call
     monkeypatch.setattr(tool_formats, "_call", lambda *arguments: parsed.append(1) or parse(*arguments))
@@ -106,7 +106,9 @@ def test_number_of_calls_is_limited(name, monkeypatch):
     parsed.clear()
     *calls, rest = read(name, begin + call * 3000 + end)
     assert [type(each) for each in calls] == [ToolCall] * 64 and len(parsed) == 65
-    assert isinstance(rest, MalformedCall) and rest.reason == "a turn may have 64 tool calls; the others were not run"
+    assert (
+        isinstance(rest, MalformedCall) and rest.reason == "a turn may have 64 tool calls; further calls were not run"
+    )
 
 
 DEEP = "[" * 100_000

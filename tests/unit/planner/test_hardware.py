@@ -30,7 +30,9 @@ def test_malformed_cluster_is_refused(text, problem):
 
 @pytest.mark.parametrize("headroom", [-0.1, 1.0])
 def test_headroom_out_of_range_is_refused(headroom):
-    with pytest.raises(UserError, match=r"^--headroom .*: expected a fraction from 0 to below 1. Fix: use 0.08"):
+    with pytest.raises(
+        UserError, match=r"^--headroom .*: expected a fraction of at least 0 and below 1. Fix: use 0.08"
+    ):
         read_cluster("8xH100", headroom=headroom)
 
 

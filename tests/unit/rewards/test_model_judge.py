@@ -86,7 +86,7 @@ def test_prompt_must_leave_room_for_a_response():
     judged = judge(template("Rate {prompt} {response}"), longest=50)
     judged.check_prompt(SAMPLE.prompt)
     with pytest.raises(
-        Unreadable, match=r"has 93 tokens .* leaves 40 .*max_new_tokens=10\)\. Fix: raise reward_model.con"
+        Unreadable, match=r"has 93 tokens .* context has 40 .*max_new_tokens=10\)\. Fix: raise reward_model.con"
     ):
         judged.check_prompt(Prompt("p", "", IDS * 20))
 

@@ -185,7 +185,7 @@ def test_functions_with_the_same_name_are_refused(second, remedy):
     "name", ["mean", "environment", "environment_moves", "baseline", "a_unrated_frac", "a_truncated_frac", "judge"]
 )
 def test_name_of_another_metric_is_refused(name: str):
-    problem = f"its name {name} is reserved for a metric of megarl. Fix: add `name: OTHER` to the entry"
+    problem = f"the name {name} is reserved for one of megarl's metrics. Fix: add `name: OTHER` to the entry"
     with pytest.raises(ValueError, match=f"rewards.functions: exact_match: {problem}"):
         load(QUICKSTART, [f"rewards.functions=[{{function: exact_match, name: {name}}}]"])
     with pytest.raises(ValueError, match=f"rewards.functions: .*/score.py:{name}: {problem}"):

@@ -169,7 +169,7 @@ def templated(content: str) -> PreTrainedTokenizerFast:
     ],
 )
 @pytest.mark.parametrize("kind", ["token", "sequence"])
-def test_template_that_changes_the_response_is_no_failure(content, response, shown, first_end, kind):
+def test_template_that_changes_the_response_is_not_a_failure(content, response, shown, first_end, kind):
     tokenizer = templated(content)
     reading = reader("chat", kind, tokenizer).read(sample(response, ACTOR))
     if kind == "sequence":

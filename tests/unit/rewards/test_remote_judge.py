@@ -146,7 +146,7 @@ def test_response_that_the_server_rejects_is_truncated(server):
     assert (poison.value, poison.failure) == (0.0, None) and "status 400" in poison.issues["truncated"]
 
 
-def test_response_that_is_rejected_in_every_part_gets_the_worst_rating(server):
+def test_response_rejected_in_every_part_gets_the_worst_rating(server):
     [result] = judged(server, "!" * 16)
     assert (result.value, result.failure) == (0.0, None)
     assert "returned status 422" in result.issues["unrated"] and result.issues["truncated"] is None

@@ -196,7 +196,7 @@ def test_remedy_fits_the_error(error: Exception, remedy: str) -> None:
     assert problem.startswith("the row has no column 'task', which the reward function requires. Fix: add the column")
 
 
-def test_lost_process_of_a_check_is_no_problem_of_the_row() -> None:
+def test_process_lost_in_a_check_is_not_blamed_on_the_row() -> None:
     def check(answer: Any) -> None:
         raise ProcessLost("killed")
 

@@ -106,7 +106,7 @@ def test_reopen_keeps_data_up_to_the_checkpoint(config):
     assert RunFolder.reopen(longer, step=2).logs == folder.path / "logs" / "attempt_3"
 
 
-def test_changes_and_warnings_survive_a_kill_while_the_folder_is_opened(config, monkeypatch):
+def test_changes_and_warnings_survive_a_kill_during_reopening(config, monkeypatch):
     """The previous manifest is moved to the logs before the new one is written."""
     RunFolder.create(config)
     second = RunFolder.reopen(config, 2, changes=[Change("actor.optimizer.lr", 1.0, 2.0)])

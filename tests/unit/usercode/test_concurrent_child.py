@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 import psutil
 import pytest
 
+from megarl.usercode import child_process
 from megarl.usercode.child_process import ChildFailure, ConcurrentChild
 from tests.timing import HANG_S, SHORT_S, WAIT_S, wait_until
 
@@ -101,7 +102,10 @@ def test_cancelled_request_does_not_disturb_others():
         (f"parent.close(); time.sleep({HANG_S})", "closed its connection"),
     ],
 )
-def test_end_of_the_process_fails_all_requests(act: str, reason: str):
+def test_end_of_the_process_fails_all_requests(monkeypatch: pytest.MonkeyPatch, act: str, reason: str):
+    if act.startswith("parent.close()"):
+        monkeypatch.setattr(child_process, "EXIT_S", SHORT_S)
+
     async def test(child: ConcurrentChild) -> None:
         requests = [child.request(WAIT_S, wait=True), child.request(WAIT_S, act=act), child.request(WAIT_S, wait=True)]
         for failure in await asyncio.gather(*requests, return_exceptions=True):

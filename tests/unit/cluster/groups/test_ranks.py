@@ -36,7 +36,7 @@ CASES = [("tp: 2", None, "1"), ("cp: 2", None, "1"), ("pp: 2, dp: 2", None, "uns
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The values in the ranks' environments. The ranks are forked from one process, because its imports take long."""
+    """The values in the ranks' environments. The ranks are forked from one process, because importing takes long."""
     folder = tmp_path_factory.mktemp("ranks")
     keys = ("model.path=m", "data.source=arithmetic")
     given = json.dumps([case[:2] for case in CASES])

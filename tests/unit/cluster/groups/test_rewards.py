@@ -104,7 +104,7 @@ def test_samples_are_scored_once_and_during_rollout(worker, calls, tmp_path):
 
 
 def test_late_samples_are_not_scored_again(worker, calls, tmp_path):
-    """The message of an engine may arrive after the driver has asked for the scores, or has dropped the rollout."""
+    """The message of an engine may arrive after the driver has requested the scores, or has dropped the rollout."""
     samples = [sample("20.0", "one"), sample("20.1", "another")]
 
     async def step():

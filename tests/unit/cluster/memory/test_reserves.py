@@ -129,7 +129,7 @@ def test_cuda_contexts_include_reading_processes():
     ids=str,
 )
 def test_refit_plan_has_at_most_the_counted_readers_per_gpu(model: str, sizes: dict, tp: int, most: int):
-    """Counts the readers of each source in a real refit plan."""
+    """Count the readers of each source in a real refit plan."""
     layout = layout_of(**sizes)
     replicas = layout.world_size // tp
     sources = megatron_holders(CONFIGS[model], layout, "bfloat16")

@@ -20,10 +20,13 @@ from tests.unit.config.rules.recipes import errors, recipe
         (["run.profile.ranks=[1]"], "run.profile.ranks=[1]: has no effect unless run.profile.steps"),
         (
             ["run.allow_changes=[model.path]"],
-            "run.allow_changes: model.path never changes in a run, because its models",
+            "run.allow_changes: model.path cannot change in the middle of a run, because its models",
         ),
-        (["run.allow_changes=[data]"], "run.allow_changes: data never changes in a run"),
-        (["run.allow_changes=[algorithm.objective.name]"], "algorithm.objective.name never changes in a run"),
+        (["run.allow_changes=[data]"], "run.allow_changes: data cannot change in the middle of a run"),
+        (
+            ["run.allow_changes=[algorithm.objective.name]"],
+            "algorithm.objective.name cannot change in the middle of a run",
+        ),
         (
             ["run.allow_changes=[rollout.temprature]"],
             "run.allow_changes: rollout.temprature is not a key; did you mean rollout.temperature?",

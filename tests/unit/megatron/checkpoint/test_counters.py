@@ -20,7 +20,9 @@ def test_valid_counters_are_returned() -> None:
 @pytest.mark.parametrize("value", [None, "3", -1, 10**400, float("nan"), float("inf"), [3], {"a": 1}, True])
 def test_malformed_counter_is_named(value: Any) -> None:
     for name in COUNTERS:
-        with pytest.raises(UserError, match=rf"^actor: counters\.{name}=.* is not a count\. Fix: resume from another"):
+        with pytest.raises(
+            UserError, match=rf"^actor: counters\.{name}=.* is not a nonnegative number\. Fix: resume from another"
+        ):
             _checked_counters(COUNTERS | {name: value}, Path("actor"))
 
 

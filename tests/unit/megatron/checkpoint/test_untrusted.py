@@ -81,7 +81,7 @@ def test_overwritten_file_is_named(tmp_path: Path) -> None:
 
 
 def test_unreadable_file_is_not_called_corrupt(tmp_path: Path) -> None:
-    """A file that cannot be read may be the storage's failure: the exception says which."""
+    """If a file cannot be read, the storage may have failed, so the original exception is raised."""
     folder = save(tmp_path / "checkpoint", 1)
     (folder / "__0_0.distcp").unlink()
     with pytest.raises(CheckpointException, match="No such file"):

@@ -13,6 +13,7 @@ from vllm import LLM
 from megarl.config.load import load
 from megarl.rollout.vllm import part
 from megarl.rollout.vllm.engine_arguments import rollout_arguments
+from megarl.rollout.vllm.environment import ENDS_WITH_PARENT
 from tests.paths import BASE
 from tests.tiny_model import write_tiny_llama
 
@@ -23,6 +24,7 @@ class Stop(Exception):
 
 def test_all_parts_have_the_same_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """If the scheduler started more sequences than another node's ranks support, the engine would crash."""
+    monkeypatch.setenv(ENDS_WITH_PARENT, "")
     folder, configs = write_tiny_llama(tmp_path), []
     keys = [f"model.path={folder}", "data.source=arithmetic", "rollout.tp=2", "rollout.context_length=64"]
     rollout = load(BASE, [*keys, "rollout.max_new_tokens=32"]).rollout
