@@ -222,9 +222,10 @@ def _inner_names(fields: Iterable[Any]) -> Record:
 def _require_columns(record: Record, columns: Sequence[Column], place: str) -> None:
     for column in columns:
         if not has_column(record, column.name):
+            verb = "set" if column.key.startswith("data.") else "rename"
             raise UserError(
-                f"{place}: missing column {column.name!r} (expected: {column.expected}). Fix: set {column.key} to one "
-                f"of the columns {', '.join(record)}"
+                f"{place}: missing column {column.name!r} (expected: {column.expected}). Fix: {verb} {column.key} to "
+                f"one of the columns {', '.join(record)}"
             )
 
 

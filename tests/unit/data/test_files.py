@@ -55,7 +55,7 @@ def test_rows_include_the_requested_columns(tmp_path, suffix):
     assert columns() == [{}, {}]
     assert columns(level="f", other=None) == [{"level": 1}, {"level": 2}]
     assert columns(row="f") == RECORDS
-    remedy = "Fix: set the parameter of f to one of the columns question, answer, level"
+    remedy = "Fix: rename the parameter of f to one of the columns question, answer, level"
     missing = rf"rows\.\w+:1: missing column 'other' .*\. {remedy}"
     with pytest.raises(ValueError, match=missing):
         columns(other="f")
