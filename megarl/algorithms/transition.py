@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from megarl.algorithms.shapes import require_latents, require_one_shape
@@ -69,29 +69,17 @@ def transition(
         kept = sigma_next * math.cos(angle)
         from_v = kept * (1 - sigma) - sigma * (1 - sigma_next)
         return Transition(1 - sigma_next + kept, from_v, sigma_next * math.sin(angle))
-    interval = sigma - sigma_next
-    variance = noise_level**2 * DIFFUSIONS[kind](sigma, second_sigma.double())
+    diffusions = {
+        "flow": sigma / (1 - sigma.where(sigma < 1, second_sigma.double())),
+        "dance": sigma.new_ones(sigma.shape),
+    }
+    interval, variance = sigma - sigma_next, noise_level**2 * diffusions[kind]
     drift = interval * variance / (2 * sigma)
     return Transition(1 - drift, -interval - drift * (1 - sigma), (variance * interval).sqrt())
 
 
-def flow_diffusion(sigma: torch.Tensor, second_sigma: torch.Tensor) -> torch.Tensor:
-    return sigma / (1 - sigma.where(sigma < 1, second_sigma))
-
-
-def dance_diffusion(sigma: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-    return sigma.new_ones(sigma.shape)
-
-
-DIFFUSIONS: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "flow": flow_diffusion,
-    "dance": dance_diffusion,
-}
-"""Kind of SDE -> the function (σ [B], second σ [B]) -> g²/a² [B]."""
-
-
 def mean(step: Transition, x: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Return μ, [B, …], differentiable in v."""
+    """Return μ, the mean of x', [B, …], differentiable in v."""
     require_latents(x=x, v=v)
     return per_sample(step.from_x, x) * x + per_sample(step.from_v, x) * v
 
@@ -153,7 +141,7 @@ def per_sample(values: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
     """Reshape values [B] to [B, 1, …], in the dtype of latents [B, …], to multiply them. Raise a ValueError for any
     other shape."""
     if values.shape != latents.shape[:1]:
-        raise ValueError(f"expected one value per sample, shape {(len(latents),)}, got {tuple(values.shape)}")
+        raise ValueError(f"values must have the same shape [B] as {len(latents)} samples, got {tuple(values.shape)}")
     return values.to(latents.dtype).view(-1, *[1] * (latents.dim() - 1))
 
 
