@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import hmac
 import json
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -70,8 +69,6 @@ class SessionServer:
         self._runner: web.AppRunner | None = None
         self.base_url = ""
         """Base URL for clients, set by `start`."""
-        self.counts: Counter[str] = Counter()
-        """Sum of the counts from all closed sessions."""
 
     async def start(self, address: str) -> None:
         """Listen on a free port at this address."""
@@ -102,9 +99,7 @@ class SessionServer:
     async def close(self, session: Session) -> list[Part]:
         """Close a session, revoke its token, and return its token sequences."""
         self._sessions.pop(_digest(session.token), None)
-        parts = await session.close()
-        self.counts += session.counts + session.recording.counts
-        return parts
+        return await session.close()
 
     def _tokens_with(self, tools: Sequence[Mapping[str, Any]]) -> TurnTokens:
         key = tools_key(tools)

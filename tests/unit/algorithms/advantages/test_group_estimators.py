@@ -86,10 +86,12 @@ def test_rloo_skips_scaling_if_others_are_equal():
 @pytest.mark.parametrize("std", ["sample", "population"])
 @pytest.mark.parametrize("reward", [0.0, 0.1, 0.7, -2.3])
 @pytest.mark.parametrize("num_samples", [2, 3, 6, 7])
-def test_equal_rewards_have_exactly_zero_deviation(std, reward, num_samples):
-    """The mean of equal rewards may differ from them by rounding. Dividing by a tiny deviation would amplify this."""
+def test_equal_rewards_have_exactly_zero_advantage(std, reward, num_samples):
+    """The mean of equal rewards must not differ from them by rounding. Dividing by a tiny deviation would amplify
+    this."""
     equal = [reward] * num_samples
-    assert advantages(equal, estimator="grpo", std=std, std_epsilon=0.0) == pytest.approx([0.0] * num_samples)
+    assert advantages(equal, estimator="grpo", std=std, std_epsilon=0.0) == [0.0] * num_samples
+    assert advantages(equal, estimator="rloo") == [0.0] * num_samples
     assert advantages(equal, estimator="pass_at_k", k=2, std_epsilon=0.0) == pytest.approx([0.0] * num_samples)
     tokens = [Member(reward, 2, TokenTotals.of([0.5] * 2)) for _ in equal]
     for baseline in baselines(tokens, "grpo", credit="reward_to_go", std=std, std_epsilon=0.0):
