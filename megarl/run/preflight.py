@@ -171,6 +171,7 @@ def _check_weights(config: Config, models: ModelFolders) -> None:
                 attempt(require_tensors, folder, headers, huggingface_holder(read_config(folder)).shapes)
         lora = config.actor.adapters
         if lora is not None and lora.path is not None:
+            assert lora.rank is not None, "only models with adapters have this section"
             hf_config = read_config(models.actor)
             experts = ModelShape.of(hf_config).experts
             whole = peft_holder(hf_config, lora.rank, lora.share_experts)
