@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 from collections import deque
@@ -25,11 +24,11 @@ from megarl.config.load import dump
 from megarl.config.schema import Config
 from megarl.core.errors import ERROR, INDENT, InfrastructureFailure, RunFailure, UserError
 from megarl.core.files import read_object
+from megarl.core.interpreter import MEGARL
 from megarl.report.history import read_history
 from megarl.run.events import VARIABLE
 from megarl.run.folder import RunFolder
 
-MEGARL = (sys.executable, "-m", "megarl.cli")
 EVALUATION = "evaluation/"
 INTERRUPTED = 130
 """Exit status of a command that was interrupted."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megarl.core.credentials import has_credentials
 from megarl.core.errors import UserError
+from megarl.core.interpreter import MEGARL
 from megarl.launch.folder import JobFolder
 from megarl.launch.request import Request
 
@@ -74,7 +74,7 @@ def _values(request: Request, run: Path, sizes: Sequence[int], sweep: Sequence[i
     options += [f"--account={request.account}"] if request.account else []
     options += [f"--array={','.join(map(str, sweep))}"] if sweep else []
     srun_options, wrapper = _container(request, run)
-    command = (sys.executable, "-m", "megarl.cli") if request.container == "none" else ("megarl",)
+    command = MEGARL if request.container == "none" else ("megarl",)
     return {
         "name": run.name,
         "nodes": str(request.nodes),

@@ -17,6 +17,7 @@ from megarl.cluster.nodes.rendezvous import NODES, NodeRendezvous
 from megarl.config.load import load
 from megarl.core.errors import ERROR, InfrastructureFailure, UserError
 from megarl.core.files import replace_text
+from megarl.core.interpreter import MEGARL
 from megarl.launch.folder import JobFolder, Verdict
 from megarl.launch.preflight import (
     await_reports,
@@ -31,7 +32,6 @@ from megarl.run.checkpoints import Checkpoints
 from megarl.run.effective_time import ALLOCATED, effective_time
 from megarl.run.folder import RunFolder
 
-MEGARL = (sys.executable, "-m", "megarl.cli")
 REPORT_TIMEOUT_S = 300.0
 """Seconds that all nodes have to report to the first one. They may have to pull images, and network file systems may
 cache the absence of a file for a while."""

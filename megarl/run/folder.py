@@ -260,9 +260,7 @@ class RunFolder:
     @property
     def finished_after(self) -> int | None:
         """The last step of a finished run, or None if the run is not finished."""
-        if not self.manifest.exists():
-            return None
-        step = read_object(self.manifest).get("finished_after_step")
+        step = self._content.get("finished_after_step")
         if step is not None and not is_plain(step, int):
             raise UserError(
                 f"{self.manifest}: finished_after_step={shown(step)} is not a step. Fix: restore or remove the file"
@@ -271,19 +269,24 @@ class RunFolder:
 
     def finish(self, step: int) -> None:
         """Record in the manifest that the run finished after `step`."""
-        manifest = read_object(self.manifest) | {"finished_after_step": step}
+        manifest = self._content | {"finished_after_step": step}
         replace_text(self.manifest, json.dumps(manifest, indent=2) + "\n")
 
     def warn(self, step: int, name: str, message: str) -> None:
         """Add a health warning to the manifest."""
-        manifest = read_object(self.manifest)
+        manifest = self._content
         warnings = [*warnings_in(manifest), {"step": step, "name": name, "message": message}]
         replace_text(self.manifest, json.dumps(manifest | {"warnings": warnings}, indent=2) + "\n")
 
     @property
     def warnings(self) -> list[dict[str, Any]]:
         """The health warnings of the run; see `warnings_in`."""
-        return warnings_in(read_object(self.manifest))
+        return warnings_in(self._content)
+
+    @property
+    def _content(self) -> dict[str, Any]:
+        """The content of the manifest; empty if the file was removed, which does not end a run."""
+        return read_object(self.manifest) if os.path.lexists(self.manifest) else {}
 
     def _newest_manifest(self) -> Path | None:
         """Return the path of the newest manifest, if any. If an attempt was killed while it opened the folder, the

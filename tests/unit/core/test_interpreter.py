@@ -18,10 +18,7 @@ from tests.timing import LIMIT_S
 PLANTED = "open('imported', 'w').close()\nraise SystemExit('imported from the working directory')\n"
 ROOT = Path(megarl.__file__).parent
 
-RUN_USER_CODE = {
-    *("cluster/megatron_settings.py", "environments/hosts.py", "launch/script.py", "launch/task.py"),
-    "rewards/pool.py",
-}
+RUN_USER_CODE = {"cluster/megatron_settings.py", "environments/hosts.py", "rewards/pool.py"}
 
 
 def test_a_program_does_not_import_a_planted_module(tmp_path: Path) -> None:
@@ -48,7 +45,7 @@ def test_reward_functions_may_import_modules_of_the_project(tmp_path: Path, monk
 
 
 def test_only_programs_that_run_user_code_search_the_working_directory() -> None:
-    """models/folder.py sets the working directory itself. A run that Python starts is a `megarl train`."""
+    """models/folder.py sets the working directory itself. The command in core/interpreter.py runs user code."""
     sources = {str(file.relative_to(ROOT)): file.read_text() for file in ROOT.rglob("*.py")}
     starts = {name for name, text in sources.items() if re.search(r'sys\.executable,\s*"-[mc]"', text)}
-    assert starts == {*RUN_USER_CODE, "models/folder.py", "api/commands.py"}
+    assert starts == {*RUN_USER_CODE, "models/folder.py", "core/interpreter.py"}

@@ -144,6 +144,15 @@ def test_reopened_run_is_not_finished(config):
     assert RunFolder.reopen(config, step=3).finished_after is None
 
 
+def test_run_finishes_if_its_manifest_was_removed(config):
+    folder = RunFolder.create(config)
+    folder.manifest.unlink()
+    folder.warn(2, "zero_gradient", "no gradient")
+    folder.manifest.unlink()
+    folder.finish(3)
+    assert (folder.finished_after, folder.warnings) == (3, [])
+
+
 def test_manifest_is_written_atomically(config, monkeypatch):
     """A run that is killed during startup leaves no partial manifest."""
     monkeypatch.setattr(Path, "replace", lambda *_: pytest.fail("killed"))
