@@ -1,4 +1,4 @@
-"""The safetensors files in a Hugging Face folder: names, dtypes and shapes of their tensors, read from the headers."""
+"""The safetensors files in a transformers or diffusers folder: names, dtypes and shapes of their tensors, read from the headers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from megarl.core.errors import UserError
 from megarl.core.files import read_foreign_object
 from megarl.core.text import encodable
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+SINGLE = "model.safetensors"
+INDEX = f"{SINGLE}.index.json"
+DIFFUSERS_SINGLE = "diffusion_pytorch_model.safetensors"
 LONGEST_NAME = 255
 LFS_POINTER = b"version https://git-lfs"
 
@@ -25,7 +27,8 @@ class Header(NamedTuple):
 
 def files_by_tensor(folder: Path) -> dict[str, Path]:
     """Return each tensor's file, by name. Raise a UserError if the folder has no safetensors weights or lacks files."""
-    index, single = folder / INDEX, folder / SINGLE
+    name = DIFFUSERS_SINGLE if any(folder.glob(f"{DIFFUSERS_SINGLE}*")) else SINGLE
+    index, single = folder / f"{name}.index.json", folder / name
     if index.is_file():
         files = {tensor: folder / name for tensor, name in _weight_map(index).items()}
     elif single.is_file():
@@ -36,7 +39,7 @@ def files_by_tensor(folder: Path) -> dict[str, Path]:
         raise UserError(f"{folder}: contains neither {SINGLE} nor {INDEX}. Fix: {fix}")
     for path in set(files.values()):
         if not path.is_file():
-            raise UserError(f"{folder}: {INDEX} lists {path.name}, but the file does not exist. Fix: download the file")
+            raise UserError(f"{folder}: {index.name} lists {path.name}, but the file does not exist. Fix: download the file")
     return files
 
 

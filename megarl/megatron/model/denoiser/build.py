@@ -1,0 +1,60 @@
+"""Builds denoisers from a diffusers config and wraps them for data parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megarl.config.model_schema import Placed
+from megarl.core import device
+from megarl.megatron.model import kernels
+from megarl.megatron.model.build import configure, wrap
+from megarl.megatron.model.denoiser.model import Denoiser
+from megarl.megatron.model.layer_spec import replace_activations
+from megarl.models.denoiser import DenoiserShape
+
+
+def build_denoiser(settings: Placed, config: Mapping[str, Any], dtype: torch.dtype) -> list[DistributedDataParallel]:
+    """Build this rank's shard of the model, one chunk per virtual pipeline stage. Weights are loaded later.
+
+    Args:
+        config: diffusers' config.json.
+    """
+    shape = DenoiserShape.of(config)
+    transformer = configure(settings, shape, TransformerConfig, _architecture(shape), dtype)
+    # finalize_model_grads then adds up the gradients of the noise-level embedder over the stages.
+    transformer.has_cond_embedder = True  # pyright: ignore[reportAttributeAccessIssue]  # read, but not declared
+    kernels.fuse_weight_gradients()
+    stages = range(settings.layout.vpp)
+    chunks = [Denoiser(transformer, shape, stage if len(stages) > 1 else None) for stage in stages]
+    for chunk in chunks:
+        if transformer.use_te_activation_func:
+            replace_activations(chunk)
+        chunk.to(device.device())
+    return wrap(chunks, transformer, settings)
+
+
+def _architecture(shape: DenoiserShape) -> dict[str, Any]:
+    """Return the architecture fields in Megatron's TransformerConfig."""
+    return dict(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden,
+        num_attention_heads=shape.heads,
+        num_query_groups=shape.kv_heads,
+        kv_channels=shape.head_dim,
+        ffn_hidden_size=shape.intermediate,
+        layernorm_epsilon=1e-5,
+        normalization="RMSNorm",
+        qk_layernorm=True,
+        rotary_interleaved=True,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+    )
