@@ -11,6 +11,7 @@ from megarl.megatron.model.denoiser.inputs import Document
 from tests.tiny_model import randomize
 
 CONFIG = dict(
+    _class_name="ZImageTransformer2DModel",
     in_channels=4,
     dim=48,
     n_layers=4,
@@ -22,6 +23,27 @@ CONFIG = dict(
     axes_lens=[128, 16, 16],
     t_scale=10.0,  # 1000 would scale the rounding errors of the noise level's angles, which diffusers has in float32
 )
+Z_IMAGE = dict(
+    _class_name="ZImageTransformer2DModel",
+    _diffusers_version="0.36.0.dev0",
+    all_f_patch_size=[1],
+    all_patch_size=[2],
+    axes_dims=[32, 48, 48],
+    axes_lens=[1536, 512, 512],
+    cap_feat_dim=2560,
+    dim=3840,
+    in_channels=16,
+    n_heads=30,
+    n_kv_heads=30,
+    n_layers=30,
+    n_refiner_layers=2,
+    norm_eps=1e-05,
+    qk_norm=True,
+    rope_theta=256.0,
+    t_scale=1000.0,
+)
+"""The config.json of Tongyi-MAI/Z-Image-Turbo's transformer."""
+
 SIZES = (
     # An image and a caption that are padded, one of which is much longer in the next document.
     *((8, 12, 5), (16, 16, 40)),
@@ -32,11 +54,11 @@ SIZES = (
 """Height and width of the latents, and tokens in the caption, of each document."""
 
 
-def write_tiny_denoiser(folder: Path) -> Path:
-    """Write float32 weights and the config into `folder`, and return it. All parameters are random."""
-    model = ZImageTransformer2DModel(**CONFIG)
+def write_tiny_denoiser(folder: Path, dtype: torch.dtype = torch.float32) -> Path:
+    """Write random weights and the config into `folder`, and return it."""
+    model = ZImageTransformer2DModel.from_config(CONFIG)
     randomize(model, seed=0)
-    model.save_pretrained(folder)
+    model.to(dtype).save_pretrained(folder)
     return folder
 
 

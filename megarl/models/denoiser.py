@@ -74,10 +74,8 @@ class DenoiserShape(ModelShape):
     def of(cls, config: Mapping[str, Any]) -> DenoiserShape:
         """Build the shape from diffusers' config.json. Raise a UserError if the class is unknown, a value has the wrong
         type, or a feature is not supported."""
-        if config.get("_class_name") != Z_IMAGE:
-            raise UserError(
-                f"config.json: _class_name {config.get('_class_name')}. Fix: use a model of class {Z_IMAGE}"
-            )
+        if (name := config.get("_class_name")) != Z_IMAGE:
+            raise UserError(f"config.json: _class_name={name}: not supported. Fix: use a model of class {Z_IMAGE}")
         model = {**_DEFAULTS, **config}
         for key in _COUNTS:
             if type(model[key]) is not int or model[key] < 1:

@@ -1,4 +1,5 @@
-"""The safetensors files in a transformers or diffusers folder: names, dtypes and shapes of their tensors, read from the headers."""
+"""The safetensors files in a transformers or diffusers folder: their tensors' names, dtypes and shapes, read from the
+headers."""
 
 from __future__ import annotations
 
@@ -11,9 +12,8 @@ from megarl.core.errors import UserError
 from megarl.core.files import read_foreign_object
 from megarl.core.text import encodable
 
-SINGLE = "model.safetensors"
-INDEX = f"{SINGLE}.index.json"
-DIFFUSERS_SINGLE = "diffusion_pytorch_model.safetensors"
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+DIFFUSERS_INDEX, DIFFUSERS_SINGLE = (f"diffusion_pytorch_{name}" for name in (INDEX, SINGLE))
 LONGEST_NAME = 255
 LFS_POINTER = b"version https://git-lfs"
 
@@ -27,8 +27,9 @@ class Header(NamedTuple):
 
 def files_by_tensor(folder: Path) -> dict[str, Path]:
     """Return each tensor's file, by name. Raise a UserError if the folder has no safetensors weights or lacks files."""
-    name = DIFFUSERS_SINGLE if any(folder.glob(f"{DIFFUSERS_SINGLE}*")) else SINGLE
-    index, single = folder / f"{name}.index.json", folder / name
+    names = ((DIFFUSERS_INDEX, DIFFUSERS_SINGLE), (INDEX, SINGLE))
+    pairs = [(folder / index, folder / single) for index, single in names]
+    index, single = next((pair for pair in pairs if any(path.is_file() for path in pair)), pairs[-1])
     if index.is_file():
         files = {tensor: folder / name for tensor, name in _weight_map(index).items()}
     elif single.is_file():
@@ -39,7 +40,9 @@ def files_by_tensor(folder: Path) -> dict[str, Path]:
         raise UserError(f"{folder}: contains neither {SINGLE} nor {INDEX}. Fix: {fix}")
     for path in set(files.values()):
         if not path.is_file():
-            raise UserError(f"{folder}: {index.name} lists {path.name}, but the file does not exist. Fix: download the file")
+            raise UserError(
+                f"{folder}: {index.name} lists {path.name}, but the file does not exist. Fix: download the file"
+            )
     return files
 
 

@@ -22,6 +22,7 @@ from megarl.megatron.checkpoint.sharded import FORMAT
 from megarl.megatron.checkpoint.source import COMMON, DESCRIPTION, open_checkpoint, refuse_unexpected
 from megarl.megatron.checkpoint.writer import Entry, write_extents
 from megarl.models.classifier import score_head_of
+from megarl.models.denoiser import is_denoiser
 from megarl.models.folder import read_config, resolve
 from megarl.models.huggingface import untrained_part
 from megarl.models.shape import ModelShape
@@ -167,7 +168,9 @@ def _open_folder(folder: Path) -> Iterator[Weights]:
 
 def _is_unused(name: str, hf_config: Mapping[str, Any]) -> bool:
     """Return whether the model does not use this tensor from a Hugging Face folder. Such tensors are copies of the tied
-    head, constants, and parts of omitted layers."""
+    head, constants, and parts of omitted layers. diffusers' folders have none."""
+    if is_denoiser(hf_config):
+        return False
     model = ModelShape.of(hf_config)
     tied_head = name == HEAD and (model.tied or score_head_of(hf_config) is not None)
     layer = name.removeprefix("model.layers.").split(".")[0]

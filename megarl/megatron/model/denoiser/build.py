@@ -25,21 +25,34 @@ def build_denoiser(settings: Placed, config: Mapping[str, Any], dtype: torch.dty
     Args:
         config: diffusers' config.json.
     """
-    shape = DenoiserShape.of(config)
-    transformer = configure(settings, shape, TransformerConfig, _architecture(shape), dtype)
-    # finalize_model_grads then adds up the gradients of the noise-level embedder over the stages.
-    transformer.has_cond_embedder = True  # pyright: ignore[reportAttributeAccessIssue]  # read, but not declared
-    kernels.fuse_weight_gradients()
-    stages = range(settings.layout.vpp)
-    chunks = [Denoiser(transformer, shape, stage if len(stages) > 1 else None) for stage in stages]
+    assert settings.layout.cp == 1, "the denoiser's attention does not support context parallelism"
+    transformer = denoiser_config(settings, config, dtype)
+    chunks = build_chunks(transformer, config, settings.layout.vpp)
     for chunk in chunks:
-        if transformer.use_te_activation_func:
-            replace_activations(chunk)
         chunk.to(device.device())
     return wrap(chunks, transformer, settings)
 
 
-def _architecture(shape: DenoiserShape) -> dict[str, Any]:
+def build_chunks(transformer: TransformerConfig, config: Mapping[str, Any], vpp: int) -> list[Denoiser]:
+    """Build this rank's layers, one model chunk per virtual stage."""
+    kernels.fuse_weight_gradients()
+    shape = DenoiserShape.of(config)
+    chunks = [Denoiser(transformer, shape, stage if vpp > 1 else None) for stage in range(vpp)]
+    for chunk in chunks if transformer.use_te_activation_func else ():
+        replace_activations(chunk)
+    return chunks
+
+
+def denoiser_config(settings: Placed, config: Mapping[str, Any], dtype: torch.dtype) -> TransformerConfig:
+    """Build the TransformerConfig, as `transformer_config` does for language models."""
+    shape = DenoiserShape.of(config)
+    transformer = configure(settings, shape, TransformerConfig, architecture(shape), dtype)
+    # Megatron then adds up the gradients of the noise-level embedder over the pipeline stages.
+    transformer.has_cond_embedder = True  # pyright: ignore[reportAttributeAccessIssue]  # read, but not declared
+    return transformer
+
+
+def architecture(shape: DenoiserShape) -> dict[str, Any]:
     """Return the architecture fields in Megatron's TransformerConfig."""
     return dict(
         num_layers=shape.num_layers,

@@ -91,6 +91,7 @@ def layer_spec(conditioning: int | None) -> ModuleSpec:
     layer that does not depend on it."""
     layer: Any = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    layer.submodules.sharded_state_dict_keys_map = {}  # Transformer Engine would not fuse norms before a modulation
     attention = layer.submodules.self_attention.submodules
     attention.core_attention, attention.q_layernorm, attention.k_layernorm = FullAttention, RMSNorm, RMSNorm
     if conditioning is None:

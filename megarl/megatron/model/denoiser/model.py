@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -84,6 +85,17 @@ class Denoiser(MegatronModule):
         normalized = F.layer_norm(hidden[:, 0], (self.shape.hidden,), eps=FINAL_EPSILON)
         output = self._gather(self.output_layer(normalized * scale))
         return -item.image_rows(output).float()  # the model was trained to predict the opposite direction
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """Return the checkpoint's description of this rank's parameters. The first stage saves those that every stage
+        has."""
+        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        for key, entry in state.items() if not self.pre_process else ():
+            if key.startswith(f"{prefix}time_embedder."):
+                entry.replica_id = (1, *entry.replica_id[1:])
+        return state
 
     def _embed_noise_levels(self, sigmas: torch.Tensor) -> torch.Tensor:
         """Return the embedded noise levels, [D, conditioning]. The model's own time is 1 for an image."""
