@@ -57,7 +57,7 @@ def _schedule(
     compute: Callable[[DenoiserInput, torch.Tensor], tuple[torch.Tensor, Any]],
     forward_only: bool,
 ) -> AbstractContextManager[Callable[[], list[Any]]]:
-    model: Denoiser = chunks[0].module
+    model: Denoiser = chunks[0].module  # pyright: ignore[reportAssignmentType]  # ours
     shape, sequence_parallel = model.shape, model.config.sequence_parallel
     return schedule(
         chunks,

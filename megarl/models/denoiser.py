@@ -71,12 +71,12 @@ class DenoiserShape(ModelShape):
         return self.patch**2 * self.channels
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> DenoiserShape:
+    def of(cls, hf_config: Mapping[str, Any]) -> DenoiserShape:
         """Build the shape from diffusers' config.json. Raise a UserError if the class is unknown, a value has the wrong
         type, or a feature is not supported."""
-        if (name := config.get("_class_name")) != Z_IMAGE:
+        if (name := hf_config.get("_class_name")) != Z_IMAGE:
             raise UserError(f"config.json: _class_name={name}: not supported. Fix: use a model of class {Z_IMAGE}")
-        model = {**_DEFAULTS, **config}
+        model = {**_DEFAULTS, **hf_config}
         for key in _COUNTS:
             if type(model[key]) is not int or model[key] < 1:
                 raise UserError(f"config.json: {key}={model[key]!r}: expected a positive integer. Fix: copy it again")

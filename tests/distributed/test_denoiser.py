@@ -41,7 +41,7 @@ def loss(documents: Sequence[Document], velocities: Sequence[torch.Tensor]) -> t
             for document, velocity in zip(documents, velocities, strict=True)
         ]
     )
-    return terms.sum() / len(DOCUMENTS), (terms / len(DOCUMENTS)).tolist()
+    return terms.sum() / len(DOCUMENTS), (terms.detach() / len(DOCUMENTS)).tolist()
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def plain_outcome(folder: Path) -> Outcome:
     value.backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     norm = torch.nn.utils.get_total_norm(gradients.values())
-    return Outcome(float(value), float(norm), gradients, {})
+    return Outcome(value.item(), norm.item(), gradients, {})
 
 
 @pytest.fixture(scope="module")

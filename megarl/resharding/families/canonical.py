@@ -116,13 +116,11 @@ class DenoiserCanonical(Canonical):
     The main stack's layers come first; they are followed by the layers that refine images, then captions.
     """
 
-    model: DenoiserShape
-
     def __init__(self, config: Mapping[str, Any]):
-        self.model = DenoiserShape.of(config)
-        self.outer_shapes = z_image.outer_shapes(self.model)
+        self.model = self._denoiser = DenoiserShape.of(config)
+        self.outer_shapes = z_image.outer_shapes(self._denoiser)
         self._stacks = [("layers", i) for i in range(self.model.num_layers)]
-        self._stacks += [(stack, i) for stack in z_image.STACKS for i in range(self.model.refiners)]
+        self._stacks += [(stack, i) for stack in z_image.STACKS for i in range(self._denoiser.refiners)]
         self._kinds = {stack: _Layer.of(self.model, z_image.layer_parts(stack)) for stack, _ in self._stacks}
 
     @property
@@ -134,10 +132,10 @@ class DenoiserCanonical(Canonical):
         return {f"{stack}.layers.{i}.": first + n for n, (stack, i) in enumerate(self._stacks[first:])}
 
     def tilings_before_layers(self, is_first: bool, vocab_multiple: int) -> dict[str, Tiling]:
-        return _whole(z_image.every_stage_tensors() | (z_image.first_stage_tensors(self.model) if is_first else {}))
+        return _whole(z_image.every_stage_tensors() | (z_image.first_stage_tensors(self._denoiser) if is_first else {}))
 
     def tilings_after_layers(self, is_first: bool, is_last: bool, vocab_multiple: int) -> dict[str, Tiling]:
-        return _whole(z_image.last_stage_tensors(self.model)) if is_last else {}
+        return _whole(z_image.last_stage_tensors(self._denoiser)) if is_last else {}
 
     def layer_prefix(self, layer: int) -> str:
         stack, number = self._stacks[layer]

@@ -43,9 +43,10 @@ class SandwichLayer(TransformerLayer):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        context: torch.Tensor | None = None,
-        rotary_pos_emb: torch.Tensor | None = None,
-        packed_seq_params: DocumentStream | None = None,
+        *,
+        context: torch.Tensor | None,
+        rotary_pos_emb: torch.Tensor,
+        packed_seq_params: DocumentStream,
         **_,
     ):
         """Return the hidden states, [T, 1, hidden], and the context, which Megatron passes to the next layer.
@@ -66,7 +67,7 @@ class SandwichLayer(TransformerLayer):
         out, _ = mlp(self.pre_mlp_layernorm(hidden_states) * mlp_scale)
         return hidden_states + mlp_gate * self.post_mlp_layernorm(out), context
 
-    def _modulation(self, context: torch.Tensor | None, stream: DocumentStream | None) -> tuple[Any, ...]:
+    def _modulation(self, context: torch.Tensor | None, stream: DocumentStream) -> tuple[Any, ...]:
         """Return the factors of the attention's input and output, and the MLP's."""
         return 1.0, 1.0, 1.0, 1.0
 
@@ -80,7 +81,8 @@ class ModulatedLayer(SandwichLayer):
         for parameter in self.modulation.parameters():
             parallel.mark(parameter, sequence_parallel=config.sequence_parallel)
 
-    def _modulation(self, context: torch.Tensor, stream: DocumentStream) -> tuple[torch.Tensor, ...]:
+    def _modulation(self, context: torch.Tensor | None, stream: DocumentStream) -> tuple[Any, ...]:
+        assert context is not None, "a modulated layer needs the noise levels"
         tokens = take(self.modulation(context), stream.document_numbers)[:, None]
         attention_scale, attention_gate, mlp_scale, mlp_gate = tokens.chunk(4, dim=-1)
         return 1 + attention_scale, attention_gate.tanh(), 1 + mlp_scale, mlp_gate.tanh()
