@@ -46,10 +46,19 @@ def loss(documents: Sequence[Document], velocities: Sequence[torch.Tensor]) -> t
 
 @dataclass(frozen=True)
 class Result(RankResult):
-    """A rank's gradients, with their norm, and its terms of the loss."""
+    """A rank's gradients, with their norm. A rank that reports metrics also has its terms of the loss, and the velocity
+    of each of its documents, by number."""
 
     norm: float
     terms: list[float]
+    velocities: dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Reference(Outcome):
+    """The outcome of diffusers' class, with the velocity of each document."""
+
+    velocities: dict[str, torch.Tensor]
 
 
 def run(store, rank: int, folder: Path, overrides: list[str], per_microbatch: int) -> Result:
@@ -62,16 +71,22 @@ def run(store, rank: int, folder: Path, overrides: list[str], per_microbatch: in
     with SafetensorsFolder(folder) as transport:
         plan = make_plan([huggingface_holder(config)], [holder])
         execute(plan.into(holder.name), named_weights(chunks), transport)
-    own = DOCUMENTS[parallel.data_parallel_rank() :: settings.layout.dp]
+    numbers = range(len(DOCUMENTS))[parallel.data_parallel_rank() :: settings.layout.dp]
+    own = [DOCUMENTS[number] for number in numbers]
     microbatches = [own[i : i + per_microbatch] for i in range(0, len(own), per_microbatch)]
+    predicted = [velocity for part in denoiser_step.predict(chunks, microbatches) for velocity in part]
     optimizer = build_optimizer(settings, chunks, torch.float32)
     terms = [t for part in denoiser_step.accumulate_gradients(chunks, loss, microbatches) for t in part]
     optimizer.prepare_grads()
     norm = float(optimizer.get_grad_norm())
-    return Result(holder, reduced_gradients(chunks), {}, {}, norm, terms if parallel.reports_metrics() else [])
+    gradients = reduced_gradients(chunks)
+    if not parallel.reports_metrics():
+        return Result(holder, gradients, {}, {}, norm, [], {})
+    velocities = {f"document {number}": velocity for number, velocity in zip(numbers, predicted, strict=True)}
+    return Result(holder, gradients, {}, {}, norm, terms, velocities)
 
 
-def plain_outcome(folder: Path) -> Outcome:
+def plain_outcome(folder: Path) -> Reference:
     """Run diffusers' class, which takes 1 − σ and returns −v."""
     model = ZImageTransformer2DModel.from_pretrained(folder, torch_dtype=torch.get_default_dtype())
     dtype = torch.get_default_dtype()
@@ -81,11 +96,13 @@ def plain_outcome(folder: Path) -> Outcome:
         1 - torch.tensor([d.sigma for d in documents], dtype=torch.float32),
         [d.caption for d in documents],
     ).sample
-    value, _ = loss(documents, [-output[:, 0] for output in outputs])
+    velocities = [-output[:, 0] for output in outputs]
+    value, _ = loss(documents, velocities)
     value.backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     norm = torch.nn.utils.get_total_norm(gradients.values())
-    return Outcome(value.item(), norm.item(), gradients, {})
+    by_number = {f"document {number}": velocity.detach() for number, velocity in enumerate(velocities)}
+    return Reference(value.item(), norm.item(), gradients, {}, by_number)
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +111,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def outcome(folder) -> Expected[Outcome]:
+def outcome(folder) -> Expected[Reference]:
     return expected(lambda: plain_outcome(folder))
 
 
@@ -128,11 +145,13 @@ CASES = {
         "TP2, PP2, SP; 1 document per microbatch, full recompute",
     ),
 )
-def test_gradients_match_diffusers(folder, outcome, case):
+def test_velocities_and_gradients_match_diffusers(folder, outcome, case):
     overrides, per_microbatch = CASES[case]
     world_size = config_of(folder, *overrides).actor.layout.world_size
     ranks = run_ranks(world_size, run, folder, overrides, per_microbatch)
     exact, plain = outcome
+    velocities = {name: velocity for rank in ranks for name, velocity in rank.velocities.items()}
+    assert_close(velocities, exact.velocities, plain.velocities, "velocity")
     assert sum(term for rank in ranks for term in rank.terms) == close_to(exact.loss, plain.loss, LOSS_FLOOR)
     config = json.loads((folder / "config.json").read_text())
     assert_close(whole_tensors(config, ranks, "gradients"), exact.gradients, plain.gradients, "gradient")
