@@ -25,16 +25,17 @@ PIP := $(VENV)/bin/pip install --quiet --disable-pip-version-check --require-has
 # Lower the priority of compute-bound tests, because the whole runs beside them have deadlines.
 BEHIND := nice -n 10
 
-.PHONY: help env quickstart test test-all test-runs test-ranks test-fast test-learn test-exhaustive exhaustive-runs \
+.PHONY: help env quickstart test test-all test-runs test-ranks test-units test-fast test-learn test-exhaustive exhaustive-runs \
 	exhaustive-ranks test-newest test-sandbox test-cluster test-browser test-gpu soak resolve-gpu docs lint types clean
 
 help:
 	@echo "make env         build $(VENV) from $(LOCK) (a second call builds nothing)"
 	@echo "make quickstart  train SmolLM2-135M with GRPO on this machine's CPU"
-	@echo "make test        lint, then test-runs and test-ranks in parallel (half an hour on 2 cores)"
+	@echo "make test        lint, then test-runs, test-ranks and test-units in parallel (20 minutes on 2 cores)"
 	@echo "make test-all    all tests that need no GPU; writes .ci/verified if they pass on a clean tree"
 	@echo "make test-runs   end-to-end runs, which start Ray and engines"
-	@echo "make test-ranks  distributed tests in one process tree, and the unit tests"
+	@echo "make test-ranks  distributed tests in one process tree"
+	@echo "make test-units  unit tests"
 	@echo "make test-fast   fast unit tests, for the inner loop (3 minutes)"
 	@echo "make test-learn  the quickstart, all estimators and all objectives improve the reward (15 minutes)"
 	@echo "make test-exhaustive  layouts of up to 1,024 ranks, refits of all families, more end-to-end runs (an hour or more)"
@@ -60,11 +61,11 @@ $(DONE): $(LOCK) pyproject.toml tools/environment/build.sh
 quickstart: $(DONE)
 	$(VENV)/bin/megarl train configs/quickstart.yaml
 
-# End-to-end runs mostly wait for processes to start, which leaves CPU time for the other tests.
+# Each part often waits for processes to start or to end, which leaves CPU time for the others.
 # Hundreds of processes import megarl, and each would compile its modules if PYTHONDONTWRITEBYTECODE is set.
 test: lint
 	@$(RUN) -m compileall -q megarl
-	@$(MAKE) --no-print-directory --jobs=2 test-runs test-ranks
+	@$(MAKE) --no-print-directory --jobs=3 test-runs test-ranks test-units
 
 # .ci/run skips parts whose paths have not changed since the commit in .ci/verified: commit that file.
 test-all:
@@ -76,9 +77,10 @@ test-all:
 test-runs: $(DONE)
 	@$(RUN) -m pytest tests/e2e -m "not learn and not exhaustive" $(SLOWEST) | sed --unbuffered 's/^/runs | /'
 
-# The unit tests run last and on two cores, because the end-to-end runs beside them finish first.
-test-ranks: $(DONE) $(ENGINE_DONE) $(VERIFIERS_DONE) $(TRACKERS_DONE)
+test-ranks: $(DONE) $(ENGINE_DONE)
 	@$(BEHIND) $(RUN) -m pytest tests/distributed -m "not exhaustive" $(SLOWEST) | sed --unbuffered 's/^/ranks | /'
+
+test-units: $(DONE) $(ENGINE_DONE) $(VERIFIERS_DONE) $(TRACKERS_DONE)
 	@$(BEHIND) $(RUN) -m pytest tests/unit tests/gpu -m "not exhaustive" --numprocesses=2 --dist=loadfile $(SLOWEST) | sed --unbuffered 's/^/units | /'
 
 test-fast: $(DONE) $(ENGINE_DONE) $(VERIFIERS_DONE) $(TRACKERS_DONE)

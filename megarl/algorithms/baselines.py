@@ -30,7 +30,10 @@ class Member:
 
 
 def mean(rewards: Sequence[float]) -> float:
-    return math.fsum(rewards) / len(rewards)
+    """Return the mean, exactly the common value if all rewards are equal. The quotient of three times 0.1 and 3 is not
+    0.1, and small standard deviations would amplify the difference."""
+    average = math.fsum(rewards) / len(rewards)
+    return min(max(average, min(rewards)), max(rewards))
 
 
 def group_mean(group: Sequence[Member]) -> list[Baseline]:
@@ -40,7 +43,7 @@ def group_mean(group: Sequence[Member]) -> list[Baseline]:
 
 def means_of_others(rewards: Sequence[float]) -> list[float]:
     """Return b_i = Σ_{j≠i} r_j / (n − 1). Requires at least two rewards."""
-    return [math.fsum((*rewards[:i], *rewards[i + 1 :])) / (len(rewards) - 1) for i in range(len(rewards))]
+    return [mean((*rewards[:i], *rewards[i + 1 :])) for i in range(len(rewards))]
 
 
 def scale_of(deviation: float, std_epsilon: float) -> float:

@@ -22,3 +22,14 @@ def require_list(name: str, tensor: torch.Tensor) -> None:
     """Raise a ValueError unless the tensor has exactly one dimension."""
     if tensor.dim() != 1:
         raise ValueError(f"{name} must have one dimension, got shape {tuple(tensor.shape)}")
+
+
+def require_latents(**tensors: torch.Tensor) -> None:
+    """Raise a ValueError unless all tensors have the same shape [B, …] and dtype, float32 or float64."""
+    kinds = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    [(shape, dtype), *others] = set(kinds.values())
+    if others or len(shape) < 2:
+        shown = ", ".join(f"{name} {shape} {dtype}" for name, (shape, dtype) in kinds.items())
+        raise ValueError(f"latents must have the same shape [B, …] and dtype, got {shown}")
+    if dtype.itemsize < 4:
+        raise ValueError(f"latents must be float32 or float64, got {dtype}. Fix: convert them before this call")

@@ -39,7 +39,9 @@ def load(path: str | Path, overrides: Overrides = ()) -> Config:
     absolute, see `megarl.config.paths`. Raise a UserError if the configuration is invalid; the message has one line per
     violation, with origin, key, value and remedy."""
     files = list(_files(Path(path), ()))
-    recipe = paths.absolute(_merged(files, overrides), _is_shipped)
+    merged = _merged(files, overrides)
+    violations.require_encodable(merged, str(path))
+    recipe = paths.absolute(merged, _is_shipped)
     try:
         config = Config.model_validate(recipe.values)
     except ValidationError as error:

@@ -13,6 +13,8 @@ from megarl.config.schema import Config
 
 VERL = {
     "actor.optim.lr": "actor.optimizer.lr",
+    "actor.optim.weight_decay": "actor.optimizer.weight_decay",
+    "actor_rollout_ref.model.path": "model.path",
     "adv_estimator": "algorithm.advantage.estimator",
     "clip_grad": "actor.optimizer.clip_grad_norm",
     "clip_ratio": "algorithm.objective.clip_low and algorithm.objective.clip_high",
@@ -30,12 +32,14 @@ VERL = {
     "do_search": "environment.class (search)",
     "default_local_dir": "run.folder",
     "enable_gradient_checkpointing": "actor.recompute",
+    "enforce_eager": "rollout.vllm_overrides",
     "entropy_coeff": "algorithm.objective.entropy_coefficient",
     "experiment_name": "run.name",
     "expert_model_parallel_size": "actor.layout.ep",
     "expert_tensor_parallel_size": "actor.layout.etp",
     "extra_info": "rewards.functions (a function receives columns by parameter name, or all of them as `row`)",
     "filter_groups.enable": "batch.sampling_rounds",
+    "filter_overlong_prompts": "data.overlong (drop)",
     "free_cache_engine": "rollout.sleep",
     "gpu_memory_utilization": "rollout.kv_cache_gib (GiB per rank of an engine, in addition to its weights)",
     "grad_clip": "actor.optimizer.clip_grad_norm",
@@ -69,7 +73,9 @@ VERL = {
     "lr_warmup_steps_ratio": "actor.optimizer.schedule.warmup (below 1: a fraction of the run)",
     "max_actor_ckpt_to_keep": "checkpoint.keep",
     "max_model_len": "rollout.context_length",
+    "max_num_batched_tokens": "rollout.vllm_overrides",
     "max_num_gen_batches": "batch.sampling_rounds",
+    "max_num_seqs": "rollout.vllm_overrides",
     "max_obs_length": "environment.observation_tokens",
     "max_prompt_length": "rollout.context_length (prompt and response together)",
     "max_response_length": "rollout.max_new_tokens",
@@ -83,6 +89,7 @@ VERL = {
     "multi_turn.tool_config_path": "environment.class (tools are methods of the class)",
     "n": "batch.samples_per_prompt",
     "n_agent": "batch.samples_per_prompt",
+    "nnodes": "cluster.nodes",
     "norm_adv_by_std_in_grpo": "algorithm.advantage.std",
     "optimizer_offload": "actor.offload",
     "over_sample_rate": "batch.oversampling (above 1, with rollout.on_stale=drop)",
@@ -95,6 +102,7 @@ VERL = {
     "ppo_micro_batch_size": "actor.tokens_per_microbatch (tokens, not samples)",
     "ppo_micro_batch_size_per_gpu": "actor.tokens_per_microbatch (tokens, not samples)",
     "ppo_mini_batch_size": "batch.prompts_per_update",
+    "project_name": "trackers.project",
     "prompt_key": "data.prompt_column",
     "recompute_granularity": "actor.recompute",
     "resume_from_path": "resume (the path of a checkpoint)",
@@ -117,20 +125,31 @@ VERL = {
     "total_training_steps": "run.steps",
     "train_batch_size": "batch.prompts_per_step",
     "train_files": "data.source and data.more_sources",
+    "truncation": "data.overlong (refuse or drop; prompts are never truncated)",
     "ulysses_sequence_parallel_size": "actor.layout.cp",
     "use_kl_in_reward": "algorithm.kl.placement (reward)",
     "use_kl_loss": "algorithm.kl.coefficient (0: no KL)",
     "val_before_train": "evaluation.at_start",
     "val_files": "evaluation.sets",
+    "val_kwargs.n": "evaluation.sets.samples_per_prompt",
+    "val_kwargs.temperature": "evaluation.sets.temperature",
+    "val_kwargs.top_k": "evaluation.sets.top_k",
+    "val_kwargs.top_p": "evaluation.sets.top_p",
     "virtual_pipeline_model_parallel_size": "actor.layout.vpp",
     "warmup_style": "actor.optimizer.schedule.name",
 }
 """verl key, prefixed with its section where ambiguous -> megarl key."""
 
 WITHOUT_KEY = {
+    "balance_batch": "the tokens of data-parallel ranks are always balanced",
     "calculate_log_probs": "the engines' log-probs are always compared (see the section logprob_check)",
-    "no_think_rl": "all sampled tokens are trained on",
+    "do_sample": "temperature=0 is greedy",
+    "enable_chunked_prefill": "megarl sets it",
     "end_state_marker": "environment tokens are never trained on, and need no markers",
+    "n_gpus_per_node": "the layouts determine the number of GPUs",
+    "no_think_rl": "all sampled tokens are trained on",
+    "rollout.mode": "engines always batch requests asynchronously",
+    "rollout.name": "vLLM is the only engine",
     "start_state_marker": "environment tokens are never trained on, and need no markers",
     "state_masking": "environment tokens are never trained on",
     "use_dynamic_bsz": "microbatches are always filled up to actor.tokens_per_microbatch",
@@ -138,6 +157,57 @@ WITHOUT_KEY = {
 }
 """Keys in verl and in projects based on it that have no equivalent -> the reason."""
 
+TRL = {
+    "beta": "algorithm.kl.coefficient (of DPO: algorithm.objective.beta)",
+    "bf16": "model.dtype",
+    "delta": "algorithm.objective.dual_clip",
+    "environment_factory": "environment.class",
+    "epsilon": "algorithm.objective.clip_low and algorithm.objective.clip_high",
+    "epsilon_high": "algorithm.objective.clip_high",
+    "eval_dataset": "evaluation.sets",
+    "eval_steps": "evaluation.every_steps",
+    "generation_batch_size": "batch.prompts_per_step (prompts, not completions)",
+    "gradient_accumulation_steps": "batch.prompts_per_update (prompts of an optimizer step, over all devices)",
+    "gradient_checkpointing": "actor.recompute",
+    "importance_sampling_level": "algorithm.objective.name (token: clip, sequence: gspo)",
+    "learning_rate": "actor.optimizer.lr",
+    "logging_steps": "run.trackers (every step is logged)",
+    "loss_type": (
+        "algorithm.objective.aggregation (grpo: sequence_mean_of_token_means, dapo and bnpo: token_mean, dr_grpo: "
+        "sequence_mean_over_max_tokens; for cispo and sapo, set algorithm.objective.name)"
+    ),
+    "mask_truncated_completions": "algorithm.objective.skip_truncated",
+    "max_completion_length": "rollout.max_new_tokens",
+    "max_grad_norm": "actor.optimizer.clip_grad_norm",
+    "max_steps": "run.steps (a step samples once, and may contain several optimizer steps)",
+    "model_name_or_path": "model.path",
+    "num_generations": "batch.samples_per_prompt",
+    "num_iterations": "batch.epochs",
+    "num_train_epochs": "run.steps (in steps; the data repeats as needed)",
+    "output_dir": "run.folder and run.name",
+    "peft_config": "actor.lora",
+    "per_device_train_batch_size": "actor.tokens_per_microbatch (tokens, not samples)",
+    "ref_model_mixup_alpha": "algorithm.kl.renew_share",
+    "ref_model_sync_steps": "algorithm.kl.renew_steps",
+    "report_to": "run.trackers",
+    "resume_from_checkpoint": "resume",
+    "reward_funcs": "rewards.functions",
+    "reward_weights": "rewards.functions (the weight of each entry)",
+    "save_steps": "checkpoint.every_steps",
+    "save_total_limit": "checkpoint.keep",
+    "scale_rewards": "algorithm.advantage.std (group: sample, none: none)",
+    "shuffle_dataset": "data.shuffle",
+    "steps_per_generation": "batch.prompts_per_step (in prompts, not microbatches)",
+    "train_dataset": "data.source",
+    "vllm_gpu_memory_utilization": "rollout.kv_cache_gib (GiB per rank of an engine, in addition to its weights)",
+    "vllm_importance_sampling_cap": "algorithm.correction.weight_limit",
+    "vllm_importance_sampling_correction": "algorithm.correction.weight",
+    "vllm_max_model_length": "rollout.context_length",
+    "vllm_mode": "cluster.placement (colocate: colocated, server: disaggregated)",
+    "vllm_tensor_parallel_size": "rollout.tp",
+    "warmup_ratio": "actor.optimizer.schedule.warmup (below 1: a fraction of the run)",
+}
+"""Argument of TRL's trainers -> megarl key."""
 
 VALUES: Mapping[str, Mapping[str, str]] = {
     "algorithm.advantage.estimator": {
@@ -223,6 +293,8 @@ def suggest(key: str) -> str:
             return f"verl's {name} corresponds to {VERL[name]}. Fix: use that key"
         if name in WITHOUT_KEY:
             return f"verl's {name} has no equivalent: {WITHOUT_KEY[name]}. Fix: remove the key"
+        if name in TRL:
+            return f"TRL's {name} corresponds to {TRL[name]}. Fix: use that key"
     known = [name for name in keys() if not key.startswith(name)]
     leaf = key.rpartition(".")[2]
     matches = [name for name in known if name.rpartition(".")[2] == leaf]

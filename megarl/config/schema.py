@@ -331,18 +331,10 @@ class Config(Section):
         return Tolerance(threshold, check.mask if check.action == "mask" else None)
 
     @property
-    def agreement_limit(self) -> float | None:
-        """The maximum mean log-prob difference in a step. None if no limit is set and samples may be stale, since stale
-        samples differ by more than rounding."""
+    def agreement_limit(self) -> float:
+        """The maximum mean log-prob difference on samples of the current weights, in a step and on canary prompts."""
         limit = self.logprob_check.limit
-        return limit if limit is not None or self.rollout.max_staleness else ROUNDING[self.precision]
-
-    @property
-    def canary_limit(self) -> float:
-        """The maximum mean log-prob difference on canary prompts. Their samples are never stale, so a limit set for
-        stale samples does not apply."""
-        limit = self.logprob_check.limit
-        return ROUNDING[self.precision] if limit is None or self.rollout.max_staleness else limit
+        return ROUNDING[self.precision] if limit is None else limit
 
     @overload
     def placed(self, role: Role) -> Trained: ...

@@ -13,6 +13,7 @@ from megarl.config.algorithm_schema import VARIANTS
 from megarl.config.document import Document, Key, kind, show, value_at
 from megarl.config.names import options_of, suggest, suggest_value
 from megarl.core.errors import UserError
+from megarl.core.text import encodable
 
 COMMAND_LINE = "command line"
 
@@ -97,6 +98,26 @@ def _wrong(detail: ErrorDetails, origin: str, file: str) -> str:
         quoted = f"'{show(value)}'"
         remedy = "write " + (f'"{name}={quoted}"' if origin == COMMAND_LINE else quoted)
     return f"{message}{'' if message.endswith('?') else '.'} Fix: {remedy}"
+
+
+def require_encodable(document: Document, file: str) -> None:
+    """Raise a UserError if a text cannot be encoded: half of a surrogate pair, or bytes on the command line that are
+    not UTF-8. Neither paths nor JSON files can contain it."""
+    for key, value in _values((), document.values):
+        if isinstance(value, str) and encodable(value) != value:
+            raise UserError(
+                f"{document.origin(key, file)}: {_dotted(key)}={show(value)}: is not valid UTF-8 text. Fix: set "
+                f"{_dotted(key)} to text without these characters"
+            )
+
+
+def _values(key: Key, value: Any) -> Iterator[tuple[Key, Any]]:
+    """Yield the values below a key that are neither mappings nor lists."""
+    if isinstance(value, dict | list):
+        for part, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _values((*key, part), inner)
+    else:
+        yield key, value
 
 
 def _leaves(key: Key, value: Any) -> Iterator[Key]:

@@ -207,6 +207,8 @@ def remove_notes(checkpoint: Path) -> None:
 def is_checkpoint(folder: Path) -> bool:
     """Return whether the folder is a checkpoint, complete or corrupt. The manifest's name is not sufficient evidence:
     run folders also contain a file with that name."""
+    if not folder.is_dir():
+        return False
     try:
         manifest = parse_json(read_text(folder / MANIFEST))
         return isinstance(manifest, dict) and "content" in manifest

@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import re
 import shutil
 import stat
 import sys
@@ -47,6 +48,9 @@ MAX_DIGITS = 18
 
 MAX_SHOWN = 60
 """Maximum number of characters of a value in an error message."""
+
+_LARGE_FLOAT = re.compile(r"[eE]\+?[0-9]{3}|[0-9]{309}")
+"""Part of the text of a JSON number that may be too large for a float."""
 
 MAX_BYTES, MAX_LINE_BYTES = 2**32, 2**28
 """Maximum size in bytes of a file that is read as a whole, and of a line."""
@@ -252,10 +256,18 @@ def read_foreign_object(path: Path, key: str = "", fix: str = "copy the file aga
 
 
 def parse_json(text: str | bytes, parse_constant: Callable[[str], Any] | None = None) -> Any:
-    """Return a JSON value. `parse_constant` replaces NaN and infinities. Raise ValueError if the text is not JSON, is
-    nested more than 2 * MAX_DEPTH levels deep, or has an integer with thousands of digits."""
+    """Return a JSON value. `parse_constant` replaces NaN and infinities, including numbers such as 1e999. Raise
+    ValueError if the text is not JSON, is nested more than 2 * MAX_DEPTH levels deep, or has an integer with thousands
+    of digits."""
+
+    def parse_float(number: str) -> Any:
+        value = float(number)
+        return value if parse_constant is None or math.isfinite(value) else parse_constant(number)
+
+    has_large = parse_constant is not None and _LARGE_FLOAT.search(str(text))
     try:
-        value = json.loads(text, parse_constant=parse_constant)
+        # A Python function for each float is several times slower.
+        value = json.loads(text, parse_constant=parse_constant, parse_float=parse_float if has_large else None)
     except RecursionError:
         raise ValueError("nested too deeply") from None
     if is_deeper(value, 2 * MAX_DEPTH):

@@ -40,7 +40,8 @@ def _load(key: str, path: Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # the user's code may raise anything
-        raise UserError(
-            f"{key}: importing {path} raised {type(error).__name__}: {error}. Fix: correct the file"
-        ) from error
+        fix = "correct the file"
+        if isinstance(error, ModuleNotFoundError):
+            fix = "install the module, or add its directory to PYTHONPATH"
+        raise UserError(f"{key}: importing {path} raised {type(error).__name__}: {error}. Fix: {fix}") from error
     return module

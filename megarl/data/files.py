@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,7 +56,7 @@ def file_rows(
         further: additional columns to include, each mapped to the function or key that requires it, or to None if rows
             may lack the column. ALL_COLUMNS includes every column.
     """
-    columns = (_text("prompt", prompt_column), Column("data.answer_column", answer_column, ANSWER_TYPE, _is_json))
+    columns = (_text("prompt", prompt_column), Column("data.answer_column", answer_column, ANSWER_TYPE, _is_answer))
     columns += tuple(
         Column(
             function if function.startswith("data.") else f"the parameter of {function}", name, ANSWER_TYPE, _is_json
@@ -221,9 +222,10 @@ def _inner_names(fields: Iterable[Any]) -> Record:
 def _require_columns(record: Record, columns: Sequence[Column], place: str) -> None:
     for column in columns:
         if not has_column(record, column.name):
+            verb = "set" if column.key.startswith("data.") else "rename"
             raise UserError(
-                f"{place}: missing column {column.name!r} (expected: {column.expected}). Fix: set {column.key} to one "
-                f"of the columns {', '.join(record)}"
+                f"{place}: missing column {column.name!r} (expected: {column.expected}). Fix: {verb} {column.key} to "
+                f"one of the columns {', '.join(record)}"
             )
 
 
@@ -251,6 +253,11 @@ def _is_labels(value: Any) -> bool:
     if not isinstance(value, list) or all(label is None for label in value):
         return False
     return all(label is None or (isinstance(label, int | float) and 0 <= label <= 1) for label in value)
+
+
+def _is_answer(value: Any) -> bool:
+    """Return whether the value is a JSON value. NaN is not: pandas writes it for a missing answer."""
+    return _is_json(value) and not (isinstance(value, float) and not math.isfinite(value))
 
 
 def _is_json(value: Any) -> bool:

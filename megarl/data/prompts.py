@@ -29,6 +29,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+MAX_WEIGHT = 1e100
+"""Maximum weight of a row. The sum of larger weights, or the product of smaller ones than its reciprocal, may not be
+representable, so that no row would have a positive weight."""
+
+
 @dataclass(frozen=True, slots=True)
 class PromptSet:
     """The tokenized prompts of a data source.
@@ -94,12 +99,13 @@ def _judged_rows(config: Config, columns: Mapping[str, str | None]) -> Iterator[
 
 
 def _require_numbers(row: Row, data: Data) -> None:
-    """Raise a UserError for a row whose sort value is not a number or whose weight is not a number of at least 0."""
+    """Raise a UserError for a row whose sort value is not a number, or whose weight is neither 0 nor a number from
+    1 / MAX_WEIGHT to MAX_WEIGHT."""
     for column, key in data.ordering_columns.items():
         value = row.columns[column]
         is_number = isinstance(value, int | float) and abs(value) <= sys.float_info.max
-        if not is_number or (key == "data.weight_column" and value < 0):
-            expected = "a number" if key == "data.sort_column" else "a number of at least 0"
+        if not is_number or (key == "data.weight_column" and value and not 1 / MAX_WEIGHT <= value <= MAX_WEIGHT):
+            expected = "a number" if key == "data.sort_column" else f"0 or a number from 1e-100 to {MAX_WEIGHT:g}"
             raise UserError(
                 f"{place_of(row, data)}: column {column!r} ({key}): expected {expected}, found {value!r}. Fix: correct "
                 "the value, or drop the row"

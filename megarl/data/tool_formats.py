@@ -143,9 +143,9 @@ def read_deepseek(turn: Sequence[Piece]) -> Iterator[Call]:
         if following is None or following.tag != "<｜tool▁sep｜>":
             yield MalformedCall(piece.text, "missing <｜tool▁sep｜> between name and arguments")
             continue
-        block = _BLOCK.fullmatch(following.text)
+        block = _block(following.text)
         if block is not None:
-            yield _named(block["name"], block["arguments"])
+            yield _named(*block)
         else:
             yield _named(piece.text.strip(), following.text)
 
@@ -252,6 +252,16 @@ def _call(value: Any, text: str, keys: Sequence[str] = ("arguments",)) -> Call:
     return ToolCall(name, arguments, number if isinstance(number, str) else "")
 
 
+def _block(text: str) -> tuple[str, str] | None:
+    """Return the name on the first line and the JSON in the code block after it, or None if there is no block."""
+    before, fence, after = text.partition("```")
+    name, after = before.strip(), after.removeprefix("json")
+    indent = after[: len(after) - len(after.lstrip())]
+    if not fence or "\n" in name or "\n" not in indent:
+        return None
+    return name, after.strip().removesuffix("```")
+
+
 def _json(text: str) -> Any:
     value = _DECODER.decode(text.strip())
     _require_plain(value)
@@ -259,11 +269,11 @@ def _json(text: str) -> Any:
 
 
 def _require_plain(value: Any) -> None:
-    """Raise a ValueError for an escape sequence that is a lone surrogate, which tokenizers reject, and for a value that
-    is nested too deeply."""
+    """Raise a ValueError for an escape sequence that is a lone surrogate, which tokenizers reject, for a number such as
+    1e999, which becomes an infinity, and for a value that is nested too deeply."""
     if is_deeper(value, MAX_DEPTH):
         raise ValueError("it is nested too deeply")
-    json.dumps(value, ensure_ascii=False).encode()
+    json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
 
 
 def _refuse_constant(name: str) -> Any:
@@ -274,5 +284,4 @@ def _message(error: Exception) -> str:
     return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
-_BLOCK = re.compile(r"\s*(?P<name>[^\n]*?)\s*```(?:json)?\s*\n(?P<arguments>.*?)(```)?\s*", re.DOTALL)
 _DECODER = json.JSONDecoder(parse_constant=_refuse_constant)

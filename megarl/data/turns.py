@@ -185,7 +185,9 @@ class ChatTokens:
         counts for the text that the template writes before that token."""
         turn = list(turn_ids)
         most = min(len(turn), len(suffix))
-        overlap = next((k for k in range(most, 0, -1) if turn[-k:] == list(suffix[:k])), 0)
+        # Copying and comparing all slices would take seconds for long turns and observations.
+        ends = (k for k in range(most, 0, -1) if turn[-k] == suffix[0] and turn[-1] == suffix[k - 1])
+        overlap = next((k for k in ends if turn[-k:] == list(suffix[:k])), 0)
         shared = takewhile(lambda pair: pair[0] == pair[1], zip(self._closing, suffix, strict=False))
         first = next((place for place, (token, _) in enumerate(shared) if token in self._special), None)
         if first is None or not turn or turn[-1] not in (suffix[first], *self._other_ends):

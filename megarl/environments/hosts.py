@@ -10,7 +10,6 @@ from typing import Any
 
 from megarl.config.schema import Config
 from megarl.core.errors import InfrastructureFailure, UserError
-from megarl.core.text import encodable
 from megarl.usercode.child_process import IMPORT_S, ChildFailure, ConcurrentChild
 from megarl.usercode.failures import RESTARTS, Kind
 
@@ -82,7 +81,7 @@ class HostProcess(ConcurrentChild):
         for _ in range(RESTARTS + 1):
             host = cls()
             try:
-                hello = encodable(await host.open(asdict(arguments), IMPORT_S))
+                hello = await host.open(asdict(arguments), IMPORT_S)
             except ChildFailure as failure:
                 if failure.was_killed:
                     continue
@@ -104,7 +103,7 @@ class HostProcess(ConcurrentChild):
         """Call a method of the rollout's environment and return its result. Raise HostFailure if it raises or hangs."""
         ended = "the environment's process " + ("has exited" if self.is_over else "exited")
         try:
-            response = encodable(await self.request(timeout_s, method=method, rollout=rollout, **arguments))
+            response = await self.request(timeout_s, method=method, rollout=rollout, **arguments)
         except ChildFailure as failure:
             if not failure.timed_out:
                 reason = failure.with_limit("environment.memory_mib", self._memory_mib)

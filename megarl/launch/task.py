@@ -182,7 +182,8 @@ def _train(task: Task, folder: JobFolder, attempt: Path) -> tuple[int, str]:
     reader = threading.Thread(target=_show, args=(driver.stderr, causes))
     reader.start()
     while driver.poll() is None:
-        os.utime(attempt)
+        with suppress(OSError):  # the user may have deleted the run folder's files
+            os.utime(attempt)
         with suppress(subprocess.TimeoutExpired):
             driver.wait(TOUCH_S)
     reader.join()

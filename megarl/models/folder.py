@@ -131,9 +131,14 @@ def _checked(key: str, path: str, folder: Path) -> Path:
     if not folder.exists():
         raise UserError(f"{key}={path}: does not exist. Fix: use a Hugging Face folder, a Hub id or package:NAME")
     if not (folder / "config.json").is_file():
-        raise UserError(
-            f"{key}={path}: has no config.json. Fix: use the folder that contains config.json and *.safetensors"
-        )
+        fix = "use the folder that contains config.json and *.safetensors"
+        if (folder / "model" / "config.json").is_file():
+            fix = f"use {path.rstrip('/')}/model"
+        elif (folder / "manifest.json").is_file() and (folder / "actor").is_dir():
+            fix = f"convert this checkpoint with megarl convert megatron-to-hf --checkpoint {path} --out FOLDER"
+        elif (folder / "adapter_config.json").is_file():
+            fix = "use the base model with this folder as actor.lora.path, or merge a checkpoint with adapters-to-hf"
+        raise UserError(f"{key}={path}: has no config.json. Fix: {fix}")
     return folder
 
 

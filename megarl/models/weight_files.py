@@ -14,6 +14,9 @@ from megarl.core.text import encodable
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DIFFUSERS_INDEX, DIFFUSERS_SINGLE = (f"diffusion_pytorch_{name}" for name in (INDEX, SINGLE))
+DTYPES = ("F64", "F32", "F16", "BF16")
+"""Supported dtypes, by their names in safetensors files."""
+
 LONGEST_NAME = 255
 LFS_POINTER = b"version https://git-lfs"
 
@@ -74,14 +77,24 @@ def read_headers(folder: Path) -> dict[str, Header]:
 
 
 def require_tensors(folder: Path, headers: Mapping[str, Header], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise a UserError if a tensor in `shapes` is missing or has a different shape."""
+    """Raise a UserError if a tensor in `shapes` is missing, or has a different shape or an unsupported dtype."""
     require_names(folder, headers.keys(), shapes)
     for name, shape in shapes.items():
+        require_dtype(folder, name, headers[name].dtype)
         if headers[name].shape != shape:
             raise UserError(
                 f"{folder}: {name} has shape {headers[name].shape}, but config.json requires {shape}. Fix: use the "
                 "config.json of the model that these weights belong to"
             )
+
+
+def require_dtype(folder: Path, name: str, dtype: str) -> None:
+    """Raise a UserError if a tensor's dtype is not supported."""
+    if dtype not in DTYPES:
+        raise UserError(
+            f"{folder}: {name} has the unsupported dtype {dtype}. Supported dtypes: {', '.join(DTYPES)}. Fix: convert "
+            "the weights to one of them"
+        )
 
 
 def require_names(folder: Path, present: Collection[str], names: Collection[str]) -> None:

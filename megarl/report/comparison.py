@@ -10,7 +10,7 @@ from string import Template
 from typing import Any
 
 from megarl.config import document
-from megarl.config.document import leaves
+from megarl.config.document import leaves, one_line
 from megarl.core.errors import UserError
 from megarl.core.files import replace_text
 from megarl.report.charts import CHARTS, NUM_COLORS, REWARD, Chart, Line, charted_metrics, resource
@@ -62,7 +62,7 @@ def labels(names: Sequence[str], folders: Sequence[str]) -> list[str]:
 
 def _differences(configs: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[str]]]:
     for key in dict.fromkeys(key for config in configs for key in config):
-        values = [str(config[key]) if key in config else ABSENT for config in configs]
+        values = [one_line(config[key]) if key in config else ABSENT for config in configs]
         if key not in NAMES and len(set(values)) > 1:
             yield key, values
 

@@ -16,7 +16,7 @@ from megarl.core.errors import UserError
 from megarl.core.files import new_folder
 from megarl.models.peft import CONFIG, WEIGHTS, adapter_config, check_adapter_config
 from megarl.models.weight_files import open_file
-from megarl.resharding.families.adapters import A, B, expert_tensor_names
+from megarl.resharding.families.adapters import check_adapter_weights, expert_tensor_names
 from megarl.resharding.piece import Holder, Rectangle
 
 
@@ -28,28 +28,9 @@ class PeftFolder(AbstractContextManager):
         folder, or if its adapters do not match the config or the model."""
         self._folder, self._num_experts = folder, num_experts
         check_adapter_config(folder, lora)
+        check_adapter_weights(folder, whole, num_experts)
         self._file = open_file(folder / WEIGHTS, "pt")
         self._names = set(self._file.keys())
-        expected = {each for name in whole.shapes for each in expert_tensor_names(name, num_experts)}
-        if unknown := sorted(self._names - expected):
-            raise UserError(
-                f"actor.lora.path={folder}: {unknown[0]} does not belong to a linear layer in the model's decoder. "
-                "Fix: set actor.lora.path to adapters for this model"
-            )
-        others = {name.replace(A, B) if A in name else name.replace(B, A) for name in self._names}
-        missing = sorted(others - self._names)
-        if missing or not self._names:
-            raise UserError(
-                f"actor.lora.path={folder}: {WEIGHTS} has no {missing[0] if missing else 'tensors'}. Fix: copy the "
-                "file again, or set actor.lora.path to complete adapters"
-            )
-        for name, shape in whole.shapes.items():
-            for each in self._names.intersection(expert_tensor_names(name, num_experts)):
-                if (stored := tuple(self._file.get_slice(each).get_shape())) != shape:
-                    raise UserError(
-                        f"actor.lora.path={folder}: {each} has shape {stored}, but the model requires {shape}. Fix: "
-                        "set actor.lora.path to adapters for this model"
-                    )
 
     def __exit__(self, *_: object) -> None:
         self._file.__exit__(None, None, None)

@@ -46,6 +46,9 @@ BINARY = (
     *("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor"),
 )
 
+ADDRESSES = ("__array_interface__", "__array_struct__", "__cuda_array_interface__")
+"""Attributes that contain addresses or offsets, from which NumPy and torch would read this process's memory."""
+
 RESUMING = ("send", "throw", "next")
 """Methods of iterators that may raise StopIteration."""
 
@@ -65,6 +68,8 @@ class Proxy:
         return self.__tester.request("call", self, positional, named)
 
     def __getattr__(self, name):
+        if name in ADDRESSES:
+            raise AttributeError(name)
         return self.__tester.request("get", self, name)
 
     def __setattr__(self, name, value):

@@ -14,8 +14,6 @@ from typing import Any
 from megarl.core.errors import UserError
 from megarl.rewards.options import BATCH, SINGLE
 
-WRAPPER = "megarl_reward"
-
 RESPONSES = ("response", "completion", "solution_str", "predict_str", "model_output")
 PLURAL_RESPONSES = tuple(f"{name}s" for name in RESPONSES)
 ROLES = (
@@ -52,10 +50,11 @@ def refuse_foreign(name: str, function: Callable[..., Any]) -> None:
     if not _is_foreign([p.name for p in named]):
         return
     file, _, function_name = name.rpartition(":")
+    new_name = f"megarl_{function_name}"
     if any(parameter.name == TRL for parameter in named):
-        lines = _trl_wrapper(function_name, named, any(p.kind is p.VAR_KEYWORD for p in parameters))
+        lines = _trl_wrapper(new_name, function_name, named, any(p.kind is p.VAR_KEYWORD for p in parameters))
     else:
-        lines = _wrapper(function_name, named)
+        lines = _wrapper(new_name, function_name, named)
     if inspect.iscoroutinefunction(function):
         lines = (
             f"async {lines[0]}",
@@ -64,7 +63,7 @@ def refuse_foreign(name: str, function: Callable[..., Any]) -> None:
     wrapper = "\n".join(f"    {line}" for line in lines)
     raise UserError(
         f"rewards.functions: {name} has another trainer's signature {signature}, but megarl passes "
-        f"({', '.join(SINGLE)}). Fix: add this wrapper to {PurePath(file).name}, and use {file}:{WRAPPER}\n{wrapper}"
+        f"({', '.join(SINGLE)}). Fix: add this wrapper to {PurePath(file).name}, and use {file}:{new_name}\n{wrapper}"
     )
 
 
@@ -80,7 +79,7 @@ def _is_foreign(names: Sequence[str]) -> bool:
     return False
 
 
-def _wrapper(function: str, parameters: Sequence[inspect.Parameter]) -> tuple[str, str, str]:
+def _wrapper(name: str, function: str, parameters: Sequence[inspect.Parameter]) -> tuple[str, ...]:
     """Return a wrapper that passes megarl's arguments, and data columns for all other required parameters."""
     names = [parameter.name for parameter in parameters]
     plural = any(name in PLURAL_RESPONSES or name == "queries" for name in names)
@@ -89,42 +88,44 @@ def _wrapper(function: str, parameters: Sequence[inspect.Parameter]) -> tuple[st
     optional: list[str] = []
     passed: list[str] = []
     for parameter in parameters:
-        name = parameter.name
-        column = COLUMNS.get(name, name)
-        value = next((arguments[role] for role, usual in enumerate(ROLES) if name in usual), None)
-        if name == "queries" and "prompts" in names:  # OpenRLHF's queries contain the responses
+        argument = parameter.name
+        column = COLUMNS.get(argument, argument)
+        value = next((arguments[role] for role, usual in enumerate(ROLES) if argument in usual), None)
+        if argument == "queries" and "prompts" in names:  # OpenRLHF's queries contain the responses
             value = "[p + r for p, r in zip(prompts, responses)]"
         if value is None:
             if parameter.default is parameter.empty:
                 required.append(column)
-            elif name in COLUMNS:
+            elif argument in COLUMNS:
                 optional.append(f"{column}=None")
             else:
                 continue
             value = column
-        passed.append(value if parameter.kind is parameter.POSITIONAL_ONLY else f"{name}={value}")
+        passed.append(value if parameter.kind is parameter.POSITIONAL_ONLY else f"{argument}={value}")
     signature = ", ".join([*arguments, *required, *optional])
     score = "['score'] if isinstance({0}, dict) else {0}"
     result = f"[r{score.format('r')} for r in result]" if plural else f"result{score.format('result')}"
-    return f"def {WRAPPER}({signature}):", f"    result = {function}({', '.join(passed)})", f"    return {result}"
+    return f"def {name}({signature}):", f"    result = {function}({', '.join(passed)})", f"    return {result}"
 
 
 def _trl_wrapper(
-    function: str, parameters: Sequence[inspect.Parameter], takes_all_columns: bool
-) -> tuple[str, str, str]:
+    name: str, function: str, parameters: Sequence[inspect.Parameter], takes_all_columns: bool
+) -> tuple[str, ...]:
     """Return a wrapper that passes the responses as text, and data columns for all other parameters."""
     given = {"prompts": "prompts", TRL: "responses"}
+    note = f"    # Pass [[{{'role': 'assistant', 'content': r}}] for r in responses] if {function} expects messages."
     if takes_all_columns:
-        values = ", ".join(f"'{name}': {value}" for name, value in given.items())
+        values = ", ".join(f"'{key}': {value}" for key, value in given.items())
         return (
-            f"def {WRAPPER}({', '.join(BATCH)}, row):",
+            f"def {name}({', '.join(BATCH)}, row):",
             "    columns = {key: [values[key] for values in row] for key in row[0]}",
+            note,
             f"    return {function}(**{{**columns, {values}}})",
         )
     columns = [p.name for p in parameters if p.name not in {*given, *UNAVAILABLE} and p.default is p.empty]
     passed = [f"{p.name}={given.get(p.name, p.name)}" for p in parameters if p.name in {*given, *columns}]
     return (
-        f"def {WRAPPER}({', '.join((*BATCH, *columns))}):",
-        f"    # Pass [[{{'role': 'assistant', 'content': r}}] for r in responses] if {function} expects messages.",
+        f"def {name}({', '.join((*BATCH, *columns))}):",
+        note,
         f"    return {function}({', '.join(passed)})",
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import threading
+import unicodedata
 from decimal import Decimal
 from functools import lru_cache, partial
 from typing import Any
@@ -25,6 +26,15 @@ _RISKY = re.compile(
 
 DEEPEST = 20
 """Maximum bracket nesting depth of expressions that are evaluated in this process."""
+
+MINUS = "\N{MINUS SIGN}"
+
+_SYMBOLS = str.maketrans({"\N{FRACTION SLASH}": "/", "∞": "\\infty ", "·": "\\cdot "})
+
+_UNICODE = re.compile(
+    r"(?P<whole>[0-9]{0,5})(?P<fraction>[¼-¾⅐-⅞])|(?P<power>[⁺⁻]?[⁰¹²³⁴-⁹]+)|√(?P<radicand>[0-9]+|[a-z])"
+)
+"""A fraction, a power or a root in Unicode, which math-verify does not read."""
 
 _EULER = re.compile(r"[+-]?[0-9]+e[+-]?[1-9]")
 """Text in which `e` more likely means Euler's number than an exponent."""
@@ -192,8 +202,20 @@ def _expected(answer: Any) -> str:
 
 
 def _normalized(text: str) -> str:
+    text = _UNICODE.sub(_as_latex, text.translate(_SYMBOLS)).replace("\\varnothing", "\\emptyset")
     text = _TEXT_NUMBER.sub(lambda match: match["number"], text)
     return _SPACED.sub(lambda match: re.sub("[^0-9]", "", match[0]), text)
+
+
+def _as_latex(match: re.Match[str]) -> str:
+    """Return Unicode characters such as ½, √2 or ² in a notation that math-verify reads."""
+    if match["fraction"] is not None:
+        numerator, denominator = unicodedata.normalize("NFKC", match["fraction"]).split("\u2044")
+        whole = match["whole"] or ""
+        return f"{whole} {numerator}/{denominator}" if whole else f"\\frac{{{numerator}}}{{{denominator}}}"
+    if match["power"] is not None:
+        return f"^{{{unicodedata.normalize('NFKC', match['power']).replace(MINUS, '-')}}}"
+    return f"\\sqrt{{{match['radicand']}}}"
 
 
 def _improper(mixed: re.Match[str]) -> str:

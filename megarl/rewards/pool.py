@@ -20,7 +20,7 @@ from megarl.core.types import Prompt, Sample
 from megarl.rewards.judge import NAME
 from megarl.rewards.options import NUM_TOKENS
 from megarl.rewards.result import Result
-from megarl.usercode.child_process import IMPORT_S, ChildFailure, ChildProcess, group_sizes
+from megarl.usercode.child_process import IMPORT_S, ChildFailure, ChildProcess, group_sizes, new_number
 from megarl.usercode.failures import RESTARTS
 
 NO_COLUMNS: Mapping[str, Any] = {}
@@ -194,7 +194,8 @@ class FunctionPool:
         child = self._idle.get()
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         try:
-            return child.call(pickle.dumps((function, tuple(arguments), columns)), timeout_s)
+            number = new_number()
+            return child.call(pickle.dumps((number, function, tuple(arguments), columns)), timeout_s, number)
         except ChildFailure as failure:
             if failure.timed_out:
                 return {"value": None, "failure": f"did not return within rewards.timeout_s={self._timeout_s:g}"}

@@ -10,6 +10,7 @@ from typing import Any
 from megarl.data.reasoning import Task, load_gym
 from megarl.rewards.forked import in_child
 from megarl.rewards.gym_text import FORMULAS, make_safe
+from megarl.rewards.think_answer import last_answer
 from megarl.usercode.failures import ProcessLost
 
 READS = ("tags", "response")
@@ -32,12 +33,12 @@ class ReasoningGym:
 
     def __init__(self, reads: str = "tags"):
         """Create the function with its options. With reads="tags", the function scores the last `<answer>…</answer>`
-        (empty if there is none); with reads="response", the whole response."""
+        (None if there is none); with reads="response", the whole response."""
         if reads not in READS:
             raise ValueError(f"options.reads={reads!r}: unknown value. Fix: use one of {', '.join(READS)}")
         gym = load_gym()
         make_safe(gym.factory)
-        self._extract = gym.utils.extract_answer if reads == "tags" else str.strip
+        self._extract = _answer_in_tags if reads == "tags" else str.strip
 
     def check_row(self, answer: Any, *, task: str, options: Mapping[str, Any], metadata: Any) -> None:
         """Raise ValueError if the task or its options are unknown, or if the task cannot score the row's own answer."""
@@ -59,7 +60,9 @@ class ReasoningGym:
         text, entry = self._extract(response), {"question": prompt, "answer": answer, "metadata": metadata}
         if task == "game_of_life_halting":
             return float(text == answer)
-        if task == "complex_arithmetic" and "nan" in text.lower():  # its verifier returns min(1.0, NaN), which is 1.0
+        if (
+            task == "complex_arithmetic" and "nan" in (text or "").lower()
+        ):  # its verifier returns min(1.0, NaN), which is 1.0
             return 0.0
         dataset = _dataset(task, json.dumps(options, sort_keys=True))
         try:
@@ -71,6 +74,11 @@ class ReasoningGym:
         except Exception:
             dataset.score_answer(answer or "", entry)
             return 0.0
+
+
+def _answer_in_tags(response: str) -> str | None:
+    answer = last_answer(response)
+    return None if answer is None else answer.strip()
 
 
 @lru_cache(maxsize=256)

@@ -20,6 +20,10 @@ MODEL = "reward_model"
 ENVIRONMENT = "environment"
 """Name of the environment's reward component."""
 
+LARGEST = 3.4e38
+"""Maximum absolute value of a reward. The trainer computes with float32, and the square of a larger reward may exceed
+the range of a float."""
+
 
 class Scorer:
     """Combines results into scores, with the weights of the reward functions, the reward model and the environment."""
@@ -93,8 +97,12 @@ class Scorer:
         if model_reward is not None and model_reward.by_token is not None:
             by_token.append([self._weights[MODEL] * reward for reward in model_reward.by_token])
         value = sum(self._weights[name] * part for name, part in parts.items() if name in self._weights)
-        if not math.isfinite(value):
-            failure = f"rewards.functions: the weighted sum of the rewards of sample {sample.id} is {value}"
+        tokens = [reward for rewards in by_token for reward in rewards if not math.isnan(reward)]
+        invalid = next((number for number in (value, *tokens) if not abs(number) <= LARGEST), None)
+        if invalid is not None:
+            subject = "the weighted sum of the rewards" if invalid is value else "the reward of a token"
+            limit = ", more than float32 can represent" if math.isfinite(invalid) else ""
+            failure = f"rewards.functions: {subject} of sample {sample.id} is {invalid}{limit}"
             return Score(None, parts, failure, issues=issues), None
         score = Score(value, parts, issues=issues)
         if not by_token:
@@ -127,8 +135,9 @@ def require_ratings(scores: Sequence[Score]) -> list[Score]:
 def _environment_parts(episode: Episode) -> dict[str, float]:
     """Return the environment's total reward and its named components."""
     named = {f"{ENVIRONMENT}_{name}": total for name, total in episode.parts.items()}
-    turn_rewards = [reward for reward in episode.rewards if reward is not None]
-    return {ENVIRONMENT: math.fsum([*turn_rewards, episode.outcome]), **named}
+    rewards = [*(reward for reward in episode.rewards if reward is not None), episode.outcome]
+    # fsum raises an exception if the sum overflows, or consists of infinities with different signs.
+    return {ENVIRONMENT: math.fsum(rewards) if math.isfinite(sum(rewards)) else math.nan, **named}
 
 
 def _require_distinct(functions: Sequence[schema.RewardFunction]) -> None:

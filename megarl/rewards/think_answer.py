@@ -31,3 +31,14 @@ def tagged_answer(prompt: str, response: str) -> str | None:
     if not (thoughts.startswith("<think>") and rest.startswith("<answer>") and rest.endswith("</answer>")):
         return None
     return rest.removeprefix("<answer>").removesuffix("</answer>").strip()
+
+
+def last_answer(text: str) -> str | None:
+    """Return the content of the last `<answer>…</answer>`, or None if there is none. A regular expression would search
+    for an end after each of the tags that a response may repeat."""
+    (opening, closing), answer = TAGS[2:], None
+    start = text.find(opening)
+    while start >= 0 and (stop := text.find(closing, start)) >= 0:
+        answer = text[start + len(opening) : stop]
+        start = text.find(opening, stop)
+    return answer

@@ -1,8 +1,8 @@
 """The worker process of a `FunctionPool`. It calls user functions and can be killed at any time.
 
 It sends the name of each function that it imports, then the data columns that the functions use and the names of the
-functions that take whole batches. Then it receives pickled calls `(name, arguments, columns)` and sends one message per
-call. `columns` is None in a request to check data rows.
+functions that take whole batches. Then it receives pickled calls `(id, name, arguments, columns)` and sends one message
+with the same `id` per call. `columns` is None in a request to check data rows.
 """
 
 from __future__ import annotations
@@ -91,15 +91,16 @@ def main(
     )
     while True:
         try:
-            name, arguments, columns = pickle.load(parent)
+            number, name, arguments, columns = pickle.load(parent)
         except EOFError:  # the pool was closed, or its process died
             return
         if columns is None:
-            send(parent, check_rows(row_checks[name], arguments))
+            reply = check_rows(row_checks[name], arguments)
         elif name in batch_functions:
-            send(parent, call_batch(loaded[name], arguments, _batch_keywords(used_columns[name], columns)))
+            reply = call_batch(loaded[name], arguments, _batch_keywords(used_columns[name], columns))
         else:
-            send(parent, call(loaded[name], arguments, _keywords(used_columns[name], columns)))
+            reply = call(loaded[name], arguments, _keywords(used_columns[name], columns))
+        send(parent, {"id": number, **reply})
 
 
 def _required_by(used_columns: Mapping[str, Mapping[str, bool]]) -> dict[str, str | None]:

@@ -36,7 +36,8 @@ def check_beginning(config: Config) -> str | None:
     saved = complete(saved, checked_format(manifest, folder.manifest))
     moved = moved_models(config, _identities(config), saved, models_in(manifest, folder.manifest))
     check_continues(config, update_moved_paths(config, saved, moved), step, str(folder.path))
-    return f"{folder.path}: the run has already finished step {step} of {config.run.steps}"
+    done = f"the run has already finished step {step} of {config.run.steps}"
+    return f"{folder.path}: {done}. Increase run.steps to continue it"
 
 
 def resolve(config: Config) -> Config:

@@ -46,13 +46,15 @@ class Checkpoints:
     def latest(self) -> Path | None:
         """Return the checkpoint to which `latest` points, or None if no checkpoint is complete. Raise UserError if it
         does not contain a checkpoint's name."""
-        return self._pointed_to(POINTER)
+        return self.pointed_to(POINTER)
 
     def best(self) -> Path | None:
         """Return the checkpoint to which `best` points, or None if the pointer does not exist."""
-        return self._pointed_to(BEST)
+        return self.pointed_to(BEST)
 
-    def _pointed_to(self, name: str) -> Path | None:
+    def pointed_to(self, name: str) -> Path | None:
+        """Return the checkpoint that a pointer names, or None if the pointer does not exist. Raise the errors of
+        `latest`."""
         pointer = self.path / name
         if not os.path.lexists(pointer):
             return None

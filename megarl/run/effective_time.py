@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from megarl.core.errors import UserError
 from megarl.core.files import is_plain
 from megarl.core.jsonl import read_objects
 from megarl.run.attempts import Attempts
@@ -45,12 +47,15 @@ class EffectiveShare:
         self._effective_s = _completed_s(run)
 
     def metrics(self, step_metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return the run's goodput at the end of a step; empty outside a Slurm job. `step_metrics` must contain the
-        metric `time/step`."""
+        """Return the run's goodput at the end of a step; empty outside a Slurm job, or if the user has deleted or
+        damaged the records of attempts. `step_metrics` must contain the metric `time/step`."""
         if ALLOCATED not in os.environ:
             return {}
         self._effective_s += step_metrics["time/step"]
-        return {"cluster/goodput": EffectiveTime(self._effective_s, allocated_s(self._run, time.time())).share}
+        with suppress(UserError, OSError):
+            if (allocated := allocated_s(self._run, time.time())) > 0:
+                return {"cluster/goodput": EffectiveTime(self._effective_s, allocated).share}
+        return {}
 
 
 def _completed_s(run: Path) -> float:

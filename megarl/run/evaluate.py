@@ -51,6 +51,12 @@ def run(config: Config, out: Path, scratch: Path) -> None:
         )
     if out.exists():
         raise UserError(f"--out {out}: the folder already exists. Fix: pass a different folder")
+    if config.actor.lora.path is not None:
+        print(
+            f"warning: actor.lora.path={config.actor.lora.path} is ignored: the model is evaluated without these "
+            "adapters. To evaluate them, merge a checkpoint with adapters-to-hf",
+            flush=True,
+        )
     config = with_engines_only(config)
     check_machine(config)
     folder = resolve(config.model.path, revision=config.model.revision)

@@ -158,7 +158,7 @@ def _entropy_collapse(config: Config, rows: Sequence[Row], window: int) -> str |
 
 def _rising_mismatch(config: Config, rows: Sequence[Row], window: int) -> str | None:
     values, limit = _values(rows, "mismatch/logprob_abs_mean"), config.agreement_limit
-    if limit is None or len(values) < 3 * TREND_STEPS:
+    if len(values) < 3 * TREND_STEPS:
         return None
     first, before, recent = (
         fmean(part) for part in (values[:TREND_STEPS], values[-2 * TREND_STEPS : -TREND_STEPS], values[-TREND_STEPS:])

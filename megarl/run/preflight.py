@@ -44,9 +44,11 @@ from megarl.environments.trial import try_rewards
 from megarl.models.folder import read_config
 from megarl.models.huggingface import completed
 from megarl.models.run_models import ModelFolders, find_models
+from megarl.models.shape import ModelShape
 from megarl.models.tokenizer import load_tokenizer
 from megarl.models.weight_files import read_headers, require_tensors
 from megarl.resharding.families import huggingface_holder
+from megarl.resharding.families.adapters import check_adapter_weights, peft_holder
 from megarl.resharding.selection import check_all_selections
 from megarl.rewards.model_reward import model_judge, model_reader
 from megarl.rewards.pool import FunctionPool, function_pool
@@ -85,7 +87,7 @@ def preflight(config: Config) -> Preflight:
         folder = attempt(_find_folder, config)
         models = attempt(_find_models, config)
         if models is not None:
-            attempt(_check_weights, models)
+            attempt(_check_weights, config, models)
         pool = attempt(_function_pool, config)
         with nullcontext() if pool is None else closing(pool):
             data = None if models is None else attempt(_load_data, config, models.actor, pool)
@@ -160,13 +162,19 @@ def _find_models(config: Config) -> ModelFolders:
     return models
 
 
-def _check_weights(models: ModelFolders) -> None:
+def _check_weights(config: Config, models: ModelFolders) -> None:
     """Check the headers of all weight files, which a failed download may have left incomplete."""
     with _all_errors() as attempt:
         for folder in dict.fromkeys((models.actor, *models.others.values())):
             headers = attempt(read_headers, folder)
             if headers is not None and folder != models.reward_model:  # a reward model's tensors may have other names
                 attempt(require_tensors, folder, headers, huggingface_holder(read_config(folder)).shapes)
+        lora = config.actor.adapters
+        if lora is not None and lora.path is not None:
+            hf_config = read_config(models.actor)
+            experts = ModelShape.of(hf_config).experts
+            whole = peft_holder(hf_config, lora.rank, lora.share_experts)
+            attempt(check_adapter_weights, Path(lora.path).expanduser(), whole, experts.count if experts else 0)
 
 
 def _load_data(config: Config, model_folder: Path, pool: FunctionPool | None) -> PromptSet | OfflineData:

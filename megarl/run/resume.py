@@ -19,7 +19,7 @@ from megarl.data.prompts import PromptSet
 from megarl.data.weighted_cursor import WeightedCursor
 from megarl.models.folder import is_hub_id, model_paths
 from megarl.models.paths import Models, moved_models, update_moved_paths
-from megarl.run.checkpoints import Checkpoints
+from megarl.run.checkpoints import BEST, POINTER, Checkpoints
 from megarl.run.folder import LAUNCH, RunFolder
 from megarl.step.state import RunState, saved_state, weights_of
 
@@ -210,6 +210,8 @@ def _checkpoint_path(config: Config) -> Path | None:
         return latest
     # Resolve links before the run folder may be moved aside, so that a checkpoint inside it is recognized.
     path = Path(config.resume).expanduser().resolve()
+    if path.is_file() and path.name in (POINTER, BEST):
+        path = Checkpoints(path.parent).pointed_to(path.name) or path
     if not path.is_dir():
         raise UserError(
             f"resume={config.resume}: no such folder. Fix: set resume to never, auto or a checkpoint folder"

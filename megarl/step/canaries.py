@@ -70,7 +70,7 @@ class Canaries:
             prompts = [
                 Prompt(f"{PURPOSE}:{text}", text, np.array(tokens, np.int32)) for text, tokens in ids.items() if tokens
             ]
-        return cls(config, workers, prompts, config.canary_limit)
+        return cls(config, workers, prompts, config.agreement_limit)
 
     def sample(self) -> dict[str, Answers]:
         """Sample responses of both kinds on every engine, then put the engines to sleep. Return them by engine name."""

@@ -106,7 +106,7 @@ def announce(config: Config) -> list[str]:
 def excess(config: Config, metrics: Mapping[str, Metric]) -> str | None:
     """Describe the log-prob difference in a step if it is above the limit; otherwise return None."""
     mismatch, limit = metrics.get("mismatch/logprob_abs_mean"), config.agreement_limit
-    if mismatch is None or limit is None or mismatch.value <= limit:
+    if mismatch is None or mismatch.value <= limit:
         return None
     return (
         f"the engines' log-probs differ from the trainer's by {mismatch.value:.1e} per token, which exceeds "

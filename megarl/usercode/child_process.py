@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -13,12 +14,12 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from itertools import count
 from typing import Any, BinaryIO
 
 import psutil
 
 from megarl.core import stacks
+from megarl.core.text import encodable
 from megarl.usercode.parent import SELF_CLEANING
 
 IMPORT_S = 60.0
@@ -122,11 +123,14 @@ class ChildProcess:
             return self._process.returncode is not None or os.waitid(os.P_PID, self.pid, options) is not None
         return True
 
-    def call(self, request: bytes, timeout_s: float) -> dict[str, Any]:
-        """Send a request and return the reply. timeout_s limits the total time."""
+    def call(self, request: bytes, timeout_s: float, number: int | None = None) -> dict[str, Any]:
+        """Send a request and return the reply without its `id`, which is `number`. Messages with another id are
+        dropped, because code in the child may have sent them. timeout_s limits the total time."""
         deadline = time.monotonic() + timeout_s
         self.send(request, timeout_s)
-        return self.receive(deadline - time.monotonic())
+        while (reply := self.receive(deadline - time.monotonic())).pop("id", None) != number:
+            pass
+        return reply
 
     def send(self, message: bytes, timeout_s: float | None = None) -> None:
         try:
@@ -232,7 +236,7 @@ class ConcurrentChild(ChildProcess):
 
     async def open(self, arguments: Mapping[str, Any], timeout_s: float | None = None) -> dict[str, Any]:
         """Send the program's arguments and return its first message."""
-        self._numbers, self._waiting = count(), dict[int, asyncio.Future[dict[str, Any]]]()
+        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
         connection = socket.socket(fileno=self._socket.detach())
         self._reader, self._writer = await asyncio.open_unix_connection(sock=connection, limit=MAX_MESSAGE_BYTES)
         try:
@@ -252,7 +256,7 @@ class ConcurrentChild(ChildProcess):
         """Send a request and return the reply. After a timeout, the process still runs."""
         if self._reading.done():
             raise ChildFailure(self.status, was_killed=self.was_killed)
-        number = next(self._numbers)
+        number = new_number()
         reply = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.timeout(timeout_s):
@@ -318,10 +322,15 @@ def group_sizes() -> Counter[int]:
     return sizes
 
 
+def new_number() -> int:
+    """Return the id of a request. It is random, so that code in the child cannot reply to other requests."""
+    return secrets.randbits(62)
+
+
 def parse(line: bytes) -> dict[str, Any]:
-    """Decode a message. Raise ValueError if it is not a JSON object."""
+    """Decode a message, and make its text encodable. Raise ValueError if it is not a JSON object."""
     try:
-        message = json.loads(line)
+        message = encodable(json.loads(line))
     except (ValueError, RecursionError):
         message = None
     if not isinstance(message, dict) or not isinstance(message.get("id"), int | None):

@@ -214,7 +214,10 @@ def test_run_folder_has_attempts_and_checkpoints(attempts: int, resumed: Path) -
 def test_finished_run_starts_no_attempt(recipe: Recipe, resumed: Path) -> None:
     attempts = sorted((resumed / "logs").iterdir())
     run = recipe.finish(resumed.parent)
-    assert run.output == f"{resumed}: the run has already finished step {STEPS} of {STEPS}\n"
+    assert (
+        run.output
+        == f"{resumed}: the run has already finished step {STEPS} of {STEPS}. Increase run.steps to continue it\n"
+    )
     assert sorted((resumed / "logs").iterdir()) == attempts
 
 

@@ -13,8 +13,8 @@ import pytest
 from tests.paths import ROOT
 
 CI, MAKEFILE = ROOT / ".ci" / "run", ROOT / "Makefile"
-FIRST = ["lint", "types", "test", "test-cluster"]
-ALWAYS = ["test-sandbox", "resolve-gpu"]
+FIRST = ["lint", "test"]
+ALWAYS = ["test-cluster", "types", "test-sandbox", "resolve-gpu"]
 PARTS = ["test-learn", "test-exhaustive", "test-newest", "test-browser", "docs"]
 
 
@@ -60,7 +60,7 @@ class Repository:
     def due(self) -> list[str]:
         *first, [jobs, part, *targets] = self.ci()
         assert first == [[target] for target in FIRST]
-        assert (jobs, part) == ("--jobs=2", "PART=today")
+        assert (jobs, part) == ("--jobs=3", "PART=today")
         assert targets[: len(ALWAYS)] == ALWAYS
         return targets[len(ALWAYS) :]
 

@@ -258,6 +258,12 @@ def test_evaluate_reports_errors_before_anything_starts(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_evaluate_warns_that_it_ignores_adapters(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    keys = [SETS, f"run.folder={tmp_path}", "actor.lora.rank=4", "actor.lora.path=/adapters"]
+    assert run_command("evaluate", "/no/model", QUICKSTART, *keys) == 2
+    assert capsys.readouterr().out.startswith("warning: actor.lora.path=/adapters is ignored")
+
+
 def test_report_prints_its_path(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     replace(monkeypatch, "report", write=lambda folder: folder / "report.html", comparison=None)
     assert run_command("report", "runs/latest") == 0
@@ -453,7 +459,7 @@ def test_allow_changes_sets_the_key(capsys: pytest.CaptureFixture[str], command:
     allow = ["--allow-changes", "rollout.top_p,model.path", "--allow-changes", "run.seed"]
     assert run_command(name, str(ROOT / "configs" / "quickstart.yaml"), "run.steps=3", *allow, *options) == 2
     lines = capsys.readouterr().err.splitlines()
-    assert [line.split(" never changes")[0] for line in lines] == [
+    assert [line.split(" cannot change")[0] for line in lines] == [
         f"megarl: error: run.allow_changes: {key}" for key in ("model.path", "run.seed")
     ]
 

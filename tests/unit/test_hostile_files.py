@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -191,6 +192,19 @@ def test_recipe(tmp_path: Path, content: str) -> None:
 def test_value_on_the_command_line(value: str) -> None:
     with pytest.raises(UserError, match=r"command line: run\.steps="):
         load(QUICKSTART, [f"run.steps={value}"])
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *((key, "a\udcff") for key in ("run.name", "model.path", "data.system_prompt")),
+        *(("rollout.stop", r'["a\udcff"]'), ("data.options.a", r'"a\ud800"')),
+    ],
+)
+def test_text_that_is_not_utf_8_on_the_command_line(key: str, value: str) -> None:
+    """Python represents the byte 0xff in an argument as half of a surrogate pair."""
+    with pytest.raises(UserError, match=rf"^command line: {re.escape(key)}.*=.*: is not valid UTF-8 text\. Fix: "):
+        load(QUICKSTART, [f"{key}={value}"])
 
 
 CONFIG_JSON = {

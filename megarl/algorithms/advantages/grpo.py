@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from megarl.algorithms.baselines import Member, mean, scale_of, standard_deviation
+from megarl.algorithms.baselines import Member, group_mean, mean, scale_of, standard_deviation
 from megarl.algorithms.specs import Deviation, GroupEstimator, mean_of_tokens
 from megarl.core.ranges import NonNegativeFloat
 from megarl.core.types import Baseline, TokenTotals
@@ -18,6 +18,15 @@ def grpo(group: Sequence[Member], std: str, std_epsilon: float) -> list[Baseline
     rewards = [member.reward for member in group]
     scale = 1.0 if std == "none" else scale_of(standard_deviation(rewards, std), std_epsilon)
     return [Baseline(mean(rewards), scale)] * len(group)
+
+
+def grpo_with_batch_std(groups: Sequence[Sequence[Member]], std: str, std_epsilon: float) -> list[list[Baseline]]:
+    """Return for each group the baseline b = mean(r) and scale c = std(R) + std_epsilon, where R has the rewards of all
+    groups: Flow-GRPO (https://arxiv.org/abs/2505.05470) with a global standard deviation. Equal rewards within a group
+    then have advantage 0, and a group with a small spread is not amplified."""
+    rewards = [member.reward for group in groups for member in group]
+    scale = scale_of(standard_deviation(rewards, std), std_epsilon)
+    return [[Baseline(baseline.center, scale) for baseline in group_mean(group)] for group in groups]
 
 
 def process_supervision(group: Sequence[TokenTotals], std: str, std_epsilon: float) -> list[tuple[float, float]]:

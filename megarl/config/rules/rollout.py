@@ -126,12 +126,12 @@ def masking_requires_token_losses(config: Config) -> Iterator[str]:
         )
 
 
-def stopping_requires_limit(config: Config) -> Iterator[str]:
-    if config.logprob_check.action == "stop" and config.agreement_limit is None:
+def stopping_requires_fresh_samples(config: Config) -> Iterator[str]:
+    check, staleness = config.logprob_check, config.rollout.max_staleness
+    if check.action == "stop" and staleness and check.canaries != "refits":
         yield (
-            "logprob_check.action=stop: the run would never stop, because with "
-            f"rollout.max_staleness={config.rollout.max_staleness} logprob_check.limit=null means no limit. Fix: set "
-            "logprob_check.limit, or logprob_check.action=warn"
+            f"logprob_check.action=stop: with rollout.max_staleness={staleness}, all samples of a step may be stale, "
+            "and their differences have no limit. Fix: set logprob_check.canaries=refits, or logprob_check.action=warn"
         )
 
 
@@ -148,5 +148,5 @@ RULES = (
     overrides_keep_weights_refittable,
     masking_requires_trainer_logprobs,
     masking_requires_token_losses,
-    stopping_requires_limit,
+    stopping_requires_fresh_samples,
 )

@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from megarl.core.files import MAX_DEPTH, is_deeper
+from megarl.core.text import encodable
 from megarl.environments.sessions.errors import invalid
 
 Message = Mapping[str, Any]
@@ -61,7 +62,9 @@ def _text(content: Any, param: str) -> str:
         if not isinstance(part, dict) or part.get("type") not in ("text", "refusal"):
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
             raise invalid(param, f"{param} has a content part of type {kind!r}, but only text is supported")
-        texts.append(str(part.get(part["type"], "")))
+        if not isinstance(text := part.get(part["type"]), str):
+            raise invalid(param, f"{param} has a content part of type {part['type']!r} whose text is not a string")
+        texts.append(text)
     return "".join(texts)
 
 
@@ -72,7 +75,7 @@ def _tool_call(call: Any, param: str) -> dict[str, Any]:
     arguments = function.get("arguments") or "{}"
     if isinstance(arguments, str):
         with suppress(ValueError, RecursionError):  # invalid or deeply nested JSON stays a string
-            parsed = json.loads(arguments)
+            parsed = encodable(json.loads(arguments))
             arguments = arguments if is_deeper(parsed, MAX_DEPTH) else parsed
     function = {"name": function["name"], "arguments": arguments}
     return {"id": str(call.get("id") or ""), "type": "function", "function": function}

@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import hmac
 import json
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -42,6 +41,9 @@ HEADERS_S = 60.0
 SEND_S = 60.0
 """Seconds within which a client must receive a response."""
 
+MAX_TOOL_SETS = 128
+"""Maximum number of distinct sets of tools whose renderers are kept. Each task may have its own tools."""
+
 SHUTDOWN_S = 2.0
 RETRIES = "x-stainless-retry-count"
 """Header in which the openai client counts its retries of a request."""
@@ -56,7 +58,8 @@ class SessionServer:
         """Create a server.
 
         Args:
-            tokens_of: function that returns the renderer for a request's tools, called once per distinct set of tools.
+            tokens_of: function that returns the renderer for a request's tools. The last MAX_TOOL_SETS renderers are
+                kept.
             sampling: the run's sampling parameters, keyed by API name. Requests may contain the same values.
         """
         self._tokenizer, self._sampling = tokenizer, sampling or {}
@@ -66,8 +69,6 @@ class SessionServer:
         self._runner: web.AppRunner | None = None
         self.base_url = ""
         """Base URL for clients, set by `start`."""
-        self.counts: Counter[str] = Counter()
-        """Sum of the counts from all closed sessions."""
 
     async def start(self, address: str) -> None:
         """Listen on a free port at this address."""
@@ -98,14 +99,13 @@ class SessionServer:
     async def close(self, session: Session) -> list[Part]:
         """Close a session, revoke its token, and return its token sequences."""
         self._sessions.pop(_digest(session.token), None)
-        parts = await session.close()
-        self.counts += session.counts + session.recording.counts
-        return parts
+        return await session.close()
 
     def _tokens_with(self, tools: Sequence[Mapping[str, Any]]) -> TurnTokens:
         key = tools_key(tools)
-        if key not in self._tokens:
-            self._tokens[key] = self._tokens_of(tools)
+        self._tokens[key] = self._tokens.pop(key, None) or self._tokens_of(tools)
+        if len(self._tokens) > MAX_TOOL_SETS:
+            del self._tokens[next(iter(self._tokens))]  # the least recently used one
         return self._tokens[key]
 
     def _session(self, request: web.Request) -> Session:
@@ -155,6 +155,8 @@ class SessionServer:
             raise ApiError(408, "request_timeout", f"the request body did not arrive within {BODY_S:g} s") from None
         except web.HTTPRequestEntityTooLarge:
             raise ApiError(413, "request_too_large", f"the request body exceeds {LARGEST_REQUEST} bytes") from None
+        except web.RequestPayloadError as error:
+            raise invalid("body", f"the request body cannot be read: {error}") from error
         except (ValueError, RecursionError) as error:
             raise invalid("body", f"the request body is not valid JSON: {error}") from error
 

@@ -11,6 +11,7 @@ from megarl.core.errors import UserError
 from megarl.environments.protocol import Environment, Step, Task, Turn
 from megarl.environments.shipped.retrieval import Retriever, open_retriever
 from megarl.environments.tools import Message, tool
+from megarl.rewards.think_answer import last_answer
 
 INSTRUCTIONS = (
     "Answer the question below. Think inside <think> and </think> first, whenever you have learned something new. To "
@@ -23,8 +24,7 @@ NO_ACTION = (
     "write the answer between <answer> and </answer>."
 )
 
-_ACTION = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_TAG = re.compile(r"<(?P<name>search|answer)>")
 _ARTICLE = re.compile(r"\b(a|an|the)\b")
 
 
@@ -98,10 +98,9 @@ class SearchEnvironment(_Searching):
         return [*context, {**question, "content": INSTRUCTIONS + question["content"]}]
 
     async def step(self, turn: Turn) -> Step:
-        match = _ACTION.search(turn.text)
-        if match is None:
+        action, text = first_action(turn.text)
+        if action is None:
             return self._observe(NO_ACTION)
-        action, text = match[1], match[2].strip()
         if action == "answer":
             return Step(reward=exact_match(text, self.answer), done=True)
         return self._observe(f"<information>{await self.find(text)}</information>")
@@ -126,8 +125,19 @@ class SearchToolEnvironment(_Searching):
         """Return 1 if the turn is the correct answer, else 0. A last turn that still calls a tool is not an answer."""
         if turn.tool_calls:
             return 0.0
-        answers = _ANSWER.findall(turn.text)
-        return exact_match(answers[-1] if answers else turn.text, self.answer)
+        answer = last_answer(turn.text)
+        return exact_match(turn.text if answer is None else answer, self.answer)
+
+
+def first_action(text: str) -> tuple[str | None, str]:
+    """Return the name and the content of the first closed tag, or None and "" if there is none. Takes linear time, even
+    if the text repeats a tag without its end."""
+    ends = {name: text.rfind(f"</{name}>") for name in ("search", "answer")}
+    for tag in _TAG.finditer(text):
+        if tag.end() <= ends[tag["name"]]:
+            stop = text.find(f"</{tag['name']}>", tag.end())
+            return tag["name"], text[tag.end() : stop].strip()
+    return None, ""
 
 
 def as_text(passages: Sequence[str]) -> str:
@@ -151,5 +161,7 @@ def exact_match(response: str, answer: Any) -> float:
 
 
 def normalize(text: str) -> str:
-    text = "".join(character for character in text.lower() if character not in string.punctuation)
-    return " ".join(_ARTICLE.sub(" ", text).split())
+    """Return the text in lower case without punctuation and articles, unless it consists of nothing else."""
+    lower = text.lower()
+    words = "".join(character for character in lower if character not in string.punctuation)
+    return " ".join(_ARTICLE.sub(" ", words).split()) or lower.strip()

@@ -10,8 +10,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from megarl.core.errors import UserError
+from megarl.models.peft import WEIGHTS
+from megarl.models.weight_files import open_file, require_dtype
 from megarl.resharding.families.canonical import Canonical
 from megarl.resharding.piece import Holder, Piece, Rectangle, Shard, whole
 
@@ -145,6 +149,34 @@ def peft_holder(hf_config: Mapping[str, Any], rank: int, share_experts: bool) ->
             shapes[_peft_name(projection, B, shared)] = (rows, rank)
     pieces = tuple(Piece(name, whole(shape), name, whole(shape)) for name, shape in shapes.items())
     return Holder("peft", Shard(shapes, pieces, dict.fromkeys(shapes, DTYPE)))
+
+
+def check_adapter_weights(folder: Path, whole: Holder, num_experts: int) -> None:
+    """Check the header of a PEFT folder's weights file. `whole` is the holder of all adapter tensors for the model.
+    Raise a UserError if the file is damaged, or if its adapters do not match the model."""
+    with open_file(folder / WEIGHTS, "numpy") as file:
+        stored = {name: file.get_slice(name) for name in map(str, file.keys())}
+        headers = {name: (tensor.get_dtype(), tuple(tensor.get_shape())) for name, tensor in stored.items()}
+    expected = {each: shape for name, shape in whole.shapes.items() for each in expert_tensor_names(name, num_experts)}
+    if unknown := sorted(headers.keys() - expected.keys()):
+        raise UserError(
+            f"actor.lora.path={folder}: {unknown[0]} does not belong to a linear layer in the model's decoder. "
+            "Fix: set actor.lora.path to adapters for this model"
+        )
+    others = {name.replace(A, B) if A in name else name.replace(B, A) for name in headers}
+    missing = sorted(others - headers.keys())
+    if missing or not headers:
+        raise UserError(
+            f"actor.lora.path={folder}: {WEIGHTS} has no {missing[0] if missing else 'tensors'}. Fix: copy the "
+            "file again, or set actor.lora.path to complete adapters"
+        )
+    for name, (dtype, shape) in headers.items():
+        require_dtype(folder, name, dtype)
+        if shape != expected[name]:
+            raise UserError(
+                f"actor.lora.path={folder}: {name} has shape {shape}, but the model requires {expected[name]}. Fix: "
+                "set actor.lora.path to adapters for this model"
+            )
 
 
 def expert_tensor_names(tensor: str, num_experts: int) -> list[str]:

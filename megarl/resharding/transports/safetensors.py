@@ -11,13 +11,20 @@ from typing import Any
 
 import torch
 
-from megarl.core.errors import UserError
-from megarl.models.weight_files import files_by_tensor, open_file, read_headers, require_names, require_tensors
+from megarl.models.weight_files import (
+    DTYPES,
+    files_by_tensor,
+    open_file,
+    read_headers,
+    require_dtype,
+    require_names,
+    require_tensors,
+)
 from megarl.resharding.piece import Holder, Rectangle, num_bytes
 from megarl.resharding.transports.checksum import raw_bytes
 from megarl.resharding.transports.transport import Readable, dtype_name
 
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+TORCH_DTYPES = dict(zip(DTYPES, (torch.float64, torch.float32, torch.float16, torch.bfloat16), strict=True))
 
 
 class SafetensorsFolder(Readable):
@@ -52,12 +59,8 @@ class SafetensorsFolder(Readable):
 
     def dtype(self, source: str, parameter: str) -> torch.dtype:
         name = self._slice(parameter).get_dtype()
-        if name not in DTYPES:
-            raise UserError(
-                f"{self._folder}: {parameter} has the unsupported dtype {name}. Supported dtypes: {', '.join(DTYPES)}. "
-                "Fix: convert the weights to one of them"
-            )
-        return DTYPES[name]
+        require_dtype(self._folder, parameter, name)
+        return TORCH_DTYPES[name]
 
     def read(self, source: str, parameter: str, rectangle: Rectangle) -> torch.Tensor:
         return self._slice(parameter)[tuple(slice(start, stop) for start, stop in rectangle)]
@@ -75,7 +78,7 @@ def write_file(
 ) -> None:
     """Write a safetensors file one tensor at a time. The library's own writer needs all tensors at once. `tensor`
     returns the tensor with a given name and is called in the order of `shapes`."""
-    names = {dtype_name(dtype): name for name, dtype in DTYPES.items()}
+    names = {dtype_name(dtype): name for name, dtype in TORCH_DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape in shapes.items():

@@ -218,9 +218,14 @@ def _stored(entry: TensorStorageMetadata) -> StoredTensor:
 
 
 def _metadata(folder: Path) -> Metadata:
+    if not folder.is_dir():
+        raise UserError(
+            f"{folder}: not a directory. Fix: pass a checkpoint's directory, such as checkpoints/step_000020"
+        )
     if not (folder / METADATA).is_file():
         raise UserError(
-            f"{folder}: contains no {METADATA}. Fix: pass the folder of a checkpoint in Megatron's torch_dist format"
+            f"{folder}: contains no {METADATA}. Fix: pass a run's checkpoint, such as checkpoints/step_000020, or a "
+            "checkpoint in Megatron's torch_dist format"
         )
     try:
         with (folder / METADATA).open("rb") as file:

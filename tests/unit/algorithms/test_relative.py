@@ -18,3 +18,8 @@ def test_tokens_without_reward_have_zero_advantage():
 def test_sample_advantages_match_worked_example():
     actual = sample_advantages(torch.tensor([1.0, 3.0]), torch.tensor([0.5, 1.0]), torch.tensor([1.0, 4.0]))
     assert actual.tolist() == [0.5, 0.5]
+
+
+def test_limit_clamps_advantages():
+    reward, zero, one = torch.tensor([-7.0, 2.0, 9.0]), torch.zeros(3), torch.ones(3)
+    assert sample_advantages(reward, zero, one, limit=5.0).tolist() == [-5.0, 2.0, 5.0]

@@ -16,6 +16,7 @@ from megarl.algorithms.registry import ESTIMATORS, OBJECTIVES
 from megarl.algorithms.returns import at_last_token
 from megarl.algorithms.sample_segments import SampleSegments
 from megarl.algorithms.specs import TokenEstimator
+from megarl.algorithms.transition import Transition
 
 DTYPES = {"mask": torch.bool, "selected": torch.bool, "is_far": torch.bool, "row_sample": torch.int64}
 OTHERS = {
@@ -24,9 +25,14 @@ OTHERS = {
     "estimator": "k1",
     "weight": "token",
     "num_samples": 3,
+    "kind": "flow",
+    "step": Transition(torch.ones(3), torch.ones(3), torch.ones(3)),
+    "reduction": "mean",
 }
-OTHER_LENGTH = {("at_last_token", "reward")}
-"""(function, tensor) pairs with a length of their own, independent of the other tensors."""
+LATENTS = {"x", "x0", "x_next", "noise", "v", "old_v", "other", "latents"}
+"""Tensors of shape [B, …] in functions of denoising steps; all others are one-dimensional."""
+OTHER_SHAPE = {("at_last_token", "reward"), ("per_sample", "latents")}
+"""(function, tensor) pairs with dimensions of their own, independent of the other tensors."""
 
 
 def functions() -> Iterator[Callable]:
@@ -43,21 +49,27 @@ def tensors(function: Callable) -> list[str]:
     return [parameter.name for parameter in parameters if parameter.annotation == "torch.Tensor"]
 
 
+def is_latent(function: Callable, name: str) -> bool:
+    return name in LATENTS and function.__module__.split(".")[-1] in ("transition", "denoising_objectives")
+
+
 def arguments(function: Callable) -> dict[str, object]:
     values = {}
     for name in inspect.signature(function).parameters:
         values[name] = OTHERS.get(name, 0.5)
-    return values | {name: torch.zeros(3, dtype=DTYPES.get(name)) for name in tensors(function)}
+    for name in tensors(function):
+        values[name] = torch.zeros((3, 2) if is_latent(function, name) else 3, dtype=DTYPES.get(name))
+    return values
 
 
-CASES = [(f, name) for f in functions() for name in tensors(f) if (f.__name__, name) not in OTHER_LENGTH]
+CASES = [(f, name) for f in functions() for name in tensors(f) if (f.__name__, name) not in OTHER_SHAPE]
 
 
 @pytest.mark.parametrize(("function", "name"), CASES, ids=lambda x: x if isinstance(x, str) else x.__name__)
 def test_mismatched_shape_is_rejected(function, name):
     values = arguments(function)
     function(**values)
-    for shape in ((1,), (3, 1), ()):
+    for shape in ((1, 2), (3, 1), (3,), ()) if is_latent(function, name) else ((1,), (3, 1), ()):
         with pytest.raises(ValueError, match="must have the same shape"):
             function(**values | {name: values[name].new_zeros(shape)})
 

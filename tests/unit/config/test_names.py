@@ -6,11 +6,11 @@ import re
 import pytest
 
 from megarl.algorithms.registry import ESTIMATORS, OBJECTIVES
-from megarl.config.names import REMOVED, RENAMED, VERL, WITHOUT_KEY, keys, suggest
+from megarl.config.names import REMOVED, RENAMED, TRL, VERL, keys, suggest
 from megarl.config.schema import Config
 from tests.paths import ROOT
 from tests.readme import text_of
-from tools import verl_page
+from tools import key_tables
 
 
 @pytest.mark.parametrize(
@@ -114,6 +114,15 @@ from tools import verl_page
             "verl's log_prob_micro_batch_size corresponds to actor.tokens_per_microbatch (tokens, not samples). "
             "Fix: use that key",
         ),
+        (
+            "actor_rollout_ref.rollout.val_kwargs.n",
+            "verl's val_kwargs.n corresponds to evaluation.sets.samples_per_prompt. Fix: use that key",
+        ),
+        (
+            "algorithm.epsilon_high",
+            "TRL's epsilon_high corresponds to algorithm.objective.clip_high. Fix: use that key",
+        ),
+        ("batch.num_iterations", "TRL's num_iterations corresponds to batch.epochs. Fix: use that key"),
         ("critic.tp", "did you mean critic.layout.tp? Fix: rename the key"),
         (
             "quux",
@@ -127,18 +136,20 @@ def test_suggestion(key: str, suggestion: str) -> None:
     assert suggest(key) == suggestion
 
 
-@pytest.mark.parametrize("name", VERL)
-def test_verl_names_map_to_existing_keys(name: str) -> None:
-    first, *others = VERL[name].split(" (")[0].split(" and ")
+@pytest.mark.parametrize("name", [*VERL, *TRL])
+def test_foreign_names_map_to_existing_keys(name: str) -> None:
+    first, *others = (VERL | TRL)[name].split(" (")[0].split(" and ")
     assert {first, *others} <= set(keys())
     assert name not in keys(), "a key of megarl needs no translation"
 
 
-def test_verl_page_is_generated_from_the_table() -> None:
-    """`python tools/verl_page.py` generates the page."""
-    page = text_of("configs/coming-from-verl.md")
-    assert verl_page.render(page) == page
-    assert all(f"`{name}`" in page for name in (*VERL, *WITHOUT_KEY))
+@pytest.mark.parametrize("name", key_tables.PAGES)
+def test_key_tables_are_generated(name: str) -> None:
+    """`python tools/key_tables.py` generates them."""
+    page = text_of(name)
+    _, keys, without_key = arguments = key_tables.PAGES[name]
+    assert key_tables.render(page, key_tables.key_table(*arguments)) == page
+    assert all(f"`{key}`" in page for key in (*keys, *without_key))
 
 
 def test_messages_name_existing_keys() -> None:

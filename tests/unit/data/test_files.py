@@ -1,5 +1,6 @@
 import datetime
 import json
+import math
 from pathlib import Path
 
 import pyarrow as pa
@@ -54,7 +55,7 @@ def test_rows_include_the_requested_columns(tmp_path, suffix):
     assert columns() == [{}, {}]
     assert columns(level="f", other=None) == [{"level": 1}, {"level": 2}]
     assert columns(row="f") == RECORDS
-    remedy = "Fix: set the parameter of f to one of the columns question, answer, level"
+    remedy = "Fix: rename the parameter of f to one of the columns question, answer, level"
     missing = rf"rows\.\w+:1: missing column 'other' .*\. {remedy}"
     with pytest.raises(ValueError, match=missing):
         columns(other="f")
@@ -149,6 +150,15 @@ def test_non_json_answer_is_refused(tmp_path):
     records = [{"question": "a", "answer": datetime.date(2024, 1, 2)}]
     with pytest.raises(ValueError, match=r"rows\.parquet:1: column 'answer': expected a JSON value.*, found date .*"):
         read(write(tmp_path, ".parquet", records))
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_nonfinite_answer_is_refused(tmp_path, suffix, number):
+    """pandas writes NaN for a missing answer."""
+    records = [{"question": "a", "answer": 0.5}, {"question": "a", "answer": number}]
+    with pytest.raises(ValueError, match=rf"rows{suffix}:2: column 'answer': expected a JSON value.*, found float"):
+        read(write(tmp_path, suffix, records))
 
 
 @pytest.mark.parametrize(

@@ -226,8 +226,10 @@ def test_weights_are_read_from_a_column(model_folder, tmp_path):
         (
             "weight_column",
             (1, -1),
-            r"levels.jsonl:2: column 'level' \(data.weight_column\): expected a number of at least 0, found -1",
+            r"level' \(data.weight_column\): expected 0 or a number from 1e-100 to 1e\+100, found -1",
         ),
+        ("weight_column", (1e308, 1e308), r"levels.jsonl:1: .* expected 0 or a number from .*, found 1e\+308"),
+        ("weight_column", (1, 5e-324), r"levels.jsonl:2: .* expected 0 or a number from .*, found 5e-324"),
         (
             "weight_column",
             (0, 0),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +14,7 @@ from megarl.data.tool_calls import MalformedCall, ToolCall
 from megarl.data.tool_formats import FORMATS
 from megarl.data.turns import ChatTokens
 from tests.chat_templates import FAMILIES
+from tests.timing import SHORT_S
 
 TOKENIZERS = {name: family.tokenizer() for name, family in FAMILIES.items()}
 FAMILY_OF = {family.tool_format: name for name, family in FAMILIES.items() if family.tool_format} | {"tagged": "phi3"}
@@ -96,6 +98,18 @@ CALLS = {
 }
 
 
+@pytest.mark.parametrize("filler", [" ", "\n", "```", "x", "json\n"])
+def test_block_of_a_deepseek_call_is_found_in_linear_time(filler):
+    """The search held Python's lock for minutes, and every other rollout of the engine waited."""
+    begin = time.perf_counter()
+    for text in (filler * 200_000, f"```json\n{filler * 200_000}", f"a{filler * 200_000}b```"):
+        tool_formats._block(text)
+    assert time.perf_counter() - begin < SHORT_S
+    assert tool_formats._block(' look \n```json\n{"a": 1}\n``` \n') == ("look", '{"a": 1}\n')
+    assert tool_formats._block('look\n```\n{"a": "```"}') == ("look", '{"a": "```"}')
+    assert [tool_formats._block(text) for text in ("look {}", "a\nb```json\n{}", "look```json {}")] == [None] * 3
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_number_of_calls_is_limited(name, monkeypatch):
     """The first 64 calls are parsed, and one error replaces the others."""
@@ -122,6 +136,7 @@ NESTED = '{"a": ' * 400 + "0" + "}" * 400
         ("hermes", '<tool_call>{"name": "add", "argu', "invalid JSON: "),
         ("hermes", "<tool_call></tool_call>", "invalid JSON: "),
         ("hermes", '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', "NaN is not valid JSON"),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": [-1e999]}}</tool_call>', "not JSON compliant"),
         ("hermes", '<tool_call>{"name": "add", "arguments": {"a": "\\ud800"}}</tool_call>', "surrogates not allowed"),
         ("hermes", f'<tool_call>{{"name": "add", "arguments": {DEEP}</tool_call>', "nested too deeply"),
         ("hermes", f'<tool_call>{{"name": "add", "arguments": {NESTED}}}</tool_call>', "nested too deeply"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from functools import partial
 
 import pytest
@@ -17,6 +18,7 @@ from megarl.data.tool_formats import FORMATS
 from megarl.data.turns import ChatTokens
 from megarl.models.folder import resolve
 from tests.chat_templates import FAMILIES, Family, bytes_tokenizer, smollm2
+from tests.timing import SHORT_S
 from tests.tiny_model import merging_tokenizer, tiny_tokenizer
 
 ALL = FAMILIES | ({"smollm2": smollm2()} if smollm2() else {})
@@ -185,6 +187,16 @@ def test_special_tokens_in_rendered_text_and_in_answers_are_kept():
         conversation(tokenizer, [USER, {"role": "assistant", "content": text}], "row")[0] for text in ("a", f"a{end}b")
     ]
     assert [ids.count(number) for ids in answers] == [answers[0].count(number), answers[0].count(number) + 1]
+
+
+@pytest.mark.parametrize("last", [1, 2, 3])
+def test_closing_tags_are_found_in_time_after_long_turns(last):
+    """Comparing all prefixes of a long observation with the ends of a long turn took seconds."""
+    chat, n = next(iter(PLAIN.values())), 40_000
+    begin = time.perf_counter()
+    assert chat._num_closed([1, 2] * (n // 2) + [last], [3] * n) == (last == 3)
+    assert chat._num_closed([3] * n + [last], [3] * n) == (n if last == 3 else 0)
+    assert time.perf_counter() - begin < SHORT_S
 
 
 def test_special_tokens_typed_in_later_plain_text_are_ordinary_text():

@@ -12,6 +12,7 @@ import pyarrow.parquet
 import pytest
 import torch
 
+from megarl import pack_samples
 from megarl.algorithms.kl import KL_ESTIMATORS
 from megarl.config.learning_rate import learning_rate
 from megarl.config.load import load
@@ -169,14 +170,50 @@ def only_sampled_tokens_are_trained(_: Path) -> None:
     assert sample.response_mask.tolist() == [True, True, False, False, True]
 
 
+def long_prompts_are_not_cut(_: Path) -> None:
+    assert set(get_args(Config.model_fields["data"].annotation.model_fields["overlong"].annotation)) == {
+        "refuse",
+        "drop",
+    }
+
+
+def ranks_are_balanced(_: Path) -> None:
+    ranks = pack_samples([(0, 6), (0, 6), (0, 1), (0, 1)], token_budget=12, num_ranks=2)
+    assert [sum(len(batch) for batch in rank) for rank in ranks] == [2, 2]
+
+
+def zero_temperature_is_allowed(_: Path) -> None:
+    [given] = config("evaluation.sets=[{name: a, temperature: 0}]").evaluation.sets
+    assert given.temperature == 0
+
+
+def chunked_prefill_is_managed(_: Path) -> None:
+    assert "enable_chunked_prefill" in MANAGED["rollout"]
+
+
+def layouts_determine_the_number_of_gpus(_: Path) -> None:
+    assert (
+        config("actor.layout.dp=2", "actor.layout.pp=1", "actor.layout.last_stage_layers=null").actor.layout.world_size
+        == 2
+    )
+
+
+def engines_are_vllms(_: Path) -> None:
+    assert "engine" not in Config.model_fields["rollout"].annotation.model_fields
+
+
 CLAIMS: dict[str, Callable[[Path], None]] = {
+    "balance_batch": ranks_are_balanced,
     "calculate_log_probs": logprobs_are_always_compared,
     "custom_reward_function.name": functions_take_batches_columns_and_options,
     "custom_reward_function.path": functions_take_batches_columns_and_options,
     "custom_reward_function.reward_kwargs": functions_take_batches_columns_and_options,
+    "do_sample": zero_temperature_is_allowed,
     "do_search": search_has_these_options,
+    "enable_chunked_prefill": chunked_prefill_is_managed,
     "end_state_marker": only_sampled_tokens_are_trained,
     "extra_info": functions_take_batches_columns_and_options,
+    "filter_overlong_prompts": long_prompts_are_not_cut,
     "gpu_memory_utilization": cache_is_in_gib,
     "input_tokenizer": reward_model_reads_these_inputs,
     "kl_ctrl.type": constant_without_a_target,
@@ -190,6 +227,7 @@ CLAIMS: dict[str, Callable[[Path], None]] = {
     "min_lr_ratio": minimum_is_absolute,
     "multi_turn.max_tool_response_length": observations_are_cut_in_tokens,
     "multi_turn.tool_config_path": tools_are_methods,
+    "n_gpus_per_node": layouts_determine_the_number_of_gpus,
     "no_think_rl": only_sampled_tokens_are_trained,
     "over_sample_rate": oversampling_drops_rollouts,
     "ppo_micro_batch_size": budget_is_in_tokens,
@@ -198,10 +236,13 @@ CLAIMS: dict[str, Callable[[Path], None]] = {
     "resume_mode": resume_takes_a_checkpoint,
     "retriever": search_has_these_options,
     "reward_manager": functions_take_batches_columns_and_options,
+    "rollout.mode": engines_are_vllms,
+    "rollout.name": engines_are_vllms,
     "staleness_threshold": staleness_is_in_steps,
     "start_state_marker": only_sampled_tokens_are_trained,
     "state_masking": only_sampled_tokens_are_trained,
     "total_epochs": data_repeats,
+    "truncation": long_prompts_are_not_cut,
     "use_dynamic_bsz": budget_is_in_tokens,
     "use_kl_in_reward": kl_may_be_in_the_reward,
     "use_kl_loss": zero_means_no_kl,

@@ -51,6 +51,7 @@ def test_tutorials_have_recipes():
         "agents",
         "lora",
         "asynchronous",
+        "porting-from-trl",
         "porting-from-verl",
         "python-api",
     }

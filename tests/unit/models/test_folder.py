@@ -32,6 +32,21 @@ def distribution(tmp_path, monkeypatch):
     return install
 
 
+def test_folder_of_a_run_or_checkpoint_gets_its_own_fix(tmp_path):
+    run, checkpoint = tmp_path / "run", tmp_path / "step_000001"
+    (run / "model").mkdir(parents=True)
+    (run / "model" / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=rf"has no config\.json\. Fix: use {run}/model$"):
+        resolve(str(run))
+    (checkpoint / "actor").mkdir(parents=True)
+    (checkpoint / "manifest.json").write_text("{}")
+    with pytest.raises(ValueError, match=rf"Fix: convert .* convert megatron-to-hf --checkpoint {checkpoint} --out"):
+        resolve(str(checkpoint))
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"Fix: use the base model with this folder as actor\.lora\.path"):
+        resolve(str(tmp_path))
+
+
 def test_damaged_config_is_named(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type":')
     with pytest.raises(ValueError, match=r"config.json: invalid JSON \(.*\)\. Fix: copy the model's file again"):

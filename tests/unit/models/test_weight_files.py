@@ -34,6 +34,10 @@ def without_lm_head(folder: Path) -> None:
     save_file(tensors, folder / SINGLE)
 
 
+def convert(folder: Path, dtype: torch.dtype) -> None:
+    save_file({name: tensor.to(dtype) for name, tensor in load_file(folder / SINGLE).items()}, folder / SINGLE)
+
+
 def index(text: str) -> Callable[[Path], None]:
     return lambda folder: (folder / INDEX).write_text(text) and None
 
@@ -51,6 +55,8 @@ DAMAGES: list[tuple[Callable[[Path], object], str]] = [
     (lambda folder: os.truncate(folder / SINGLE, 3), "is not a complete safetensors file"),
     (lambda folder: os.truncate(folder / SINGLE, 0), "is not a complete safetensors file"),
     (lambda folder: (folder / SINGLE).rename(folder / "pytorch_model.bin"), "Fix: save the weights as safetensors"),
+    (lambda folder: convert(folder, torch.float8_e4m3fn), "has the unsupported dtype F8_E4M3. Supported dtypes: F64,"),
+    (lambda folder: convert(folder, torch.int8), "has the unsupported dtype I8. Supported dtypes: F64,"),
     (shard, f"contains neither {SINGLE} nor {INDEX}. Fix: download the index"),
     (without_lm_head, "the checkpoint has no tensor lm_head.weight. Fix: use a complete checkpoint"),
     (index('{"weight_map": {"lm_head.weight": "a.safetensors"}}'), "lists a.safetensors, but the file does not exist"),

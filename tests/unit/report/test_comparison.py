@@ -11,7 +11,7 @@ from megarl.report import comparison
 from tests.unit.report.test_report import charts_in
 
 
-def make_run(folder: Path, name: str, **config: float) -> Path:
+def make_run(folder: Path, name: str, **config: float | None) -> Path:
     folder.mkdir()
     (folder / "manifest.json").write_text(json.dumps({"name": name}))
     (folder / "config.resolved.yaml").write_text(json.dumps({"run": {"name": name, "steps": 2}, "actor": config}))
@@ -21,10 +21,14 @@ def make_run(folder: Path, name: str, **config: float) -> Path:
 
 def test_differing_keys_are_listed_with_dashes_for_missing_ones(tmp_path: Path) -> None:
     first = make_run(tmp_path / "1", "a", lr=1e-6, beta=0.9)
-    text = comparison.write([first, make_run(tmp_path / "2", "b", lr=1e-6, gamma=1.0)]).read_text()
+    text = comparison.write([first, make_run(tmp_path / "2", "b", lr=1e-6, gamma=None)]).read_text()
     table = text.split('id="differences"')[1].split("</table>")[0]
     assert "actor.beta</th><td class=number>0.9</td><td class=number>–</td>" in table
-    assert "actor.gamma</th><td class=number>–</td>" in table and "lr" not in table and "run.name" not in table
+    assert (
+        "actor.gamma</th><td class=number>–</td><td class=number>null</td>" in table
+        and "lr" not in table
+        and "run.name" not in table
+    )
     assert "2 keys differ." in text
     charts = {chart["title"]: chart for chart in charts_in(text)}
     assert list(charts) == ["Reward", "own/x"] and [line["run"] for line in charts["own/x"]["lines"]] == [0, 1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import urllib.error
 import urllib.parse
@@ -53,6 +54,23 @@ def test_report_survives_odd_lines(folder, line):
     assert write(folder).read_text().startswith("<!DOCTYPE html>")
     LiveReport(folder)
     assert RunFolder(folder).values_of("reward/mean")[1] == 0.5
+
+
+@pytest.mark.parametrize("field", ["answer", "stop_reason", "failure", "messages", "reward"])
+@pytest.mark.parametrize("number", ["1e999", "-1e999", "9" * 400 + ".0", "Infinity"])
+def test_infinities_of_any_notation_are_null(folder, field, number):
+    """Browsers accept only strict JSON."""
+    value = f'[{{"role": "user", "content": {{"a": {number}}}}}]' if field == "messages" else number
+    RunFolder(folder).rollouts(1).write_text(
+        json.dumps({**ROW, field: 0}).replace(f'"{field}": 0', f'"{field}": {value}')
+    )
+
+    def refuse(text: str) -> None:
+        raise AssertionError(text)
+
+    json.loads(json.dumps(LiveReport(folder).changes({})), parse_constant=refuse)
+    embedded = re.search(r'id="rollouts"[^>]*>(.*?)</script>', write(folder).read_text(), re.DOTALL)
+    json.loads(embedded[1], parse_constant=refuse)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,14 +17,12 @@ from megarl.core.errors import UserError
 from megarl.models.peft import WEIGHTS
 from megarl.resharding.families.adapters import peft_holder
 from megarl.resharding.peft_folder import PeftFolder, save_adapters
+from megarl.run import preflight
 from tests.paths import BASE
 
 LORA = load(BASE, ["model.path=m", "data.source=arithmetic", "actor.lora={rank: 2, alpha: 2}"]).actor.lora
-WHOLE = peft_holder(
-    LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2).to_dict(),
-    2,
-    share_experts=False,
-)
+HF_CONFIG = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2).to_dict()
+WHOLE = peft_holder(HF_CONFIG, 2, share_experts=False)
 
 
 @pytest.fixture
@@ -45,6 +46,36 @@ def test_missing_factors_are_named(folder, kept):
     missing = {"lora_A": r"\S+layers.0.self_attn.q_proj.lora_B", "lora_B": r"\S+lora_A", "nothing": "tensors"}[kept]
     with pytest.raises(UserError, match=rf"^actor.lora.path={folder}: {WEIGHTS} has no {missing}\S*\. Fix: copy"):
         PeftFolder(folder, LORA, WHOLE, 0)
+
+
+def resize(folder: Path) -> None:
+    save_file({name: tensor[:1] for name, tensor in load_file(folder / WEIGHTS).items()}, folder / WEIGHTS)
+
+
+def quantize(folder: Path) -> None:
+    save_file({name: tensor.to(torch.int8) for name, tensor in load_file(folder / WEIGHTS).items()}, folder / WEIGHTS)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda folder: os.truncate(folder / WEIGHTS, 500), "is not a complete safetensors file"),
+        (lambda folder: (folder / WEIGHTS).write_text("version https://git-lfs\n"), "is a Git LFS pointer"),
+        (resize, "has shape (1, 8), but the model requires (2, 8)"),
+        (quantize, "has the unsupported dtype I8"),
+        (lambda folder: save_file({"a": torch.ones(2)}, folder / WEIGHTS), "a does not belong to a linear layer"),
+    ],
+)
+def test_damaged_weights_are_named_before_the_start(folder, monkeypatch, damage, message):
+    """The check at the start opens the file, and not only the trainer."""
+    damage(folder)
+    actor = SimpleNamespace(adapters=LORA.model_copy(update={"path": str(folder)}))
+    models = SimpleNamespace(actor=folder, others={}, reward_model=None)
+    monkeypatch.setattr(preflight, "read_headers", lambda _: {})
+    monkeypatch.setattr(preflight, "require_tensors", lambda *_: None)
+    monkeypatch.setattr(preflight, "read_config", lambda _: HF_CONFIG)
+    with pytest.raises(UserError, match=re.escape(message)):
+        preflight._check_weights(SimpleNamespace(actor=actor), models)
 
 
 def test_files_have_the_usual_permissions(tmp_path):

@@ -196,6 +196,21 @@ def test_nan_and_infinity_equal_no_number(response, answer):
     assert resolve("math_match")("", rf"so \boxed{{{response}}}", answer) is False
 
 
+@pytest.mark.parametrize(
+    ("written", "answer"),
+    [
+        *(("½", "0.5"), ("2½", "2.5"), ("-2½", "-2.5"), ("⅔", r"\frac{2}{3}"), ("1⁄2", "0.5")),
+        *(("x²", "x^2"), ("10⁻⁵", 1e-05), ("2√3", r"2\sqrt{3}"), ("∞", r"\infty"), ("2·3", "6"), ("-1²", "-1")),
+        *((r"\varnothing", r"\emptyset"), (r"5 \text{ m}²", "5")),
+    ],
+)
+def test_math_match_reads_unicode(written, answer):
+    match = resolve("math_match")
+    assert match("", rf"\boxed{{{written}}}", answer) is True
+    assert match("", rf"\boxed{{{answer}}}", written) is True or "text" in written
+    assert match("", rf"\boxed{{{written}}}", "7") is False
+
+
 def test_math_match_reads_exponents_outside_boxes():
     assert resolve("math_match")("", "The answer is 1e-5.", 1e-05)
     assert not resolve("math_match")("", "The answer is 2e-5.", 1e-05)

@@ -232,6 +232,15 @@ def test_program_cannot_send_values_that_need_a_missing_module(monkeypatch):
     assert not passes(forgery, "assert f(1) == 1", test_setup_code=hide)
 
 
+@pytest.mark.parametrize("name", ["__array_interface__", "__cuda_array_interface__"])
+def test_addresses_from_the_program_are_not_read(name):
+    """NumPy would read the tests' memory at the address 8, or beyond the end of the buffer."""
+    interface = "{'shape': (1,), 'typestr': '<i8', 'version': 3, 'data': b'12345678', 'offset': 8}"
+    program = f"class A: {name} = {interface}\ndef f(x): return A()"
+    assert not passes(program, "import numpy as np\nassert np.array(f(1)).dtype == np.int64")
+    assert passes(program, f"assert not hasattr(f(1), {name!r}) and f(1) is not None")
+
+
 def test_correct_program_passes_the_tests_of_forgeries():
     tests = ["assert f(2) == 4", "assert math.isclose(f(2), 4)", "assert abs(f(2) - 4) < 1e-6 and {f(2)} == {4}"]
     assert passes("def f(x):\n    return x * x", [*tests, "assert all(f(x) == x * x for x in [2, 3])"])

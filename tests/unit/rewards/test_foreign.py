@@ -74,10 +74,10 @@ def test_printed_wrapper_passes_the_right_arguments(tmp_path: Path, name: str, r
     result = f"[{score}, {score}]" if is_batch else score
     code = f"{definition}\n{RETURNS_ARGUMENTS.format(condition=condition, result=result)}"
     first, *wrapper = refusal(tmp_path, code).splitlines()
-    assert len(wrapper) == 3 and all(line.startswith("    ") for line in wrapper)
-    assert first.endswith(f"Fix: add this wrapper to reward.py, and use {tmp_path}/reward.py:megarl_reward")
+    assert len(wrapper) in (3, 4) and all(line.startswith("    ") for line in wrapper)
+    assert first.endswith(f"Fix: add this wrapper to reward.py, and use {tmp_path}/reward.py:megarl_f")
     (tmp_path / "wrapped.py").write_text(f"{code}\n{textwrap.dedent(chr(10).join(wrapper))}\n")
-    function = resolve(f"{tmp_path / 'wrapped.py'}:megarl_reward")
+    function = resolve(f"{tmp_path / 'wrapped.py'}:megarl_f")
     assert scores(function) == ([0.5, 0.5] if is_batch else [0.5])
 
 
@@ -116,7 +116,7 @@ def test_options_do_not_hide_the_signature(tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text(
         "def f(data_source, solution_str, ground_truth, strict=True):\n    return 1.0\n"
     )
-    with pytest.raises(ValueError, match=re.escape("def megarl_reward(prompt, response, answer, data_source):")):
+    with pytest.raises(ValueError, match=re.escape("def megarl_f(prompt, response, answer, data_source):")):
         resolve(f"{tmp_path}/reward.py:f", {"strict": False})
 
 

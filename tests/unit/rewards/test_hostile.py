@@ -38,6 +38,9 @@ def bomb(prompt, response, answer):
 def number(prompt, response, answer):
     return float(response)
 
+def fail(prompt, response, answer):
+    raise ValueError(response)
+
 def intrude(prompt, response, answer):
     for file in range(3, 100):
         try:
@@ -46,7 +49,7 @@ def intrude(prompt, response, answer):
         except OSError:
             pass
 """
-OWN = ("loop", "hog", "bomb", "number", "intrude")
+OWN = ("loop", "hog", "bomb", "number", "fail", "intrude")
 MEMORY_MIB = 512
 CATASTROPHIC = RewardFunction(function="regex_match", name="regex", options={"pattern": "^(a|aa)+$", "timeout_s": 0.5})
 MATH = RewardFunction(function="math_match", options={"timeout_s": 1})
@@ -132,6 +135,17 @@ def test_infinite_loop_fails_only_its_own_call(pool):
 def test_text_on_the_connection_fails_only_its_own_call(pool):
     assert call(pool, "intrude", "1.0").failure == "sent a message that is not a JSON object"
     assert_works(pool)
+
+
+@pytest.mark.parametrize("message", ["{}", '{"value": 7.0}', '{"id": 1, "value": 7.0}', '{"problems": [], "x": 1}'])
+def test_message_on_the_connection_is_not_a_reply(pool, message):
+    """It must neither be the reply of its own call nor shift the replies of later calls."""
+    assert call(pool, "intrude", message).returned == "NoneType"
+    assert [call(pool, "number", value).value for value in ("1", "2", "3")] == [1.0, 2.0, 3.0]
+
+
+def test_half_of_a_surrogate_pair_in_an_error_is_replaced(pool):
+    assert call(pool, "fail", "a\ud800").failure == "raised ValueError: a\ufffd"
 
 
 def test_call_is_limited_to_its_memory(pool):

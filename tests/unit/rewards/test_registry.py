@@ -87,6 +87,10 @@ def test_any_callable_with_three_arguments_is_accepted(tmp_path):
         ),
         ("{folder}/broken.py:f", r"importing .*broken\.py raised SyntaxError"),
         ("{folder}/failing.py:f", r"importing .*failing\.py raised ZeroDivisionError: division by zero"),
+        (
+            "{folder}/imports.py:f",
+            r"No module named 'absent'\. Fix: install the module, or add its directory to PYTHON",
+        ),
     ],
 )
 def test_unresolvable_function_is_named(tmp_path, name, message):
@@ -95,6 +99,7 @@ def test_unresolvable_function_is_named(tmp_path, name, message):
     )
     (tmp_path / "broken.py").write_text("def f(:\n")
     (tmp_path / "failing.py").write_text("1 / 0\n")
+    (tmp_path / "imports.py").write_text("import absent\n")
     with pytest.raises(ValueError, match=rf"^rewards\.functions: .*{message}"):
         resolve(name.format(folder=tmp_path))
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from megarl.config.schema import RewardFunction
-from megarl.core.types import Prompt, Sample, Score, TokenTotals, VersionRun
+from megarl.core.types import Episode, Prompt, RolloutInfo, Sample, Score, TokenTotals, VersionRun
 from megarl.rewards.classifier import ModelReward
 from megarl.rewards.result import Result
 from megarl.rewards.scorer import Scorer, require_ratings
@@ -149,10 +149,14 @@ def test_issues_are_named_by_function():
     assert score.value == -1.0  # with a negative weight, the highest rating is the worst
 
 
-def test_infinite_sum_of_rewards_is_a_failure():
+@pytest.mark.parametrize(
+    ("reward", "shown"), [(1e300, "inf"), (-1e30, "-1e+40, more than float32 can represent"), (1e28, None)]
+)
+def test_sum_of_rewards_beyond_float32_is_a_failure(reward, shown):
     scorer = Scorer([RewardFunction(function="exact_match", weight=1e10)])
-    score, _ = scorer.score(sample_of("12"), {"exact_match": Result(1e300)})
-    assert score.value is None and score.failure.endswith("the weighted sum of the rewards of sample s7 is inf")
+    score, _ = scorer.score(sample_of("12"), {"exact_match": Result(reward)})
+    failure = f"rewards.functions: the weighted sum of the rewards of sample s7 is {shown}"
+    assert (score.value, score.failure) == ((1e38, None) if shown is None else (None, failure))
 
 
 TURNS = (False, True, True, False, True, False, False, True)
@@ -177,6 +181,15 @@ def sample_of_turns(mask: tuple[bool, ...] = TURNS) -> Sample:
     n = len(mask)
     arrays = dict(response_ids=(5,) * n, response_logprobs=(-0.5,) * n, response_mask=mask)
     return replace(sample_of("12"), **arrays, versions=(VersionRun(0, n),))
+
+
+@pytest.mark.parametrize("rewards", [(math.inf, -math.inf), (1e308, 1e308), (NAN, 1.0), (1e300, -1e300), (-1e39, 1e39)])
+def test_turn_rewards_of_an_environment_must_fit_float32(rewards):
+    info = RolloutInfo("done", 2, 1, {}, 0, 0)
+    episode = Episode(info, rewards, {}, None, (), first_turn=0, is_last=True)
+    sample = replace(sample_of_turns((True, False, True)), episode=episode)
+    score, token_rewards = Scorer([], rewards_tokens=True).score(sample, {})
+    assert score.value is None and token_rewards is None and "of sample s7 is" in score.failure
 
 
 def test_turn_reward_goes_to_its_last_trained_token():

@@ -29,7 +29,7 @@ def finished(tmp_path: Path) -> Path:
 def test_finished_run_is_reported(finished: Path) -> None:
     assert (
         check_beginning(config(finished, "run.steps=3", "resume=auto"))
-        == f"{finished}/a: the run has already finished step 3 of 3"
+        == f"{finished}/a: the run has already finished step 3 of 3. Increase run.steps to continue it"
     )
     assert check_beginning(config(finished, "run.steps=4", "resume=auto")) is None
 
@@ -88,7 +88,10 @@ def test_command_reports_it_without_heavy_imports(finished: Path) -> None:
     keys = [f"run.folder={finished}", "run.name=a", "model.path=m", "data.source=arithmetic", "run.steps=3"]
     before = {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
     for resume, expected in (
-        ("auto", (0, f"{finished}/a: the run has already finished step 3 of 3\n[]\n")),
+        (
+            "auto",
+            (0, f"{finished}/a: the run has already finished step 3 of 3. Increase run.steps to continue it\n[]\n"),
+        ),
         ("never", (2, "[]\n")),
     ):
         command = [sys.executable, "-c", code, "train", str(BASE), *keys, f"resume={resume}"]

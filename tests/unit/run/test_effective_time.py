@@ -44,6 +44,24 @@ def test_goodput_is_absent_outside_a_job(run: Path, monkeypatch: pytest.MonkeyPa
     assert EffectiveShare(run).metrics({"time/step": 1.0}) == {}
 
 
+@pytest.mark.parametrize("damage", [Path.unlink, lambda file: file.write_text(""), lambda file: file.write_text("{}")])
+def test_goodput_is_absent_without_valid_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage) -> None:
+    """A user may delete files in the run folder while the run trains."""
+    monkeypatch.setenv(ALLOCATED, "1100")
+    (tmp_path / LAUNCH).mkdir()
+    file, share = Attempts(tmp_path).begin(Attempt("7", 0, 0.0, 1.0, saved=0)), EffectiveShare(tmp_path)
+    damage(file)
+    assert share.metrics({"time/step": 20.0}) == {}
+
+
+def test_goodput_is_absent_while_the_clock_is_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ALLOCATED, "1100")
+    monkeypatch.setattr("megarl.run.effective_time.time.time", lambda: 1000.0)
+    (tmp_path / LAUNCH).mkdir()
+    Attempts(tmp_path).begin(Attempt("7", 0, 1100.0, 1100.0, saved=0))
+    assert EffectiveShare(tmp_path).metrics({"time/step": 20.0}) == {}
+
+
 def test_without_progress_returns_a_jobs_trailing_attempts(tmp_path: Path) -> None:
     (tmp_path / LAUNCH).mkdir()
     job_attempts = Attempts(tmp_path)

@@ -291,6 +291,15 @@ def test_checkpoint_path_through_the_latest_link_is_resolved(root: Path) -> None
     assert again.checkpoint.path.exists()
 
 
+@pytest.mark.parametrize("pointer", ["latest", "best"])
+def test_path_of_a_pointer_selects_its_checkpoint(root: Path, pointer: str) -> None:
+    save(start(config(root), PROMPTS), config(root), 1)
+    path = root / "a" / "checkpoints" / pointer
+    path.write_text("step_000001\n")
+    again = start(config(root, f"resume={path}"), PROMPTS)
+    assert again.checkpoint.path.name == "step_000001" and again.state.step == 1
+
+
 def test_run_without_logs_is_resumed(root: Path) -> None:
     save(start(config(root), PROMPTS), config(root), 2)
     shutil.rmtree(root / "a" / "logs")

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.algorithms.advantages.gpg import amplification
+from megarl.algorithms.advantages.grpo import grpo_with_batch_std
 from megarl.algorithms.baselines import Member
 from megarl.algorithms.registry import ESTIMATORS
 from megarl.core.types import Baseline, TokenTotals
@@ -57,6 +58,17 @@ def test_advantages_match_worked_example(options, expected):
     assert advantages([1.0, 0.0, 0.0, 1.0], [1, 2, 3, 2], **options) == pytest.approx(expected)
 
 
+def test_batch_std_uses_raw_rewards_of_all_groups():
+    """Rewards 1, 3 | 5 | 5, 5, 5 have mean 4 and squared deviations 9 + 1 + 4·1; the group means do not enter."""
+    groups = [[Member(reward, 1) for reward in rewards] for rewards in ((1.0, 3.0), (5.0,), (5.0, 5.0, 5.0))]
+    for std, divisor in (("population", 6), ("sample", 5)):
+        scale = (14 / divisor) ** 0.5 + 0.1
+        expected = [[Baseline(2.0, scale)] * 2, [Baseline(5.0, scale)], [Baseline(5.0, scale)] * 3]
+        assert grpo_with_batch_std(groups, std, std_epsilon=0.1) == expected
+    equal = [[Member(0.7, 1)] * 3] * 2
+    assert {b.scale for group in grpo_with_batch_std(equal, "sample", std_epsilon=0.0) for b in group} == {1.0}
+
+
 @pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)
 def test_single_or_equal_rewards_have_zero_advantage(estimator):
     assert advantages([5.0], estimator=estimator) == [0.0]
@@ -74,10 +86,12 @@ def test_rloo_skips_scaling_if_others_are_equal():
 @pytest.mark.parametrize("std", ["sample", "population"])
 @pytest.mark.parametrize("reward", [0.0, 0.1, 0.7, -2.3])
 @pytest.mark.parametrize("num_samples", [2, 3, 6, 7])
-def test_equal_rewards_have_exactly_zero_deviation(std, reward, num_samples):
-    """The mean of equal rewards may differ from them by rounding. Dividing by a tiny deviation would amplify this."""
+def test_equal_rewards_have_exactly_zero_advantage(std, reward, num_samples):
+    """The mean of equal rewards must not differ from them by rounding. Dividing by a tiny deviation would amplify
+    this."""
     equal = [reward] * num_samples
-    assert advantages(equal, estimator="grpo", std=std, std_epsilon=0.0) == pytest.approx([0.0] * num_samples)
+    assert advantages(equal, estimator="grpo", std=std, std_epsilon=0.0) == [0.0] * num_samples
+    assert advantages(equal, estimator="rloo") == [0.0] * num_samples
     assert advantages(equal, estimator="pass_at_k", k=2, std_epsilon=0.0) == pytest.approx([0.0] * num_samples)
     tokens = [Member(reward, 2, TokenTotals.of([0.5] * 2)) for _ in equal]
     for baseline in baselines(tokens, "grpo", credit="reward_to_go", std=std, std_epsilon=0.0):

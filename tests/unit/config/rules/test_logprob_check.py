@@ -19,7 +19,7 @@ from tests.unit.config.rules.recipes import errors, recipe
         ),
         (
             ["logprob_check.action=stop", "rollout.max_staleness=1", "cluster.placement=disaggregated"],
-            "logprob_check.action=stop: the run would never stop, because with rollout.max_staleness=1",
+            "logprob_check.action=stop: with rollout.max_staleness=1, all samples of a step may be stale",
         ),
         (
             ["logprob_check.mask=sample"],
@@ -37,6 +37,7 @@ def test_edge_of_a_rule_is_accepted() -> None:
         "logprob_check.action=stop",
         "rollout.max_staleness=1",
         "cluster.placement=disaggregated",
+        "logprob_check.canaries=refits",
         "logprob_check.limit=2",
     ]
     assert recipe(*keys).agreement_limit == 2

@@ -474,6 +474,8 @@ BODIES = {
     "role with the wrong type": b'{"messages": [{"role": ["user"], "content": "a"}]}',
     "name with the wrong type": b'{"messages": [{"role": "user", "name": {"a": 1}, "content": "a"}]}',
     "content with the wrong type": b'{"messages": [{"role": "user", "content": 3}]}',
+    "text without a string": b'{"messages": [{"role": "user", "content": [{"type": "text", "text": null}]}]}',
+    "part without a text": b'{"messages": [{"role": "user", "content": [{"type": "text"}]}]}',
     "call with the wrong type": b'{"messages": [{"role": "assistant", "tool_calls": [3]}]}',
     "tool with the wrong type": b'{"messages": [{"role": "user", "content": "a"}], "tools": [3]}',
     "stop with the wrong type": b'{"messages": [{"role": "user", "content": "a"}], "stop": [3]}',
@@ -491,6 +493,36 @@ def test_malformed_body_is_rejected(name: str) -> None:
 
     session, _ = in_session(ScriptedPolicy(TOKENIZER, []), agent)
     assert session.error is None
+
+
+def test_body_that_cannot_be_decompressed_is_rejected() -> None:
+    async def agent(ask: Ask, server: SessionServer, session: Session) -> None:
+        headers = {"Authorization": f"Bearer {session.token}", "Content-Encoding": "gzip"}
+        url = f"{server.base_url}/chat/completions"
+        async with aiohttp.ClientSession() as client, client.post(url, data=b"not gzip", headers=headers) as response:
+            assert (response.status, (await response.json())["error"]["param"]) == (400, "body")
+
+    in_session(ScriptedPolicy(TOKENIZER, []), agent)
+
+
+def test_half_of_a_surrogate_pair_in_tool_arguments_is_replaced() -> None:
+    called = {"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": '{"a": "\\ud800"}'}}]}
+    [message] = read_messages([called])
+    assert message["tool_calls"][0]["function"]["arguments"] == {"a": "\ufffd"}
+
+
+def test_renderers_of_recently_used_tools_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers, "MAX_TOOL_SETS", 2)
+    created: list[dict[str, str]] = []
+
+    def create(tools: Any) -> ChatTokens:
+        created.append(tools[0])
+        return ChatTokens(TOKENIZER)
+
+    server = SessionServer(TOKENIZER, create)
+    for name in ("a", "b", "a", "c", "a", "b"):
+        server._tokens_with([{"name": name}])
+    assert [tools["name"] for tools in created] == ["a", "b", "c", "b"] and len(server._tokens) == 2
 
 
 @pytest.mark.parametrize("arguments", ["[" * DEEP + "]" * DEEP, "9" * 5000, "[" * 80 + "]" * 80])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -14,7 +16,9 @@ from aiohttp import ClientResponseError, web
 from megarl.core.errors import UserError
 from megarl.environments import Step, ToolCall
 from megarl.environments.registry import check_environment
-from megarl.environments.shipped.search import NO_ACTION, exact_match, normalize
+from megarl.environments.shipped.search import NO_ACTION, exact_match, first_action, normalize
+from megarl.rewards.think_answer import last_answer
+from tests.timing import SHORT_S
 from tests.unit.environments.shipped.turns import question, task, turn
 
 PASSAGES = (
@@ -143,6 +147,32 @@ def test_server_error_is_raised():
 )
 def test_answers_are_normalized_as_in_the_paper(text, normal):
     assert normalize(text) == normal
+
+
+@pytest.mark.parametrize("text", ["<search>" * 20_000, "<answer>" * 20_000, "<search><answer>" * 10_000])
+def test_repeated_tags_are_read_in_linear_time(text):
+    begin = time.perf_counter()
+    assert first_action(text) == (None, "") and last_answer(text) is None
+    closed = f"{text}</answer> <answer> b </answer>"
+    assert first_action(closed)[0] == "answer" and last_answer(closed) == " b "
+    assert time.perf_counter() - begin < SHORT_S
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a", "<search>", "<answer>a<search>b</answer></search>", "</answer><answer>x</answer>"]
+)
+@pytest.mark.parametrize("end", ["", "<answer></answer>", "<search>c</search><answer>d<answer>e</answer>"])
+def test_tags_are_found_as_by_the_regular_expressions(text, end):
+    action = re.search(r"<(search|answer)>(.*?)</\1>", text + end, re.DOTALL)
+    assert first_action(text + end) == ((None, "") if action is None else (action[1], action[2].strip()))
+    answers = re.findall(r"<answer>(.*?)</answer>", text + end, re.DOTALL)
+    assert last_answer(text + end) == (answers[-1] if answers else None)
+
+
+@pytest.mark.parametrize("response", ["", "the", "?!", " "])
+def test_answer_without_words_is_not_matched_by_every_empty_response(response):
+    assert exact_match(response, "A") == exact_match(response, ["An", "..."]) == 0.0
+    assert exact_match("a", "A") == exact_match("The The", "the the") == 1.0
 
 
 def test_exact_match_accepts_alternatives():

@@ -413,9 +413,7 @@ def test_damaged_checkpoints_are_rejected(tmp_path, checkpoint):
         entry.chunks = []
         (copy / ".metadata").write_bytes(pickle.dumps(metadata))
 
-    assert "contains no .metadata. Fix: pass the folder of a checkpoint" in error(
-        lambda copy: (copy / ".metadata").unlink()
-    )
+    assert "contains no .metadata. Fix: pass a run's checkpoint" in error(lambda copy: (copy / ".metadata").unlink())
     assert ".metadata is corrupt or incomplete" in error(lambda copy: (copy / ".metadata").write_bytes(b""))
     assert ".metadata lists __1_0.distcp, but the file does not exist" in error(
         lambda copy: (copy / "__1_0.distcp").unlink()
@@ -598,6 +596,12 @@ def test_run_folder_can_contain_converted_checkpoints(tmp_path, place):
     (tmp_path / "runs" / "a" / "manifest.json").write_text(json.dumps({"name": "a", "versions": {}}))
     megatron_to_huggingface(out, tmp_path / "back")
     assert_same(weights_of(tmp_path / "back"), tensors)
+
+
+def test_pointer_to_a_checkpoint_is_not_a_checkpoint(tmp_path):
+    (tmp_path / "latest").write_text("step_000001\n")
+    with pytest.raises(ValueError, match=r"latest: not a directory\. Fix: pass a checkpoint's directory"):
+        megatron_to_huggingface(tmp_path / "latest", tmp_path / "out")
 
 
 def test_run_checkpoint_can_contain_a_converted_one(tmp_path):

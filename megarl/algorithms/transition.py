@@ -1,0 +1,198 @@
+"""One denoising step of a rectified-flow model as a Gaussian policy: mean, standard deviation, log-prob and KL.
+
+A rectified flow has latents x_σ = (1 − σ)·x0 + σ·ε with noise ε. The model predicts the velocity v = ε − x0. Sampling
+lowers σ from 1 (noise) to 0 (image) in N steps, from σ to σ' with Δ = σ − σ' > 0. The score of the distribution of x_σ
+is −(x + (1 − σ)·v)/σ, so that an Euler step of the reverse SDE with diffusion coefficient g samples x' from N(μ, s²):
+
+    μ = x − Δ·(v + g²/(2σ)·(x + (1 − σ)·v)),   s = g·√Δ
+
+The kinds differ in g, with noise level a:
+
+    flow    g = a·√(σ/(1 − σ)), with the second σ of the schedule in 1 − σ at σ = 1
+            (Flow-GRPO, https://arxiv.org/abs/2505.05470; a = 0.7)
+    dance   g = a (DanceGRPO, https://arxiv.org/abs/2505.07818; a = 0.3)
+    cps     s = σ'·sin(a·π/2), μ = (1 − σ')·(x − σ·v) + σ'·cos(a·π/2)·(x + (1 − σ)·v)
+            (FlowCPS, https://arxiv.org/abs/2509.05952)
+
+`flow` and `dance` keep the ODE's distribution at every σ. `cps` does not: it is not an SDE of this distribution, and
+more steps do not correct it. With a = 0, every kind is the Euler step of the ODE, which has no log-prob.
+
+Latents and velocities are float32 or float64 [B, …], of one dtype. σ, log-probs, KL and weights are [B], one value per
+sample: a scalar of shape [B, 1, 1, 1] times a loss [B] would be [B, 1, 1, B]. No result depends on the other samples of
+the batch.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from megarl.algorithms.shapes import require_latents, require_one_shape
+
+if TYPE_CHECKING:
+    import torch
+
+TransitionKind = Literal["flow", "dance", "cps"]
+
+StepWeight = Literal["none", "deviation", "inverse_interval"]
+"""Weight of a denoising step's loss: 1, s / mean(s), or 1/Δ."""
+
+
+class Transition(NamedTuple):
+    """Denoising steps of B samples: x' ~ N(from_x·x + from_v·v, std²). Each field is float64 [B]."""
+
+    from_x: torch.Tensor
+    from_v: torch.Tensor
+    std: torch.Tensor
+
+
+def transition(
+    kind: TransitionKind,
+    noise_level: float,
+    sigma: torch.Tensor,
+    sigma_next: torch.Tensor,
+    second_sigma: torch.Tensor,
+) -> Transition:
+    """Return the transitions from σ to σ' of B samples.
+
+    Args:
+        sigma: [B], σ in (0, 1].
+        sigma_next: [B], σ' in [0, σ).
+        second_sigma: [B], the second σ of each sample's schedule.
+    """
+    require_one_shape(sigma=sigma, sigma_next=sigma_next, second_sigma=second_sigma)
+    sigma, sigma_next = sigma.double(), sigma_next.double()
+    if kind == "cps":
+        angle = noise_level * math.pi / 2
+        kept = sigma_next * math.cos(angle)
+        from_v = kept * (1 - sigma) - sigma * (1 - sigma_next)
+        return Transition(1 - sigma_next + kept, from_v, sigma_next * math.sin(angle))
+    diffusions = {
+        "flow": sigma / (1 - sigma.where(sigma < 1, second_sigma.double())),
+        "dance": sigma.new_ones(sigma.shape),
+    }
+    interval, variance = sigma - sigma_next, noise_level**2 * diffusions[kind]
+    drift = interval * variance / (2 * sigma)
+    return Transition(1 - drift, -interval - drift * (1 - sigma), (variance * interval).sqrt())
+
+
+def mean(step: Transition, x: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Return μ, the mean of x', [B, …], differentiable in v."""
+    require_latents(x=x, v=v)
+    return per_sample(step.from_x, x) * x + per_sample(step.from_v, x) * v
+
+
+def sample(step: Transition, x: torch.Tensor, v: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """Return x' = μ + s·noise, [B, …]. The noise is standard normal, [B, …]."""
+    require_latents(x=x, noise=noise)
+    return mean(step, x, v) + per_sample(step.std, x) * noise
+
+
+def log_prob(
+    step: Transition,
+    x: torch.Tensor,
+    v: torch.Tensor,
+    x_next: torch.Tensor,
+    reduction: Literal["mean", "sum"] = "mean",
+) -> torch.Tensor:
+    """Return log N(x'; μ, s²), [B] in the dtype of x, differentiable in v.
+
+    The published mean over a latent's elements makes the ratio the geometric mean of the elements' ratios, which needs
+    clip ranges of 1e-5 to 1e-3. The sum is the density's log-prob; float32 resolves it to only 0.01 for 10⁵ elements.
+    s must be positive: `cps` has no log-prob at σ' = 0.
+    """
+    require_latents(x=x, x_next=x_next)
+    error = (x_next - mean(step, x, v)) / per_sample(step.std, x)
+    each = -element_mean(error.square()) / 2 - step.std.log() - math.log(2 * math.pi) / 2
+    return (each if reduction == "mean" else each * x[0].numel()).to(x.dtype)
+
+
+def gaussian_kl(step: Transition, v: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return KL(π ‖ π_other), the mean over elements, [B] in the dtype of v, differentiable in both velocities.
+
+    Both policies have the same s, so the divergence is mean((μ − μ_other)²)/(2·s²), and symmetric. It is computed from
+    μ − μ_other = from_v·(v − v_other), which avoids the cancellation in μ − μ_other. For the SDEs it equals
+    Δ/2·(g·(1 − σ)/(2σ) + 1/g)²·mean((v − v_other)²). Flow-GRPO's code divides by g² instead of s² and returns Δ times
+    the KL.
+    """
+    return ((step.from_v / step.std).square() / 2 * _mean_square_difference(v, other)).to(v.dtype)
+
+
+def velocity_kl(v: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return mean((v − v_other)²) over elements, [B] in the dtype of v: the KL without the factor of the denoising step
+    (DiffusionNFT, https://arxiv.org/abs/2509.16117)."""
+    return _mean_square_difference(v, other).to(v.dtype)
+
+
+def _mean_square_difference(v: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    require_latents(v=v, other=other)
+    return element_mean((v - other).square())
+
+
+def interpolate(x0: torch.Tensor, noise: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
+    """Return x_σ = (1 − σ)·x0 + σ·noise, [B, …], with σ [B]."""
+    require_latents(x0=x0, noise=noise)
+    return per_sample(1 - sigma, x0) * x0 + per_sample(sigma, x0) * noise
+
+
+def per_sample(values: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
+    """Reshape values [B] to [B, 1, …], in the dtype of latents [B, …], to multiply them. Raise a ValueError for any
+    other shape."""
+    if values.shape != latents.shape[:1]:
+        raise ValueError(f"values must have the same shape [B] as {len(latents)} samples, got {tuple(values.shape)}")
+    return values.to(latents.dtype).view(-1, *[1] * (latents.dim() - 1))
+
+
+def element_mean(latents: torch.Tensor) -> torch.Tensor:
+    """Return the mean over each sample's elements, float64 [B]. Rounding to float32 then hides that the order of the
+    summation may depend on the batch size."""
+    return latents.flatten(1).double().mean(1)
+
+
+def sigma_schedule(num_steps: int, shift: float) -> list[float]:
+    """Return σ = shift·t/(1 + (shift − 1)·t) for t = 1, 1 − 1/N, …, 0, N + 1 values.
+
+    The shift is SD3's (https://arxiv.org/abs/2403.03206); a larger shift spends more steps at high noise.
+    """
+    times = (1 - i / num_steps for i in range(num_steps + 1))
+    return [shift * t / (1 + (shift - 1) * t) for t in times]
+
+
+def sde_window(num_sde_steps: int, within: range, seed: int, run_step: int) -> range:
+    """Return the denoising steps that a step of the run samples by the SDE and trains on; the ODE takes all others.
+
+    Flow-GRPO-Fast and MixGRPO (https://arxiv.org/abs/2507.21802) train on such a window. It is the same for all samples
+    of the run's step, so that a group's rewards differ by the noise of the same denoising steps.
+
+    Args:
+        num_sde_steps: the length of the window.
+        within: the denoising steps from which the window is drawn, such as the first half. Leave out the last one,
+            whose small s amplifies rounding of latents in the log-prob.
+    """
+    start = random.Random(f"sde window {seed} {run_step}").randint(within.start, within.stop - num_sde_steps)
+    return range(start, start + num_sde_steps)
+
+
+def step_weights(
+    weight: StepWeight, kind: TransitionKind, noise_level: float, sigmas: torch.Tensor, trained: Sequence[int]
+) -> torch.Tensor:
+    """Return the loss weight of each denoising step of a schedule, float64 [N].
+
+    "deviation" is s / mean(s): more noise explores more, and log-prob gradients grow with 1/s (TempFlow-GRPO,
+    https://arxiv.org/abs/2508.04324). Its published constant 2.25 is 1/mean(s) for one schedule. "inverse_interval" is
+    1/Δ, by which GRPO-Guard's published code multiplies its loss (https://arxiv.org/abs/2510.22319).
+
+    Args:
+        sigmas: [N + 1], the schedule.
+        trained: the denoising steps that the run trains on, over which s is averaged. With a window, all that it is
+            drawn from, so that a step's weight does not depend on the window.
+    """
+    sigmas = sigmas.double()
+    if weight == "none":
+        return sigmas.new_ones(len(sigmas) - 1)
+    if weight == "inverse_interval":
+        return 1 / (sigmas[:-1] - sigmas[1:])
+    std = transition(kind, noise_level, sigmas[:-1], sigmas[1:], sigmas[1].expand(len(sigmas) - 1)).std
+    return std / std[list(trained)].mean()
