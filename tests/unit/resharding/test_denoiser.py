@@ -15,6 +15,9 @@ from megarl.megatron.model.build import parameters_of
 from megarl.megatron.model.denoiser.build import build_chunks, denoiser_config
 from megarl.models.denoiser import DenoiserShape
 from megarl.resharding.families import huggingface_holder, megatron_holder, megatron_holders
+from megarl.resharding.planning.check import check_plan
+from megarl.resharding.planning.planner import make_plan
+from megarl.resharding.planning.side import side_holders
 from tests.tiny_denoiser import CONFIG, Z_IMAGE
 from tests.unit.resharding.cases import layout_of
 from tests.unit.resharding.megatron_world import base_config
@@ -65,6 +68,12 @@ def test_weights_survive_resharding(first: Layout, second: Layout):
         weights = resharded(holders, weights, ranks)
         holders = ranks
     assert_same(resharded(holders, weights, [folder])[folder.name], tensors)
+
+
+def test_plan_of_published_model_is_proven():
+    sources = side_holders("--from", "tp=2,pp=5,dp=2", Z_IMAGE, True)
+    destinations = side_holders("--to", "hf", Z_IMAGE, False)
+    check_plan(make_plan(sources, destinations), sources, destinations)
 
 
 @pytest.mark.parametrize(
