@@ -458,7 +458,7 @@ def run_cases(
         batches = worker._training_batches(batch)
         parts = step.accumulate_gradients(worker.chunks, worker.loss, batches)
         metrics: dict[str, Metric] = merge(map(read, parts)) if parallel.reports_metrics() else {}
-        results[name] = RankResult(worker.holder, reduced_gradients(worker), {}, metrics)
+        results[name] = RankResult(worker.holder, reduced_gradients(worker.chunks), {}, metrics)
     return results
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
 from transformers.core_model_loading import revert_weight_conversion
 
 from megarl.algorithms.baselines import MovingAverage
@@ -22,7 +23,7 @@ from megarl.core.metrics import Metric
 from megarl.core.types import Prompt, Sample, SampleRef, TokenTotals, VersionRun
 from megarl.data.local_batch import LocalBatch
 from megarl.data.packing import Packing
-from megarl.megatron.model.build import named_parameters
+from megarl.megatron.model.build import named_parameters, named_weights
 from megarl.megatron.workers.actor import ActorWorker
 from megarl.models.folder import read_config
 from megarl.resharding.execute import execute
@@ -226,7 +227,7 @@ def capture_gradients(worker: ActorWorker) -> dict[str, torch.Tensor]:
     inner = worker.optimizer.step
 
     def step_and_copy():
-        captured.update(reduced_gradients(worker))
+        captured.update(reduced_gradients(worker.chunks))
         worker.optimizer.step = inner
         return inner()
 
@@ -234,15 +235,15 @@ def capture_gradients(worker: ActorWorker) -> dict[str, torch.Tensor]:
     return captured
 
 
-def reduced_gradients(worker: ActorWorker) -> dict[str, torch.Tensor]:
+def reduced_gradients(chunks: Sequence[DistributedDataParallel]) -> dict[str, torch.Tensor]:
     """Return the reduced gradients by parameter name, zeros for frozen parameters."""
-    for buffer in [b for chunk in worker.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]:
+    for buffer in [b for chunk in chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]:
         for bucket in buffer.buckets:  # after the reduce-scatter each rank holds one shard of the bucket
             shards = bucket.grad_data.chunk(dist.get_world_size(buffer.data_parallel_group))
             shard = shards[dist.get_rank(buffer.data_parallel_group)].clone()
             dist.all_gather_into_tensor(bucket.grad_data, shard, group=buffer.data_parallel_group)
-    trained = {name: p for name, p in named_parameters(worker.chunks).items() if p.requires_grad}
-    zeros = {name: torch.zeros_like(weight) for name, weight in worker.parameters().items()}
+    trained = {name: p for name, p in named_parameters(chunks).items() if p.requires_grad}
+    zeros = {name: torch.zeros_like(weight) for name, weight in named_weights(chunks).items()}
     return zeros | {name: p.main_grad.clone() for name, p in trained.items()}
 
 

@@ -76,7 +76,7 @@ def write_tiny_model(folder: Path, model_type: str, seed: int = 0, **config_json
         model_type, **config_json, bos_token_id=None, eos_token_id=EOS_ID, pad_token_id=PAD_ID, dtype="float32"
     )
     model = AutoModelForCausalLM.from_config(config)
-    _randomize(model, seed)
+    randomize(model, seed)
     model.save_pretrained(folder)
     tiny_tokenizer(config.vocab_size).save_pretrained(folder)
     return folder
@@ -148,7 +148,7 @@ def merging_tokenizer(*merges: str, vocab_size: int = 300) -> PreTrainedTokenize
     )
 
 
-def _randomize(model: torch.nn.Module, seed: int) -> None:
+def randomize(model: torch.nn.Module, seed: int) -> None:
     """Set all weights to random values with std 0.1: logits then have std near 1, so that rounding does not change an
     argmax.
     """

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from megatron.core import parallel_state
@@ -23,6 +23,9 @@ from megarl.megatron.model.head import LogProbHead, ScoreLayer
 from megarl.megatron.model.inputs import ModelInput
 from megarl.megatron.routes import model_of, routed
 
+Item = TypeVar("Item")
+"""A model's input for one microbatch."""
+
 
 def accumulate_gradients(
     chunks: Sequence[DistributedDataParallel], loss: Loss, batches: Sequence[TokenBatch]
@@ -35,7 +38,7 @@ def accumulate_gradients(
     for chunk in chunks:
         chunk.zero_grad_buffer()
         chunk.train()
-    with _schedule(chunks, batches, partial(compute_loss, loss, scale), forward_only=False) as run:
+    with _token_schedule(chunks, batches, partial(compute_loss, loss, scale), forward_only=False) as run:
         return run()
 
 
@@ -66,13 +69,13 @@ def score(chunks: Sequence[DistributedDataParallel], batches: Sequence[TokenBatc
     def keep(item: ModelInput, scored: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return scored.sum(), item.whole(scored[0])
 
-    with _schedule(chunks, batches, keep, forward_only=True) as run:
+    with _token_schedule(chunks, batches, keep, forward_only=True) as run:
         return run()
 
 
 def evaluate(chunks: Sequence[DistributedDataParallel], loss: Loss, batches: Sequence[TokenBatch]) -> list[Sums]:
     """Run a forward-only pass and return each microbatch's loss metrics (empty before the last stage)."""
-    with _schedule(chunks, batches, partial(compute_loss, loss, 1), forward_only=True) as run:
+    with _token_schedule(chunks, batches, partial(compute_loss, loss, 1), forward_only=True) as run:
         return run()
 
 
@@ -82,60 +85,90 @@ def compute_loss(loss: Loss, scale: int, item: ModelInput, scored: torch.Tensor)
     return scale * terms.loss, loss.metrics(item.rows, terms)
 
 
-@contextmanager
-def _schedule(
+def _token_schedule(
     chunks: Sequence[DistributedDataParallel],
     batches: Sequence[TokenBatch],
     compute: Callable[[ModelInput, torch.Tensor], tuple[torch.Tensor, Any]],
     forward_only: bool,
+) -> AbstractContextManager[Callable[[], list[Any]]]:
+    """Return `schedule` for language models."""
+    sequence_parallel = chunks[0].config.sequence_parallel
+    return schedule(
+        chunks,
+        [partial(ModelInput.of, batch, sequence_parallel) for batch in batches],
+        _run_on_tokens,
+        compute,
+        longest=max(len(batch.tokens) for batch in batches),
+        forward_only=forward_only,
+    )
+
+
+def _run_on_tokens(chunk: DistributedDataParallel, item: ModelInput) -> torch.Tensor:
+    unwrapped = model_of(chunk)
+    if unwrapped.post_process:
+        head: LogProbHead | ScoreLayer = unwrapped.output_layer  # pyright: ignore[reportAssignmentType]  # ours
+        head.request = item.head
+    with routed(unwrapped, item.routes):
+        return chunk(
+            input_ids=item.tokens,
+            position_ids=item.positions,
+            attention_mask=None,
+            packed_seq_params=item.attention,
+        )
+
+
+@contextmanager
+def schedule(
+    chunks: Sequence[DistributedDataParallel],
+    prepare: Sequence[Callable[[], Item]],
+    run_chunk: Callable[[DistributedDataParallel, Item], torch.Tensor],
+    compute: Callable[[Item, torch.Tensor], tuple[torch.Tensor, Any]],
+    longest: int,
+    forward_only: bool,
 ) -> Iterator[Callable[[], list[Any]]]:
     """Return a context manager for this layout's Megatron schedule as a function without arguments, which returns the
-    second result of `compute` for each microbatch."""
+    second result of `compute` for each microbatch.
 
-    def forward_step(iterator: Iterator[ModelInput], chunk: DistributedDataParallel):
+    Args:
+        prepare: for each microbatch, a function that returns the model's input.
+        run_chunk: runs a chunk on such an input.
+        compute: returns the loss and any other result from the model's output.
+        longest: upper bound of the number of tokens in a microbatch. Each stage receives the actual number from the
+            previous one.
+    """
+
+    def forward_step(iterator: Iterator[Item], chunk: DistributedDataParallel):
         item = next(iterator)
-        unwrapped = model_of(chunk)
-        if unwrapped.post_process:
-            head: LogProbHead | ScoreLayer = unwrapped.output_layer  # pyright: ignore[reportAssignmentType]  # ours
-            head.request = item.head
-        with routed(unwrapped, item.routes):
-            output = chunk(
-                input_ids=item.tokens,
-                position_ids=item.positions,
-                attention_mask=None,
-                packed_seq_params=item.attention,
-            )
-        return output, partial(compute, item)
+        return run_chunk(chunk, item), partial(compute, item)
 
     if forward_only:
         for chunk in chunks:
             chunk.eval()
     gradients = torch.no_grad() if forward_only else nullcontext()
     with gradients, ThreadPoolExecutor(max_workers=1, initializer=device.claim, initargs=(None,)) as thread:
-        inputs = _Inputs(batches, chunks[0].config.sequence_parallel, thread)
+        inputs = _Inputs(prepare, thread)
         yield partial(
             get_forward_backward_func(),
             forward_step_func=forward_step,
             data_iterator=[iter(inputs) for _ in chunks],
             model=list(chunks),
-            num_microbatches=len(batches),
-            # Upper bound: packs differ in length, and each stage receives the actual length from the previous one.
-            seq_length=max(len(batch.tokens) for batch in batches),
+            num_microbatches=len(prepare),
+            seq_length=longest,
             micro_batch_size=1,
             forward_only=forward_only,
         )
 
 
-class _Inputs:
+class _Inputs(Generic[Item]):
     """The model inputs for each microbatch, shared by the model's chunks. A thread prepares the next input while the
     current input is processed; the thread runs no collectives."""
 
-    def __init__(self, batches: Sequence[TokenBatch], sequence_parallel: bool, thread: Executor):
-        self._batches, self._sequence_parallel, self._thread = batches, sequence_parallel, thread
-        self._prepared: list[Future[ModelInput]] = []
+    def __init__(self, prepare: Sequence[Callable[[], Item]], thread: Executor):
+        self._prepare, self._thread = prepare, thread
+        self._prepared: list[Future[Item]] = []
 
-    def __iter__(self) -> Iterator[ModelInput]:
-        for number in range(len(self._batches)):
-            for batch in self._batches[len(self._prepared) : number + 2]:
-                self._prepared.append(self._thread.submit(ModelInput.of, batch, self._sequence_parallel))
+    def __iter__(self) -> Iterator[Item]:
+        for number in range(len(self._prepare)):
+            for prepare in self._prepare[len(self._prepared) : number + 2]:
+                self._prepared.append(self._thread.submit(prepare))
             yield self._prepared[number].result()

@@ -1,4 +1,5 @@
-"""The safetensors files in a Hugging Face folder: names, dtypes and shapes of their tensors, read from the headers."""
+"""The safetensors files in a transformers or diffusers folder: their tensors' names, dtypes and shapes, read from the
+headers."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from megarl.core.files import read_foreign_object
 from megarl.core.text import encodable
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+DIFFUSERS_INDEX, DIFFUSERS_SINGLE = (f"diffusion_pytorch_{name}" for name in (INDEX, SINGLE))
 DTYPES = ("F64", "F32", "F16", "BF16")
 """Supported dtypes, by their names in safetensors files."""
 
@@ -28,7 +30,9 @@ class Header(NamedTuple):
 
 def files_by_tensor(folder: Path) -> dict[str, Path]:
     """Return each tensor's file, by name. Raise a UserError if the folder has no safetensors weights or lacks files."""
-    index, single = folder / INDEX, folder / SINGLE
+    names = ((DIFFUSERS_INDEX, DIFFUSERS_SINGLE), (INDEX, SINGLE))
+    pairs = [(folder / index, folder / single) for index, single in names]
+    index, single = next((pair for pair in pairs if any(path.is_file() for path in pair)), pairs[-1])
     if index.is_file():
         files = {tensor: folder / name for tensor, name in _weight_map(index).items()}
     elif single.is_file():
@@ -39,7 +43,9 @@ def files_by_tensor(folder: Path) -> dict[str, Path]:
         raise UserError(f"{folder}: contains neither {SINGLE} nor {INDEX}. Fix: {fix}")
     for path in set(files.values()):
         if not path.is_file():
-            raise UserError(f"{folder}: {INDEX} lists {path.name}, but the file does not exist. Fix: download the file")
+            raise UserError(
+                f"{folder}: {index.name} lists {path.name}, but the file does not exist. Fix: download the file"
+            )
     return files
 
 

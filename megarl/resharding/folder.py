@@ -1,4 +1,4 @@
-"""Write a model as a Hugging Face folder, one tensor at a time."""
+"""Write a model as a transformers or diffusers folder, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from megarl.core.files import Progress, new_folder, no_progress
+from megarl.models.denoiser import is_denoiser
 from megarl.models.huggingface import without_untrained_part
-from megarl.models.weight_files import INDEX, SINGLE
+from megarl.models.weight_files import DIFFUSERS_INDEX, DIFFUSERS_SINGLE, INDEX, SINGLE
 from megarl.resharding.execute import execute, planned_shapes
 from megarl.resharding.piece import num_bytes, whole
 from megarl.resharding.planning.plan import Plan
@@ -65,13 +66,15 @@ def write_folder(
         write_description(hf_config, next(iter(dtypes.values())), source_folder, folder)
         shards = _shards(sizes, shard_bytes)
         count = len(shards)
-        files = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)] if count > 1 else [SINGLE]
+        index, single = (DIFFUSERS_INDEX, DIFFUSERS_SINGLE) if is_denoiser(hf_config) else (INDEX, SINGLE)
+        stem = single.removesuffix(".safetensors")
+        files = [f"{stem}-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)] if count > 1 else [single]
         for file, shard in zip(files, shards, strict=True):
             write_file(folder / file, {name: shapes[name] for name in shard}, dtypes, tensor)
         if count > 1:
             file_of = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
-            index = {"metadata": {"total_size": total}, "weight_map": file_of}
-            (folder / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
+            content = {"metadata": {"total_size": total}, "weight_map": file_of}
+            (folder / index).write_text(json.dumps(content, indent=2), encoding="utf-8")
         if verify:
             with SafetensorsFolder(folder) as written:
                 verify_written(
@@ -81,14 +84,16 @@ def write_folder(
 
 
 def write_description(hf_config: Mapping[str, Any], dtype: str, source: Path, folder: Path) -> None:
-    """Write config.json with the dtype of the weights, and copy all other non-weight files from `source`."""
+    """Write config.json with the dtype of the weights, which diffusers omits, and copy all other non-weight files from
+    `source`."""
     for path in sorted(source.iterdir()):
         is_weights = path.suffix in WEIGHT_SUFFIXES or path.name.endswith(".index.json")
         if path.is_file() and not is_weights and path.name != "config.json":
             shutil.copy(path, folder / path.name)
-    # transformers < 5 calls the key torch_dtype.
-    key = "torch_dtype" if "torch_dtype" in hf_config else "dtype"
-    config = {**without_untrained_part(hf_config), key: dtype}
+    config = without_untrained_part(hf_config)
+    if not is_denoiser(hf_config):
+        # transformers < 5 calls the key torch_dtype.
+        config["torch_dtype" if "torch_dtype" in hf_config else "dtype"] = dtype
     (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
 
 

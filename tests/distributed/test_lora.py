@@ -98,7 +98,7 @@ def train_adapters(store, rank: int, config: Config, folder: Path, updates: list
     step = worker.optimizer.step
 
     def step_and_copy():
-        reduced_gradients(worker)
+        reduced_gradients(worker.chunks)
         gradients.update({n: p.main_grad.clone() for n, p in adapter_parameters(worker.chunks).items()})
         return step()
 

@@ -50,7 +50,7 @@ def update_gradients(worker: ActorWorker, config: Config, scores: TokenScores, o
     assert not parallel.is_last_stage(None) or all((batch.old is not None) == old_pass for batch in batches)
     step.accumulate_gradients(worker.chunks, worker.loss, batches)
     worker.end_step()
-    return reduced_gradients(worker)
+    return reduced_gradients(worker.chunks)
 
 
 def assert_same(ranks: list[dict[str, Gradients]], expected_ranks: list[dict[str, Gradients]]) -> None:

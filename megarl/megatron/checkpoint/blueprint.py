@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, is_main_replica
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megarl.config.model_schema import Layout
@@ -17,8 +17,11 @@ from megarl.megatron import parallel
 from megarl.megatron.checkpoint.extents import extents_of
 from megarl.megatron.model.architecture import architecture
 from megarl.megatron.model.build import DISPATCHER, build_chunk, parallelism, tensors_of
+from megarl.megatron.model.denoiser.build import architecture as denoiser_architecture
+from megarl.megatron.model.denoiser.build import build_chunks
 from megarl.megatron.model.head import replace_output_layer
 from megarl.megatron.overrides import build
+from megarl.models.denoiser import DenoiserShape, is_denoiser
 from megarl.models.shape import ModelShape
 from megarl.resharding.checkpoint import Extent
 from megarl.resharding.families import megatron_holder
@@ -60,17 +63,23 @@ def blueprint(
     )
 
 
-def _chunks(hf_config: Mapping[str, Any], layout: Layout) -> list[GPTModel]:
-    config_class = TransformerConfig if ModelShape.of(hf_config).latent is None else MLATransformerConfig
+def _chunks(hf_config: Mapping[str, Any], layout: Layout) -> list[MegatronModule]:
     unfused = dict.fromkeys(
         ("bias_activation_fusion", "bias_dropout_fusion", "masked_softmax_fusion", "gradient_accumulation_fusion"),
         False,
     )
     initialization = dict.fromkeys(("init_method", "output_layer_init_method"), torch.nn.init.zeros_)
-    fields = architecture(hf_config) | parallelism(layout) | DISPATCHER | unfused | initialization
-    config = build("layout", config_class, {**fields, "use_cpu_initialization": True, "pipeline_dtype": torch.float32})
+    fields = parallelism(layout) | DISPATCHER | unfused | initialization
+    fields |= dict(use_cpu_initialization=True, pipeline_dtype=torch.float32)
+    if is_denoiser(hf_config):
+        shape = DenoiserShape.of(hf_config)
+        config = build("layout", TransformerConfig, denoiser_architecture(shape) | fields)
+        with torch.device("meta"):
+            return [*build_chunks(config, hf_config, layout.vpp)]
+    config_class = TransformerConfig if ModelShape.of(hf_config).latent is None else MLATransformerConfig
+    config = build("layout", config_class, architecture(hf_config) | fields)
     with torch.device("meta"):
         chunks = [build_chunk(config, hf_config, stage, 1, fused=False) for stage in range(layout.vpp)]
         for chunk in chunks:
             replace_output_layer(chunk, hf_config, temperature=1.0)
-    return chunks
+    return [*chunks]

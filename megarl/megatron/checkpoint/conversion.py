@@ -24,12 +24,11 @@ from megarl.megatron.checkpoint.writer import Entry, write_extents
 from megarl.models.classifier import score_head_of
 from megarl.models.folder import read_config, resolve
 from megarl.models.huggingface import untrained_part
-from megarl.models.shape import ModelShape
 from megarl.models.value_head import without_value_head
 from megarl.resharding.checkpoint import checkpoint_holder
 from megarl.resharding.execute import execute
 from megarl.resharding.families import huggingface_holder
-from megarl.resharding.families.canonical import HEAD
+from megarl.resharding.families.canonical import HEAD, canonical_of
 from megarl.resharding.folder import SHARD_BYTES, write_description, write_folder
 from megarl.resharding.piece import Holder
 from megarl.resharding.planning.check import check_plan
@@ -168,7 +167,7 @@ def _open_folder(folder: Path) -> Iterator[Weights]:
 def _is_unused(name: str, hf_config: Mapping[str, Any]) -> bool:
     """Return whether the model does not use this tensor from a Hugging Face folder. Such tensors are copies of the tied
     head, constants, and parts of omitted layers."""
-    model = ModelShape.of(hf_config)
+    model = canonical_of(hf_config).model
     tied_head = name == HEAD and (model.tied or score_head_of(hf_config) is not None)
     layer = name.removeprefix("model.layers.").split(".")[0]
     beyond = untrained_part(hf_config) is not None and layer.isdecimal() and int(layer) >= model.num_layers

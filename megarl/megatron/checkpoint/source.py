@@ -20,11 +20,11 @@ from megarl.core.files import Progress, open_regular, shown
 from megarl.megatron.checkpoint.blueprint import blueprint
 from megarl.megatron.checkpoint.sharded import FORMAT
 from megarl.models.folder import read_config, resolve
-from megarl.models.shape import ModelShape
 from megarl.models.trained_model import trained_hf_config
 from megarl.models.value_head import add_value_head
 from megarl.resharding.checkpoint import Extent, as_stored, checkpoint_holder
 from megarl.resharding.families.adapters import PREFIX
+from megarl.resharding.families.canonical import canonical_of
 from megarl.resharding.piece import Holder
 from megarl.resharding.selection import ONE_PROCESS
 from megarl.resharding.transports.torch_dist import METADATA, StoredExtents, TorchDistFolder
@@ -164,7 +164,7 @@ def _model_description(path: Path, huggingface: Path | None, sealed: Checkpoint 
 
 
 def _check(path: Path, hf_config: Mapping[str, Any], extents: Sequence[Extent], folder: TorchDistFolder) -> None:
-    vocab = ModelShape.of(hf_config).vocab
+    vocab = canonical_of(hf_config).model.vocab
     for extent in extents:
         if extent.key not in folder.tensors:
             raise UserError(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megarl.config.model_schema import Layout, Placed
@@ -89,6 +90,14 @@ def build_model(
         # Recomputed layers get gradients only if their input requires a gradient, but a frozen embedding's output does
         # not.
         chunks[0].embedding.register_forward_hook(lambda _, __, hidden: hidden.requires_grad_(torch.is_grad_enabled()))
+    return wrap(chunks, config, settings)
+
+
+def wrap(
+    chunks: Sequence[MegatronModule], config: TransformerConfig, settings: Placed
+) -> list[DistributedDataParallel]:
+    """Wrap the chunks for data parallelism, and set the functions that Megatron's schedules call to reduce
+    gradients."""
     ddp_config = data_parallel_config(settings)
     # Communication for later chunks already overlaps with computation in earlier chunks.
     wrapped = [
@@ -178,11 +187,22 @@ def _only_or_all(functions: list[Callable]) -> Callable | list[Callable]:
 def transformer_config(settings: Placed, hf_config: Mapping[str, Any], dtype: torch.dtype) -> TransformerConfig:
     """Build the TransformerConfig: the architecture comes from the Hugging Face config, the parallelism from the
     layout, and all remaining fields from megatron_overrides."""
+    shape = ModelShape.of(hf_config)
+    config_class = TransformerConfig if shape.latent is None else MLATransformerConfig
+    return configure(settings, shape, config_class, architecture(hf_config), dtype)
+
+
+def configure(
+    settings: Placed,
+    shape: ModelShape,
+    config_class: type[TransformerConfig],
+    fields_of_model: Mapping[str, Any],
+    dtype: torch.dtype,
+) -> TransformerConfig:
+    """Build the TransformerConfig from the architecture fields of any model. See `transformer_config`."""
     section = settings.section
-    latent = ModelShape.of(hf_config).latent is not None
-    config_class = MLATransformerConfig if latent else TransformerConfig
     sections = {
-        "the model's config.json": architecture(hf_config),
+        "the model's config.json": fields_of_model,
         f"{section}.layout": parallelism(settings.layout),
         f"model.dtype and {section}.fp8": precision(dtype, settings),
         f"{section}.recompute": dict(recompute_granularity=RECOMPUTE[settings.recompute]),
@@ -193,7 +213,7 @@ def transformer_config(settings: Placed, hf_config: Mapping[str, Any], dtype: to
     key = f"{section}.megatron_overrides.model"
     extra = checked(key, settings.megatron_overrides.model, config_class, reserved)
     fields = {name: value for section_fields in sections.values() for name, value in section_fields.items()}
-    defaults = _kernels(latent) | _recomputed_layers(settings, ModelShape.of(hf_config)) | ROUTING | DISPATCHER
+    defaults = _kernels(shape.latent is not None) | _recomputed_layers(settings, shape) | ROUTING | DISPATCHER
     fields |= defaults | extra
     check_dispatcher(key, fields, settings.layout)
     return build(describe_settings(section, key, extra), config_class, fields)

@@ -1,4 +1,4 @@
-"""Describe the tensors in a model's Hugging Face checkpoint."""
+"""Describe the tensors in a model's checkpoint, in the format of transformers or diffusers."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, Self
 
 from megarl.models.classifier import score_head_of
+from megarl.models.denoiser import DenoiserShape, is_denoiser
 from megarl.models.shape import ModelShape
 from megarl.models.value_head import value_head_shapes
+from megarl.resharding.families import z_image
 from megarl.resharding.families.attention import attention_parts
 from megarl.resharding.families.experts import expert_parts
 from megarl.resharding.families.latent_attention import latent_attention_parts
 from megarl.resharding.families.mlp import mlp_parts
 from megarl.resharding.families.part import Part
+from megarl.resharding.families.tiling import Padded, Tiling, Whole
 
 Shape = tuple[int, ...]
 
@@ -26,9 +29,12 @@ class Canonical:
     layer's prefix.
     """
 
+    model: ModelShape
+    outer_shapes: dict[str, Shape]
+
     def __init__(self, hf_config: Mapping[str, Any]):
         self.model = ModelShape.of(hf_config)
-        self.outer_shapes: dict[str, Shape] = {
+        self.outer_shapes = {
             EMBEDDING: (self.model.vocab, self.model.hidden),
             FINAL_NORM: (self.model.hidden,),
         }
@@ -45,6 +51,40 @@ class Canonical:
     def head(self) -> str:
         """Name of the tensor that a language model's output layer uses as its weight."""
         return EMBEDDING if self.model.tied else HEAD
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers, including those before the main stack."""
+        return self.model.num_layers
+
+    def preceding_layers(self) -> dict[str, int]:
+        """Return Megatron's prefix -> layer for the layers before the main stack, all in the first pipeline stage."""
+        return {}
+
+    def tilings_before_layers(self, is_first: bool, vocab_multiple: int) -> dict[str, Tiling]:
+        """Return Megatron's parameter -> tiling for the parameters of a model chunk before its layers.
+
+        Args:
+            is_first: whether the chunk is the model's first.
+            vocab_multiple: the vocabulary size is padded to a multiple of this number.
+        """
+        return {"embedding.word_embeddings.weight": self._vocabulary(EMBEDDING, vocab_multiple)} if is_first else {}
+
+    def tilings_after_layers(self, is_first: bool, is_last: bool, vocab_multiple: int) -> dict[str, Tiling]:
+        """Return the same for the parameters after the layers. With tied weights, the last chunk has its own copy of
+        the embedding unless it is also the first chunk."""
+        if not is_last:
+            return {}
+        tilings: dict[str, Tiling] = {"decoder.final_layernorm.weight": Whole((FINAL_NORM,))}
+        if self.score_head is not None:
+            tensors = self.score_head.shapes(self.model.hidden)
+            tilings |= {tensor.replace("score.", "output_layer."): Whole((tensor,)) for tensor in tensors}
+        elif not (self.model.tied and is_first):
+            tilings["output_layer.weight"] = self._vocabulary(self.head, vocab_multiple)
+        return tilings | {f"output_layer.{tensor}": Whole((tensor,)) for tensor in self.value_head}
+
+    def _vocabulary(self, tensor: str, multiple: int) -> Tiling:
+        return Padded((tensor,), padded=-(-self.model.vocab // multiple) * multiple)
 
     def layer_prefix(self, layer: int) -> str:
         return f"model.layers.{layer}."
@@ -66,12 +106,56 @@ class Canonical:
     def _layer(self, layer: int) -> _Layer:
         has_experts = self.model.has_experts(layer)
         if has_experts not in self._layers:
-            self._layers[has_experts] = _Layer.of(self.model, has_experts)
+            self._layers[has_experts] = _Layer.of(self.model, parts_of_layer(self.model, has_experts))
         return self._layers[has_experts]
 
 
+class DenoiserCanonical(Canonical):
+    """Names and shapes of the tensors in diffusers' checkpoint of an image model's transformer.
+
+    The main stack's layers come first; they are followed by the layers that refine images, then captions.
+    """
+
+    def __init__(self, config: Mapping[str, Any]):
+        self.model = self._denoiser = DenoiserShape.of(config)
+        self.outer_shapes = z_image.outer_shapes(self._denoiser)
+        self._stacks = [("layers", i) for i in range(self.model.num_layers)]
+        self._stacks += [(stack, i) for stack in z_image.STACKS for i in range(self._denoiser.refiners)]
+        self._kinds = {stack: _Layer.of(self.model, z_image.layer_parts(stack)) for stack, _ in self._stacks}
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._stacks)
+
+    def preceding_layers(self) -> dict[str, int]:
+        first = self.model.num_layers
+        return {f"{stack}.layers.{i}.": first + n for n, (stack, i) in enumerate(self._stacks[first:])}
+
+    def tilings_before_layers(self, is_first: bool, vocab_multiple: int) -> dict[str, Tiling]:
+        return _whole(z_image.every_stage_tensors() | (z_image.first_stage_tensors(self._denoiser) if is_first else {}))
+
+    def tilings_after_layers(self, is_first: bool, is_last: bool, vocab_multiple: int) -> dict[str, Tiling]:
+        return _whole(z_image.last_stage_tensors(self._denoiser)) if is_last else {}
+
+    def layer_prefix(self, layer: int) -> str:
+        stack, number = self._stacks[layer]
+        return f"{stack}.{number}."
+
+    def _layer(self, layer: int) -> _Layer:
+        return self._kinds[self._stacks[layer][0]]
+
+
+def canonical_of(config: Mapping[str, Any]) -> Canonical:
+    """Return the description of the checkpoint that a config.json belongs to."""
+    return DenoiserCanonical(config) if is_denoiser(config) else Canonical(config)
+
+
+def _whole(tensors: Mapping[str, str]) -> dict[str, Tiling]:
+    return {parameter: Whole((tensor,)) for parameter, tensor in tensors.items()}
+
+
 class _Layer(NamedTuple):
-    """The parts and tensors in a layer. All layers with experts share them, and so do all dense layers."""
+    """The parts and tensors in a layer. All layers of a kind share them, such as all layers with experts."""
 
     parts: list[Part]
     shapes: dict[str, Shape]
@@ -79,8 +163,7 @@ class _Layer(NamedTuple):
     quantized: frozenset[str]
 
     @classmethod
-    def of(cls, model: ModelShape, has_experts: bool) -> Self:
-        parts = parts_of_layer(model, has_experts)
+    def of(cls, model: ModelShape, parts: list[Part]) -> Self:
         shapes = {name: shape for part in parts for name, shape in part.shapes(model).items()}
         quantized_shapes = (part.shapes(model) for part in parts if part.quantized)
         return cls(

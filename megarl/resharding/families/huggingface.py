@@ -1,4 +1,4 @@
-"""Describe the weights in a Hugging Face folder. Its tensors are the canonical tensors themselves."""
+"""Describe the weights in a transformers or diffusers folder. Its tensors are the canonical tensors themselves."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megarl.models.huggingface import weights_dtype
-from megarl.resharding.families.canonical import Canonical
+from megarl.resharding.families.canonical import canonical_of
 from megarl.resharding.piece import Holder, Piece, Shard, whole
 
 
@@ -15,10 +15,10 @@ def huggingface_holder(hf_config: Mapping[str, Any], dtype: str | None = None) -
 
     A tied output layer has no tensor of its own. `dtype` overrides the dtype in config.json.
     """
-    canonical = Canonical(hf_config)
+    canonical = canonical_of(hf_config)
     dtype = dtype or weights_dtype(hf_config)
     shapes, dtypes = dict(canonical.outer_shapes), dict.fromkeys(canonical.outer_shapes, dtype)
-    for layer in range(canonical.model.num_layers):
+    for layer in range(canonical.num_layers):
         prefix, precise = canonical.layer_prefix(layer), canonical.float32(layer)
         for tensor, shape in canonical.layer_shapes(layer).items():
             shapes[prefix + tensor] = shape

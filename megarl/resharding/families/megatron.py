@@ -1,4 +1,4 @@
-"""Describe the weights on a Megatron-core rank: its shard of a GPTModel."""
+"""Describe the weights on a Megatron-core rank: its shard of a GPTModel or Denoiser."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from megarl.config.divisors import divisibility_error, divisors
 from megarl.core.errors import UserError
 from megarl.models.huggingface import weights_dtype
 from megarl.models.shape import ModelShape
-from megarl.resharding.families.canonical import EMBEDDING, FINAL_NORM, Canonical
+from megarl.resharding.families.canonical import Canonical, canonical_of
 from megarl.resharding.families.shard_builder import ShardBuilder, Share
-from megarl.resharding.families.tiling import Padded, Whole
 from megarl.resharding.piece import Holder, Shard
 
 if TYPE_CHECKING:
@@ -71,7 +70,7 @@ def megatron_holders(
     ranks: Iterable[int] | None = None,
 ) -> list[Holder]:
     """Return the holders for these ranks; None means all ranks. See `megatron_holder` for the remaining arguments."""
-    canonical = Canonical(hf_config)
+    canonical = canonical_of(hf_config)
     _check_sizes(canonical.model, layout)
     shards: dict[Coordinates, Shard] = {}
     holders = []
@@ -92,32 +91,26 @@ def _shard(
     transformer_engine: bool,
     vocab_multiple: int,
 ) -> Shard:
-    model = canonical.model
-    first, last = coordinates.stage == 0, coordinates.stage == layout.pp - 1
-    multiple = vocab_multiple * layout.tp
-    padded = -(-model.vocab // multiple) * multiple
+    model, multiple = canonical.model, vocab_multiple * layout.tp
     share, expert_share = Share(layout.tp, coordinates.tp_rank), Share(layout.expert_tp, coordinates.etp_rank)
     count = model.experts.count // layout.ep if model.experts else 0
     experts = range(coordinates.ep_rank * count, (coordinates.ep_rank + 1) * count)
-    if first:
-        builder.add("chunk0.embedding.word_embeddings.weight", Padded((EMBEDDING,), padded=padded), share)
     for virtual in range(layout.vpp):
-        for local, layer in enumerate(chunk_layers(model.num_layers, layout)[virtual][coordinates.stage]):
+        chunk = f"chunk{virtual}."
+        is_first = coordinates.stage == virtual == 0
+        is_last = coordinates.stage == layout.pp - 1 and virtual == layout.vpp - 1
+        for local, tiling in canonical.tilings_before_layers(is_first, multiple).items():
+            builder.add(chunk + local, tiling, share)
+        layers = {
+            f"decoder.layers.{local}.": layer
+            for local, layer in enumerate(chunk_layers(model.num_layers, layout)[virtual][coordinates.stage])
+        }
+        for prefix, layer in ((canonical.preceding_layers() if is_first else {}) | layers).items():
             for part in canonical.layer_parts(layer):
                 tilings = part.megatron_tilings(transformer_engine, experts)
-                part_share = expert_share if part.per_expert else share
-                builder.add_layer(layer, f"chunk{virtual}.decoder.layers.{local}.", tilings, part_share)
-    last_chunk = f"chunk{layout.vpp - 1}."
-    if last:
-        builder.add(f"{last_chunk}decoder.final_layernorm.weight", Whole((FINAL_NORM,)), share)
-    if last and canonical.score_head is not None:
-        for tensor in canonical.score_head.shapes(model.hidden):
-            builder.add(tensor.replace("score.", f"{last_chunk}output_layer."), Whole((tensor,)), share)
-    # With tied weights, the last stage has its own copy of the embedding unless it is also the first stage.
-    elif last and not (model.tied and first):
-        builder.add(f"{last_chunk}output_layer.weight", Padded((canonical.head,), padded=padded), share)
-    for tensor in canonical.value_head if last else ():
-        builder.add(f"{last_chunk}output_layer.{tensor}", Whole((tensor,)), share)
+                builder.add_layer(layer, chunk + prefix, tilings, expert_share if part.per_expert else share)
+        for local, tiling in canonical.tilings_after_layers(is_first, is_last, multiple).items():
+            builder.add(chunk + local, tiling, share)
     return builder.build()
 
 

@@ -60,7 +60,7 @@ class Part:
 
 def renamed(
     canonical: str,
-    dims: tuple[str, ...],
+    dims: tuple[str | tuple[str, ...], ...],
     megatron: str,
     tiling: Tiling | None = None,
     quantized: bool = True,

@@ -12,8 +12,8 @@ from megarl.config.divisors import quotient
 from megarl.config.model_schema import Layout
 from megarl.config.rules.layout import check_layout
 from megarl.core.errors import UserError
-from megarl.models.huggingface import completed
 from megarl.resharding.families import huggingface_holder, megatron_holders, quantized_destinations, vllm_holders
+from megarl.resharding.families.canonical import canonical_of
 from megarl.resharding.piece import Holder
 from megarl.resharding.selection import ONE_PROCESS
 
@@ -115,7 +115,7 @@ def _layout(text: str, hf_config: Mapping[str, Any]) -> Layout:
     sizes = {name: _positive(name, value) for name, value in _fields(text, ONE_PROCESS).items()}
     layout = Layout.model_validate(ONE_PROCESS | sizes | {"sequence_parallel": False})
     check_layout("", layout)
-    _check_stages(layout, completed(hf_config)["num_hidden_layers"])
+    _check_stages(layout, canonical_of(hf_config).model.num_layers)
     return layout
 
 

@@ -1,32 +1,33 @@
 """Model inputs of microbatches are prepared one ahead, in a separate thread."""
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 
 from megarl.megatron import step
 
 
-@pytest.fixture
-def prepared(monkeypatch) -> list[int]:
-    """The prepared batches. Batches are numbers here; −1 is invalid."""
-    numbers: list[int] = []
+def preparations(batches: list[int], prepared: list[int]) -> list[Callable[[], str]]:
+    """Return functions that prepare the batches and append them to `prepared`. Batches are numbers here; −1 is
+    invalid."""
 
-    def prepare(batch: int, _: bool) -> str:
+    def prepare(batch: int) -> str:
         assert threading.current_thread() is not threading.main_thread()
         if batch < 0:
             raise ValueError("invalid batch")
-        numbers.append(batch)
+        prepared.append(batch)
         return f"input {batch}"
 
-    monkeypatch.setattr(step.ModelInput, "of", prepare)
-    return numbers
+    return [partial(prepare, batch) for batch in batches]
 
 
-def test_next_input_is_prepared_during_computation(prepared):
+def test_next_input_is_prepared_during_computation():
+    prepared = []
     with ThreadPoolExecutor(1) as thread:
-        inputs = iter(step._Inputs([0, 1, 2, 3], False, thread))
+        inputs = iter(step._Inputs(preparations([0, 1, 2, 3], prepared), thread))
         assert next(inputs) == "input 0"
         thread.submit(int).result()  # earlier tasks of the thread are complete
         assert prepared == [0, 1]
@@ -34,10 +35,11 @@ def test_next_input_is_prepared_during_computation(prepared):
     assert prepared == [0, 1, 2, 3]
 
 
-def test_chunks_of_a_model_share_inputs(prepared):
+def test_chunks_of_a_model_share_inputs():
     """The second chunk lags behind the first, as with virtual pipeline stages."""
+    prepared = []
     with ThreadPoolExecutor(1) as thread:
-        inputs = step._Inputs([0, 1, 2], False, thread)
+        inputs = step._Inputs(preparations([0, 1, 2], prepared), thread)
         first, second = iter(inputs), iter(inputs)
         assert [next(first), next(first), next(second), next(first), next(second), next(second)] == [
             *("input 0", "input 1", "input 0", "input 2", "input 1", "input 2")
@@ -45,9 +47,9 @@ def test_chunks_of_a_model_share_inputs(prepared):
     assert prepared == [0, 1, 2]
 
 
-def test_preparation_error_is_raised_when_the_input_is_used(prepared):
+def test_preparation_error_is_raised_when_the_input_is_used():
     with ThreadPoolExecutor(1) as thread:
-        inputs = iter(step._Inputs([0, -1], False, thread))
+        inputs = iter(step._Inputs(preparations([0, -1], []), thread))
         assert next(inputs) == "input 0"
         with pytest.raises(ValueError, match="invalid batch"):
             next(inputs)

@@ -1,0 +1,184 @@
+"""Prepares the denoiser's input for a microbatch, once for all layers and chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from megarl.megatron import parallel
+from megarl.models.denoiser import TOKEN_MULTIPLE, DenoiserShape
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One velocity to compute: a denoising step of a sample, under one branch of the guidance.
+
+    Attributes:
+        latents: float32 [channels, height, width], noisy.
+        sigma: the noise level, from 0 (an image) to 1 (noise).
+        caption: [L ≥ 1, caption channels], the text encoder's output.
+    """
+
+    latents: torch.Tensor
+    sigma: float
+    caption: torch.Tensor
+
+    def grid(self, patch: int) -> tuple[int, int]:
+        """Return the rows and columns of image tokens of height and width `patch`."""
+        return self.latents.shape[1] // patch, self.latents.shape[2] // patch
+
+    def num_tokens(self, patch: int) -> int:
+        """Return the number of tokens, including padding."""
+        return sum(
+            -(-count // TOKEN_MULTIPLE) * TOKEN_MULTIPLE for count in (prod(self.grid(patch)), len(self.caption))
+        )
+
+
+@dataclass
+class DocumentStream(PackedSeqParams):
+    """Megatron's packed-sequence parameters for tokens that attend to all tokens in their document.
+
+    Attributes:
+        lengths: number of tokens in each document, including padding.
+        angles: float32 [T, 1, 1, d], the rotation of each pair of channels. Each angle occurs twice in a row.
+        document_numbers: int64, the document of each token on this rank.
+    """
+
+    lengths: tuple[int, ...] = ()
+    angles: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    document_numbers: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+
+    @classmethod
+    def of(cls, parts: Sequence[torch.Tensor], sequence_parallel: bool) -> DocumentStream:
+        """Build the stream of documents from their angles."""
+        lengths = tuple(map(len, parts))
+        numbers = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+        angles = torch.cat([*parts])
+        # Megatron then rotates the pack as a single sequence, with one angle per token.
+        bounds = torch.tensor([0, len(angles)], dtype=torch.int32)
+        return cls(
+            "thd",
+            bounds,
+            bounds,
+            max_seqlen_q=len(angles),
+            max_seqlen_kv=len(angles),
+            lengths=lengths,
+            angles=angles,
+            document_numbers=(parallel.local_part(numbers) if sequence_parallel else numbers).to(angles.device),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DenoiserInput:
+    """The denoiser's input for one microbatch of D documents.
+
+    Attributes:
+        patch: height and width of an image token.
+        patches: float32 [X, patch channels], the image tokens. Those of a document are padded to a multiple of 32.
+        captions: [Y, caption channels], the caption tokens, padded in the same way.
+        image_is_padding, caption_is_padding: bool [X, 1] and [Y, 1].
+        sigmas: float32 [D], the documents' noise levels.
+        images, texts: the two kinds of tokens as separate streams.
+        joint: the tokens of both kinds; a document's image precedes its caption.
+    """
+
+    documents: Sequence[Document]
+    patch: int
+    patches: torch.Tensor
+    captions: torch.Tensor
+    image_is_padding: torch.Tensor
+    caption_is_padding: torch.Tensor
+    sigmas: torch.Tensor
+    images: DocumentStream
+    texts: DocumentStream
+    joint: DocumentStream
+
+    @classmethod
+    def of(cls, documents: Sequence[Document], shape: DenoiserShape, sequence_parallel: bool) -> DenoiserInput:
+        """Pack the documents, on their device. Documents of equal size are fastest if they are consecutive."""
+        patches = [patchify(d.latents, shape.patch) for d in documents]
+        image_is_padding = [_is_padding(rows) for rows in patches]
+        caption_is_padding = [_is_padding(d.caption) for d in documents]
+        device = documents[0].latents.device
+        texts = [_rotary_angles(_caption_positions(len(rows)), shape).to(device) for rows in caption_is_padding]
+        images = [
+            _rotary_angles(_image_positions(document.grid(shape.patch), len(rows), len(text)), shape).to(device)
+            for document, rows, text in zip(documents, image_is_padding, texts, strict=True)
+        ]
+        joint = [torch.cat(pair) for pair in zip(images, texts, strict=True)]
+        return cls(
+            documents=documents,
+            patch=shape.patch,
+            patches=torch.cat([_padded(rows, False) for rows in patches]),
+            captions=torch.cat([_padded(d.caption, False) for d in documents]),
+            image_is_padding=torch.cat(image_is_padding),
+            caption_is_padding=torch.cat(caption_is_padding),
+            sigmas=torch.tensor([d.sigma for d in documents], dtype=torch.float32, device=device),
+            images=DocumentStream.of(images, sequence_parallel),
+            texts=DocumentStream.of(texts, sequence_parallel),
+            joint=DocumentStream.of(joint, sequence_parallel),
+        )
+
+    def join(self, images: torch.Tensor, captions: torch.Tensor) -> torch.Tensor:
+        """Merge the hidden states of the image tokens [X, …] and caption tokens [Y, …] into the joint stream."""
+        pairs = zip(images.split(self.images.lengths), captions.split(self.texts.lengths), strict=True)
+        return torch.cat([part for pair in pairs for part in pair])
+
+    def image_rows(self, joint: torch.Tensor) -> torch.Tensor:
+        """Return the rows of the image tokens without padding, [N, …], from the joint stream's, [X + Y, …]."""
+        documents = zip(joint.split(self.joint.lengths), self.documents, strict=True)
+        return torch.cat([rows[: prod(document.grid(self.patch))] for rows, document in documents])
+
+    def unpatchify(self, rows: torch.Tensor) -> list[torch.Tensor]:
+        """Return each document's velocity, [channels, height, width], from image rows [N, patch channels]."""
+        grids = [document.grid(self.patch) for document in self.documents]
+        square = (self.patch, self.patch, -1)
+        return [
+            part.unflatten(0, grid).unflatten(2, square).permute(4, 0, 2, 1, 3).flatten(3, 4).flatten(1, 2)
+            for part, grid in zip(rows.split(list(map(prod, grids))), grids, strict=True)
+        ]
+
+
+def patchify(latents: torch.Tensor, patch: int) -> torch.Tensor:
+    """Return the latents' tokens, [N, patch · patch · channels], from [channels, height, width]. The channel is the
+    fastest index in a token."""
+    rows = latents.unflatten(2, (-1, patch)).unflatten(1, (-1, patch))
+    return rows.permute(1, 3, 2, 4, 0).flatten(2).flatten(0, 1)
+
+
+def _padded(rows: torch.Tensor, fill: bool) -> torch.Tensor:
+    """Pad [L, …] with `fill` to the next multiple of 32 rows."""
+    return F.pad(rows, (0, 0, 0, -len(rows) % TOKEN_MULTIPLE), value=fill)
+
+
+def _is_padding(rows: torch.Tensor) -> torch.Tensor:
+    """Return whether each row is padding, bool [L, 1], after these rows have been padded."""
+    return _padded(rows.new_zeros(len(rows), 1, dtype=torch.bool), True)
+
+
+def _caption_positions(length: int) -> torch.Tensor:
+    """Return the positions of a caption's tokens, [L, 3]. Its padding continues the caption."""
+    return F.pad(torch.arange(1, length + 1)[:, None], (0, 2))
+
+
+def _image_positions(grid: tuple[int, int], length: int, caption: int) -> torch.Tensor:
+    """Return the positions of an image's tokens, [L, 3]. The image follows the `caption` tokens of the caption on the
+    first axis. All of its padding has position 0."""
+    height, width = grid
+    axes = (torch.tensor([caption + 1]), torch.arange(height), torch.arange(width))
+    positions = torch.cartesian_prod(*axes).view(-1, 3)
+    return F.pad(positions, (0, 0, 0, length - len(positions)))
+
+
+def _rotary_angles(positions: torch.Tensor, shape: DenoiserShape) -> torch.Tensor:
+    """Return the angles for positions [L, 3], float32 [L, 1, 1, d], rounded as in diffusers."""
+    angles = [
+        positions[:, axis, None] * (1 / shape.rotary_base ** (torch.arange(0, dim, 2, dtype=torch.float64) / dim))
+        for axis, dim in enumerate(shape.rotary_axes)
+    ]
+    return torch.cat(angles, dim=-1).float().repeat_interleave(2, dim=-1)[:, None, None]

@@ -1,0 +1,101 @@
+"""Z-Image's layers: megatron-core's attention and MLP between norms, modulated by the noise level."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import checkpoint
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from megarl.megatron import parallel
+from megarl.megatron.model.denoiser.inputs import DocumentStream
+from megarl.megatron.model.layer_spec import RMSNorm
+from megarl.ops.full_attention import full_attention
+from megarl.ops.packed_attention import take
+
+
+class FullAttention(torch.nn.Module):
+    """Attention to all tokens in the same document. query is [T, heads, d]."""
+
+    def __init__(self, config: TransformerConfig, **_):
+        super().__init__()
+        assert config.kv_channels is not None, "Megatron has not derived kv_channels"
+        self.scale = 1 / math.sqrt(config.kv_channels)
+
+    def forward(self, query, key, value, *_, packed_seq_params: DocumentStream, **__):
+        return full_attention(query, key, value, packed_seq_params.lengths, self.scale).flatten(1)
+
+
+class SandwichLayer(TransformerLayer):
+    """A layer with a norm before and after the attention, and the MLP: x + norm(attention(norm(x)))."""
+
+    def __init__(self, config: TransformerConfig, **options: Any):
+        super().__init__(config, **options)
+        size, eps = config.hidden_size, config.layernorm_epsilon
+        self.post_attention_layernorm, self.post_mlp_layernorm = RMSNorm(config, size, eps), RMSNorm(config, size, eps)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        *,
+        context: torch.Tensor | None,
+        rotary_pos_emb: torch.Tensor,
+        packed_seq_params: DocumentStream,
+        **_,
+    ):
+        """Return the hidden states, [T, 1, hidden], and the context, which Megatron passes to the next layer.
+
+        Args:
+            context: [D, conditioning], the documents' embedded noise levels. Megatron keeps the gradient of this
+                argument if the layer is recomputed.
+        """
+        attention_scale, attention_gate, mlp_scale, mlp_gate = self._modulation(context, packed_seq_params)
+        out, _ = self.self_attention(
+            self.input_layernorm(hidden_states) * attention_scale,
+            attention_mask=None,
+            rotary_pos_emb=rotary_pos_emb,
+            packed_seq_params=packed_seq_params,
+        )
+        hidden_states = hidden_states + attention_gate * self.post_attention_layernorm(out)
+        mlp = partial(checkpoint, self.mlp, False) if self.recompute_mlp and self.training else self.mlp
+        out, _ = mlp(self.pre_mlp_layernorm(hidden_states) * mlp_scale)
+        return hidden_states + mlp_gate * self.post_mlp_layernorm(out), context
+
+    def _modulation(self, context: torch.Tensor | None, stream: DocumentStream) -> tuple[Any, ...]:
+        """Return the factors of the attention's input and output, and the MLP's."""
+        return 1.0, 1.0, 1.0, 1.0
+
+
+class ModulatedLayer(SandwichLayer):
+    """A SandwichLayer that scales inputs and outputs by functions of the noise level."""
+
+    def __init__(self, config: TransformerConfig, conditioning: int, **options: Any):
+        super().__init__(config, **options)
+        self.modulation = torch.nn.Linear(conditioning, 4 * config.hidden_size, dtype=config.params_dtype)
+        for parameter in self.modulation.parameters():
+            parallel.mark(parameter, sequence_parallel=config.sequence_parallel)
+
+    def _modulation(self, context: torch.Tensor | None, stream: DocumentStream) -> tuple[Any, ...]:
+        assert context is not None, "a modulated layer needs the noise levels"
+        tokens = take(self.modulation(context), stream.document_numbers)[:, None]
+        attention_scale, attention_gate, mlp_scale, mlp_gate = tokens.chunk(4, dim=-1)
+        return 1 + attention_scale, attention_gate.tanh(), 1 + mlp_scale, mlp_gate.tanh()
+
+
+def layer_spec(conditioning: int | None) -> ModuleSpec:
+    """Return the spec for a layer. `conditioning` is the number of channels of the embedded noise level; None for a
+    layer that does not depend on it."""
+    layer: Any = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    layer.submodules.sharded_state_dict_keys_map = {}  # Transformer Engine would not fuse norms before a modulation
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention, attention.q_layernorm, attention.k_layernorm = FullAttention, RMSNorm, RMSNorm
+    if conditioning is None:
+        return ModuleSpec(SandwichLayer, submodules=layer.submodules)
+    return ModuleSpec(ModulatedLayer, params={"conditioning": conditioning}, submodules=layer.submodules)

@@ -1,0 +1,130 @@
+"""Interpret the config.json of an image model's transformer, as written by diffusers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.core.errors import UserError
+from megarl.models.shape import ModelShape
+
+Z_IMAGE = "ZImageTransformer2DModel"
+"""diffusers' class of Z-Image's transformer (arXiv 2511.22699)."""
+
+TOKEN_MULTIPLE = 32
+"""Z-Image pads the tokens of an image, and of a caption, to a multiple of this number with learned tokens."""
+
+_DEFAULTS: Mapping[str, Any] = {
+    "all_patch_size": (2,),
+    "all_f_patch_size": (1,),
+    "in_channels": 16,
+    "dim": 3840,
+    "n_layers": 30,
+    "n_refiner_layers": 2,
+    "n_heads": 30,
+    "n_kv_heads": 30,
+    "norm_eps": 1e-5,
+    "qk_norm": True,
+    "cap_feat_dim": 2560,
+    "siglip_feat_dim": None,
+    "rope_theta": 256.0,
+    "t_scale": 1000.0,
+    "axes_dims": (32, 48, 48),
+    "axes_lens": (1024, 512, 512),
+}
+"""diffusers' defaults for keys that config.json omits."""
+
+_COUNTS = ("in_channels", "dim", "n_layers", "n_refiner_layers", "n_heads", "cap_feat_dim")
+_CONDITIONING = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenoiserShape(ModelShape):
+    """The architecture parameters of a single-stream diffusion transformer.
+
+    Attributes:
+        refiners: number of layers that process images alone, equal to the number that process captions alone.
+        channels: number of latent channels.
+        patch: height and width of the square of latents that form a token.
+        caption: number of channels of the text encoder's output.
+        conditioning: number of channels of the embedded noise level.
+        time_scale: factor of the noise level before it is embedded.
+        rotary_base: base of the rotary position embedding.
+        rotary_axes: number of rotary channels per axis: the caption's token or the image, its rows and its columns.
+        axis_lengths: number of positions per axis.
+    """
+
+    refiners: int
+    channels: int
+    patch: int
+    caption: int
+    conditioning: int
+    time_scale: float
+    rotary_base: float
+    rotary_axes: tuple[int, ...]
+    axis_lengths: tuple[int, ...]
+
+    @property
+    def patch_dim(self) -> int:
+        """Number of latent values in a token."""
+        return self.patch**2 * self.channels
+
+    @classmethod
+    def of(cls, hf_config: Mapping[str, Any]) -> DenoiserShape:
+        """Build the shape from diffusers' config.json. Raise a UserError if the class is unknown, a value has the wrong
+        type, or a feature is not supported."""
+        if (name := hf_config.get("_class_name")) != Z_IMAGE:
+            raise UserError(f"config.json: _class_name={name}: not supported. Fix: use a model of class {Z_IMAGE}")
+        model = {**_DEFAULTS, **hf_config}
+        for key in _COUNTS:
+            if type(model[key]) is not int or model[key] < 1:
+                raise UserError(f"config.json: {key}={model[key]!r}: expected a positive integer. Fix: copy it again")
+        if features := _unsupported(model):
+            raise UserError(f"config.json: {', '.join(features)}: not supported for {Z_IMAGE}. Fix: use another model")
+        hidden, heads = model["dim"], model["n_heads"]
+        return cls(
+            model_type="z_image",
+            num_layers=model["n_layers"],
+            hidden=hidden,
+            heads=heads,
+            kv_heads=heads,
+            head_dim=hidden // heads,
+            intermediate=int(hidden / 3 * 8),  # diffusers rounds the same way
+            vocab=0,
+            tied=False,
+            qkv_bias=False,
+            attention_out_bias=False,
+            mlp_bias=False,
+            qk_norm=True,
+            fused=False,
+            experts=None,
+            latent=None,
+            refiners=model["n_refiner_layers"],
+            channels=model["in_channels"],
+            patch=model["all_patch_size"][0],
+            caption=model["cap_feat_dim"],
+            conditioning=min(hidden, _CONDITIONING),
+            time_scale=model["t_scale"],
+            rotary_base=model["rope_theta"],
+            rotary_axes=tuple(model["axes_dims"]),
+            axis_lengths=tuple(model["axes_lens"]),
+        )
+
+
+def is_denoiser(config: Mapping[str, Any]) -> bool:
+    """Return whether a config.json belongs to a diffusers model instead of a transformers model."""
+    return "_class_name" in config
+
+
+def _unsupported(model: Mapping[str, Any]) -> list[str]:
+    features = {
+        "all_patch_size": len(model["all_patch_size"]) != 1,
+        "all_f_patch_size": list(model["all_f_patch_size"]) != [1],
+        "axes_dims": sum(model["axes_dims"]) * model["n_heads"] != model["dim"],
+        "n_kv_heads": model["n_kv_heads"] != model["n_heads"],  # diffusers ignores the key
+        "norm_eps": model["norm_eps"] != 1e-5,  # diffusers always uses 1e-5 in the norms of queries and keys
+        "qk_norm": not model["qk_norm"],
+        "siglip_feat_dim": model["siglip_feat_dim"] is not None,
+    }
+    return [f"{key} {model[key]}" for key, is_unsupported in features.items() if is_unsupported]

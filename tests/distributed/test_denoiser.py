@@ -1,0 +1,159 @@
+"""Z-Image's transformer in Megatron against diffusers' own class: velocities, loss and gradients in every layout."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers.models.transformers.transformer_z_image import ZImageTransformer2DModel
+
+from megarl.megatron import denoiser_step, parallel
+from megarl.megatron.model.build import named_weights
+from megarl.megatron.model.denoiser.build import build_denoiser
+from megarl.megatron.model.denoiser.inputs import Document
+from megarl.megatron.optimizer import build_optimizer
+from megarl.resharding.execute import execute
+from megarl.resharding.families import huggingface_holder, megatron_holder
+from megarl.resharding.planning.planner import make_plan
+from megarl.resharding.transports.safetensors import SafetensorsFolder
+from tests.closeness import LOSS_FLOOR, Expected, assert_close, close_to, expected
+from tests.forked import run_ranks
+from tests.marks import exhaustive_but, newest_of
+from tests.parity import Outcome, RankResult, config_of, reduced_gradients, whole_tensors
+from tests.timing import WAIT_S
+from tests.tiny_denoiser import random_documents, write_tiny_denoiser
+
+DOCUMENTS = random_documents()
+STEP = 0.1
+"""Difference in noise level between two denoising steps."""
+
+
+def loss(documents: Sequence[Document], velocities: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[float]]:
+    """Return the weighted squared distance between the mean of the next latents and a target, as in a Gaussian policy's
+    log-prob, and the terms of the sum."""
+    terms = torch.stack(
+        [
+            (1 + document.sigma) * (document.latents - STEP * velocity - document.latents.flip(1)).square().mean()
+            for document, velocity in zip(documents, velocities, strict=True)
+        ]
+    )
+    return terms.sum() / len(DOCUMENTS), (terms.detach() / len(DOCUMENTS)).tolist()
+
+
+@dataclass(frozen=True)
+class Result(RankResult):
+    """A rank's gradients, with their norm. A rank that reports metrics also has its terms of the loss, and the velocity
+    of each of its documents, by number."""
+
+    norm: float
+    terms: list[float]
+    velocities: dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Reference(Outcome):
+    """The outcome of diffusers' class, with the velocity of each document."""
+
+    velocities: dict[str, torch.Tensor]
+
+
+def run(store, rank: int, folder: Path, overrides: list[str], per_microbatch: int) -> Result:
+    """Run forward and backward passes on one rank."""
+    settings = config_of(folder, *overrides).actor
+    config = json.loads((folder / "config.json").read_text())
+    parallel.initialize(settings.layout, store, rank, seed=0, timeout_s=WAIT_S)
+    chunks = build_denoiser(settings, config, torch.float32)
+    holder = megatron_holder(config, settings.layout, rank)
+    with SafetensorsFolder(folder) as transport:
+        plan = make_plan([huggingface_holder(config)], [holder])
+        execute(plan.into(holder.name), named_weights(chunks), transport)
+    numbers = range(len(DOCUMENTS))[parallel.data_parallel_rank() :: settings.layout.dp]
+    own = [DOCUMENTS[number] for number in numbers]
+    microbatches = [own[i : i + per_microbatch] for i in range(0, len(own), per_microbatch)]
+    predicted = [velocity for part in denoiser_step.predict(chunks, microbatches) for velocity in part]
+    optimizer = build_optimizer(settings, chunks, torch.float32)
+    terms = [t for part in denoiser_step.accumulate_gradients(chunks, loss, microbatches) for t in part]
+    optimizer.prepare_grads()
+    norm = float(optimizer.get_grad_norm())
+    gradients = reduced_gradients(chunks)
+    if not parallel.reports_metrics():
+        return Result(holder, gradients, {}, {}, norm, [], {})
+    velocities = {f"document {number}": velocity for number, velocity in zip(numbers, predicted, strict=True)}
+    return Result(holder, gradients, {}, {}, norm, terms, velocities)
+
+
+def plain_outcome(folder: Path) -> Reference:
+    """Run diffusers' class, which takes 1 − σ and returns −v."""
+    model = ZImageTransformer2DModel.from_pretrained(folder, torch_dtype=torch.get_default_dtype())
+    dtype = torch.get_default_dtype()
+    documents = [Document(d.latents.to(dtype), d.sigma, d.caption.to(dtype)) for d in DOCUMENTS]
+    outputs = model(
+        [d.latents[:, None] for d in documents],
+        1 - torch.tensor([d.sigma for d in documents], dtype=torch.float32),
+        [d.caption for d in documents],
+    ).sample
+    velocities = [-output[:, 0] for output in outputs]
+    value, _ = loss(documents, velocities)
+    value.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    norm = torch.nn.utils.get_total_norm(gradients.values())
+    by_number = {f"document {number}": velocity.detach() for number, velocity in enumerate(velocities)}
+    return Reference(value.item(), norm.item(), gradients, {}, by_number)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return write_tiny_denoiser(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def outcome(folder) -> Expected[Reference]:
+    return expected(lambda: plain_outcome(folder))
+
+
+LAYOUTS = {
+    "1 process": "",
+    "DP2": "dp: 2",
+    "TP2": "tp: 2",
+    "TP2, SP": "tp: 2, sequence_parallel: true",
+    "PP2": "pp: 2",
+    "PP2, DP2": "pp: 2, dp: 2",
+    "PP2, VPP2": "pp: 2, vpp: 2",
+    "TP2, PP2, SP": "tp: 2, pp: 2, sequence_parallel: true",
+}
+CASES = {
+    f"{layout}; {variant}": ([f"actor.layout={{{axes}}}", *overrides], per_microbatch)
+    for layout, axes in LAYOUTS.items()
+    for variant, (overrides, per_microbatch) in {
+        "4 documents per microbatch": ([], 4),
+        "1 document per microbatch, full recompute": (["actor.recompute=full"], 1),
+        "2 documents per microbatch, selective recompute": (["actor.recompute=selective"], 2),
+    }.items()
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    exhaustive_but(
+        newest_of(CASES, "TP2, PP2, SP; 1 document per microbatch, full recompute"),
+        "1 process; 2 documents per microbatch, selective recompute",
+        "PP2, DP2; 4 documents per microbatch",
+        "TP2, PP2, SP; 1 document per microbatch, full recompute",
+    ),
+)
+def test_velocities_and_gradients_match_diffusers(folder, outcome, case):
+    overrides, per_microbatch = CASES[case]
+    world_size = config_of(folder, *overrides).actor.layout.world_size
+    ranks = run_ranks(world_size, run, folder, overrides, per_microbatch)
+    exact, plain = outcome
+    velocities = {name: velocity for rank in ranks for name, velocity in rank.velocities.items()}
+    assert_close(velocities, exact.velocities, plain.velocities, "velocity")
+    assert sum(term for rank in ranks for term in rank.terms) == close_to(exact.loss, plain.loss, LOSS_FLOOR)
+    config = json.loads((folder / "config.json").read_text())
+    assert_close(whole_tensors(config, ranks, "gradients"), exact.gradients, plain.gradients, "gradient")
+    for rank in ranks:
+        assert rank.norm == close_to(exact.norm, plain.norm)

@@ -1,0 +1,74 @@
+"""A tiny random Z-Image transformer, written as a diffusers folder, and documents to run it on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from diffusers.models.transformers.transformer_z_image import ZImageTransformer2DModel
+
+from megarl.megatron.model.denoiser.inputs import Document
+from tests.tiny_model import randomize
+
+CONFIG = dict(
+    _class_name="ZImageTransformer2DModel",
+    in_channels=4,
+    dim=48,
+    n_layers=4,
+    n_refiner_layers=2,
+    n_heads=2,
+    n_kv_heads=2,
+    cap_feat_dim=20,
+    axes_dims=[8, 8, 8],
+    axes_lens=[128, 16, 16],
+    t_scale=10.0,  # 1000 would scale the rounding errors of the noise level's angles, which diffusers has in float32
+)
+Z_IMAGE = dict(
+    _class_name="ZImageTransformer2DModel",
+    _diffusers_version="0.36.0.dev0",
+    all_f_patch_size=[1],
+    all_patch_size=[2],
+    axes_dims=[32, 48, 48],
+    axes_lens=[1536, 512, 512],
+    cap_feat_dim=2560,
+    dim=3840,
+    in_channels=16,
+    n_heads=30,
+    n_kv_heads=30,
+    n_layers=30,
+    n_refiner_layers=2,
+    norm_eps=1e-05,
+    qk_norm=True,
+    rope_theta=256.0,
+    t_scale=1000.0,
+)
+"""The config.json of Tongyi-MAI/Z-Image-Turbo's transformer."""
+
+SIZES = (
+    # An image and a caption that are padded, one of which is much longer in the next document.
+    *((8, 12, 5), (16, 16, 40)),
+    # Equal sizes form one batch. 64 image tokens and 32 caption tokens need no padding.
+    *((16, 16, 32), (16, 16, 32)),
+    *((12, 6, 1), (8, 12, 33), (4, 4, 64), (8, 12, 7)),
+)
+"""Height and width of the latents, and tokens in the caption, of each document."""
+
+
+def write_tiny_denoiser(folder: Path, dtype: torch.dtype = torch.float32) -> Path:
+    """Write random weights and the config into `folder`, and return it."""
+    model = ZImageTransformer2DModel.from_config(CONFIG)
+    randomize(model, seed=0)
+    model.to(dtype).save_pretrained(folder)
+    return folder
+
+
+def random_documents() -> list[Document]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        Document(
+            torch.randn(CONFIG["in_channels"], height, width, generator=generator),
+            float(torch.rand((), generator=generator)),
+            torch.randn(caption, CONFIG["cap_feat_dim"], generator=generator),
+        )
+        for height, width, caption in SIZES
+    ]

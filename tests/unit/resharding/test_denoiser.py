@@ -1,0 +1,98 @@
+"""Z-Image's weights in diffusers' folder and on Megatron's ranks: names, shapes, and plans between them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from diffusers.models.transformers.transformer_z_image import ZImageTransformer2DModel
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.config.model_schema import Layout
+from megarl.core.errors import UserError
+from megarl.megatron import parallel
+from megarl.megatron.model.build import parameters_of
+from megarl.megatron.model.denoiser.build import build_chunks, denoiser_config
+from megarl.models.denoiser import DenoiserShape
+from megarl.resharding.families import huggingface_holder, megatron_holder, megatron_holders
+from megarl.resharding.planning.check import check_plan
+from megarl.resharding.planning.planner import make_plan
+from megarl.resharding.planning.side import side_holders
+from tests.tiny_denoiser import CONFIG, Z_IMAGE
+from tests.unit.resharding.cases import layout_of
+from tests.unit.resharding.megatron_world import base_config
+from tests.unit.resharding.test_round_trip import assert_same, resharded
+
+LAYOUTS = {
+    "1 process": (CONFIG, layout_of()),
+    "TP2, DP2": (CONFIG, layout_of(tp=2, dp=2)),
+    "PP2, VPP2": (CONFIG, layout_of(pp=2, vpp=2)),
+    "TP2, PP3, uneven": (CONFIG, layout_of(tp=2, pp=3, first=1, last=2)),
+    "published: TP2, PP5": (Z_IMAGE, layout_of(tp=2, pp=5)),
+    "published: TP5, PP3, VPP2": (Z_IMAGE, layout_of(tp=5, pp=3, vpp=2)),
+}
+
+
+@pytest.mark.parametrize("config", [CONFIG, Z_IMAGE], ids=["tiny", "published"])
+def test_canonical_tensors_match_diffusers(config):
+    with torch.device("meta"):
+        model = ZImageTransformer2DModel.from_config(config)
+    assert huggingface_holder(config).shapes == {name: tuple(p.shape) for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_holders_match_the_ranks(case):
+    config, layout = LAYOUTS[case]
+    settings = base_config().actor.model_copy(update={"layout": layout})
+    for rank in range(layout.world_size):
+        with parallel.simulated_rank(layout, rank), torch.device("meta"):
+            chunks = build_chunks(denoiser_config(settings, config, torch.float32), config, layout.vpp)
+        shapes = {name: tuple(p.shape) for name, p in parameters_of(chunks).items()}
+        assert dict(megatron_holder(config, layout, rank).shapes) == shapes
+
+
+layouts = st.sampled_from([layout for config, layout in LAYOUTS.values() if config is CONFIG])
+
+
+@settings(max_examples=10)
+@given(layouts, layouts)
+def test_weights_survive_resharding(first: Layout, second: Layout):
+    """Weights move from diffusers' folder to Megatron, to another layout, and back. diffusers' class has the folder's
+    names and shapes, so the last plan is also that of a refit."""
+    folder = huggingface_holder(CONFIG)
+    generator = torch.Generator().manual_seed(0)
+    tensors = {name: torch.randn(shape, generator=generator) for name, shape in folder.shapes.items()}
+    holders, weights = [folder], {folder.name: tensors}
+    for layout in (first, second):
+        ranks = megatron_holders(CONFIG, layout)
+        weights = resharded(holders, weights, ranks)
+        holders = ranks
+    assert_same(resharded(holders, weights, [folder])[folder.name], tensors)
+
+
+def test_plan_of_published_model_is_proven():
+    sources = side_holders("--from", "tp=2,pp=5,dp=2", Z_IMAGE, True)
+    destinations = side_holders("--to", "hf", Z_IMAGE, False)
+    check_plan(make_plan(sources, destinations), sources, destinations)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(_class_name="FluxTransformer2DModel"), "_class_name=FluxTransformer2DModel: not supported"),
+        (dict(dim=0), "dim=0: expected a positive integer"),
+        (dict(dim="48"), "dim='48': expected a positive integer"),
+        (dict(siglip_feat_dim=8), "siglip_feat_dim 8: not supported for ZImageTransformer2DModel"),
+        (dict(norm_eps=1e-6, qk_norm=False), "norm_eps 1e-06, qk_norm False: not supported"),
+        (dict(all_patch_size=[2, 4]), r"all_patch_size \[2, 4\]: not supported"),
+        (dict(axes_dims=[8, 8, 16]), r"axes_dims \[8, 8, 16\]: not supported"),
+    ],
+)
+def test_unsupported_config_is_rejected(change, message):
+    with pytest.raises(UserError, match=message):
+        DenoiserShape.of(CONFIG | change)
+
+
+def test_indivisible_layout_is_rejected():
+    with pytest.raises(UserError, match="tp=3: 2 attention heads are not divisible by 3"):
+        megatron_holder(CONFIG, layout_of(tp=3), 0)
