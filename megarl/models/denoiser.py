@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.core.errors import UserError
+from megarl.core.files import is_plain, shown
 from megarl.models.shape import ModelShape
 
 Z_IMAGE = "ZImageTransformer2DModel"
@@ -36,6 +37,8 @@ _DEFAULTS: Mapping[str, Any] = {
 """diffusers' defaults for keys that config.json omits."""
 
 _COUNTS = ("in_channels", "dim", "n_layers", "n_refiner_layers", "n_heads", "cap_feat_dim")
+_LISTS = ("all_patch_size", "all_f_patch_size", "axes_dims", "axes_lens")
+_NUMBERS = ("rope_theta", "t_scale")
 _CONDITIONING = 256
 
 
@@ -77,9 +80,10 @@ class DenoiserShape(ModelShape):
         if (name := hf_config.get("_class_name")) != Z_IMAGE:
             raise UserError(f"config.json: _class_name={name}: not supported. Fix: use a model of class {Z_IMAGE}")
         model = {**_DEFAULTS, **hf_config}
-        for key in _COUNTS:
-            if type(model[key]) is not int or model[key] < 1:
-                raise UserError(f"config.json: {key}={model[key]!r}: expected a positive integer. Fix: copy it again")
+        for key in (*_COUNTS, *_LISTS, *_NUMBERS):
+            if not _is_valid(key, model[key]):
+                expected = "positive integers" if key in _LISTS else "a positive number"
+                raise UserError(f"config.json: {key}={shown(model[key])}: expected {expected}. Fix: copy it again")
         if features := _unsupported(model):
             raise UserError(f"config.json: {', '.join(features)}: not supported for {Z_IMAGE}. Fix: use another model")
         hidden, heads = model["dim"], model["n_heads"]
@@ -115,6 +119,12 @@ class DenoiserShape(ModelShape):
 def is_denoiser(config: Mapping[str, Any]) -> bool:
     """Return whether a config.json belongs to a diffusers model instead of a transformers model."""
     return "_class_name" in config
+
+
+def _is_valid(key: str, value: Any) -> bool:
+    if key in _LISTS:
+        return isinstance(value, list | tuple) and all(is_plain(item, int) and item > 0 for item in value)
+    return is_plain(value, int if key in _COUNTS else float) and value > 0
 
 
 def _unsupported(model: Mapping[str, Any]) -> list[str]:
