@@ -137,7 +137,10 @@ def _checked(key: str, path: str, folder: Path) -> Path:
         elif (folder / "manifest.json").is_file() and (folder / "actor").is_dir():
             fix = f"convert this checkpoint with megarl convert megatron-to-hf --checkpoint {path} --out FOLDER"
         elif (folder / "adapter_config.json").is_file():
-            fix = "use the base model with this folder as actor.lora.path, or merge a checkpoint with adapters-to-hf"
+            fix = (
+                "to train, use the base model with this folder as actor.lora.path; otherwise, merge one of the run's "
+                "checkpoints with adapters-to-hf"
+            )
         raise UserError(f"{key}={path}: has no config.json. Fix: {fix}")
     return folder
 

@@ -43,7 +43,7 @@ def test_folder_of_a_run_or_checkpoint_gets_its_own_fix(tmp_path):
     with pytest.raises(ValueError, match=rf"Fix: convert .* convert megatron-to-hf --checkpoint {checkpoint} --out"):
         resolve(str(checkpoint))
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"Fix: use the base model with this folder as actor\.lora\.path"):
+    with pytest.raises(ValueError, match=r"Fix: to train, use the base model with this folder as actor\.lora\.path"):
         resolve(str(tmp_path))
 
 
