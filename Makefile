@@ -25,13 +25,13 @@ PIP := $(VENV)/bin/pip install --quiet --disable-pip-version-check --require-has
 # Lower the priority of compute-bound tests, because the whole runs beside them have deadlines.
 BEHIND := nice -n 10
 
-.PHONY: help env quickstart test test-all test-runs test-ranks test-units test-fast test-learn test-exhaustive exhaustive-runs \
+.PHONY: help env quickstart test test-all test-runs test-ranks test-units ranks-then-units test-fast test-learn test-exhaustive exhaustive-runs \
 	exhaustive-ranks test-newest test-sandbox test-cluster test-browser test-gpu soak resolve-gpu docs lint types clean
 
 help:
 	@echo "make env         build $(VENV) from $(LOCK) (a second call builds nothing)"
 	@echo "make quickstart  train SmolLM2-135M with GRPO on this machine's CPU"
-	@echo "make test        lint, then test-runs, test-ranks and test-units in parallel (20 minutes on 2 cores)"
+	@echo "make test        lint, then test-runs in parallel to test-ranks and test-units (25 minutes on 2 cores)"
 	@echo "make test-all    all tests that need no GPU; writes .ci/verified if they pass on a clean tree"
 	@echo "make test-runs   end-to-end runs, which start Ray and engines"
 	@echo "make test-ranks  distributed tests in one process tree"
@@ -61,11 +61,15 @@ $(DONE): $(LOCK) pyproject.toml tools/environment/build.sh
 quickstart: $(DONE)
 	$(VENV)/bin/megarl train configs/quickstart.yaml
 
-# Each part often waits for processes to start or to end, which leaves CPU time for the others.
+# End-to-end runs mostly wait for processes to start, which leaves CPU time for the other tests.
 # Hundreds of processes import megarl, and each would compile its modules if PYTHONDONTWRITEBYTECODE is set.
 test: lint
 	@$(RUN) -m compileall -q megarl
-	@$(MAKE) --no-print-directory --jobs=3 test-runs test-ranks test-units
+	@$(MAKE) --no-print-directory --jobs=2 test-runs ranks-then-units
+
+# The unit tests run last and on two cores, because the end-to-end runs beside them finish first.
+ranks-then-units: test-ranks
+	@$(MAKE) --no-print-directory test-units
 
 # .ci/run skips parts whose paths have not changed since the commit in .ci/verified: commit that file.
 test-all:
