@@ -196,7 +196,7 @@ def test_comparison_of_two_runs(page: Path, tmp_path: Path) -> None:
     take_picture(out.as_uri(), "comparison", tmp_path)
     tables = ["".join(text) for tag, _, text in elements.all if tag == "table"]
     assert errors == "" and out.name == "against_second.html"
-    assert "actor.optimizer.lr1e-062e-06" in tables[1] and "run.steps" not in tables[1]
+    assert "actor.optimizer.lr1.0e-062.0e-06" in tables[1] and "run.steps" not in tables[1]
     assert "0.250 → 0.500" in tables[0] and "0.250 → 1.000" in tables[0]
     titles = ["".join(text) for tag, _, text in elements.all if tag == "figcaption"]
     assert titles[0].startswith("Reward") and any(title.startswith("Entropy") for title in titles)
