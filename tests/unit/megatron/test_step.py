@@ -11,8 +11,8 @@ from megarl.megatron import step
 
 
 def preparations(batches: list[int], prepared: list[int]) -> list[Callable[[], str]]:
-    """Return functions that prepare the batches and append them to `prepared`. Batches are numbers here; −1 is
-    invalid."""
+    """Return functions that prepare the batches and append them to `prepared`. A number stands for a batch, and −1
+    for an invalid one."""
 
     def prepare(batch: int) -> str:
         assert threading.current_thread() is not threading.main_thread()

@@ -215,7 +215,7 @@ def test_reward_may_fail_on_an_answer_within_the_limit(
 def test_reward_that_fails_without_an_answer_is_a_warning(
     recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture
 ) -> None:
-    """The trial uses an empty response, which may differ from every response of the policy."""
+    """The check calls the function with an empty response, which the policy may never generate."""
     data, runs = tmp_path / "rows.jsonl", tmp_path / "runs"
     runs.mkdir()
     data.write_text('{"prompt": "1 + 1 =", "answer": null}\n' * 4)

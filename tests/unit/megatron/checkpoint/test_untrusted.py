@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 from collections.abc import Callable
@@ -78,6 +79,15 @@ def test_overwritten_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="checkpoint: a file is corrupt") as raised:
         load(folder)
     assert "weights_only" not in str(raised.value)
+
+
+def test_storage_failure_is_not_called_corrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(torch, "load", fail)
+    with TorchDistFolder(save(tmp_path / "checkpoint", 1)) as folder, pytest.raises(OSError, match="Input/output"):
+        folder.read_object("value")
 
 
 def test_unreadable_file_is_not_called_corrupt(tmp_path: Path) -> None:
