@@ -94,7 +94,9 @@ class TokenBatch:
     routes: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> TokenBatch:
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        """Return the batch on another device, but document_tokens and boundaries on the host, where they are read."""
+        names = [f.name for f in fields(self) if f.name not in ("document_tokens", "boundaries")]
+        values = {name: getattr(self, name) for name in names}
         return replace(self, **{name: value.to(device) for name, value in values.items() if value is not None})
 
     @property

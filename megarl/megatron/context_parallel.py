@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from megatron.core import parallel_state
 
+from megarl.core import device
 from megarl.core.token_batch import TokenBatch
 from megarl.megatron.model.layer_spec import uses_transformer_engine
 
@@ -65,11 +66,10 @@ def context_shares(batch: TokenBatch) -> ContextShares:
 def shares_of_documents(batch: TokenBatch, size: int) -> torch.Tensor:
     """Return each rank's pack positions, int64 [size, T/size]. Each document is cut into chunks separately, as in
     Transformer Engine. Document lengths must be multiples of 2 · size."""
-    documents = batch.document_tokens.tensor_split(batch.boundaries[1:-1].long().cpu())
+    documents = batch.document_tokens.tensor_split(batch.boundaries[1:-1].long())
     cut = [document.chunk(2 * size) for document in documents]
-    return torch.stack(
-        [torch.cat([half for chunks in cut for half in (chunks[r], chunks[-1 - r])]) for r in range(size)]
-    )
+    places = [torch.cat([half for chunks in cut for half in (chunks[r], chunks[-1 - r])]) for r in range(size)]
+    return device.send(torch.stack(places), batch.tokens.device)
 
 
 def shares_of_pack(batch: TokenBatch, size: int) -> torch.Tensor:

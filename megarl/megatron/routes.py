@@ -18,6 +18,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.utils import unwrap_model
 
+from megarl.core import device
 from megarl.core.metrics import Metric
 from megarl.core.token_batch import TokenBatch
 from megarl.megatron import parallel
@@ -43,8 +44,9 @@ class Routes:
         sequence parallelism splits evenly over the tensor-parallel ranks."""
         if sequence_parallel:
             places = parallel.local_part(places)
-        is_sampled = torch.zeros_like(batch.tokens, dtype=torch.bool)
+        is_sampled = torch.zeros(len(batch.tokens), dtype=torch.bool)
         is_sampled[batch.document_tokens[: int(batch.boundaries[len(batch.reward)])]] = True
+        is_sampled = device.send(is_sampled, batch.tokens.device)
         return cls(None if batch.routes is None else batch.routes[places], is_sampled[places])
 
 

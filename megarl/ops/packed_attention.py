@@ -11,8 +11,12 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
+
+from megarl.core.device import send
 
 LENGTH_STEP = 16
 """Bucket width in tokens. Documents whose lengths round up to the same multiple share a batch, with fewer than 16
@@ -64,6 +68,7 @@ def documents_of(
     boundaries: torch.Tensor,
     query_positions: torch.Tensor | None = None,
     key_positions: torch.Tensor | None = None,
+    device: torch.device | None = None,
 ) -> Documents:
     """Return the documents in a pack. Call it once per microbatch; all layers use the result.
 
@@ -75,12 +80,14 @@ def documents_of(
         query_positions: int64 [n ≥ 1], pack positions of the tokens that are queries on this rank; None means all
             tokens, in order.
         key_positions: int64 [T], the pack position of each row in keys and values. Required with `query_positions`.
+        device: device of the attention's inputs; by default, that of `document_tokens`.
     """
-    device = document_tokens.device
-    num_tokens = int(document_tokens.max()) + 1
-    documents = document_tokens.cpu().tensor_split(boundaries[1:-1].long().cpu())
+    # NumPy, because torch's threads make operations on such short arrays slower on machines with many cores.
+    device, tokens = device or document_tokens.device, document_tokens.cpu().numpy()
+    num_tokens = int(tokens.max()) + 1
+    documents = np.split(tokens, boundaries[1:-1].cpu().numpy())
     members_by_shape: dict[tuple[bool, int], list[_Document]] = {}
-    unclaimed = torch.ones(num_tokens, dtype=torch.bool)
+    unclaimed = np.ones(num_tokens, dtype=bool)
     query_index, key_index = (_inverse(places, num_tokens) for places in (query_positions, key_positions))
     for places in documents:
         document = _Document(places, query_index, key_index, unclaimed)
@@ -91,29 +98,27 @@ def documents_of(
     indices = [
         tuple(_padded([getattr(d, name) for d in members]) for name in ("keys", "queries")) for members in ordered
     ]
-    keys, queries = (torch.cat([index.flatten() for index in parts]) for parts in zip(*indices, strict=True))
-    kept = torch.cat([_padded([document.kept for document in members], fill=False).flatten() for members in ordered])
-    outputs = torch.empty(num_tokens if query_positions is None else len(query_positions), dtype=torch.long)
-    outputs[queries[kept]] = kept.nonzero()[:, 0]
-    are_separate = len(document_tokens) == num_tokens == len(outputs) and torch.equal(keys, queries)
+    keys, queries = (np.concatenate([index.ravel() for index in parts]) for parts in zip(*indices, strict=True))
+    kept = np.concatenate([_padded([document.kept for document in members], fill=False).ravel() for members in ordered])
+    outputs = np.empty(num_tokens if query_positions is None else len(query_positions), dtype=np.int64)
+    outputs[queries[kept]] = kept.nonzero()[0]
+    are_separate = len(tokens) == num_tokens == len(outputs) and np.array_equal(keys, queries)
     return Documents(
         tuple(_bucket(members, k, q, device) for members, (k, q) in zip(ordered, indices, strict=True)),
-        keys.to(device),
-        queries.to(device),
-        outputs.to(device),
+        *(send(torch.from_numpy(index), device) for index in (keys, queries, outputs)),
         are_separate,
-        are_in_order=are_separate and torch.equal(queries, torch.arange(num_tokens)),
-        boundaries=boundaries,
+        are_in_order=are_separate and np.array_equal(queries, np.arange(num_tokens)),
+        boundaries=send(boundaries, device) if boundaries.device != device else boundaries,
         longest=max(map(len, documents)),
     )
 
 
-def _inverse(places: torch.Tensor | None, num_tokens: int) -> torch.Tensor:
-    """Return each pack position's index in `places`, int64 [num_tokens], or −1 for absent positions."""
+def _inverse(places: torch.Tensor | None, num_tokens: int) -> NDArray[np.int64]:
+    """Return each pack position's index in `places`, [num_tokens], or −1 for absent positions."""
     if places is None:
-        return torch.arange(num_tokens)
-    index = torch.full((num_tokens,), -1)
-    index[places.cpu()] = torch.arange(len(places))
+        return np.arange(num_tokens)
+    index = np.full(num_tokens, -1)
+    index[places.cpu().numpy()] = np.arange(len(places))
     return index
 
 
@@ -121,28 +126,36 @@ class _Document:
     """One document: its keys [S]; its queries [q], excluding those that belong to an earlier document; and the queries'
     positions in the document. If all tokens are queries, the kernel needs no mask."""
 
-    def __init__(self, places, query_index, key_index, unclaimed):
+    def __init__(
+        self,
+        places: NDArray[np.int64],
+        query_index: NDArray[np.int64],
+        key_index: NDArray[np.int64],
+        unclaimed: NDArray[np.bool_],
+    ):
         self.keys = key_index[places]
-        self.positions = (unclaimed[places] & (query_index[places] >= 0)).nonzero()[:, 0]
+        self.positions = (unclaimed[places] & (query_index[places] >= 0)).nonzero()[0]
         self.queries = query_index[places][self.positions]
-        self.kept = torch.ones_like(self.queries, dtype=torch.bool)
+        self.kept = np.ones(len(self.queries), dtype=bool)
         self.is_whole = len(self.queries) == len(self.keys)
 
 
-def _bucket(documents: list[_Document], keys: torch.Tensor, queries: torch.Tensor, device: torch.device) -> Bucket:
+def _bucket(
+    documents: list[_Document], keys: NDArray[np.int64], queries: NDArray[np.int64], device: torch.device
+) -> Bucket:
     visible = None
     if not documents[0].is_whole:
         positions = _padded([document.positions for document in documents])
-        visible = (torch.arange(keys.shape[1]) <= positions[:, None, :, None]).to(device)
+        visible = send(torch.from_numpy(np.arange(keys.shape[1]) <= positions[:, None, :, None]), device)
     return Bucket((keys.shape[0], keys.shape[1]), (queries.shape[0], queries.shape[1]), visible)
 
 
-def _padded(rows: list[torch.Tensor], fill: int | None = None) -> torch.Tensor:
+def _padded(rows: list[NDArray[Any]], fill: bool | None = None) -> NDArray[Any]:
     """Stack the rows into [D, longest]. Shorter rows are padded with `fill`, by default their last element."""
-    longest = max(map(len, rows))
-    return torch.stack(
-        [F.pad(row, (0, longest - len(row)), value=int(row[-1]) if fill is None else fill) for row in rows]
-    )
+    stacked = np.empty((len(rows), max(map(len, rows))), rows[0].dtype)
+    for target, row in zip(stacked, rows, strict=True):
+        target[: len(row)], target[len(row) :] = row, row[-1] if fill is None else fill
+    return stacked
 
 
 def take(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -156,6 +169,12 @@ def _uses_flash_attention(query: torch.Tensor, documents: Documents, dropout: fl
     lengths, where batches reach 165, but 216 for equal lengths, where a batch reaches 332."""
     moves = documents.are_separate and not documents.are_in_order
     return moves and dropout == 0 and query.is_cuda and query.dtype is not torch.float32 and query.shape[-1] <= 256
+
+
+def _split(rows: torch.Tensor, shapes: list[tuple[int, int]]) -> list[torch.Tensor]:
+    """Split the rows into consecutive batches with these shapes."""
+    parts = [rows] if len(shapes) == 1 else rows.split([prod(shape) for shape in shapes])
+    return [part.unflatten(0, shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 class _Take(torch.autograd.Function):
@@ -223,11 +242,10 @@ def packed_attention(
             key, value = (_Take.apply(x, documents.keys, documents.outputs) for x in (key, value))
         else:
             key, value = take(key, documents.keys), take(value, documents.keys)
-    outputs, first_query, first_key = [], 0, 0
-    for bucket in documents.buckets:
-        end_query, end_key = first_query + prod(bucket.queries), first_key + prod(bucket.keys)
-        q = query[first_query:end_query].unflatten(0, bucket.queries)
-        k, v = (x[first_key:end_key].unflatten(0, bucket.keys) for x in (key, value))
+    buckets, outputs = documents.buckets, []
+    queries = _split(query, [bucket.queries for bucket in buckets])
+    keys, values = (_split(x, [bucket.keys for bucket in buckets]) for x in (key, value))
+    for bucket, q, k, v in zip(buckets, queries, keys, values, strict=True):
         attended = F.scaled_dot_product_attention(
             *(x.transpose(1, 2) for x in (q, k, v)),
             attn_mask=bucket.visible,
@@ -237,6 +255,5 @@ def packed_attention(
             enable_gqa=grouped,
         )
         outputs.append(attended.transpose(1, 2).flatten(0, 1))
-        first_query, first_key = end_query, end_key
     out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return (out if documents.are_in_order else _TakeOnce.apply(out, documents.outputs))[..., :value_dim]

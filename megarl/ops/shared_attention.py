@@ -12,25 +12,31 @@ from functools import cache
 import torch
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from megarl.core.device import send
+
 BLOCK = 128
 """Number of queries, and number of keys, in a block of scores."""
 
 
-def pack_mask(document_tokens: torch.Tensor, boundaries: torch.Tensor) -> BlockMask:
+def pack_mask(document_tokens: torch.Tensor, boundaries: torch.Tensor, device: torch.device | None = None) -> BlockMask:
     """Return the attention mask for a pack. Call it once per microbatch; all layers use the result.
 
     Documents that share tokens form a tree, stored in the pack depth first: all continuations of a token directly
     follow it. A token is therefore visible to a contiguous range of tokens, from itself to the end of its last
     document. The block masks are computed from the ends of these ranges, without a mask whose size is quadratic in the
-    pack length. `document_tokens` and `boundaries` are as in TokenBatch.
+    pack length.
+
+    Args:
+        document_tokens, boundaries: as in TokenBatch.
+        device: device of the attention's inputs; by default, that of `document_tokens`.
     """
-    device, tokens, bounds = document_tokens.device, document_tokens.cpu(), boundaries.long().cpu()
+    device, tokens, bounds = device or document_tokens.device, document_tokens.cpu(), boundaries.long().cpu()
     num_tokens, lengths = int(tokens.max()) + 1, bounds.diff()
     lasts = tokens[bounds[1:] - 1].repeat_interleave(lengths)
     ends = torch.zeros(num_tokens, dtype=torch.long).scatter_reduce(0, tokens, lasts + 1, "amax")
     _check_order(tokens, bounds, ends)
     some, every = _blocks(ends, -(-num_tokens // BLOCK))
-    ends = ends.int().to(device)
+    ends = send(ends.int(), device)
 
     def is_visible(_batch, _head, query, key):
         return (key <= query) & (query < ends[key])
@@ -39,7 +45,7 @@ def pack_mask(document_tokens: torch.Tensor, boundaries: torch.Tensor) -> BlockM
     columns = [*_listed((some & ~every).T), *_listed(every.T)]
     return BlockMask(
         (num_tokens, num_tokens),
-        *(x.to(device) for x in rows + columns),
+        *(send(x, device) for x in rows + columns),
         BLOCK_SIZE=(BLOCK, BLOCK),
         mask_mod=is_visible,
     )

@@ -71,8 +71,8 @@ def _attention(batch: TokenBatch, shares: ContextShares) -> PackedDocuments:
     """
     num_tokens, is_fused = len(batch.tokens), uses_transformer_engine()
     if is_fused and len(batch.document_tokens) == num_tokens:
-        longest = int((batch.boundaries[1:] - batch.boundaries[:-1]).max())
-        return PackedDocuments("thd", batch.boundaries, batch.boundaries, max_seqlen_q=longest, max_seqlen_kv=longest)
+        longest, bounds = int(batch.boundaries.diff().max()), device.send(batch.boundaries, batch.tokens.device)
+        return PackedDocuments("thd", bounds, bounds, max_seqlen_q=longest, max_seqlen_kv=longest)
     # Megatron's rotary embedding reads the boundaries on the host, for queries and keys in every layer.
     whole = torch.tensor([0, num_tokens], dtype=torch.int32, device=batch.tokens.device if is_fused else "cpu")
     parts = (shares.local, shares.all) if len(shares.places) > 1 else ()
@@ -84,6 +84,6 @@ def _attention(batch: TokenBatch, shares: ContextShares) -> PackedDocuments:
         whole,
         max_seqlen_q=num_tokens,
         max_seqlen_kv=num_tokens,
-        documents=describe(batch.document_tokens, batch.boundaries, *parts),
+        documents=describe(batch.document_tokens, batch.boundaries, *parts, device=batch.tokens.device),
         positions=batch.positions[shares.sequence],
     )
