@@ -52,6 +52,9 @@ class Process:
     part_number: int = 0
     rest: tuple[Process, ...] = ()
 
+    def describe(self) -> str:
+        return f"{self.role} × {self.threads} {'thread' if self.threads == 1 else 'threads'}"
+
     @property
     def name(self) -> str:
         return f"{self.role}-{self.index}" + (f".{self.part_number}" if self.part_number else "")
@@ -101,7 +104,7 @@ class Placement:
 
     def describe(self) -> str:
         """Return a line with the roles and, for several nodes, a line per node with its processes."""
-        line = ", ".join(f"{len(g)} {g[0].role} × {g[0].threads} threads{_where(_parts(g))}" for g in self.groups)
+        line = ", ".join(f"{len(g)} {g[0].describe()}{_where(_parts(g))}" for g in self.groups)
         if len(self.nodes) == 1:
             return line
         return "\n".join([line, *(f"node {node.number}: {self._on(node)}" for node in self.nodes)])
@@ -129,7 +132,11 @@ def place(
         """Return one process per rank or, for a reward model in vLLM, one per engine, which starts its ranks."""
         role = NAMES[settings.section]
         is_engine = isinstance(settings, RewardModel) and settings.engine == "vllm"
-        return processes(role, settings.layout.tp if is_engine else 1, settings.threads)
+        if is_engine:
+            return processes(role, settings.layout.tp, settings.threads)
+        # A GPU rank's operations on the host are so short that threads, which wait for each other, slow them down.
+        updates_on_host = settings.megatron_overrides.optimizer.get("optimizer_cpu_offload", False)
+        return processes(role, 1, settings.threads or (1 if on_gpus and not updates_on_host else None))
 
     def processes(role: str, size: int, threads: int | None, weights: Sequence[int] = ()) -> tuple[Process, ...]:
         """Return processes with `size` ranks each. weights: GPUs with model weights that the processes may read."""

@@ -84,10 +84,10 @@ def capability() -> tuple[int, int]:
 
 
 def claim(threads: int | None) -> None:
-    """Make the device this process's current device; on CPU, set the number of intra-op threads instead."""
+    """Make the device this process's current device, and set the number of intra-op threads on the host."""
     if on_cuda():
         _torch().cuda.set_device(device())
-    elif threads is not None:
+    if threads is not None:
         _torch().set_num_threads(threads)
 
 
@@ -123,6 +123,14 @@ def release_cache() -> None:
     if on_cuda():
         _torch().cuda.ipc_collect()
         _torch().cuda.empty_cache()
+
+
+def send(tensor: torch.Tensor, target: torch.device) -> torch.Tensor:
+    """Copy a small host tensor to a device. On CUDA, the host does not wait for the work queued on the device, as it
+    would if the memory were not page-locked."""
+    if target.type != "cuda":
+        return tensor.to(target)
+    return tensor.pin_memory().to(target, non_blocking=True)
 
 
 def host_empty_like(tensor: torch.Tensor) -> torch.Tensor:

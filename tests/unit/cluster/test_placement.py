@@ -48,6 +48,19 @@ def test_threads_share_the_cores(overrides: list[str], cores: int, trainer: int,
     assert {process.threads for process in placement.engines} == {engine}
 
 
+@pytest.mark.parametrize(
+    ("overrides", "threads"),
+    [
+        ([], 1),
+        (["actor.threads=3"], 3),
+        (["actor.megatron_overrides.optimizer={optimizer_cpu_offload: true}"], 4),
+    ],
+)
+def test_gpu_rank_has_one_thread_unless_its_optimizer_runs_on_the_host(overrides: list[str], threads: int) -> None:
+    trainers = placed("cluster.placement=disaggregated", *overrides, cores=8, on_gpus=True).trainers
+    assert {process.threads for process in trainers} == {threads}
+
+
 def test_default_cores_are_those_of_this_process() -> None:
     assert placed().engines[0].threads == len(os.sched_getaffinity(0))
 
@@ -88,8 +101,8 @@ def test_placement_decides_whether_roles_share_gpus(where: str, firsts: list[int
 def test_description_lists_the_gpus_of_each_role() -> None:
     described = placed(*ALL_ROLES, "cluster.placement=disaggregated", cores=8, on_gpus=True).describe()
     assert described == (
-        "4 trainer × 2 threads on GPUs 0-3, 2 critic × 4 threads on GPUs 4-5, 2 reward-model × 2 threads on GPUs 7-10, "
-        "1 implicit-reward × 8 threads on GPU 6, 2 engine × 2 threads on GPUs 11-14, 1 rewards × 8 threads"
+        "4 trainer × 1 thread on GPUs 0-3, 2 critic × 1 thread on GPUs 4-5, 2 reward-model × 2 threads on GPUs 7-10, "
+        "1 implicit-reward × 1 thread on GPU 6, 2 engine × 2 threads on GPUs 11-14, 1 rewards × 8 threads"
     )
 
 
