@@ -66,14 +66,22 @@ def fuse_rotation() -> None:
         return
     from megarl.ops.rotary_triton import rotate
 
-    in_torch = rope_utils._apply_rotary_pos_emb_bshd
+    in_torch, documents_in_torch = rope_utils._apply_rotary_pos_emb_bshd, rope_utils._apply_rotary_pos_emb_thd
 
     def rotated(x: torch.Tensor, angles: torch.Tensor, *, mscale: float = 1.0, **interleaved: bool) -> torch.Tensor:
         if any(interleaved.values()) or x.shape[1] != 1:
             return in_torch(x, angles, mscale=mscale, **interleaved)
         return rotate(x, angles[: len(x)], mscale)
 
+    def rotated_documents(x: torch.Tensor, boundaries: torch.Tensor, angles: torch.Tensor, **keywords) -> torch.Tensor:
+        if len(boundaries) == 2 and keywords["cp_group"].size() == 1:
+            # Megatron would copy the angles for the queries and keys of each layer, and keep the copies.
+            del keywords["cp_group"]
+            return rope_utils._apply_rotary_pos_emb_bshd(x.unsqueeze(1), angles[: len(x)], **keywords).squeeze(1)
+        return documents_in_torch(x, boundaries, angles, **keywords)
+
     rope_utils._apply_rotary_pos_emb_bshd = rotated
+    rope_utils._apply_rotary_pos_emb_thd = rotated_documents
 
 
 def _rows(table: torch.Tensor, positions: torch.Tensor | None, max_seq_len: int) -> torch.Tensor:
