@@ -114,26 +114,33 @@ class ChangedShare:
     """Counts the elements in 16-bit parameters that updates change."""
 
     def __init__(self, optimizer: MegatronOptimizer, device: torch.device):
-        self._counts = torch.zeros(2, dtype=torch.int64, device=device)
-        """Number of changed elements, and number of all elements that have a main weight."""
+        self._changed = torch.zeros((), dtype=torch.int64, device=device)
+        """Number of changed elements."""
+        self._total = 0
+        """Number of all elements that have a main weight."""
         for part in parts_of(optimizer):
             # Megatron calls this at the end of an update, before it changes the parameters.
             part._copy_main_params_to_model_params = self._after_count(part, part._copy_main_params_to_model_params)
 
     def take(self) -> float | None:
         """Return the fraction of elements changed since the last call; None if no parameter is rounded. Collective."""
-        dist.all_reduce(self._counts)
-        changed, total = self._counts.tolist()
-        self._counts.zero_()
+        counts = torch.stack((self._changed, torch.full_like(self._changed, self._total)))
+        dist.all_reduce(counts)
+        changed, total = counts.tolist()
+        self._changed.zero_()
+        self._total = 0
         return changed / total if total else None
 
     def _after_count(self, part: DistributedOptimizer, copy: Callable[[], None]) -> Callable[[], None]:
         @torch.no_grad()
         def count_and_copy() -> None:
+            changed = []
             for main, parameter, span in _main_weights(part):
                 before = parameter.view(-1)[span]
-                self._counts[0] += (main.to(before.dtype) != before).count_nonzero()
-                self._counts[1] += main.numel()
+                changed.append((main.to(before.dtype) != before).sum())
+                self._total += main.numel()
+            if changed:
+                self._changed += torch.stack(changed).sum()
             copy()
 
         return count_and_copy
