@@ -126,12 +126,14 @@ def measure(store, rank: int, config: Config, folder: Path) -> dict[str, int]:
     worker.optimizer.step()
     offload = Offload(worker.chunks, worker.optimizer)
     merged = worker.adapters.merged.values() if worker.adapters else ()
-    return {
+    measured = {
         "saved": sum(tensor.untyped_storage().nbytes() for tensor in saved.values()),
         "weights": offload.move_out("parameters") + sum(weight.nbytes for weight in merged),
         "gradients": offload.move_out("gradients"),
         "optimizer": offload.move_out("optimizer"),
     }
+    worker.close()
+    return measured
 
 
 FURTHER = (

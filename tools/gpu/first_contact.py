@@ -48,6 +48,7 @@ STEPS = (
     Step("learning", 170, "untimed"),
     Step("precision", 170, "untimed"),
     Step("fp8_blocks", 60, "untimed"),
+    Step("saved", 120, "untimed"),
     Step("head", 75),
     Step("attention", 75),
     Step("state", 60),

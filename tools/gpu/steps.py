@@ -15,7 +15,7 @@ import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,6 +30,7 @@ from megarl_side import RandomActor, batches_of, closed_form, config_of
 from torch.nn.attention.varlen import varlen_attn
 from training_case import SHAPES, Case, equal_lengths, mixed_lengths
 
+from megarl.cluster.memory.rank import item_bytes, rank_memory
 from megarl.core import device
 from megarl.data.local_batch import LocalBatch
 from megarl.megatron.main_weights import _main_weights
@@ -37,6 +38,7 @@ from megarl.megatron.model import kernels
 from megarl.megatron.model.build import named_parameters
 from megarl.megatron.optimizer import parts_of
 from megarl.models.flops import training_flops
+from megarl.models.folder import read_config
 from megarl.models.shape import ModelShape
 from megarl.ops import linear_head
 from megarl.ops.linear_head import log_prob_and_entropy, plain_log_prob_and_entropy
@@ -48,11 +50,14 @@ from megarl.resharding.families import huggingface_holder, quantized_sources
 from megarl.resharding.families.quantized import SCALES
 from megarl.resharding.quantized_copy import QuantizedCopy
 from tests.closeness import relative_error
+from tests.distributed import test_memory as memory
 from tests.gpu.gpus import REHEARSES
 from tests.gpu.learning import learn, learning_config
 from tests.gpu.models import write_model
 from tests.gpu.test_updates import HEADS
 from tests.packing import documents
+from tests.parity import config_of as model_config
+from tests.tiny_model import write_tiny_model
 
 Figures = dict[str, Any]
 
@@ -218,7 +223,9 @@ def trainer(case: Case, kind: type[RandomActor] = RandomActor, **settings: Any) 
         config = config_of(case, Path(folder) / "case")
         if settings:
             config = config.model_copy(update=settings)
-        worker = kind(config, Path(folder) / "case", 0, dist.FileStore(f"{folder}/store", 1), threads=os.cpu_count())
+        worker = kind(
+            config, Path(folder) / "case", 0, dist.FileStore(f"{folder}/store", 1), threads=pick(1, os.cpu_count())
+        )
         try:
             yield worker, batches_of(case, worker)[0], config
         finally:
@@ -298,7 +305,8 @@ def _update(case: Case, profiles: bool = True) -> Figures:
 
 
 def _profile(function: Callable[[], object]) -> Figures:
-    """Return the 25 kernels with the most time in a call, and the calls that make the host wait."""
+    """Return the 25 kernels with the most time in a call, the calls that make the host wait, and the 25 operators with
+    the most time on the host, not counting those that they call."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     activities += [torch.profiler.ProfilerActivity.CUDA] if device.on_cuda() else []
     with torch.profiler.profile(activities=activities) as profiler:
@@ -319,7 +327,9 @@ def _profile(function: Callable[[], object]) -> Figures:
         for total, name, calls in totals[:25]
     ]
     waited = {name: {"calls": len(times), "milliseconds": sum(times) / 1e3} for name, times in waits.items()}
-    return {"gpu_milliseconds": whole / 1e3, "kernels": top, "waits": waited}
+    by_host = sorted(profiler.key_averages(), key=lambda entry: -entry.self_cpu_time_total)[:25]
+    host = [{"call": e.key[:80], "calls": e.count, "milliseconds": e.self_cpu_time_total / 1e3} for e in by_host]
+    return {"gpu_milliseconds": whole / 1e3, "kernels": top, "waits": waited, "host": host}
 
 
 def update_1b5() -> Figures:
@@ -331,7 +341,7 @@ def update_8b() -> Figures:
 
 
 def update_1b5_16k() -> Figures:
-    return _update(case_of("qwen2.5-1.5b", 16384, 2), profiles=False)
+    return _update(case_of("qwen2.5-1.5b", 16384, 2))
 
 
 def update_1b5_mixed() -> Figures:
@@ -495,6 +505,41 @@ def _attend(name, describe, attend, pack, inputs, gradient, scale) -> tuple[Figu
     return figures, [out, *(x.grad.clone() for x in inputs if x.grad is not None)]
 
 
+def saved() -> Figures:
+    """Compare the bytes that the forward pass saves for the backward pass with the plan, for each kind of model."""
+    sizes = pick(dict(hidden_size=1024, num_attention_heads=8, head_dim=128, intermediate_size=2560), {})
+    figures: Figures = {}
+    for case, (model, overrides) in memory.CASES.items():
+        if any("layout" in override for override in overrides):
+            continue
+        with tempfile.TemporaryDirectory() as name:
+            family, keys = memory.MODELS[model]
+            folder = write_tiny_model(Path(name), family, **memory.MODEL | sizes | keys)
+            settings = ("actor.tokens_per_microbatch=256", "actor.overlap_communication=false")
+            config = model_config(folder, *settings, *overrides)
+            try:
+                measured = memory.measure(dist.FileStore(f"{name}/store", 1), 0, config, folder)
+            except RuntimeError as error:
+                figures[case] = {"error": str(error)[:500]}
+                continue
+            tokens = memory.NUM_DOCUMENTS * (memory.PROMPT + memory.RESPONSE)
+            rows, hf_config = memory.NUM_DOCUMENTS * memory.RESPONSE, read_config(folder)
+            planned = rank_memory(
+                hf_config,
+                config.actor.layout,
+                0,
+                item_bytes(config),
+                tokens,
+                rows,
+                1,
+                config.actor.recompute,
+                config.actor.adapters,
+            )
+            figures[case] = {"hf_config": hf_config, "tokens": tokens, "rows": rows, **measured}
+            figures[case]["planned"] = asdict(planned)
+    return figures
+
+
 def state() -> Figures:
     """Check the main weights, and time the optimizer and offloading."""
     case = case_of("qwen2.5-1.5b", 8192, 1)
@@ -651,6 +696,7 @@ STEPS: dict[str, Callable[[], Figures]] = {
     "precision": precision,
     "fp8_blocks": fp8_blocks,
     "attention": attention,
+    "saved": saved,
     "state": state,
     "update_1b5_16k": update_1b5_16k,
     "update_1b5_mixed": update_1b5_mixed,
