@@ -6,6 +6,7 @@ import difflib
 import re
 from dataclasses import dataclass
 
+from megarl.core import measured
 from megarl.core.errors import UserError
 
 GIB = 2**30
@@ -50,7 +51,7 @@ GPUS: dict[str, Gpu] = {
 }
 """Maps each GPU name that --gpus accepts to its specifications."""
 
-DENSE_SHARE = 0.55
+DENSE_SHARE = measured.DENSE_SHARE.value
 """Fraction of a GPU's nominal throughput that dense layers achieve. It excludes time spent waiting for other ranks,
 which is modeled separately. Megatron-LM reports up to 47 % for full training steps on H100, including waiting."""
 
@@ -65,6 +66,9 @@ MEMORY_SHARE = 0.7
 
 LINK_SHARE = 0.75
 """Fraction of a link's nominal bandwidth that collectives with large messages achieve. This value is an assumption."""
+
+OPTIMIZER_SHARE, HOST_LINK_SHARE = measured.OPTIMIZER_SHARE.value, measured.HOST_LINK_SHARE.value
+"""Fractions of the nominal bandwidths to GPU memory and to host memory that the optimizer and offloading achieve."""
 
 STORAGE_GB_S = 4
 """Write bandwidth of each node to the shared file system while all nodes write, in GB/s. This value is an

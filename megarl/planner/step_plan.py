@@ -11,7 +11,7 @@ from megarl.cluster.memory.shared_gpu import Load
 from megarl.config.device_spans import sharing
 from megarl.config.model_schema import Role
 from megarl.config.schema import Config
-from megarl.planner.hardware import GIB, LINK_SHARE, STORAGE_GB_S, Cluster
+from megarl.planner.hardware import GIB, HOST_LINK_SHARE, STORAGE_GB_S, Cluster
 from megarl.planner.phases import host_parts, max_saved_bytes, optimizer_share_in_host, overfull, phase_loads, refusal
 from megarl.planner.refit_time import RefitTime, refit_time
 from megarl.planner.rollout_time import RolloutTime, rollout_time
@@ -200,7 +200,7 @@ def step_times(config: Config, models: Models, workload: Workload, cluster: Clus
         times = 2 if role == "actor" and workload.passes and "critic" in beside[role] else 1
         sizes = {"parameters": times * empty.weights, "optimizer": empty.optimizer * (1 - in_host)}
         moved = sum(size for part, size in sizes.items() if part in settings.offload)
-        moving += 2 * moved / (cluster.gpu.host_gb_s * 1e9 * LINK_SHARE)
+        moving += 2 * moved / (cluster.gpu.host_gb_s * 1e9 * HOST_LINK_SHARE)
     if workload.is_offline:
         return StepTimes(None, training, None, 0.0, not any(beside.values()))
     actor = models.actor
@@ -218,6 +218,6 @@ def save_time(config: Config, models: Models, cluster: Cluster) -> SaveTime | No
     node_bytes = rank_bytes * min(cluster.num_gpus, cluster.gpus_per_node)
     return SaveTime(
         node_bytes=node_bytes,
-        copying=rank_bytes / (cluster.gpu.host_gb_s * 1e9 * LINK_SHARE),
+        copying=rank_bytes / (cluster.gpu.host_gb_s * 1e9 * HOST_LINK_SHARE),
         writing=node_bytes / (STORAGE_GB_S * 1e9),
     )

@@ -9,7 +9,15 @@ from megarl.cluster.memory.parameters import ModelParameters
 from megarl.cluster.memory.rank import RankParameters
 from megarl.config.model_schema import Layout, Trained
 from megarl.models.flops import expert_flops, forward_flops
-from megarl.planner.hardware import DENSE_SHARE, EXPERT_ROWS, EXPERT_SHARE, LINK_SHARE, MEMORY_SHARE, Cluster
+from megarl.planner.hardware import (
+    DENSE_SHARE,
+    EXPERT_ROWS,
+    EXPERT_SHARE,
+    HOST_LINK_SHARE,
+    LINK_SHARE,
+    OPTIMIZER_SHARE,
+    Cluster,
+)
 from megarl.planner.workload import Packed, Workload
 
 HOST_ADAM_BYTES = 10e9
@@ -206,6 +214,6 @@ def _optimizer(layout: Layout, held: RankParameters, cluster: Cluster, host_shar
     ranks = layout.tp * layout.cp * layout.dp
     share = (held.trained - held.trained_experts) / (layout.dp * layout.cp)
     share += held.trained_experts * layout.expert_tp * layout.ep / ranks
-    on_gpu = share * (1 - host_share) * 30 / (cluster.gpu.memory_gb_s * 1e9 * MEMORY_SHARE)
-    copied = share * host_share * 6 / (cluster.gpu.host_gb_s * 1e9 * LINK_SHARE)
+    on_gpu = share * (1 - host_share) * 30 / (cluster.gpu.memory_gb_s * 1e9 * OPTIMIZER_SHARE)
+    copied = share * host_share * 6 / (cluster.gpu.host_gb_s * 1e9 * HOST_LINK_SHARE)
     return on_gpu + copied + share * host_share * 28 / HOST_ADAM_BYTES

@@ -192,15 +192,17 @@ def layer_bytes(
 
     With hidden size h and b bytes per element:
 
-        norms       (4h + 2) · 4    input and normalized input of both norms in float32, and their scales
+        norms       2h · b + 2 · 4  inputs of both norms, and their scales in float32
         linear in   2h · b          inputs of attention's projections and of the MLP or router
         MLP         3f · b          gate, up, and the activation function's output, with f rows each
+
+    This holds for the GPU's kernels. On CPU, torch's norms also keep their inputs and outputs in float32.
 
     Tensor parallelism splits attention and MLP; sequence parallelism splits the rest. Context parallelism splits the
     tokens, but all keys and values are gathered.
     """
     sequence = layout.tp if layout.sequence_parallel else 1
-    norms = ((4 * shape.hidden + 2) * FLOAT32) / sequence
+    norms = (2 * shape.hidden * num_bytes + 2 * FLOAT32) / sequence
     linear = 2 * shape.hidden * num_bytes / sequence
     if recompute == "full":
         return shape.hidden * num_bytes / sequence
@@ -218,15 +220,15 @@ def _attention(shape: ModelShape, layout: Layout, num_bytes: int) -> float:
 
     (3q + 2k + 4d) · b + heads · 4    query, key, value and output of the kernel, input of the output projection;
                                       cosines and sines; the kernel's log-sum-exp
-    2 (q + k) · 4 + 2 · heads · 4     norms of queries and keys, if the model has them. In float32 their inputs are
-                                      views of the first projection's output, which is kept: (q + k) · 4 more
+    (2q + 2k) · b + heads · 4         norms of queries and keys, if the model has them: the queries, the output of the
+                                      first projection, of which the keys are a view, and the scales
     """
     rows = (3 * shape.query + 2 * shape.key * layout.cp) / layout.tp + 4 * shape.head_dim
     kept = rows * num_bytes + shape.heads / layout.tp * FLOAT32
     if not shape.qk_norm:
         return kept
-    inputs = (3 if num_bytes == FLOAT32 else 2) * (shape.query + shape.key)
-    return kept + (inputs + shape.heads + shape.kv_heads) / layout.tp * FLOAT32
+    inputs = 2 * (shape.query + shape.key) * num_bytes
+    return kept + (inputs + (shape.heads + shape.kv_heads) * FLOAT32) / layout.tp
 
 
 def _latent_attention(latent: LatentAttention, shape: ModelShape, layout: Layout, num_bytes: int) -> float:
@@ -234,15 +236,14 @@ def _latent_attention(latent: LatentAttention, shape: ModelShape, layout: Layout
 
     With q query rows, v value rows, p channels per head with a rotary embedding, and r the sum of the latents' ranks:
 
-    (2r + 2) · 4 + r · b              the latents' norms and the inputs of the projections after them; in float32 also
-                                      the key channels with a rotary embedding: p · 4
+    (2r + p) · b + 2 · 4              inputs of the latents' norms with the key channels that have a rotary embedding,
+                                      inputs of the projections after the norms, and the norms' scales
     (4q + v + 4p) · b + heads · 4     as in `_attention`, with values padded to the width of keys, and the output
                                       truncated to the width of values
     """
     sequence = layout.tp if layout.sequence_parallel else 1
     ranks = (latent.query_rank or 0) + latent.kv_rank
-    position_channels = latent.position_dim if num_bytes == FLOAT32 else 0
-    latents = (2 * ranks + 2 + position_channels) * FLOAT32 + ranks * num_bytes
+    latents = (2 * ranks + latent.position_dim) * num_bytes + 2 * FLOAT32
     rows = (2 * shape.query * (1 + layout.cp) + shape.value) / layout.tp + 4 * latent.position_dim
     return latents / sequence + rows * num_bytes + shape.heads / layout.tp * FLOAT32
 
@@ -299,7 +300,7 @@ def _activations(shape, layout, has_experts, in_flight, rank_tokens, num_bytes, 
 def _head(shape, layout, rank_tokens, rank_rows, num_bytes) -> int:
     """Return the bytes that the last stage holds after its layers: the final norm, the scored rows and one tile of
     float32 logits. If the tile's gradient is also float32, it overwrites the tile."""
-    norm = rank_tokens * (2 * shape.hidden + 1) * FLOAT32
+    norm = rank_tokens * (shape.hidden * num_bytes + FLOAT32)
     rows = rank_rows * shape.hidden * (num_bytes + FLOAT32)
     tile = min(rank_rows, TILE[0]) * min(-(-shape.vocab // layout.tp), TILE[1])
     gradient = num_bytes if num_bytes < FLOAT32 else 0

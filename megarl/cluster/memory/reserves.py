@@ -2,7 +2,7 @@
 
 This memory cannot be measured before a run, and vLLM does not measure it if the KV cache size is given (gpu_worker.py:
 kv_cache_memory_bytes). Without room for it, a run fails in the middle of a rollout. Items are computed from the NCCL
-and vLLM source code where possible. Third-party measurements and assumptions are marked as such.
+and vLLM source code where possible, or measured (see core/measured.py). Assumptions are marked as such.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from megarl.config.model_schema import Layout, Placed, Role
 from megarl.config.rules.shared_gpu import weights_travel
 from megarl.config.schema import Config, Rollout
 from megarl.config.vllm_arguments import batched_tokens
+from megarl.core import measured
 from megarl.models.huggingface import FP8_BLOCK
 from megarl.models.shape import ModelShape
 from megarl.resharding.planning.communicators import CONNECTION, EXCHANGE_CHANNELS, NETWORK_BUFFERS, buffer_bytes
@@ -31,15 +32,12 @@ WORKSPACE = "engine: experts' workspace"
 SENT = "actor: fp8 copy for the engines"
 """Names of the memory items."""
 
-CONTEXT = 426 * MIB
-"""Bytes of a process's CUDA context on a GPU before its first computation. A third-party measurement with torch 2.10
-for CUDA 13 on an RTX 6000 Ada, which is about as large as an H100 (unslothai/unsloth-zoo, pull request 1053)."""
+CONTEXT, TRAINER_KERNELS, FRAGMENT_BYTES = (
+    each.value for each in (measured.CUDA_CONTEXT, measured.TRAINER_KERNELS, measured.FRAGMENTS)
+)
 
-KERNELS = 0.25 * GIB
-"""Growth of a process's CUDA context during computation, for lazy kernels and cuBLAS workspaces. An assumption."""
-
-FRAGMENT_BYTES = GIB
-"""Bytes that a trainer's allocator reserves beyond its tensors at peak memory. An assumption."""
+ENGINE_KERNELS = 0.25 * GIB
+"""Growth of an engine's CUDA context during computation, for lazy kernels and cuBLAS workspaces. An assumption."""
 
 CHANNELS, CHANNELS_OVER_NODES = 24, 16
 """Number of rings in a communicator within a node, and across nodes. NCCL issue 1453 shows 16 rings across H100 nodes.
@@ -108,7 +106,11 @@ def gpu_reserve(
 def trainer_reserve(settings: Placed, shape: ModelShape, matrices: int, gpus_per_node: int) -> dict[str, float]:
     """Return a Megatron rank's items. They stay on the GPU when the rank's parameters are offloaded."""
     nccl = _trainer_communicators(settings.layout, shape, gpus_per_node)
-    return {CONTEXTS: CONTEXT + KERNELS, NCCL: nccl, FP8: _fp8_copies(settings, matrices)}
+    return {
+        CONTEXTS: CONTEXT + TRAINER_KERNELS,
+        NCCL: nccl + measured.FIRST_COMMUNICATOR.value,
+        FP8: _fp8_copies(settings, matrices),
+    }
 
 
 def _trainer_communicators(layout: Layout, shape: ModelShape, gpus_per_node: int) -> float:
@@ -232,7 +234,7 @@ def _engine_process(
     overrides: Mapping[str, Any], shape: ModelShape, tp: int, tokens: int, gpus_per_node: int
 ) -> dict[str, float]:
     return {
-        CONTEXTS: CONTEXT + KERNELS,
+        CONTEXTS: CONTEXT + ENGINE_KERNELS,
         NCCL: _collective(tp, 1, gpus_per_node),
         GRAPHS: LAYER_GRAPH * shape.num_layers * _num_graphs(overrides, tokens),
     }
