@@ -61,7 +61,7 @@ def pytest_collection_finish() -> None:
 
 
 VARIABLES = re.compile(r"MEGARL_.*|(?i:no_proxy)|CUDA_VISIBLE_DEVICES|HOME|PATH|PYTHONPATH|TMPDIR")
-"""Environment variables that a test must not change. Libraries set others when they are imported."""
+"""Environment variables that a test must not change. Libraries set other variables when they are imported."""
 
 
 @pytest.fixture(autouse=True)

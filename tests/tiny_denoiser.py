@@ -21,7 +21,7 @@ CONFIG = dict(
     cap_feat_dim=20,
     axes_dims=[8, 8, 8],
     axes_lens=[128, 16, 16],
-    t_scale=10.0,  # 1000 would scale the rounding errors of the noise level's angles, which diffusers has in float32
+    t_scale=10.0,  # 1000 would amplify the rounding errors of the noise level's angles, which are float32 in diffusers
 )
 Z_IMAGE = dict(
     _class_name="ZImageTransformer2DModel",
@@ -45,13 +45,13 @@ Z_IMAGE = dict(
 """The config.json of Tongyi-MAI/Z-Image-Turbo's transformer."""
 
 SIZES = (
-    # An image and a caption that are padded, one of which is much longer in the next document.
+    # The first image and both captions need padding, and the documents have different sizes.
     *((8, 12, 5), (16, 16, 40)),
     # Equal sizes form one batch. 64 image tokens and 32 caption tokens need no padding.
     *((16, 16, 32), (16, 16, 32)),
     *((12, 6, 1), (8, 12, 33), (4, 4, 64), (8, 12, 7)),
 )
-"""Height and width of the latents, and tokens in the caption, of each document."""
+"""Latent height, latent width and number of caption tokens of each document."""
 
 
 def write_tiny_denoiser(folder: Path, dtype: torch.dtype = torch.float32) -> Path:

@@ -1,4 +1,4 @@
-"""Write the tables of verl's and TRL's keys from megarl.config.names. Usage: `python tools/key_tables.py`."""
+"""Write the tables of verl and TRL keys from megarl.config.names. Usage: `python tools/key_tables.py`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PAGES = {
     "configs/coming-from-verl.md": ("verl", VERL, WITHOUT_KEY),
     "docs/tutorials/porting-from-trl.md": ("TRL", TRL, {}),
 }
-"""Page -> arguments of its key_table."""
+"""Page -> arguments of `key_table`."""
 
 
 if __name__ == "__main__":

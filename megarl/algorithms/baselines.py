@@ -30,8 +30,9 @@ class Member:
 
 
 def mean(rewards: Sequence[float]) -> float:
-    """Return the mean, exactly the common value if all rewards are equal. The quotient of three times 0.1 and 3 is not
-    0.1, and small standard deviations would amplify the difference."""
+    """Return the mean, clamped to the range of the rewards, so that the mean of equal rewards is exact. Without
+    clamping, three rewards of 0.1 would not have the mean 0.1, and dividing by a small standard deviation would amplify
+    the error."""
     average = math.fsum(rewards) / len(rewards)
     return min(max(average, min(rewards)), max(rewards))
 

@@ -1,7 +1,7 @@
-"""Objectives on denoising steps that need the transition's standard deviation or KL, or no log-probs.
+"""Objectives for denoising steps that need the transition's standard deviation or KL, or that need no log-probs.
 
 Each row of a batch is one denoising step of a sample; log_prob, old and advantage are [B]. The token-level objectives
-in `megarl.algorithms.objectives` apply unchanged.
+in `megarl.algorithms.objectives` apply to such batches unchanged.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 SMALLEST_ERROR = 1e-5
-"""Lower bound on the mean absolute error that divides DiffusionNFT's squared error."""
+"""Lower bound on the mean absolute error by which DiffusionNFT divides its squared error."""
 
 
 def grpo_guard(
@@ -33,8 +33,8 @@ def grpo_guard(
     """Return PPO's clipped loss, [B], of the ratio ρ = exp(s·(log_prob − old + KL)).
 
     GRPO-Guard (https://arxiv.org/abs/2510.22319). Under π_old, log_prob − old has mean −KL and a spread that grows with
-    1/s. Adding the KL and multiplying by s centers all denoising steps' log-ratios at 0 and makes them comparable. The
-    published code divides the loss by Δ: `step_weights` with "inverse_interval".
+    1/s. Adding the KL and multiplying by s centers the log-ratios at 0 and makes them comparable across denoising
+    steps. The published code also divides the loss by Δ; use `step_weights` with "inverse_interval".
 
     Args:
         std: [B], the transition's s.
@@ -58,7 +58,7 @@ def flow_dppo(
     Flow-DPPO (https://arxiv.org/abs/2606.11025).
 
     Args:
-        divergence: [B], `gaussian_kl` of the policy and π_old. It receives no gradient.
+        divergence: [B], `gaussian_kl` of the policy and π_old. No gradient flows through it.
     """
     ratio = policy_ratio(log_prob, old, advantage)
     return masked_surrogate(ratio, advantage, divergence, divergence_limit, divergence_limit_negative)
@@ -77,14 +77,15 @@ def diffusion_nft(
     """Return ℓ = c/β·(r·E(v⁺) + (1 − r)·E(v⁻)), [B], differentiable in v.
 
     DiffusionNFT (https://arxiv.org/abs/2509.16117): v⁺ = (1 − β)·v_old + β·v and v⁻ = (1 + β)·v_old − β·v are the
-    policies of good and bad samples, r = ½ + ½·clip(A/c, −1, 1) is the probability that the sample is good, and E(v) is
-    the squared error of x − σ·v against x0, divided by its mean absolute error. Any sampler may have drawn x0.
+    implicit policies of good and bad samples, r = ½ + ½·clip(A/c, −1, 1) is the probability that the sample is good,
+    and E(v) is the squared error of x − σ·v against x0, divided by its mean absolute error. Any sampler may have drawn
+    x0.
 
     Args:
         v: [B, …], velocity at x.
         old_v: [B, …], velocity of the policy that sampled x0.
         x0: [B, …], sampled latents.
-        x: [B, …], x0 with new noise: `interpolate(x0, noise, sigma)`.
+        x: [B, …], x0 with fresh noise: `interpolate(x0, noise, sigma)`.
         sigma: [B].
         mixture: β > 0.
         advantage_limit: c > 0.

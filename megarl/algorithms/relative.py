@@ -20,7 +20,7 @@ def sample_advantages(
     reward: torch.Tensor, baseline: torch.Tensor, scale: torch.Tensor, limit: float | None = None
 ) -> torch.Tensor:
     """Return A_i = (r_i − b_i) / c_i, float32 [S], shared by all tokens of sample i. All arguments are float64 [S].
-    With a limit, A_i is clamped to ±limit (Flow-GRPO, https://arxiv.org/abs/2505.05470, with limit 5)."""
+    With a limit, A_i is clamped to ±limit, as in Flow-GRPO (https://arxiv.org/abs/2505.05470, limit 5)."""
     require_one_shape(reward=reward, baseline=baseline, scale=scale)
     advantage = ((reward - baseline) / scale).float()
     return advantage if limit is None else advantage.clamp(-limit, limit)

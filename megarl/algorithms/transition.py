@@ -2,24 +2,24 @@
 
 A rectified flow has latents x_σ = (1 − σ)·x0 + σ·ε with noise ε. The model predicts the velocity v = ε − x0. Sampling
 lowers σ from 1 (noise) to 0 (image) in N steps, from σ to σ' with Δ = σ − σ' > 0. The score of the distribution of x_σ
-is −(x + (1 − σ)·v)/σ, so that an Euler step of the reverse SDE with diffusion coefficient g samples x' from N(μ, s²):
+is −(x + (1 − σ)·v)/σ, so an Euler step of the reverse SDE with diffusion coefficient g samples x' from N(μ, s²):
 
     μ = x − Δ·(v + g²/(2σ)·(x + (1 − σ)·v)),   s = g·√Δ
 
 The kinds differ in g, with noise level a:
 
-    flow    g = a·√(σ/(1 − σ)), with the second σ of the schedule in 1 − σ at σ = 1
+    flow    g = a·√(σ/(1 − σ)); at σ = 1, the schedule's second σ replaces σ in 1 − σ
             (Flow-GRPO, https://arxiv.org/abs/2505.05470; a = 0.7)
     dance   g = a (DanceGRPO, https://arxiv.org/abs/2505.07818; a = 0.3)
     cps     s = σ'·sin(a·π/2), μ = (1 − σ')·(x − σ·v) + σ'·cos(a·π/2)·(x + (1 − σ)·v)
             (FlowCPS, https://arxiv.org/abs/2509.05952)
 
 `flow` and `dance` keep the ODE's distribution at every σ. `cps` does not: it is not an SDE of this distribution, and
-more steps do not correct it. With a = 0, every kind is the Euler step of the ODE, which has no log-prob.
+more steps do not correct the error. With a = 0, every kind is the Euler step of the ODE, which has no log-prob.
 
-Latents and velocities are float32 or float64 [B, …], of one dtype. σ, log-probs, KL and weights are [B], one value per
-sample: a scalar of shape [B, 1, 1, 1] times a loss [B] would be [B, 1, 1, B]. No result depends on the other samples of
-the batch.
+Latents and velocities are [B, …] and have the same dtype, float32 or float64. σ, log-probs, KL and weights are [B], one
+value per sample: values of shape [B, 1, 1, 1] would broadcast a loss [B] to [B, 1, 1, B]. No result depends on the
+other samples in the batch.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def log_prob(
     """Return log N(x'; μ, s²), [B] in the dtype of x, differentiable in v.
 
     The published mean over a latent's elements makes the ratio the geometric mean of the elements' ratios, which needs
-    clip ranges of 1e-5 to 1e-3. The sum is the density's log-prob; float32 resolves it to only 0.01 for 10⁵ elements.
+    clip ranges of 1e-5 to 1e-3. The sum is the log-density itself; for 10⁵ elements, float32 resolves it only to 0.01.
     s must be positive: `cps` has no log-prob at σ' = 0.
     """
     require_latents(x=x, x_next=x_next)
@@ -112,16 +112,16 @@ def log_prob(
 def gaussian_kl(step: Transition, v: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Return KL(π ‖ π_other), the mean over elements, [B] in the dtype of v, differentiable in both velocities.
 
-    Both policies have the same s, so the divergence is mean((μ − μ_other)²)/(2·s²), and symmetric. It is computed from
+    Both policies have the same s, so the divergence is mean((μ − μ_other)²)/(2·s²) and symmetric. It is computed from
     μ − μ_other = from_v·(v − v_other), which avoids the cancellation in μ − μ_other. For the SDEs it equals
-    Δ/2·(g·(1 − σ)/(2σ) + 1/g)²·mean((v − v_other)²). Flow-GRPO's code divides by g² instead of s² and returns Δ times
-    the KL.
+    Δ/2·(g·(1 − σ)/(2σ) + 1/g)²·mean((v − v_other)²). Flow-GRPO's code divides by g² instead of s² and therefore
+    returns Δ times the KL.
     """
     return ((step.from_v / step.std).square() / 2 * _mean_square_difference(v, other)).to(v.dtype)
 
 
 def velocity_kl(v: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return mean((v − v_other)²) over elements, [B] in the dtype of v: the KL without the factor of the denoising step
+    """Return mean((v − v_other)²) over elements, [B] in the dtype of v: the KL without its step-dependent factor
     (DiffusionNFT, https://arxiv.org/abs/2509.16117)."""
     return _mean_square_difference(v, other).to(v.dtype)
 
@@ -138,16 +138,16 @@ def interpolate(x0: torch.Tensor, noise: torch.Tensor, sigma: torch.Tensor) -> t
 
 
 def per_sample(values: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
-    """Reshape values [B] to [B, 1, …], in the dtype of latents [B, …], to multiply them. Raise a ValueError for any
-    other shape."""
+    """Cast values [B] to the latents' dtype and reshape them to [B, 1, …], so that they broadcast over latents [B, …].
+    Raise a ValueError for any other shape."""
     if values.shape != latents.shape[:1]:
         raise ValueError(f"values must have the same shape [B] as {len(latents)} samples, got {tuple(values.shape)}")
     return values.to(latents.dtype).view(-1, *[1] * (latents.dim() - 1))
 
 
 def element_mean(latents: torch.Tensor) -> torch.Tensor:
-    """Return the mean over each sample's elements, float64 [B]. Rounding to float32 then hides that the order of the
-    summation may depend on the batch size."""
+    """Return the mean over each sample's elements, float64 [B]. The order of summation may depend on the batch
+    size; rounding the result to float32 hides the difference."""
     return latents.flatten(1).double().mean(1)
 
 
@@ -161,15 +161,15 @@ def sigma_schedule(num_steps: int, shift: float) -> list[float]:
 
 
 def sde_window(num_sde_steps: int, within: range, seed: int, run_step: int) -> range:
-    """Return the denoising steps that a step of the run samples by the SDE and trains on; the ODE takes all others.
+    """Return the denoising steps that a training step samples with the SDE and trains on; all others use the ODE.
 
-    Flow-GRPO-Fast and MixGRPO (https://arxiv.org/abs/2507.21802) train on such a window. It is the same for all samples
-    of the run's step, so that a group's rewards differ by the noise of the same denoising steps.
+    Flow-GRPO-Fast and MixGRPO (https://arxiv.org/abs/2507.21802) train on such a window. All samples of a training
+    step share it, so that the rewards in a group differ by noise in the same denoising steps.
 
     Args:
         num_sde_steps: the length of the window.
-        within: the denoising steps from which the window is drawn, such as the first half. Leave out the last one,
-            whose small s amplifies rounding of latents in the log-prob.
+        within: the denoising steps from which the window is drawn, such as the first half. Exclude the last one:
+            its small s amplifies the latents' rounding errors in the log-prob.
     """
     start = random.Random(f"sde window {seed} {run_step}").randint(within.start, within.stop - num_sde_steps)
     return range(start, start + num_sde_steps)
@@ -180,14 +180,14 @@ def step_weights(
 ) -> torch.Tensor:
     """Return the loss weight of each denoising step of a schedule, float64 [N].
 
-    "deviation" is s / mean(s): more noise explores more, and log-prob gradients grow with 1/s (TempFlow-GRPO,
+    "deviation" is s / mean(s): noisier steps explore more, and log-prob gradients grow with 1/s (TempFlow-GRPO,
     https://arxiv.org/abs/2508.04324). Its published constant 2.25 is 1/mean(s) for one schedule. "inverse_interval" is
     1/Δ, by which GRPO-Guard's published code multiplies its loss (https://arxiv.org/abs/2510.22319).
 
     Args:
         sigmas: [N + 1], the schedule.
-        trained: the denoising steps that the run trains on, over which s is averaged. With a window, all that it is
-            drawn from, so that a step's weight does not depend on the window.
+        trained: the denoising steps that the run trains on, over which s is averaged. With a window, pass all steps
+            from which it is drawn, so that a step's weight does not depend on the window.
     """
     sigmas = sigmas.double()
     if weight == "none":

@@ -143,10 +143,10 @@ VERL = {
 WITHOUT_KEY = {
     "balance_batch": "the tokens of data-parallel ranks are always balanced",
     "calculate_log_probs": "the engines' log-probs are always compared (see the section logprob_check)",
-    "do_sample": "temperature=0 is greedy",
+    "do_sample": "temperature=0 means greedy decoding",
     "enable_chunked_prefill": "megarl sets it",
     "end_state_marker": "environment tokens are never trained on, and need no markers",
-    "n_gpus_per_node": "the layouts determine the number of GPUs",
+    "n_gpus_per_node": "the number of GPUs follows from the layouts",
     "no_think_rl": "all sampled tokens are trained on",
     "rollout.mode": "engines always batch requests asynchronously",
     "rollout.name": "vLLM is the only engine",
@@ -158,7 +158,7 @@ WITHOUT_KEY = {
 """Keys in verl and in projects based on it that have no equivalent -> the reason."""
 
 TRL = {
-    "beta": "algorithm.kl.coefficient (of DPO: algorithm.objective.beta)",
+    "beta": "algorithm.kl.coefficient (for DPO: algorithm.objective.beta)",
     "bf16": "model.dtype",
     "delta": "algorithm.objective.dual_clip",
     "environment_factory": "environment.class",
@@ -167,7 +167,7 @@ TRL = {
     "eval_dataset": "evaluation.sets",
     "eval_steps": "evaluation.every_steps",
     "generation_batch_size": "batch.prompts_per_step (prompts, not completions)",
-    "gradient_accumulation_steps": "batch.prompts_per_update (prompts of an optimizer step, over all devices)",
+    "gradient_accumulation_steps": "batch.prompts_per_update (prompts per optimizer step, across all devices)",
     "gradient_checkpointing": "actor.recompute",
     "importance_sampling_level": "algorithm.objective.name (token: clip, sequence: gspo)",
     "learning_rate": "actor.optimizer.lr",
@@ -179,7 +179,7 @@ TRL = {
     "mask_truncated_completions": "algorithm.objective.skip_truncated",
     "max_completion_length": "rollout.max_new_tokens",
     "max_grad_norm": "actor.optimizer.clip_grad_norm",
-    "max_steps": "run.steps (a step samples once, and may contain several optimizer steps)",
+    "max_steps": "run.steps (a step samples once but may contain several optimizer steps)",
     "model_name_or_path": "model.path",
     "num_generations": "batch.samples_per_prompt",
     "num_iterations": "batch.epochs",
@@ -207,7 +207,7 @@ TRL = {
     "vllm_tensor_parallel_size": "rollout.tp",
     "warmup_ratio": "actor.optimizer.schedule.warmup (below 1: a fraction of the run)",
 }
-"""Argument of TRL's trainers -> megarl key."""
+"""Argument of a TRL trainer -> megarl key."""
 
 VALUES: Mapping[str, Mapping[str, str]] = {
     "algorithm.advantage.estimator": {

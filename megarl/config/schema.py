@@ -332,7 +332,7 @@ class Config(Section):
 
     @property
     def agreement_limit(self) -> float:
-        """The maximum mean log-prob difference on samples of the current weights, in a step and on canary prompts."""
+        """The maximum mean log-prob difference of samples from the current weights, in a step and on canary prompts."""
         limit = self.logprob_check.limit
         return ROUNDING[self.precision] if limit is None else limit
 

@@ -101,13 +101,13 @@ def _wrong(detail: ErrorDetails, origin: str, file: str) -> str:
 
 
 def require_encodable(document: Document, file: str) -> None:
-    """Raise a UserError if a text cannot be encoded: half of a surrogate pair, or bytes on the command line that are
-    not UTF-8. Neither paths nor JSON files can contain it."""
+    """Raise a UserError if a string contains a lone surrogate, which is how Python represents command-line bytes that
+    are not UTF-8. Neither paths nor JSON files can contain one."""
     for key, value in _values((), document.values):
         if isinstance(value, str) and encodable(value) != value:
             raise UserError(
-                f"{document.origin(key, file)}: {_dotted(key)}={show(value)}: is not valid UTF-8 text. Fix: set "
-                f"{_dotted(key)} to text without these characters"
+                f"{document.origin(key, file)}: {_dotted(key)}={show(value)}: not valid UTF-8. Fix: remove the "
+                "invalid characters"
             )
 
 

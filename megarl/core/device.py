@@ -126,8 +126,8 @@ def release_cache() -> None:
 
 
 def send(tensor: torch.Tensor, target: torch.device) -> torch.Tensor:
-    """Copy a small host tensor to a device. On CUDA, the host does not wait for the work queued on the device, as it
-    would if the memory were not page-locked."""
+    """Copy a small host tensor to a device. On CUDA, the copy goes through page-locked memory, so that the host does
+    not wait for work queued on the device."""
     if target.type != "cuda":
         return tensor.to(target)
     return tensor.pin_memory().to(target, non_blocking=True)

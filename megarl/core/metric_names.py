@@ -148,11 +148,11 @@ METRICS = (
     Declaration("correction/masked_frac", "fraction of masked tokens", "", "correction.mask"),
     Declaration(
         "mismatch/logprob_abs_mean",
-        "mean |trainer log-prob − engine log-prob| before the updates, on samples that are not stale",
+        "mean |trainer log-prob − engine log-prob| before the updates, excluding stale samples",
         "nats",
     ),
     Declaration("mismatch/logprob_abs_max", "maximum of the same", "nats"),
-    Declaration("mismatch/kl", "KL(engine ‖ trainer) on these samples, estimated by k3", "nats/token"),
+    Declaration("mismatch/kl", "KL(engine ‖ trainer), excluding stale samples, estimated by k3", "nats/token"),
     Declaration("mismatch/outlier_frac", "fraction of all tokens above logprob_check.threshold"),
     Declaration("mismatch/effective_frac", "effective sample size of the engine's tokens under the trainer's policy"),
     Declaration("policy_lag/logprob_abs_mean", "mismatch/logprob_abs_mean on stale samples", "nats", STALENESS),

@@ -12,7 +12,7 @@ Reduction = Literal["mean", "sum", "max", "min"]
 @dataclass(frozen=True, slots=True)
 class Metric:
     """A value, its reduction, and its weight in a mean (number of tokens, samples, …). A maximum or minimum with weight
-    0 has no values. Sums ignore the weight."""
+    0 is empty. Sums ignore the weight."""
 
     value: float
     weight: float = 1.0
@@ -25,8 +25,8 @@ class Metric:
 
 
 def merge(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """Combine the metrics of several microbatches or ranks by name. Metrics with weight 0 are
-    omitted, except sums."""
+    """Combine the metrics of several microbatches or ranks by name. Except for sums, metrics with weight 0 are
+    omitted."""
     metrics_by_name: dict[str, list[Metric]] = {}
     for part in parts:
         for name, metric in part.items():

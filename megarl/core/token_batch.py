@@ -43,7 +43,7 @@ class TokenBatch:
     scale             float64 [S]
     token_baseline    float32 [S]    baseline for per-token rewards
     token_scale       float32 [S]    scale for per-token rewards
-    stale             bool [S]       whether earlier weights sampled the sample's oldest token; None: no sample is stale
+    stale             bool [S]       whether the oldest token was sampled with earlier weights; None: no sample is stale
     old               float32 [N]    log-prob under the policy at the start of the step; None: the current policy
     reference         float32 [N]    log-prob under the reference policy; None: not needed
     values            float32 [N]    critic's value, at the start of the step, of the state in which each target was
@@ -94,7 +94,7 @@ class TokenBatch:
     routes: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> TokenBatch:
-        """Return the batch on another device, but document_tokens and boundaries on the host, where they are read."""
+        """Copy the batch to a device, except document_tokens and boundaries, which are read on the host."""
         names = [f.name for f in fields(self) if f.name not in ("document_tokens", "boundaries")]
         values = {name: getattr(self, name) for name in names}
         return replace(self, **{name: value.to(device) for name, value in values.items() if value is not None})

@@ -378,7 +378,8 @@ class SampleRef:
         reward_from_others: part of the scalar reward that comes from token and KL rewards of the rollout's other
             samples.
 
-    is_stale: whether the step that trains on the sample starts from newer weights than those of its oldest token.
+    is_stale: whether the step that trains on the sample starts from newer weights than those that sampled its
+        oldest token.
 
     Inputs of the loss, once the sample is dispatched to a rank:
         scalar_reward: the reward without per-token rewards that are dispatched separately.

@@ -256,7 +256,7 @@ def _is_labels(value: Any) -> bool:
 
 
 def _is_answer(value: Any) -> bool:
-    """Return whether the value is a JSON value. NaN is not: pandas writes it for a missing answer."""
+    """Return whether this is a JSON value. NaN, which pandas writes for a missing answer, is not."""
     return _is_json(value) and not (isinstance(value, float) and not math.isfinite(value))
 
 

@@ -253,7 +253,7 @@ def _call(value: Any, text: str, keys: Sequence[str] = ("arguments",)) -> Call:
 
 
 def _block(text: str) -> tuple[str, str] | None:
-    """Return the name on the first line and the JSON in the code block after it, or None if there is no block."""
+    """Return the name on the first line and the JSON in the code block that follows, or None if there is no block."""
     before, fence, after = text.partition("```")
     name, after = before.strip(), after.removeprefix("json")
     indent = after[: len(after) - len(after.lstrip())]
@@ -269,8 +269,8 @@ def _json(text: str) -> Any:
 
 
 def _require_plain(value: Any) -> None:
-    """Raise a ValueError for an escape sequence that is a lone surrogate, which tokenizers reject, for a number such as
-    1e999, which becomes an infinity, and for a value that is nested too deeply."""
+    """Raise a ValueError for lone surrogates, which tokenizers reject, for numbers such as 1e999, which parse as
+    infinity, and for values that are nested too deeply."""
     if is_deeper(value, MAX_DEPTH):
         raise ValueError("it is nested too deeply")
     json.dumps(value, ensure_ascii=False, allow_nan=False).encode()

@@ -65,8 +65,8 @@ def start_metrics(
     """Return metrics relative to the policy at the start of the step. They include the mismatch between its log-probs
     and the engine's. Once updates have moved the policy, they also include the drift from its starting point.
 
-    On stale samples the difference between these log-probs also includes the updates since they were sampled, so it is
-    reported as policy lag. Updates without log-probs from the start of the step have no mismatch metrics, and their
+    For stale samples, the difference between these log-probs also reflects the updates since they were sampled, so it
+    is reported as policy lag. Updates without log-probs from the start of the step have no mismatch metrics, and their
     drift is measured from the engine's log-probs. The moments of the importance weights (trainer / engine) give the
     effective sample size.
     """
@@ -91,7 +91,7 @@ def start_metrics(
 
 
 def _difference_metrics(section: str, log_ratio: torch.Tensor, mask: torch.Tensor) -> Sums:
-    """Return the metrics for the ratio of the trainer's to the engine's probabilities, float32 [N]."""
+    """Return the metrics of a log-ratio of the trainer's to the engine's probabilities, float32 [N]."""
     return {
         f"{section}/logprob_abs_mean": mean(log_ratio.abs(), mask),
         f"{section}/logprob_abs_max": largest(log_ratio.abs(), mask),

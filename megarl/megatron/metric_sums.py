@@ -41,6 +41,6 @@ def mean(values: torch.Tensor, weight: torch.Tensor) -> Sum:
 
 
 def largest(values: torch.Tensor, mask: torch.Tensor) -> Sum:
-    """Return the maximum over the tokens in the mask, or 0 if all are negative. It is omitted if no microbatch has a
-    token. Indexing with values[mask] would synchronize with the device."""
+    """Return the maximum over the tokens in the mask, or 0 if all are negative. The metric is omitted if the mask
+    is empty in every microbatch. Indexing with values[mask] would synchronize with the device."""
     return torch.cat((values.detach().where(mask, 0), values.new_zeros(1))).max(), mask.sum(), "max"

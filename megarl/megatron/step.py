@@ -91,7 +91,7 @@ def _token_schedule(
     compute: Callable[[ModelInput, torch.Tensor], tuple[torch.Tensor, Any]],
     forward_only: bool,
 ) -> AbstractContextManager[Callable[[], list[Any]]]:
-    """Return `schedule` for language models."""
+    """Return the `schedule` of a language model."""
     sequence_parallel = chunks[0].config.sequence_parallel
     return schedule(
         chunks,
@@ -131,9 +131,9 @@ def schedule(
 
     Args:
         prepare: for each microbatch, a function that returns the model's input.
-        run_chunk: runs a chunk on such an input.
-        compute: returns the loss and any other result from the model's output.
-        longest: upper bound of the number of tokens in a microbatch. Each stage receives the actual number from the
+        run_chunk: runs a chunk on this input.
+        compute: maps the model's output to the loss and an arbitrary second result.
+        longest: upper bound on the number of tokens in a microbatch. Each stage receives the actual number from the
             previous one.
     """
 

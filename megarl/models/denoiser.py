@@ -47,14 +47,15 @@ class DenoiserShape(ModelShape):
     """The architecture parameters of a single-stream diffusion transformer.
 
     Attributes:
-        refiners: number of layers that process images alone, equal to the number that process captions alone.
+        refiners: number of layers that process only images; as many layers process only captions.
         channels: number of latent channels.
-        patch: height and width of the square of latents that form a token.
+        patch: height and width of the square of latents that forms a token.
         caption: number of channels of the text encoder's output.
         conditioning: number of channels of the embedded noise level.
-        time_scale: factor of the noise level before it is embedded.
+        time_scale: factor by which the noise level is multiplied before it is embedded.
         rotary_base: base of the rotary position embedding.
-        rotary_axes: number of rotary channels per axis: the caption's token or the image, its rows and its columns.
+        rotary_axes: number of rotary channels per axis. The axes are the caption token or the image, the image's row,
+            and its column.
         axis_lengths: number of positions per axis.
     """
 

@@ -139,7 +139,7 @@ def _checked(key: str, path: str, folder: Path) -> Path:
         elif (folder / "adapter_config.json").is_file():
             fix = (
                 "to train, use the base model with this folder as actor.lora.path; otherwise, merge one of the run's "
-                "checkpoints with adapters-to-hf"
+                "checkpoints with megarl convert adapters-to-hf"
             )
         raise UserError(f"{key}={path}: has no config.json. Fix: {fix}")
     return folder

@@ -15,7 +15,7 @@ from megarl.core.text import encodable
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DIFFUSERS_INDEX, DIFFUSERS_SINGLE = (f"diffusion_pytorch_{name}" for name in (INDEX, SINGLE))
 DTYPES = ("F64", "F32", "F16", "BF16")
-"""Supported dtypes, by their names in safetensors files."""
+"""Supported dtypes, as named in safetensors files."""
 
 LONGEST_NAME = 255
 LFS_POINTER = b"version https://git-lfs"

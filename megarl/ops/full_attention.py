@@ -1,4 +1,4 @@
-"""Attention without a causal mask within each document of a pack, in plain torch, at the cost of separate documents."""
+"""Bidirectional attention within each document of a pack, in plain torch, at the cost of separate documents."""
 
 from __future__ import annotations
 

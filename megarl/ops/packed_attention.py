@@ -82,7 +82,7 @@ def documents_of(
         key_positions: int64 [T], the pack position of each row in keys and values. Required with `query_positions`.
         device: device of the attention's inputs; by default, that of `document_tokens`.
     """
-    # NumPy, because torch's threads make operations on such short arrays slower on machines with many cores.
+    # NumPy is faster: on machines with many cores, torch's threads slow down operations on such short arrays.
     device, tokens = device or document_tokens.device, document_tokens.cpu().numpy()
     num_tokens = int(tokens.max()) + 1
     documents = np.split(tokens, boundaries[1:-1].cpu().numpy())

@@ -115,13 +115,13 @@ CHARTS = (
     ),
     Chart(
         "Trainer–rollout mismatch",
-        "|trainer log-prob − engine log-prob| of the sampled tokens, before the step's updates, without stale samples.",
+        "|trainer log-prob − engine log-prob| of sampled tokens, before the step's updates. Excludes stale samples.",
         (("mismatch/logprob_abs_mean", "mean"), ("mismatch/logprob_abs_max", "largest")),
         log=True,
     ),
     Chart(
         "Policy lag",
-        "|trainer log-prob − engine log-prob| of stale samples, whose tokens earlier weights sampled.",
+        "|trainer log-prob − engine log-prob| of stale samples, which were sampled with earlier weights.",
         (("policy_lag/logprob_abs_mean", "mean"), ("policy_lag/logprob_abs_max", "largest")),
         log=True,
     ),

@@ -84,8 +84,8 @@ def write_folder(
 
 
 def write_description(hf_config: Mapping[str, Any], dtype: str, source: Path, folder: Path) -> None:
-    """Write config.json with the dtype of the weights, which diffusers omits, and copy all other non-weight files from
-    `source`."""
+    """Write config.json, with the dtype of the weights unless it is a diffusers config, and copy all other non-weight
+    files from `source`."""
     for path in sorted(source.iterdir()):
         is_weights = path.suffix in WEIGHT_SUFFIXES or path.name.endswith(".index.json")
         if path.is_file() and not is_weights and path.name != "config.json":

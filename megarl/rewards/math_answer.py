@@ -34,7 +34,7 @@ _SYMBOLS = str.maketrans({"\N{FRACTION SLASH}": "/", "∞": "\\infty ", "·": "\
 _UNICODE = re.compile(
     r"(?P<whole>[0-9]{0,5})(?P<fraction>[¼-¾⅐-⅞])|(?P<power>[⁺⁻]?[⁰¹²³⁴-⁹]+)|√(?P<radicand>[0-9]+|[a-z])"
 )
-"""A fraction, a power or a root in Unicode, which math-verify does not read."""
+"""A fraction, a power or a root in Unicode, which math-verify cannot parse."""
 
 _EULER = re.compile(r"[+-]?[0-9]+e[+-]?[1-9]")
 """Text in which `e` more likely means Euler's number than an exponent."""
@@ -208,7 +208,7 @@ def _normalized(text: str) -> str:
 
 
 def _as_latex(match: re.Match[str]) -> str:
-    """Return Unicode characters such as ½, √2 or ² in a notation that math-verify reads."""
+    """Convert Unicode text such as ½, √2 or ² to a notation that math-verify can parse."""
     if match["fraction"] is not None:
         numerator, denominator = unicodedata.normalize("NFKC", match["fraction"]).split("\u2044")
         whole = match["whole"] or ""

@@ -21,8 +21,8 @@ ENVIRONMENT = "environment"
 """Name of the environment's reward component."""
 
 LARGEST = 3.4e38
-"""Maximum absolute value of a reward. The trainer computes with float32, and the square of a larger reward may exceed
-the range of a float."""
+"""Maximum absolute value of a reward. The trainer computes in float32, and squares of much larger rewards would
+overflow even float64."""
 
 
 class Scorer:
@@ -136,7 +136,7 @@ def _environment_parts(episode: Episode) -> dict[str, float]:
     """Return the environment's total reward and its named components."""
     named = {f"{ENVIRONMENT}_{name}": total for name, total in episode.parts.items()}
     rewards = [*(reward for reward in episode.rewards if reward is not None), episode.outcome]
-    # fsum raises an exception if the sum overflows, or consists of infinities with different signs.
+    # fsum raises an exception if the sum overflows or contains infinities of opposite sign.
     return {ENVIRONMENT: math.fsum(rewards) if math.isfinite(sum(rewards)) else math.nan, **named}
 
 

@@ -53,8 +53,8 @@ class Checkpoints:
         return self.pointed_to(BEST)
 
     def pointed_to(self, name: str) -> Path | None:
-        """Return the checkpoint that a pointer names, or None if the pointer does not exist. Raise the errors of
-        `latest`."""
+        """Return the checkpoint that a pointer names, or None if the pointer does not exist. Raise the same
+        errors as `latest`."""
         pointer = self.path / name
         if not os.path.lexists(pointer):
             return None

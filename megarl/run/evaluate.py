@@ -54,7 +54,7 @@ def run(config: Config, out: Path, scratch: Path) -> None:
     if config.actor.lora.path is not None:
         print(
             f"warning: actor.lora.path={config.actor.lora.path} is ignored: the model is evaluated without these "
-            "adapters. To evaluate them, merge a checkpoint with adapters-to-hf",
+            "adapters. To evaluate them, merge a checkpoint with megarl convert adapters-to-hf",
             flush=True,
         )
     config = with_engines_only(config)

@@ -285,7 +285,7 @@ class RunFolder:
 
     @property
     def _content(self) -> dict[str, Any]:
-        """The content of the manifest; empty if the file was removed, which does not end a run."""
+        """The content of the manifest; empty if the file was removed, which must not end a run."""
         return read_object(self.manifest) if os.path.lexists(self.manifest) else {}
 
     def _newest_manifest(self) -> Path | None:

@@ -29,8 +29,8 @@ STACKS_S = 0.1
 """Seconds that a process has to write its stack traces, about a hundred times as long as it needs."""
 
 EXIT_S = 10.0
-"""Seconds that a process has to exit after its connection has closed. Python closes it before the process exits. On a
-busy machine more than a second may pass in between."""
+"""Seconds that a process has to exit after its connection has closed. Python closes the connection before the process
+exits; on a busy machine, more than a second may pass in between."""
 
 CLEANUP_S = 20.0
 """Seconds that a self-cleaning program has to exit after the process that started it was killed. The longest grace
@@ -124,8 +124,8 @@ class ChildProcess:
         return True
 
     def call(self, request: bytes, timeout_s: float, number: int | None = None) -> dict[str, Any]:
-        """Send a request and return the reply without its `id`, which is `number`. Messages with another id are
-        dropped, because code in the child may have sent them. timeout_s limits the total time."""
+        """Send a request and return the reply without its `id`, which is `number`. Messages with a different id
+        are dropped, because user code in the child may have sent them. timeout_s limits the total time."""
         deadline = time.monotonic() + timeout_s
         self.send(request, timeout_s)
         while (reply := self.receive(deadline - time.monotonic())).pop("id", None) != number:
@@ -323,12 +323,12 @@ def group_sizes() -> Counter[int]:
 
 
 def new_number() -> int:
-    """Return the id of a request. It is random, so that code in the child cannot reply to other requests."""
+    """Return a random id for a request, so that user code in the child cannot reply to other requests."""
     return secrets.randbits(62)
 
 
 def parse(line: bytes) -> dict[str, Any]:
-    """Decode a message, and make its text encodable. Raise ValueError if it is not a JSON object."""
+    """Decode a message and replace lone surrogates in it. Raise ValueError if it is not a JSON object."""
     try:
         message = encodable(json.loads(line))
     except (ValueError, RecursionError):

@@ -29,7 +29,7 @@ from tests.tiny_denoiser import random_documents, write_tiny_denoiser
 
 DOCUMENTS = random_documents()
 STEP = 0.1
-"""Difference in noise level between two denoising steps."""
+"""Difference in noise level between consecutive denoising steps."""
 
 
 def loss(documents: Sequence[Document], velocities: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[float]]:
@@ -46,8 +46,8 @@ def loss(documents: Sequence[Document], velocities: Sequence[torch.Tensor]) -> t
 
 @dataclass(frozen=True)
 class Result(RankResult):
-    """A rank's gradients, with their norm. A rank that reports metrics also has its terms of the loss, and the velocity
-    of each of its documents, by number."""
+    """A rank's gradients and their norm. Ranks that report metrics also return their terms of the loss and their
+    documents' velocities, by number."""
 
     norm: float
     terms: list[float]

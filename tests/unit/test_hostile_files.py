@@ -201,9 +201,9 @@ def test_value_on_the_command_line(value: str) -> None:
         *(("rollout.stop", r'["a\udcff"]'), ("data.options.a", r'"a\ud800"')),
     ],
 )
-def test_text_that_is_not_utf_8_on_the_command_line(key: str, value: str) -> None:
-    """Python represents the byte 0xff in an argument as half of a surrogate pair."""
-    with pytest.raises(UserError, match=rf"^command line: {re.escape(key)}.*=.*: is not valid UTF-8 text\. Fix: "):
+def test_invalid_utf8_on_the_command_line(key: str, value: str) -> None:
+    """Python represents the byte 0xff in an argument as a lone surrogate."""
+    with pytest.raises(UserError, match=rf"^command line: {re.escape(key)}.*=.*: not valid UTF-8\. Fix: "):
         load(QUICKSTART, [f"{key}={value}"])
 
 

@@ -305,8 +305,8 @@ def _update(case: Case, profiles: bool = True) -> Figures:
 
 
 def _profile(function: Callable[[], object]) -> Figures:
-    """Return the 25 kernels with the most time in a call, the calls that make the host wait, and the 25 operators with
-    the most time on the host, not counting those that they call."""
+    """Return a call's 25 slowest kernels, the calls that block the host, and the 25 operators with the most self time
+    on the host."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     activities += [torch.profiler.ProfilerActivity.CUDA] if device.on_cuda() else []
     with torch.profiler.profile(activities=activities) as profiler:
@@ -506,7 +506,8 @@ def _attend(name, describe, attend, pack, inputs, gradient, scale) -> tuple[Figu
 
 
 def saved() -> Figures:
-    """Compare the bytes that the forward pass saves for the backward pass with the plan, for each kind of model."""
+    """Compare the bytes that the forward pass saves for the backward pass with the memory plan, for each kind
+    of model."""
     sizes = pick(dict(hidden_size=1024, num_attention_heads=8, head_dim=128, intermediate_size=2560), {})
     figures: Figures = {}
     for case, (model, overrides) in memory.CASES.items():

@@ -21,9 +21,9 @@ def grpo(group: Sequence[Member], std: str, std_epsilon: float) -> list[Baseline
 
 
 def grpo_with_batch_std(groups: Sequence[Sequence[Member]], std: str, std_epsilon: float) -> list[list[Baseline]]:
-    """Return for each group the baseline b = mean(r) and scale c = std(R) + std_epsilon, where R has the rewards of all
-    groups: Flow-GRPO (https://arxiv.org/abs/2505.05470) with a global standard deviation. Equal rewards within a group
-    then have advantage 0, and a group with a small spread is not amplified."""
+    """Return for each group the baseline b = mean(r) and scale c = std(R) + std_epsilon, where R contains the
+    rewards of all groups: Flow-GRPO (https://arxiv.org/abs/2505.05470) with a global standard deviation. Groups with
+    equal rewards have advantage 0, and small spreads within a group are not amplified."""
     rewards = [member.reward for group in groups for member in group]
     scale = scale_of(standard_deviation(rewards, std), std_epsilon)
     return [[Baseline(baseline.center, scale) for baseline in group_mean(group)] for group in groups]

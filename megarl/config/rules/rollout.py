@@ -131,7 +131,7 @@ def stopping_requires_fresh_samples(config: Config) -> Iterator[str]:
     if check.action == "stop" and staleness and check.canaries != "refits":
         yield (
             f"logprob_check.action=stop: with rollout.max_staleness={staleness}, all samples of a step may be stale, "
-            "and their differences have no limit. Fix: set logprob_check.canaries=refits, or logprob_check.action=warn"
+            "and stale samples have no limit. Fix: set logprob_check.canaries=refits, or logprob_check.action=warn"
         )
 
 

@@ -42,7 +42,7 @@ SEND_S = 60.0
 """Seconds within which a client must receive a response."""
 
 MAX_TOOL_SETS = 128
-"""Maximum number of distinct sets of tools whose renderers are kept. Each task may have its own tools."""
+"""Maximum number of cached renderers, one per distinct set of tools. Each task may have its own tools."""
 
 SHUTDOWN_S = 2.0
 RETRIES = "x-stainless-retry-count"
@@ -58,8 +58,8 @@ class SessionServer:
         """Create a server.
 
         Args:
-            tokens_of: function that returns the renderer for a request's tools. The last MAX_TOOL_SETS renderers are
-                kept.
+            tokens_of: function that returns the renderer for a request's tools. The MAX_TOOL_SETS most recently used
+                renderers are cached.
             sampling: the run's sampling parameters, keyed by API name. Requests may contain the same values.
         """
         self._tokenizer, self._sampling = tokenizer, sampling or {}

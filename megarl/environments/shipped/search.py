@@ -131,7 +131,7 @@ class SearchToolEnvironment(_Searching):
 
 def first_action(text: str) -> tuple[str | None, str]:
     """Return the name and the content of the first closed tag, or None and "" if there is none. Takes linear time, even
-    if the text repeats a tag without its end."""
+    if the text repeats an opening tag without closing it."""
     ends = {name: text.rfind(f"</{name}>") for name in ("search", "answer")}
     for tag in _TAG.finditer(text):
         if tag.end() <= ends[tag["name"]]:
@@ -161,7 +161,7 @@ def exact_match(response: str, answer: Any) -> float:
 
 
 def normalize(text: str) -> str:
-    """Return the text in lower case without punctuation and articles, unless it consists of nothing else."""
+    """Convert the text to lower case and remove punctuation and articles, unless nothing would remain."""
     lower = text.lower()
     words = "".join(character for character in lower if character not in string.punctuation)
     return " ".join(_ARTICLE.sub(" ", words).split()) or lower.strip()

@@ -75,7 +75,7 @@ def fuse_rotation() -> None:
 
     def rotated_documents(x: torch.Tensor, boundaries: torch.Tensor, angles: torch.Tensor, **keywords) -> torch.Tensor:
         if len(boundaries) == 2 and keywords["cp_group"].size() == 1:
-            # Megatron would copy the angles for the queries and keys of each layer, and keep the copies.
+            # Megatron would copy the angles for the queries and keys in each layer, and keep the copies.
             del keywords["cp_group"]
             return rope_utils._apply_rotary_pos_emb_bshd(x.unsqueeze(1), angles[: len(x)], **keywords).squeeze(1)
         return documents_in_torch(x, boundaries, angles, **keywords)

@@ -58,11 +58,11 @@ class Canonical:
         return self.model.num_layers
 
     def preceding_layers(self) -> dict[str, int]:
-        """Return Megatron's prefix -> layer for the layers before the main stack, all in the first pipeline stage."""
+        """Return Megatron's prefix -> layer for the layers before the main stack, all on the first pipeline stage."""
         return {}
 
     def tilings_before_layers(self, is_first: bool, vocab_multiple: int) -> dict[str, Tiling]:
-        """Return Megatron's parameter -> tiling for the parameters of a model chunk before its layers.
+        """Return Megatron's parameter -> tiling for a model chunk's parameters before its layers.
 
         Args:
             is_first: whether the chunk is the model's first.
@@ -111,9 +111,9 @@ class Canonical:
 
 
 class DenoiserCanonical(Canonical):
-    """Names and shapes of the tensors in diffusers' checkpoint of an image model's transformer.
+    """Names and shapes of the tensors in the diffusers checkpoint of an image model's transformer.
 
-    The main stack's layers come first; they are followed by the layers that refine images, then captions.
+    The main stack's layers come first, then those that refine images, then those that refine captions.
     """
 
     def __init__(self, config: Mapping[str, Any]):
@@ -155,7 +155,7 @@ def _whole(tensors: Mapping[str, str]) -> dict[str, Tiling]:
 
 
 class _Layer(NamedTuple):
-    """The parts and tensors in a layer. All layers of a kind share them, such as all layers with experts."""
+    """The parts and tensors in a layer. All layers of a kind, such as those with experts, share them."""
 
     parts: list[Part]
     shapes: dict[str, Shape]

@@ -39,7 +39,7 @@ MODULATION = [
 ]
 
 TIME_CHANNELS, TIME_HIDDEN = 256, 1024
-"""Number of cosines and sines of the noise level, and of hidden channels in the network that embeds them."""
+"""Number of cosines and sines of the noise level, and number of hidden channels in the network that embeds them."""
 
 STACKS = ("noise_refiner", "context_refiner")
 """The stacks of layers before the main stack: one processes images, the other captions."""

@@ -135,7 +135,7 @@ class TorchDistFolder:
         """Raise a UserError that names the file if the value of a key cannot be loaded from it."""
         try:
             yield
-        except (OSError, MemoryError):  # not caused by the content of the file
+        except (OSError, MemoryError):  # not caused by the file's content
             raise
         except Exception as error:  # a malicious pickle may raise any exception
             # torch's message advises to load the file with weights_only=False, which would run its code.

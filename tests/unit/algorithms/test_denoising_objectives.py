@@ -82,8 +82,8 @@ def nft(v: torch.Tensor, advantage: torch.Tensor, rows: slice = slice(None)) -> 
     return diffusion_nft(v, OLD_V[rows], X[rows], x, SIGMA[rows], advantage, **NFT)
 
 
-def test_nft_gradient_at_the_old_policy_is_proportional_to_the_advantage():
-    """At v = v_old both errors are equal and their gradients opposite, which leaves c·(2r − 1) = A times one."""
+def test_nft_gradient_at_old_policy_is_proportional_to_advantage():
+    """At v = v_old both errors are equal and their gradients opposite, so the sum is c·(2r − 1) = A times one."""
     v = OLD_V.clone().requires_grad_()
     [gradient] = torch.autograd.grad(nft(v, ADVANTAGE).sum(), v)
     sigma, error = SIGMA.view(4, 1, 1), OLD_V - (NOISE - X)
@@ -98,7 +98,7 @@ def test_nft_limits_the_advantage():
 
 
 def test_nft_is_finite_for_an_exact_velocity():
-    """With signs and a mixture of ½, no operation rounds."""
+    """With values of ±1 and a mixture of ½, all operations are exact."""
     noise, black, options = NOISE.sign(), torch.zeros_like(X), dict(mixture=0.5, advantage_limit=5.0)
     v = noise.clone().requires_grad_()
     loss = diffusion_nft(v, noise, black, policy.interpolate(black, noise, SIGMA), SIGMA, ADVANTAGE, **options)
@@ -113,7 +113,7 @@ def test_nft_loss_does_not_depend_on_the_batch(row):
 
 
 def test_losses_reject_columns():
-    """Losses [B] times a column [B, 1] would be [B, B]."""
+    """A loss [B] times a column [B, 1] would broadcast to [B, B]."""
     column = ADVANTAGE[:, None]
     with pytest.raises(ValueError, match="same shape"):
         grpo_guard(ADVANTAGE, ADVANTAGE, ADVANTAGE, column, ADVANTAGE, **GUARD)

@@ -1,4 +1,4 @@
-"""Results of public trainers of flow-matching models on a small batch of denoising steps, in float32.
+"""Comparison with public trainers of flow-matching models on a small batch of denoising steps, in float32.
 
 Each entry of the file names the repository and function that computed it.
 """
@@ -166,7 +166,7 @@ def test_advantages_match_libraries(library, std, over, flag):
 
 @pytest.mark.parametrize(("over", "flag"), [("group", "false"), ("batch", "true")])
 def test_advantages_of_each_step_match_flow_grpo(over, flag):
-    """With a reward for each denoising step, each step is a batch of its own."""
+    """With one reward per denoising step, each step forms a separate batch."""
     recorded = RECORDED["advantages"]["per_step"]
     steps = [
         advantages(recorded["prompts"], list(rewards), over, "population", std_epsilon=1e-4)

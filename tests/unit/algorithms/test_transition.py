@@ -19,7 +19,7 @@ SHAPE = (3, 2, 4, 5)
 
 
 def steps(kind: str, noise_level: float, rows: slice = slice(None)) -> Transition:
-    """Return three transitions that differ in σ, or some of them."""
+    """Return transitions for three samples with different σ, or for some of these samples."""
     return transition(kind, noise_level, SIGMA[rows], SIGMA_NEXT[rows], SECOND[rows])
 
 
@@ -48,7 +48,7 @@ def mixture_velocity(x: torch.Tensor, sigma: float) -> torch.Tensor:
     ids=["ode", "flow", "dance", "cps"],
 )
 def test_sampling_keeps_the_distribution_except_for_cps(kind, noise_level, expected):
-    """200 steps with the exact velocity. The sampling error of the standard deviation is 0.006."""
+    """Take 200 steps with the exact velocity. The sampling error of the standard deviation is 0.006."""
     assert pytest.approx(1.407, abs=1e-3) == EXACT_STD
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(30_000, 1, generator=generator)
@@ -118,7 +118,7 @@ def test_log_prob_matches_normal_distribution(kind, noise_level):
 
 
 @pytest.mark.parametrize(("kind", "noise_level"), KINDS)
-def test_log_prob_of_a_sample_depends_on_its_noise_only(kind, noise_level):
+def test_log_prob_of_a_sample_depends_only_on_its_noise(kind, noise_level):
     x, v, noise = latents(3)
     step = steps(kind, noise_level)
     expected = Normal(0.0, 1.0).log_prob(noise).flatten(1).mean(1) - step.std.log()
@@ -198,7 +198,7 @@ def test_results_do_not_depend_on_the_batch(kind, noise_level, row):
 
 
 def test_other_shapes_are_rejected():
-    """A scalar of shape [B, 1, 1, 1] would turn a loss [B] into [B, 1, 1, B]."""
+    """Values of shape [B, 1, 1, 1] would broadcast a loss [B] to [B, 1, 1, B]."""
     x, v = latents(2)
     column = SIGMA.view(3, 1, 1, 1)
     with pytest.raises(ValueError, match="same shape"):
@@ -234,7 +234,7 @@ def test_flow_replaces_sigma_in_the_first_step_only():
     assert step.std.tolist() == pytest.approx(expected)
 
 
-def test_last_step_amplifies_rounding_of_latents():
+def test_last_step_amplifies_rounding_errors_of_latents():
     """Rounding of x' by e changes the log-prob by about e/s, here 35 times more than in any other step. The schedule is
     that of diffusers' FlowMatchEulerDiscreteScheduler(shift=3), which applies the shift to the smallest t twice."""
     times = torch.linspace(1, 0.003 / 1.002, 10, dtype=torch.float64)
@@ -266,7 +266,7 @@ def test_schedule_falls_from_one_to_zero(num_steps):
     assert sigma_schedule(2, shift=3.0)[1] == pytest.approx(0.75)
 
 
-def test_window_depends_on_seed_and_run_step_only():
+def test_window_depends_only_on_seed_and_run_step():
     windows = [sde_window(2, range(1, 6), seed=4, run_step=step) for step in range(200)]
     assert windows == [sde_window(2, range(1, 6), seed=4, run_step=step) for step in range(200)]
     assert set(windows) == {range(start, start + 2) for start in (1, 2, 3, 4)}
@@ -284,7 +284,7 @@ def test_deviation_weights_have_mean_one_over_trained_steps(kind, noise_level):
     torch.testing.assert_close(weights / weights[2], step.std / step.std[2])
 
 
-def test_other_step_weights():
+def test_step_weights_none_and_inverse_interval():
     sigmas = torch.tensor([1.0, 0.75, 0.25, 0.0])
     assert step_weights("none", "flow", 0.7, sigmas, trained=[0, 1]).tolist() == [1, 1, 1]
     assert step_weights("inverse_interval", "flow", 0.7, sigmas, trained=[0, 1]).tolist() == [4, 2, 4]

@@ -56,7 +56,7 @@ def test_threads_share_the_cores(overrides: list[str], cores: int, trainer: int,
         (["actor.megatron_overrides.optimizer={optimizer_cpu_offload: true}"], 4),
     ],
 )
-def test_gpu_rank_has_one_thread_unless_its_optimizer_runs_on_the_host(overrides: list[str], threads: int) -> None:
+def test_gpu_rank_has_one_thread_unless_optimizer_is_on_host(overrides: list[str], threads: int) -> None:
     trainers = placed("cluster.placement=disaggregated", *overrides, cores=8, on_gpus=True).trainers
     assert {process.threads for process in trainers} == {threads}
 

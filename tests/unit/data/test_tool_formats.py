@@ -99,8 +99,8 @@ CALLS = {
 
 
 @pytest.mark.parametrize("filler", [" ", "\n", "```", "x", "json\n"])
-def test_block_of_a_deepseek_call_is_found_in_linear_time(filler):
-    """The search held Python's lock for minutes, and every other rollout of the engine waited."""
+def test_deepseek_code_block_is_found_in_linear_time(filler):
+    """A backtracking search would hold the GIL for minutes and block all other rollouts of the engine."""
     begin = time.perf_counter()
     for text in (filler * 200_000, f"```json\n{filler * 200_000}", f"a{filler * 200_000}b```"):
         tool_formats._block(text)

@@ -170,7 +170,7 @@ def only_sampled_tokens_are_trained(_: Path) -> None:
     assert sample.response_mask.tolist() == [True, True, False, False, True]
 
 
-def long_prompts_are_not_cut(_: Path) -> None:
+def long_prompts_are_not_truncated(_: Path) -> None:
     assert set(get_args(Config.model_fields["data"].annotation.model_fields["overlong"].annotation)) == {
         "refuse",
         "drop",
@@ -198,7 +198,7 @@ def layouts_determine_the_number_of_gpus(_: Path) -> None:
     )
 
 
-def engines_are_vllms(_: Path) -> None:
+def vllm_is_the_only_engine(_: Path) -> None:
     assert "engine" not in Config.model_fields["rollout"].annotation.model_fields
 
 
@@ -213,7 +213,7 @@ CLAIMS: dict[str, Callable[[Path], None]] = {
     "enable_chunked_prefill": chunked_prefill_is_managed,
     "end_state_marker": only_sampled_tokens_are_trained,
     "extra_info": functions_take_batches_columns_and_options,
-    "filter_overlong_prompts": long_prompts_are_not_cut,
+    "filter_overlong_prompts": long_prompts_are_not_truncated,
     "gpu_memory_utilization": cache_is_in_gib,
     "input_tokenizer": reward_model_reads_these_inputs,
     "kl_ctrl.type": constant_without_a_target,
@@ -236,13 +236,13 @@ CLAIMS: dict[str, Callable[[Path], None]] = {
     "resume_mode": resume_takes_a_checkpoint,
     "retriever": search_has_these_options,
     "reward_manager": functions_take_batches_columns_and_options,
-    "rollout.mode": engines_are_vllms,
-    "rollout.name": engines_are_vllms,
+    "rollout.mode": vllm_is_the_only_engine,
+    "rollout.name": vllm_is_the_only_engine,
     "staleness_threshold": staleness_is_in_steps,
     "start_state_marker": only_sampled_tokens_are_trained,
     "state_masking": only_sampled_tokens_are_trained,
     "total_epochs": data_repeats,
-    "truncation": long_prompts_are_not_cut,
+    "truncation": long_prompts_are_not_truncated,
     "use_dynamic_bsz": budget_is_in_tokens,
     "use_kl_in_reward": kl_may_be_in_the_reward,
     "use_kl_loss": zero_means_no_kl,

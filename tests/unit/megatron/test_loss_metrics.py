@@ -1,4 +1,4 @@
-"""Log-prob differences between trainer and engine, on samples of the current weights and on stale ones."""
+"""Log-prob differences between trainer and engine, for samples of the current weights and for stale ones."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def metrics_of(batch: TokenBatch) -> dict[str, float]:
 
 
 def expected(section: str, batch: TokenBatch, *members: int) -> dict[str, float]:
-    """Compute the metrics of these samples in float64, without the last token of each, which is not trained on."""
+    """Compute the metrics of these samples in float64, excluding each sample's last token, which is not trained on."""
     differences = np.split(np.linspace(-0.3, 0.4, sum(LENGTHS)), np.cumsum(LENGTHS)[:-1])
     kept = np.concatenate([differences[i][:-1] for i in members])
     kl = np.exp(kept) - 1 - kept
@@ -71,5 +71,5 @@ def test_stale_samples_are_reported_as_policy_lag() -> None:
             if name.endswith(("_mean", "_max", "/kl")) and "weight" not in name
         }
         assert shown == pytest.approx(differences, abs=1e-6)
-        # Each of the other metrics is about all trained tokens.
+        # All other metrics cover all trained tokens.
         assert metrics["mismatch/weight_mean"] == pytest.approx(metrics_of(fresh)["mismatch/weight_mean"])

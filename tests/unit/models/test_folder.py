@@ -32,7 +32,7 @@ def distribution(tmp_path, monkeypatch):
     return install
 
 
-def test_folder_of_a_run_or_checkpoint_gets_its_own_fix(tmp_path):
+def test_folder_of_a_run_or_checkpoint_has_a_specific_fix(tmp_path):
     run, checkpoint = tmp_path / "run", tmp_path / "step_000001"
     (run / "model").mkdir(parents=True)
     (run / "model" / "config.json").write_text("{}")

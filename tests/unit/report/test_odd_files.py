@@ -58,7 +58,7 @@ def test_report_survives_odd_lines(folder, line):
 
 @pytest.mark.parametrize("field", ["answer", "stop_reason", "failure", "messages", "reward"])
 @pytest.mark.parametrize("number", ["1e999", "-1e999", "9" * 400 + ".0", "Infinity"])
-def test_infinities_of_any_notation_are_null(folder, field, number):
+def test_infinities_in_any_notation_are_null(folder, field, number):
     """Browsers accept only strict JSON."""
     value = f'[{{"role": "user", "content": {{"a": {number}}}}}]' if field == "messages" else number
     RunFolder(folder).rollouts(1).write_text(

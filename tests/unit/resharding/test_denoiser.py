@@ -1,4 +1,4 @@
-"""Z-Image's weights in diffusers' folder and on Megatron's ranks: names, shapes, and plans between them."""
+"""Z-Image's weights in a diffusers folder and on Megatron ranks: names, shapes, and plans between them."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ layouts = st.sampled_from([layout for config, layout in LAYOUTS.values() if conf
 @settings(max_examples=10)
 @given(layouts, layouts)
 def test_weights_survive_resharding(first: Layout, second: Layout):
-    """Weights move from diffusers' folder to Megatron, to another layout, and back. diffusers' class has the folder's
-    names and shapes, so the last plan is also that of a refit."""
+    """Weights move from a diffusers folder to Megatron, to another layout, and back. The diffusers class has the same
+    names and shapes as the folder, so the last plan is also a refit's plan."""
     folder = huggingface_holder(CONFIG)
     generator = torch.Generator().manual_seed(0)
     tensors = {name: torch.randn(shape, generator=generator) for name, shape in folder.shapes.items()}
@@ -70,7 +70,7 @@ def test_weights_survive_resharding(first: Layout, second: Layout):
     assert_same(resharded(holders, weights, [folder])[folder.name], tensors)
 
 
-def test_plan_of_published_model_is_proven():
+def test_plan_of_published_model_is_correct():
     sources = side_holders("--from", "tp=2,pp=5,dp=2", Z_IMAGE, True)
     destinations = side_holders("--to", "hf", Z_IMAGE, False)
     check_plan(make_plan(sources, destinations), sources, destinations)

@@ -66,8 +66,8 @@ def quantize(folder: Path) -> None:
         (lambda folder: save_file({"a": torch.ones(2)}, folder / WEIGHTS), "a does not belong to a linear layer"),
     ],
 )
-def test_damaged_weights_are_named_before_the_start(folder, monkeypatch, damage, message):
-    """The check at the start opens the file, and not only the trainer."""
+def test_preflight_names_damaged_adapter_weights(folder, monkeypatch, damage, message):
+    """The file is opened before the trainer starts."""
     damage(folder)
     actor = SimpleNamespace(adapters=LORA.model_copy(update={"path": str(folder)}))
     models = SimpleNamespace(actor=folder, others={}, reward_model=None)

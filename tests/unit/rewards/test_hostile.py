@@ -139,12 +139,12 @@ def test_text_on_the_connection_fails_only_its_own_call(pool):
 
 @pytest.mark.parametrize("message", ["{}", '{"value": 7.0}', '{"id": 1, "value": 7.0}', '{"problems": [], "x": 1}'])
 def test_message_on_the_connection_is_not_a_reply(pool, message):
-    """It must neither be the reply of its own call nor shift the replies of later calls."""
+    """It must neither count as the reply to its own call nor shift the replies to later calls."""
     assert call(pool, "intrude", message).returned == "NoneType"
     assert [call(pool, "number", value).value for value in ("1", "2", "3")] == [1.0, 2.0, 3.0]
 
 
-def test_half_of_a_surrogate_pair_in_an_error_is_replaced(pool):
+def test_lone_surrogate_in_an_error_is_replaced(pool):
     assert call(pool, "fail", "a\ud800").failure == "raised ValueError: a\ufffd"
 
 

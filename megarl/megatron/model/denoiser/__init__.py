@@ -1,1 +1,1 @@
-"""Image models' transformers in Megatron-core, built from a diffusers config, and their inputs."""
+"""Transformers of image models in megatron-core, built from a diffusers config, and their inputs."""

@@ -47,7 +47,7 @@ def denoiser_config(settings: Placed, config: Mapping[str, Any], dtype: torch.dt
     """Build the TransformerConfig, as `transformer_config` does for language models."""
     shape = DenoiserShape.of(config)
     transformer = configure(settings, shape, TransformerConfig, architecture(shape), dtype)
-    # Megatron then adds up the gradients of the noise-level embedder over the pipeline stages.
+    # With this flag, Megatron sums the gradients of the noise-level embedder over the pipeline stages.
     transformer.has_cond_embedder = True  # pyright: ignore[reportAttributeAccessIssue]  # read, but not declared
     return transformer
 

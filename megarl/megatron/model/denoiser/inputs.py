@@ -16,10 +16,10 @@ from megarl.models.denoiser import TOKEN_MULTIPLE, DenoiserShape
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One velocity to compute: a denoising step of a sample, under one branch of the guidance.
+    """One velocity to compute: a denoising step of a sample, for one branch of the guidance.
 
     Attributes:
-        latents: float32 [channels, height, width], noisy.
+        latents: float32 [channels, height, width], with noise.
         sigma: the noise level, from 0 (an image) to 1 (noise).
         caption: [L ≥ 1, caption channels], the text encoder's output.
     """
@@ -29,7 +29,7 @@ class Document:
     caption: torch.Tensor
 
     def grid(self, patch: int) -> tuple[int, int]:
-        """Return the rows and columns of image tokens of height and width `patch`."""
+        """Return the numbers of rows and columns of image tokens for the patch size `patch`."""
         return self.latents.shape[1] // patch, self.latents.shape[2] // patch
 
     def num_tokens(self, patch: int) -> int:
@@ -45,8 +45,8 @@ class DocumentStream(PackedSeqParams):
 
     Attributes:
         lengths: number of tokens in each document, including padding.
-        angles: float32 [T, 1, 1, d], the rotation of each pair of channels. Each angle occurs twice in a row.
-        document_numbers: int64, the document of each token on this rank.
+        angles: float32 [T, 1, 1, d], the rotation angle of each channel pair, repeated for both channels.
+        document_numbers: int64, the index of each token's document, for the tokens on this rank.
     """
 
     lengths: tuple[int, ...] = ()
@@ -59,7 +59,7 @@ class DocumentStream(PackedSeqParams):
         lengths = tuple(map(len, parts))
         numbers = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
         angles = torch.cat([*parts])
-        # Megatron then rotates the pack as a single sequence, with one angle per token.
+        # With a single sequence, Megatron rotates the whole pack at once.
         bounds = torch.tensor([0, len(angles)], dtype=torch.int32)
         return cls(
             "thd",
@@ -79,7 +79,7 @@ class DenoiserInput:
 
     Attributes:
         patch: height and width of an image token.
-        patches: float32 [X, patch channels], the image tokens. Those of a document are padded to a multiple of 32.
+        patches: float32 [X, patch channels], the image tokens, padded to a multiple of 32 per document.
         captions: [Y, caption channels], the caption tokens, padded in the same way.
         image_is_padding, caption_is_padding: bool [X, 1] and [Y, 1].
         sigmas: float32 [D], the documents' noise levels.
@@ -100,7 +100,7 @@ class DenoiserInput:
 
     @classmethod
     def of(cls, documents: Sequence[Document], shape: DenoiserShape, sequence_parallel: bool) -> DenoiserInput:
-        """Pack the documents, on their device. Documents of equal size are fastest if they are consecutive."""
+        """Pack the documents on their device. Documents of equal size should be consecutive, for speed."""
         patches = [patchify(d.latents, shape.patch) for d in documents]
         image_is_padding = [_is_padding(rows) for rows in patches]
         caption_is_padding = [_is_padding(d.caption) for d in documents]
@@ -130,7 +130,7 @@ class DenoiserInput:
         return torch.cat([part for pair in pairs for part in pair])
 
     def image_rows(self, joint: torch.Tensor) -> torch.Tensor:
-        """Return the rows of the image tokens without padding, [N, …], from the joint stream's, [X + Y, …]."""
+        """Select the rows of the image tokens, [N, …], without padding, from the joint stream, [X + Y, …]."""
         documents = zip(joint.split(self.joint.lengths), self.documents, strict=True)
         return torch.cat([rows[: prod(document.grid(self.patch))] for rows, document in documents])
 
@@ -145,8 +145,8 @@ class DenoiserInput:
 
 
 def patchify(latents: torch.Tensor, patch: int) -> torch.Tensor:
-    """Return the latents' tokens, [N, patch · patch · channels], from [channels, height, width]. The channel is the
-    fastest index in a token."""
+    """Split latents [channels, height, width] into tokens, [N, patch · patch · channels]. The channel index varies
+    fastest within a token."""
     rows = latents.unflatten(2, (-1, patch)).unflatten(1, (-1, patch))
     return rows.permute(1, 3, 2, 4, 0).flatten(2).flatten(0, 1)
 
@@ -157,18 +157,18 @@ def _padded(rows: torch.Tensor, fill: bool) -> torch.Tensor:
 
 
 def _is_padding(rows: torch.Tensor) -> torch.Tensor:
-    """Return whether each row is padding, bool [L, 1], after these rows have been padded."""
+    """Pad the rows, and return which of the resulting rows are padding, bool [L, 1]."""
     return _padded(rows.new_zeros(len(rows), 1, dtype=torch.bool), True)
 
 
 def _caption_positions(length: int) -> torch.Tensor:
-    """Return the positions of a caption's tokens, [L, 3]. Its padding continues the caption."""
+    """Return the positions of a caption's tokens, [L, 3]. Padding continues the caption's positions."""
     return F.pad(torch.arange(1, length + 1)[:, None], (0, 2))
 
 
 def _image_positions(grid: tuple[int, int], length: int, caption: int) -> torch.Tensor:
-    """Return the positions of an image's tokens, [L, 3]. The image follows the `caption` tokens of the caption on the
-    first axis. All of its padding has position 0."""
+    """Return the positions of an image's tokens, [L, 3]. On the first axis, the image follows the `caption` tokens of
+    its caption. All padding has position 0."""
     height, width = grid
     axes = (torch.tensor([caption + 1]), torch.arange(height), torch.arange(width))
     positions = torch.cartesian_prod(*axes).view(-1, 3)

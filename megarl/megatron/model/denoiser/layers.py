@@ -33,7 +33,7 @@ class FullAttention(torch.nn.Module):
 
 
 class SandwichLayer(TransformerLayer):
-    """A layer with a norm before and after the attention, and the MLP: x + norm(attention(norm(x)))."""
+    """A layer with norms before and after both the attention and the MLP: x + norm(attention(norm(x)))."""
 
     def __init__(self, config: TransformerConfig, **options: Any):
         super().__init__(config, **options)
@@ -52,8 +52,8 @@ class SandwichLayer(TransformerLayer):
         """Return the hidden states, [T, 1, hidden], and the context, which Megatron passes to the next layer.
 
         Args:
-            context: [D, conditioning], the documents' embedded noise levels. Megatron keeps the gradient of this
-                argument if the layer is recomputed.
+            context: [D, conditioning], the documents' embedded noise levels. Megatron preserves this argument's
+                gradient if the layer is recomputed.
         """
         attention_scale, attention_gate, mlp_scale, mlp_gate = self._modulation(context, packed_seq_params)
         out, _ = self.self_attention(
@@ -68,7 +68,7 @@ class SandwichLayer(TransformerLayer):
         return hidden_states + mlp_gate * self.post_mlp_layernorm(out), context
 
     def _modulation(self, context: torch.Tensor | None, stream: DocumentStream) -> tuple[Any, ...]:
-        """Return the factors of the attention's input and output, and the MLP's."""
+        """Return the factors for the attention's input and output, then those for the MLP's."""
         return 1.0, 1.0, 1.0, 1.0
 
 
@@ -93,7 +93,7 @@ def layer_spec(conditioning: int | None) -> ModuleSpec:
     layer that does not depend on it."""
     layer: Any = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
-    layer.submodules.sharded_state_dict_keys_map = {}  # Transformer Engine would not fuse norms before a modulation
+    layer.submodules.sharded_state_dict_keys_map = {}  # Transformer Engine cannot fuse norms before a modulation
     attention = layer.submodules.self_attention.submodules
     attention.core_attention, attention.q_layernorm, attention.k_layernorm = FullAttention, RMSNorm, RMSNorm
     if conditioning is None:

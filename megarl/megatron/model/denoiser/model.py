@@ -34,10 +34,10 @@ FINAL_EPSILON = 1e-6
 class Denoiser(MegatronModule):
     """This rank's layers for one virtual stage of the model.
 
-    Three kinds of parameters are complete on every tensor-parallel rank. Under sequence parallelism, Megatron must add
-    up the gradients of those that are used for a rank's own tokens, which are marked. Those that are used for all
-    tokens, before these are scattered, already have complete gradients. The parameters that embed the noise level are
-    also on every pipeline stage, and Megatron adds up their gradients over the stages.
+    Three kinds of parameters are replicated on every tensor-parallel rank. Those applied only to a rank's own tokens
+    are marked, so that Megatron sums their gradients under sequence parallelism. Those applied to all tokens, before
+    these are scattered, already have complete gradients. Those that embed the noise level are also replicated on every
+    pipeline stage, and Megatron sums their gradients over the stages.
     """
 
     def __init__(self, config: TransformerConfig, shape: DenoiserShape, virtual: int | None):
@@ -74,8 +74,8 @@ class Denoiser(MegatronModule):
         self.decoder.set_input_tensor(input_tensor[0] if isinstance(input_tensor, list) else input_tensor)
 
     def forward(self, item: DenoiserInput) -> torch.Tensor:
-        """Return the velocity dx/dσ of all image tokens without padding, float32 [N, patch channels], or the hidden
-        states [T, 1, hidden] before the last stage."""
+        """Return the velocity dx/dσ of all image tokens without padding, float32 [N, patch channels]; before the last
+        stage, return the hidden states, [T, 1, hidden]."""
         conditioning = self._embed_noise_levels(item.sigmas)
         hidden = self._embed_tokens(item, conditioning) if self.pre_process else None
         hidden = self._run(self.decoder, hidden, item.joint, conditioning)
@@ -89,8 +89,8 @@ class Denoiser(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
-        """Return the checkpoint's description of this rank's parameters. The first stage saves those that every stage
-        has."""
+        """Return the sharded state dict of this rank's parameters. The first stage saves those that are on every
+        stage."""
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         for key, entry in state.items() if not self.pre_process else ():
             if key.startswith(f"{prefix}time_embedder."):
@@ -98,7 +98,7 @@ class Denoiser(MegatronModule):
         return state
 
     def _embed_noise_levels(self, sigmas: torch.Tensor) -> torch.Tensor:
-        """Return the embedded noise levels, [D, conditioning]. The model's own time is 1 for an image."""
+        """Return the embedded noise levels, [D, conditioning]. The model's own time is 1 − σ, 1 for an image."""
         half = TIME_CHANNELS // 2
         # The order of operations matches diffusers, so that rounding is identical.
         frequencies = torch.exp(-math.log(10000) * torch.arange(half, dtype=torch.float32, device=sigmas.device) / half)
@@ -125,7 +125,7 @@ class Denoiser(MegatronModule):
         return scatter_to_sequence_parallel_region(tokens) if self.config.sequence_parallel else tokens
 
     def _gather(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return all ranks' tokens. Each rank continues with all of them, so that gradients are not added up."""
+        """Gather the tokens of all ranks. Each rank then computes on all of them, so gradients must not be summed."""
         if not self.config.sequence_parallel:
             return tokens
         return gather_from_sequence_parallel_region(tokens, tensor_parallel_output_grad=False)
@@ -141,10 +141,10 @@ class Denoiser(MegatronModule):
         )
 
     def _mark(self, module: nn.Module, is_on_every_stage: bool = False) -> None:
-        """Mark parameters that are complete on every tensor-parallel rank and used for the rank's own tokens."""
+        """Mark parameters that are replicated on every tensor-parallel rank but applied only to its own tokens."""
         for parameter in module.parameters():
             parallel.mark(parameter, sequence_parallel=self.config.sequence_parallel)
             if is_on_every_stage:
-                # A bucket of its own lets data-parallel ranks divide the gradient in the same way on every stage. The
-                # gradient norm counts the first stage's copy only.
+                # In a separate bucket, the data-parallel ranks shard the gradient in the same way on every stage. The
+                # gradient norm counts only the first stage's copy.
                 parallel.mark(parameter, pipeline_parallel=True, shared_embedding=True, shared=not self.pre_process)

@@ -59,7 +59,7 @@ def test_advantages_match_worked_example(options, expected):
 
 
 def test_batch_std_uses_raw_rewards_of_all_groups():
-    """Rewards 1, 3 | 5 | 5, 5, 5 have mean 4 and squared deviations 9 + 1 + 4·1; the group means do not enter."""
+    """Rewards 1, 3 | 5 | 5, 5, 5 have mean 4 and squared deviations 9 + 1 + 4·1; the group means play no role."""
     groups = [[Member(reward, 1) for reward in rewards] for rewards in ((1.0, 3.0), (5.0,), (5.0, 5.0, 5.0))]
     for std, divisor in (("population", 6), ("sample", 5)):
         scale = (14 / divisor) ** 0.5 + 0.1
@@ -87,8 +87,8 @@ def test_rloo_skips_scaling_if_others_are_equal():
 @pytest.mark.parametrize("reward", [0.0, 0.1, 0.7, -2.3])
 @pytest.mark.parametrize("num_samples", [2, 3, 6, 7])
 def test_equal_rewards_have_exactly_zero_advantage(std, reward, num_samples):
-    """The mean of equal rewards must not differ from them by rounding. Dividing by a tiny deviation would amplify
-    this."""
+    """Rounding must not make the mean of equal rewards differ from them, because dividing by a tiny deviation would
+    amplify the difference."""
     equal = [reward] * num_samples
     assert advantages(equal, estimator="grpo", std=std, std_epsilon=0.0) == [0.0] * num_samples
     assert advantages(equal, estimator="rloo") == [0.0] * num_samples

@@ -474,8 +474,8 @@ BODIES = {
     "role with the wrong type": b'{"messages": [{"role": ["user"], "content": "a"}]}',
     "name with the wrong type": b'{"messages": [{"role": "user", "name": {"a": 1}, "content": "a"}]}',
     "content with the wrong type": b'{"messages": [{"role": "user", "content": 3}]}',
-    "text without a string": b'{"messages": [{"role": "user", "content": [{"type": "text", "text": null}]}]}',
-    "part without a text": b'{"messages": [{"role": "user", "content": [{"type": "text"}]}]}',
+    "text that is not a string": b'{"messages": [{"role": "user", "content": [{"type": "text", "text": null}]}]}',
+    "part without text": b'{"messages": [{"role": "user", "content": [{"type": "text"}]}]}',
     "call with the wrong type": b'{"messages": [{"role": "assistant", "tool_calls": [3]}]}',
     "tool with the wrong type": b'{"messages": [{"role": "user", "content": "a"}], "tools": [3]}',
     "stop with the wrong type": b'{"messages": [{"role": "user", "content": "a"}], "stop": [3]}',
@@ -505,7 +505,7 @@ def test_body_that_cannot_be_decompressed_is_rejected() -> None:
     in_session(ScriptedPolicy(TOKENIZER, []), agent)
 
 
-def test_half_of_a_surrogate_pair_in_tool_arguments_is_replaced() -> None:
+def test_lone_surrogate_in_tool_arguments_is_replaced() -> None:
     called = {"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": '{"a": "\\ud800"}'}}]}
     [message] = read_messages([called])
     assert message["tool_calls"][0]["function"]["arguments"] == {"a": "\ufffd"}

@@ -162,7 +162,7 @@ def test_repeated_tags_are_read_in_linear_time(text):
     "text", ["", "a", "<search>", "<answer>a<search>b</answer></search>", "</answer><answer>x</answer>"]
 )
 @pytest.mark.parametrize("end", ["", "<answer></answer>", "<search>c</search><answer>d<answer>e</answer>"])
-def test_tags_are_found_as_by_the_regular_expressions(text, end):
+def test_results_equal_those_of_regular_expressions(text, end):
     action = re.search(r"<(search|answer)>(.*?)</\1>", text + end, re.DOTALL)
     assert first_action(text + end) == ((None, "") if action is None else (action[1], action[2].strip()))
     answers = re.findall(r"<answer>(.*?)</answer>", text + end, re.DOTALL)
@@ -170,7 +170,7 @@ def test_tags_are_found_as_by_the_regular_expressions(text, end):
 
 
 @pytest.mark.parametrize("response", ["", "the", "?!", " "])
-def test_answer_without_words_is_not_matched_by_every_empty_response(response):
+def test_answer_without_words_does_not_match_empty_responses(response):
     assert exact_match(response, "A") == exact_match(response, ["An", "..."]) == 0.0
     assert exact_match("a", "A") == exact_match("The The", "the the") == 1.0
 

@@ -1,4 +1,4 @@
-"""Conversion from diffusers' folder to Megatron checkpoints, to another layout, and back: bit for bit."""
+"""Conversion from a diffusers folder to a Megatron checkpoint, to another layout and back is bit-exact."""
 
 from __future__ import annotations
 
