@@ -31,7 +31,7 @@ INSPECTING = [
     for command in commands()
     if re.match(r"\.venv/bin/megarl (config|algorithms|doctor)", command) and command not in STARTING
 ]
-ON_GPU = [command for command in commands() if "tools/gpu/" in command or "tools.gpu." in command]
+ON_GPU = [command for command in commands() if re.search(r"tools[/.]gpu[/.]|\.gpu-kit/", command)]
 MEASURING = [command for command in commands() if command.startswith(".venv/bin/python tools/benchmarks/")]
 
 STOP_AFTER_PARSING = """
@@ -81,12 +81,14 @@ def test_every_command_is_run_by_a_test():
 
 
 def test_gpu_measurements_accept_their_command():
-    """Only arguments are parsed here. tests/unit/test_first_contact.py measures, and `make lint` checks kit.sh."""
-    kit, install, measure = (shlex.split(command, comments=True) for command in ON_GPU)
+    """Only arguments are parsed here. tests/unit/test_first_contact.py measures, and `make lint` checks the scripts."""
+    kit, install, measure, te_kit, unpack, te_measure = (shlex.split(command, comments=True) for command in ON_GPU)
     assert kit == ["tools/gpu/kit.sh"] and install[:2] == ["tools/gpu/kit.sh", "install"]
-    assert measure[0].startswith("PYTHONPATH=") and measure[1:4] == ["python", "-m", "tools.gpu.first_contact"]
-    done = subprocess.run([sys.executable, *measure[2:], "--only", "x"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and "--only: no step is named x: machine, " in done.stderr
+    assert te_kit[0] == "tools/gpu/te_kit.sh" and unpack[-1] in (ROOT / te_kit[0]).read_text()
+    for command in (measure, te_measure):
+        assert command[0].startswith("PYTHONPATH=") and command[1:4] == ["python", "-m", "tools.gpu.first_contact"]
+        done = subprocess.run([sys.executable, *command[2:], "--only", "x"], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 2 and "--only: no step is named x: machine, " in done.stderr
 
 
 def test_readme_starts_with_two_commands_and_ci_runs_the_second():

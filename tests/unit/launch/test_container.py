@@ -30,13 +30,20 @@ def test_lock_file_satisfies_the_requirements(requirement: Requirement) -> None:
 def test_every_package_of_every_lock_file_has_a_hash() -> None:
     locks = [*ROOT.glob("tools/*/*.lock"), *CONTAINER.glob("*.lock")]
     pins = [line for lock in locks for line in lock.read_text().splitlines() if not line.startswith("#")]
-    assert len(locks) == 7 and len(pins) > 400
+    assert len(locks) == 9 and len(pins) > 400
     form = r"[\w.-]+==[\w.+]+( --hash=sha256:[0-9a-f]{64})+( # (source|kept))?"
     assert [pin for pin in pins if not re.fullmatch(form, pin)] == []
 
 
 @pytest.mark.parametrize(
-    "path", ["Makefile", "tools/environment/build.sh", "tools/gpu/kit.sh", "launch/container/Dockerfile"]
+    "path",
+    [
+        "Makefile",
+        "tools/environment/build.sh",
+        "tools/gpu/kit.sh",
+        "tools/gpu/te_kit.sh",
+        "launch/container/Dockerfile",
+    ],
 )
 def test_lock_files_are_installed_with_their_hashes(path: str) -> None:
     text = re.sub(r"\\\n\s*", "", (ROOT / path).read_text())
