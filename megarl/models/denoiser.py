@@ -83,7 +83,8 @@ class DenoiserShape(ModelShape):
         model = {**_DEFAULTS, **hf_config}
         for key in (*_COUNTS, *_LISTS, *_NUMBERS):
             if not _is_valid(key, model[key]):
-                expected = "positive integers" if key in _LISTS else "a positive number"
+                expected = "a positive integer" if key in _COUNTS else "a positive number"
+                expected = "positive integers" if key in _LISTS else expected
                 raise UserError(f"config.json: {key}={shown(model[key])}: expected {expected}. Fix: copy it again")
         if features := _unsupported(model):
             raise UserError(f"config.json: {', '.join(features)}: not supported for {Z_IMAGE}. Fix: use another model")

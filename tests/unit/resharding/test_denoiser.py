@@ -80,8 +80,8 @@ def test_plan_of_published_model_is_correct():
     ("change", "message"),
     [
         (dict(_class_name="FluxTransformer2DModel"), "_class_name=FluxTransformer2DModel: not supported"),
-        (dict(dim=0), "dim=0: expected a positive number"),
-        (dict(dim="48"), "dim='48': expected a positive number"),
+        (dict(dim=0), "dim=0: expected a positive integer"),
+        (dict(dim="48"), "dim='48': expected a positive integer"),
         (dict(axes_dims=48), "axes_dims=48: expected positive integers"),
         (dict(all_patch_size=["2"]), r"all_patch_size=\['2'\]: expected positive integers"),
         (dict(t_scale=None), "t_scale=None: expected a positive number"),
