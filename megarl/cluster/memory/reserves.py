@@ -107,8 +107,8 @@ def trainer_reserve(settings: Placed, shape: ModelShape, matrices: int, gpus_per
     """Return a Megatron rank's items. They stay on the GPU when the rank's parameters are offloaded."""
     nccl = _trainer_communicators(settings.layout, shape, gpus_per_node)
     return {
-        CONTEXTS: CONTEXT + TRAINER_KERNELS,
-        NCCL: nccl + measured.FIRST_COMMUNICATOR.value,
+        CONTEXTS: CONTEXT + measured.FIRST_COMMUNICATOR.value + TRAINER_KERNELS,
+        NCCL: nccl,
         FP8: _fp8_copies(settings, matrices),
     }
 

@@ -51,7 +51,7 @@ def test_verls_tp8_engines_require_offloaded_gradients():
     plan = plan_of(QWEN, gpus, *overrides, *eight, "actor.offload=[optimizer]")
     loads = {load.phase.partition(",")[0]: load for load in plan.loads}
     refit = loads["while the engine receives weights"]
-    assert plan.cluster.memory_bytes < refit.total < 1.2 * plan.cluster.memory_bytes
+    assert plan.cluster.memory_bytes < refit.total < 1.25 * plan.cluster.memory_bytes
     assert refit.arithmetic.startswith("41.7 (actor: weights, gradients) + 5")
 
 
@@ -77,7 +77,7 @@ def test_30b_on_32_h200_fits_only_with_offloading():
     """verl#3364 ran out of memory on these GPUs. An engine with most of the memory fits only if the model's optimizer
     and gradients are offloaded."""
     split = layout_keys(tp=4, pp=2, dp=4, ep=2, etp=1)
-    cache = ("rollout.tp=4", "rollout.replicas=8", "rollout.kv_cache_gib=98")
+    cache = ("rollout.tp=4", "rollout.replicas=8", "rollout.kv_cache_gib=96")
     keys = (*CONTEXT, "actor.recompute=full", *split, *cache)
     resident = plan_of("Qwen3-30B-A3B", "32xH200", *keys)
     assert resident.problem.startswith("--gpus 32xH200-141GB: while the engine samples, a GPU would hold")

@@ -104,13 +104,12 @@ def test_process_groups_match_megatrons(sizes: dict):
 
 
 def test_cuda_contexts_include_reading_processes():
-    each, kernels = 426 * MIB, GIB / 4
-    assert reserve()[CONTEXTS] == 2 * (each + kernels), "the engine reads on the same GPU"
+    each, trainer, engine = 554_500_096, 685_768_704 + 973_144_064, GIB / 4
+    both = 2 * each + trainer + engine
+    assert reserve()[CONTEXTS] == both, "the engine reads on the same GPU"
     keys = (*layout_keys(tp=4, dp=2), "rollout.tp=2", "rollout.replicas=4")
-    assert reserve(*keys)[CONTEXTS] == 2 * (each + kernels) + 4 * each
-    assert reserve(*keys, "cluster.placement=disaggregated")[CONTEXTS] == 2 * (each + kernels), (
-        "the engine receives the weights"
-    )
+    assert reserve(*keys)[CONTEXTS] == both + 4 * each
+    assert reserve(*keys, "cluster.placement=disaggregated")[CONTEXTS] == both, "the engine receives the weights"
 
 
 @pytest.mark.parametrize(
