@@ -105,7 +105,9 @@ def documents_of(
     are_separate = len(tokens) == num_tokens == len(outputs) and np.array_equal(keys, queries)
     return Documents(
         tuple(_bucket(members, k, q, device) for members, (k, q) in zip(ordered, indices, strict=True)),
-        *(send(torch.from_numpy(index), device) for index in (keys, queries, outputs)),
+        send(torch.from_numpy(keys), device),
+        send(torch.from_numpy(queries), device),
+        send(torch.from_numpy(outputs), device),
         are_separate,
         are_in_order=are_separate and np.array_equal(queries, np.arange(num_tokens)),
         boundaries=send(boundaries, device) if boundaries.device != device else boundaries,
