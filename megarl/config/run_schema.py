@@ -17,6 +17,7 @@ HealthWarning = Literal[
     "zero_gradient",
     "all_truncated",
     "entropy_collapse",
+    "mismatch",
     "rising_mismatch",
 ]
 """Warnings about a run that cannot learn or is about to diverge; see megarl/run/health.py."""

@@ -79,6 +79,12 @@ class RunFailure(RuntimeError):
     exit_code = 1
 
 
+class PermanentFailure(RunFailure):
+    """A failure that every further attempt would repeat: trainer and engine compute different log-probs."""
+
+    exit_code = 2
+
+
 class InfrastructureFailure(RunFailure):
     """A resource outside the run was unavailable for longer than the run waits: the disk is full, a server does not
     respond, or the kernel kills processes. The same run may succeed later."""

@@ -14,10 +14,7 @@ from megarl.core.token_batch import TokenBatch
 from megarl.data.local_batch import LocalBatch
 from megarl.megatron.losses import Loss, PolicyTerms, advantage_of
 from megarl.megatron.metric_sums import Sums
-from megarl.rewards.rollout_file import has_token_details
-
-ADVANTAGES, DIFFERENCES = "token_advantages", "logprob_differences"
-"""Names of the details in a rollout row. A difference is the trainer's log-prob before the step minus the engine's."""
+from megarl.rewards.rollout_file import LOGPROB_DIFFERENCES, TOKEN_ADVANTAGES, has_token_details
 
 
 class TokenDetails:
@@ -36,9 +33,9 @@ class TokenDetails:
         if not self._num_groups:
             return
         for number, token_batch in enumerate(batches):
-            self._record(number, token_batch, ADVANTAGES, advantage_of(token_batch))
+            self._record(number, token_batch, TOKEN_ADVANTAGES, advantage_of(token_batch))
             if token_batch.old is not None:
-                self._record(number, token_batch, DIFFERENCES, token_batch.old - token_batch.rollout_logprobs)
+                self._record(number, token_batch, LOGPROB_DIFFERENCES, token_batch.old - token_batch.rollout_logprobs)
 
     def watch(self, loss: Loss) -> Loss:
         """Wrap the loss so that computing its metrics records the log-prob differences. Used for a step's first update
@@ -50,7 +47,9 @@ class TokenDetails:
 
         def metrics(batch: TokenBatch, terms: PolicyTerms) -> Sums:
             if batch.old is None:
-                self._record(next(numbers), batch, DIFFERENCES, terms.scored[:, 0].detach() - batch.rollout_logprobs)
+                self._record(
+                    next(numbers), batch, LOGPROB_DIFFERENCES, terms.scored[:, 0].detach() - batch.rollout_logprobs
+                )
             return loss.metrics(batch, terms)
 
         return replace(loss, metrics=metrics)

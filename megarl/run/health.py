@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -76,7 +78,7 @@ def _constant_reward(config: Config, rows: Sequence[Row], window: int) -> str | 
     earlier = [reward for row in rows[:-window] if (reward := row.get("reward/mean")) is not None]
     if earlier and rewards[-1] > min(earlier):
         return f"{start}Likely cause: the policy solves all prompts. Fix: add harder prompts, or end the run"
-    if _holds(rows, window, "response/truncated_frac", lambda frac: frac == 1):
+    if rewards[-1] <= 0 and _holds(rows, window, "response/truncated_frac", lambda frac: frac == 1):
         return f"{start}Likely cause: all responses are truncated before the answer. Fix: {_truncation_remedy(config)}"
     if earlier and rewards[-1] < max(earlier):
         return (
@@ -156,6 +158,17 @@ def _entropy_collapse(config: Config, rows: Sequence[Row], window: int) -> str |
     )
 
 
+def _mismatch(config: Config, rows: Sequence[Row], window: int) -> str | None:
+    values, limit = _values(rows[-1:], "mismatch/logprob_abs_mean"), config.agreement_limit
+    if not values or values[0] <= limit:
+        return None
+    return (
+        f"the mean log-prob difference between trainer and engines is {values[0]:.1e} (limit {limit:g}), so the "
+        "engines do not sample from the policy that is trained. Likely causes are in the log of this step. Fix: "
+        f"remove them, or run megarl diagnose {_folder(config)}"
+    )
+
+
 def _rising_mismatch(config: Config, rows: Sequence[Row], window: int) -> str | None:
     values, limit = _values(rows, "mismatch/logprob_abs_mean"), config.agreement_limit
     if len(values) < 3 * TREND_STEPS:
@@ -168,8 +181,8 @@ def _rising_mismatch(config: Config, rows: Sequence[Row], window: int) -> str | 
     return (
         f"the mean log-prob difference between trainer and engines has risen from {first:.1e} in the first "
         f"{TREND_STEPS} steps to {recent:.1e}. Likely causes: kernels whose rounding differs, or an unstable policy "
-        "(high learning rate). Fix: run megarl diagnose RUN_FOLDER, set algorithm.correction.weight=token, or lower "
-        "actor.optimizer.lr"
+        f"(high learning rate). Fix: run megarl diagnose {_folder(config)}, set algorithm.correction.weight=token, or "
+        "lower actor.optimizer.lr"
     )
 
 
@@ -183,6 +196,7 @@ CHECKS: Mapping[HealthWarning, Check] = {
     "zero_gradient": _zero_gradient,
     "all_truncated": _all_truncated,
     "entropy_collapse": _entropy_collapse,
+    "mismatch": _mismatch,
     "rising_mismatch": _rising_mismatch,
 }
 
@@ -198,6 +212,10 @@ def _checked_metrics(row: Row) -> Row:
     """Return the metrics that the checks read. Values that are not finite numbers become None."""
     values = {name: row.get(name) for name in METRICS}
     return {name: value if is_plain(value, float) else None for name, value in values.items()}
+
+
+def _folder(config: Config) -> str:
+    return shlex.quote(str(Path(config.run.folder) / config.run.name))
 
 
 def _learns_only_from_differences(config: Config) -> bool:

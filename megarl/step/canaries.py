@@ -116,6 +116,7 @@ class Canaries:
                 other_routes=other_routes.get(name),
                 has_experts=has_experts,
                 kernels=(workers.actor.kernels, info.description),
+                overrides=tuple(config.rollout.vllm_overrides),
             )
 
         alive = infos.keys() & differing.keys()  # an engine may have been lost

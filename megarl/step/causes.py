@@ -43,6 +43,7 @@ class Evidence:
         other_routes: mean difference if the trainer computes expert routes itself; None: routes are not replayed.
         has_experts: whether the model has experts.
         kernels: descriptions of the kernels in the trainer, and in the engine.
+        overrides: names of the engine arguments in rollout.vllm_overrides.
     """
 
     limit: float
@@ -57,6 +58,7 @@ class Evidence:
     other_routes: float | None = None
     has_experts: bool = False
     kernels: tuple[str, str] = ("", "")
+    overrides: Sequence[str] = ()
 
     @property
     def agrees(self) -> bool:
@@ -69,7 +71,10 @@ def ranked(evidence: Evidence) -> list[Cause]:
     causes = [_weights(evidence), _sampling(evidence), _tokens(evidence), _head(evidence)]
     if evidence.has_experts:
         causes.append(_experts(evidence))
-    causes.append(_kernels(evidence, any(cause.verdict is Verdict.FOUND for cause in causes)))
+    is_explained = any(cause.verdict is Verdict.FOUND for cause in causes)
+    if evidence.overrides and evidence.greedy > evidence.limit:
+        causes.append(_overrides(evidence, is_explained))
+    causes.append(_kernels(evidence, is_explained))
     return sorted(causes, key=lambda cause: -cause.verdict)
 
 
@@ -154,17 +159,24 @@ def _experts(evidence: Evidence) -> Cause:
     )
 
 
+def _overrides(evidence: Evidence, is_explained: bool) -> Cause:
+    named = ", ".join(evidence.overrides)
+    reason = f"not checked separately: {named}. Fix: remove them one by one"
+    return Cause("rollout.vllm_overrides", Verdict.UNKNOWN if is_explained else Verdict.LEFT_OVER, reason)
+
+
 def _kernels(evidence: Evidence, is_explained: bool) -> Cause:
     name = "kernels"
     if evidence.greedy <= evidence.limit:
         return Cause(name, Verdict.EXCLUDED, f"greedy tokens differ by {evidence.greedy:.1e}")
     trainer, engine = evidence.kernels
-    remedy = "Fix: run megarl diagnose RUN_FOLDER, which finds the first layer that differs"
+    remedy = "Fix: run megarl diagnose on a run with a completed step, to find the first layer that differs"
     kernels = f"The trainer uses {trainer}, but the engine uses {engine}. {remedy}"
     if is_explained:
         return Cause(name, Verdict.UNKNOWN, f"not checked separately. {kernels}")
     return Cause(
         name,
         Verdict.LEFT_OVER,
-        f"the only remaining cause, because greedy tokens differ by {evidence.greedy:.1e}. {kernels}",
+        f"{'a' if evidence.overrides else 'the only'} remaining cause, because greedy tokens differ by "
+        f"{evidence.greedy:.1e}. {kernels}",
     )

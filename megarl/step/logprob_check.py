@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from megarl.cluster.workers import Workers
 from megarl.config.schema import Config
-from megarl.core.errors import RunFailure
+from megarl.core.errors import PermanentFailure
 from megarl.core.metrics import Metric
 from megarl.core.timing import ElapsedTime
 from megarl.data.prompts import PromptSet
@@ -27,8 +27,8 @@ class LogprobCheck:
         """Whether possible causes have been checked. A run that continues after a warning checks them only once."""
 
     def begin(self) -> None:
-        """Check the canary prompts before the first step, if logprob_check.canaries is set. Raise RunFailure if an
-        engine differs from the trainer by more than the limit. The message ranks the causes."""
+        """Check the canary prompts before the first step, if logprob_check.canaries is set. Raise PermanentFailure if
+        an engine differs from the trainer by more than the limit. The message ranks the causes."""
         if self._has_gate:
             elapsed = ElapsedTime()
             greedy, sampled = (metric.value for metric in self._gate("before the first step").values())
@@ -49,8 +49,8 @@ class LogprobCheck:
 
     def check_step(self, metrics: Mapping[str, Metric]) -> None:
         """Warn if log-probs in a step differ by more than the limit. The first warning ranks the causes. With
-        logprob_check.action=stop, raise a RunFailure with the ranked causes instead. `metrics` are the step's training
-        metrics. The engines must already have the weights trained in this step."""
+        logprob_check.action=stop, raise a PermanentFailure with the ranked causes instead. `metrics` are the step's
+        training metrics. The engines must already have the weights trained in this step."""
         message = excess(self._config, metrics)
         if message is None:
             return
@@ -59,7 +59,7 @@ class LogprobCheck:
             self._is_explained = True
             message = f"{message}. {self._explain()}"
         if stops:
-            raise RunFailure(f"logprob_check.action=stop: {message}")
+            raise PermanentFailure(f"logprob_check.action=stop: {message}")
         print(f"megarl: warning: {message}", file=sys.stderr, flush=True)
 
     def _gate(self, when: str) -> Metrics:
@@ -67,7 +67,7 @@ class LogprobCheck:
         measured = self._canaries.measure(answers)
         if not all(evidence.agrees for evidence in measured.values()):
             explained = self._canaries.explain(answers, measured)
-            raise RunFailure(
+            raise PermanentFailure(
                 f"logprob_check: {when}, {describe_differences(explained)}\nFix: correct the most likely cause, or set "
                 "logprob_check.canaries=off to disable this check"
             )

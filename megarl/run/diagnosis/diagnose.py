@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -16,11 +17,11 @@ from megarl.config.saved import validated
 from megarl.config.schema import Config
 from megarl.core.checkpoint import FORMAT
 from megarl.core.errors import RunFailure, UserError, print_error
-from megarl.core.files import numbered, read_text
+from megarl.core.files import is_plain, numbered, read_text
 from megarl.core.interpreter import PYTHON
 from megarl.core.jsonl import read_objects
 from megarl.models.folder import resolve
-from megarl.rewards.rollout_file import PROMPT_IDS, RESPONSE_IDS
+from megarl.rewards.rollout_file import LOGPROB_DIFFERENCES, PROMPT_IDS, RESPONSE_IDS
 from megarl.run.diagnosis.comparison import Stage, compare, first_different, table, verdict
 from megarl.run.diagnosis.side import OUTPUTS, REQUEST, SIDES, Request
 from megarl.run.evaluate import with_engines_only
@@ -41,12 +42,14 @@ and anyone may have written the run folder."""
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """A saved rollout: its step, its sample id, and the token ids in its prompt and response."""
+    """A saved rollout: its step, its sample id, the token ids in its prompt and response, and the recorded differences
+    between the trainer's and the engine's log-probs of the response's tokens (empty if not recorded)."""
 
     step: int
     sample_id: str
     prompt_ids: list[int]
     response_ids: list[int]
+    differences: list[float]
 
     @property
     def token_ids(self) -> list[int]:
@@ -69,7 +72,28 @@ def main(folder: Path, step: int | None, sample: str | None, model: Path | None,
         return 1
     print(table(stages))
     print(verdict(stages))
-    return int(first_different(stages) is not None)
+    contradiction = None if first_different(stages) else difference_in_run(config, rollout)
+    if contradiction is not None:
+        print(contradiction)
+    return int(first_different(stages) is not None or contradiction is not None)
+
+
+def difference_in_run(config: Config, rollout: Rollout) -> str | None:
+    """Describe the log-prob difference that the run recorded for the sample, if it is above the limit; otherwise return
+    None. With stale samples, the recorded difference is also due to the updates since then."""
+    if config.rollout.max_staleness or not rollout.differences:
+        return None
+    difference = fmean(map(abs, rollout.differences))
+    if difference <= config.agreement_limit:
+        return None
+    dropped = [name for name in config.rollout.vllm_overrides if name not in KEPT_OVERRIDES]
+    arguments = f"rollout.vllm_overrides.{', '.join(dropped)}, which this command does not use, " if dropped else ""
+    return (
+        f"In the run, however, the log-probs of this sample differed by {difference:.1e} per token (limit "
+        f"{config.agreement_limit:g}). The layers are not the cause. Likely causes: {arguments}the run's layouts, or "
+        "weights that a refit did not update. Fix: repeat a step with "
+        f"{'these arguments removed, or with ' if dropped else ''}rollout.verify_refit=always"
+    )
 
 
 def diagnose(config: Config, token_ids: Sequence[int], folders: Mapping[str, Path], scratch: Path) -> list[Stage]:
@@ -114,7 +138,10 @@ def find_rollout(folder: Path, step: int | None, sample: str | None) -> Rollout:
     three tokens are too short for a comparison. Raise UserError if no such sample exists."""
     files = numbered(folder / "rollouts", ROLLOUTS)
     if not files:
-        raise UserError(f"{folder}: the run has no rollouts yet. Fix: wait until it has completed a step")
+        raise UserError(
+            f"{folder}: the run has no rollouts yet. Fix: wait until it has completed a step. If it ended before, "
+            "start it with logprob_check.canaries=off run.steps=1 under another run.name"
+        )
     number = max(files) if step is None else step
     if number not in files:
         raise UserError(
@@ -134,16 +161,20 @@ def find_rollout(folder: Path, step: int | None, sample: str | None) -> Rollout:
             f"{files[number]}: {missing}. megarl saves them for run.token_samples samples per step. Fix: pass a "
             "different --sample or --step, or set run.token_samples above 0 in the next run"
         )
-    return Rollout(number, chosen["sample_id"], chosen[PROMPT_IDS], chosen[RESPONSE_IDS])
+    return Rollout(number, chosen["sample_id"], chosen[PROMPT_IDS], chosen[RESPONSE_IDS], chosen[LOGPROB_DIFFERENCES])
 
 
 def _token_fields(record: dict[str, Any]) -> dict[str, Any]:
-    """Return a sample's name and token ids; the lists are empty if it has none. Raise ValueError if they are
-    malformed."""
+    """Return a sample's name, token ids and log-prob differences; the lists are empty if it has none. Raise ValueError
+    if they are malformed."""
     ids = {name: record.get(name) or [] for name in (PROMPT_IDS, RESPONSE_IDS)}
     if not all(isinstance(row, list) and all(type(token) is int for token in row) for row in ids.values()):
         raise ValueError("malformed token ids")
-    return {"sample_id": record["sample_id"], **ids}
+    recorded = record.get(LOGPROB_DIFFERENCES) or []
+    if not isinstance(recorded, list) or not all(value is None or is_plain(value, float) for value in recorded):
+        raise ValueError("malformed log-prob differences")
+    differences = [value for value in recorded if value is not None]  # null stands for a number that is not finite
+    return {"sample_id": record["sample_id"], **ids, LOGPROB_DIFFERENCES: differences}
 
 
 def find_weights(folder: Path, config: Config, model: Path | None) -> Path:

@@ -64,7 +64,9 @@ COMMANDS = {
         2,
         "",
     ),
-    "megarl diagnose RUN_FOLDER": ("diagnose RUN", 2, "the run has no rollouts yet"),
+    "megarl convert adapters-to-hf": ("convert adapters-to-hf --checkpoint MODEL --out FOLDER", 2, ""),
+    "megarl diagnose {_folder": ("diagnose RUN", 2, "the run has no rollouts yet"),
+    "megarl diagnose on a run with a completed step": ("diagnose RUN", 2, "the run has no rollouts yet"),
 }
 """Text of a message up to a punctuation mark -> the command, its exit code, and part of its output."""
 

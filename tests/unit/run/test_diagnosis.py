@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from megarl.config import document
 from megarl.config.load import dump, load
 from megarl.core.errors import UserError
 from megarl.run.diagnosis.comparison import compare, difference, first_different, table, verdict
-from megarl.run.diagnosis.diagnose import find_rollout, find_weights, on_one_rank, read_config
+from megarl.run.diagnosis.diagnose import difference_in_run, find_rollout, find_weights, on_one_rank, read_config
 from tests.paths import BASE
 
 STAGES = ("embedding", "layer 0", "layer 1", "final norm")
@@ -96,6 +97,22 @@ def test_missing_rollout_raises_a_one_line_error(run: Path, step, sample, messag
     with pytest.raises(UserError, match=message) as error:
         find_rollout(run, step, sample)
     assert "\n" not in str(error.value)
+
+
+def test_recorded_differences_contradict_equal_sides(run: Path) -> None:
+    """The run's engine had an argument that `megarl diagnose` does not pass on."""
+    row = {"sample_id": "3.0.0", "prompt_ids": [1, 2], "response_ids": [3, 4], "logprob_differences": [0.5, None, -0.3]}
+    (run / "rollouts" / "step_000003.jsonl").write_text(json.dumps(row) + "\n")
+    rollout, config = find_rollout(run, 3, None), read_config(run)
+    assert rollout.differences == [0.5, -0.3]
+    message = difference_in_run(config, rollout)
+    assert message is not None and "differed by 4.0e-01 per token" in message and "rollout.verify_refit" in message
+    changed = {"vllm_overrides": {"logits_processors": ["x:Bias"], "block_size": 16}}
+    biased = config.model_copy(update={"rollout": config.rollout.model_copy(update=changed)})
+    assert "rollout.vllm_overrides.logits_processors, which" in difference_in_run(biased, rollout)
+    assert difference_in_run(config, replace(rollout, differences=[1e-6])) is None
+    stale = config.model_copy(update={"rollout": config.rollout.model_copy(update={"max_staleness": 1})})
+    assert difference_in_run(stale, rollout) is None
 
 
 def test_folders_without_a_run_or_model_raise(run: Path, tmp_path: Path) -> None:

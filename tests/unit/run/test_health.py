@@ -134,6 +134,20 @@ def test_mismatch_must_rise_and_approach_the_limit() -> None:
     assert list(found(rising(0.015), "rollout.max_staleness=1")) == ["rising_mismatch"]
 
 
+def test_mismatch_above_the_limit_is_reported_once() -> None:
+    series = [{"mismatch/logprob_abs_mean": value} for value in (0.1, 0.2, 0.3)]
+    warnings = found(series)  # bfloat16, with a limit of 0.15
+    assert list(warnings) == ["mismatch"] and warnings["mismatch"][0] == 2
+    assert "2.0e-01 (limit 0.15)" in warnings["mismatch"][1] and "run megarl diagnose " in warnings["mismatch"][1]
+
+
+def test_truncation_does_not_explain_a_positive_reward() -> None:
+    for reward in (0.0, 1.0):
+        row = {"reward/mean": reward, "reward/std": 0.0, "response/truncated_frac": 1.0}
+        message = found([row] * 9)["constant_reward"][1]
+        assert ("truncated before the answer" in message) == (reward == 0.0), message
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_noisy_healthy_runs_have_no_warnings(seed: int) -> None:
     """A policy that learns a task from a solve rate of 2 % to 90 % in small, noisy steps."""

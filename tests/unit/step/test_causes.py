@@ -47,6 +47,14 @@ def test_unchecked_causes_follow_the_found_ones(has_experts: bool) -> None:
     )
 
 
+def test_engine_arguments_come_before_kernels() -> None:
+    evidence = replace(HELD, greedy=APART, sampled=APART, overrides=("logits_processors", "block_size"))
+    first, second, *_ = ranked(evidence)
+    assert first.name == "rollout.vllm_overrides" and "logits_processors, block_size. Fix: remove" in first.evidence
+    assert second.name == "kernels" and second.evidence.startswith("a remaining cause")
+    assert not any(cause.name == first.name for cause in ranked(replace(evidence, greedy=0.01)))
+
+
 def test_explaining_temperature_is_named() -> None:
     evidence = replace(HELD, sampled=APART, rescored={"at temperature 1": 0.02, "at temperature 0.49": 0.9})
     assert (
