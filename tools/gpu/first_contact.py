@@ -49,6 +49,7 @@ STEPS = (
     Step("precision", 170, "untimed"),
     Step("fp8_blocks", 60, "untimed"),
     Step("saved", 120, "untimed"),
+    Step("te_layers", 90, "untimed"),
     Step("head", 75),
     Step("attention", 75),
     Step("state", 60),

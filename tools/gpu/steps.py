@@ -6,6 +6,7 @@ meaningless.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -686,6 +687,15 @@ def tests() -> Figures:
     }
 
 
+def te_layers() -> Figures:
+    """Compare Transformer Engine's layers with plain torch in float32, if it is installed."""
+    if not device.on_cuda() or importlib.util.find_spec("transformer_engine") is None:
+        return {"installed": False}
+    from tools.gpu.te_layers import compare_layers
+
+    return {"installed": True, "errors": compare_layers()}
+
+
 STEPS: dict[str, Callable[[], Figures]] = {
     "machine": machine,
     "head": head,
@@ -698,6 +708,7 @@ STEPS: dict[str, Callable[[], Figures]] = {
     "fp8_blocks": fp8_blocks,
     "attention": attention,
     "saved": saved,
+    "te_layers": te_layers,
     "state": state,
     "update_1b5_16k": update_1b5_16k,
     "update_1b5_mixed": update_1b5_mixed,
