@@ -228,7 +228,7 @@ def test_reward_that_fails_on_a_wrong_response_fails_the_check(
     """All broken functions are reported, each with the first response on which it fails."""
     data, runs = tmp_path / "rows.jsonl", tmp_path / "runs"
     runs.mkdir()
-    data.write_text(f'{json.dumps({"prompt": "1 + 1 =", "answer": answer})}\n' * 4)
+    data.write_text(f"{json.dumps({'prompt': '1 + 1 =', 'answer': answer})}\n" * 4)
     listed = functions(recipe, "length'", "only_answers'", "only_text'", "batch_only_answers'")
     lines = fail_lines(recipe, runs, capfd, listed, f"data.source={data}")
     errors = [line for line in lines if line.startswith("megarl: error: ")]
