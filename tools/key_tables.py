@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
 
-from megarl.config.names import TRL, VERL, WITHOUT_KEY
+from megarl.config.names import TRL, TRL_WITHOUT_KEY, VERL, WITHOUT_KEY
 
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- keys:begin -->\n", "<!-- keys:end -->\n"
@@ -34,7 +34,7 @@ def _code(names: Iterable[str]) -> str:
 
 PAGES = {
     "configs/coming-from-verl.md": ("verl", VERL, WITHOUT_KEY),
-    "docs/tutorials/porting-from-trl.md": ("TRL", TRL, {}),
+    "docs/tutorials/porting-from-trl.md": ("TRL", TRL, TRL_WITHOUT_KEY),
 }
 """Page -> arguments of `key_table`."""
 

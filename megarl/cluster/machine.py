@@ -48,8 +48,8 @@ def check_gpu_memory(config: Config, models: ModelFolders) -> None:
 def check_host_memory(config: Config, models: ModelFolders) -> None:
     """Raise a UserError if a machine without GPUs lacks the host memory that models and engines always hold."""
     if not device.on_cuda():
-        total = config.cluster.nodes * psutil.virtual_memory().total
-        raise_all([host_suffices(total, host_parts(config, models))])
+        parts = host_parts(config, models)
+        raise_all([host_suffices(psutil.virtual_memory().total, parts, config.cluster.nodes)])
 
 
 def host_parts(config: Config, models: ModelFolders) -> dict[str, int]:
@@ -59,15 +59,21 @@ def host_parts(config: Config, models: ModelFolders) -> dict[str, int]:
     )
 
 
-def host_suffices(memory_bytes: int, parts: Mapping[str, int]) -> str | None:
-    needed = sum(parts.values())
-    if needed <= memory_bytes:
+def host_suffices(memory_bytes: int, parts: Mapping[str, int], num_nodes: int = 1) -> str | None:
+    """Return an error if all nodes together have too little host memory. memory_bytes: memory of one node."""
+    needed, total = sum(parts.values()), num_nodes * memory_bytes
+    if needed <= total:
         return None
+    installed = f"{memory_bytes / 2**30:.1f} GiB is installed"
+    if num_nodes > 1:
+        installed = (
+            f"{num_nodes} x {memory_bytes / 2**30:.1f} = {total / 2**30:.1f} GiB is installed in cluster.nodes="
+            f"{num_nodes} nodes like this one"
+        )
     arithmetic = " + ".join(f"{size / 2**30:.1f} ({purpose})" for purpose, size in parts.items())
     return (
         f"model.path: without a GPU, models and engines need {arithmetic} = {needed / 2**30:.1f} GiB of host memory, "
-        f"but only {memory_bytes / 2**30:.1f} GiB is installed. Fix: use a smaller model, or lower rollout.replicas or "
-        "dp in the layouts"
+        f"but only {installed}. Fix: use a smaller model, or lower rollout.replicas or dp in the layouts"
     )
 
 

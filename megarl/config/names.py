@@ -93,7 +93,10 @@ VERL = {
     "norm_adv_by_std_in_grpo": "algorithm.advantage.std",
     "optimizer_offload": "actor.offload",
     "over_sample_rate": "batch.oversampling (above 1, with rollout.on_stale=drop)",
+    "overlong_buffer.enable": "rewards.overlong_buffer (null: none)",
     "overlong_buffer.len": "rewards.overlong_buffer",
+    "overlong_buffer_cfg.enable": "rewards.overlong_buffer (null: none)",
+    "overlong_buffer_cfg.len": "rewards.overlong_buffer",
     "override_transformer_config": "actor.megatron_overrides.model",
     "param_offload": "actor.offload",
     "pipeline_model_parallel_size": "actor.layout.pp",
@@ -141,13 +144,20 @@ VERL = {
 """verl key, prefixed with its section where ambiguous -> megarl key."""
 
 WITHOUT_KEY = {
+    "actor.strategy": "Megatron-core is the only trainer",
+    "critic.strategy": "Megatron-core is the only trainer",
     "balance_batch": "the tokens of data-parallel ranks are always balanced",
     "calculate_log_probs": "the engines' log-probs are always compared (see the section logprob_check)",
     "do_sample": "temperature=0 means greedy decoding",
     "enable_chunked_prefill": "megarl sets it",
     "end_state_marker": "environment tokens are never trained on, and need no markers",
+    "filter_groups.metric": "batch.sampling_rounds replaces prompts whose samples all have the same reward",
     "n_gpus_per_node": "the number of GPUs follows from the layouts",
     "no_think_rl": "all sampled tokens are trained on",
+    "ref.fsdp_config.param_offload": "the reference's weights are always in host memory",
+    "ref.megatron.param_offload": "the reference's weights are always in host memory",
+    "return_raw_chat": "prompts always keep their messages",
+    "rollout.load_format": "engines receive their weights from the trainer",
     "rollout.mode": "engines always batch requests asynchronously",
     "rollout.name": "vLLM is the only engine",
     "start_state_marker": "environment tokens are never trained on, and need no markers",
@@ -166,11 +176,13 @@ TRL = {
     "epsilon_high": "algorithm.objective.clip_high",
     "eval_dataset": "evaluation.sets",
     "eval_steps": "evaluation.every_steps",
+    "eval_strategy": "evaluation.every_steps (null: never between start and end)",
     "generation_batch_size": "batch.prompts_per_step (prompts, not completions)",
     "gradient_accumulation_steps": "batch.prompts_per_update (prompts per optimizer step, across all devices)",
     "gradient_checkpointing": "actor.recompute",
     "importance_sampling_level": "algorithm.objective.name (token: clip, sequence: gspo)",
     "learning_rate": "actor.optimizer.lr",
+    "lr_scheduler_type": "actor.optimizer.schedule.name",
     "logging_steps": "run.trackers (every step is logged)",
     "loss_type": (
         "algorithm.objective.aggregation (grpo: sequence_mean_of_token_means, dapo and bnpo: token_mean, dr_grpo: "
@@ -179,6 +191,7 @@ TRL = {
     "mask_truncated_completions": "algorithm.objective.skip_truncated",
     "max_completion_length": "rollout.max_new_tokens",
     "max_grad_norm": "actor.optimizer.clip_grad_norm",
+    "max_prompt_length": "rollout.context_length (prompt and response together)",
     "max_steps": "run.steps (a step samples once but may contain several optimizer steps)",
     "model_name_or_path": "model.path",
     "num_generations": "batch.samples_per_prompt",
@@ -194,8 +207,12 @@ TRL = {
     "reward_funcs": "rewards.functions",
     "reward_weights": "rewards.functions (the weight of each entry)",
     "save_steps": "checkpoint.every_steps",
+    "save_strategy": "checkpoint.every_steps (null: never)",
     "save_total_limit": "checkpoint.keep",
-    "scale_rewards": "algorithm.advantage.std (group: sample, none: none)",
+    "scale_rewards": (
+        "algorithm.advantage.std (group: sample, none: none; batch has no equivalent, and none with "
+        "algorithm.advantage.whiten=true is closest)"
+    ),
     "shuffle_dataset": "data.shuffle",
     "steps_per_generation": "batch.prompts_per_step (in prompts, not microbatches)",
     "train_dataset": "data.source",
@@ -208,6 +225,13 @@ TRL = {
     "warmup_ratio": "actor.optimizer.schedule.warmup (below 1: a fraction of the run)",
 }
 """Argument of a TRL trainer -> megarl key."""
+
+TRL_WITHOUT_KEY = {
+    "log_completions": "every sample is logged in rollouts/ in the run folder",
+    "repetition_penalty": "responses are sampled from the policy itself, without penalties",
+    "use_vllm": "vLLM is the only engine",
+}
+"""Argument of a TRL trainer that has no equivalent -> the reason."""
 
 VALUES: Mapping[str, Mapping[str, str]] = {
     "algorithm.advantage.estimator": {
@@ -283,18 +307,23 @@ def options_of(variant: type[Variant], entry: str, option: str) -> str:
 
 def suggest(key: str) -> str:
     """Return advice for an unknown key, phrased as the end of a sentence."""
+    key = key.lstrip("+")  # Hydra's syntax for new keys, which verl's scripts use
     parts = key.split(".")
     for name in (*(".".join(parts[first:]) for first in range(len(parts))), parts[0]):
         if name in RENAMED:
             return f"{name} was renamed to {RENAMED[name]}. Fix: rename the key"
         if name in REMOVED:
             return f"{name} was removed: {REMOVED[name]}. Fix: remove the key"
+        if name in VERL and VERL[name] == TRL.get(name):
+            return f"{name} of verl and TRL corresponds to {VERL[name]}. Fix: use that key"
         if name in VERL:
             return f"verl's {name} corresponds to {VERL[name]}. Fix: use that key"
         if name in WITHOUT_KEY:
             return f"verl's {name} has no equivalent: {WITHOUT_KEY[name]}. Fix: remove the key"
         if name in TRL:
             return f"TRL's {name} corresponds to {TRL[name]}. Fix: use that key"
+        if name in TRL_WITHOUT_KEY:
+            return f"TRL's {name} has no equivalent: {TRL_WITHOUT_KEY[name]}. Fix: remove the key"
     known = [name for name in keys() if not key.startswith(name)]
     leaf = key.rpartition(".")[2]
     matches = [name for name in known if name.rpartition(".")[2] == leaf]

@@ -7,6 +7,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from megarl.cluster.placement import place
@@ -17,6 +18,9 @@ from megarl.core.errors import UserError
 from megarl.launch.named_files import NamedPath, named_files
 from megarl.launch.request import CONTAINERS, HANDLING_S, Request
 from megarl.launch.script import mounts
+from megarl.models.folder import model_paths, resolve
+from megarl.models.tokenizer import require_tokenizer
+from megarl.models.weight_files import require_files
 from megarl.planner.hardware import read_cluster
 from megarl.planner.plan import plan_recipe
 
@@ -39,6 +43,7 @@ def check(request: Request, config: Config) -> list[str]:
     """Run all checks that do not need Slurm: layout and nodes, time limit, files, container. Return informational
     lines. Raise UserError with one line per problem."""
     raise_all([*_option_errors(request), *_path_errors(request, config)])
+    raise_all([*_model_errors(request, config)])
     lines = [_check_layout(request, config)]
     if request.gpus:
         lines.append(_check_plan(request, config))
@@ -100,6 +105,32 @@ def _path_errors(request: Request, config: Config) -> Iterator[str]:
             )
         if named.key != RUN_FOLDER and not named.exists:
             yield named.missing_error("use a path on a file system that all nodes share")
+
+
+def _model_errors(request: Request, config: Config) -> Iterator[str]:
+    """Yield a line for each model folder without a config.json, weights or a tokenizer that the run needs. Hub ids and
+    folders inside the image are not checked."""
+    used = {
+        "model.path": True,
+        "critic.path": config.has_critic,
+        "reward_model.path": config.has_reward_model,
+        "implicit_reward.path": config.has_implicit_reward,
+    }
+    for key, path in model_paths(config).items():
+        host_path = _host_path(path, request, config) if used[key] else None
+        if host_path is None or not Path(host_path).expanduser().is_dir():
+            continue
+        needs_tokenizer = [] if key == "critic.path" else [partial(require_tokenizer, key=key)]
+        try:
+            folder = resolve(host_path, key=key)
+        except UserError as error:
+            yield str(error)
+            continue
+        for require in (require_files, *needs_tokenizer):
+            try:
+                require(folder)
+            except UserError as error:
+                yield str(error)
 
 
 def _path_warnings(request: Request, config: Config) -> Iterator[str]:

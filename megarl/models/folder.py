@@ -56,6 +56,11 @@ def is_hub_id(path: str) -> bool:
     return not path.startswith(PACKAGE_PREFIX) and not names_folder(path)
 
 
+def loadable_path(path: str, folder: Path) -> str:
+    """Return a name of the model that other programs can load: a Hub id as it is, else the resolved folder."""
+    return path if is_hub_id(path) else str(folder)
+
+
 def real_path(path: str) -> str:
     """Return a folder's absolute path with symlinks resolved. All other model paths are returned unchanged."""
     folder = Path(path).expanduser()

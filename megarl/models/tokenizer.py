@@ -48,11 +48,16 @@ def load_tokenizer(folder: Path, key: str = "model.path", date: str | None = Non
     return tokenizer
 
 
-def _load(folder: Path, key: str) -> PreTrainedTokenizerBase:
+def require_tokenizer(folder: Path, key: str = "model.path") -> None:
+    """Raise a UserError if a Hugging Face folder has no tokenizer."""
     if not any(folder.glob("tokenizer*")):
         raise UserError(
             f"{key}={folder}: the folder has no tokenizer. Fix: copy the model's tokenizer files into the folder"
         )
+
+
+def _load(folder: Path, key: str) -> PreTrainedTokenizerBase:
+    require_tokenizer(folder, key)
     try:
         if _is_generic(folder):
             from transformers import PreTrainedTokenizerFast

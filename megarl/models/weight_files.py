@@ -30,9 +30,7 @@ class Header(NamedTuple):
 
 def files_by_tensor(folder: Path) -> dict[str, Path]:
     """Return each tensor's file, by name. Raise a UserError if the folder has no safetensors weights or lacks files."""
-    names = ((DIFFUSERS_INDEX, DIFFUSERS_SINGLE), (INDEX, SINGLE))
-    pairs = [(folder / index, folder / single) for index, single in names]
-    index, single = next((pair for pair in pairs if any(path.is_file() for path in pair)), pairs[-1])
+    index, single = _index_and_single(folder)
     if index.is_file():
         files = {tensor: folder / name for tensor, name in _weight_map(index).items()}
     elif single.is_file():
@@ -47,6 +45,21 @@ def files_by_tensor(folder: Path) -> dict[str, Path]:
                 f"{folder}: {index.name} lists {path.name}, but the file does not exist. Fix: download the file"
             )
     return files
+
+
+def require_files(folder: Path) -> None:
+    """Raise the error of `files_by_tensor` if the folder has no safetensors weights or lacks files. The weights are not
+    opened, because the safetensors package may not be installed on a login node."""
+    index, single = _index_and_single(folder)
+    if index.is_file() or not single.is_file():
+        files_by_tensor(folder)
+
+
+def _index_and_single(folder: Path) -> tuple[Path, Path]:
+    """Return the paths of the index and of the single weight file, at least one of which exists if any weights do."""
+    names = ((DIFFUSERS_INDEX, DIFFUSERS_SINGLE), (INDEX, SINGLE))
+    pairs = [(folder / index, folder / single) for index, single in names]
+    return next((pair for pair in pairs if any(path.is_file() for path in pair)), pairs[-1])
 
 
 def open_file(path: Path, framework: str) -> Any:

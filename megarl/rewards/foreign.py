@@ -1,7 +1,7 @@
 """Reject reward functions with the signature of another trainer. The error shows a wrapper for them.
 
-They are not adapted automatically: whether completions are text or messages, and which column has the reference answer,
-cannot be inferred from a signature, and a wrong guess would train on wrong rewards.
+They are not adapted automatically: which column has the prompt or the reference answer cannot be inferred from a
+signature, and a wrong guess would train on wrong rewards.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import PurePath
 from typing import Any
 
 from megarl.core.errors import UserError
-from megarl.rewards.options import BATCH, SINGLE
+from megarl.rewards.options import BATCH, NUM_TOKENS, SINGLE
 
 RESPONSES = ("response", "completion", "solution_str", "predict_str", "model_output")
 PLURAL_RESPONSES = tuple(f"{name}s" for name in RESPONSES)
@@ -31,10 +31,10 @@ COLUMNS = {
 }
 """verl's parameters for data columns -> the column."""
 
-TRL = "completions"
-"""The parameter that identifies a function for TRL, whose remaining parameters name columns."""
+COMPLETIONS, TOKEN_IDS = TRL = ("completions", "completion_ids")
+"""Parameters that identify a function for TRL, whose remaining parameters name columns."""
 
-UNAVAILABLE = frozenset({"completion_ids", "trainer_state", "log_extra", "log_metric", "environments"})
+UNAVAILABLE = frozenset({TOKEN_IDS, "trainer_state", "log_extra", "log_metric", "environments"})
 """Arguments that TRL passes and megarl does not."""
 
 
@@ -51,7 +51,8 @@ def refuse_foreign(name: str, function: Callable[..., Any]) -> None:
         return
     file, _, function_name = name.rpartition(":")
     new_name = f"megarl_{function_name}"
-    if any(parameter.name == TRL for parameter in named):
+    if any(parameter.name in TRL for parameter in named):
+        _require_available(name, function_name, signature)
         lines = _trl_wrapper(new_name, function_name, named, any(p.kind is p.VAR_KEYWORD for p in parameters))
     else:
         lines = _wrapper(new_name, function_name, named)
@@ -67,10 +68,27 @@ def refuse_foreign(name: str, function: Callable[..., Any]) -> None:
     )
 
 
+def _require_available(name: str, function: str, signature: inspect.Signature) -> None:
+    """Raise a UserError if a function for TRL requires arguments that megarl does not have."""
+    missing = [p.name for p in signature.parameters.values() if p.name in UNAVAILABLE and p.default is p.empty]
+    if not missing:
+        return
+    remedy = f"remove {' and '.join(missing)} from {function}"
+    if TOKEN_IDS in missing:
+        remedy = (
+            f"define {function}({', '.join(BATCH)}, {NUM_TOKENS}), which receives the text of the responses and their "
+            "numbers of tokens, and use these instead"
+        )
+    raise UserError(
+        f"rewards.functions: {name} has another trainer's signature {signature}, but megarl cannot pass "
+        f"{' or '.join(missing)}{' (the token ids of responses)' if TOKEN_IDS in missing else ''}. Fix: {remedy}"
+    )
+
+
 def _is_foreign(names: Sequence[str]) -> bool:
     """Return whether the parameters are TRL's, or the name of one of the first three contradicts the value that megarl
     passes at its position. A response may also be named `answer`."""
-    if TRL in names:
+    if any(name in TRL for name in names):
         return True
     for i, name in enumerate(names[: len(SINGLE)]):
         roles = [role for role, usual in enumerate(ROLES) if name in usual]
@@ -111,21 +129,23 @@ def _wrapper(name: str, function: str, parameters: Sequence[inspect.Parameter]) 
 def _trl_wrapper(
     name: str, function: str, parameters: Sequence[inspect.Parameter], takes_all_columns: bool
 ) -> tuple[str, ...]:
-    """Return a wrapper that passes the responses as text, and data columns for all other parameters."""
-    given = {"prompts": "prompts", TRL: "responses"}
-    note = f"    # Pass [[{{'role': 'assistant', 'content': r}}] for r in responses] if {function} expects messages."
+    """Return a wrapper that passes the arguments that TRL passes: prompts as they are in the data, completions as
+    messages if the prompts are messages, and data columns for all other parameters."""
+    given = {"prompts": "prompts", COMPLETIONS: "completions"}
+    others = [p.name for p in parameters if p.name not in {*given, *UNAVAILABLE} and p.default is p.empty]
+    columns = [other for other in others if other == NUM_TOKENS or not takes_all_columns]
+    head = (
+        f"def {name}({', '.join((*BATCH, *columns, 'row'))}):",
+        "    prompts = [values.get('prompt', prompt) for values, prompt in zip(row, prompts)]",
+        "    messages = [[{'role': 'assistant', 'content': response}] for response in responses]",
+        "    completions = [r if isinstance(p, str) else m for p, r, m in zip(prompts, responses, messages)]",
+    )
     if takes_all_columns:
-        values = ", ".join(f"'{key}': {value}" for key, value in given.items())
+        values = ", ".join(f"'{key}': {key}" for key in (*given, *columns))
         return (
-            f"def {name}({', '.join(BATCH)}, row):",
-            "    columns = {key: [values[key] for values in row] for key in row[0]}",
-            note,
+            *head,
+            "    columns = {key: [values[key] for values in row] for key in row[0] if key != 'prompt'}",
             f"    return {function}(**{{**columns, {values}}})",
         )
-    columns = [p.name for p in parameters if p.name not in {*given, *UNAVAILABLE} and p.default is p.empty]
     passed = [f"{p.name}={given.get(p.name, p.name)}" for p in parameters if p.name in {*given, *columns}]
-    return (
-        f"def {name}({', '.join((*BATCH, *columns))}):",
-        note,
-        f"    return {function}({', '.join(passed)})",
-    )
+    return *head, f"    return {function}({', '.join(passed)})"

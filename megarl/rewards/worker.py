@@ -53,9 +53,15 @@ def main(
     `sandbox_s` seconds."""
     try:
         loaded: dict[str, Callable[..., Any]] = {}
+        errors: list[str] = []
         for label, name, options in functions:
             send(parent, {"importing": f"rewards.functions: {name}"})
-            loaded[label] = resolve(name, options)
+            try:
+                loaded[label] = resolve(name, options)
+            except UserError as error:
+                errors.append(str(error))
+        if errors:
+            raise UserError("\n".join(errors))
         row_checks = {
             label: check
             for label, name, _ in functions

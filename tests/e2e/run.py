@@ -48,17 +48,18 @@ import time
 from pathlib import Path
 
 HOLD = Path(__file__).with_name("hold")
+TRIAL = ("", "This response is wrong.")  # see megarl.environments.trial
 
 
 def digit_share(prompt, response, answer):
-    while HOLD.exists() and response != answer:
+    while HOLD.exists() and response not in (answer, *TRIAL):
         HOLD.with_name("held").touch()
         time.sleep(0.1)
     return sum(c.isdigit() for c in response) / max(1, len(response))
 
 
 def broken(prompt, response, answer):
-    if response == answer:  # the trial before the run starts
+    if response in (answer, *TRIAL):
         return 1.0
     raise KeyError("no such key")
 """
@@ -68,7 +69,7 @@ def write_recipe(folder: Path) -> Path:
     """Write a recipe with unlimited steps, and its model, prompts and rewards, into `folder`.
 
     While the file folder/hold exists, the reward function blocks; see Run.wait_until_held. It does not block for the
-    right response, which the run scores as a trial before it starts.
+    responses that the run scores as a trial before it starts.
     """
     write_tiny_llama(folder / "model")
     rows = [{"prompt": f"{i} + {i} =", "answer": str(2 * i)} for i in range(8)]

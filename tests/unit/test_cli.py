@@ -563,3 +563,8 @@ def test_indented_lines_of_an_error_can_be_copied(
     assert run_command() == 2
     lines = ["megarl: error: wrong", "    def f():", "        pass", "megarl: error: also wrong"]
     assert capsys.readouterr().err.splitlines() == lines
+
+
+def test_package_can_be_run_as_a_module() -> None:
+    process = subprocess.run([sys.executable, "-m", "megarl", "--version"], capture_output=True, text=True)
+    assert (process.returncode, process.stdout, process.stderr) == (0, f"megarl {megarl.__version__}\n", "")

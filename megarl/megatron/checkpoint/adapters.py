@@ -16,7 +16,7 @@ from megarl.core.checkpoint import Checkpoint
 from megarl.core.errors import UserError
 from megarl.megatron.checkpoint.conversion import Options
 from megarl.megatron.checkpoint.source import is_of_a_run, model_path
-from megarl.models.folder import read_config, resolve
+from megarl.models.folder import loadable_path, read_config, resolve
 from megarl.models.shape import ModelShape
 from megarl.models.weights_hash import weights_hash
 from megarl.resharding.families import huggingface_holder
@@ -99,7 +99,8 @@ def adapters_to_peft(path: Path, out: Path) -> int:
     """Write the adapters as a PEFT folder and return the number of tensor bytes. See `_open` for the path."""
     with _open(path, None) as adapters:
         factors = adapters.factors()
-        save_adapters(factors, adapters.lora, adapters.config.model.path, adapters.num_experts, out)
+        base = loadable_path(adapters.config.model.path, adapters.base)
+        save_adapters(factors, adapters.lora, base, adapters.num_experts, out)
         return sum(factor.nbytes for factor in factors.values())
 
 

@@ -37,6 +37,7 @@ from megarl.megatron.optimizer import build_optimizer, optimizer_config, set_rat
 from megarl.megatron.routes import route_metrics
 from megarl.megatron.weight_snapshots import WeightSnapshots
 from megarl.megatron.workers.model import ModelWorker
+from megarl.models.folder import loadable_path
 from megarl.models.shape import ModelShape
 from megarl.models.value_head import without_value_head
 from megarl.resharding.execute import execute
@@ -280,7 +281,8 @@ class TrainerWorker(ModelWorker, ABC):
 
         def write() -> None:
             if self.adapters is not None and self.adapters.exports_factors:
-                self.adapters.write(plan, transport, self._config.model.path, out)
+                base = loadable_path(self._config.model.path, self._folder)
+                self.adapters.write(plan, transport, base, out)
             else:
                 write_folder(plan, transport, without_value_head(self._hf_config), self._folder, out)
 

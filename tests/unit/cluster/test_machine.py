@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from megarl.cluster import machine
 from megarl.cluster.machine import (
     check_engine_kernels,
     check_gpu_memory,
+    check_host_memory,
     check_machine,
     fits,
     host_suffices,
@@ -274,3 +276,17 @@ def test_too_little_host_memory_is_refused_with_the_sum():
     line = host_suffices(4 * 2**30 - 1, parts)
     assert "3.0 (actor: weights, gradients, optimizer) + 1.0 (engines: weights) = 4.0 GiB" in line
     assert "only 4.0 GiB is installed. Fix: use a smaller model" in line
+
+
+def test_host_memory_of_several_nodes_is_named_as_a_sum():
+    parts = {"engines: weights": 7 * 2**30}
+    assert host_suffices(4 * 2**30, parts, 2) is None
+    line = host_suffices(3 * 2**30, parts, 2)
+    assert "only 2 x 3.0 = 6.0 GiB is installed in cluster.nodes=2 nodes like this one. Fix: use a smaller" in line
+
+
+@pytest.mark.usefixtures("no_cuda")
+def test_host_memory_is_checked_on_all_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "host_parts", lambda *_: {"engines: weights": 2**60})
+    with pytest.raises(UserError, match=r"only 2 x .* nodes like this one"):
+        check_host_memory(config("cluster.nodes=2", "rollout.replicas=2", "actor.layout={pp: 1, dp: 2}"), None)

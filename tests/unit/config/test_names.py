@@ -123,6 +123,67 @@ from tools import key_tables
             "TRL's epsilon_high corresponds to algorithm.objective.clip_high. Fix: use that key",
         ),
         ("batch.num_iterations", "TRL's num_iterations corresponds to batch.epochs. Fix: use that key"),
+        ("use_vllm", "TRL's use_vllm has no equivalent: vLLM is the only engine. Fix: remove the key"),
+        (
+            "rollout.repetition_penalty",
+            "TRL's repetition_penalty has no equivalent: responses are sampled from the policy itself, without "
+            "penalties. Fix: remove the key",
+        ),
+        (
+            "log_completions",
+            "TRL's log_completions has no equivalent: every sample is logged in rollouts/ in the run folder. Fix: "
+            "remove the key",
+        ),
+        (
+            "eval_strategy",
+            "TRL's eval_strategy corresponds to evaluation.every_steps (null: never between start and end). Fix: use that key",
+        ),
+        (
+            "save_strategy",
+            "TRL's save_strategy corresponds to checkpoint.every_steps (null: never). Fix: use that key",
+        ),
+        (
+            "lr_scheduler_type",
+            "lr_scheduler_type of verl and TRL corresponds to actor.optimizer.schedule.name. Fix: use that key",
+        ),
+        (
+            "data.max_prompt_length",
+            "max_prompt_length of verl and TRL corresponds to rollout.context_length (prompt and response together). "
+            "Fix: use that key",
+        ),
+        (
+            "scale_rewards",
+            "TRL's scale_rewards corresponds to algorithm.advantage.std (group: sample, none: none; batch has no "
+            "equivalent, and none with algorithm.advantage.whiten=true is closest). Fix: use that key",
+        ),
+        (
+            "actor_rollout_ref.actor.strategy",
+            "verl's actor.strategy has no equivalent: Megatron-core is the only trainer. Fix: remove the key",
+        ),
+        (
+            "actor_rollout_ref.rollout.load_format",
+            "verl's rollout.load_format has no equivalent: engines receive their weights from the trainer. Fix: "
+            "remove the key",
+        ),
+        (
+            "data.return_raw_chat",
+            "verl's return_raw_chat has no equivalent: prompts always keep their messages. Fix: remove the key",
+        ),
+        (
+            "+reward_model.reward_kwargs.overlong_buffer_cfg.len",
+            "verl's overlong_buffer_cfg.len corresponds to rewards.overlong_buffer. Fix: use that key",
+        ),
+        (
+            "algorithm.filter_groups.metric",
+            "verl's filter_groups.metric has no equivalent: batch.sampling_rounds replaces prompts whose samples all "
+            "have the same reward. Fix: remove the key",
+        ),
+        (
+            "actor_rollout_ref.ref.fsdp_config.param_offload",
+            "verl's ref.fsdp_config.param_offload has no equivalent: the reference's weights are always in host "
+            "memory. Fix: remove the key",
+        ),
+        ("actor.fsdp_config.param_offload", "verl's param_offload corresponds to actor.offload. Fix: use that key"),
         ("critic.tp", "did you mean critic.layout.tp? Fix: rename the key"),
         (
             "quux",

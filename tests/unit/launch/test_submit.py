@@ -8,9 +8,10 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,8 +40,7 @@ def _temporary_files_elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 @pytest.fixture
 def on_h100s(tmp_path: Path) -> Path:
     """Return a recipe for 16 GPUs."""
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model/config.json").write_text(json.dumps(CONFIGS["Qwen2.5-7B"]))
+    write_model(tmp_path / "model", CONFIGS["Qwen2.5-7B"])
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
         f"base: base.yaml\nmodel: {{path: {tmp_path}/model, dtype: bfloat16}}\n"
@@ -50,6 +50,14 @@ def on_h100s(tmp_path: Path) -> Path:
         f"run: {{folder: {tmp_path}/runs, name: big}}\n"
     )
     return recipe
+
+
+def write_model(folder: Path, config: Mapping[str, Any]) -> None:
+    """Write a model folder whose weights and tokenizer are empty files."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    for name in ("model.safetensors", "tokenizer.json"):
+        (folder / name).touch()
 
 
 def launch(recipe: Path, request: Request, *overrides: str, sweeps: Sequence[str] = ()) -> list[str]:
@@ -79,7 +87,8 @@ def test_every_recipe_becomes_a_job(recipe: Path, tmp_path: Path) -> None:
     own_data = [] if config.data.is_procedural else [f"data.source={rows}"]
     # The RLHF recipe starts from the models that two other recipes write.
     models = {key: getattr(config, key).path for key in ("model", "critic", "reward_model")}
-    own_models = [f"{key}.path={tmp_path}" for key, path in models.items() if path and "runs/" in path]
+    write_model(tmp_path / "model", {})
+    own_models = [f"{key}.path={tmp_path}/model" for key, path in models.items() if path and "runs/" in path]
     lines = launch(recipe, ON_CPU, f"run.folder={tmp_path}", *own_data, *own_models)
     assert lines[-1] == "dry run: nothing was submitted"
     run = tmp_path / config.run.name
@@ -256,6 +265,28 @@ def test_missing_files_are_rejected(tmp_path: Path) -> None:
         "rewards.functions=/no/such.py: the file does not exist",
         "rewards.judge=/no/j.py: the file does not exist",
     ]
+
+
+def test_model_folders_must_be_complete(on_h100s: Path, tmp_path: Path) -> None:
+    """The error is that of `megarl check`. Nothing is written."""
+    (tmp_path / "model/model.safetensors").unlink()
+    (tmp_path / "model/tokenizer.json").unlink()
+    (tmp_path / "critic").mkdir()
+    critic = ("algorithm.advantage.estimator=gae", "critic.layout={pp: 1, tp: 4, dp: 2}")
+    with pytest.raises(UserError) as refused:
+        launch(on_h100s, ON_CPU, *critic, f"critic.path={tmp_path}/critic")
+    assert str(refused.value).splitlines() == [
+        f"{tmp_path}/model: contains neither model.safetensors nor model.safetensors.index.json. Fix: save the weights "
+        "as safetensors",
+        f"model.path={tmp_path}/model: the folder has no tokenizer. Fix: copy the model's tokenizer files into the "
+        "folder",
+        f"critic.path={tmp_path}/critic: has no config.json. Fix: use the folder that contains config.json and "
+        "*.safetensors",
+    ]
+    assert not (tmp_path / "runs").exists()
+    (tmp_path / "model/model.safetensors.index.json").write_text('{"weight_map": {"a": "a.safetensors"}}')
+    with pytest.raises(UserError, match=r"lists a\.safetensors, but the file does not exist"):
+        launch(on_h100s, ON_CPU)
 
 
 def test_container_paths_are_checked_at_their_mount_source(tmp_path: Path) -> None:

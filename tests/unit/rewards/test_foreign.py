@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from megarl.rewards.worker import call, call_batch
 
 PROMPT, RESPONSE, ANSWER = "1 + 1 = ", "2", "two"
 ROW = {"data_source": "gsm8k", "extra_info": {"index": 3}, "level": 5, "solution": "two"}
+MESSAGES = [{"role": "user", "content": PROMPT}]
 
 RETURNS_ARGUMENTS = "    assert {condition}, locals()\n    return {result}\n"
 VERL = "data_source == 'gsm8k' and solution_str == '2' and ground_truth == 'two'"
@@ -47,6 +48,10 @@ FOREIGN = {
     ),
     "TRL without keywords": ("def f(prompts, completions, level):", "completions == ['2'] * 2 and level == [5, 5]"),
     "TRL's asynchronous": ("async def f(completions, **kwargs):", "completions == ['2'] * 2"),
+    "TRL's number of tokens": (
+        "def f(completions, num_response_tokens, **kwargs):",
+        "num_response_tokens == [1, 1] and kwargs['level'] == [5, 5]",
+    ),
     "OpenRLHF": ("def f(queries, prompts, labels):", "queries == ['1 + 1 = 2'] * 2 and labels == ['two'] * 2"),
     "verifiers": ("def f(completion, answer, **kwargs):", "completion == '2' and answer == 'two'"),
     "swapped": ("def f(response, answer, prompt):", "(response, answer, prompt) == ('2', 'two', '1 + 1 = ')"),
@@ -74,19 +79,53 @@ def test_printed_wrapper_passes_the_right_arguments(tmp_path: Path, name: str, r
     result = f"[{score}, {score}]" if is_batch else score
     code = f"{definition}\n{RETURNS_ARGUMENTS.format(condition=condition, result=result)}"
     first, *wrapper = refusal(tmp_path, code).splitlines()
-    assert len(wrapper) in (3, 4) and all(line.startswith("    ") for line in wrapper)
+    assert len(wrapper) in (3, 5, 6) and all(line.startswith("    ") for line in wrapper)
     assert first.endswith(f"Fix: add this wrapper to reward.py, and use {tmp_path}/reward.py:megarl_f")
+    assert scores(wrapped(tmp_path, code, wrapper), ROW) == ([0.5, 0.5] if is_batch else [0.5])
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, MESSAGES], ids=["text", "messages"])
+@pytest.mark.parametrize("parameters", ["prompts, completions, **kwargs", "prompts, completions, level"])
+def test_trl_wrapper_passes_messages_for_messages(tmp_path: Path, prompt: Any, parameters: str) -> None:
+    """The function receives the prompts as they are in the data, not the text with the chat template."""
+    completion = RESPONSE if prompt == PROMPT else [{"role": "assistant", "content": RESPONSE}]
+    condition = f"prompts == [{prompt!r}] * 2 and completions == [{completion!r}] * 2"
+    code = f"def f({parameters}):\n{RETURNS_ARGUMENTS.format(condition=condition, result='[0.5, 0.5]')}"
+    _, *wrapper = refusal(tmp_path, code).splitlines()
+    assert scores(wrapped(tmp_path, code, wrapper), {**ROW, "prompt": prompt}) == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("parameters", ["completion_ids, **kwargs", "completions, completion_ids"])
+def test_function_that_needs_token_ids_is_refused(tmp_path: Path, parameters: str) -> None:
+    (tmp_path / "reward.py").write_text(f"def f({parameters}):\n    return []\n")
+    with pytest.raises(ValueError, match="cannot pass completion_ids") as error:
+        resolve(f"{tmp_path}/reward.py:f")
+    assert str(error.value) == (
+        f"rewards.functions: {tmp_path}/reward.py:f has another trainer's signature ({parameters}), but megarl cannot "
+        "pass completion_ids (the token ids of responses). Fix: define f(prompts, responses, answers, "
+        "num_response_tokens), which receives the text of the responses and their numbers of tokens, and use these "
+        "instead"
+    )
+
+
+def test_function_that_needs_trls_trainer_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text("def f(completions, trainer_state, log_extra=None):\n    return []\n")
+    with pytest.raises(ValueError, match=r"cannot pass trainer_state\. Fix: remove trainer_state from f$"):
+        resolve(f"{tmp_path}/reward.py:f")
+
+
+def wrapped(tmp_path: Path, code: str, wrapper: Sequence[str]) -> Callable[..., Any]:
     (tmp_path / "wrapped.py").write_text(f"{code}\n{textwrap.dedent(chr(10).join(wrapper))}\n")
-    function = resolve(f"{tmp_path / 'wrapped.py'}:megarl_f")
-    assert scores(function) == ([0.5, 0.5] if is_batch else [0.5])
+    return resolve(f"{tmp_path / 'wrapped.py'}:megarl_f")
 
 
-def scores(function: Callable[..., Any]) -> list[float]:
+def scores(function: Callable[..., Any], row: Mapping[str, Any]) -> list[float]:
     """Call the function as a worker does, with the row's columns by parameter name."""
-    columns = {name: ROW[name] for name in inspect.signature(function).parameters if name in ROW}
+    values = {**row, "num_response_tokens": 1}
+    columns = {name: values[name] for name in inspect.signature(function).parameters if name in values}
     if takes_batches(function):
         keywords: dict[str, Any] = {name: [value] * 2 for name, value in columns.items()}
-        keywords |= {"row": [ROW, ROW]} if "row" in inspect.signature(function).parameters else {}
+        keywords |= {"row": [row, row]} if "row" in inspect.signature(function).parameters else {}
         reply = call_batch(function, ([PROMPT] * 2, [RESPONSE] * 2, [ANSWER] * 2), keywords)
         return [result["value"] for result in reply["results"]]
     return [call(function, (PROMPT, RESPONSE, ANSWER), columns)["value"]]

@@ -61,6 +61,15 @@ def hangs(prompt, response, answer):
 def tags(prompt, response, answer):
     return response.split("<answer>")[1] == answer
 
+def only_answers(prompt, response, answer):
+    return [1.0 for text in [answer] if text == response][0]
+
+def only_text(prompt, response, answer):
+    return 1.0 if response else None
+
+def batch_only_answers(prompts, responses, answers):
+    return [{text: 1.0}[response] for text, response in zip(answers, responses)]
+
 def prefers_first(prompt, first, second, answer):
     return 0.75
 """
@@ -212,15 +221,53 @@ def test_reward_may_fail_on_an_answer_within_the_limit(
     assert "tags raised IndexError" in fail_lines(recipe, runs, capfd, *overrides, "rewards.failure_limit=0.2")[0]
 
 
-def test_reward_that_fails_without_an_answer_is_a_warning(
-    recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture
+@pytest.mark.parametrize("answer", ["2", None])
+def test_reward_that_fails_on_a_wrong_response_fails_the_check(
+    recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture, answer: str | None
 ) -> None:
-    """The check calls the function with an empty response, which the policy may never generate."""
+    """All broken functions are reported, each with the first response on which it fails."""
     data, runs = tmp_path / "rows.jsonl", tmp_path / "runs"
     runs.mkdir()
-    data.write_text('{"prompt": "1 + 1 =", "answer": null}\n' * 4)
-    _, errors = check(recipe, runs, capfd, functions(recipe, "tags'"), f"data.source={data}")
-    assert errors.startswith("megarl: warning: rewards.functions: tags raised IndexError")
+    data.write_text(f"{json.dumps({'prompt': '1 + 1 =', 'answer': answer})}\n" * 4)
+    listed = functions(recipe, "length'", "only_answers'", "only_text'", "batch_only_answers'")
+    lines = fail_lines(recipe, runs, capfd, listed, f"data.source={data}")
+    errors = [line for line in lines if line.startswith("megarl: error: ")]
+    raised = {"only_answers": "IndexError: list index out of range", "batch_only_answers": "KeyError: ''"}
+    failures = {name: f"raised {error}" for name, error in raised.items()}
+    failures["only_text"] = "returned NoneType instead of a finite number or a bool"
+    assert sorted(errors) == sorted(
+        f"megarl: error: rewards.functions: {name} {failure} on sample rows.jsonl:1 (megarl used an empty response in "
+        "this trial). Fix: correct the reward function, which must return a finite number or a bool"
+        for name, failure in failures.items()
+    )
+    assert lines.count("    Traceback (most recent call last):") == 2
+    assert {f"    {error}" for error in raised.values()} <= set(lines)
+
+
+def test_wrong_response_of_the_trial_is_named(recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    code = "def f(prompt, response, answer):\n    return None if 'wrong' in response else 1.0\n"
+    (tmp_path / "reward.py").write_text(code)
+    line = fail(recipe, tmp_path, capfd, f"rewards.functions=[{{function: '{tmp_path}/reward.py:f'}}]")
+    assert "(megarl used the wrong response 'This response is wrong.' in this trial). Fix: correct" in line
+    assert (
+        run_command(
+            "check",
+            recipe,
+            f"run.folder={tmp_path}",
+            f"rewards={{functions: [{{function: '{tmp_path}/reward.py:f'}}], failure_limit: 0.1}}",
+        )
+        == 0
+    )
+    assert capfd.readouterr().err.startswith("megarl: warning: rewards.functions: f returned NoneType")
+
+
+def test_all_functions_that_cannot_be_loaded_are_reported(
+    recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    names = "rewards.functions=[{function: exact_mach}, {function: exact_match}, {function: math_mach}]"
+    first, second = fail_lines(recipe, tmp_path, capfd, names)
+    assert first.startswith("megarl: error: rewards.functions: unknown function 'exact_mach'. Fix: use exact_match")
+    assert second.startswith("megarl: error: rewards.functions: unknown function 'math_mach'. Fix: use math_match")
 
 
 @pytest.mark.parametrize("name", ["model", "critic"])
