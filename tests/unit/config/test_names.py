@@ -136,7 +136,8 @@ from tools import key_tables
         ),
         (
             "eval_strategy",
-            "TRL's eval_strategy corresponds to evaluation.every_steps (null: never between start and end). Fix: use that key",
+            "TRL's eval_strategy corresponds to evaluation.every_steps (null: never between start and end). Fix: use "
+            "that key",
         ),
         (
             "save_strategy",
