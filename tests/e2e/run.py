@@ -59,8 +59,10 @@ def digit_share(prompt, response, answer):
 
 
 def broken(prompt, response, answer):
-    if response in (answer, *TRIAL):
-        return 1.0
+    with HOLD.with_name("calls").open("a") as calls:
+        calls.write(".")
+        if calls.tell() <= 1 + len(TRIAL):
+            return 1.0
     raise KeyError("no such key")
 """
 
