@@ -55,6 +55,8 @@ class H100Recipe:
         for path, content in ((actor, self.hf_config), (classifier, self.hf_config | labels)):
             path.mkdir(exist_ok=True)
             (path / "config.json").write_text(json.dumps(content))
+            for needed in ("model.safetensors", "tokenizer.json"):  # `megarl launch` requires that they exist
+                (path / needed).touch()
         data = folder / "data.jsonl"
         data.touch()
         classifiers = ("critic", "reward_model") if "rlhf" in self.name else ()

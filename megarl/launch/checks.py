@@ -43,7 +43,7 @@ def check(request: Request, config: Config) -> list[str]:
     """Run all checks that do not need Slurm: layout and nodes, time limit, files, container. Return informational
     lines. Raise UserError with one line per problem."""
     raise_all([*_option_errors(request), *_path_errors(request, config)])
-    raise_all([*_model_errors(request, config)])
+    raise_all([*dict.fromkeys(_model_errors(request, config))])  # two roles may use the same folder
     lines = [_check_layout(request, config)]
     if request.gpus:
         lines.append(_check_plan(request, config))

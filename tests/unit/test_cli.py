@@ -510,7 +510,7 @@ def test_plan_suggests_a_sufficient_number_of_gpus(capsys: pytest.CaptureFixture
     assert run_command("plan", recipe, "--gpus", "1xH100", planned_model, "data.source=arithmetic") == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
-    assert "GiB" in error and error.rstrip().endswith("use --gpus 2xH100-80GB")
+    assert "GiB" in error and error.rstrip().endswith("use --gpus 4xH100-80GB")
 
 
 def help_texts() -> dict[str, str]:

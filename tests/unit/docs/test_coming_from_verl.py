@@ -202,9 +202,39 @@ def vllm_is_the_only_engine(_: Path) -> None:
     assert "engine" not in Config.model_fields["rollout"].annotation.model_fields
 
 
+def megatron_is_the_only_trainer(_: Path) -> None:
+    for role in ("actor", "critic"):
+        assert "strategy" not in type(getattr(config(), role)).model_fields
+
+
+def groups_of_equal_rewards_are_replaced(_: Path) -> None:
+    assert config("batch.sampling_rounds=3").batch.sampling_rounds == 3
+
+
+def there_is_no_overlong_buffer_by_default(_: Path) -> None:
+    assert config().rewards.overlong_buffer is None
+
+
+def reference_has_no_offload_key(_: Path) -> None:
+    assert not any(
+        "reference" in part for part in get_args(get_args(type(config().actor).model_fields["offload"].annotation)[0])
+    )
+
+
+def engines_have_no_load_format(_: Path) -> None:
+    assert "load_format" not in type(config().rollout).model_fields
+
+
+def prompts_keep_their_messages(_: Path) -> None:
+    messages = ({"role": "user", "content": "1 + 1"},)
+    assert Prompt("p", "", np.array([1], np.int32), messages=messages).messages == messages
+
+
 CLAIMS: dict[str, Callable[[Path], None]] = {
+    "actor.strategy": megatron_is_the_only_trainer,
     "balance_batch": ranks_are_balanced,
     "calculate_log_probs": logprobs_are_always_compared,
+    "critic.strategy": megatron_is_the_only_trainer,
     "custom_reward_function.name": functions_take_batches_columns_and_options,
     "custom_reward_function.path": functions_take_batches_columns_and_options,
     "custom_reward_function.reward_kwargs": functions_take_batches_columns_and_options,
@@ -213,6 +243,7 @@ CLAIMS: dict[str, Callable[[Path], None]] = {
     "enable_chunked_prefill": chunked_prefill_is_managed,
     "end_state_marker": only_sampled_tokens_are_trained,
     "extra_info": functions_take_batches_columns_and_options,
+    "filter_groups.metric": groups_of_equal_rewards_are_replaced,
     "filter_overlong_prompts": long_prompts_are_not_truncated,
     "gpu_memory_utilization": cache_is_in_gib,
     "input_tokenizer": reward_model_reads_these_inputs,
@@ -229,13 +260,19 @@ CLAIMS: dict[str, Callable[[Path], None]] = {
     "multi_turn.tool_config_path": tools_are_methods,
     "n_gpus_per_node": layouts_determine_the_number_of_gpus,
     "no_think_rl": only_sampled_tokens_are_trained,
+    "overlong_buffer.enable": there_is_no_overlong_buffer_by_default,
+    "overlong_buffer_cfg.enable": there_is_no_overlong_buffer_by_default,
     "over_sample_rate": oversampling_drops_rollouts,
     "ppo_micro_batch_size": budget_is_in_tokens,
     "ppo_micro_batch_size_per_gpu": budget_is_in_tokens,
+    "ref.fsdp_config.param_offload": reference_has_no_offload_key,
+    "ref.megatron.param_offload": reference_has_no_offload_key,
     "resume_from_path": resume_takes_a_checkpoint,
     "resume_mode": resume_takes_a_checkpoint,
     "retriever": search_has_these_options,
+    "return_raw_chat": prompts_keep_their_messages,
     "reward_manager": functions_take_batches_columns_and_options,
+    "rollout.load_format": engines_have_no_load_format,
     "rollout.mode": vllm_is_the_only_engine,
     "rollout.name": vllm_is_the_only_engine,
     "staleness_threshold": staleness_is_in_steps,
