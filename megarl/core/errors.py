@@ -80,7 +80,7 @@ class RunFailure(RuntimeError):
 
 
 class PermanentFailure(RunFailure):
-    """A failure that every further attempt would repeat: trainer and engine compute different log-probs."""
+    """A failure that would recur in every attempt, such as log-probs that differ between trainer and engine."""
 
     exit_code = 2
 

@@ -47,7 +47,7 @@ BINARY = (
 )
 
 ADDRESSES = ("__array_interface__", "__array_struct__", "__cuda_array_interface__")
-"""Attributes with addresses or offsets at which NumPy and torch would read this process's memory."""
+"""Attributes whose addresses or offsets would make NumPy and torch read this process's memory."""
 
 RESUMING = ("send", "throw", "next")
 """Methods of iterators that may raise StopIteration."""

@@ -100,7 +100,7 @@ class DenoiserInput:
 
     @classmethod
     def of(cls, documents: Sequence[Document], shape: DenoiserShape, sequence_parallel: bool) -> DenoiserInput:
-        """Pack the documents on their device. Documents of equal size should be consecutive, for speed."""
+        """Pack the documents on their device. The model is faster if documents of equal size are consecutive."""
         patches = [patchify(d.latents, shape.patch) for d in documents]
         image_is_padding = [_is_padding(rows) for rows in patches]
         caption_is_padding = [_is_padding(d.caption) for d in documents]
