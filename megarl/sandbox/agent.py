@@ -167,7 +167,9 @@ class Run:
         bound |= dict.fromkeys((resource.RLIMIT_CORE, resource.RLIMIT_MSGQUEUE, resource.RLIMIT_MEMLOCK), (0, 0))
         bound[resource.RLIMIT_NOFILE] = OPEN_FILES, OPEN_FILES
         bound[resource.RLIMIT_SIGPENDING] = SIGNALS, SIGNALS
-        bound[resource.RLIMIT_CPU] = limits["cpu_s"], limits["cpu_s"] + 1
+        # The kernel samples this time at clock ticks, so it may count more than the program has used. Higher limits leave
+        # the decision to `exceeded_limit`, which reads exact times, unless the agent itself gets no CPU.
+        bound[resource.RLIMIT_CPU] = limits["cpu_s"] + 1, limits["cpu_s"] + 2
         bound[resource.RLIMIT_AS] = limits["memory_mib"] << 20, limits["memory_mib"] << 20
         bound[resource.RLIMIT_FSIZE] = limits["file_mib"] << 20, limits["file_mib"] << 20
         if self.agent.counts_own:
@@ -265,8 +267,9 @@ class Run:
         return b""
 
     def fields(self):
-        ended_by_kernel = self.status in (-signal.SIGXCPU, -signal.SIGKILL)
-        if not self.limit and ended_by_kernel and cpu_of_exited() - self.cpu_before >= self.limits["cpu_s"] - 0.1:
+        used_s = cpu_of_exited() - self.cpu_before
+        out_of_time = self.status == -signal.SIGKILL and used_s > self.limits["cpu_s"]
+        if not self.limit and (out_of_time or self.status == -signal.SIGXCPU):
             self.limit = b"cpu_s"
         status = -signal.SIGKILL if self.status is None else self.status
         numbers = [b"%d" % status, self.limit, b"%d" % (1000 * (time.monotonic() - self.begin))]
