@@ -67,7 +67,8 @@ test: lint
 	@$(RUN) -m compileall -q megarl
 	@$(MAKE) --no-print-directory --jobs=2 test-runs ranks-then-units
 
-# The unit tests run last and on two cores, because the end-to-end runs beside them finish first.
+# The unit tests run last and on all cores, because the end-to-end runs beside them finish first. Some only wait for a
+# timeout, so there is one process more than cores.
 ranks-then-units: test-ranks
 	@$(MAKE) --no-print-directory test-units
 
@@ -85,7 +86,7 @@ test-ranks: $(DONE) $(ENGINE_DONE)
 	@$(BEHIND) $(RUN) -m pytest tests/distributed -m "not exhaustive" $(SLOWEST) | sed --unbuffered 's/^/ranks | /'
 
 test-units: $(DONE) $(ENGINE_DONE) $(VERIFIERS_DONE) $(TRACKERS_DONE)
-	@$(BEHIND) $(RUN) -m pytest tests/unit tests/gpu -m "not exhaustive" --numprocesses=2 --dist=loadfile $(SLOWEST) | sed --unbuffered 's/^/units | /'
+	@$(BEHIND) $(RUN) -m pytest tests/unit tests/gpu -m "not exhaustive" --numprocesses=3 --dist=loadfile $(SLOWEST) | sed --unbuffered 's/^/units | /'
 
 test-fast: $(DONE) $(ENGINE_DONE) $(VERIFIERS_DONE) $(TRACKERS_DONE)
 	$(RUN) -m pytest tests/unit -m "not slow and not exhaustive" --numprocesses=2 --dist=loadfile $(SLOWEST)

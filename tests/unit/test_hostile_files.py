@@ -50,6 +50,7 @@ from megarl.run.effective_time import effective_time
 from megarl.run.folder import RunFolder
 from megarl.run.resume import find_checkpoint
 from megarl.step.state import PendingPrompt, RunState, saved_state
+from tests.marks import exhaustive_but
 from tests.paths import QUICKSTART
 from tests.tiny_model import tiny_tokenizer
 
@@ -466,7 +467,7 @@ def test_values_in_the_state_of_a_checkpoint(tmp_path: Path, order: str) -> None
         answers_or_names(lambda: resumed(folder, config), str(folder))
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "config.resolved.yaml"])
+@pytest.mark.parametrize("name", exhaustive_but(["manifest.json", "config.resolved.yaml"], "manifest.json"))
 def test_files_of_a_finished_run(tmp_path: Path, name: str) -> None:
     folder, config = tmp_path / "run", load(QUICKSTART, [f"run.folder={tmp_path}", "run.name=run", "resume=auto"])
     folder.mkdir()

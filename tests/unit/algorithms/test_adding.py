@@ -132,6 +132,7 @@ def test_added_algorithms_are_listed(printed):
     assert "  squared: −ρ²·A" in lines
 
 
+@pytest.mark.exhaustive
 def test_missing_pieces_of_added_algorithms_fail(folders):
     """Exactly the checks for missing table rows, keys, recipes and comments fail, and only for the added algorithms."""
     failed = re.findall(r"^FAILED \S*::(\w+\[.*?\])(?: - |$)", run(folders, TEST), re.MULTILINE)

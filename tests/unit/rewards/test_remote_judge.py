@@ -122,12 +122,17 @@ def judged(server: Server, *responses: str, outage_s: float = 0.0, answer: str =
     ("response", "answer"),
     [
         ("say [[0]]", "[[0]]"),
-        ("say ten", "ten"),
-        ("say", ""),
-        ("null [[10]]", ""),
         ("quote [[10]]", "[ [10]]"),
-        ("say <think>[[10]]</think> no", "<think>[[10]]</think> no"),
-        ("say <think>[[10]]", "<think>[[10]]"),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in [
+                ("say ten", "ten"),
+                ("say", ""),
+                ("null [[10]]", ""),
+                ("say <think>[[10]]</think> no", "<think>[[10]]</think> no"),
+                ("say <think>[[10]]", "<think>[[10]]"),
+            ]
+        ),
     ],
 )
 def test_response_that_is_not_rated_gets_the_worst_rating(server, response, answer):

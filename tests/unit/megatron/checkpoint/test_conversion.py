@@ -124,9 +124,7 @@ def names_in(folder: Path) -> set[str]:
     exhaustive_but(
         GRID,
         "Llama, tied: TP3, PP2 and uneven PP3",
-        "Llama, all biases: PP2, VPP2 and TP3",
         "Mixtral: EP2, ETP2 and EP4, ETP1",
-        "Qwen3 with experts, tied: PP2, EP2, ETP1 and 1 process",
         "DeepSeek-V3: TP2, EP2, ETP1 and PP2, VPP2, EP2",
     ),
 )
