@@ -94,8 +94,8 @@ test-fast: $(DONE) $(ENGINE_DONE) $(VERIFIERS_DONE) $(TRACKERS_DONE)
 test-learn: $(DONE) $(VERIFIERS_DONE)
 	@$(RUN) -m pytest tests/e2e -m learn $(SLOWEST) $(SHARE) | sed --unbuffered 's/^/learn | /'
 
-test-exhaustive: $(DONE)
-	@$(MAKE) --no-print-directory --jobs=2 exhaustive-runs exhaustive-ranks
+# In parallel with --jobs=2.
+test-exhaustive: exhaustive-runs exhaustive-ranks
 
 exhaustive-runs: $(DONE)
 	@$(RUN) -m pytest tests/e2e -m exhaustive $(SLOWEST) $(SHARE) | sed --unbuffered 's/^/runs | /'
