@@ -153,7 +153,7 @@ function draw(figure) {
     height: HEIGHTS[chart.wide ? "wide" : "narrow"],
     legend: { show: false },
     scales: { x: { time: false, range: xRange }, y: { distr: log ? 3 : 1, ...yRange(chart, log) } },
-    axes: [xAxisStyle(), axisStyle({ size: 62, values: ticks(chart) })],
+    axes: [xAxisStyle(), axisStyle({ size: 62, values: ticks(chart) }, log ? { filter: decades } : {})],
     series: [{}, ...series.map((item) => lineStyle(item, chart))],
     bands,
     cursor: {
@@ -198,8 +198,14 @@ function xAxisStyle() {
   return axisStyle({ label: AXIS_LABELS[xAxis.value], labelSize: 18, size: 30, values: (plot, splits) => splits.map(short), ...incrs });
 }
 
-function axisStyle(options) {
-  const line = { stroke: cssColor("--grid"), width: 1 };
+// Keeps the lines at powers of ten, if there are enough of them.
+function decades(plot, values) {
+  const isPower = (value) => Math.abs(Math.log10(value) - Math.round(Math.log10(value))) < 1e-6;
+  return values.filter(isPower).length > 3 ? values.map((value) => (isPower(value) ? value : null)) : values;
+}
+
+function axisStyle(options, lines = {}) {
+  const line = { stroke: cssColor("--grid"), width: 1, ...lines };
   return { stroke: cssColor("--muted"), font: "12px system-ui", labelFont: "12px system-ui", grid: line, ticks: line, ...options };
 }
 
