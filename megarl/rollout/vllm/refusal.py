@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic import ValidationError
+
 from megarl.config.vllm_arguments import EngineSection
 from megarl.core.errors import UserError
 
@@ -29,7 +31,7 @@ def refusal(error: Exception, section: EngineSection, overrides: Mapping[str, An
 
 def _reason(error: Exception) -> str:
     """Return an error's message in one line. pydantic's own message includes all arguments."""
-    if hasattr(error, "errors"):  # pydantic.ValidationError
+    if isinstance(error, ValidationError):
         items = ((item["loc"], item["msg"].removeprefix("Value error, ")) for item in error.errors())
         message = "; ".join(": ".join((*map(str, loc), text)) for loc, text in items)
     else:
