@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,13 +23,19 @@ TYPES: dict[str, type] = {
     **dict.fromkeys(("step", "num_response_tokens", "first_turn"), int),
     **dict.fromkeys(("reward", "advantage"), float),
 }
-"""Types of the fields with a single value. All other fields, except lists of numbers, become JSON text."""
+"""Types of the fields with a single value. All other fields, except those in LISTS and MASK, become JSON text."""
 
 LISTS: dict[str, type] = {
-    **dict.fromkeys(("prompt_ids", "response_ids", "mask"), int),
-    "rollout_logprobs": float,
+    **dict.fromkeys(("prompt_ids", "response_ids"), int),
+    **dict.fromkeys(("rollout_logprobs", "logprob_differences", "token_advantages", "turn_rewards"), float),
+    "tokens": str,
 }
-"""Element types of the fields that are lists."""
+"""Element types of the fields that are lists. A number that is not finite is null in the file and in the table."""
+
+MASK = "mask"
+"""Field with the lengths of alternating runs of trained and untrained tokens. The column has one value per token."""
+
+MAX_ID = 2**31 - 1
 
 
 def read_metrics(folder: str | Path) -> pyarrow.Table:
@@ -59,8 +65,11 @@ def read_metrics(folder: str | Path) -> pyarrow.Table:
 def read_rollouts(folder: str | Path, steps: Sequence[int] | None = None) -> pyarrow.Table:
     """Return the samples of a run with their rewards, one row per sample.
 
-    Scalars and token lists have Arrow types. Each reward function's value is a column `parts.NAME`. All other fields,
-    such as `answer` and `messages`, are JSON text, because their type may differ between rows.
+    Scalars have Arrow types. Fields with one value per token are list columns: `prompt_ids` and `response_ids` of
+    int32, `rollout_logprobs`, `logprob_differences` and `token_advantages` of float32, `tokens` of strings, and `mask`
+    (whether the model sampled the token) of bool. `turn_rewards` is a list of float32. Each reward function's value is
+    a column `parts.NAME`. All other fields, such as `answer` and `messages`, are JSON text, because their type may
+    differ between rows.
 
     Args:
         folder: a run folder, such as `runs/latest`.
@@ -79,6 +88,8 @@ def read_rollouts(folder: str | Path, steps: Sequence[int] | None = None) -> pya
     rows = [row for step in (files if steps is None else steps) for row in read_objects(files[step])[0]]
     names = dict.fromkeys(name for row in rows for name in row if name != PARTS)
     columns = {name: _column(name, [row.get(name) for row in rows]) for name in names}
+    if MASK in names:
+        columns[MASK] = pyarrow.array(list(map(_mask, rows)), pyarrow.list_(pyarrow.bool_()))
     parts = [row[PARTS] if isinstance(row.get(PARTS), dict) else {} for row in rows]
     for name in dict.fromkeys(name for each in parts for name in each):
         columns[f"{PARTS}.{name}"] = _typed([each.get(name) for each in parts], float)
@@ -92,12 +103,27 @@ def _column(name: str, values: Sequence[Any]) -> pyarrow.Array:
         return _typed(values, TYPES[name])
     if name in LISTS:
         kind = LISTS[name]
+        element = {int: pyarrow.int32(), float: pyarrow.float32(), str: pyarrow.string()}[kind]
         lists = [
-            value if isinstance(value, list) and all(is_plain(i, kind) for i in value) else None for value in values
+            value if isinstance(value, list) and all(_is_element(i, kind) for i in value) else None for value in values
         ]
-        return pyarrow.array(lists, pyarrow.list_(_arrow_type(kind)))
+        return pyarrow.array(lists, pyarrow.list_(element))
     texts = [None if value is None else json.dumps(value, ensure_ascii=False) for value in values]
     return pyarrow.array(texts, pyarrow.string())
+
+
+def _is_element(value: Any, kind: type) -> bool:
+    if kind is float and value is None:
+        return True
+    return is_plain(value, kind) and (kind is not int or abs(value) <= MAX_ID)
+
+
+def _mask(row: Mapping[str, Any]) -> list[bool] | None:
+    """Return whether each response token was sampled by the model, or None if the lengths are missing or invalid."""
+    lengths, count = row.get(MASK), row.get("num_response_tokens")
+    if not isinstance(lengths, list) or not all(is_plain(i, int) and i >= 0 for i in lengths) or sum(lengths) != count:
+        return None
+    return [number % 2 == 0 for number, length in enumerate(lengths) for _ in range(length)]
 
 
 def _typed(values: Sequence[Any], kind: type) -> pyarrow.Array:

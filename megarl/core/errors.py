@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 
 from megarl.core.text import printable
 
 
-class UserError(ValueError):
+class OneStop(Exception):
+    """An error whose message may embed sentences, such as another program's error. If a full stop follows a sentence
+    that already ends with one, only one is kept."""
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__(re.sub(r"(?<=[^.\s])\.\.(?=\s+[A-Z])", ".", message) if isinstance(message, str) else message)
+
+
+class UserError(OneStop, ValueError):
     """An error that the user can fix in the recipe, the data or on the machine; the message explains how. Every other
     exception, including other ValueErrors, is a failure and is reported with its process, log and stack."""
 
@@ -72,7 +81,7 @@ class TooLittleSpace(UserError):
     """A disk has less free space than a command needs."""
 
 
-class RunFailure(RuntimeError):
+class RunFailure(OneStop, RuntimeError):
     """A failure not caused by the user: a lost process, a missed deadline, an error inside a worker. Errors that the
     user caused are raised as UserError, in every process."""
 

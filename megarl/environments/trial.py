@@ -6,7 +6,7 @@ import asyncio
 import json
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,7 +21,9 @@ from megarl.rewards.result import Result
 from megarl.rewards.scorer import Scorer
 
 MAX_ROWS = 16
-"""Number of rows tried if rewards.failure_limit permits some of them to fail."""
+"""Number of rows whose answers are tried if rewards.failure_limit permits some of them to fail."""
+
+ANSWER = "the row's answer as the response"
 
 WRONG = "This response is wrong."
 """A response that is tried besides the answer and the empty response."""
@@ -31,94 +33,104 @@ REMEDY = "correct the reward function, which must return a finite number or a bo
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The failure of one reward function or of the judge. stack: its stack trace, or "" if it raised no exception."""
+    """The failure of one reward function or of the judge. response: description of the scored response. stack: its
+    stack trace, or "" if it raised no exception."""
 
     message: str
+    response: str
     stack: str
     is_infrastructure: bool
 
 
-def try_rewards(config: Config, pool: FunctionPool, prompts: Sequence[Prompt]) -> Score:
-    """Score the first row's answer, an empty response and a wrong one. Return the score of the answer, or of the empty
-    response if the row has no answer.
+def try_rewards(config: Config, pool: FunctionPool, prompts: Sequence[Prompt]) -> dict[str, float]:
+    """Score the answer, an empty response and a wrong one for the first row to which each function applies. Return the
+    rewards of the answers by function name, or of the empty responses if the rows have no answer.
 
     Raise UserError with a line and a stack trace for each reward function that fails on one of them. Only print a
     warning if the infrastructure caused the failure, or if rewards.failure_limit permits it. A limit above 0 permits
     failures on responses other than the answer, because their fraction in the run is unknown."""
-    prompt, limit = prompts[0], config.rewards.failure_limit
-    responses = {"": "an empty response", WRONG: f"the wrong response {WRONG!r}"}
-    if prompt.answer is not None:
-        responses = {_reference(prompt): "the row's answer as the response"} | responses
-    first: Score | None = None
-    failures: dict[str, str] = {}
+    limit = config.rewards.failure_limit
+    rewards: dict[str, float] = {}
+    failures: dict[str, Failure] = {}
+    for prompt, functions in _first_rows(config, pool, prompts):
+        for response, description in _responses(prompt).items():
+            if functions <= failures.keys():
+                break  # a function that hangs would take rewards.timeout_s for each response
+            score, failed = _try_response(config, pool, prompt, response, description)
+            failures |= {name: failure for name, failure in failed.items() if name not in failures}
+            rewards |= {name: part for name, part in score.parts.items() if name not in rewards | failures}
+    answers_fail = any(failure.response == ANSWER for failure in failures.values())
+    answers_may_fail = limit > 0 and answers_fail and not _exceeds_limit(config, pool, prompts)
     errors: list[str] = []
-    for response, description in responses.items():
-        score, failed = _try_response(config, pool, prompt, response)
-        is_answer = first is None and prompt.answer is not None
-        first = first or score
-        for name, failure in failed.items():
-            if name in failures:
-                continue
-            failures[name] = line = f"{failure.message} (megarl used {description} in this trial)"
-            is_permitted = limit > 0 and not (is_answer and _exceeds_limit(config, pool, prompts))
-            if failure.is_infrastructure or is_permitted:
-                print(f"megarl: warning: {line}", file=sys.stderr, flush=True)
-            else:
-                errors.append(f"{line}. Fix: {REMEDY}\n{textwrap.indent(failure.stack, '    ')}".rstrip())
-        if len(failures) == len(config.rewards.functions) + (config.rewards.judge is not None):
-            break  # a function that hangs would take rewards.timeout_s for each response
+    for failure in failures.values():
+        line = f"{failure.message} (megarl used {failure.response} in this trial)"
+        may_fail = answers_may_fail if failure.response == ANSWER else limit > 0
+        if failure.is_infrastructure or may_fail:
+            print(f"megarl: warning: {line}", file=sys.stderr, flush=True)
+        else:
+            errors.append(f"{line}. Fix: {REMEDY}\n{textwrap.indent(failure.stack, '    ')}".rstrip())
     if errors:
         raise UserError("\n".join(errors))
-    assert first is not None, "there is at least one response"
-    return first
+    return rewards
+
+
+def _first_rows(config: Config, pool: FunctionPool, prompts: Sequence[Prompt]) -> list[tuple[Prompt, set[str]]]:
+    """Return the first row to which each function applies, and the names of all functions that apply to it, including
+    the judge. The first row of the data comes first. Functions that apply to no row are not tried."""
+    names = [entry.label for entry in config.rewards.functions]
+    first = {next((i for i, prompt in enumerate(prompts) if pool.judges(name, prompt)), 0) for name in names}
+    always = set[str]() if config.rewards.judge is None else {judge.NAME}
+    return [(prompts[i], always | {n for n in names if pool.judges(n, prompts[i])}) for i in sorted({0} | first)]
+
+
+def _responses(prompt: Prompt) -> dict[str, str]:
+    """Return the responses to try, each with its description."""
+    answer = {} if prompt.answer is None else {_reference(prompt): ANSWER}
+    return answer | {"": "an empty response", WRONG: f"the wrong response {WRONG!r}"}
 
 
 def _exceeds_limit(config: Config, pool: FunctionPool, prompts: Sequence[Prompt]) -> bool:
-    """Return whether more than rewards.failure_limit of the first rows' answers fail. The first one has failed."""
-    others = prompts[1:MAX_ROWS]
-    failed = [_try_response(config, pool, prompt, _reference(prompt))[0].failure is not None for prompt in others]
-    return 1 + sum(failed) > config.rewards.failure_limit * (1 + len(others))
+    """Return whether scoring fails for more than rewards.failure_limit of the first rows' answers."""
+    rows = prompts[:MAX_ROWS]
+    failed = [_try_response(config, pool, prompt, _reference(prompt), ANSWER)[0].failure is not None for prompt in rows]
+    return sum(failed) > config.rewards.failure_limit * len(rows)
 
 
 def _try_response(
-    config: Config, pool: FunctionPool, prompt: Prompt, response: str
+    config: Config, pool: FunctionPool, prompt: Prompt, response: str, description: str
 ) -> tuple[Score, dict[str, Failure]]:
     """Score a response to the prompt without the reward model. Batch functions receive a batch of one, and the judge
     compares the response with itself. Return the score, and the failures by function name."""
-    rewards = config.rewards
-    scorer = Scorer(rewards.functions)
-    sample = _sample(prompt, response)
-
-    async def function_results() -> dict[str, Result]:
-        names = [entry.label for entry in rewards.functions]
-        single = await judge_single(pool, [name for name in names if name not in pool.batch_functions], sample)
-        [batch] = await judge_batch(pool, [sample])
-        return {**single, **batch}
-
-    results = asyncio.run(function_results())
-    verdict, judged = None, []
-    if rewards.judge is not None:
+    scorer, sample = Scorer(config.rewards.functions), _sample(prompt, response)
+    results = asyncio.run(_call_functions(config, pool, sample))
+    scores = {name: scorer.score(sample, {name: result})[0] for name, result in results.items()}
+    stacks = {name: result.stack for name, result in results.items()}
+    verdict = None
+    if config.rewards.judge is not None:
         samples = [sample, replace(sample, id=f"{sample.id} again")]
-        comparisons = judge.comparisons(samples, rewards.judge_order, config.run.seed)
+        comparisons = judge.comparisons(samples, config.rewards.judge_order, config.run.seed)
         calls = [pool.call(judge.NAME, *item.arguments, columns=item.columns) for item in comparisons]
         judged = [call.result() for call in calls]
         verdict = judge.verdicts(samples, zip(comparisons, judged, strict=True))[sample.id]
-
-    def parts() -> Iterator[tuple[str, Score, Sequence[Result]]]:
-        for name, result in results.items():
-            yield name, scorer.score(sample, {name: result})[0], [result]
-        if verdict is not None:
-            yield judge.NAME, scorer.score(sample, {}, verdict=verdict)[0], judged
-
+        scores[judge.NAME] = scorer.score(sample, {}, verdict=verdict)[0]
+        stacks[judge.NAME] = next((result.stack for result in judged if result.stack), "")
+    total = scorer.score(sample, results, verdict=verdict)[0]
+    if not any(score.failure for score in scores.values()):
+        scores["sum"] = total  # the weighted sum may be too large
     failures = {
-        name: Failure(score.failure, next((r.stack for r in each if r.stack), ""), score.is_infrastructure)
-        for name, score, each in parts()
+        name: Failure(score.failure, description, stacks.get(name, ""), score.is_infrastructure)
+        for name, score in scores.items()
         if score.failure is not None
     }
-    total = scorer.score(sample, results, verdict=verdict)[0]
-    if total.failure is not None and not failures:  # the weighted sum is too large
-        failures["sum"] = Failure(total.failure, "", total.is_infrastructure)
     return total, failures
+
+
+async def _call_functions(config: Config, pool: FunctionPool, sample: Sample) -> dict[str, Result]:
+    """Call the functions that apply to the sample. Return their results by name."""
+    names = [entry.label for entry in config.rewards.functions if entry.label not in pool.batch_functions]
+    single = await judge_single(pool, names, sample)
+    [batch] = await judge_batch(pool, [sample])
+    return {**single, **batch}
 
 
 def _reference(prompt: Prompt) -> str:

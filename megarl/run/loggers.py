@@ -66,6 +66,7 @@ ALTERNATIVES = {
 }
 """Metrics for cells that can show one of several metrics. A cell shows the last metric that is present."""
 
+MISSING = "–"
 HEADER_EVERY = 20  # lines
 ETA_STEPS = 10  # short, because step time drifts with response length
 
@@ -73,20 +74,17 @@ ETA_STEPS = 10  # short, because step time drifts with response length
 class ConsoleSink:
     """A sink that prints a line per step, and the header every HEADER_EVERY lines. Missing metrics are shown as "–".
     `cut` is the fraction of truncated responses. `Δlogp` is the mean |trainer log-prob − rollout log-prob| before the
-    step's updates."""
+    step's updates. For offline data, the columns are those of the first step's metrics."""
 
     def __init__(self, total_steps: int, stream: TextIO | None = None, is_offline: bool = False) -> None:
         """`total_steps` determines the ETA. The default `stream` is sys.stdout."""
-        self._columns = OFFLINE_COLUMNS if is_offline else COLUMNS
+        self._columns, self._is_offline = OFFLINE_COLUMNS if is_offline else COLUMNS, is_offline
         self._total = total_steps
         self._stream = stream
         self._num_lines = 0
         self._step_times: deque[float] = deque(maxlen=ETA_STEPS)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        if self._num_lines % HEADER_EVERY == 0:
-            self._print("step", [title for title, _, _ in self._columns])
-        self._num_lines += 1
         cells: dict[str, Any] = dict(metrics)
         if "time/step" in metrics:
             self._step_times.append(metrics["time/step"])
@@ -94,6 +92,13 @@ class ConsoleSink:
         for cell, names in ALTERNATIVES.items():
             if values := [metrics[name] for name in names if name in metrics]:
                 cells[cell] = values[-1]
+        if self._is_offline and self._num_lines == 0:
+            self._columns = [
+                column for column in self._columns if column[0] == "ETA" or _cell(column[2], cells) != MISSING
+            ]
+        if self._num_lines % HEADER_EVERY == 0:
+            self._print("step", [title for title, _, _ in self._columns])
+        self._num_lines += 1
         self._print(f"{step}/{self._total}", [_cell(template, cells) for _, _, template in self._columns])
 
     def _print(self, first: str, cells: list[str]) -> None:
@@ -121,4 +126,4 @@ def _cell(template: str, values: Mapping[str, Any]) -> str:
     try:
         return template.format_map(values)
     except KeyError:
-        return "–"
+        return MISSING

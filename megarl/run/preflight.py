@@ -33,7 +33,7 @@ from megarl.config.explain import explain
 from megarl.config.schema import Config
 from megarl.core import device
 from megarl.core.errors import UserError, prefix_lines
-from megarl.core.types import Prompt, Score
+from megarl.core.types import Prompt
 from megarl.data.files import ALL_COLUMNS, NO_COLUMNS
 from megarl.data.offline import OfflineData, load_offline_data
 from megarl.data.prompts import PromptSet, load_prompts
@@ -66,12 +66,12 @@ SHOWN_CHARACTERS = 60
 
 @dataclass(frozen=True, slots=True)
 class Preflight:
-    """The inputs of a run that has passed all checks. `trial` is the result of a trial call to the reward functions, if
-    any. `evaluation` maps the name of each evaluation set to its prompts."""
+    """The inputs of a run that has passed all checks. `trial` maps each reward function to its reward for a row's
+    answer, or is None without reward functions. `evaluation` maps the name of each evaluation set to its prompts."""
 
     models: ModelFolders
     data: PromptSet | OfflineData
-    trial: Score | None
+    trial: Mapping[str, float] | None
     evaluation: Mapping[str, PromptSet] = field(default_factory=dict)
 
 
@@ -118,7 +118,7 @@ def load_evaluation_sets(config: Config, model_folder: Path) -> dict[str, Prompt
 
 def _load_evaluation_set(config: Config, settings: EvaluationSet, model_folder: Path) -> PromptSet:
     """Return the prompts in an evaluation set, with the columns that its environment or reward functions need. The
-    reward functions are called once with the first prompt. Raise UserError, which names the set, if it is invalid."""
+    reward functions are tried. Raise UserError, which names the set, if it is invalid."""
     set_config = config_of_set(config, settings)
     try:
         pool = _function_pool(set_config)
@@ -318,8 +318,11 @@ def print_checks(config: Config, _scratch: Path) -> None:
     checked = preflight(config)
     rows = {"model": str(checked.models.actor), "data": _first_row(config, checked.data)}
     if checked.trial is not None:
-        scores = ", ".join(f"{name} = {value:g}" for name, value in checked.trial.parts.items())
-        rows["rewards"] = f"{scores or 'none'} for the first row's answer"
+        scores = ", ".join(f"{name} = {value:g}" for name, value in checked.trial.items())
+        answer = "the first row's answer"
+        if config.data.source_column is not None:
+            answer = "the answer of each function's first row"
+        rows["rewards"] = f"{scores or 'none'} for {answer}"
     if checked.evaluation:
         sizes = (f"{name} ({len(prompts):,} prompts)" for name, prompts in checked.evaluation.items())
         rows["evaluation"] = ", ".join(sizes)

@@ -46,3 +46,12 @@ def test_reward_function_that_raises_is_named(recipe: Path, tmp_path: Path) -> N
             "(16 of 16 samples failed, but rewards.failure_limit=0 allows only 0). Fix: correct the reward function, "
             "or raise rewards.failure_limit",
         ]
+
+
+def test_rejected_engine_argument_ends_the_run(recipe: Path, tmp_path: Path) -> None:
+    """No CPU kernel has this block size. vLLM rejects it only after it has loaded the model."""
+    with Run(recipe, tmp_path, "actor.layout.pp=1", "rollout.vllm_overrides={block_size: 7}", vllm=True) as run:
+        assert run.end(START_S) == 2
+        [line] = run.errors
+    assert line.startswith("megarl: error: rollout.vllm_overrides={'block_size': 7}: vLLM rejects the engine's arg")
+    assert "block size for 7" in line and line.endswith(". Fix: change or remove the rejected argument")

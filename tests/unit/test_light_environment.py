@@ -114,6 +114,7 @@ def test_wheel_contains_package_recipes_and_job_script(site):
     expected["launch/slurm.sbatch"] = (ROOT / "launch" / "slurm.sbatch").read_bytes()
     installed = files(site / "megarl")
     assert installed.keys() == expected.keys()
+    assert installed["report/uplot/LICENSE"].startswith(b"The MIT License")
     assert [name for name in installed if installed[name] != expected[name]] == []
 
 

@@ -46,6 +46,8 @@ class EngineProcess(VllmActor):
     """One engine. Ray runs all calls in one event loop, so other calls can run while `generate` waits for its
     samples."""
 
+    section = "rollout"
+
     @abstractmethod
     def _make_engine(self, arguments: Mapping[str, Any]) -> Engine:
         """Build the engine without loading weights."""

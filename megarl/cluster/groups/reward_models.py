@@ -55,6 +55,8 @@ class RewardModelGroup(RankGroup):
 class RewardEngineActor(VllmActor):
     """One classifier or judge model on vLLM."""
 
+    section = "reward_model"
+
     def _arguments(self) -> dict[str, Any]:
         from megarl.rollout.vllm.reward_model import classifier_arguments, judge_arguments
 

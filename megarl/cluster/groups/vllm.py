@@ -30,10 +30,12 @@ from megarl.cluster.session import Session
 from megarl.cluster.supervision import processes, segments
 from megarl.cluster.supervision.scratch import own_scratch
 from megarl.config.schema import Config
+from megarl.config.vllm_arguments import EngineSection
 from megarl.core.collector import imports
 from megarl.core.errors import RunFailure
 from megarl.rollout.router import Abort, Aborted, Router, Submission
 from megarl.rollout.vllm.environment import environment
+from megarl.rollout.vllm.refusal import refusal
 
 Q = TypeVar("Q")
 T = TypeVar("T")
@@ -44,6 +46,9 @@ CHECK_S = 0.5
 
 class VllmActor(ProcessActor):
     """One engine. It sets its environment variables before it imports vLLM."""
+
+    section: ClassVar[EngineSection]
+    """Section of the config with the engine's settings."""
 
     def __init__(
         self,
@@ -71,10 +76,17 @@ class VllmActor(ProcessActor):
             return super().call(method, *arguments)
 
     def start(self) -> None:
-        """Start the engine, which is the actor's worker."""
+        """Start the engine, which is the actor's worker. Raise UserError if vLLM rejects the engine's arguments."""
         with imports():
             arguments = self._arguments()
-        self._worker = self._load(arguments | self._start_others(arguments))
+        arguments = arguments | self._start_others(arguments)
+        try:
+            self._worker = self._load(arguments)
+        except (ValueError, NotImplementedError) as error:
+            rejected = refusal(error, self.section, getattr(self._config, self.section).vllm_overrides)
+            if rejected is None:
+                raise
+            raise rejected from error
         segments.note(own_scratch())
 
     @abstractmethod

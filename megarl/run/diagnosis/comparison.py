@@ -12,8 +12,7 @@ LIMITS = {"float32": 1e-3, "bfloat16": 0.1}
 rounding error of a single number is up to 6e-8 (float32) or 4e-3 (bfloat16), and errors accumulate over the layers."""
 
 LOG_PROBS = "log-probs"
-LOG_PROB_LIMITS = {"float32": 1e-3, "bfloat16": 1.5}
-"""Maximum difference between log-probs that rounding alone can plausibly cause, in nats, keyed by model dtype."""
+"""Stage whose differences are compared like those of a run: their mean over the tokens, with the run's own limit."""
 
 Outputs = Mapping[str, np.ndarray]
 """Maps each stage to its per-token outputs, in the order of the forward pass."""
@@ -40,22 +39,23 @@ class Stage:
 
 
 def difference(name: str, a: np.ndarray, b: np.ndarray) -> float:
-    """Return the largest difference over the tokens that `a` and `b` have in common. The difference is |a − b| for
-    log-probs and ‖a − b‖ / ‖b‖ for hidden states."""
+    """Return the difference over the tokens that `a` and `b` have in common: the mean of |a − b| for log-probs, and the
+    maximum of ‖a − b‖ / ‖b‖ for hidden states."""
     count = min(len(a), len(b))
     a, b = a[:count].astype(np.float64), b[:count].astype(np.float64)
     if name == LOG_PROBS:
-        return float(np.abs(a - b).max())
+        return float(np.abs(a - b).mean())
     return float((np.linalg.norm(a - b, axis=-1) / np.maximum(np.linalg.norm(b, axis=-1), 1e-12)).max())
 
 
-def compare(sides: Mapping[str, Outputs], dtype: str) -> list[Stage]:
-    """Compare the stages that all implementations have. Return them in the order of the forward pass."""
+def compare(sides: Mapping[str, Outputs], dtype: str, logprob_limit: float) -> list[Stage]:
+    """Compare the stages that all implementations have. Return them in the order of the forward pass. logprob_limit:
+    the run's limit for the mean log-prob difference."""
     names = [name for name in sides["trainer"] if all(name in outputs for outputs in sides.values())]
     return [
         Stage(
             name,
-            (LOG_PROB_LIMITS if name == LOG_PROBS else LIMITS)[dtype],
+            logprob_limit if name == LOG_PROBS else LIMITS[dtype],
             {(a, b): difference(name, sides[a][name], sides[b][name]) for a, b in PAIRS},
         )
         for name in names

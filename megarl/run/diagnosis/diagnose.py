@@ -103,6 +103,7 @@ def diagnose(config: Config, token_ids: Sequence[int], folders: Mapping[str, Pat
     return compare(
         {side: _compute(side, Request(single_rank, folders[side], list(token_ids)), scratch) for side in SIDES},
         config.model.dtype,
+        config.agreement_limit,
     )
 
 

@@ -15,7 +15,12 @@ METRICS = [
     {"step": 2, "reward/mean": 1, "evaluation/a/avg@1": 0.75},
 ]
 SAMPLES = [
-    {"sample_id": "1.0.0", "step": 1, "prompt": "a", "answer": 2, "reward": 1, "parts": {"f": 1.0}, "mask": [2, 1]},
+    {
+        **{"sample_id": "1.0.0", "step": 1, "prompt": "a", "answer": 2, "reward": 1, "parts": {"f": 1.0}},
+        **{"mask": [2, 1], "num_response_tokens": 3, "prompt_ids": [5], "response_ids": [7, 8, 9]},
+        **{"rollout_logprobs": [-0.5, -1, -0.25], "token_advantages": [0.5, None, 1], "tokens": ["a", "b", "c"]},
+        **{"logprob_differences": [0, 0.5, None], "turn_rewards": [None, 1.0]},
+    },
     {"sample_id": "1.0.1", "step": 1, "prompt": "a", "answer": "two", "reward": None, "parts": {}, "failure": "f: …"},
 ]
 
@@ -46,15 +51,35 @@ def test_rollouts_have_one_row_per_sample(folder):
     assert table.column("answer").to_pylist() == ["2", '"two"', "2"]
     assert table.column("parts.f").to_pylist() == [1.0, None, 1.0]
     assert table.column("reward").to_pylist() == [1.0, None, 1.0]
-    assert table.column("mask").to_pylist() == [[2, 1], None, [2, 1]]
+    assert table.column("mask").to_pylist() == [[True, True, False], None, [True, True, False]]
+    assert table.column("response_ids").to_pylist() == [[7, 8, 9], None, [7, 8, 9]]
+    assert table.column("token_advantages")[0].as_py() == [0.5, None, 1.0]
+    elements = {field.name: str(field.type.value_type) for field in table.schema if pyarrow.types.is_list(field.type)}
+    assert elements == {
+        **dict.fromkeys(("prompt_ids", "response_ids"), "int32"),
+        **dict.fromkeys(("rollout_logprobs", "token_advantages", "logprob_differences", "turn_rewards"), "float"),
+        **{"mask": "bool", "tokens": "string"},
+    }
     assert megarl.read_rollouts(folder, steps=[2]).num_rows == 1
 
 
 def test_values_of_wrong_types_become_null(folder):
-    damaged = {"sample_id": 3, "step": "1", "reward": [], "parts": "f", "mask": [1, "2"], "answer": {"a": 1}}
+    damaged: dict = {
+        "response_ids": [2**31],
+        "num_response_tokens": 3,
+        "sample_id": 3,
+        "step": "1",
+        "reward": [],
+        "parts": "f",
+        "mask": [1, "2"],
+        "answer": {"a": 1},
+    }
     (folder / "rollouts" / "step_000002.jsonl").write_text(json.dumps(damaged) + "\n" + json.dumps(SAMPLES[0]) + "\n")
     table = megarl.read_rollouts(folder, steps=[2]).to_pydict()
-    assert [table[name][0] for name in ("sample_id", "step", "reward", "parts.f", "mask")] == [None] * 5
+    assert [table[name][0] for name in ("sample_id", "step", "reward", "parts.f", "mask", "response_ids")] == [None] * 6
+    for mask in ([2, 2], [10**15], [4, -1]):  # the lengths do not add up to three tokens
+        (folder / "rollouts" / "step_000002.jsonl").write_text(json.dumps(damaged | {"mask": mask}) + "\n")
+        assert megarl.read_rollouts(folder, steps=[2])["mask"].to_pylist() == [None]
     assert table["answer"] == ['{"a": 1}', "2"] and table["parts.f"][1] == 1.0
 
 

@@ -99,4 +99,4 @@ def test_trial_scores_a_batch_of_one(pool, file):
         trial = try_rewards(config, single, [Prompt("0", "a", [1], "5")])
     finally:
         single.close()
-    assert trial.parts == {"exact_match": 1.0, "rarity": 1.0} and trial.failure is None
+    assert trial == {"exact_match": 1.0, "rarity": 1.0}

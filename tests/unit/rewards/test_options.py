@@ -125,12 +125,15 @@ def test_functions_apply_to_rows_of_their_sources(tmp_path):
     pool = FunctionPool(config.rewards.functions, None, 1, 5.0, source_column="from")
     try:
         prompts = load_prompts(config, tmp_path / "model", pool.columns).prompts
-        trials = [try_rewards(config, pool, [prompt]) for prompt in prompts]
+        trials = [try_rewards(config, pool, rows) for rows in ([prompts[0]], [prompts[1]], prompts)]
     finally:
         pool.close()
     assert [prompt.columns for prompt in prompts] == [{"from": "math"}, {"from": "text"}]
-    assert trials[0].parts == {"tags": 0.0, "number": 1.0}
-    assert trials[1].parts == {"tags": 0.0, "exact_match": 1.0}
+    assert trials == [
+        {"tags": 0.0, "number": 1.0},
+        {"tags": 0.0, "exact_match": 1.0},
+        {"tags": 0.0, "number": 1.0, "exact_match": 1.0},
+    ]
     only_math = "rewards.functions=[{function: exact_match, sources: [math]}]"
     with pytest.raises(
         UserError, match=r"rows.jsonl:2: no function in rewards.functions lists 'text' \(the row's 'from'\) in its"

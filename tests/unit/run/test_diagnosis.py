@@ -13,6 +13,7 @@ import pytest
 from megarl.config import document
 from megarl.config.load import dump, load
 from megarl.core.errors import UserError
+from megarl.run.diagnosis import diagnose as diagnosis
 from megarl.run.diagnosis.comparison import compare, difference, first_different, table, verdict
 from megarl.run.diagnosis.diagnose import difference_in_run, find_rollout, find_weights, on_one_rank, read_config
 from tests.paths import BASE
@@ -34,17 +35,17 @@ def broken_from(stage: str) -> dict[str, np.ndarray]:
     return broken
 
 
-def test_difference_is_the_maximum_over_tokens() -> None:
+def test_difference_is_the_maximum_or_the_mean_over_tokens() -> None:
     a, b = outputs()["layer 0"], broken_from("layer 0")["layer 0"]
     assert difference("layer 0", b, a) == pytest.approx(0.1, rel=1e-5)
-    assert difference("log-probs", np.float32([-1, -2]), np.float32([-1, -2.5, -9])) == pytest.approx(0.5)
+    assert difference("log-probs", np.float32([-1, -2]), np.float32([-1, -2.5, -9])) == pytest.approx(0.25)
 
 
 @pytest.mark.parametrize(("odd", "expected"), [("trainer", "1.0e-01"), ("engine", "9.1e-02")])
 def test_first_differing_stage_is_reported_with_its_side(odd: str, expected: str) -> None:
     """The difference is relative to the engine's values, which are 1.1 times larger if the engine is odd."""
     sides = dict.fromkeys(("trainer", "engine", "plain"), outputs()) | {odd: broken_from("layer 1")}
-    stages = compare(sides, "float32")
+    stages = compare(sides, "float32", 1e-4)
     first = first_different(stages)
     assert (first.name, first.outlier) == ("layer 1", odd)
     assert verdict(stages).startswith(
@@ -55,13 +56,28 @@ def test_first_differing_stage_is_reported_with_its_side(odd: str, expected: str
 
 
 def test_equal_sides_agree() -> None:
-    stages = compare(dict.fromkeys(("trainer", "engine", "plain"), outputs()), "float32")
+    stages = compare(dict.fromkeys(("trainer", "engine", "plain"), outputs()), "float32", 1e-4)
     assert first_different(stages) is None and verdict(stages).startswith("The trainer and the engine agree")
+
+
+@pytest.mark.parametrize(("limit", "agrees"), [(1e-4, False), (1e-3, True)])
+def test_log_probs_are_compared_with_the_limit_of_the_run(
+    run: Path, monkeypatch: pytest.MonkeyPatch, limit: float, agrees: bool
+) -> None:
+    config = read_config(run)
+    check = config.logprob_check.model_copy(update={"limit": limit})
+    shifted = outputs() | {"log-probs": outputs()["log-probs"] + np.float32(5e-4)}
+    monkeypatch.setattr(diagnosis, "_compute", lambda side, *_: shifted if side == "engine" else outputs())
+    stages = diagnosis.diagnose(
+        config.model_copy(update={"logprob_check": check}), [1, 2], dict.fromkeys(diagnosis.SIDES, run), run
+    )
+    assert (first_different(stages) is None) == agrees
+    assert f"{limit:g}" in verdict(stages)
 
 
 def test_nan_outputs_differ() -> None:
     nan_outputs = {name: np.full_like(values, np.nan) for name, values in outputs().items()}
-    stages = compare({"trainer": outputs(), "engine": nan_outputs, "plain": outputs()}, "float32")
+    stages = compare({"trainer": outputs(), "engine": nan_outputs, "plain": outputs()}, "float32", 1e-4)
     assert first_different(stages).name == "embedding"
 
 

@@ -43,11 +43,20 @@ def test_console_has_other_columns_for_offline_data():
     stream = io.StringIO()
     sink = ConsoleSink(3, stream, is_offline=True)
     sink.write(1, {"preference/loss": 0.6931, "reward_model/grad_norm": 1.5, "preference/accuracy": 0.75})
-    sink.write(2, {"policy/nll": 2.5, "policy/entropy": 1.25, "data/trained_tokens": 12345})
+    sink.write(2, {"preference/loss": 0.5, "data/trained_tokens": 12345})
     header, first, second = (line.split() for line in stream.getvalue().splitlines())
-    assert header[:6] == ["step", "ETA", "loss", "accuracy", "margin", "entropy"] and "reward±std" not in header
-    assert first[:7] == ["1/3", "–", "0.6931", "75%", "–", "–", "1.5"]
-    assert second[2] == "2.5000" and second[5:8] == ["1.250", "–", "12,345"]
+    assert header == ["step", "ETA", "loss", "accuracy", "|grad|"]
+    assert first == ["1/3", "–", "0.6931", "75%", "1.5"]
+    assert second == ["2/3", "–", "0.5000", "–", "–"]
+
+
+def test_console_shows_only_the_columns_of_a_fine_tuning_run():
+    stream = io.StringIO()
+    metrics = {"policy/nll": 2.5, "policy/entropy": 1.25, "policy/grad_norm": 0.5, "data/trained_tokens": 12345}
+    ConsoleSink(3, stream, is_offline=True).write(1, metrics | {"time/step": 21.0})
+    header, line = (line.split() for line in stream.getvalue().splitlines())
+    assert header == ["step", "ETA", "loss", "entropy", "|grad|", "tokens"]
+    assert line == ["1/3", "42s", "2.5000", "1.250", "0.5", "12,345"]
 
 
 def test_jsonl_is_valid_after_every_step(tmp_path):

@@ -31,6 +31,9 @@ import time
 def length(prompt, response, answer):
     return len(response)
 
+def answer_length(prompt, response, answer):
+    return len(answer)
+
 def turns(prompt, response, answer):
     return [0.5]
 
@@ -242,6 +245,26 @@ def test_reward_that_fails_on_a_wrong_response_fails_the_check(
     )
     assert lines.count("    Traceback (most recent call last):") == 2
     assert {f"    {error}" for error in raised.values()} <= set(lines)
+
+
+def test_functions_are_tried_on_the_first_row_of_their_sources(
+    recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture
+) -> None:
+    """`length` applies to all rows, `nothing` only to the third one, and no row has the source of `tags`."""
+    data, runs = tmp_path / "rows.jsonl", tmp_path / "runs"
+    runs.mkdir()
+    data.write_text("".join(f'{{"prompt": "1", "answer": "22", "from": "{source}"}}\n' for source in "aabbaaaa"))
+
+    def listed(source: str, *names: str) -> tuple[str, ...]:
+        entries = functions(recipe, "length'", *(f"{name}', sources: [{source}]" for name in names))
+        return entries, f"data.source={data}", "data.source_column=from"
+
+    [line] = fail_lines(recipe, runs, capfd, *listed("b", "nothing"))
+    assert "nothing returned NoneType" in line and "on sample rows.jsonl:3 (megarl used the row's answer" in line
+    rows, errors = check(recipe, runs, capfd, *listed("b", "answer_length"), "rewards.failure_limit=0.1")
+    assert rows["rewards"] == "length = 2, answer_length = 2 for the answer of each function's first row"
+    assert errors == ""
+    check(recipe, runs, capfd, *listed("c", "tags"))
 
 
 def test_wrong_response_of_the_trial_is_named(recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:

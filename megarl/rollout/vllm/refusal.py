@@ -1,0 +1,39 @@
+"""Recognize the engine arguments that vLLM rejects when an engine starts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from megarl.config.vllm_arguments import EngineSection
+from megarl.core.errors import UserError
+
+OUT_OF_MEMORY = re.compile(r"\bmemory\b", re.IGNORECASE)
+"""vLLM also raises a ValueError if other processes use the memory. pydantic names arguments such as
+gpu_memory_utilization, which this pattern does not match."""
+
+
+def refusal(error: Exception, section: EngineSection, overrides: Mapping[str, Any]) -> UserError | None:
+    """Return a UserError if vLLM rejected the engine's arguments, which it would do in every attempt, else None.
+    `overrides` is the section's vllm_overrides."""
+    if isinstance(error, UserError) or not isinstance(error, ValueError | NotImplementedError):
+        return None
+    reason = _reason(error)
+    if OUT_OF_MEMORY.search(reason):
+        return None
+    given = f"{section}.vllm_overrides={dict(overrides)}" if overrides else section
+    remedy = "change or remove the rejected argument" if overrides else f"change the keys of {section}"
+    return UserError(f"{given}: vLLM rejects the engine's arguments: {reason}. Fix: {remedy}")
+
+
+def _reason(error: Exception) -> str:
+    """Return an error's message in one line. pydantic's own message includes all arguments."""
+    if isinstance(error, ValidationError):
+        items = ((item["loc"], item["msg"].removeprefix("Value error, ")) for item in error.errors())
+        message = "; ".join(": ".join((*map(str, loc), text)) for loc, text in items)
+    else:
+        message = str(error) or type(error).__name__
+    return " ".join(message.split())
