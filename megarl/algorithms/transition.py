@@ -78,6 +78,14 @@ def transition(
     return Transition(1 - drift, -interval - drift * (1 - sigma), (variance * interval).sqrt())
 
 
+def guided(conditional: torch.Tensor, unconditional: torch.Tensor, guidance: float) -> torch.Tensor:
+    """Return v_u + w·(v_c − v_u), the velocity under classifier-free guidance (https://arxiv.org/abs/2207.12598), from
+    the velocities with and without the caption. At w = 1, it is the conditional velocity. diffusers' Z-Image pipeline
+    calls w − 1 the guidance scale."""
+    require_latents(conditional=conditional, unconditional=unconditional)
+    return unconditional + guidance * (conditional - unconditional)
+
+
 def mean(step: Transition, x: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Return μ, the mean of x', [B, …], differentiable in v."""
     require_latents(x=x, v=v)

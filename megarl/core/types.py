@@ -27,7 +27,7 @@ megarl.environments.protocol."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _HoldsArrays:
+class HoldsArrays:
     """Base of dataclasses with array fields: provides equality, pickling and read-only arrays."""
 
     def __eq__(self, other: object) -> bool:
@@ -48,7 +48,7 @@ class _HoldsArrays:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Prompt(_HoldsArrays):
+class Prompt(HoldsArrays):
     """One prompt, tokenized once: the engine reads these ids and the trainer trains on them.
 
     Attributes:
@@ -83,7 +83,7 @@ class VersionRun:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class CandidateIds(_HoldsArrays):
+class CandidateIds(HoldsArrays):
     """The candidates for each of R response tokens: the tokens left after the engine truncated its distribution.
 
     A token has no candidates if the engine kept the whole vocabulary.
@@ -119,7 +119,7 @@ class CandidateIds(_HoldsArrays):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Completion(_HoldsArrays):
+class Completion(HoldsArrays):
     """R tokens sampled by an engine in one request, including the end-of-sequence token if it was sampled.
 
     Fields not listed here are as in `Sample`.
@@ -206,7 +206,7 @@ class Episode:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Sample(_HoldsArrays):
+class Sample(HoldsArrays):
     """One training sequence: the completion of a prompt, or turns of a rollout with the tokens between them.
 
     R = number of response tokens, including the end-of-sequence token if it was sampled. Arrays may be passed as any

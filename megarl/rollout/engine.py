@@ -90,29 +90,11 @@ class EngineInfo:
     description: str
 
 
-class Engine(Protocol):
+class SyncedEngine(Protocol):
+    """An engine of any kind that receives the trainer's weights."""
+
     version: int | None
     """Weight version in the engine; None before the first refit and after a failed refit."""
-
-    async def generate(
-        self, requests: Sequence[SamplingRequest], finished: Callable[[list[Sample]], object]
-    ) -> list[Sample]:
-        """Return samples in the order of the requests, and pass newly finished samples to `finished` as they arrive.
-
-        The engine executes other calls while it samples. After a refit, unfinished samples continue with the new
-        weights; rollout.kv_cache_on_update decides whether their KV cache is kept or recomputed. After a failed refit,
-        they wait for a successful one. Sample.versions records the weight version of each token. Canceling the call
-        aborts its requests. Raise RuntimeError if `version` is None.
-        """
-        ...
-
-    def num_unfinished_tokens(self, sample_ids: Collection[str]) -> int:
-        """Return the number of tokens sampled so far for the given samples, excluding finished samples and turns."""
-        ...
-
-    def begin(self, request: TurnRequest) -> asyncio.Future[Completion]:
-        """Start sampling a turn, under the same rules as `generate`. Canceling the future aborts the request."""
-        ...
 
     @property
     def has_lost_a_rank(self) -> bool:
@@ -161,4 +143,28 @@ class Engine(Protocol):
 
     def info(self, texts: Sequence[str]) -> EngineInfo:
         """Return the engine's properties. `texts` are tokenized without adding special tokens."""
+        ...
+
+
+class Engine(SyncedEngine, Protocol):
+    """An engine that samples tokens."""
+
+    async def generate(
+        self, requests: Sequence[SamplingRequest], finished: Callable[[list[Sample]], object]
+    ) -> list[Sample]:
+        """Return samples in the order of the requests, and pass newly finished samples to `finished` as they arrive.
+
+        The engine executes other calls while it samples. After a refit, unfinished samples continue with the new
+        weights; rollout.kv_cache_on_update decides whether their KV cache is kept or recomputed. After a failed refit,
+        they wait for a successful one. Sample.versions records the weight version of each token. Canceling the call
+        aborts its requests. Raise RuntimeError if `version` is None.
+        """
+        ...
+
+    def num_unfinished_tokens(self, sample_ids: Collection[str]) -> int:
+        """Return the number of tokens sampled so far for the given samples, excluding finished samples and turns."""
+        ...
+
+    def begin(self, request: TurnRequest) -> asyncio.Future[Completion]:
+        """Start sampling a turn, under the same rules as `generate`. Canceling the future aborts the request."""
         ...

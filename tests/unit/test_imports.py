@@ -57,10 +57,10 @@ FORBIDDEN = {
 }
 """Pairs (importer, imported) that are forbidden although the layers would allow them."""
 
-OWNERS = {"megatron": "megatron", "vllm": "rollout", "ray": "cluster"}
+OWNERS = {"megatron": "megatron", "vllm": "rollout", "diffusers": "rollout", "ray": "cluster"}
 """Maps each library to the only top-level package that imports it."""
 
-HEAVY = {"torch", "megatron", "vllm", "ray", "transformers"}
+HEAVY = {"torch", "megatron", "vllm", "diffusers", "ray", "transformers"}
 
 LIGHT = (
     "api",
@@ -77,6 +77,7 @@ LIGHT = (
     "rewards",
     "environments",
     "ops/tile.py",
+    "rollout/diffusers/request.py",
     "rollout/router.py",
     "rollout/schedule.py",
     "cluster/memory",
@@ -272,6 +273,7 @@ PLANTED = [
     ("megarl/train.py", "from megatron.core import parallel_state", "in megarl.megatron only"),
     ("megarl/train.py", "from megatron import core", "in megarl.megatron only"),
     ("megarl/megatron/a.py", "def f():\n    import vllm.config", "in megarl.rollout only"),
+    ("megarl/megatron/a.py", "def f():\n    import diffusers", "in megarl.rollout only"),
     ("megarl/rollout/a.py", "import ray", "in megarl.cluster only"),
     ("megarl/algorithms/a.py", "from megarl.config.schema import Advantage", "schema.Advantage is in a layer above"),
     ("megarl/algorithms/objectives/a.py", "import torch", "loads torch at module level"),
@@ -388,7 +390,7 @@ OTHER_PYTHONS = {"megarl/environments/sessions/verifiers_program.py"}
 def test_imported_packages_are_declared_dependencies() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
-    names = ("run", "gpu", "rewards", "trackers")
+    names = ("run", "gpu", "images", "rewards", "trackers")
     requirements = [*project["dependencies"], *(line for extra in names for line in extras[extra])]
     declared = {re.split(r"[\[<>=]", requirement)[0] for requirement in requirements}
     trees = [parse((ROOT / file).read_text(encoding="utf-8")) for file in FILES if file not in OTHER_PYTHONS]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -30,17 +29,11 @@ from megarl.resharding.transports.transport import Channel, dtype_name
 from megarl.resharding.verification import Checksum, Region
 from megarl.rollout.engine import EngineInfo, Sampling, SamplingRequest, SyncStats, TurnRequest
 from megarl.rollout.routes import expert_layer_routes, whole_routes
+from megarl.rollout.stepping import SteppedEngine
 from megarl.rollout.vllm.ranks import has_lost_a_rank
 from megarl.rollout.vllm.worker_extension import Failed, RefitExtension
 
 T = TypeVar("T")
-
-ROUNDS_PER_STEP = 2
-"""Number of event-loop iterations between two steps: in the first, completions reach the tasks that wait for them; in
-the second, these tasks forward them."""
-
-PAUSE_S = 0.05
-"""Seconds between checks of whether an engine that is paused or has no valid weights may step again."""
 
 
 @dataclass(slots=True)
@@ -53,21 +46,15 @@ class _PendingRequest:
     completion: asyncio.Future[Completion]
 
 
-class VllmEngine:
-    """A vLLM engine, which starts without weights (`version` is None) and receives them through `refit`. All calls must
-    come from the event loop of one thread. A call that arrives during sampling is executed between two vLLM steps."""
+class VllmEngine(SteppedEngine[SamplingRequest, Sample]):
+    """A vLLM engine, which starts without weights (`version` is None) and receives them through `refit`. A step samples
+    one token for every running request."""
 
     def __init__(self, config: Rollout, arguments: Mapping[str, Any], returns_routes: bool = False):
         """`arguments` is the result of `rollout_arguments` for the same `returns_routes`."""
-        self.version: int | None = None
+        super().__init__()
         self._config = config
         self._pending: dict[str, _PendingRequest] = {}
-        self._stepping: asyncio.Task[None] | None = None
-        self._is_paused = False
-        self._seconds, self._seconds_until = 0.0, 0.0
-        """Time spent sampling in seconds since the last `take_work`, and the timestamp up to which it is counted."""
-        self._num_steps = 0
-        """Number of vLLM steps since the last `take_work`. A step samples one token for every running request."""
         self._numbers = count()
         self._num_refits = 0
         self._llm = LLM(**arguments)
@@ -80,24 +67,8 @@ class VllmEngine:
         for rank, description in enumerate(self._descriptions):
             print(f"engine rank {rank}: {description}", flush=True)
 
-    async def generate(
-        self, requests: Sequence[SamplingRequest], finished: Callable[[list[Sample]], object] = lambda _: None
-    ) -> list[Sample]:
-        new: list[Sample] = []
-
-        def report() -> None:
-            finished([*new])
-            new.clear()
-
-        async def sample(request: SamplingRequest) -> Sample:
-            completion = await self._begin(request.prompt.token_ids.tolist(), request)
-            if not new:  # report all completions of a vLLM step together
-                asyncio.get_running_loop().call_soon(report)
-            new.append(self._sample(request, completion))
-            return new[-1]
-
-        self._require_weights()
-        return await asyncio.gather(*map(sample, requests))
+    async def _complete(self, request: SamplingRequest) -> Sample:
+        return self._sample(request, await self._begin(request.prompt.token_ids.tolist(), request))
 
     def num_unfinished_tokens(self, sample_ids: Collection[str]) -> int:
         requested = [item for item in self._pending.values() if item.request.sample_id in sample_ids]
@@ -117,19 +88,14 @@ class VllmEngine:
             self._require_weights()
         return self._begin(request.token_ids.tolist(), request)
 
-    def _require_weights(self) -> None:
-        if self.version is None and not self._is_paused:
-            raise RuntimeError("the engine has no weights yet. Fix: refit it before it generates")
-
     def _begin(self, token_ids: list[int], request: SamplingRequest | TurnRequest) -> asyncio.Future[Completion]:
         """Submit a request and return the future for its completion."""
         if not self._is_paused:
-            self._wake("weights", "kv_cache")
+            self._wake()
         name, completion = str(next(self._numbers)), asyncio.get_running_loop().create_future()
         self._pending[name] = _PendingRequest(token_ids, request, self._submit(name, token_ids, request), completion)
         completion.add_done_callback(lambda _: self._remove(name))
-        if self._stepping is None:
-            self._stepping = asyncio.create_task(self._step_while_pending())
+        self._ensure_stepping()
         return completion
 
     def _remove(self, name: str) -> None:
@@ -138,50 +104,13 @@ class VllmEngine:
             self._abort([name])
         del self._pending[name]
 
-    async def _step_while_pending(self) -> None:
-        """Step vLLM until all requests have completed. If a step fails, all requests fail."""
-        self._seconds_until = time.monotonic()
-        try:
-            while any(not item.completion.done() for item in self._pending.values()):
-                if self._may_step:
-                    self._step()
-                    now = time.monotonic()
-                    self._seconds, self._seconds_until = self._seconds + now - self._seconds_until, now
-                    self._num_steps += 1
-                await self._yield_to_callers()
-        except Exception as error:  # a vLLM error; re-raised for all waiting callers
-            for item in self._pending.values():
-                if not item.completion.done():
-                    item.completion.set_exception(error)
-        finally:
-            self._stepping = None
-
     @property
-    def _may_step(self) -> bool:
-        return self.version is not None and not self._is_paused
-
-    def take_work(self) -> tuple[float, int]:
-        """Return the seconds spent sampling, without pauses, and the number of vLLM steps since the last call."""
-        work = self._seconds, self._num_steps
-        self._seconds, self._num_steps = 0.0, 0
-        return work
-
-    async def _yield_to_callers(self) -> None:
-        """Let callers process the completions of a step before the next step starts."""
-        for _ in range(ROUNDS_PER_STEP):
-            await asyncio.sleep(0)
-        if not self._may_step:
-            await asyncio.sleep(PAUSE_S)
-            self._seconds_until = time.monotonic()
+    def _futures(self) -> Iterable[asyncio.Future[Completion]]:
+        return [item.completion for item in self._pending.values()]
 
     def pause(self) -> None:
         self._is_paused = True
         self._finish_steps()
-
-    def resume(self) -> None:
-        self._is_paused = False
-        if self._pending:
-            self._wake("weights", "kv_cache")
 
     def sleep(self, keeps_weights: bool) -> None:
         assert self._is_paused or not self._pending, "cannot sleep while sampling. Pause the engine first"
@@ -189,7 +118,7 @@ class VllmEngine:
             self.version = None
         self._llm.sleep(level=1 if keeps_weights else 2, mode="keep")
 
-    def _wake(self, *tags: Literal["weights", "kv_cache"]) -> None:
+    def _wake(self, tags: Sequence[Literal["weights", "kv_cache"]] = ("weights", "kv_cache")) -> None:
         for tag in tags:
             if tag in self._llm.llm_engine.model_executor.sleeping_tags:
                 self._llm.wake_up(tags=[tag])
@@ -206,7 +135,7 @@ class VllmEngine:
     def refit(self, version: int, expected: Mapping[Region, Checksum] | None = None) -> list[SyncStats]:
         self.version = None
         # Do not wake the KV cache: the trainer may not have freed its memory yet.
-        self._wake("weights")
+        self._wake(["weights"])
         self._finish_steps()
         stats = self._call_workers(RefitExtension.refit, expected)
         self._num_refits += 1
@@ -219,7 +148,7 @@ class VllmEngine:
         return stats
 
     def differing(self, expected: Mapping[Region, Checksum]) -> list[str] | None:
-        self._wake("weights")
+        self._wake(["weights"])
         differences = self._call_workers(RefitExtension.differing, expected)
         return None if None in differences else [line for lines in differences for line in lines]
 

@@ -5,7 +5,6 @@ vLLM imports this module in every worker before it loads the model.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,7 +29,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from megarl.core import stacks
 from megarl.core.parent import signal_with_parent
-from megarl.resharding.execute import Assembly, execute
+from megarl.resharding.execute import Assembly
 from megarl.resharding.piece import Holder
 from megarl.resharding.planning.compact import CompactPlan
 from megarl.resharding.transports.transport import Channel, dtype_name
@@ -39,6 +38,7 @@ from megarl.rollout.engine import SyncStats
 from megarl.rollout.vllm import cpu_support
 from megarl.rollout.vllm.environment import ENDS_WITH_PARENT
 from megarl.rollout.vllm.route_capture import RouteCapture
+from megarl.rollout.worker import WeightReceiver, describe_arithmetic, hashes, shapes_and_dtypes
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -127,23 +127,19 @@ class RefitExtension:
 
     def _connect(self, plan: CompactPlan, channel: Channel, holders: Sequence[Holder], by_loader: bool) -> None:
         self._by_loader, self._is_rewritten = by_loader, False
-        self._holder = holders[self.rank]
-        part = plan.part([self._holder.name])
-        self._writes = part.into(self._holder.name)
-        self._transport = channel.open(self._holder.name, self._parameters(), part, in_place=not by_loader)
+        self._receiver = WeightReceiver(plan, channel, holders[self.rank], self._parameters(), not by_loader)
 
     def _refit(self, expected: Mapping[Region, Checksum] | None) -> SyncStats:
-        num_bytes = execute(self._writes, self._parameters(), self._transport)
-        if expected is not None:
-            check_weights(self._holder, self._parameters(), expected)
+        stats = self._receiver.write(self._parameters(), expected)
         if _process_weights(self.model_runner.get_model(), self.model_runner.model_config.dtype):
             self._is_rewritten = True
-        return SyncStats(num_bytes, self._transport.staging_bytes)
+        return stats
 
     def _load(self, expected: Mapping[Region, Checksum] | None) -> SyncStats:
         """Load the weights with vLLM's loader. It processes layers in temporary memory before copying them."""
         model, config = self.model_runner.get_model(), self.model_runner.model_config
-        assembly = Assembly(self._writes, self._transport, next(model.parameters()).device)
+        transport = self._receiver.transport
+        assembly = Assembly(self._receiver.writes, transport, next(model.parameters()).device)
         initialize_layerwise_reload(model)
         names = {name for name, _ in model.named_parameters()}
         try:
@@ -157,13 +153,14 @@ class RefitExtension:
                 f"vLLM's loader did not load {', '.join(missing)}. Fix: check with megarl doctor that this version of "
                 "vLLM is supported"
             )
-        return SyncStats(self._holder.shard.num_bytes, self._transport.staging_bytes + assembly.staging_bytes)
+        num_bytes = self._receiver.holder.shard.num_bytes
+        return SyncStats(num_bytes, transport.staging_bytes + assembly.staging_bytes)
 
     def differing(self, expected: Mapping[Region, Checksum]) -> list[str] | Failed | None:
         """See Engine.differing."""
         if self._by_loader or self._is_rewritten:
             return None
-        return _catch_error(differing_regions, self._holder, self._parameters(), expected)
+        return _catch_error(differing_regions, self._receiver.holder, self._parameters(), expected)
 
     def _checked(
         self, assembly: Assembly, expected: Mapping[Region, Checksum] | None
@@ -171,12 +168,12 @@ class RefitExtension:
         compared = {region.tensor for region in expected or ()}
         for name, tensor in assembly.parameters():
             if expected is not None and name in compared:
-                check_weights(self._holder, {name: tensor}, expected)
+                check_weights(self._receiver.holder, {name: tensor}, expected)
             yield name, tensor
 
     def parameters(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Return the parameters that a refit writes: name -> (shape, dtype)."""
-        return {name: (tuple(p.shape), dtype_name(p.dtype)) for name, p in self._parameters().items()}
+        return shapes_and_dtypes(self._parameters())
 
     def capture_routes(self) -> None:
         """Start recording the experts chosen for each token. Only the first rank records, because all ranks choose the
@@ -198,16 +195,12 @@ class RefitExtension:
         return (
             f"vLLM {vllm.__version__}, attention {', '.join(attention)}, {dtype_name(settings.model_config.dtype)}, "
             f"KV cache {settings.cache_config.cache_dtype}, compilation mode {settings.compilation_config.mode}, "
-            f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}, float32 matmul precision "
-            f"{torch.backends.fp32_precision}"  # pyright: ignore[reportAttributeAccessIssue]  # not in torch's stubs
+            f"{describe_arithmetic()}"
         )
 
     def checksums(self) -> dict[str, str]:
-        """Return the SHA-256 of each parameter's bytes: parameter name -> SHA-256."""
-        return {
-            name: hashlib.sha256(parameter.contiguous().cpu().view(torch.uint8).numpy().tobytes()).hexdigest()
-            for name, parameter in self._parameters().items()
-        }
+        """See megarl.rollout.worker.hashes."""
+        return hashes(self._parameters())
 
     def _parameters(self) -> dict[str, torch.Tensor]:
         """Return the parameters by name. Stacked expert weights are flattened to two axes, as in the holder."""

@@ -299,3 +299,10 @@ def test_step_weights_none_and_inverse_interval():
     sigmas = torch.tensor([1.0, 0.75, 0.25, 0.0])
     assert step_weights("none", "flow", 0.7, sigmas, trained=[0, 1]).tolist() == [1, 1, 1]
     assert step_weights("inverse_interval", "flow", 0.7, sigmas, trained=[0, 1]).tolist() == [4, 2, 4]
+
+
+def test_guided_velocity_extrapolates_from_unconditional_to_conditional():
+    conditional, unconditional = latents(2)
+    assert torch.equal(policy.guided(conditional, unconditional, 0), unconditional)
+    torch.testing.assert_close(policy.guided(conditional, unconditional, 1), conditional)
+    torch.testing.assert_close(policy.guided(conditional, unconditional, 3), 3 * conditional - 2 * unconditional)

@@ -1,0 +1,92 @@
+"""Types for image models: sampled latents, and inputs at which engine and trainer compare velocities."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megarl.core.types import HoldsArrays, Prompt, VersionRun
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LatentSample(HoldsArrays):
+    """One image sampled in N denoising steps. It holds the latents around the K ≤ N consecutive steps that are trained.
+
+    Attributes:
+        prompt: the prompt, whose text is the caption.
+        sigmas: float64 [N + 1], the noise levels, from 1 to 0.
+        steps: int32 [K], the trained denoising steps. Step i leads from sigmas[i] to sigmas[i + 1].
+        latents: float32 [K + 1, channels, height, width], x before the first trained step and after each of them. Its
+            first axis has size 0 without trained steps.
+        logprobs: float32 [K], log-probs of the stored latents under the rollout policy, the mean over elements.
+        versions: runs of denoising steps with the same weight version; their counts sum to N.
+        final: float32 [channels, height, width], the latents at σ = 0; None unless requested.
+        image: uint8 [image height, image width, 3], the decoded RGB image; None unless requested.
+    """
+
+    id: str
+    prompt: Prompt
+    sigmas: NDArray[np.float64]
+    steps: NDArray[np.int32]
+    latents: NDArray[np.float32]
+    logprobs: NDArray[np.float32]
+    versions: tuple[VersionRun, ...]
+    final: NDArray[np.float32] | None = None
+    image: NDArray[np.uint8] | None = None
+
+    def __post_init__(self) -> None:
+        self._freeze("sigmas", np.float64)
+        self._freeze("steps", np.int32)
+        self._freeze("latents", np.float32, axes=4)
+        self._freeze("logprobs", np.float32)
+        if self.final is not None:
+            self._freeze("final", np.float32, axes=3)
+        if self.image is not None:
+            self._freeze("image", np.uint8, axes=3)
+        num_trained, num_steps = len(self.steps), len(self.sigmas) - 1
+        assert (len(self.logprobs), len(self.latents)) == (num_trained, num_trained + bool(num_trained)), (
+            f"sample {self.id}: {len(self.logprobs)} log-probs and {len(self.latents)} latents for {num_trained} steps"
+        )
+        assert sum(run.count for run in self.versions) == num_steps, (
+            f"sample {self.id}: versions {self.versions} for {num_steps} denoising steps"
+        )
+
+    def __hash__(self) -> int:
+        return hash(self.id)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class VelocityInput(HoldsArrays):
+    """One input at which the velocity is computed.
+
+    Attributes:
+        latents: float32 [channels, height, width].
+        sigma: the noise level, from 0 (an image) to 1 (noise).
+        caption: float32 [L ≥ 1, caption channels], the text encoder's output.
+    """
+
+    latents: NDArray[np.float32]
+    sigma: float
+    caption: NDArray[np.float32]
+
+    def __post_init__(self) -> None:
+        self._freeze("latents", np.float32, axes=3)
+        self._freeze("caption", np.float32, axes=2)
+
+
+def canaries(channels: int, caption_channels: int, patch: int) -> list[VelocityInput]:
+    """Return fixed inputs that are the same in every process. Their sizes cover images and captions that need padding
+    and some that do not."""
+    random = np.random.Generator(np.random.Philox(0))
+    # Numbers of rows and columns of image tokens, and number of caption tokens. Z-Image pads to multiples of 32.
+    sizes = ((4, 8, 32, 1.0), (4, 8, 5, 0.75), (3, 5, 32, 0.5), (3, 5, 5, 0.25), (1, 1, 1, 0.0))
+    return [
+        VelocityInput(
+            random.standard_normal((channels, rows * patch, columns * patch), np.float32),
+            sigma,
+            random.standard_normal((length, caption_channels), np.float32),
+        )
+        for rows, columns, length, sigma in sizes
+    ]

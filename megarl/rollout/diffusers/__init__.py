@@ -1,0 +1,1 @@
+"""The rollout engine for image models, around diffusers' own transformer classes."""

@@ -1,0 +1,163 @@
+"""Denoise latents in batches with diffusers' own transformer."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from megarl.algorithms import transition
+from megarl.core.latents import LatentSample
+from megarl.core.types import VersionRun
+from megarl.models.denoiser import TOKEN_MULTIPLE
+from megarl.rollout.diffusers.noise import standard_normal
+from megarl.rollout.diffusers.request import ImageRequest
+
+
+class Document(NamedTuple):
+    """One velocity to compute, for one branch of the guidance.
+
+    Attributes:
+        latents: float32 [channels, height, width].
+        sigma: the noise level, from 0 (an image) to 1 (noise).
+        caption: [L ≥ 1, caption channels], on any device.
+    """
+
+    latents: torch.Tensor
+    sigma: float
+    caption: torch.Tensor
+
+
+@torch.no_grad()
+def velocities(model: Any, documents: Sequence[Document], patch: int, max_batch: int) -> list[torch.Tensor]:
+    """Return the velocity dx/dσ of each document, float32 [channels, height, width].
+
+    Only documents with the same number of image and caption tokens run together, at most `max_batch` at a time.
+    diffusers would pad a mixed batch to the longest document and mask the padding, which is slower.
+
+    Args:
+        model: diffusers' ZImageTransformer2DModel. It takes 1 − σ and returns −v.
+        patch: height and width of an image token.
+    """
+    batches: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+    for number, document in enumerate(documents):
+        batches[document.latents.shape, -(-len(document.caption) // TOKEN_MULTIPLE)].append(number)
+    found: dict[int, torch.Tensor] = {}
+    for numbers in batches.values():
+        for start in range(0, len(numbers), max_batch):
+            batch = numbers[start : start + max_batch]
+            found |= zip(batch, _forward(model, [documents[number] for number in batch], patch), strict=True)
+    return [found[number] for number in range(len(documents))]
+
+
+def _forward(model: Any, documents: Sequence[Document], patch: int) -> list[torch.Tensor]:
+    device, dtype = documents[0].latents.device, model.dtype
+    # The noise level stays float32: its embedding multiplies it by 1000.
+    times = 1 - torch.tensor([document.sigma for document in documents], dtype=torch.float32, device=device)
+    outputs, *_ = model(
+        [document.latents.to(dtype)[:, None] for document in documents],
+        times,
+        [document.caption.to(device, dtype) for document in documents],
+        return_dict=False,
+        patch_size=patch,
+    )
+    return [-output[:, 0].float() for output in outputs]
+
+
+@dataclass(slots=True)
+class Trajectory:
+    """The denoising of one sample, in progress.
+
+    Attributes:
+        sigmas: [N + 1], the noise levels.
+        latents: float32 [channels, height, width], x at sigmas[step].
+        caption, empty_caption: the text encoder's output for the caption and for an empty one, which guidance needs.
+        step: number of finished denoising steps.
+        kept: the latents before the first trained step and after each of them, each in host memory.
+        log_probs: the log-prob of each trained step.
+        versions: the weight version of each finished step.
+    """
+
+    request: ImageRequest
+    sigmas: list[float]
+    latents: torch.Tensor
+    caption: torch.Tensor
+    empty_caption: torch.Tensor | None
+    step: int = 0
+    kept: list[torch.Tensor] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    @classmethod
+    def start(
+        cls,
+        request: ImageRequest,
+        shape: tuple[int, int, int],
+        device: torch.device,
+        caption: torch.Tensor,
+        empty_caption: torch.Tensor | None,
+    ) -> Trajectory:
+        """Return the trajectory before its first step, with latents of the given shape (channels, height, width)."""
+        latents = standard_normal(request.seed, request.sample_id, "start", shape).to(device)
+        return cls(request, request.denoising.sigmas, latents, caption, empty_caption)
+
+    @property
+    def is_done(self) -> bool:
+        return self.step == self.request.denoising.num_steps
+
+    @property
+    def documents(self) -> list[Document]:
+        """The documents whose velocities the next step needs: with the caption and, for guidance, without it."""
+        captions = [self.caption, *([] if self.empty_caption is None else [self.empty_caption])]
+        return [Document(self.latents, self.sigmas[self.step], caption) for caption in captions]
+
+    def advance(self, velocities: Sequence[torch.Tensor], version: int) -> None:
+        """Take one step with the velocities of `documents`, from weights of this version."""
+        denoising, x = self.request.denoising, self.latents[None]
+        v = transition.guided(velocities[0], velocities[1], denoising.guidance) if velocities[1:] else velocities[0]
+        if self.step not in denoising.sde_steps:
+            x_next = transition.mean(self._transition("flow", 0.0), x, v[None])  # Euler's step of the ODE
+        else:
+            step = self._transition(denoising.kind, denoising.noise_level)
+            noise = standard_normal(self.request.seed, self.request.sample_id, self.step, tuple(self.latents.shape))
+            x_next = transition.sample(step, x, v[None], noise.to(x.device)[None])
+            self.log_probs.append(transition.log_prob(step, x, v[None], x_next).item())
+            self.kept += [self.latents.cpu()] * (not self.kept) + [x_next[0].cpu()]
+        self.latents = x_next[0]
+        self.versions.append(version)
+        self.step += 1
+
+    def _transition(self, kind: transition.TransitionKind, noise_level: float) -> transition.Transition:
+        sigmas = torch.tensor(self.sigmas, dtype=torch.float64, device=self.latents.device)
+        return transition.transition(
+            kind, noise_level, sigmas[self.step, None], sigmas[self.step + 1, None], sigmas[1, None]
+        )
+
+    def sample(self, image: np.ndarray | None) -> LatentSample:
+        """Return the finished sample, with its decoded image if the request asks for it."""
+        runs: list[VersionRun] = []
+        for version in self.versions:
+            count = runs.pop().count if runs and runs[-1].version == version else 0
+            runs.append(VersionRun(version, count + 1))
+        return LatentSample(
+            id=self.request.sample_id,
+            prompt=self.request.prompt,
+            sigmas=np.array(self.sigmas),
+            steps=np.array(self.request.denoising.sde_steps, np.int32),
+            latents=np.stack(self.kept) if self.kept else np.empty((0, *self.latents.shape), np.float32),
+            logprobs=np.array(self.log_probs, np.float32),
+            versions=tuple(runs),
+            final=self.latents.cpu().numpy() if self.request.returns_final else None,
+            image=image,
+        )
+
+
+def advance(model: Any, trajectories: Sequence[Trajectory], patch: int, max_batch: int, version: int) -> None:
+    """Advance each trajectory by one denoising step. Trajectories may be at different steps."""
+    found = iter(velocities(model, [d for t in trajectories for d in t.documents], patch, max_batch))
+    for trajectory in trajectories:
+        trajectory.advance([next(found) for _ in trajectory.documents], version)

@@ -1,0 +1,117 @@
+"""The image engine against the trainer: refits from Megatron's shards, velocities at canaries and log-probs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.algorithms.transition import guided, log_prob, transition
+from megarl.core.latents import LatentSample, canaries
+from megarl.core.types import Prompt
+from megarl.megatron import denoiser_step, parallel
+from megarl.megatron.model.build import named_weights
+from megarl.megatron.model.denoiser.build import build_denoiser
+from megarl.megatron.model.denoiser.inputs import Document
+from megarl.resharding.execute import execute
+from megarl.resharding.families import diffusers_holders, huggingface_holder, megatron_holders
+from megarl.resharding.planning.compact import CompactPlan
+from megarl.resharding.planning.planner import make_plan
+from megarl.resharding.transports.safetensors import SafetensorsFolder
+from megarl.resharding.transports.shared_memory import SharedMemory, publish
+from megarl.resharding.verification import regions, source_checksums
+from megarl.rollout.diffusers.engine import DiffusersEngine
+from megarl.rollout.diffusers.request import Denoising, ImageRequest
+from tests.closeness import TOLERANCE, relative_error
+from tests.forked import run_ranks
+from tests.parity import config_of
+from tests.timing import WAIT_S
+from tests.tiny_denoiser import CONFIG
+from tests.tiny_image_model import SHIFT, write_tiny_image_model
+
+CANARIES = canaries(CONFIG["in_channels"], CONFIG["cap_feat_dim"], patch=2)
+GUIDANCE = 2.5
+
+
+def velocities(chunks, documents: list[Document]) -> list[torch.Tensor]:
+    return [v for part in denoiser_step.predict(chunks, [documents]) for v in part]
+
+
+def trained_log_probs(chunks, denoising: Denoising, sample: LatentSample, caption, empty) -> np.ndarray:
+    """Return the trainer's log-probs of a sample's trained steps."""
+    latents = torch.tensor(sample.latents)
+    documents = [
+        Document(x, sample.sigmas[step], torch.tensor(branch))
+        for x, step in zip(latents, sample.steps, strict=False)
+        for branch in (caption, empty)
+    ]
+    found = velocities(chunks, documents)
+    v = guided(torch.stack(found[::2]), torch.stack(found[1::2]), denoising.guidance)
+    sigmas = torch.tensor(sample.sigmas)
+    second = sigmas[1].expand(len(sample.steps))
+    steps = torch.tensor(sample.steps).long()
+    step = transition(denoising.kind, denoising.noise_level, sigmas[steps], sigmas[steps + 1], second)
+    return log_prob(step, latents[:-1], v, latents[1:]).numpy()
+
+
+def run(store, rank: int, folder: Path, kind: str, noise_level: float) -> tuple[list[float], list[float]]:
+    """Refit the engine twice from a Megatron rank. Return the worst error of the velocities at the canaries, and of the
+    ratios of sampled latents, after each refit."""
+    settings = config_of(folder / "transformer").actor
+    config = json.loads((folder / "transformer" / "config.json").read_text())
+    parallel.initialize(settings.layout, store, rank, seed=0, timeout_s=WAIT_S)
+    chunks = build_denoiser(settings, config, torch.float32)
+    weights = named_weights(chunks)
+    [holder] = megatron_holders(config, settings.layout)
+    files = huggingface_holder(config)
+    with SafetensorsFolder(folder / "transformer") as transport:
+        execute(make_plan([files], [holder]).into(holder.name), weights, transport)
+
+    engine = DiffusersEngine(folder, "float32", max_batch=3)
+    targets = diffusers_holders(config, 1, "float32")
+    published = {name: torch.empty_like(weight) for name, weight in weights.items()}
+    channel = SharedMemory({holder.name: publish(published)})
+    engine.connect(CompactPlan.of(make_plan([holder], targets)), channel, targets, by_loader=False)
+    export = make_plan([holder], [files])
+    denoising = Denoising(
+        height=16,
+        width=24,
+        num_steps=6,
+        shift=SHIFT,
+        guidance=GUIDANCE,
+        kind=kind,
+        noise_level=noise_level,
+        sde_steps=range(0, 5),
+    )
+    requests = [
+        ImageRequest(sample_id=f"0.0.{i}", prompt=Prompt("0", "a red cat", ()), seed=3, denoising=denoising)
+        for i in range(4)
+    ]
+    errors, ratios = [], []
+    for version in (1, 2):
+        for name, weight in weights.items():
+            weight.mul_(1.1)
+            published[name].copy_(weight)
+        engine.refit(version, source_checksums(regions(targets), export, holder.name, weights))
+        documents = [Document(torch.tensor(c.latents), c.sigma, torch.tensor(c.caption)) for c in CANARIES]
+        pairs = zip(engine.velocities(CANARIES), velocities(chunks, documents), strict=True)
+        errors.append(max(relative_error(torch.tensor(actual), reference) for actual, reference in pairs))
+        caption, empty = engine.encode(["a red cat", ""])
+        ratios.append(0.0)
+        for sample in asyncio.run(engine.generate(requests)):
+            trained = trained_log_probs(chunks, denoising, sample, caption, empty)
+            ratios[-1] = max(ratios[-1], np.abs(np.expm1(trained - sample.logprobs)).max())
+    return errors, ratios
+
+
+@pytest.mark.parametrize(("kind", "noise_level"), [("flow", 0.7), ("dance", 0.3), ("cps", 0.6)])
+def test_trainer_matches_engine_after_two_refits(tmp_path, kind, noise_level):
+    folder = write_tiny_image_model(tmp_path)
+    [(errors, ratios)] = run_ranks(1, run, folder, kind, noise_level)
+    print(errors, ratios)
+    assert max(errors) < TOLERANCE
+    assert max(ratios) < 2e-6

@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+
+from megarl.core.latents import LatentSample, canaries
+from megarl.core.types import Prompt, VersionRun
+
+
+def sample(**changes) -> LatentSample:
+    fields = dict(
+        id="0.0.1",
+        prompt=Prompt("0", "a cat", ()),
+        sigmas=[1, 0.8, 0.5, 0],
+        steps=[0, 1],
+        latents=np.arange(36.0).reshape(3, 1, 3, 4),
+        logprobs=[-1, -2],
+        versions=(VersionRun(3, 1), VersionRun(4, 2)),
+    )
+    return LatentSample(**fields | changes)
+
+
+def test_sample_has_fixed_dtypes_and_read_only_arrays():
+    item = sample(image=np.zeros((6, 8, 3)))
+    dtypes = [getattr(item, name).dtype for name in ("sigmas", "steps", "latents", "logprobs", "image")]
+    assert dtypes == [np.float64, np.int32, np.float32, np.float32, np.uint8]
+    with pytest.raises(ValueError, match="read-only"):
+        item.latents[0, 0, 0, 0] = 1
+
+
+def test_sample_survives_pickling():
+    copy = pickle.loads(pickle.dumps(sample()))
+    assert copy == sample() and copy.latents.dtype == np.float32
+    assert copy != sample(logprobs=[-1, -3])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"logprobs": [-1]},
+        {"latents": np.zeros((2, 1, 3, 4))},
+        {"versions": (VersionRun(3, 2),)},
+        {"steps": [], "logprobs": []},
+        {"latents": np.zeros((3, 12))},
+    ],
+)
+def test_inconsistent_sample_is_refused(changes):
+    with pytest.raises(AssertionError):
+        sample(**changes)
+
+
+def test_canaries_are_fixed_and_differ_in_size():
+    inputs = canaries(channels=4, caption_channels=6, patch=2)
+    assert inputs == canaries(channels=4, caption_channels=6, patch=2)
+    assert len({(item.latents.shape, item.caption.shape) for item in inputs}) == len(inputs)

@@ -1,0 +1,126 @@
+"""Loading of diffusers folders, prompt encoding and its cache."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.core.errors import UserError
+from megarl.rollout.diffusers.pipeline import CACHE_BYTES, ImageModel
+from tests.closeness import TOLERANCE, relative_error
+from tests.tiny_image_model import SHIFT
+
+TEXTS = ["a red cat", "", "A blue dog on a very long sofa under a tree"]
+
+
+def load(folder: Path, offload: bool = False) -> ImageModel:
+    return ImageModel.load(folder, torch.float32, offload)
+
+
+def test_captions_match_diffusers_pipeline(folder, pipeline):
+    captions = load(folder).encoder.encode(TEXTS)
+    expected, _ = pipeline.encode_prompt([*TEXTS], do_classifier_free_guidance=False, max_sequence_length=96)
+    for text, caption in zip(TEXTS, expected, strict=True):
+        assert captions[text].shape == caption.shape
+        assert relative_error(captions[text], caption) < TOLERANCE
+
+
+def test_long_captions_are_truncated_to_the_positions(folder):
+    [caption] = load(folder).encoder.encode(["word " * 100]).values()
+    assert len(caption) == 96  # positions 1 to 96, one for the image, and 128 positions in total
+
+
+def test_captions_are_cached_up_to_a_limit(folder, monkeypatch):
+    model = load(folder)
+    encoded: list[str] = []
+    original = model.encoder._encode
+    monkeypatch.setattr(model.encoder, "_encode", lambda m, text: encoded.append(text) or original(m, text))
+    first = model.encoder.encode(["a", "b", "a"])
+    assert encoded == ["a", "b"]
+    assert model.encoder.encode(["b", "a"])["a"] is first["a"] and encoded == ["a", "b"]
+    model.encoder._cache_bytes = sum(caption.nbytes for caption in first.values())
+    assert model.encoder.encode(["c"]).keys() == {"c"}  # replaces b, which was used less recently than a
+    model.encoder.encode(["a", "b"])
+    assert encoded == ["a", "b", "c", "b"]
+    assert CACHE_BYTES >= 2**20
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_offloaded_models_are_on_the_device_only_in_use(folder, monkeypatch, offload):
+    model, moves = load(folder, offload), []
+    for hosted in (model.encoder.model, model.decoder.model):
+        move = hosted._model.to
+        monkeypatch.setattr(hosted._model, "to", lambda where, move=move: moves.append(str(where)) or move(where))
+    monkeypatch.setattr("megarl.core.device.device", lambda: torch.device("cpu", 0))
+    [caption] = model.encoder.encode(["cat"]).values()
+    [image] = model.decoder.decode([torch.ones(4, 4, 4)])
+    assert moves == (["cpu:0", "cpu"] if offload else ["cpu:0"]) * 2
+    assert torch.equal(model.encoder.encode(["cat"])["cat"], caption) and len(moves) == 2 + 2 * offload  # cached
+    assert image.shape == (8, 8, 3)
+
+
+def test_model_has_the_folders_shift(folder):
+    assert load(folder).shift == SHIFT
+
+
+def edited(file: str, **keys: Any) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        path = folder / file
+        path.write_text(json.dumps(json.loads(path.read_text()) | keys))
+
+    return edit
+
+
+def pickled(folder: Path) -> None:
+    weights = folder / "vae" / "diffusion_pytorch_model.safetensors"
+    weights.unlink()
+    torch.save({}, weights.with_suffix(".bin"))
+
+
+def truncated(folder: Path) -> None:
+    weights = folder / "text_encoder" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+
+
+CORRUPTIONS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "unknown pipeline": (edited("model_index.json", _class_name="FluxPipeline"), "_class_name=.*FluxPipeline"),
+    "unknown class": (edited("model_index.json", vae=["custom_module", "Loader"]), r"vae=.*Loader.*AutoencoderKL"),
+    "missing part": (edited("model_index.json", text_encoder=None), "text_encoder=.*Qwen3Model"),
+    "missing index": (lambda folder: (folder / "model_index.json").unlink(), "cannot be read"),
+    "dynamic shift": (edited("scheduler/scheduler_config.json", use_dynamic_shifting=True), "use_dynamic_shifting"),
+    "negative shift": (edited("scheduler/scheduler_config.json", shift=-1), "expected a positive number"),
+    "unsupported transformer": (edited("transformer/config.json", qk_norm=False), "qk_norm"),
+    "pickled weights": (pickled, "safetensors"),
+    "truncated weights": (truncated, "not a complete safetensors file"),
+    "another text encoder": (edited("transformer/config.json", cap_feat_dim=24), "cap_feat_dim=24"),
+}
+
+
+@pytest.mark.parametrize("case", CORRUPTIONS)
+def test_unsupported_or_damaged_folder_is_refused(folder, tmp_path, case):
+    corrupt, message = CORRUPTIONS[case]
+    copy = tmp_path / "model"
+    shutil.copytree(folder, copy)
+    corrupt(copy)
+    with pytest.raises(UserError, match=message) as raised:
+        load(copy)
+    assert "Fix: " in str(raised.value)
+
+
+def test_code_in_the_folder_does_not_run(folder, tmp_path):
+    copy = tmp_path / "model"
+    shutil.copytree(folder, copy)
+    ran = tmp_path / "ran"
+    for part in ("text_encoder", "vae", "transformer", "tokenizer"):
+        (copy / part / "custom.py").write_text(f"open({str(ran)!r}, 'w')\nclass Model: pass\n")
+        name = "tokenizer_config.json" if part == "tokenizer" else "config.json"
+        classes = dict.fromkeys(("AutoModel", "AutoConfig"), "custom.Model") | {"AutoTokenizer": [None, "custom.Model"]}
+        edited(f"{part}/{name}", auto_map=classes, _attn_implementation="someone/kernel")(copy)
+    load(copy)
+    assert not ran.exists()

@@ -1,0 +1,190 @@
+"""Sampling against diffusers' own pipeline, closed forms of the SDE, and invariance over batches."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.algorithms.transition import mean, transition
+from megarl.core.errors import UserError
+from megarl.core.latents import LatentSample
+from megarl.core.types import Prompt
+from megarl.rollout.diffusers.engine import DiffusersEngine
+from megarl.rollout.diffusers.noise import standard_normal
+from megarl.rollout.diffusers.request import Denoising, ImageRequest
+from megarl.rollout.diffusers.sampler import Trajectory, advance
+from tests.closeness import TOLERANCE, relative_error
+from tests.tiny_image_model import SHIFT
+
+ODE = Denoising(height=16, width=24, num_steps=5, shift=SHIFT)
+WINDOW = replace(ODE, guidance=2.5, sde_steps=range(1, 3))
+TEXTS = ("a red cat", "A blue dog on a very long sofa under a tree")  # the second caption has more tokens after padding
+
+
+def requests_for(denoising: Denoising, count: int = 4) -> list[ImageRequest]:
+    return [
+        ImageRequest(
+            sample_id=f"7.0.{i}",
+            prompt=Prompt(f"{i % 2}", TEXTS[i % 2], ()),
+            seed=5,
+            denoising=denoising,
+            returns_final=True,
+        )
+        for i in range(count)
+    ]
+
+
+def generate(engine: DiffusersEngine, requests: Sequence[ImageRequest]) -> list[LatentSample]:
+    return asyncio.run(engine.generate(requests))
+
+
+@pytest.mark.parametrize("guidance", [1.0, 3.5])
+def test_ode_samples_match_diffusers_pipeline(engine, pipeline, guidance):
+    requests = [
+        replace(request, returns_image=True) for request in requests_for(replace(ODE, guidance=guidance), count=2)
+    ]
+    for request, sample in zip(requests, generate(engine, requests), strict=True):
+        start = standard_normal(request.seed, request.sample_id, "start", (4, 8, 12))
+        common = dict(
+            prompt=request.prompt.text,
+            height=16,
+            width=24,
+            num_inference_steps=5,
+            guidance_scale=guidance - 1,
+            max_sequence_length=96,  # the tiny model has fewer positions than the default
+        )
+        latents = pipeline(**common, latents=start[None], output_type="latent").images[0]
+        assert relative_error(torch.tensor(sample.final), latents) < TOLERANCE
+        [image] = pipeline(**common, latents=start[None], output_type="pil").images
+        difference = np.asarray(image).astype(int) - sample.image
+        assert sample.image.shape == (16, 24, 3) and np.abs(difference).max() <= 1
+        assert (len(sample.steps), len(sample.latents), len(sample.logprobs)) == (0, 0, 0)
+
+
+def test_samples_do_not_depend_on_the_batch(folder, engine):
+    requests = requests_for(WINDOW, count=5)
+    together = generate(engine, requests)
+    reversed_order = generate(engine, requests[::-1])[::-1]
+    single = DiffusersEngine(folder, "float32", max_batch=1, loads_weights=True)
+    single.hold(0)
+    alone = [sample for request in requests for sample in generate(single, [request])]
+    for samples in (reversed_order, alone):
+        for sample, expected in zip(samples, together, strict=True):
+            assert sample.id == expected.id
+            for name in ("latents", "final"):
+                actual, reference = (torch.tensor(getattr(item, name)) for item in (sample, expected))
+                assert relative_error(actual, reference) < TOLERANCE
+            assert sample.logprobs == pytest.approx(expected.logprobs, abs=1e-6)
+    assert len({sample.final.tobytes() for sample in together}) == len(together)
+
+
+def test_requests_join_samples_in_progress(engine):
+    """A request that arrives between two steps gives the same sample as one that is alone."""
+    first, second = requests_for(WINDOW, count=2)
+
+    async def overlapping() -> LatentSample:
+        earlier = asyncio.ensure_future(engine.generate([first]))
+        while engine.num_unfinished_steps([first.sample_id]) < 3:
+            await asyncio.sleep(0)
+        [sample] = await engine.generate([second])
+        await earlier
+        return sample
+
+    sample, [alone] = asyncio.run(overlapping()), generate(engine, [second])
+    assert relative_error(torch.tensor(sample.final), torch.tensor(alone.final)) < TOLERANCE
+
+
+def test_noise_depends_on_seed_sample_and_step_only():
+    shape = (4, 50, 50)
+    noise = standard_normal(1, "0.0.1", 2, shape)
+    assert torch.equal(noise, standard_normal(1, "0.0.1", 2, shape))
+    others = [(2, "0.0.1", 2), (1, "0.0.2", 2), (1, "0.0.1", 3), (1, "0.0.1", "start"), (1 + 2**32, "0.0.1", 2)]
+    for other in others:
+        correlation = (noise * standard_normal(*other, shape)).mean()
+        assert abs(correlation) < 5 / math.sqrt(noise.numel()), other
+    assert noise.dtype == torch.float32 and abs(noise.mean()) < 0.05 and abs(noise.std() - 1) < 0.05
+
+
+class GaussianFlow:
+    """The exact velocity for images whose elements are N(center, spread²), with the interface of diffusers' class."""
+
+    dtype = torch.float32
+
+    def __init__(self, center: float, spread: float):
+        self.center, self.spread = center, spread
+
+    def velocity(self, x: torch.Tensor, sigma: float) -> torch.Tensor:
+        """Return E[ε − x0 | x], since x_σ is N((1 − σ)·center, (1 − σ)²·spread² + σ²)."""
+        deviation = (x - (1 - sigma) * self.center) / ((1 - sigma) ** 2 * self.spread**2 + sigma**2)
+        return sigma * deviation - self.center - (1 - sigma) * self.spread**2 * deviation
+
+    def __call__(self, latents, times, captions, return_dict, patch_size):
+        pairs = zip(latents, times.tolist(), strict=True)
+        return ([-self.velocity(x, 1 - time) for x, time in pairs],)
+
+
+def denoise(model: GaussianFlow, denoising: Denoising) -> LatentSample:
+    [request] = requests_for(denoising, count=1)
+    trajectory = Trajectory.start(request, (4, 100, 100), torch.device("cpu"), torch.zeros(1, 1), None)
+    while not trajectory.is_done:
+        advance(model, [trajectory], patch=2, max_batch=1, version=0)
+    return trajectory.sample(None)
+
+
+@pytest.mark.parametrize(("kind", "noise_level"), [("flow", 0.7), ("dance", 0.3)])
+def test_sde_keeps_the_distribution_of_images(kind, noise_level):
+    model, steps = GaussianFlow(center=0.5, spread=1.4), 200
+    denoising = replace(ODE, num_steps=steps, kind=kind, noise_level=noise_level, sde_steps=range(steps - 1))
+    final = denoise(model, denoising).final
+    assert final.mean() == pytest.approx(0.5, abs=0.03)
+    assert final.std() == pytest.approx(1.4, abs=0.03)
+
+
+@pytest.mark.parametrize(("kind", "noise_level"), [("flow", 0.7), ("dance", 0.3), ("cps", 0.6)])
+def test_log_probs_are_those_of_the_stored_latents(kind, noise_level):
+    model = GaussianFlow(center=0.5, spread=1.4)
+    denoising = replace(ODE, kind=kind, noise_level=noise_level, sde_steps=range(4))
+    sample = denoise(model, denoising)
+    assert sample.latents.dtype == np.float32 and sample.latents.shape == (5, 4, 100, 100)
+    assert sample.steps.tolist() == [0, 1, 2, 3]
+    for i, log_prob in enumerate(sample.logprobs):
+        x, x_next = torch.tensor(sample.latents[i : i + 2]).double()
+        sigma, sigma_next, second = (torch.tensor([sample.sigmas[k]]) for k in (i, i + 1, 1))
+        step = transition(kind, noise_level, sigma, sigma_next, second)
+        mu = mean(step, x[None], model.velocity(x, sigma.item())[None])[0]
+        expected = torch.distributions.Normal(mu, step.std).log_prob(x_next).mean()
+        assert log_prob == pytest.approx(expected.item(), abs=1e-5)
+        # The expected log-density of a Gaussian is its negative entropy.
+        assert log_prob == pytest.approx(-0.5 * math.log(2 * math.pi * math.e * step.std.item() ** 2), abs=0.02)
+
+
+def test_window_steps_use_the_sde_and_others_the_ode(engine):
+    [sample] = generate(engine, requests_for(WINDOW, count=1))
+    [full] = generate(engine, requests_for(replace(WINDOW, sde_steps=range(4)), count=1))
+    [ode] = generate(engine, requests_for(replace(WINDOW, sde_steps=range(0)), count=1))
+    assert sample.steps.tolist() == [1, 2] and sample.latents.shape == (3, 4, 8, 12)
+    assert full.steps.tolist() == [0, 1, 2, 3] and full.latents.shape == (5, 4, 8, 12)
+    assert np.isfinite(sample.logprobs).all()
+    finals = {item.final.tobytes() for item in (sample, full, ode)}
+    assert len(finals) == 3
+    # Before the window, the trajectory is the ODE's; its first step starts from the same noise.
+    start = standard_normal(5, "7.0.0", "start", (4, 8, 12))
+    assert torch.equal(torch.tensor(full.latents[0]), start)
+    assert not torch.equal(torch.tensor(sample.latents[0]), start)
+
+
+@pytest.mark.parametrize("steps", [range(4, 5), range(2, 7), range(-1, 2), range(0, 4, 2)])
+def test_window_with_an_untrainable_step_is_refused(steps):
+    with pytest.raises(UserError, match=r"rollout.sde_steps=\[.*expected consecutive steps from 0 to 3"):
+        replace(ODE, sde_steps=steps)
+
+
+def test_window_without_noise_is_refused():
+    with pytest.raises(UserError, match=r"rollout\.noise_level=0: "):
+        replace(WINDOW, noise_level=0)
