@@ -373,6 +373,7 @@ def test_trainer_rank_imports_neither_ray_vllm_nor_compiler() -> None:
 
 
 DISTRIBUTIONS = {
+    "PIL": "pillow",
     "antlr4": "antlr4-python3-runtime",
     "megatron": "megatron-core",
     "mlflow": "mlflow-skinny",
