@@ -67,8 +67,8 @@ def host_suffices(memory_bytes: int, parts: Mapping[str, int], num_nodes: int = 
     installed = f"{memory_bytes / 2**30:.1f} GiB is installed"
     if num_nodes > 1:
         installed = (
-            f"{num_nodes} x {memory_bytes / 2**30:.1f} = {total / 2**30:.1f} GiB is installed in cluster.nodes="
-            f"{num_nodes} nodes like this one"
+            f"{num_nodes} x {memory_bytes / 2**30:.1f} = {total / 2**30:.1f} GiB is installed in total on "
+            f"cluster.nodes={num_nodes} nodes like this one"
         )
     arithmetic = " + ".join(f"{size / 2**30:.1f} ({purpose})" for purpose, size in parts.items())
     return (

@@ -93,9 +93,9 @@ VERL = {
     "norm_adv_by_std_in_grpo": "algorithm.advantage.std",
     "optimizer_offload": "actor.offload",
     "over_sample_rate": "batch.oversampling (above 1, with rollout.on_stale=drop)",
-    "overlong_buffer.enable": "rewards.overlong_buffer (null: none)",
+    "overlong_buffer.enable": "rewards.overlong_buffer (null disables it)",
     "overlong_buffer.len": "rewards.overlong_buffer",
-    "overlong_buffer_cfg.enable": "rewards.overlong_buffer (null: none)",
+    "overlong_buffer_cfg.enable": "rewards.overlong_buffer (null disables it)",
     "overlong_buffer_cfg.len": "rewards.overlong_buffer",
     "override_transformer_config": "actor.megatron_overrides.model",
     "param_offload": "actor.offload",
@@ -144,8 +144,8 @@ VERL = {
 """verl key, prefixed with its section where ambiguous -> megarl key."""
 
 WITHOUT_KEY = {
-    "actor.strategy": "Megatron-core is the only trainer",
-    "critic.strategy": "Megatron-core is the only trainer",
+    "actor.strategy": "Megatron-core is the only training backend",
+    "critic.strategy": "Megatron-core is the only training backend",
     "balance_batch": "the tokens of data-parallel ranks are always balanced",
     "calculate_log_probs": "the engines' log-probs are always compared (see the section logprob_check)",
     "do_sample": "temperature=0 means greedy decoding",
@@ -176,7 +176,7 @@ TRL = {
     "epsilon_high": "algorithm.objective.clip_high",
     "eval_dataset": "evaluation.sets",
     "eval_steps": "evaluation.every_steps",
-    "eval_strategy": "evaluation.every_steps (null: never between start and end)",
+    "eval_strategy": "evaluation.every_steps (null: only at the start and end)",
     "generation_batch_size": "batch.prompts_per_step (prompts, not completions)",
     "gradient_accumulation_steps": "batch.prompts_per_update (prompts per optimizer step, across all devices)",
     "gradient_checkpointing": "actor.recompute",
@@ -210,8 +210,8 @@ TRL = {
     "save_strategy": "checkpoint.every_steps (null: never)",
     "save_total_limit": "checkpoint.keep",
     "scale_rewards": (
-        "algorithm.advantage.std (group: sample, none: none; batch has no equivalent, and none with "
-        "algorithm.advantage.whiten=true is closest)"
+        "algorithm.advantage.std (group is sample, and none is none; for batch, none with "
+        "algorithm.advantage.whiten=true)"
     ),
     "shuffle_dataset": "data.shuffle",
     "steps_per_generation": "batch.prompts_per_step (in prompts, not microbatches)",

@@ -1,4 +1,4 @@
-"""Quantities that the planner takes from measurements: value, source and date. tools/gpu measures them again."""
+"""Measured constants that the planner uses, each with its source and date. tools/gpu measures them again."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FIRST_COMMUNICATOR = Measured(
 TRAINER_KERNELS = Measured(
     973_144_064,
     "bytes",
-    "what else an update allocates outside torch: loaded kernels, and the workspaces of cuBLAS and cuDNN",
+    "other memory that an update allocates outside torch: loaded kernels, and the workspaces of cuBLAS and cuDNN",
     H100,
     "2026-11-27",
 )
@@ -45,18 +45,19 @@ FRAGMENTS = Measured(
 DENSE_SHARE = Measured(
     0.51,
     "fraction",
-    "nominal throughput that an update's products and attention achieve, without the optimizer, for layers of an 8B "
-    "model. Layers of a 1.5B model reach 0.38, because the GPU waits for the host",
+    "of the nominal throughput, achieved by an update's matrix products and attention, without the optimizer, for "
+    "layers of an 8B model. Layers of a 1.5B model reach 0.38, because the GPU waits for the host",
     H100,
     "2026-11-27",
 )
 OPTIMIZER_SHARE = Measured(
     0.35,
     "fraction",
-    "nominal memory bandwidth that Adam's step achieves, at 30 bytes per parameter, for 2.3B parameters; 0.31 for 1.5B",
+    "of the nominal memory bandwidth, achieved by Adam's step, at 30 bytes per parameter, for 2.3B parameters; 0.31 "
+    "for 1.5B",
     H100,
     "2026-11-27",
 )
 HOST_LINK_SHARE = Measured(
-    0.74, "fraction", "nominal bandwidth to host memory at which states are offloaded and loaded", H100, "2026-11-27"
+    0.74, "fraction", "of the nominal bandwidth to host memory, at which states are offloaded", H100, "2026-11-27"
 )

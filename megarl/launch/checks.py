@@ -108,8 +108,8 @@ def _path_errors(request: Request, config: Config) -> Iterator[str]:
 
 
 def _model_errors(request: Request, config: Config) -> Iterator[str]:
-    """Yield a line for each model folder without a config.json, weights or a tokenizer that the run needs. Hub ids and
-    folders inside the image are not checked."""
+    """Yield an error for each model folder that lacks a file the run needs: config.json, weights or a tokenizer. Hub
+    ids and folders inside the image are not checked."""
     used = {
         "model.path": True,
         "critic.path": config.has_critic,

@@ -54,8 +54,8 @@ class DenoiserShape(ModelShape):
         conditioning: number of channels of the embedded noise level.
         time_scale: factor by which the noise level is multiplied before it is embedded.
         rotary_base: base of the rotary position embedding.
-        rotary_axes: number of rotary channels per axis. The axes are the caption token or the image, the image's row,
-            and its column.
+        rotary_axes: number of rotary channels per axis. The axes are the position in the sequence (one per caption
+            token, one for the whole image), the row in the image, and the column.
         axis_lengths: number of positions per axis.
     """
 

@@ -1,4 +1,4 @@
-"""Bidirectional attention within each document of a pack, in plain torch, at the cost of separate documents."""
+"""Bidirectional attention within each document of a pack, in plain torch, at the same cost as one call per document."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 def full_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Sequence[int], scale: float
 ) -> torch.Tensor:
-    """Return the attention output, [T, heads, d]. All arguments have this shape.
+    """Return the attention output, [T, heads, d]. query, key and value have the same shape.
 
     Args:
         lengths: number of tokens in each document, in the order of the pack. Consecutive documents of equal length are

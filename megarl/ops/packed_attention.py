@@ -1,4 +1,4 @@
-"""Causal self-attention over packed documents in plain torch, at the cost of separate attention per document.
+"""Causal self-attention over packed documents in plain torch, at the same cost as one call per document.
 
 With a mask over the whole pack, the cost would grow with the square of the pack length. Instead, documents of similar
 length are unpacked into a padded batch, processed by torch's causal kernel, and packed again. On GPU, documents of

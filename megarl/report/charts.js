@@ -198,7 +198,7 @@ function xAxisStyle() {
   return axisStyle({ label: AXIS_LABELS[xAxis.value], labelSize: 18, size: 30, values: (plot, splits) => splits.map(short), ...incrs });
 }
 
-// Keeps the lines at powers of ten, if there are enough of them.
+// Draws lines only at powers of ten if the axis has at least four of them, and at all ticks otherwise.
 function decades(plot, values) {
   const isPower = (value) => Math.abs(Math.log10(value) - Math.round(Math.log10(value))) < 1e-6;
   return values.filter(isPower).length > 3 ? values.map((value) => (isPower(value) ? value : null)) : values;

@@ -76,12 +76,13 @@ def _require_available(name: str, function: str, signature: inspect.Signature) -
     remedy = f"remove {' and '.join(missing)} from {function}"
     if TOKEN_IDS in missing:
         remedy = (
-            f"define {function}({', '.join(BATCH)}, {NUM_TOKENS}), which receives the text of the responses and their "
-            "numbers of tokens, and use these instead"
+            f"define {function}({', '.join(BATCH)}, {NUM_TOKENS}), which receives each response's text and its "
+            "number of tokens, and use these instead"
         )
+    explanation = " (the token ids of responses)" if TOKEN_IDS in missing else ""
     raise UserError(
-        f"rewards.functions: {name} has another trainer's signature {signature}, but megarl cannot pass "
-        f"{' or '.join(missing)}{' (the token ids of responses)' if TOKEN_IDS in missing else ''}. Fix: {remedy}"
+        f"rewards.functions: {name} has another trainer's signature {signature} and requires arguments that megarl "
+        f"cannot pass: {', '.join(missing)}{explanation}. Fix: {remedy}"
     )
 
 

@@ -28,7 +28,7 @@ PROMPT_IDS, RESPONSE_IDS = "prompt_ids", "response_ids"
 """Keys of the token ids in a line with per-token details."""
 
 TOKEN_ADVANTAGES, LOGPROB_DIFFERENCES = "token_advantages", "logprob_differences"
-"""Keys of the details. A difference is the trainer's log-prob before the step minus the engine's."""
+"""Keys of the per-token details. A log-prob difference is the trainer's log-prob before the step minus the engine's."""
 
 NO_DETAILS: Mapping[str, Mapping[str, Sequence[float]]] = {}
 NO_ADVANTAGE = b"null}\n"

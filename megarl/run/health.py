@@ -164,8 +164,8 @@ def _mismatch(config: Config, rows: Sequence[Row], window: int) -> str | None:
         return None
     return (
         f"the mean log-prob difference between trainer and engines is {values[0]:.1e} (limit {limit:g}), so the "
-        "engines do not sample from the policy that is trained. Likely causes are in the log of this step. Fix: "
-        f"remove them, or run megarl diagnose {_folder(config)}"
+        "engines do not sample from the policy that is trained. Likely causes are in this step's log. Fix: "
+        f"address them, or run megarl diagnose {_folder(config)}"
     )
 
 

@@ -167,8 +167,9 @@ class Run:
         bound |= dict.fromkeys((resource.RLIMIT_CORE, resource.RLIMIT_MSGQUEUE, resource.RLIMIT_MEMLOCK), (0, 0))
         bound[resource.RLIMIT_NOFILE] = OPEN_FILES, OPEN_FILES
         bound[resource.RLIMIT_SIGPENDING] = SIGNALS, SIGNALS
-        # The kernel samples this time at clock ticks, so it may count more than the program has used. Higher limits
-        # leave the decision to `exceeded_limit`, which reads exact times, unless the agent itself gets no CPU.
+        # The kernel samples this time at clock ticks, so it may count more than the program has used. These
+        # limits are slightly higher, so that `exceeded_limit`, which reads exact times, decides first. They remain as a
+        # backstop if the agent itself gets no CPU time.
         bound[resource.RLIMIT_CPU] = limits["cpu_s"] + 1, limits["cpu_s"] + 2
         bound[resource.RLIMIT_AS] = limits["memory_mib"] << 20, limits["memory_mib"] << 20
         bound[resource.RLIMIT_FSIZE] = limits["file_mib"] << 20, limits["file_mib"] << 20

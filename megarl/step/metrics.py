@@ -67,7 +67,8 @@ def add_effective_sample_size(metrics: Mapping[str, Metric]) -> dict[str, Metric
 
 def _version_metrics(samples: Sequence[SampleRef], trained: int, max_staleness: int) -> dict[str, float]:
     """Return staleness metrics for the samples, relative to the version `trained` from which the step's updates start.
-    The age of a sample is that of its oldest token. With max_staleness, include the fraction of each age."""
+    The age of a sample is that of its oldest token. If max_staleness is above 0, include the fraction of samples at
+    each age."""
     # A rollout that failed immediately has no tokens.
     samples = [sample for sample in samples if sample.num_response_tokens]
     if not samples:

@@ -104,7 +104,7 @@ def meanwhile(found: Mapping[str, Any], end: str = ":") -> str:
 
 
 def by_size(runs: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return published runs by model, in the order of their first appearance, and by number of GPUs."""
+    """Return the published runs sorted by model, in order of first appearance, and then by number of GPUs."""
     models = list(dict.fromkeys(run["model"] for run in runs))
     return sorted(runs, key=lambda run: (models.index(run["model"]), int(run["gpus"].partition("x")[0])))
 

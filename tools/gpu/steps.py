@@ -241,8 +241,8 @@ def case_of(
     dtype: str = "bfloat16",
     mixed: bool = False,
 ) -> Case:
-    """Return a case with documents of 512 prompt and 1,536 response tokens; of 16 and 48 on CPU. `mixed`: with response
-    lengths from a log-normal distribution up to 6,144 tokens."""
+    """Return a case whose documents have 512 prompt tokens and 1,536 response tokens (16 and 48 on CPU). With
+    `mixed`, response lengths have a log-normal distribution and end at 6,144 tokens."""
     prompt, response, tokens = pick((512, 1536, tokens), (16, 48, tokens // 32))
     count = microbatches * tokens // (prompt + response)
     lengths = mixed_lengths(count, prompt, 4 * response) if mixed else equal_lengths(count, prompt, response)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds Transformer Engine for the GPU machine of kit.sh and packs it into .gpu-kit/transformer_engine.tar.xz. Needs
-# Python 3.12, CUDA 13.0's toolkit and 10 GB in the folder WORK, and takes half an hour on two cores. Device code for
-# other GPUs than Hopper is removed: the wheel has 264 MB, the archive 23.
+# Python 3.12, the CUDA 13.0 toolkit and 10 GB in the folder WORK, and takes half an hour on two cores. Device code for
+# GPUs other than Hopper is removed, which shrinks 264 MB (the wheel) to 24 MB (the archive).
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 work=${1:?usage: te_kit.sh WORK} cuda=${CUDA_HOME:-/usr/local/cuda-13.0} limit_mib=45
@@ -33,7 +33,7 @@ strip --strip-all "$library"
 tar --sort=name --owner=0 --group=0 -C "$work/kit" -c . | xz -9 --threads=0 >"$archive"
 size=$(du -sm "$archive" | cut -f1)
 if ((size > limit_mib)); then
-  echo "error: $archive has $size MiB, more than $limit_mib. Fix: remove more from it, or split it" >&2
+  echo "error: $archive is $size MiB, above the limit of $limit_mib. Fix: remove more from it, or split it" >&2
   exit 1
 fi
 echo "$archive: $size MiB"

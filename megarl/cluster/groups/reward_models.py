@@ -47,7 +47,8 @@ class RewardModelGroup(RankGroup):
     def _score_tokens(self, batch: RankBatch) -> Scores: ...
 
     def scores(self, samples: Sequence[SampleRef]) -> Pending[Scores]:
-        """Score each response token, float32 [R], or, with a sequence classifier, each sample, float32 [1]."""
+        """Return the scores of each sample: one per response token, float32 [R], or a single one, float32 [1], with a
+        sequence classifier."""
         return self._score_tokens.on_each(self._by_rank(RankBatch.split(samples, self.packing)))
 
 

@@ -220,8 +220,8 @@ def _attention(shape: ModelShape, layout: Layout, num_bytes: int) -> float:
 
     (3q + 2k + 4d) · b + heads · 4    query, key, value and output of the kernel, input of the output projection;
                                       cosines and sines; the kernel's log-sum-exp
-    (2q + 2k) · b + heads · 4         norms of queries and keys, if the model has them: the queries, the output of the
-                                      first projection, of which the keys are a view, and the scales
+    (2q + 2k) · b + heads · 4         query and key norms, if the model has them: the queries, the first projection's
+                                      output (the keys are a view of it), and the scales
     """
     rows = (3 * shape.query + 2 * shape.key * layout.cp) / layout.tp + 4 * shape.head_dim
     kept = rows * num_bytes + shape.heads / layout.tp * FLOAT32

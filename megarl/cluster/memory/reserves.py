@@ -209,7 +209,7 @@ def _refit_buffers(config: Config, is_engine: bool, gpus_per_node: int) -> float
         others = engines - 1 + config.actor.layout.world_size if is_engine else engines
         return buffer_bytes(between=0, near=others)
     near = min(gpus_per_node, engines) - 1 if is_engine else 0
-    if config.is_colocated:  # one per bit in a node index, for both the trainer rank and the engine rank
+    if config.is_colocated:  # one per bit of the node index, twice because the GPU has a trainer and an engine rank
         return buffer_bytes(2 * (nodes - 1).bit_length(), near)
     return buffer_bytes(1, near)
 

@@ -131,7 +131,8 @@ def stopping_requires_fresh_samples(config: Config) -> Iterator[str]:
     if check.action == "stop" and staleness and check.canaries != "refits":
         yield (
             f"logprob_check.action=stop: with rollout.max_staleness={staleness}, all samples of a step may be stale, "
-            "and stale samples have no limit. Fix: set logprob_check.canaries=refits, or logprob_check.action=warn"
+            "and logprob_check.limit does not apply to them. Fix: set logprob_check.canaries=refits, or "
+            "logprob_check.action=warn"
         )
 
 

@@ -134,8 +134,8 @@ class ActorWorker(TrainerWorker):
         return {name: (columns[:, 0].cpu() - engine[name]).tolist() for name, columns in scored.items()}
 
     def _reference(self) -> AbstractContextManager[None]:
-        """Return a context manager that turns the model into the reference while entered. For a model with adapters,
-        the reference is the model without adapters."""
+        """Return a context manager within which the model is the reference. For a model with adapters, the reference
+        is the model without adapters."""
         if self.adapters is not None:
             return adapters_off(self.chunks)
         return self._weight_snapshots.swapped_in("reference")

@@ -74,6 +74,7 @@ def _key(plan: Plan, link: Link) -> _Key:
 
 
 def buffer_bytes(between: int, near: int) -> int:
-    """Estimate the GPU memory for a rank's communicator buffers in bytes (not measured). Each of `between`
-    communicators between nodes has a set of buffers, and each of `near` neighbors inside the node has its own."""
+    """Estimate the bytes of GPU memory that a rank's communicator buffers take. No measurement has confirmed the
+    estimate. Each of `between` communicators across nodes has one set of buffers, and so does the link to each of
+    `near` neighbors in the node."""
     return between * NETWORK_BUFFERS + near * EXCHANGE_CHANNELS * CONNECTION

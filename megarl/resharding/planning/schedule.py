@@ -78,8 +78,8 @@ def schedule(plan: Plan, bandwidth: Bandwidth, messages: Sequence[int] = ()) -> 
     for number, link in plan.order:
         bucket = plan.buckets[number]
         out, into, seconds = _ports(plan, number, link, speeds)
-        # A hop from a destination waits until the bucket that it forwards has arrived. If it forwards in a separate
-        # bucket, it waits for all earlier buckets.
+        # A destination can forward a bucket only after it has received it. To forward data in a bucket of its own, it
+        # first needs all earlier buckets.
         arrival = (number, link.source) if link in bucket.forwards else link.source
         if plan.is_local(link):
             transfers.append(Transfer(number, link, arrived[arrival], arrived[arrival]))

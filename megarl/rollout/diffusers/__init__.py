@@ -1,1 +1,1 @@
-"""The rollout engine for image models, around diffusers' own transformer classes."""
+"""The rollout engine for image models, built on diffusers' transformer classes."""

@@ -51,15 +51,16 @@ class DiffusersEngine(SteppedEngine[ImageRequest, LatentSample]):
         Args:
             folder: a diffusers folder with model_index.json.
             max_batch: maximum number of samples in a step, and of documents in a forward pass.
-            offload: whether text encoder and VAE stay in host memory while they are not used.
-            loads_weights: whether to load the transformer's weights from the folder. Label them with `hold`.
+            offload: whether the text encoder and the VAE stay in host memory while they are unused.
+            loads_weights: whether to load the transformer's weights from the folder. Then call `hold` to set their
+                version.
         """
         super().__init__()
         self._model = ImageModel.load(folder, getattr(torch, dtype), offload, loads_weights)
         self._max_batch = max_batch
         self._pending: list[_PendingRequest] = []
         self._host: dict[str, torch.Tensor] = {}
-        """The weights while the engine sleeps with them, in host memory."""
+        """Copies of the weights in host memory while the engine sleeps with `keeps_weights`."""
         self._description = (
             f"diffusers {diffusers.__version__}, {type(self._model.transformer).__name__}, {dtype}, "
             f"{describe_arithmetic()}"
@@ -100,7 +101,8 @@ class DiffusersEngine(SteppedEngine[ImageRequest, LatentSample]):
             item.sample.set_result(trajectory.sample(next(images) if item.request.returns_image else None))
 
     def _start(self, items: Sequence[_PendingRequest]) -> None:
-        """Encode the captions of new requests together, because the text encoder may have to move to the device."""
+        """Start the trajectories of new requests. One call encodes all of their captions, so that an offloaded text
+        encoder moves to the device only once."""
         if not items:
             return
         guided = any(item.request.denoising.guidance != 1 for item in items)
@@ -123,8 +125,8 @@ class DiffusersEngine(SteppedEngine[ImageRequest, LatentSample]):
             size = getattr(request.denoising, key)
             if size % pixels or not 0 < size <= limit * pixels:
                 raise UserError(
-                    f"rollout.{key}={size}: expected a positive multiple of {pixels} up to {limit * pixels}. Fix: set "
-                    f"rollout.{key} to {min(limit, max(1, size // pixels)) * pixels}"
+                    f"{key}={size}: expected a positive multiple of {pixels} up to {limit * pixels}. Fix: set "
+                    f"{key} to {min(limit, max(1, size // pixels)) * pixels}"
                 )
 
     def num_unfinished_steps(self, sample_ids: Collection[str]) -> int:
@@ -133,8 +135,8 @@ class DiffusersEngine(SteppedEngine[ImageRequest, LatentSample]):
         return sum(0 if trajectory is None else trajectory.step for trajectory in trajectories)
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.float32]]:
-        """Return the caption of each text as the engine samples with it, float32 [L, caption channels]. Training must
-        use these captions, and "" for guidance."""
+        """Return the embedding of each text with which the engine samples, float32 [L, caption channels]. Training must
+        use these embeddings, and that of "" for guidance."""
         captions = self._model.encoder.encode(texts)
         return [captions[text].float().numpy() for text in texts]
 
@@ -154,7 +156,8 @@ class DiffusersEngine(SteppedEngine[ImageRequest, LatentSample]):
         self._is_paused = True  # no step is in progress between calls
 
     def sleep(self, keeps_weights: bool) -> None:
-        """See SyncedEngine.sleep. Text encoder and VAE are always kept in host memory, because no refit sends them."""
+        """See SyncedEngine.sleep. The text encoder and the VAE move to host memory even without
+        `keeps_weights`, because a refit does not restore them."""
         assert self._is_paused or not self._pending, "cannot sleep while sampling. Pause the engine first"
         if not keeps_weights:
             self.version = None

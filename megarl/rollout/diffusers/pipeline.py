@@ -48,7 +48,7 @@ MAX_CAPTION_TOKENS = 512
 """diffusers' pipeline truncates longer captions."""
 
 CACHE_BYTES = 2**30
-"""Maximum size of the cached captions in host memory."""
+"""Maximum size of the cached embeddings in host memory."""
 
 
 class HostedModel:
@@ -60,7 +60,7 @@ class HostedModel:
 
     @contextmanager
     def on_device(self) -> Iterator[Any]:
-        """Return the model in a context in which it is on the device."""
+        """Move the model to the device for the duration of the context, and return it."""
         self._model.to(device.device())
         try:
             with torch.no_grad():
@@ -82,11 +82,11 @@ class PromptEncoder:
         self.tokenizer, self.model = tokenizer, model
         self._max_tokens, self._cache_bytes = max_tokens, cache_bytes
         self._cached: OrderedDict[str, torch.Tensor] = OrderedDict()
-        """Captions by text, the most recently used last."""
+        """Embeddings by text, the most recently used last."""
 
     def encode(self, texts: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Return text -> caption, [L, caption channels] in host memory, the second-to-last hidden states. Texts are
-        encoded one at a time, so that a batch does not change a caption."""
+        """Return text -> embedding: the second-to-last hidden states, [L, caption channels], in host memory. Texts are
+        encoded one at a time, so that batching does not change an embedding."""
         captions = {text: self._cached[text] for text in dict.fromkeys(texts) if text in self._cached}
         if missing := [text for text in dict.fromkeys(texts) if text not in captions]:
             with self.model.on_device() as model:
@@ -136,7 +136,7 @@ class ImageModel:
     """The parts of a diffusers folder.
 
     Attributes:
-        transformer: the trained model. Its weights are undefined unless `load` read them.
+        transformer: the trained model. Its weights are uninitialized unless `load` reads them.
         shift: the scheduler's shift, see `sigma_schedule`.
     """
 
@@ -152,7 +152,7 @@ class ImageModel:
 
         Args:
             dtype: dtype of all models.
-            offload: whether text encoder and VAE stay in host memory while they are not used.
+            offload: whether the text encoder and the VAE stay in host memory while they are unused.
             loads_transformer: whether to read the transformer's weights, which otherwise arrive by a refit.
         """
         classes = _classes(folder)
@@ -193,7 +193,8 @@ def _classes(folder: Path) -> dict[str, str]:
     index = read_foreign_object(folder / "model_index.json", f"{KEY}: ")
     if (name := index.get("_class_name")) not in PIPELINES:
         raise UserError(
-            f"{KEY}={folder}: _class_name={name}: not supported. Fix: use a model of {', '.join(PIPELINES)}"
+            f"{KEY}={folder}: model_index.json: _class_name={name}: not supported. Fix: use a model whose pipeline has "
+            f"the class {' or '.join(PIPELINES)}"
         )
     classes = {}
     for part, supported in CLASSES.items():
@@ -213,7 +214,7 @@ def _load(kind: Any, folder: Path, **options: Any) -> Any:
     load: Callable[..., Any] = functools.partial(kind.from_pretrained, local_files_only=True, use_safetensors=True)
     try:
         return load(folder, **options)
-    except Exception as error:  # the libraries have no common class of error
+    except Exception as error:  # the libraries share no exception class
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise UserError(f"{KEY}: {folder}: cannot be loaded ({reason}). Fix: copy the model again") from error
 

@@ -11,7 +11,7 @@ from megarl.core.types import Prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Denoising:
-    """How noise becomes an image, equal for all samples of a training step. Raise a UserError if a step in `sde_steps`
+    """The denoising settings, shared by all samples of a training step. Raise a UserError if a step in `sde_steps`
     cannot be trained.
 
     Attributes:
@@ -36,13 +36,13 @@ class Denoising:
         steps, last = self.sde_steps, self.num_steps - 1
         if steps and (steps.step != 1 or steps.start < 0 or steps.stop > last):
             raise UserError(
-                f"rollout.sde_steps={list(steps)}: with {self.num_steps} denoising steps, expected consecutive steps "
+                f"sde_steps={list(steps)}: with {self.num_steps} denoising steps, expected consecutive steps "
                 f"from 0 to {last - 1}. The last step, {last}, cannot be trained: its small noise amplifies rounding "
                 f"errors. Fix: choose steps below {last}"
             )
         if steps and self.noise_level <= 0:
             raise UserError(
-                f"rollout.noise_level={self.noise_level}: without noise, a step has no log-prob. Fix: use a positive "
+                f"noise_level={self.noise_level}: without noise, a step has no log-prob. Fix: use a positive "
                 "level, such as 0.7"
             )
 

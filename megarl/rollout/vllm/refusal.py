@@ -1,4 +1,4 @@
-"""Recognize the engine arguments that vLLM rejects when an engine starts."""
+"""Recognize the errors with which vLLM rejects an engine's arguments at its start."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ LIMITS = {"float32": 1e-3, "bfloat16": 0.1}
 rounding error of a single number is up to 6e-8 (float32) or 4e-3 (bfloat16), and errors accumulate over the layers."""
 
 LOG_PROBS = "log-probs"
-"""Stage whose differences are compared like those of a run: their mean over the tokens, with the run's own limit."""
+"""Stage that is judged as in a run: the mean difference over the tokens, against the run's limit."""
 
 Outputs = Mapping[str, np.ndarray]
 """Maps each stage to its per-token outputs, in the order of the forward pass."""

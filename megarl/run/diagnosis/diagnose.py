@@ -87,7 +87,7 @@ def difference_in_run(config: Config, rollout: Rollout) -> str | None:
     if difference <= config.agreement_limit:
         return None
     dropped = [name for name in config.rollout.vllm_overrides if name not in KEPT_OVERRIDES]
-    arguments = f"rollout.vllm_overrides.{', '.join(dropped)}, which this command does not use, " if dropped else ""
+    arguments = f"rollout.vllm_overrides.{', '.join(dropped)} (which this command ignores), " if dropped else ""
     return (
         f"In the run, however, the log-probs of this sample differed by {difference:.1e} per token (limit "
         f"{config.agreement_limit:g}). The layers are not the cause. Likely causes: {arguments}the run's layouts, or "
@@ -140,8 +140,8 @@ def find_rollout(folder: Path, step: int | None, sample: str | None) -> Rollout:
     files = numbered(folder / "rollouts", ROLLOUTS)
     if not files:
         raise UserError(
-            f"{folder}: the run has no rollouts yet. Fix: wait until it has completed a step. If it ended before, "
-            "start it with logprob_check.canaries=off run.steps=1 under another run.name"
+            f"{folder}: the run has no rollouts yet. Fix: wait until it has completed a step. If it has already "
+            "ended, start it under another run.name with logprob_check.canaries=off run.steps=1"
         )
     number = max(files) if step is None else step
     if number not in files:

@@ -282,7 +282,10 @@ def test_host_memory_of_several_nodes_is_named_as_a_sum():
     parts = {"engines: weights": 7 * 2**30}
     assert host_suffices(4 * 2**30, parts, 2) is None
     line = host_suffices(3 * 2**30, parts, 2)
-    assert "only 2 x 3.0 = 6.0 GiB is installed in cluster.nodes=2 nodes like this one. Fix: use a smaller" in line
+    assert (
+        "only 2 x 3.0 = 6.0 GiB is installed in total on cluster.nodes=2 nodes like this one. Fix: use a smaller"
+        in line
+    )
 
 
 @pytest.mark.usefixtures("no_cuda")

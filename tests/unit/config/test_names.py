@@ -136,7 +136,7 @@ from tools import key_tables
         ),
         (
             "eval_strategy",
-            "TRL's eval_strategy corresponds to evaluation.every_steps (null: never between start and end). Fix: use "
+            "TRL's eval_strategy corresponds to evaluation.every_steps (null: only at the start and end). Fix: use "
             "that key",
         ),
         (
@@ -154,12 +154,12 @@ from tools import key_tables
         ),
         (
             "scale_rewards",
-            "TRL's scale_rewards corresponds to algorithm.advantage.std (group: sample, none: none; batch has no "
-            "equivalent, and none with algorithm.advantage.whiten=true is closest). Fix: use that key",
+            "TRL's scale_rewards corresponds to algorithm.advantage.std (group is sample, and none is none; for "
+            "batch, none with algorithm.advantage.whiten=true). Fix: use that key",
         ),
         (
             "actor_rollout_ref.actor.strategy",
-            "verl's actor.strategy has no equivalent: Megatron-core is the only trainer. Fix: remove the key",
+            "verl's actor.strategy has no equivalent: Megatron-core is the only training backend. Fix: remove the key",
         ),
         (
             "actor_rollout_ref.rollout.load_format",

@@ -98,19 +98,19 @@ def test_trl_wrapper_passes_messages_for_messages(tmp_path: Path, prompt: Any, p
 @pytest.mark.parametrize("parameters", ["completion_ids, **kwargs", "completions, completion_ids"])
 def test_function_that_needs_token_ids_is_refused(tmp_path: Path, parameters: str) -> None:
     (tmp_path / "reward.py").write_text(f"def f({parameters}):\n    return []\n")
-    with pytest.raises(ValueError, match="cannot pass completion_ids") as error:
+    with pytest.raises(ValueError, match="cannot pass: completion_ids") as error:
         resolve(f"{tmp_path}/reward.py:f")
     assert str(error.value) == (
-        f"rewards.functions: {tmp_path}/reward.py:f has another trainer's signature ({parameters}), but megarl cannot "
-        "pass completion_ids (the token ids of responses). Fix: define f(prompts, responses, answers, "
-        "num_response_tokens), which receives the text of the responses and their numbers of tokens, and use these "
-        "instead"
+        f"rewards.functions: {tmp_path}/reward.py:f has another trainer's signature ({parameters}) and requires "
+        "arguments that megarl cannot pass: completion_ids (the token ids of responses). Fix: define f(prompts, "
+        "responses, answers, num_response_tokens), which receives each response's text and its number of tokens, and "
+        "use these instead"
     )
 
 
 def test_function_that_needs_trls_trainer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text("def f(completions, trainer_state, log_extra=None):\n    return []\n")
-    with pytest.raises(ValueError, match=r"cannot pass trainer_state\. Fix: remove trainer_state from f$"):
+    with pytest.raises(ValueError, match=r"cannot pass: trainer_state\. Fix: remove trainer_state from f$"):
         resolve(f"{tmp_path}/reward.py:f")
 
 

@@ -138,7 +138,7 @@ def test_mismatch_above_the_limit_is_reported_once() -> None:
     series = [{"mismatch/logprob_abs_mean": value} for value in (0.1, 0.2, 0.3)]
     warnings = found(series)  # bfloat16, with a limit of 0.15
     assert list(warnings) == ["mismatch"] and warnings["mismatch"][0] == 2
-    assert "2.0e-01 (limit 0.15)" in warnings["mismatch"][1] and "run megarl diagnose " in warnings["mismatch"][1]
+    assert "2.0e-01 (limit 0.15)" in warnings["mismatch"][1] and "megarl diagnose " in warnings["mismatch"][1]
 
 
 def test_truncation_does_not_explain_a_positive_reward() -> None:

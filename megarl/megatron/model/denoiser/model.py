@@ -36,8 +36,8 @@ class Denoiser(MegatronModule):
 
     Three kinds of parameters are replicated on every tensor-parallel rank. Those applied only to a rank's own tokens
     are marked, so that Megatron sums their gradients under sequence parallelism. Those applied to all tokens, before
-    these are scattered, already have complete gradients. Those that embed the noise level are also replicated on every
-    pipeline stage, and Megatron sums their gradients over the stages.
+    the tokens are scattered, already have complete gradients. Those that embed the noise level are also replicated on
+    every pipeline stage, and Megatron sums their gradients over the stages.
     """
 
     def __init__(self, config: TransformerConfig, shape: DenoiserShape, virtual: int | None):
