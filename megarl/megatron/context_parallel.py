@@ -2,7 +2,7 @@
 
 In causal attention, early tokens in a document are cheap and late tokens are expensive. Megatron therefore splits a
 sequence into 2·cp equal chunks and gives rank r chunks r and 2·cp − 1 − r. A pack contains many documents and must be
-cut so that each document is balanced.
+cut so that each document is balanced. Without a causal mask, consecutive tokens suffice.
 """
 
 from __future__ import annotations
@@ -61,6 +61,12 @@ def context_shares(batch: TokenBatch) -> ContextShares:
         return ContextShares(torch.arange(len(batch.tokens), device=batch.tokens.device)[None], rank)
     places = shares_of_documents(batch, size) if uses_transformer_engine() else shares_of_pack(batch, size)
     return ContextShares(places, rank)
+
+
+def consecutive_shares(num_tokens: int) -> ContextShares:
+    """Return shares of consecutive tokens. The number of tokens must be a multiple of 2 · cp."""
+    size, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
+    return ContextShares(torch.arange(num_tokens).view(size, -1), rank)
 
 
 def shares_of_documents(batch: TokenBatch, size: int) -> torch.Tensor:

@@ -23,7 +23,11 @@ def accumulate_gradients(
     chunks: Sequence[DistributedDataParallel], loss: VelocityLoss, microbatches: Sequence[Sequence[Document]]
 ) -> list[Any]:
     """Accumulate the gradient of Σ w·ℓ over all microbatches and ranks in the parameters' main_grad. Return the loss's
-    metrics for each microbatch on this rank (empty before the last stage)."""
+    metrics for each microbatch on this rank (empty before the last stage).
+
+    Context-parallel ranks have the same documents, compute the same loss and return the same metrics.
+    `parallel.returns_results` selects one rank of each replica.
+    """
     # Undoes the division by the schedule and the data-parallel reduction, as in step.accumulate_gradients.
     scale = len(microbatches) * parallel_state.get_data_parallel_world_size()
 

@@ -84,6 +84,11 @@ def local_part(tokens: torch.Tensor) -> torch.Tensor:
     ]
 
 
+def context_part(rows: torch.Tensor) -> torch.Tensor:
+    """Return this context-parallel rank's consecutive rows of a sequence whose length is a multiple of the ranks."""
+    return rows.chunk(parallel_state.get_context_parallel_world_size())[parallel_state.get_context_parallel_rank()]
+
+
 def tensor_group(is_expert: bool) -> dist.ProcessGroup:
     """Return the process group whose ranks shard a tensor. Experts have a separate tensor-parallel group."""
     # pyright infers the groups as None, because Megatron's globals have no annotations.

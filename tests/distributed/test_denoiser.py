@@ -80,7 +80,7 @@ def run(store, rank: int, folder: Path, overrides: list[str], per_microbatch: in
     optimizer.prepare_grads()
     norm = float(optimizer.get_grad_norm())
     gradients = reduced_gradients(chunks)
-    if not parallel.reports_metrics():
+    if not parallel.returns_results():
         return Result(holder, gradients, {}, {}, norm, [], {})
     velocities = {f"document {number}": velocity for number, velocity in zip(numbers, predicted, strict=True)}
     return Result(holder, gradients, {}, {}, norm, terms, velocities)
@@ -124,6 +124,11 @@ LAYOUTS = {
     "PP2, DP2": "pp: 2, dp: 2",
     "PP2, VPP2": "pp: 2, vpp: 2",
     "TP2, PP2, SP": "tp: 2, pp: 2, sequence_parallel: true",
+    "CP2": "cp: 2",
+    "CP3": "cp: 3",  # does not divide the number of tokens
+    "CP2, TP2, SP": "cp: 2, tp: 2, sequence_parallel: true",
+    "CP2, PP2": "cp: 2, pp: 2",
+    "CP2, DP2": "cp: 2, dp: 2",
 }
 CASES = {
     f"{layout}; {variant}": ([f"actor.layout={{{axes}}}", *overrides], per_microbatch)
@@ -143,6 +148,7 @@ CASES = {
         "1 process; 2 documents per microbatch, selective recompute",
         "PP2, DP2; 4 documents per microbatch",
         "TP2, PP2, SP; 1 document per microbatch, full recompute",
+        "CP2, TP2, SP; 2 documents per microbatch, selective recompute",
     ),
 )
 def test_velocities_and_gradients_match_diffusers(folder, outcome, case):

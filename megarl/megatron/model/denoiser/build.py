@@ -25,7 +25,6 @@ def build_denoiser(settings: Placed, config: Mapping[str, Any], dtype: torch.dty
     Args:
         config: diffusers' config.json.
     """
-    assert settings.layout.cp == 1, "the denoiser's attention does not support context parallelism"
     transformer = denoiser_config(settings, config, dtype)
     chunks = build_chunks(transformer, config, settings.layout.vpp)
     for chunk in chunks:

@@ -8,9 +8,12 @@ from math import prod
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from megarl.core import device
 from megarl.megatron import parallel
+from megarl.megatron.context_parallel import consecutive_shares
 from megarl.models.denoiser import TOKEN_MULTIPLE, DenoiserShape
 
 
@@ -41,24 +44,34 @@ class Document:
 
 @dataclass
 class DocumentStream(PackedSeqParams):
-    """Megatron's packed-sequence parameters for tokens that attend to all tokens in their document.
+    """Megatron's packed-sequence parameters for tokens that attend to all tokens in their document. The last document
+    is filler, possibly empty. Each context-parallel rank holds T/cp consecutive tokens.
 
     Attributes:
-        lengths: number of tokens in each document, including padding.
-        angles: float32 [T, 1, 1, d], the rotation angle of each channel pair, repeated for both channels.
-        document_numbers: int64, the index of each token's document, for the tokens on this rank.
+        lengths: number of tokens in each document, including padding, with sum T.
+        query_lengths: number of these tokens on this context-parallel rank.
+        angles: float32 [T, 1, 1, d], the rotation angle of each channel pair, repeated for both channels, in the order
+            in which Megatron splits them over context-parallel ranks.
+        document_numbers: int64, the index of each token's document, for the tokens on this rank. Filler has the index
+            of the document before it.
     """
 
     lengths: tuple[int, ...] = ()
+    query_lengths: tuple[int, ...] = ()
     angles: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     document_numbers: torch.Tensor = field(default_factory=lambda: torch.empty(0))
 
     @classmethod
     def of(cls, parts: Sequence[torch.Tensor], sequence_parallel: bool) -> DocumentStream:
-        """Build the stream of documents from their angles."""
+        """Build the stream of documents from their angles and the filler's."""
         lengths = tuple(map(len, parts))
         numbers = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+        shares = consecutive_shares(len(numbers))
+        numbers = numbers[shares.local]
+        query_lengths = tuple(numbers.bincount(minlength=len(lengths)).tolist())
+        numbers = numbers.clamp(max=len(lengths) - 2)
         angles = torch.cat([*parts])
+        angles = angles[device.send(shares.sequence, angles.device)]
         # With a single sequence, Megatron rotates the whole pack at once.
         bounds = torch.tensor([0, len(angles)], dtype=torch.int32)
         return cls(
@@ -68,6 +81,7 @@ class DocumentStream(PackedSeqParams):
             max_seqlen_q=len(angles),
             max_seqlen_kv=len(angles),
             lengths=lengths,
+            query_lengths=query_lengths,
             angles=angles,
             document_numbers=(parallel.local_part(numbers) if sequence_parallel else numbers).to(angles.device),
         )
@@ -77,11 +91,15 @@ class DocumentStream(PackedSeqParams):
 class DenoiserInput:
     """The denoiser's input for one microbatch of D documents.
 
+    The X image tokens and Y caption tokens include padding to a multiple of 32 per document, which the document's
+    tokens attend to. Filler at the end makes X and Y multiples of 2 · cp, or 2 · cp · tp with sequence parallelism. It
+    attends only to itself, and its outputs are dropped.
+
     Attributes:
         patch: height and width of an image token.
-        patches: float32 [X, patch channels], the image tokens, padded to a multiple of 32 per document.
-        captions: [Y, caption channels], the caption tokens, padded in the same way.
-        image_is_padding, caption_is_padding: bool [X, 1] and [Y, 1].
+        patches: float32 [X/cp, patch channels], the image tokens on this context-parallel rank.
+        captions: [Y/cp, caption channels], its caption tokens.
+        image_is_padding, caption_is_padding: bool [X/cp, 1] and [Y/cp, 1].
         sigmas: float32 [D], the documents' noise levels.
         images, texts: the two kinds of tokens as separate streams.
         joint: the tokens of both kinds; a document's image precedes its caption.
@@ -104,21 +122,23 @@ class DenoiserInput:
         patches = [patchify(d.latents, shape.patch) for d in documents]
         image_is_padding = [_is_padding(rows) for rows in patches]
         caption_is_padding = [_is_padding(d.caption) for d in documents]
-        device = documents[0].latents.device
-        texts = [_rotary_angles(_caption_positions(len(rows)), shape).to(device) for rows in caption_is_padding]
+        target = documents[0].latents.device
+        texts = [_rotary_angles(_caption_positions(len(rows)), shape).to(target) for rows in caption_is_padding]
         images = [
-            _rotary_angles(_image_positions(document.grid(shape.patch), len(rows), len(text)), shape).to(device)
+            _rotary_angles(_image_positions(document.grid(shape.patch), len(rows), len(text)), shape).to(target)
             for document, rows, text in zip(documents, image_is_padding, texts, strict=True)
         ]
+        multiple = _token_multiple(sequence_parallel)
+        images, texts = _filled(images, multiple), _filled(texts, multiple)
         joint = [torch.cat(pair) for pair in zip(images, texts, strict=True)]
         return cls(
             documents=documents,
             patch=shape.patch,
-            patches=torch.cat([_padded(rows, False) for rows in patches]),
-            captions=torch.cat([_padded(d.caption, False) for d in documents]),
-            image_is_padding=torch.cat(image_is_padding),
-            caption_is_padding=torch.cat(caption_is_padding),
-            sigmas=torch.tensor([d.sigma for d in documents], dtype=torch.float32, device=device),
+            patches=_share([_padded(rows, False) for rows in patches], multiple),
+            captions=_share([_padded(d.caption, False) for d in documents], multiple),
+            image_is_padding=_share(image_is_padding, multiple),
+            caption_is_padding=_share(caption_is_padding, multiple),
+            sigmas=torch.tensor([d.sigma for d in documents], dtype=torch.float32, device=target),
             images=DocumentStream.of(images, sequence_parallel),
             texts=DocumentStream.of(texts, sequence_parallel),
             joint=DocumentStream.of(joint, sequence_parallel),
@@ -131,7 +151,7 @@ class DenoiserInput:
 
     def image_rows(self, joint: torch.Tensor) -> torch.Tensor:
         """Select the rows of the image tokens, [N, …], without padding, from the joint stream, [X + Y, …]."""
-        documents = zip(joint.split(self.joint.lengths), self.documents, strict=True)
+        documents = zip(joint.split(self.joint.lengths)[:-1], self.documents, strict=True)
         return torch.cat([rows[: prod(document.grid(self.patch))] for rows, document in documents])
 
     def unpatchify(self, rows: torch.Tensor) -> list[torch.Tensor]:
@@ -149,6 +169,24 @@ def patchify(latents: torch.Tensor, patch: int) -> torch.Tensor:
     fastest within a token."""
     rows = latents.unflatten(2, (-1, patch)).unflatten(1, (-1, patch))
     return rows.permute(1, 3, 2, 4, 0).flatten(2).flatten(0, 1)
+
+
+def _token_multiple(sequence_parallel: bool) -> int:
+    """Return the number whose multiples are valid pack lengths. Megatron's rotary embedding splits a context-parallel
+    rank's tokens into two halves."""
+    tensor_ranks = parallel_state.get_tensor_model_parallel_world_size() if sequence_parallel else 1
+    return 2 * parallel_state.get_context_parallel_world_size() * tensor_ranks
+
+
+def _filled(parts: Sequence[torch.Tensor], multiple: int) -> list[torch.Tensor]:
+    """Append a part of zeros, possibly empty, to the documents' parts, [L, …] each, so that their total length is a
+    multiple of `multiple`."""
+    return [*parts, parts[0].new_zeros(-sum(map(len, parts)) % multiple, *parts[0].shape[1:])]
+
+
+def _share(parts: Sequence[torch.Tensor], multiple: int) -> torch.Tensor:
+    """Return this context-parallel rank's rows, [T/cp, …], of the documents' parts, [L, …] each."""
+    return parallel.context_part(torch.cat(_filled(parts, multiple)))
 
 
 def _padded(rows: torch.Tensor, fill: bool) -> torch.Tensor:

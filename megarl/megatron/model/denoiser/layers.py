@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.tensor_parallel import checkpoint
+from megatron.core.tensor_parallel import checkpoint, gather_from_sequence_parallel_region
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -21,15 +21,25 @@ from megarl.ops.packed_attention import take
 
 
 class FullAttention(torch.nn.Module):
-    """Attention to all tokens in the same document. query is [T, heads, d]."""
+    """Attention to all tokens in the same document. query, key and value are [T/cp, heads/tp, d].
+
+    Under context parallelism, a rank holds the queries for its own consecutive tokens and gathers all keys and values;
+    their gradients are reduce-scattered. Exchanging heads for tokens would require cp to divide the number of heads per
+    tensor-parallel rank, but Z-Image has 30 heads, 15 with tp=2. The price is memory: each layer keeps the keys and
+    values of all T tokens for its backward pass, 2·T·hidden/tp elements, regardless of cp. With full recompute, only
+    one layer keeps them at a time.
+    """
 
     def __init__(self, config: TransformerConfig, **_):
         super().__init__()
         assert config.kv_channels is not None, "Megatron has not derived kv_channels"
         self.scale = 1 / math.sqrt(config.kv_channels)
+        self.context_group = parallel.context_group()
 
     def forward(self, query, key, value, *_, packed_seq_params: DocumentStream, **__):
-        return full_attention(query, key, value, packed_seq_params.lengths, self.scale).flatten(1)
+        key, value = (gather_from_sequence_parallel_region(x, group=self.context_group) for x in (key, value))
+        lengths, query_lengths = packed_seq_params.lengths, packed_seq_params.query_lengths
+        return full_attention(query, key, value, lengths, self.scale, query_lengths).flatten(1)
 
 
 class SandwichLayer(TransformerLayer):
@@ -49,7 +59,7 @@ class SandwichLayer(TransformerLayer):
         packed_seq_params: DocumentStream,
         **_,
     ):
-        """Return the hidden states, [T, 1, hidden], and the context, which Megatron passes to the next layer.
+        """Return the hidden states, [T/cp, 1, hidden], and the context, which Megatron passes to the next layer.
 
         Args:
             context: [D, conditioning], the documents' embedded noise levels. Megatron preserves this argument's

@@ -38,6 +38,8 @@ class Denoiser(MegatronModule):
     are marked, so that Megatron sums their gradients under sequence parallelism. Those applied to all tokens, before
     the tokens are scattered, already have complete gradients. Those that embed the noise level are also replicated on
     every pipeline stage, and Megatron sums their gradients over the stages.
+
+    Under context parallelism, each rank applies the parameters only to its own tokens, and DDP sums the gradients.
     """
 
     def __init__(self, config: TransformerConfig, shape: DenoiserShape, virtual: int | None):
@@ -75,7 +77,8 @@ class Denoiser(MegatronModule):
 
     def forward(self, item: DenoiserInput) -> torch.Tensor:
         """Return the velocity dx/dσ of all image tokens without padding, float32 [N, patch channels]; before the last
-        stage, return the hidden states, [T, 1, hidden]."""
+        stage, return the hidden states, [T/cp, 1, hidden]. Context-parallel ranks must compute the same loss from the
+        velocity, because each rank propagates only the gradient of its own tokens."""
         conditioning = self._embed_noise_levels(item.sigmas)
         hidden = self._embed_tokens(item, conditioning) if self.pre_process else None
         hidden = self._run(self.decoder, hidden, item.joint, conditioning)
@@ -83,7 +86,7 @@ class Denoiser(MegatronModule):
             return hidden
         scale = 1 + take(self.output_modulation(F.silu(conditioning)), item.joint.document_numbers)
         normalized = F.layer_norm(hidden[:, 0], (self.shape.hidden,), eps=FINAL_EPSILON)
-        output = self._gather(self.output_layer(normalized * scale))
+        output = self._gather(self.output_layer(normalized * scale), is_replicated=True)
         return -item.image_rows(output).float()  # the model was trained to predict the opposite direction
 
     def sharded_state_dict(
@@ -106,7 +109,7 @@ class Denoiser(MegatronModule):
         return self.time_embedder(torch.cat([angles.cos(), angles.sin()], dim=-1).to(self.config.params_dtype))
 
     def _embed_tokens(self, item: DenoiserInput, conditioning: torch.Tensor) -> torch.Tensor:
-        """Return the hidden states of this rank's tokens in the joint stream, [T, 1, hidden]."""
+        """Return the hidden states of this rank's tokens in the joint stream, [T/cp, 1, hidden]."""
         dtype = self.config.params_dtype
         images = self.image_embedder(item.patches.to(dtype))
         captions = self.caption_embedder(self.caption_norm(item.captions.to(dtype)))
@@ -114,7 +117,8 @@ class Denoiser(MegatronModule):
         captions = torch.where(item.caption_is_padding, self.caption_padding, captions)
         images = self._run(self.noise_refiner, self._scatter(images[:, None]), item.images, conditioning)
         captions = self._run(self.context_refiner, self._scatter(captions[:, None]), item.texts, None)
-        return self._scatter(item.join(self._gather(images), self._gather(captions)))
+        images, captions = (self._gather(tokens, is_replicated=False) for tokens in (images, captions))
+        return self._scatter(parallel.context_part(item.join(images, captions)))
 
     def _run(
         self, stack: TransformerBlock, hidden: torch.Tensor | None, stream: DocumentStream, context: torch.Tensor | None
@@ -124,11 +128,17 @@ class Denoiser(MegatronModule):
     def _scatter(self, tokens: torch.Tensor) -> torch.Tensor:
         return scatter_to_sequence_parallel_region(tokens) if self.config.sequence_parallel else tokens
 
-    def _gather(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Gather the tokens of all ranks. Each rank then computes on all of them, so gradients must not be summed."""
-        if not self.config.sequence_parallel:
-            return tokens
-        return gather_from_sequence_parallel_region(tokens, tensor_parallel_output_grad=False)
+    def _gather(self, tokens: torch.Tensor, is_replicated: bool) -> torch.Tensor:
+        """Gather the tokens of all tensor- and context-parallel ranks. All tensor-parallel ranks then run the same
+        computation, so their gradients must not be summed.
+
+        Args:
+            is_replicated: whether context-parallel ranks also run the same computation on the gathered tokens.
+        """
+        if self.config.sequence_parallel:
+            tokens = gather_from_sequence_parallel_region(tokens, tensor_parallel_output_grad=False)
+        summed, process_group = not is_replicated, parallel.context_group()
+        return gather_from_sequence_parallel_region(tokens, tensor_parallel_output_grad=summed, group=process_group)
 
     def _stack(self, num_layers: int, conditioning: int | None) -> TransformerBlock:
         return TransformerBlock(
