@@ -29,7 +29,7 @@ OTHERS = {
     "step": Transition(torch.ones(3), torch.ones(3), torch.ones(3)),
     "reduction": "mean",
 }
-LATENTS = {"x", "x0", "x_next", "noise", "v", "old_v", "other", "latents"}
+LATENTS = {"x", "x0", "x_next", "noise", "v", "old_v", "other", "latents", "conditional", "unconditional"}
 """Tensors of shape [B, …] in functions of denoising steps; all others are one-dimensional."""
 OTHER_SHAPE = {("at_last_token", "reward"), ("per_sample", "latents")}
 """(function, tensor) pairs with dimensions of their own, independent of the other tensors."""
