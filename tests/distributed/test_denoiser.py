@@ -10,24 +10,32 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers.models.transformers.transformer_z_image import ZImageTransformer2DModel
+from peft import LoraConfig, get_peft_model
 
 from megarl.megatron import denoiser_step, parallel
-from megarl.megatron.model.build import named_weights
+from megarl.megatron.lora.adapters import Adapters
+from megarl.megatron.model.build import adapter_parameters, named_weights
 from megarl.megatron.model.denoiser.build import build_denoiser
 from megarl.megatron.model.denoiser.inputs import Document
 from megarl.megatron.optimizer import build_optimizer
 from megarl.resharding.execute import execute
 from megarl.resharding.families import huggingface_holder, megatron_holder
+from megarl.resharding.families.adapters import peft_holder
 from megarl.resharding.planning.planner import make_plan
+from megarl.resharding.transports.local import LocalMemory
 from megarl.resharding.transports.safetensors import SafetensorsFolder
 from tests.closeness import LOSS_FLOOR, Expected, assert_close, close_to, expected
 from tests.forked import run_ranks
+from tests.lora_reference import plain_name
 from tests.marks import exhaustive_but, newest_of
 from tests.parity import Outcome, RankResult, config_of, reduced_gradients, whole_tensors
 from tests.timing import WAIT_S
-from tests.tiny_denoiser import random_documents, write_tiny_denoiser
+from tests.tiny_denoiser import CONFIG, random_documents, write_tiny_denoiser
 
 DOCUMENTS = random_documents()
+RANK, ALPHA = 3, 6
+TARGETS = r"(layers|noise_refiner|context_refiner)\.\d+\.(attention\.to_(q|k|v|out\.0)|feed_forward\.w[123])"
+"""The modules that PEFT adapts."""
 STEP = 0.1
 """Difference in noise level between consecutive denoising steps."""
 
@@ -61,16 +69,30 @@ class Reference(Outcome):
     velocities: dict[str, torch.Tensor]
 
 
-def run(store, rank: int, folder: Path, overrides: list[str], per_microbatch: int) -> Result:
-    """Run forward and backward passes on one rank."""
+def run(
+    store,
+    rank: int,
+    folder: Path,
+    overrides: list[str],
+    per_microbatch: int,
+    factors: dict[str, torch.Tensor] | None = None,
+) -> Result:
+    """Run forward and backward passes on one rank. With `factors`, all other parameters are frozen, and the result has
+    the factors' holder and gradients."""
     settings = config_of(folder, *overrides).actor
     config = json.loads((folder / "config.json").read_text())
     parallel.initialize(settings.layout, store, rank, seed=0, timeout_s=WAIT_S)
-    chunks = build_denoiser(settings, config, torch.float32)
     holder = megatron_holder(config, settings.layout, rank)
+    adapters = None if factors is None else Adapters(settings.lora, config, holder)
+    options = {} if adapters is None else {"frozen": holder.shapes, "attach": adapters.attach}
+    chunks = build_denoiser(settings, config, torch.float32, **options)
     with SafetensorsFolder(folder) as transport:
         plan = make_plan([huggingface_holder(config)], [holder])
         execute(plan.into(holder.name), named_weights(chunks), transport)
+    if adapters is not None:
+        plan, local = make_plan([adapters.whole], [adapters.holder]), adapter_parameters(chunks)
+        tensors = {name: factor.data for name, factor in local.items()}
+        execute(plan.into(holder.name), tensors, LocalMemory({adapters.whole.name: factors}))
     numbers = range(len(DOCUMENTS))[parallel.data_parallel_rank() :: settings.layout.dp]
     own = [DOCUMENTS[number] for number in numbers]
     microbatches = [own[i : i + per_microbatch] for i in range(0, len(own), per_microbatch)]
@@ -80,16 +102,25 @@ def run(store, rank: int, folder: Path, overrides: list[str], per_microbatch: in
     optimizer.prepare_grads()
     norm = float(optimizer.get_grad_norm())
     gradients = reduced_gradients(chunks)
+    if adapters is not None:
+        holder = adapters.holder
+        gradients = {name: factor.main_grad.clone() for name, factor in adapter_parameters(chunks).items()}
     if not parallel.returns_results():
         return Result(holder, gradients, {}, {}, norm, [], {})
     velocities = {f"document {number}": velocity for number, velocity in zip(numbers, predicted, strict=True)}
     return Result(holder, gradients, {}, {}, norm, terms, velocities)
 
 
-def plain_outcome(folder: Path) -> Reference:
-    """Run diffusers' class, which takes 1 − σ and returns −v."""
+def plain_outcome(folder: Path, factors: dict[str, torch.Tensor] | None = None) -> Reference:
+    """Run diffusers' class, which takes 1 − σ and returns −v. With `factors`, only PEFT's adapters are trained."""
     model = ZImageTransformer2DModel.from_pretrained(folder, torch_dtype=torch.get_default_dtype())
     dtype = torch.get_default_dtype()
+    if factors is not None:
+        model = get_peft_model(model, LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=TARGETS))
+        trained = {plain_name(name): p for name, p in model.named_parameters() if p.requires_grad}
+        assert trained.keys() == factors.keys()
+        for name, parameter in trained.items():
+            parameter.data = factors[name].to(dtype)
     documents = [Document(d.latents.to(dtype), d.sigma, d.caption.to(dtype)) for d in DOCUMENTS]
     outputs = model(
         [d.latents[:, None] for d in documents],
@@ -99,7 +130,7 @@ def plain_outcome(folder: Path) -> Reference:
     velocities = [-output[:, 0] for output in outputs]
     value, _ = loss(documents, velocities)
     value.backward()
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    gradients = {plain_name(name): p.grad for name, p in model.named_parameters() if p.requires_grad}
     norm = torch.nn.utils.get_total_norm(gradients.values())
     by_number = {f"document {number}": velocity.detach() for number, velocity in enumerate(velocities)}
     return Reference(value.item(), norm.item(), gradients, {}, by_number)
@@ -155,11 +186,45 @@ def test_velocities_and_gradients_match_diffusers(folder, outcome, case):
     overrides, per_microbatch = CASES[case]
     world_size = config_of(folder, *overrides).actor.layout.world_size
     ranks = run_ranks(world_size, run, folder, overrides, per_microbatch)
+    assert_same(ranks, whole_tensors(CONFIG, ranks, "gradients"), outcome)
+
+
+def assert_same(ranks: Sequence[Result], gradients: dict[str, torch.Tensor], outcome: Expected[Reference]) -> None:
+    """Compare the ranks' velocities, loss, whole gradients and norm with the reference's."""
     exact, plain = outcome
     velocities = {name: velocity for rank in ranks for name, velocity in rank.velocities.items()}
     assert_close(velocities, exact.velocities, plain.velocities, "velocity")
     assert sum(term for rank in ranks for term in rank.terms) == close_to(exact.loss, plain.loss, LOSS_FLOOR)
-    config = json.loads((folder / "config.json").read_text())
-    assert_close(whole_tensors(config, ranks, "gradients"), exact.gradients, plain.gradients, "gradient")
+    assert_close(gradients, exact.gradients, plain.gradients, "gradient")
     for rank in ranks:
         assert rank.norm == close_to(exact.norm, plain.norm)
+
+
+@pytest.fixture(scope="module")
+def factors() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    shapes = peft_holder(CONFIG, RANK, share_experts=False).shapes
+    return {name: torch.randn(shape, generator=generator) * 0.1 for name, shape in shapes.items()}
+
+
+def whole_gradients(ranks: Sequence[Result]) -> dict[str, torch.Tensor]:
+    """Return the gradients of the factors on all ranks as whole tensors under PEFT's names."""
+    target = peft_holder(CONFIG, RANK, share_experts=False)
+    whole = {name: torch.full(shape, torch.nan) for name, shape in target.shapes.items()}
+    plan = make_plan([rank.holder for rank in ranks], [target])
+    execute(plan.into(target.name), whole, LocalMemory({rank.holder.name: rank.gradients for rank in ranks}))
+    return whole
+
+
+@pytest.fixture(scope="module")
+def adapted(folder, factors) -> Expected[Reference]:
+    return expected(lambda: plain_outcome(folder, factors))
+
+
+@pytest.mark.parametrize("layout", exhaustive_but(LAYOUTS, "TP2, SP"))
+def test_adapter_gradients_match_peft(folder, factors, adapted, layout):
+    overrides, per_microbatch = CASES[f"{layout}; 1 document per microbatch, full recompute"]
+    overrides = [*overrides, f"actor.lora={{rank: {RANK}, alpha: {ALPHA}}}"]
+    world_size = config_of(folder, *overrides).actor.layout.world_size
+    ranks = run_ranks(world_size, run, folder, overrides, per_microbatch, factors)
+    assert_same(ranks, whole_gradients(ranks), adapted)

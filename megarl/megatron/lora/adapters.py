@@ -9,7 +9,7 @@ from typing import Any
 from zlib import crc32
 
 import torch
-from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.module import MegatronModule
 
 from megarl.config.model_schema import Lora
 from megarl.core import device
@@ -17,9 +17,9 @@ from megarl.megatron import parallel
 from megarl.megatron.checkpoint.extents import CanonicalShard
 from megarl.megatron.lora.adapter import Adapter
 from megarl.megatron.lora.attach import attach_adapters
-from megarl.models.shape import ModelShape
 from megarl.resharding.execute import execute
 from megarl.resharding.families.adapters import EXPERTS, SHARED, A, adapter_holder, peft_holder
+from megarl.resharding.families.canonical import canonical_of
 from megarl.resharding.peft_folder import PeftFolder, save_adapters
 from megarl.resharding.piece import Holder
 from megarl.resharding.planning.plan import Plan
@@ -39,7 +39,7 @@ class Adapters:
         self._lora, self._weights = lora, weights
         self.holder = adapter_holder(weights, lora.rank, lora.share_experts)
         self.whole = peft_holder(hf_config, lora.rank, lora.share_experts)
-        experts = ModelShape.of(hf_config).experts
+        experts = canonical_of(hf_config).model.experts
         self.num_experts = experts.count if experts else 0
         self._by_weight: dict[str, Adapter] = {}
 
@@ -48,7 +48,7 @@ class Adapters:
         """Whether exports write the factors instead of the merged weights."""
         return self._lora.export == "adapters"
 
-    def attach(self, models: Sequence[GPTModel]) -> None:
+    def attach(self, models: Sequence[MegatronModule]) -> None:
         """Attach the adapters to this rank's model chunks, with zero-initialized factors."""
         self._by_weight = attach_adapters(models, self._weights, self._lora)
 

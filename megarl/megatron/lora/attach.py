@@ -17,13 +17,13 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
+from megatron.core.transformer.module import MegatronModule
 from torch.distributed import ProcessGroup
 
 from megarl.config.model_schema import Lora
@@ -34,7 +34,7 @@ from megarl.resharding.families.adapters import EXPERTS, A, AdaptedWeight, B, ad
 from megarl.resharding.piece import Holder
 
 
-def attach_adapters(models: Sequence[GPTModel], holder: Holder, lora: Lora) -> dict[str, Adapter]:
+def attach_adapters(models: Sequence[MegatronModule], holder: Holder, lora: Lora) -> dict[str, Adapter]:
     """Attach adapters with zero-initialized factors to this rank's chunks, and return adapted weight -> adapter.
     `holder` describes the models' weights on this rank."""
     adapters = {}
@@ -100,7 +100,7 @@ def _normed(layer: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
 
 
 def _adapter(
-    model: GPTModel, layer: torch.nn.Module, weight: torch.nn.Parameter, adapted: AdaptedWeight, lora: Lora
+    model: MegatronModule, layer: torch.nn.Module, weight: torch.nn.Parameter, adapted: AdaptedWeight, lora: Lora
 ) -> Adapter:
     assert lora.rank is not None, "actor.lora.rank is not set"
     count, cut = len(adapted.projections), _cut(layer)
@@ -159,7 +159,7 @@ def _mark_expert_factor(factor: Factor, is_cut: bool, process_group: ProcessGrou
         factor.partial_over = process_group
 
 
-def _shared_by_experts(model: GPTModel, adapted: AdaptedWeight, shared: str, new: Factor) -> Factor:
+def _shared_by_experts(model: MegatronModule, adapted: AdaptedWeight, shared: str, new: Factor) -> Factor:
     """Return the factor shared by all experts in the layer: the existing factor, or `new` for the first expert.
 
     All ranks in a pipeline stage replicate the factor, and each computes the part of the gradient that comes from its

@@ -1,4 +1,4 @@
-"""Describe LoRA adapters for the decoder's linear layers as pieces of the tensors in a PEFT folder.
+"""Describe LoRA adapters for the linear layers in a model's layers as pieces of the tensors in a PEFT folder.
 
 A projection W [out, in] in the checkpoint has the factors A [rank, in] and B [out, rank]. A local weight may fuse
 several projections, such as query, key and value. Its adapter then has the concatenated A factors of all projections,
@@ -16,7 +16,7 @@ from typing import Any
 from megarl.core.errors import UserError
 from megarl.models.peft import WEIGHTS
 from megarl.models.weight_files import open_file, require_dtype
-from megarl.resharding.families.canonical import Canonical
+from megarl.resharding.families.canonical import canonical_of
 from megarl.resharding.piece import Holder, Piece, Rectangle, Shard, whole
 
 A, B = "lora_A", "lora_B"
@@ -29,7 +29,7 @@ DTYPE = "float32"
 EXPERTS, SHARED = ".mlp.experts.", "shared_factors"
 """Substrings of local parameter names: of expert parameters, and of factors shared by all experts in a layer."""
 
-_LAYER, _ROUTER = ".layers.", ".mlp.router."
+_LAYER, _NOT_ADAPTED = ".layers.", (".mlp.router.", ".modulation.")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _DOWN = (".down_proj.", ".w2.")
 """Substrings of the names of expert down-projections."""
@@ -63,13 +63,13 @@ def is_factor(name: str) -> bool:
 
 
 def adapted_weights(holder: Holder, share_experts: bool) -> list[AdaptedWeight]:
-    """Return the adapted weights: those of all linear layers in the decoder except routers. With `share_experts`, the
-    experts in a layer share the factor next to the hidden states: A for gate and up projections, B for down
-    projections."""
+    """Return the adapted weights: those of all linear layers in the model's layers, including an image model's
+    refiners, except routers and modulations by the noise level. With `share_experts`, the experts in a layer share the
+    factor next to the hidden states: A for gate and up projections, B for down projections."""
     return [
         _adapted(name, pieces, share_experts)
         for name, pieces in holder.shard.by_parameter().items()
-        if _LAYER in name and _ROUTER not in name and len(holder.shapes[name]) == 2
+        if _LAYER in name and not any(part in name for part in _NOT_ADAPTED) and len(holder.shapes[name]) == 2
     ]
 
 
@@ -138,10 +138,10 @@ def _shared_factor(projection: str) -> str | None:
 
 def peft_holder(hf_config: Mapping[str, Any], rank: int, share_experts: bool) -> Holder:
     """Return the holder of all adapter tensors for a model, named "peft"."""
-    canonical = Canonical(hf_config)
+    canonical = canonical_of(hf_config)
     shapes: dict[str, tuple[int, ...]] = {}
-    for layer in range(canonical.model.num_layers):
-        linear = canonical.quantized(layer)  # all matrices except routers
+    for layer in range(canonical.num_layers):
+        linear = canonical.quantized(layer)  # all matrices except routers and modulations
         for name, (rows, columns) in ((name, canonical.layer_shapes(layer)[name]) for name in sorted(linear)):
             projection = canonical.layer_prefix(layer) + name
             shared = _shared_factor(projection) if share_experts else None

@@ -34,7 +34,7 @@ NORMS = [
     renamed("ffn_norm2.weight", ("hidden",), "post_mlp_layernorm.weight"),
 ]
 MODULATION = [
-    renamed("adaLN_modulation.0.weight", (("hidden",) * 4, "conditioning"), "modulation.weight"),
+    renamed("adaLN_modulation.0.weight", (("hidden",) * 4, "conditioning"), "modulation.weight", quantized=False),
     renamed("adaLN_modulation.0.bias", (("hidden",) * 4,), "modulation.bias"),
 ]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,22 +13,36 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megarl.config.model_schema import Placed
 from megarl.core import device
 from megarl.megatron.model import kernels
-from megarl.megatron.model.build import configure, wrap
+from megarl.megatron.model.build import configure, parameters_of, wrap
 from megarl.megatron.model.denoiser.model import Denoiser
 from megarl.megatron.model.layer_spec import replace_activations
 from megarl.models.denoiser import DenoiserShape
 
 
-def build_denoiser(settings: Placed, config: Mapping[str, Any], dtype: torch.dtype) -> list[DistributedDataParallel]:
+def build_denoiser(
+    settings: Placed,
+    config: Mapping[str, Any],
+    dtype: torch.dtype,
+    frozen: Collection[str] = (),
+    attach: Callable[[Sequence[Denoiser]], object] = lambda chunks: None,
+) -> list[DistributedDataParallel]:
     """Build this rank's shard of the model, one chunk per virtual pipeline stage. Weights are loaded later.
 
     Args:
         config: diffusers' config.json.
+        frozen, attach: as in build_model.
     """
     transformer = denoiser_config(settings, config, dtype)
     chunks = build_chunks(transformer, config, settings.layout.vpp)
     for chunk in chunks:
         chunk.to(device.device())
+    for name, parameter in parameters_of(chunks).items():
+        parameter.requires_grad_(name not in frozen)
+    attach(chunks)
+    if settings.recompute != "none" and chunks[0].pre_process:
+        # As in build_model, for both stacks of refiners.
+        for embedder in (chunks[0].image_embedder, chunks[0].caption_embedder):
+            embedder.register_forward_hook(lambda _, __, hidden: hidden.requires_grad_(torch.is_grad_enabled()))
     return wrap(chunks, transformer, settings)
 
 
