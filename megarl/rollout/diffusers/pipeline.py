@@ -5,6 +5,7 @@ Classes are chosen from a fixed list, weights are read only from safetensors fil
 
 from __future__ import annotations
 
+import errno
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -214,7 +215,11 @@ def _load(kind: Any, folder: Path, **options: Any) -> Any:
     load: Callable[..., Any] = functools.partial(kind.from_pretrained, local_files_only=True, use_safetensors=True)
     try:
         return load(folder, **options)
+    except (MemoryError, torch.OutOfMemoryError):  # not caused by the files' content
+        raise
     except Exception as error:  # the libraries share no exception class
+        if isinstance(error, OSError) and error.errno not in (None, errno.ENOENT):
+            raise  # an error of the disk; the libraries' own OSErrors have no number
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise UserError(f"{KEY}: {folder}: cannot be loaded ({reason}). Fix: copy the model again") from error
 

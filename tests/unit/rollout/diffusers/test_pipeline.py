@@ -124,3 +124,14 @@ def test_code_in_the_folder_does_not_run(folder, tmp_path):
         edited(f"{part}/{name}", auto_map=classes, _attn_implementation="someone/kernel")(copy)
     load(copy)
     assert not ran.exists()
+
+
+@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError(), OSError(5, "Input/output error")])
+def test_faults_of_the_machine_do_not_blame_the_files(folder, monkeypatch, error):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr("diffusers.AutoencoderKL.from_pretrained", fail)
+    with pytest.raises(type(error)) as raised:
+        load(folder, False)
+    assert raised.value is error
