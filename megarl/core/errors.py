@@ -63,7 +63,7 @@ EXTRAS = {
     "gpu": ("vllm", "transformer_engine"),
     "rewards": ("math_verify", "latex2sympy2_extended", "antlr4", "sympy", "reasoning_gym"),
     "trackers": ("tensorboard", "wandb", "mlflow", "trackio"),
-    "images": ("diffusers",),
+    "images": ("diffusers", "PIL"),
     "gguf": ("gguf", "accelerate"),
 }
 """Extra -> the modules that its packages contain."""
