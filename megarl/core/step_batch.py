@@ -1,0 +1,45 @@
+"""A microbatch of denoising steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from megarl.core.row_batch import RowBatch
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBatch(RowBatch):
+    """N denoising steps from x, at noise level σ, to x', at σ'. All images have the same size.
+
+    latents        float32 [N, channels, height, width], x
+    next_latents   float32 [N, channels, height, width], x'
+    sigma          float64 [N], σ
+    sigma_next     float64 [N], σ'
+    second_sigma   float64 [N], the second noise level of the sample's schedule
+    captions       N tensors float32 [L, caption channels], the embedding of each row's caption
+    unconditional  float32 [L, caption channels], the embedding of the empty caption; None without guidance
+    old_v          float32 [N, channels, height, width], velocity of the policy at the start of the step; None: no pass
+                   computed it
+    reference_v    float32 [N, channels, height, width], velocity of the reference policy; None: not needed
+
+    Velocities are those under guidance. The other fields are those of RowBatch, for the denoising steps.
+    """
+
+    latents: torch.Tensor
+    next_latents: torch.Tensor
+    sigma: torch.Tensor
+    sigma_next: torch.Tensor
+    second_sigma: torch.Tensor
+    captions: tuple[torch.Tensor, ...]
+    unconditional: torch.Tensor | None = None
+    old_v: torch.Tensor | None = None
+    reference_v: torch.Tensor | None = None
+
+    row_fields: ClassVar[tuple[str, ...]] = (
+        *RowBatch.row_fields,
+        *("latents", "next_latents", "sigma", "sigma_next", "second_sigma", "old_v", "reference_v"),
+    )
