@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +37,9 @@ class LatentSample(HoldsArrays):
     final: NDArray[np.float32] | None = None
     image: NDArray[np.uint8] | None = None
 
+    episode: ClassVar[None] = None
+    """As in Sample. No environment samples images."""
+
     def __post_init__(self) -> None:
         self._freeze("sigmas", np.float64)
         self._freeze("steps", np.int32)
@@ -55,6 +59,16 @@ class LatentSample(HoldsArrays):
 
     def __hash__(self) -> int:
         return hash(self.id)
+
+    @property
+    def rollout_id(self) -> str:
+        return self.id
+
+    @property
+    def response(self) -> NDArray[np.uint8]:
+        """The image, as reward functions receive it."""
+        assert self.image is not None, f"sample {self.id} was requested without its image"
+        return self.image
 
 
 @dataclass(frozen=True, slots=True, eq=False)

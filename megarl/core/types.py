@@ -270,6 +270,11 @@ class Sample(HoldsArrays):
         """Name of the sample's group; see `group_of`."""
         return group_of(self.prompt.id, self.rollout_id)
 
+    @property
+    def response(self) -> str:
+        """What reward functions receive."""
+        return self.text
+
     def __reduce__(self) -> tuple:
         return _unpack_sample, (
             np.packbits(self.response_mask),
