@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Self, get_args, overload
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from megarl.algorithms.transition import TransitionKind, sde_window
 from megarl.config.algorithm_schema import Algorithm
 from megarl.config.data_schema import Data
 from megarl.config.evaluation_schema import Evaluation
@@ -33,7 +34,35 @@ from megarl.config.run_schema import Run, Trackers
 from megarl.core.ranges import FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 
+class DenoisingSettings(Section):
+    height: PositiveInt
+    width: PositiveInt
+    num_steps: Annotated[int, Field(ge=2)]
+    shift: PositiveFloat | None
+    guidance: PositiveFloat
+    kind: TransitionKind
+    noise_level: PositiveFloat
+    logprob: Literal["mean", "sum"]
+    sde_steps: PositiveInt | None
+    sde_within: Annotated[list[NonNegativeInt], Field(min_length=2, max_length=2)] | None
+    max_batch: PositiveInt
+    offload: bool
+
+    @property
+    def within(self) -> range:
+        """The denoising steps from which `sde_steps` are drawn. The last step is not trained: its small noise amplifies
+        rounding errors in the log-prob."""
+        if self.sde_within is not None:
+            return range(*self.sde_within)
+        return range(self.num_steps - 1 if self.sde_steps is None else max(1, self.num_steps // 2))
+
+    def sde_window(self, seed: int, step: int) -> range:
+        """Return the denoising steps that training step `step` samples with the SDE and trains on."""
+        return sde_window(self.sde_steps or len(self.within), self.within, seed, step)
+
+
 class Rollout(Section):
+    engine: Literal["vllm", "diffusers"]
     replicas: PositiveInt
     tp: PositiveInt
     max_staleness: NonNegativeInt
@@ -56,6 +85,7 @@ class Rollout(Section):
     batch_invariant: bool
     threads: PositiveInt | None
     vllm_overrides: dict[str, Any]
+    denoising: DenoisingSettings
 
     @property
     def has_whole_experts(self) -> bool:
@@ -224,6 +254,11 @@ class Config(Section):
     def is_offline(self) -> bool:
         """Whether the data contains the responses, so that nothing is sampled."""
         return self.data.format != "prompts"
+
+    @property
+    def samples_images(self) -> bool:
+        """Whether the policy is an image model, whose actions are denoising steps instead of tokens."""
+        return self.rollout.engine == "diffusers"
 
     @property
     def has_environment(self) -> bool:

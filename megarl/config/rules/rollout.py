@@ -136,6 +136,22 @@ def stopping_requires_fresh_samples(config: Config) -> Iterator[str]:
         )
 
 
+def sde_steps_are_denoising_steps(config: Config) -> Iterator[str]:
+    denoising = config.rollout.denoising
+    within, last = denoising.within, denoising.num_steps - 1
+    if not within or within.stop > last:
+        yield (
+            f"rollout.denoising.sde_within={show(denoising.sde_within)}: with rollout.denoising.num_steps="
+            f"{denoising.num_steps}, expected [first, end) with 0 <= first < end <= {last}, because the small noise of "
+            f"step {last} amplifies rounding errors. Fix: set rollout.denoising.sde_within=[0, {last}]"
+        )
+    elif (count := denoising.sde_steps) is not None and count > len(within):
+        yield (
+            f"rollout.denoising.sde_steps={count}: only steps {within.start} to {within.stop - 1} can be drawn. "
+            f"Fix: set rollout.denoising.sde_steps={len(within)}, or set rollout.denoising.sde_within"
+        )
+
+
 RULES = (
     candidate_tokens_are_bounded,
     nodes_do_not_share_memory,
@@ -150,4 +166,5 @@ RULES = (
     masking_requires_trainer_logprobs,
     masking_requires_token_losses,
     stopping_requires_fresh_samples,
+    sde_steps_are_denoising_steps,
 )
