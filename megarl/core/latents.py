@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.core.types import HoldsArrays, Prompt, SampleRef, VersionRun, newest, oldest
+from megarl.core.types import HoldsArrays, Prompt, Sample, SampleRef, VersionRun, newest, oldest
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,6 +99,10 @@ class LatentSample(HoldsArrays):
         """The image, as reward functions receive it."""
         assert self.image is not None, f"sample {self.id} was requested without its image"
         return self.image
+
+
+AnySample = Sample | LatentSample
+"""A sample of a language model or of an image model."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
