@@ -35,8 +35,6 @@ def collate_steps(items: Sequence[SampleRef], step_weights: Mapping[int, float])
     indices = [step_number(item)[1] for item in items]
     numbers = [int(sample.steps[index]) for sample, index in zip(samples, indices, strict=True)]
     rows, mask = torch.arange(len(items)), torch.ones(len(items), dtype=torch.bool)
-    fields = scalars(items, rows, mask)
-    fields["weight"] = fields["weight"] * torch.tensor([step_weights[number] for number in numbers])
     embeddings = [torch.tensor(sample.embedding) for sample in samples]
     empty = samples[0].empty_embedding if samples else None
     batch = StepBatch(
@@ -51,7 +49,8 @@ def collate_steps(items: Sequence[SampleRef], step_weights: Mapping[int, float])
         rollout_logprobs=torch.tensor([sample.logprobs[index] for sample, index in zip(samples, indices, strict=True)]),
         mask=mask,
         stale=torch.tensor([item.is_stale for item in items]) if any(item.is_stale for item in items) else None,
-        **fields,
+        step_weight=torch.tensor([step_weights[number] for number in numbers]),
+        **scalars(items, rows, mask),
     )
     batch.validate()
     return batch

@@ -51,9 +51,10 @@ def dispatch(
     scores: Mapping[str, Scores] | None = None,
 ) -> list[RankBatch]:
     """Return each data-parallel rank's batch for one update: its samples, with their weights in the loss, and its
-    microbatches. The denoising steps of an image are dispatched separately. For pairwise objectives, the samples of a pair must be adjacent, with the better one first. A pair is
-    never split. `scores` are token scores from other models, by name in TokenBatch. If they include process_reward,
-    these rewards are subtracted from the sample's scalar reward, of which they are a part."""
+    microbatches. The denoising steps of an image are dispatched separately. For pairwise objectives, the samples of a
+    pair must be adjacent, with the better one first. A pair is never split. `scores` are token scores from other
+    models, by name in TokenBatch. If they include process_reward, these rewards are subtracted from the sample's scalar
+    reward, of which they are a part."""
     objective = config.algorithm.objective
     num_tokens = [_counted_tokens(config, role, sample) for sample in samples]
     prompts = [sample.group for sample in samples]

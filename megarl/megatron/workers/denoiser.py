@@ -98,7 +98,10 @@ class DenoiserWorker(ActorWorker):
         if not members:
             return {}
         keys = self._config.rollout.denoising
-        weight, sigmas = self._config.algorithm.objective.step_weight, torch.tensor(members[0].sample.sigmas)
+        weight, sigmas = (
+            getattr(self._config.algorithm.objective, "step_weight", "none"),
+            torch.tensor(members[0].sample.sigmas),
+        )
         weights = transition.step_weights(weight, keys.kind, keys.noise_level, sigmas, list(keys.within))
         return dict(enumerate(weights.tolist()))
 
