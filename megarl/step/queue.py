@@ -211,7 +211,7 @@ class RolloutQueue:
         """Split the groups into submissions: a single one if a step waits for all groups, otherwise one per group."""
         return [[i] for i in numbers] if self.config.prompts_ahead else [numbers]
 
-    def _sample(self, groups: Sequence[Sequence[SamplingRequest]]) -> Pending[list[Sampled]]:
+    def _sample(self, groups: Sequence[Any]) -> Pending[list[Sampled]]:
         """Submit the requests for each prompt. Rewards are computed for each sample as soon as it is finished."""
         workers = self.workers
         source = workers.engines if workers.environments is None else workers.environments
