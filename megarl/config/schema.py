@@ -59,7 +59,12 @@ class DenoisingSettings(Section):
 
     def sde_window(self, seed: int, step: int) -> range:
         """Return the denoising steps that training step `step` samples with the SDE and trains on."""
-        return sde_window(self.sde_steps or len(self.within), self.within, seed, step)
+        return sde_window(self.num_trained, self.within, seed, step)
+
+    @property
+    def num_trained(self) -> int:
+        """The number of trained denoising steps per image."""
+        return len(self.within) if self.sde_steps is None else self.sde_steps
 
 
 class Rollout(Section):

@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megarl.config.schema import Config
 from megarl.core.errors import UserError
+from megarl.core.latents import AnySample, LatentSample
 from megarl.core.types import Prompt, Sample, Score, VersionRun
 from megarl.environments.batch import judge_batch, judge_single
 from megarl.rewards import judge
@@ -26,7 +28,10 @@ MAX_ROWS = 16
 ANSWER = "the row's answer as the response"
 
 WRONG = "This response is wrong."
-"""A response that is tried besides the answer and the empty response."""
+"""A text that is tried besides the answer and the empty response."""
+
+GREY = 128
+"""Value of the pixels of the flat image that is tried."""
 
 REMEDY = "correct the reward function, which must return a finite number or a bool"
 
@@ -43,8 +48,8 @@ class Failure:
 
 
 def try_rewards(config: Config, pool: FunctionPool, prompts: Sequence[Prompt]) -> dict[str, float]:
-    """Score the answer, an empty response and a wrong one for the first row to which each function applies. Return the
-    rewards of the answers by function name, or of the empty responses if the rows have no answer.
+    """Score the answer, an empty response and a wrong one for the first row to which each function applies. Of an image
+    model, score a flat image and one of noise. Return the rewards of the first responses by function name.
 
     Raise UserError with a line and a stack trace for each reward function that fails on one of them. Only print a
     warning if the infrastructure caused the failure, or if rewards.failure_limit permits it. A limit above 0 permits
@@ -53,10 +58,10 @@ def try_rewards(config: Config, pool: FunctionPool, prompts: Sequence[Prompt]) -
     rewards: dict[str, float] = {}
     failures: dict[str, Failure] = {}
     for prompt, functions in _first_rows(config, pool, prompts):
-        for response, description in _responses(prompt).items():
+        for response, description in _responses(config, prompt):
             if functions <= failures.keys():
                 break  # a function that hangs would take rewards.timeout_s for each response
-            score, failed = _try_response(config, pool, prompt, response, description)
+            score, failed = _try_response(config, pool, _sample(prompt, response), description)
             failures |= {name: failure for name, failure in failed.items() if name not in failures}
             rewards |= {name: part for name, part in score.parts.items() if name not in rewards | failures}
     answers_fail = any(failure.response == ANSWER for failure in failures.values())
@@ -83,30 +88,36 @@ def _first_rows(config: Config, pool: FunctionPool, prompts: Sequence[Prompt]) -
     return [(prompts[i], always | {n for n in names if pool.judges(n, prompts[i])}) for i in sorted({0} | first)]
 
 
-def _responses(prompt: Prompt) -> dict[str, str]:
+def _responses(config: Config, prompt: Prompt) -> list[tuple[str | NDArray[np.uint8], str]]:
     """Return the responses to try, each with its description."""
+    if config.samples_images:
+        denoising = config.rollout.denoising
+        shape = denoising.height, denoising.width, 3
+        noise = np.random.Generator(np.random.Philox(0)).integers(0, 256, shape, np.uint8)
+        return [(np.full(shape, GREY, np.uint8), "a grey image"), (noise, "an image of noise")]
     answer = {} if prompt.answer is None else {_reference(prompt): ANSWER}
-    return answer | {"": "an empty response", WRONG: f"the wrong response {WRONG!r}"}
+    return list((answer | {"": "an empty response", WRONG: f"the wrong response {WRONG!r}"}).items())
 
 
 def _exceeds_limit(config: Config, pool: FunctionPool, prompts: Sequence[Prompt]) -> bool:
     """Return whether scoring fails for more than rewards.failure_limit of the first rows' answers."""
     rows = prompts[:MAX_ROWS]
-    failed = [_try_response(config, pool, prompt, _reference(prompt), ANSWER)[0].failure is not None for prompt in rows]
+    samples = [_sample(prompt, _reference(prompt)) for prompt in rows]
+    failed = [_try_response(config, pool, sample, ANSWER)[0].failure is not None for sample in samples]
     return sum(failed) > config.rewards.failure_limit * len(rows)
 
 
 def _try_response(
-    config: Config, pool: FunctionPool, prompt: Prompt, response: str, description: str
+    config: Config, pool: FunctionPool, sample: AnySample, description: str
 ) -> tuple[Score, dict[str, Failure]]:
-    """Score a response to the prompt without the reward model. Batch functions receive a batch of one, and the judge
+    """Score a sample without the reward model. Batch functions receive a batch of one, and the judge
     compares the response with itself. Return the score, and the failures by function name."""
-    scorer, sample = Scorer(config.rewards.functions), _sample(prompt, response)
+    scorer = Scorer(config.rewards.functions)
     results = asyncio.run(_call_functions(config, pool, sample))
     scores = {name: scorer.score(sample, {name: result})[0] for name, result in results.items()}
     stacks = {name: result.stack for name, result in results.items()}
     verdict = None
-    if config.rewards.judge is not None:
+    if config.rewards.judge is not None and isinstance(sample, Sample):
         samples = [sample, replace(sample, id=f"{sample.id} again")]
         comparisons = judge.comparisons(samples, config.rewards.judge_order, config.run.seed)
         calls = [pool.call(judge.NAME, *item.arguments, columns=item.columns) for item in comparisons]
@@ -125,7 +136,7 @@ def _try_response(
     return total, failures
 
 
-async def _call_functions(config: Config, pool: FunctionPool, sample: Sample) -> dict[str, Result]:
+async def _call_functions(config: Config, pool: FunctionPool, sample: AnySample) -> dict[str, Result]:
     """Call the functions that apply to the sample. Return their results by name."""
     names = [entry.label for entry in config.rewards.functions if entry.label not in pool.batch_functions]
     single = await judge_single(pool, names, sample)
@@ -139,8 +150,15 @@ def _reference(prompt: Prompt) -> str:
     return "" if answer is None else answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
 
 
-def _sample(prompt: Prompt, response: str) -> Sample:
-    """Return a one-token sample with this text."""
+def _sample(prompt: Prompt, response: str | NDArray[np.uint8]) -> AnySample:
+    """Return a one-token sample with this text, or a sample of one denoising step with this image."""
+    if not isinstance(response, str):
+        no_steps, no_latents = np.empty(0, np.int32), np.empty((0, 1, 1, 1), np.float32)
+        sigmas, logprobs, versions = np.array([1.0, 0.0]), np.empty(0, np.float32), (VersionRun(0, 1),)
+        embedding = np.empty((1, 0), np.float32)
+    return LatentSample(
+        *(prompt.id, prompt, sigmas, no_steps, no_latents, logprobs, versions, embedding, None, 0), image=response
+    )
     return Sample(
         id=prompt.id,
         prompt=prompt,

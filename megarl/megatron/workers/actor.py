@@ -232,12 +232,15 @@ class ActorWorker(TrainerWorker):
 
     def _load_weights(self) -> None:
         super()._load_weights()
+        self._initialize_adapters()
+        for model in map(model_of, self.chunks):
+            head = model.output_layer if model.post_process else None
+            if isinstance(head, LogProbHead) and head.value_head is not None:
+                head.value_head.initialize(self._config.run.seed)
+
+    def _initialize_adapters(self) -> None:
         if self.adapters is not None:
             factors, path = adapter_parameters(self.chunks), self._config.actor.lora.path
             self.adapters.initialize(factors, self._config.run.seed)
             if path is not None:
                 self.adapters.load(factors, Path(path))
-        for model in map(model_of, self.chunks):
-            head = model.output_layer if model.post_process else None
-            if isinstance(head, LogProbHead) and head.value_head is not None:
-                head.value_head.initialize(self._config.run.seed)

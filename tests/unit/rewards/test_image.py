@@ -13,10 +13,8 @@ from transformers import AutoTokenizer, CLIPConfig, CLIPModel
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from megarl.core.errors import UserError
-from megarl.core.types import Prompt
 from megarl.rewards.image import AestheticScore, ClipScore, jpeg_compressibility, jpeg_incompressibility
 from megarl.rewards.options import configure
-from megarl.rewards.pool import FunctionPool
 from megarl.rewards.registry import takes_batches
 from tests.tiny_model import tiny_tokenizer
 
@@ -131,17 +129,3 @@ def test_other_responses_are_failures(response):
 
 def test_models_score_whole_batches(folder):
     assert takes_batches(configure("clip_score", ClipScore, {"path": str(folder)}))
-
-
-def test_images_reach_the_reward_processes(images, tmp_path):
-    file = tmp_path / "brightness.py"
-    file.write_text(
-        "def brightness(prompts, responses, answers):\n    return [float(image.mean()) for image in responses]\n"
-    )
-    prompts = [Prompt(id=str(i), token_ids=[1], text="", answer=None) for i in range(3)]
-    pool = FunctionPool([f"{file}:brightness"], None, 1, timeout_s=60)
-    try:
-        results = pool.call_batch(f"{file}:brightness", prompts, images).result()
-    finally:
-        pool.close()
-    assert [result.value for result in results] == pytest.approx([image.mean() for image in images])

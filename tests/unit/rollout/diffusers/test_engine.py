@@ -151,7 +151,7 @@ def test_unfinished_samples_continue_through_a_refit(folder):
 
     async def refit_in_between() -> list[LatentSample]:
         pending = asyncio.ensure_future(engine.generate(requests, reported.append))
-        while engine.num_unfinished_steps([request.sample_id for request in requests]) < 2 * len(requests):
+        while engine.num_unfinished([request.sample_id for request in requests]) < 2 * len(requests):
             await asyncio.sleep(0)
         engine.pause()
         engine.sleep(keeps_weights=True)
@@ -175,7 +175,7 @@ def test_cancelled_requests_are_dropped(engine):
     async def cancel() -> list[LatentSample]:
         cancelled = asyncio.ensure_future(engine.generate(requests[:2]))
         kept = asyncio.ensure_future(engine.generate(requests[2:]))
-        while not engine.num_unfinished_steps([requests[0].sample_id]):
+        while not engine.num_unfinished([requests[0].sample_id]):
             await asyncio.sleep(0)
         cancelled.cancel()
         samples = await kept

@@ -90,7 +90,7 @@ def test_requests_join_samples_in_progress(engine):
 
     async def overlapping() -> LatentSample:
         earlier = asyncio.ensure_future(engine.generate([first]))
-        while engine.num_unfinished_steps([first.sample_id]) < 3:
+        while engine.num_unfinished([first.sample_id]) < 3:
             await asyncio.sleep(0)
         [sample] = await engine.generate([second])
         await earlier
