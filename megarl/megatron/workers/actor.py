@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch.distributed.distributed_c10d import Store
 
-from megarl.algorithms.kl import adapted, adapted_penalty, kl_reward, usual_estimator
+from megarl.algorithms.kl import adapted, adapted_penalty, kl_reward
 from megarl.config.schema import Config
 from megarl.core import device
 from megarl.core.checkpoint import Checkpoint
@@ -146,7 +146,8 @@ class ActorWorker(TrainerWorker):
         if not parallel.returns_results():
             return {}
         kl, old, reference = self._config.algorithm.kl, self._kept["old"], self._kept["reference"]
-        options = self.kl_coefficient, kl.estimator or usual_estimator(kl.placement, kl.level), kl.level, kl.limit
+        assert kl.estimator is not None, "the configuration is not loaded"
+        options = self.kl_coefficient, kl.estimator, kl.level, kl.limit
         masks = {item.sample.id: torch.tensor(item.sample.response_mask) for item in batch.samples}
         return {name: kl_reward(old[name].cpu(), reference[name].cpu(), mask, *options) for name, mask in masks.items()}
 
