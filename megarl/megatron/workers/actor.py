@@ -20,7 +20,14 @@ from megarl.core.token_batch import TokenBatch
 from megarl.core.types import Scoring
 from megarl.data.local_batch import LocalBatch
 from megarl.megatron import parallel
-from megarl.megatron.advantages import AnyBatch, estimate_advantages, mean_advantages, moments, sum_over_replicas, with_advantages
+from megarl.megatron.advantages import (
+    AnyBatch,
+    estimate_advantages,
+    mean_advantages,
+    moments,
+    sum_over_replicas,
+    with_advantages,
+)
 from megarl.megatron.configured_losses import (
     configured_imitation_loss,
     configured_policy_loss,
