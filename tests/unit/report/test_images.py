@@ -66,7 +66,7 @@ def test_only_small_images_are_enlarged_sharply(tmp_path: Path, side: int, is_sm
 
 
 def test_images_are_embedded_in_order_up_to_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(images, "MAX_BYTES", 3 * (len(PNG) + 100))
+    monkeypatch.setattr(images, "MAX_BYTES", 3 * (len(PNG) + 100) + 50)
     file = tmp_path / "step_000001.jsonl"
     write_lines(file, 5, 100)
     rollouts = read_rollouts({1: file})
