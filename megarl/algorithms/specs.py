@@ -157,8 +157,7 @@ class SampleEstimator(EstimatorSpec):
 
     def shared_parameters(self) -> Parameters:
         decay = {"baseline_decay": (Share, 0.9)} if self.comparison == "moving_average" else {}
-        limit = {"limit": (PositiveFloat | None, None)}
-        return {"gamma": (Share, 1.0), "credit": (Credit, "whole")} | limit | decay
+        return {"gamma": (Share, 1.0), "credit": (Credit, "whole"), "limit": (PositiveFloat | None, None), **decay}
 
     def baselines(self, group: Sequence[Member], options: Options) -> list[Baseline]:
         return self.compare(group, **{name: options[name] for name in self.parameters})
