@@ -157,7 +157,7 @@ class SampleEstimator(EstimatorSpec):
 
     def shared_parameters(self) -> Parameters:
         decay = {"baseline_decay": (Share, 0.9)} if self.comparison == "moving_average" else {}
-        return {"gamma": (Share, 1.0), "credit": (Credit, "whole")} | decay
+        return {"gamma": (Share, 1.0), "credit": (Credit, "whole"), "limit": (PositiveFloat | None, None), **decay}
 
     def baselines(self, group: Sequence[Member], options: Options) -> list[Baseline]:
         return self.compare(group, **{name: options[name] for name in self.parameters})
@@ -177,18 +177,29 @@ class GroupEstimator(SampleEstimator):
     Args:
         compare_tokens: (TokenTotals of each sample, **arguments) -> (center, scale) of each sample's token rewards.
         amplify: (groups in an update) -> factor that multiplies all advantages in the update.
+        step_scale: (groups in a step, **arguments) -> the scale of all samples in the step, with std_over=step.
     """
 
     comparison: BaselineKind = "group"
     compare_tokens: Callable[..., list[tuple[float, float]]] = mean_of_tokens
     amplify: Callable[[Sequence[Sequence[Member]]], float] | None = None
+    step_scale: Callable[..., float] | None = None
 
     @property
     def functions(self) -> list[Signature]:
-        return [(self.compare, 1, self.parameters), (self.compare_tokens, 1, self.parameters)]
+        step = [] if self.step_scale is None else [(self.step_scale, 1, self.parameters)]
+        return [(self.compare, 1, self.parameters), (self.compare_tokens, 1, self.parameters), *step]
 
     def shared_parameters(self) -> Parameters:
-        return {**SampleEstimator.shared_parameters(self), "group_of_one": (Literal["zero", "reward"], "zero")}
+        over = {} if self.step_scale is None else {"std_over": (Literal["group", "step"], "group")}
+        shared = SampleEstimator.shared_parameters(self)
+        return {**over, **shared, "group_of_one": (Literal["zero", "reward"], "zero")}
+
+    def scale_over_step(self, groups: Sequence[Sequence[Member]], options: Options) -> float | None:
+        """Return the scale of all samples in a step, given its groups; None if each group has its own scale."""
+        if self.step_scale is None or options["std_over"] == "group":
+            return None
+        return self.step_scale(groups, **{name: options[name] for name in self.parameters})
 
     def baselines(self, group: Sequence[Member], options: Options) -> list[Baseline]:
         """Return a baseline for each member. If only one member is left because the other rewards failed, its advantage

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ConfigDict, ValidationError, create_model
@@ -69,12 +71,16 @@ def compute_advantages(
     factor = 1.0
     if isinstance(spec, GroupEstimator) and spec.amplify is not None:
         factor = spec.amplify(groups)
+    baselines = [spec.baselines(group, values) for group in groups]
+    if isinstance(spec, GroupEstimator) and (scale := spec.scale_over_step(groups, values)) is not None:
+        baselines = [[b if b.scale == inf else replace(b, scale=scale) for b in group] for group in baselines]
+    bound = inf if values["limit"] is None else values["limit"]
     advantages = [
         [
-            factor * (member.reward - baseline.center) / baseline.scale
-            for member, baseline in zip(group, spec.baselines(group, values), strict=True)
+            min(max(factor * (member.reward - baseline.center) / baseline.scale, -bound), bound)
+            for member, baseline in zip(group, compared, strict=True)
         ]
-        for group in groups
+        for group, compared in zip(groups, baselines, strict=True)
     ]
     if not values["whiten"]:
         return advantages
@@ -148,8 +154,8 @@ def policy_loss(
     _require_name("objective", objective, OBJECTIVES)
     spec = OBJECTIVES[objective]
     chosen = _with_defaults(spec, options)
-    if not isinstance(spec, PolicyObjective) or spec.selection is not None:
-        reason = "selects tokens of the whole update" if spec.selects_tokens else "has no policy ratio"
+    if not isinstance(spec, PolicyObjective) or spec.selection is not None or "tokens" not in spec.actions:
+        reason = "selects tokens of the whole update" if spec.selects_tokens else "has no ratio of tokens"
         raise UserError(f"objective={objective}: {reason}, so it is not a function of these tensors. Fix: use clip")
     _require_name("aggregation", aggregation, AGGREGATIONS)
     num_samples, longest = mask.shape

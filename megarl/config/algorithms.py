@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any, get_args
 
 from megarl.algorithms.aggregation import AGGREGATIONS
-from megarl.algorithms.kl import KL_ESTIMATORS
+from megarl.algorithms.kl import KL_ESTIMATORS, STEP_KLS
 from megarl.algorithms.registry import ESTIMATORS, OBJECTIVES, spec_in_file
-from megarl.algorithms.specs import BASELINE_KINDS, EstimatorSpec, ObjectiveSpec, Options, Spec
+from megarl.algorithms.specs import BASELINE_KINDS, EstimatorSpec, ObjectiveSpec, Options, Spec, VelocityObjective
 from megarl.config.algorithm_schema import KL, Correction, Objective
 from megarl.config.document import show
 from megarl.core.errors import UserError
@@ -47,10 +47,19 @@ def _objective(name: str, spec: ObjectiveSpec) -> Iterator[str]:
         yield "  where        ρ = π / π_old, and A is the advantage"
     yield f"  paper        {spec.paper}"
     yield f"  learns from  data.format={' or '.join(spec.rows)}"
+    yield f"  rows         {_rows(spec)}"
     yield _RECIPE
+    if "tokens" not in spec.actions:
+        yield from ("rollout:", "  engine: diffusers")
     if spec.rows[0] != "prompts":  # the default of data.format
         yield from ("data:", f"  format: {spec.rows[0]}")
     yield from ("algorithm:", "  objective:", f"    name: {name}", *_comments(spec.options))
+
+
+def _rows(spec: ObjectiveSpec) -> str:
+    names = {"tokens": "tokens", "steps": "denoising steps of images"}
+    untrained = " (not trained yet)" if isinstance(spec, VelocityObjective) else ""
+    return " or ".join(names[action] for action in spec.actions) + untrained
 
 
 _RECIPE = "\nIn a recipe (options with their defaults):\n"
@@ -93,8 +102,9 @@ def _objectives() -> Iterator[str]:
     for name, objective in OBJECTIVES.items():
         yield f"  {name}: {objective.formula}"
         yield f"    {objective.paper}"
-        yield f"    data.format={' | '.join(objective.rows)}; {_with_defaults(objective.options)}"
+        yield f"    data.format={' | '.join(objective.rows)}; {_rows(objective)}; {_with_defaults(objective.options)}"
     yield "algorithm.objective, options of all objectives that learn from advantages"
+    yield f"    {_choices(Objective, 'step_weight')}: factor of a denoising step's loss"
     yield "    entropy_coefficient, skip_truncated (DAPO), imitation_coefficient and imitation_above (VAPO)"
     yield f"    {_choices(Objective, 'empty_samples')} (also with sft, process_reward_model and token_reward_model)"
     yield "algorithm.objective.aggregation: a token's weight in the loss of an update"
@@ -104,8 +114,10 @@ def _objectives() -> Iterator[str]:
 def _kl() -> Iterator[str]:
     yield "algorithm.kl.estimator, where d = log π − log π_ref"
     yield from (f"  {name}: {estimator.formula}" for name, estimator in KL_ESTIMATORS.items())
+    yield "  of denoising steps, where v is the velocity:"
+    yield from (f"  {name}: {formula}" for name, formula in STEP_KLS.items())
     yield f"    {_choices(KL, 'placement')}, {_choices(KL, 'level')}, straight_through=true | false"
-    yield "    estimator=null: k1 in the reward, k3 in the loss, k2 in the loss with level=sequence"
+    yield "    estimator=null: k1 in the reward, k3 in the loss (k2 with level=sequence), gaussian for images"
     yield "    limit bounds the estimate; adaptive_target and adaptive_horizon adapt the coefficient"
     yield "    renew_steps and renew_share update the reference"
 

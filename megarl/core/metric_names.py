@@ -113,7 +113,7 @@ METRICS = (
     Declaration("policy/ratio_max", "largest ratio"),
     Declaration("policy/clip_low_frac", "fraction of tokens that the objective clips at the lower bound"),
     Declaration("policy/clip_high_frac", "fraction of tokens that the objective clips at the upper bound"),
-    Declaration("policy/kl_old", "KL(old policy ‖ policy), estimated by k3", "nats/token"),
+    Declaration("policy/kl_old", "KL(old policy ‖ policy), by k3; exact for denoising steps", "nats/token"),
     Declaration(
         "policy/drift_abs_mean", "mean |log-prob − log-prob at the start of the step|", "nats", "several updates"
     ),

@@ -86,7 +86,7 @@ def _estimate_samples(config: Advantage, batch: AnyBatch) -> AnyBatch:
         token_rewards = token_rewards + batch.kl_reward / batch.scale.float()[rows]
     elif batch.kl_reward is not None:
         reward = reward + _sample_sums(batch, batch.kl_reward)
-    advantage = sample_advantages(reward, batch.baseline, batch.scale)[rows]
+    advantage = sample_advantages(reward, batch.baseline, batch.scale, config.option("limit"))[rows]
     advantage = advantage + reward_to_go(token_rewards, batch.mask, rows, config.option("gamma"))
     return replace(batch, advantage=torch.where(batch.mask, advantage, 0.0))
 

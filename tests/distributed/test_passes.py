@@ -68,7 +68,9 @@ def tokens(seed: int) -> dict[str, torch.Tensor]:
 
 
 OBJECTIVES_WITHOUT_OLD = [
-    name for name, spec in OBJECTIVES.items() if spec.is_policy_objective and not spec.selects_tokens
+    name
+    for name, spec in OBJECTIVES.items()
+    if spec.is_policy_objective and "tokens" in spec.actions and not spec.selects_tokens
 ]
 
 

@@ -14,7 +14,7 @@ from megarl.config.load import load
 from megarl.core.errors import RunFailure
 from megarl.core.metrics import Metric, merge_updates, values
 from megarl.core.types import Baseline, Prompt, SampleRef, Score, TokenTotals
-from megarl.step.baselines import attach_baselines
+from megarl.step.baselines import attach_baselines, step_scale
 from megarl.step.dispatch import dispatch, epochs_of
 from megarl.step.requests import requests
 from megarl.step.rollouts import Rollouts
@@ -482,3 +482,14 @@ def test_preference_pairs_are_adjacent_with_equal_weights():
     names = [item.sample for item in dispatched]
     better, worse = names[::2], names[1::2]
     assert sorted(better) == ["0.0", "1.0", "2.0"] and worse == [f"{name[0]}.1" for name in better]
+
+
+def test_step_std_covers_all_updates():
+    """The scale is the standard deviation of the step's rewards, 0, 2 | 1, 5, although the update has one group."""
+    settings = config("algorithm.advantage={std: population, std_epsilon: 0.0, std_over: step}")
+    groups, _ = select(settings, GROUPS, [*map(score, [0.0, 2.0, 1.0, 5.0])])
+    scale = step_scale(settings, groups, {}, {})
+    assert scale == pytest.approx(3.5**0.5)
+    [first, second] = [attach_baselines(settings, [group], {}, {}, MovingAverage(), scale) for group in groups]
+    assert [item.baseline for item in (*first, *second)] == [Baseline(1.0, scale)] * 2 + [Baseline(3.0, scale)] * 2
+    assert step_scale(config(), groups, {}, {}) is None

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from megarl.algorithms.baselines import Member, group_mean, mean, scale_of, standard_deviation
-from megarl.algorithms.specs import Deviation, GroupEstimator, mean_of_tokens
+from megarl.algorithms.baselines import Member, mean, scale_of, standard_deviation
+from megarl.algorithms.specs import Deviation, GroupEstimator, Options, mean_of_tokens
 from megarl.core.ranges import NonNegativeFloat
 from megarl.core.types import Baseline, TokenTotals
 
@@ -20,13 +20,23 @@ def grpo(group: Sequence[Member], std: str, std_epsilon: float) -> list[Baseline
     return [Baseline(mean(rewards), scale)] * len(group)
 
 
-def grpo_with_batch_std(groups: Sequence[Sequence[Member]], std: str, std_epsilon: float) -> list[list[Baseline]]:
-    """Return for each group the baseline b = mean(r) and scale c = std(R) + std_epsilon, where R contains the
-    rewards of all groups: Flow-GRPO (https://arxiv.org/abs/2505.05470) with a global standard deviation. Groups with
-    equal rewards have advantage 0, and small spreads within a group are not amplified."""
-    rewards = [member.reward for group in groups for member in group]
-    scale = scale_of(standard_deviation(rewards, std), std_epsilon)
-    return [[Baseline(baseline.center, scale) for baseline in group_mean(group)] for group in groups]
+def step_scale(groups: Sequence[Sequence[Member]], std: str, std_epsilon: float) -> float:
+    """Return the scale c = std(R) + std_epsilon, where R contains the rewards of all groups in the step: Flow-GRPO
+    (https://arxiv.org/abs/2505.05470) with a global standard deviation. Groups with equal rewards have advantage 0, and
+    small spreads within a group are not amplified."""
+    return scale_of(standard_deviation([member.reward for group in groups for member in group], std), std_epsilon)
+
+
+def step_has_a_deviation(options: Options, _: int) -> str | None:
+    key = "algorithm.advantage.std_over=step"
+    if options["std_over"] == "step" and options["std"] == "none":
+        return f"{key}: has no effect with algorithm.advantage.std=none. Fix: set algorithm.advantage.std_over=group"
+    if options["std_over"] == "step" and options["credit"] != "whole":
+        return (
+            f"{key}: with algorithm.advantage.credit={options['credit']}, token rewards are compared within their "
+            "group. Fix: set algorithm.advantage.std_over=group"
+        )
+    return None
 
 
 def process_supervision(group: Sequence[TokenTotals], std: str, std_epsilon: float) -> list[tuple[float, float]]:
@@ -48,5 +58,7 @@ SPEC = GroupEstimator(
     paper="GRPO, arXiv 2402.03300",
     compare=grpo,
     compare_tokens=process_supervision,
+    step_scale=step_scale,
     parameters={"std": (Deviation, "sample"), "std_epsilon": (NonNegativeFloat, 1e-6)},
+    rules=(step_has_a_deviation,),
 )

@@ -18,6 +18,7 @@ from megarl.config.rules import (
     data,
     environment,
     evaluation,
+    images,
     layout,
     models,
     rewards,
@@ -28,7 +29,7 @@ from megarl.config.rules.no_effect import keys_without_effect
 from megarl.config.schema import Config
 from megarl.config.violations import raise_all
 
-SECTIONS = (run, data, algorithm, rollout, actor, models, rewards, environment, evaluation, cluster)
+SECTIONS = (run, data, algorithm, images, rollout, actor, models, rewards, environment, evaluation, cluster)
 
 
 def check(config: Config, defaults: Mapping[str, Any]) -> None:

@@ -92,7 +92,7 @@ KEY_REQUIREMENTS = (
             "data.source_weights": {},
         },
     ),
-    _if_equal("rollout.engine=diffusers", ("rollout.denoising",)),
+    _if_equal("rollout.engine=diffusers", {"rollout.denoising": BASE, "algorithm.objective.step_weight": "none"}),
     _if_equal(
         "rollout.engine=vllm",
         {
@@ -109,6 +109,10 @@ KEY_REQUIREMENTS = (
             "rollout.quantization": None,
             "rollout.batch_invariant": False,
             "rollout.vllm_overrides": {},
+            "algorithm.objective.skip_truncated": False,
+            "algorithm.kl.level": "token",
+            "algorithm.kl.straight_through": False,
+            "algorithm.kl.limit": None,
             "actor.experts": BASE,
             "actor.fp8": BASE,
             "reward_model.path": None,

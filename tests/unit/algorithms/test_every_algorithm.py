@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 from megarl.algorithms.registry import ESTIMATORS, OBJECTIVES
-from megarl.algorithms.specs import EstimatorSpec, ObjectiveSpec
+from megarl.algorithms.specs import EstimatorSpec, ObjectiveSpec, PolicyObjective, VelocityObjective
+from megarl.config.algorithm_schema import Objective
 from megarl.config.document import show
 from megarl.config.load import load
 from megarl.config.schema import Config
@@ -21,6 +22,7 @@ from tests.distributed import test_offline_data
 from tests.e2e import learning_cases
 from tests.paths import BASE, CONFIGS
 from tests.unit.config.test_base_recipe import nodes
+from tests.unit.megatron import test_denoising_loss
 
 SPECS: list[EstimatorSpec | ObjectiveSpec] = [*ESTIMATORS.values(), *OBJECTIVES.values()]
 TENSORS = {
@@ -37,7 +39,7 @@ TENSORS = {
     "covariance",
     "draw",
 }
-INPUTS = TENSORS | {"samples", "selected", "value", "group"}
+INPUTS = TENSORS | {"samples", "selected", "value", "group", "groups", "v", "old_v", "x0", "x", "sigma"}
 """Function inputs that are not options."""
 
 
@@ -77,6 +79,7 @@ ESTIMATOR_PLACES: dict[str, Callable[[], Collection[str]]] = {
     },
     "the comment of estimator in configs/base.yaml": lambda: comments()["algorithm.advantage.estimator"],
 }
+STEP_OBJECTIVES = {name for name, spec in OBJECTIVES.items() if "tokens" not in spec.actions}
 OBJECTIVE_PLACES: dict[str, Callable[[], Collection[str]]] = {
     "CASES of tests/objective_cases.py, or of tests/distributed/test_offline_data.py": lambda: {
         *(case.name for case in objective_cases.CASES.values()),
@@ -95,9 +98,17 @@ def test_every_estimator_has(name, place):
 
 
 @pytest.mark.parametrize("place", OBJECTIVE_PLACES)
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("name", OBJECTIVES.keys() - STEP_OBJECTIVES)
 def test_every_objective_has(name, place):
     assert name in OBJECTIVE_PLACES[place]()
+
+
+@pytest.mark.parametrize("name", STEP_OBJECTIVES)
+def test_every_objective_of_steps_has(name):
+    """tests/unit/megatron/test_denoising_loss.py compares each of them with a reference."""
+    assert name in comments()["algorithm.objective.name"]
+    compared = {*test_denoising_loss.REFERENCES, *test_denoising_loss.VELOCITY_REFERENCES}
+    assert name in compared
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
@@ -105,13 +116,22 @@ def test_function_arguments_match_spec(spec):
     """Each option has a function argument of the same name."""
     for function, _, parameters in spec.functions:
         arguments = inspect.signature(function).parameters
-        assert "_" in arguments or arguments.keys() - INPUTS == parameters.keys()
+        inputs = INPUTS.union(spec.inputs if isinstance(spec, PolicyObjective) else ())
+        assert "_" in arguments or arguments.keys() - inputs == parameters.keys()
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 def test_options_are_config_keys_with_paper_defaults(spec):
     rows = "prompts" if isinstance(spec, EstimatorSpec) else spec.rows[0]
     keys = ["model.path=m", "data.source=rows.jsonl", f"data.format={rows}", f"{key_of_name(spec)}={spec.name}"]
+    if spec.name in STEP_OBJECTIVES:
+        keys.append("rollout.engine=diffusers")
+    if isinstance(spec, VelocityObjective):
+        with pytest.raises(ValueError, match=f"^algorithm.objective.name={spec.name}: it is trained on"):
+            load(BASE, keys)
+        shared = load(BASE, keys[:2]).algorithm.objective.model_dump(include=Objective.model_fields.keys())
+        assert Objective.model_validate(shared | {"name": spec.name}).options() == spec.options
+        return
     overrides = [f"{section(spec)}.{option}={show(value)}" for option, value in spec.options.items()]
     for config in (load(BASE, keys), load(BASE, [*keys, *overrides])):
         algorithm = config.algorithm.advantage if isinstance(spec, EstimatorSpec) else config.algorithm.objective

@@ -15,7 +15,7 @@ from megarl.algorithms.corrections import factors
 from megarl.algorithms.registry import OBJECTIVES
 from megarl.algorithms.sample_segments import SampleSegments
 
-POLICY = [name for name, spec in OBJECTIVES.items() if spec.is_policy_objective]
+POLICY = [name for name, spec in OBJECTIVES.items() if spec.is_policy_objective and "tokens" in spec.actions]
 WITH_PENALTY = ("kl_penalty", "kl_cov", "dro")
 """Objectives with a term that is not multiplied by the advantage."""
 READS_PROBABILITIES = ("dppo_tv", "dppo_kl", "cispo")

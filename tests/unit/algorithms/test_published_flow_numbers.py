@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megarl.algorithms import transition as policy
-from megarl.algorithms.advantages.grpo import grpo, grpo_with_batch_std
+from megarl.algorithms.advantages.grpo import grpo, step_scale
 from megarl.algorithms.baselines import Member
 from megarl.algorithms.objectives.clip import clip
 from megarl.algorithms.objectives.diffusion_nft import diffusion_nft
@@ -149,24 +149,23 @@ def advantages(prompts: list[str], rewards: list[float], over: str, std: str, st
     names = sorted(set(prompts))
     rows = [[i for i, prompt in enumerate(prompts) if prompt == name] for name in names]
     groups = [[Member(rewards[i], 1) for i in row] for row in rows]
-    if over == "group":
-        baselines = [grpo(group, std, std_epsilon) for group in groups]
-    else:
-        baselines = grpo_with_batch_std(groups, std, std_epsilon)
+    baselines = [grpo(group, std, std_epsilon) for group in groups]
     by_row = {i: b for row, group in zip(rows, baselines, strict=True) for i, b in zip(row, group, strict=True)}
     center, scale = ([getattr(by_row[i], name) for i in range(len(rewards))] for name in ("center", "scale"))
+    if over == "step":
+        scale = [step_scale(groups, std, std_epsilon)] * len(rewards)
     return sample_advantages(*(torch.tensor(values, dtype=torch.float64) for values in (rewards, center, scale)))
 
 
 @pytest.mark.parametrize(("library", "std"), [("flow_grpo", "population"), ("verl_omni", "sample")])
-@pytest.mark.parametrize(("over", "flag"), [("group", "false"), ("batch", "true")])
+@pytest.mark.parametrize(("over", "flag"), [("group", "false"), ("step", "true")])
 def test_advantages_match_libraries(library, std, over, flag):
     recorded = RECORDED["advantages"]
     actual = advantages(recorded["prompts"], recorded["rewards"], over, std, std_epsilon=1e-4)
     assert_equal(actual, recorded[f"{library}_global_std_{flag}"])
 
 
-@pytest.mark.parametrize(("over", "flag"), [("group", "false"), ("batch", "true")])
+@pytest.mark.parametrize(("over", "flag"), [("group", "false"), ("step", "true")])
 def test_advantages_of_each_step_match_flow_grpo(over, flag):
     """With one reward per denoising step, each step forms a separate batch."""
     recorded = RECORDED["advantages"]["per_step"]

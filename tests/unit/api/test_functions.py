@@ -24,6 +24,15 @@ def test_grpo_equals_the_closed_form(std, ddof):
         np.testing.assert_allclose(row, (np.array(rewards) - np.mean(rewards)) / (deviation + 1e-4), atol=1e-12)
 
 
+def test_grpo_with_step_std_and_limit():
+    """One standard deviation for all groups, and advantages bounded by the limit."""
+    deviation = np.std(np.concatenate(REWARDS), ddof=1)
+    actual = megarl.compute_advantages("grpo", REWARDS, std_epsilon=0.0, std_over="step", limit=1.0)
+    for row, rewards in zip(actual, REWARDS, strict=True):
+        np.testing.assert_allclose(row, np.clip((np.array(rewards) - np.mean(rewards)) / deviation, -1, 1), atol=1e-12)
+    assert max(map(max, actual)) == 1.0
+
+
 def test_rloo_compares_with_the_mean_of_others():
     for row, rewards in zip(megarl.compute_advantages("rloo", REWARDS), REWARDS, strict=True):
         others = [np.mean(rewards[:i] + rewards[i + 1 :]) for i in range(len(rewards))]

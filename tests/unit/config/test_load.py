@@ -130,7 +130,10 @@ def test_yaml_values(override: str, read: Callable[[Config], object], value: obj
         ("actor.optimizer.lr=.inf", "actor.optimizer.lr=.inf: expected a finite number"),
         ("actor.optimizer.beta1=1", "actor.optimizer.beta1=1: expected less than 1"),
         ("rewards.failure_limit=2", "rewards.failure_limit=2: expected at most 1"),
-        ("algorithm.kl.estimator=k4", "algorithm.kl.estimator=k4: expected 'k1', 'k2', 'k3' or 'abs'"),
+        (
+            "algorithm.kl.estimator=k4",
+            "algorithm.kl.estimator=k4: expected 'k1', 'k2', 'k3', 'abs', 'gaussian' or 'velocity'",
+        ),
     ],
 )
 def test_bad_override(override: str, message: str) -> None:

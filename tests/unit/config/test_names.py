@@ -155,7 +155,7 @@ from tools import key_tables
         (
             "scale_rewards",
             "TRL's scale_rewards corresponds to algorithm.advantage.std (group is sample, and none is none; for "
-            "batch, none with algorithm.advantage.whiten=true). Fix: use that key",
+            "batch, sample with algorithm.advantage.std_over=step). Fix: use that key",
         ),
         (
             "actor_rollout_ref.actor.strategy",

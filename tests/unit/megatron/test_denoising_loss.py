@@ -206,6 +206,10 @@ REFERENCES: dict[str, tuple[str, Callable[..., torch.Tensor]]] = {
 """Objective -> its options and ℓ from the log-ratio and the policies. For cispo, ℓ differs by a constant."""
 
 
+VELOCITY_REFERENCES = ("diffusion_nft",)
+"""Objectives without log-probs, which tests/unit/algorithms/test_published_flow_numbers.py compares."""
+
+
 def reference_loss(
     name: str, kind: str, reduction: str, kl: str, v: torch.Tensor, x_next: torch.Tensor
 ) -> torch.Tensor:
@@ -355,6 +359,13 @@ def test_kl_old_without_old_velocities_is_the_mean_log_ratio():
 def test_objective_requires_old_velocities_after_an_update():
     with pytest.raises(AssertionError, match="flow_dppo: inputs"):
         terms_of(random_config("flow", "flow_dppo"), random_batch("flow", old_v=None), BASE_V, has_moved=True)
+
+
+def test_advantages_are_limited():
+    samples = dict(reward=tensor([9.0, 3.0, 2.5, -9.0], torch.float64), baseline=torch.full((4,), 2.0).double())
+    config = config_of("algorithm.advantage.limit=5.0")
+    [estimated] = with_advantages(config.algorithm, [random_batch("flow", advantage=None, **samples)])
+    assert estimated.advantage is not None and estimated.advantage.tolist() == [5.0, 1.0, 0.5, -5.0]
 
 
 def test_advantages_are_the_samples():

@@ -61,8 +61,9 @@ CORRECTIONS = {
 TOLERANCE = Tolerance(1.0, "sample")
 """Exceeded by a token of a few samples."""
 
-POLICY_OBJECTIVES = [name for name, spec in OBJECTIVES.items() if spec.is_policy_objective]
-OTHER_LOSSES = [name for name in OBJECTIVES if name not in POLICY_OBJECTIVES] + ["value", "implicit_reward"]
+TOKEN_OBJECTIVES = [name for name, spec in OBJECTIVES.items() if "tokens" in spec.actions]
+POLICY_OBJECTIVES = [name for name in TOKEN_OBJECTIVES if OBJECTIVES[name].is_policy_objective]
+OTHER_LOSSES = [name for name in TOKEN_OBJECTIVES if name not in POLICY_OBJECTIVES] + ["value", "implicit_reward"]
 REPRESENTATIVES = ("grpo", "gae")
 """Estimators that run with every KL placement, and with every correction."""
 

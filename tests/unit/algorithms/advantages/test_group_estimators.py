@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.algorithms.advantages.gpg import amplification
-from megarl.algorithms.advantages.grpo import grpo_with_batch_std
+from megarl.algorithms.advantages.grpo import step_scale
 from megarl.algorithms.baselines import Member
 from megarl.algorithms.registry import ESTIMATORS
 from megarl.core.types import Baseline, TokenTotals
@@ -58,15 +58,12 @@ def test_advantages_match_worked_example(options, expected):
     assert advantages([1.0, 0.0, 0.0, 1.0], [1, 2, 3, 2], **options) == pytest.approx(expected)
 
 
-def test_batch_std_uses_raw_rewards_of_all_groups():
+def test_step_std_uses_raw_rewards_of_all_groups():
     """Rewards 1, 3 | 5 | 5, 5, 5 have mean 4 and squared deviations 9 + 1 + 4·1; the group means play no role."""
     groups = [[Member(reward, 1) for reward in rewards] for rewards in ((1.0, 3.0), (5.0,), (5.0, 5.0, 5.0))]
     for std, divisor in (("population", 6), ("sample", 5)):
-        scale = (14 / divisor) ** 0.5 + 0.1
-        expected = [[Baseline(2.0, scale)] * 2, [Baseline(5.0, scale)], [Baseline(5.0, scale)] * 3]
-        assert grpo_with_batch_std(groups, std, std_epsilon=0.1) == expected
-    equal = [[Member(0.7, 1)] * 3] * 2
-    assert {b.scale for group in grpo_with_batch_std(equal, "sample", std_epsilon=0.0) for b in group} == {1.0}
+        assert step_scale(groups, std, 0.1) == pytest.approx((14 / divisor) ** 0.5 + 0.1)
+    assert step_scale([[Member(0.7, 1)] * 3] * 2, "sample", 0.0) == 1.0
 
 
 @pytest.mark.parametrize("estimator", GROUP_ESTIMATORS)

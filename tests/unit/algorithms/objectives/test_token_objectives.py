@@ -12,7 +12,7 @@ from megarl.algorithms.objectives.dppo_kl import dppo_kl
 from megarl.algorithms.registry import OBJECTIVES
 from megarl.algorithms.sample_segments import SampleSegments
 
-POLICY_OBJECTIVES = [name for name, spec in OBJECTIVES.items() if spec.is_policy_objective]
+POLICY_OBJECTIVES = [name for name, spec in OBJECTIVES.items() if spec.is_policy_objective and "tokens" in spec.actions]
 TOKEN_OBJECTIVES = [name for name in POLICY_OBJECTIVES if not OBJECTIVES[name].inputs]
 WITH_DERIVATIVE = ("clip", "unclipped", "kl_penalty", "sapo")
 """Objectives whose gradient is the derivative of their value (almost everywhere)."""

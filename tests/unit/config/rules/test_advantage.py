@@ -15,8 +15,8 @@ from tests.unit.config.rules.recipes import errors, recipe
         (
             ["algorithm.advantage.gae_lambda=0.9"],
             "algorithm.advantage.gae_lambda: unknown key; algorithm.advantage.estimator=grpo has std, std_epsilon, "
-            "gamma, "
-            "credit, group_of_one, whiten, whiten_over, whiten_std, whiten_epsilon; gae_lambda is an option of gae",
+            "std_over, gamma, credit, limit, group_of_one, whiten, whiten_over, whiten_std, whiten_epsilon; "
+            "gae_lambda is an option of gae",
         ),
         (
             ["algorithm.advantage.estimator=rloo", "batch.samples_per_prompt=1"],

@@ -1,0 +1,132 @@
+"""Rules for the algorithms of image models, and for those of language models that name options of image models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from operator import attrgetter
+
+from megarl.algorithms.kl import KL_ESTIMATORS, STEP_KLS
+from megarl.algorithms.registry import OBJECTIVES
+from megarl.algorithms.specs import ObjectiveSpec, PolicyObjective, VelocityObjective
+from megarl.config.document import show
+from megarl.config.schema import Config
+
+IMAGES = "rollout.engine=diffusers"
+
+
+def objective_supports_actions(config: Config) -> Iterator[str]:
+    spec, name = config.algorithm.objective.spec, config.algorithm.objective.name
+    action = "steps" if config.samples_images else "tokens"
+    if action in spec.actions:
+        return
+    known = [other for other, entry in OBJECTIVES.items() if {*entry.actions} >= {"steps"} and _is_trained(entry)]
+    supported = f"set algorithm.objective.name to {' or '.join(known)}"
+    if config.samples_images:
+        yield f"algorithm.objective.name={name}: {_why_not_steps(spec)}, but {IMAGES}. Fix: {supported}"
+    else:
+        yield (
+            f"algorithm.objective.name={name}: learns from denoising steps, but rollout.engine={config.rollout.engine} "
+            f"samples tokens. Fix: set {IMAGES}, or set algorithm.objective.name=clip"
+        )
+
+
+def _is_trained(spec: ObjectiveSpec) -> bool:
+    """Whether the trainer makes the rows of the objective."""
+    return not isinstance(spec, VelocityObjective)
+
+
+def _why_not_steps(spec: ObjectiveSpec) -> str:
+    if not isinstance(spec, PolicyObjective):
+        return "learns from texts"
+    if "samples" in spec.inputs:
+        return "uses the ratio of a whole sample, which denoising steps do not have"
+    return "selects tokens" if spec.selects_tokens else "uses the probabilities of tokens"
+
+
+def velocity_objectives_are_not_trained(config: Config) -> Iterator[str]:
+    objective = config.algorithm.objective
+    if config.samples_images and not _is_trained(objective.spec):
+        yield (
+            f"algorithm.objective.name={objective.name}: it is trained on newly noised images, which the trainer does "
+            "not make yet. Fix: set algorithm.objective.name=clip"
+        )
+
+
+def divergence_requires_trainer_velocities(config: Config) -> Iterator[str]:
+    spec, old = config.algorithm.objective.spec, config.algorithm.correction.old
+    if isinstance(spec, PolicyObjective) and "divergence" in spec.inputs and old == "rollout":
+        yield (
+            f"algorithm.correction.old={old}: algorithm.objective.name={config.algorithm.objective.name} needs the old "
+            "policy's velocities, which the engines do not return. Fix: set algorithm.correction.old=trainer"
+        )
+
+
+def images_have_a_baseline(config: Config) -> Iterator[str]:
+    advantage = config.algorithm.advantage
+    reasons = {
+        "values": "there is no critic of denoising steps",
+        "greedy": "images have no greedy sample",
+    }
+    if config.samples_images and (reason := reasons.get(advantage.spec.comparison)) is not None:
+        yield (
+            f"algorithm.advantage.estimator={advantage.estimator}: {reason}, but {IMAGES}. Fix: set "
+            "algorithm.advantage.estimator=grpo"
+        )
+
+
+def kl_estimator_supports_actions(config: Config) -> Iterator[str]:
+    estimator = config.algorithm.kl.estimator
+    if config.samples_images == (estimator in STEP_KLS):
+        return
+    if config.samples_images:
+        yield (
+            f"algorithm.kl.estimator={estimator}: it estimates a KL from log-probs, but the KL of denoising steps is "
+            "known exactly. Fix: set algorithm.kl.estimator=gaussian or velocity"
+        )
+    else:
+        yield (
+            f"algorithm.kl.estimator={estimator}: it is a KL of denoising steps, but rollout.engine="
+            f"{config.rollout.engine} samples tokens. Fix: set algorithm.kl.estimator to "
+            f"{' or '.join(KL_ESTIMATORS)}"
+        )
+
+
+NEEDED = {
+    "algorithm.kl.placement": (("loss",), "the KL of denoising steps is not estimated for the reward"),
+    "algorithm.objective.entropy_coefficient": (
+        (0.0,),
+        "the entropy of a denoising step does not depend on the policy",
+    ),
+    "algorithm.objective.aggregation": (
+        (
+            "sequence_mean_of_token_means",
+            "sequence_mean_of_token_sums",
+            "prompt_mean_of_token_means",
+            "token_mean",
+            "token_sum",
+        ),
+        "images have no maximum length",
+    ),
+    "algorithm.correction.weight": ((None, "token"), "denoising steps have no ratio of a whole sample"),
+    "algorithm.correction.mask": ((None, "token"), "denoising steps have no ratio of a whole sample"),
+    "algorithm.trust_region.kl_limit": ((None,), "TRPO's divergence is that of tokens"),
+}
+"""Key -> supported values with image models, the first of which is the remedy, and the reason."""
+
+
+def options_support_images(config: Config) -> Iterator[str]:
+    if not config.samples_images:
+        return
+    for key, (supported, reason) in NEEDED.items():
+        if (value := attrgetter(key)(config)) not in supported:
+            yield f"{key}={show(value)}: with {IMAGES}, {reason}. Fix: set {key}={show(supported[0])}"
+
+
+RULES = (
+    objective_supports_actions,
+    velocity_objectives_are_not_trained,
+    divergence_requires_trainer_velocities,
+    images_have_a_baseline,
+    kl_estimator_supports_actions,
+    options_support_images,
+)

@@ -1,0 +1,119 @@
+"""The algorithms of image models: rejected objectives and options, and options that have no effect."""
+
+from __future__ import annotations
+
+import pytest
+
+from megarl.algorithms.registry import OBJECTIVES
+from megarl.config.load import load
+from megarl.config.schema import Config
+from tests.paths import BASE
+
+IMAGES = "rollout.engine=diffusers"
+
+
+def recipe(*overrides: str, engine: str = IMAGES) -> Config:
+    return load(BASE, ["model.path=m", "data.source=rows.jsonl", engine, *overrides])
+
+
+def error_text(*overrides: str, engine: str = IMAGES) -> str:
+    with pytest.raises(ValueError) as error:
+        recipe(*overrides, engine=engine)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", [name for name, spec in OBJECTIVES.items() if "steps" not in spec.actions])
+def test_objectives_of_tokens_are_rejected_by_name(name):
+    line, *others = error_text(f"algorithm.objective.name={name}", f"data.format={OBJECTIVES[name].rows[0]}").split(
+        "\n"
+    )
+    remedies = "cispo or clip or flow_dppo or grpo_guard or sapo or unclipped"
+    assert line.startswith(f"algorithm.objective.name={name}: ") or others
+    assert f"but rollout.engine=diffusers. Fix: set algorithm.objective.name to {remedies}" in "\n".join(
+        (line, *others)
+    )
+
+
+@pytest.mark.parametrize("name", [name for name, spec in OBJECTIVES.items() if "tokens" not in spec.actions])
+def test_objectives_of_steps_require_images(name):
+    expected = f"algorithm.objective.name={name}: learns from denoising steps, but rollout.engine=vllm samples tokens."
+    assert error_text(f"algorithm.objective.name={name}", engine="rollout.engine=vllm").startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (["algorithm.objective.name=gspo"], "uses the ratio of a whole sample, which denoising steps do not have"),
+        (["algorithm.objective.name=clip_cov"], "selects tokens"),
+        (["algorithm.objective.name=dppo_tv"], "uses the probabilities of tokens"),
+        (["algorithm.objective.name=dpo"], "learns from texts"),
+        (
+            ["algorithm.objective.name=diffusion_nft"],
+            "it is trained on newly noised images, which the trainer does not",
+        ),
+        (
+            ["algorithm.objective.name=grpo_guard", "algorithm.correction.old=rollout"],
+            "algorithm.correction.old=rollout: algorithm.objective.name=grpo_guard needs the old policy's velocities",
+        ),
+        (["algorithm.advantage.estimator=gae"], "there is no critic of denoising steps, but rollout.engine=diffusers."),
+        (["algorithm.advantage.estimator=remax"], "images have no greedy sample, but rollout.engine=diffusers."),
+        (["algorithm.kl.estimator=k3"], "algorithm.kl.estimator=k3: it estimates a KL from log-probs, but the KL of"),
+        (["algorithm.kl.placement=reward"], "Fix: set algorithm.kl.placement=loss"),
+        (
+            ["algorithm.objective.entropy_coefficient=0.1"],
+            "algorithm.objective.entropy_coefficient=0.1: with rollout.engine=diffusers, the entropy of a denoising "
+            "step does not depend on the policy. Fix: set algorithm.objective.entropy_coefficient=0.0",
+        ),
+        (["algorithm.objective.aggregation=sequence_mean_over_max_tokens"], "images have no maximum length. Fix: set"),
+        (["algorithm.correction.weight=sequence"], "Fix: set algorithm.correction.weight=null"),
+        (["algorithm.correction.mask=geometric"], "Fix: set algorithm.correction.mask=null"),
+        (["algorithm.objective.skip_truncated=true"], "has no effect unless rollout.engine=vllm"),
+        (["algorithm.kl.level=sequence"], "has no effect unless rollout.engine=vllm"),
+        (["algorithm.kl.straight_through=true"], "has no effect unless rollout.engine=vllm"),
+        (["algorithm.kl.limit=10.0"], "has no effect unless rollout.engine=vllm"),
+        (
+            ["algorithm.advantage={std: none, std_over: step}"],
+            "algorithm.advantage.std_over=step: has no effect with algorithm.advantage.std=none. Fix: set",
+        ),
+        (
+            ["algorithm.advantage={credit: reward_to_go, std_over: step}"],
+            "algorithm.advantage.std_over=step: with algorithm.advantage.credit=reward_to_go, token rewards",
+        ),
+    ],
+)
+def test_option_is_rejected_alone(overrides, line):
+    text = error_text(*overrides)
+    assert line in text and "\n" not in text
+
+
+def test_trust_region_is_rejected():
+    keys = "algorithm.objective.name=unclipped", "algorithm.trust_region.kl_limit=0.01", "model.dtype=float32"
+    line = "algorithm.trust_region.kl_limit=0.01: with rollout.engine=diffusers, TRPO's divergence is that of tokens"
+    assert error_text(*keys).startswith(line)
+
+
+@pytest.mark.parametrize("key", ["algorithm.objective.step_weight=deviation", "algorithm.kl.estimator=gaussian"])
+def test_options_of_images_are_rejected_for_texts(key):
+    assert error_text(key, engine="rollout.engine=vllm").startswith(f"{key}: ")
+    recipe(key)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["algorithm.advantage={std: population, std_epsilon: 1.0e-4, limit: 5.0, std_over: step}"],
+        ["algorithm.objective={name: grpo_guard, step_weight: inverse_interval}"],
+        ["algorithm.correction={weight: token, mask: token}"],
+        ["algorithm.correction.old=rollout"],
+        ["algorithm.advantage.estimator=rloo"],
+        ["algorithm.advantage.estimator=reinforce_plus_plus"],
+    ],
+)
+def test_supported_options_are_accepted(overrides):
+    recipe(*overrides)
+
+
+def test_default_kl_is_the_exact_one():
+    assert recipe().algorithm.kl.estimator == "gaussian" and recipe().algorithm.kl_metric == "kl/loss_token_gaussian"
+    assert recipe(engine="rollout.engine=vllm").algorithm.kl.estimator == "k3"
+    assert recipe("algorithm.kl.estimator=velocity").algorithm.kl.estimator == "velocity"
