@@ -117,6 +117,11 @@ def log_prob(
     return (each if reduction == "mean" else each * x[0].numel()).to(x.dtype)
 
 
+def entropy(step: Transition) -> torch.Tensor:
+    """Return log s + ½·log(2πe), the entropy of x' as the mean over elements, float64 [B]. It does not depend on v."""
+    return step.std.log() + math.log(2 * math.pi * math.e) / 2
+
+
 def gaussian_kl(step: Transition, v: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Return KL(π ‖ π_other), the mean over elements, [B] in the dtype of v, differentiable in both velocities.
 

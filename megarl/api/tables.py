@@ -11,6 +11,7 @@ from megarl.core.errors import UserError
 from megarl.core.files import is_plain
 from megarl.core.jsonl import read_objects
 from megarl.report.history import read_history
+from megarl.rewards.rollout_images import image_path
 from megarl.run.folder import RunFolder
 
 if TYPE_CHECKING:
@@ -19,14 +20,14 @@ if TYPE_CHECKING:
 PARTS = "parts"
 TYPES: dict[str, type] = {
     **dict.fromkeys(("sample_id", "prompt_id", "rollout_id", "prompt", "response"), str),
-    **dict.fromkeys(("failure", "finish_reason", "stop_reason"), str),
-    **dict.fromkeys(("step", "num_response_tokens", "first_turn"), int),
+    **dict.fromkeys(("failure", "finish_reason", "stop_reason", "image", "preview"), str),
+    **dict.fromkeys(("step", "num_response_tokens", "first_turn", "num_denoising_steps"), int),
     **dict.fromkeys(("reward", "advantage"), float),
 }
 """Types of the fields with a single value. All other fields, except those in LISTS and MASK, become JSON text."""
 
 LISTS: dict[str, type] = {
-    **dict.fromkeys(("prompt_ids", "response_ids"), int),
+    **dict.fromkeys(("prompt_ids", "response_ids", "trained_denoising_steps"), int),
     **dict.fromkeys(("rollout_logprobs", "logprob_differences", "token_advantages", "turn_rewards"), float),
     "tokens": str,
 }
@@ -34,6 +35,9 @@ LISTS: dict[str, type] = {
 
 MASK = "mask"
 """Field with the lengths of alternating runs of trained and untrained tokens. The column has one value per token."""
+
+FILES = ("image", "preview")
+"""Fields with the name of a file, relative to the rollout file. The table has its path."""
 
 MAX_ID = 2**31 - 1
 
@@ -67,9 +71,10 @@ def read_rollouts(folder: str | Path, steps: Sequence[int] | None = None) -> pya
 
     Scalars have Arrow types. Fields with one value per token are list columns: `prompt_ids` and `response_ids` of
     int32, `rollout_logprobs`, `logprob_differences` and `token_advantages` of float32, `tokens` of strings, and `mask`
-    (whether the model sampled the token) of bool. `turn_rewards` is a list of float32. Each reward function's value is
-    a column `parts.NAME`. All other fields, such as `answer` and `messages`, are JSON text, because their type may
-    differ between rows.
+    (whether the model sampled the token) of bool. `turn_rewards` is a list of float32. For image models,
+    `trained_denoising_steps` is a list of int32, `rollout_logprobs` has one value for each of these steps, and `image`
+    is the path of a PNG file. Each reward function's value is a column `parts.NAME`. All other fields, such as `answer`
+    and `messages`, are JSON text, because their type may differ between rows.
 
     Args:
         folder: a run folder, such as `runs/latest`.
@@ -85,7 +90,7 @@ def read_rollouts(folder: str | Path, steps: Sequence[int] | None = None) -> pya
         raise UserError(f"{folder}: has no rollouts. Fix: pass the folder of an RL run, such as runs/latest")
     if missing := [step for step in steps or () if step not in files]:
         raise UserError(f"{folder}: has no rollouts of step {missing[0]}. Fix: use steps from {sorted(files)}")
-    rows = [row for step in (files if steps is None else steps) for row in read_objects(files[step])[0]]
+    rows = [row for step in (files if steps is None else steps) for row in _rows(files[step])]
     names = dict.fromkeys(name for row in rows for name in row if name != PARTS)
     columns = {name: _column(name, [row.get(name) for row in rows]) for name in names}
     if MASK in names:
@@ -94,6 +99,15 @@ def read_rollouts(folder: str | Path, steps: Sequence[int] | None = None) -> pya
     for name in dict.fromkeys(name for each in parts for name in each):
         columns[f"{PARTS}.{name}"] = _typed([each.get(name) for each in parts], float)
     return pyarrow.table(columns)
+
+
+def _rows(file: Path) -> list[dict[str, Any]]:
+    """Return the objects in a rollout file. A name that does not refer to one of its images becomes null."""
+    rows, _ = read_objects(file)
+    for row in rows:
+        paths = {name: image_path(file, row[name]) for name in FILES if name in row}
+        row |= {name: None if path is None else str(path) for name, path in paths.items()}
+    return rows
 
 
 def _column(name: str, values: Sequence[Any]) -> pyarrow.Array:

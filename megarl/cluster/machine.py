@@ -79,7 +79,7 @@ def host_suffices(memory_bytes: int, parts: Mapping[str, int], num_nodes: int = 
 
 def check_engine_kernels(config: Config, models: ModelFolders) -> None:
     """Raise a UserError if vLLM's CPU build has no kernel for a model that runs in it."""
-    if device.on_cuda() or config.is_offline:
+    if device.on_cuda() or config.is_offline or config.samples_images:
         return
     in_engines = {models.actor}
     if models.reward_model is not None and config.reward_model.engine == "vllm":

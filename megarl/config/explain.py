@@ -38,6 +38,9 @@ def explain(config: Config) -> str:
 
 def _tokens(config: Config, samples: int) -> str:
     rollout = config.rollout
+    if config.samples_images:
+        steps, trained = rollout.denoising.num_steps, rollout.denoising.num_trained
+        return f"{samples:,} images x {trained} = {samples * trained:,} trained denoising steps, of {steps} per image"
     most = f"at most {samples:,} samples x {rollout.context_length:,} = {samples * rollout.context_length:,} per step"
     if config.is_offline:
         return most

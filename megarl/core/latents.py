@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.core.types import HoldsArrays, Prompt, Sample, VersionRun
+from megarl.core.types import HoldsArrays, Prompt, Sample, SampleRef, VersionRun, newest, oldest
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,6 +23,10 @@ class LatentSample(HoldsArrays):
             first axis has size 0 without trained steps.
         logprobs: float32 [K], log-probs of the stored latents under the rollout policy, the mean over elements.
         versions: runs of denoising steps with the same weight version; their counts sum to N.
+        embedding: float32 [L, caption channels], the text encoder's output for the caption, with which it was sampled.
+        empty_embedding: that of the empty caption; None without guidance.
+        num_tokens: number of tokens that the model processes for one denoising step, with padding and, if guidance is
+            used, for both branches.
         final: float32 [channels, height, width], the latents at σ = 0; None unless requested.
         image: uint8 [image height, image width, 3], the decoded RGB image; None unless requested.
     """
@@ -34,6 +38,9 @@ class LatentSample(HoldsArrays):
     latents: NDArray[np.float32]
     logprobs: NDArray[np.float32]
     versions: tuple[VersionRun, ...]
+    embedding: NDArray[np.float32]
+    empty_embedding: NDArray[np.float32] | None
+    num_tokens: int
     final: NDArray[np.float32] | None = None
     image: NDArray[np.uint8] | None = None
 
@@ -45,6 +52,9 @@ class LatentSample(HoldsArrays):
         self._freeze("steps", np.int32)
         self._freeze("latents", np.float32, axes=4)
         self._freeze("logprobs", np.float32)
+        self._freeze("embedding", np.float32, axes=2)
+        if self.empty_embedding is not None:
+            self._freeze("empty_embedding", np.float32, axes=2)
         if self.final is not None:
             self._freeze("final", np.float32, axes=3)
         if self.image is not None:
@@ -63,6 +73,26 @@ class LatentSample(HoldsArrays):
     @property
     def rollout_id(self) -> str:
         return self.id
+
+    @property
+    def num_sampled(self) -> int:
+        """Number of denoising steps."""
+        return len(self.sigmas) - 1
+
+    @property
+    def ref(self) -> SampleRef:
+        """The sample's names and counts."""
+        return SampleRef(
+            id=self.id,
+            prompt_id=self.prompt.id,
+            num_prompt_tokens=0,
+            num_response_tokens=len(self.steps),
+            num_trained_tokens=len(self.steps),
+            finish_reason="stop",
+            version_oldest=oldest(self.versions),
+            version_newest=newest(self.versions),
+            tokens_per_step=self.num_tokens,
+        )
 
     @property
     def response(self) -> NDArray[np.uint8]:

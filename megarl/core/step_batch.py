@@ -25,6 +25,7 @@ class StepBatch(RowBatch):
     old_v          float32 [N, channels, height, width], velocity of the policy at the start of the step; None: no pass
                    computed it
     reference_v    float32 [N, channels, height, width], velocity of the reference policy; None: not needed
+    step_weight    float32 [N], factor of the objective's loss, from `transition.step_weights`; None: 1
 
     Velocities are those under guidance. The other fields are those of RowBatch, for the denoising steps.
     """
@@ -38,8 +39,9 @@ class StepBatch(RowBatch):
     unconditional: torch.Tensor | None = None
     old_v: torch.Tensor | None = None
     reference_v: torch.Tensor | None = None
+    step_weight: torch.Tensor | None = None
 
     row_fields: ClassVar[tuple[str, ...]] = (
         *RowBatch.row_fields,
-        *("latents", "next_latents", "sigma", "sigma_next", "second_sigma", "old_v", "reference_v"),
+        *("latents", "next_latents", "sigma", "sigma_next", "second_sigma", "old_v", "reference_v", "step_weight"),
     )

@@ -10,11 +10,14 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+if TYPE_CHECKING:
+    from megarl.core.latents import LatentSample
 
 FinishReason = Literal["stop", "length"]
 
@@ -275,6 +278,28 @@ class Sample(HoldsArrays):
         """What reward functions receive."""
         return self.text
 
+    @property
+    def num_sampled(self) -> int:
+        """Number of response tokens."""
+        return len(self.response_ids)
+
+    @property
+    def ref(self) -> SampleRef:
+        """The sample's names and counts."""
+        return SampleRef(
+            id=self.id,
+            prompt_id=self.prompt.id,
+            num_prompt_tokens=len(self.prompt.token_ids),
+            num_response_tokens=len(self.response_ids),
+            num_trained_tokens=int(self.response_mask.sum()),
+            finish_reason=self.finish_reason,
+            version_oldest=oldest(self.versions),
+            version_newest=newest(self.versions),
+            rollout_id=self.rollout_id,
+            rollout=None if self.episode is None else self.episode.info,
+            beginning=_prefix_checksum(self),
+        )
+
     def __reduce__(self) -> tuple:
         return _unpack_sample, (
             np.packbits(self.response_mask),
@@ -366,13 +391,18 @@ NO_BASELINE = Baseline()
 class SampleRef:
     """A reference to a sample, with its names, counts, rewards and weights. The driver never has its tokens.
 
+    The tokens of an image are its denoising steps, and it has no prompt tokens.
+
     Attributes:
         prompt_id: id of the prompt, shared by the samples of a group, and by all groups of the prompt.
         rollout_id: as in Sample.
         rollout: statistics of its rollout; None without an environment.
         beginning: checksum of the prompt's tokens if an environment may vary them between samples of one prompt, and
             of their routes if the engine reports routes. Samples with equal values can share their prompt.
-        sample: reference to the Sample in Ray's object store; in a rank, the Sample itself.
+        sample: reference to the Sample or LatentSample in Ray's object store; in a rank, the sample itself.
+        tokens_per_step: LatentSample.num_tokens; 0 for a text.
+        step: index of the trained denoising step for which the reference stands, once an image is dispatched; None: the
+            reference stands for the whole sample.
 
     Rewards, once the sample is scored (`megarl.step.rollout_rewards` defines those of a rollout):
         outcome: combined value of the reward functions.
@@ -405,6 +435,8 @@ class SampleRef:
     rollout: RolloutInfo | None = None
     beginning: int = 0
     sample: Any = None
+    tokens_per_step: int = 0
+    step: int | None = None
     outcome: float = 0.0
     length_reward: float = 0.0
     token_reward_totals: TokenTotals = NO_TOTALS
@@ -439,21 +471,16 @@ class SampleRef:
         return self.outcome + self.length_reward
 
     @classmethod
-    def of(cls, sample: Sample, reference: Any = None) -> SampleRef:
-        return cls(
-            id=sample.id,
-            prompt_id=sample.prompt.id,
-            num_prompt_tokens=len(sample.prompt.token_ids),
-            num_response_tokens=len(sample.response_ids),
-            num_trained_tokens=int(sample.response_mask.sum()),
-            finish_reason=sample.finish_reason,
-            version_oldest=min((run.version for run in sample.versions), default=0),
-            version_newest=max((run.version for run in sample.versions), default=0),
-            rollout_id=sample.rollout_id,
-            rollout=None if sample.episode is None else sample.episode.info,
-            beginning=_prefix_checksum(sample),
-            sample=reference,
-        )
+    def of(cls, sample: Sample | LatentSample, reference: Any = None) -> SampleRef:
+        return replace(sample.ref, sample=reference)
+
+
+def oldest(versions: Sequence[VersionRun]) -> int:
+    return min((run.version for run in versions), default=0)
+
+
+def newest(versions: Sequence[VersionRun]) -> int:
+    return max((run.version for run in versions), default=0)
 
 
 def _prefix_checksum(sample: Sample) -> int:

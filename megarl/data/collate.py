@@ -64,7 +64,7 @@ def collate(
         candidate_ids=_candidate_ids(members) if truncates else None,
         labels=_labels(members),
         routes=layout.routes(members) if replays else None,
-        **_scalars(samples, row_sample, mask),
+        **scalars(samples, row_sample, mask),
     )
     batch = add_scores(batch, samples, scores)
     batch.validate()
@@ -73,7 +73,7 @@ def collate(
 
 def add_scalars(batch: TokenBatch, samples: Sequence[SampleRef]) -> TokenBatch:
     """Return the batch with the current rewards, baselines and weights of its samples."""
-    return replace(batch, **_scalars(samples, batch.row_sample, batch.mask))
+    return replace(batch, **scalars(samples, batch.row_sample, batch.mask))
 
 
 def add_scores(batch: TokenBatch, samples: Sequence[SampleRef], scores: TokenScores) -> TokenBatch:
@@ -85,7 +85,7 @@ def add_scores(batch: TokenBatch, samples: Sequence[SampleRef], scores: TokenSco
     return replace(batch, **fields)
 
 
-def _scalars(samples: Sequence[SampleRef], row_sample: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+def scalars(samples: Sequence[SampleRef], row_sample: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the fields derived from the samples' scalars, on the device of the rows."""
     device = row_sample.device
 

@@ -41,7 +41,8 @@ class Packing:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """The token counts of one sample, and the key of its prompt. Samples with equal keys share their prompt tokens."""
+    """The token counts of one sample or denoising step, and the key of its prompt. Samples with equal keys share their
+    prompt tokens."""
 
     prompt: Hashable
     prompt_tokens: int
@@ -49,6 +50,8 @@ class Lengths:
 
     @classmethod
     def of(cls, sample: SampleRef) -> Lengths:
+        if sample.step is not None:
+            return cls((sample.id, sample.step), 0, sample.tokens_per_step)
         return cls((sample.prompt_id, sample.beginning), sample.num_prompt_tokens, sample.num_response_tokens)
 
     @property

@@ -59,11 +59,14 @@ def load_prompts(config: Config, model_folder: Path, columns: Mapping[str, str |
     """Read and tokenize every prompt. Raise a UserError if a row cannot be read or tokenized, a prompt leaves no room
     for `rollout.max_new_tokens` (unless data.overlong=drop), or the source has too few rows. The message names source
     and row. columns: columns required by reward functions, as in `file_rows`."""
-    tokenizer = load_tokenizer(model_folder, date=config.data.date)
-    require_chat_template(config, tokenizer, model_folder)
     data = config.data
     columns = {**columns, **data.ordering_columns}
-    candidates = [(row.source, _prompt(row, tokenizer, config)) for row in _judged_rows(config, columns)]
+    if config.samples_images:
+        candidates = [(row.source, _caption(row, data)) for row in _judged_rows(config, columns)]
+    else:
+        tokenizer = load_tokenizer(model_folder, date=data.date)
+        require_chat_template(config, tokenizer, model_folder)
+        candidates = [(row.source, _prompt(row, tokenizer, config)) for row in _judged_rows(config, columns)]
     kept = [(source, prompt) for source, prompt in candidates if prompt is not None]
     require_size(len(candidates), len(kept), data)
     if (sort_column := data.sort_column) is not None:
@@ -214,6 +217,16 @@ def require_size(num_rows: int, num_kept: int, data: Data) -> None:
         )
 
 
+def _caption(row: Row, data: Data) -> Prompt:
+    """Return an image's prompt, which only the text encoder tokenizes."""
+    if not isinstance(row.prompt, str):
+        raise UserError(
+            f"{place_of(row, data)}: column {data.prompt_column!r} (data.prompt_column) has messages, but a caption is "
+            "a text. Fix: use a column with texts"
+        )
+    return Prompt(row_name(row, data), row.prompt, np.empty(0, np.int32), row.answer, columns=row.columns)
+
+
 def _prompt(row: Row, tokenizer: PreTrainedTokenizerBase, config: Config) -> Prompt | None:
     """Return the row's prompt, or None if the row is dropped."""
     place = place_of(row, config.data)
@@ -253,6 +266,10 @@ def too_long(length: int, subject: str, config: Config, place: str) -> bool:
 def _hash(prompts: Sequence[Prompt]) -> str:
     digest = hashlib.sha256()
     for prompt in prompts:
-        hashed = [prompt.token_ids.tolist(), prompt.answer, *([prompt.columns] if prompt.columns else [])]
+        hashed = [
+            prompt.token_ids.tolist() or prompt.text or [],
+            prompt.answer,
+            *([prompt.columns] if prompt.columns else []),
+        ]
         digest.update(json.dumps(hashed, sort_keys=True).encode() + b"\n")
     return digest.hexdigest()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,13 +14,15 @@ from megarl.algorithms.relative import mean_and_std, sample_advantages, token_ad
 from megarl.algorithms.returns import at_last_token, reward_to_go, sum_of_sample
 from megarl.algorithms.specs import TokenEstimator
 from megarl.config.algorithm_schema import Advantage, Algorithm
-from megarl.core.token_batch import TokenBatch
+from megarl.core.row_batch import RowBatch
 from megarl.megatron.losses import advantage_of
+
+AnyBatch = TypeVar("AnyBatch", bound=RowBatch)
 
 
 def with_advantages(
-    algorithm: Algorithm, batches: Sequence[TokenBatch], step_moments: torch.Tensor | None = None
-) -> list[TokenBatch]:
+    algorithm: Algorithm, batches: Sequence[AnyBatch], step_moments: torch.Tensor | None = None
+) -> list[AnyBatch]:
     """Return this rank's microbatches with advantages and, if there is a critic, the returns that it is trained on.
 
     Collective over the data-parallel ranks if advantages are whitened over the update. step_moments holds the `moments`
@@ -34,7 +37,7 @@ def with_advantages(
     return _whiten(config, estimated, step_moments)
 
 
-def estimate_advantages(algorithm: Algorithm, batches: Sequence[TokenBatch]) -> list[TokenBatch]:
+def estimate_advantages(algorithm: Algorithm, batches: Sequence[AnyBatch]) -> list[AnyBatch]:
     """Return the microbatches with unwhitened advantages, and with returns if the estimator computes them."""
     config, spec = algorithm.advantage, algorithm.advantage.spec
     if isinstance(spec, TokenEstimator):
@@ -42,7 +45,7 @@ def estimate_advantages(algorithm: Algorithm, batches: Sequence[TokenBatch]) -> 
     return [_estimate_samples(config, batch) for batch in batches]
 
 
-def moments(batches: Sequence[TokenBatch]) -> torch.Tensor:
+def moments(batches: Sequence[RowBatch]) -> torch.Tensor:
     """Return the count, sum and sum of squares of the advantages, float64 [3], over this rank's tokens in the loss."""
     advantages = torch.cat([advantage_of(batch)[batch.in_loss] for batch in batches]).double()
     return torch.stack((torch.tensor(len(advantages)).to(advantages), advantages.sum(), advantages.square().sum()))
@@ -54,7 +57,7 @@ def sum_over_replicas(values: torch.Tensor) -> torch.Tensor:
     return values
 
 
-def mean_advantages(batch: TokenBatch, names: Sequence[str]) -> dict[str, float]:
+def mean_advantages(batch: RowBatch, names: Sequence[str]) -> dict[str, float]:
     """Return sample name -> mean advantage over the sample's trained tokens. Samples without trained tokens are
     omitted. `names` are the sample names in batch order."""
     advantage = advantage_of(batch)
@@ -63,7 +66,7 @@ def mean_advantages(batch: TokenBatch, names: Sequence[str]) -> dict[str, float]
     return {name: mean for name, mean, count in zip(names, means.tolist(), counts.tolist(), strict=True) if count > 0}
 
 
-def _estimate_samples(config: Advantage, batch: TokenBatch) -> TokenBatch:
+def _estimate_samples(config: Advantage, batch: AnyBatch) -> AnyBatch:
     """Estimate advantages by comparing each sample's reward with its baseline.
 
     With credit=whole, token rewards and the KL are added to the sample's reward. With credit=reward_to_go, token
@@ -88,7 +91,7 @@ def _estimate_samples(config: Advantage, batch: TokenBatch) -> TokenBatch:
     return replace(batch, advantage=torch.where(batch.mask, advantage, 0.0))
 
 
-def _estimate_tokens(config: Advantage, spec: TokenEstimator, batch: TokenBatch) -> TokenBatch:
+def _estimate_tokens(config: Advantage, spec: TokenEstimator, batch: AnyBatch) -> AnyBatch:
     """Estimate advantages from token rewards, including the sample's reward on its last trained token, and from the
     critic's values if the estimator uses them."""
     reward = at_last_token(batch.reward.float(), batch.mask, batch.row_sample)
@@ -103,11 +106,11 @@ def _estimate_tokens(config: Advantage, spec: TokenEstimator, batch: TokenBatch)
     return replace(batch, advantage=estimated.advantage, returns=estimated.returns)
 
 
-def _sample_sums(batch: TokenBatch, token_rewards: torch.Tensor) -> torch.Tensor:
+def _sample_sums(batch: RowBatch, token_rewards: torch.Tensor) -> torch.Tensor:
     return sum_of_sample(token_rewards, batch.mask, batch.row_sample, len(batch.reward))
 
 
-def _whiten(config: Advantage, batches: Sequence[TokenBatch], total_moments: torch.Tensor) -> list[TokenBatch]:
+def _whiten(config: Advantage, batches: Sequence[AnyBatch], total_moments: torch.Tensor) -> list[AnyBatch]:
     count, total, squares = total_moments.tolist()
     mean, std = mean_and_std(count, total, squares, config.option("whiten_std"))
     epsilon = config.option("whiten_epsilon")

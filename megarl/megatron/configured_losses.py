@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Literal, Protocol
 
 from megarl.algorithms import corrections
-from megarl.algorithms.kl import usual_estimator
 from megarl.algorithms.specs import ImitationObjective, LabelObjective, PairObjective, PolicyObjective
+from megarl.algorithms.transition import TransitionKind
 from megarl.config.algorithm_schema import Algorithm, Objective, Value
 from megarl.config.logprob_check_schema import Tolerance
 from megarl.config.model_schema import ImplicitReward
 from megarl.megatron import loss_metrics, losses
 from megarl.megatron.losses import Loss
+from megarl.megatron.metric_sums import Sums
 
 
 def configured_policy_loss(
@@ -31,14 +33,69 @@ def configured_policy_loss(
         has_moved: whether the policy has been updated since the start of the step.
         penalty: the objective's penalty in this step; None uses the recipe's penalty.
     """
-    objective, correction, kl = algorithm.objective, algorithm.correction, algorithm.kl
+    kl = algorithm.kl
+    assert kl.estimator is not None, "the configuration is not loaded"
+    estimate = partial(
+        losses.token_kl,
+        in_reward=kl.placement == "reward",
+        level=kl.level,
+        estimator=kl.estimator,
+        straight_through=kl.straight_through,
+        limit=kl.limit,
+    )
+    options = _policy_options(algorithm, tolerance, kl_coefficient, has_moved, penalty)
+    terms = partial(losses.policy_loss, **options, estimate_kl=estimate)
+    return Loss(terms, _policy_metrics(algorithm, tolerance, kl_coefficient, has_moved, options))
+
+
+class Denoising(Protocol):
+    """How denoising steps are sampled: the transition's kind and noise level, and the reduction of its log-prob."""
+
+    @property
+    def kind(self) -> TransitionKind: ...
+    @property
+    def noise_level(self) -> float: ...
+    @property
+    def logprob(self) -> Literal["mean", "sum"]: ...
+
+
+def configured_denoising_loss(
+    algorithm: Algorithm,
+    denoising: Denoising,
+    tolerance: Tolerance,
+    kl_coefficient: float,
+    *,
+    has_moved: bool,
+    penalty: float | None = None,
+) -> Loss:
+    """Return an image model's policy loss, from a StepBatch and its velocities. The arguments are those of
+    `configured_policy_loss`."""
+    options = _policy_options(algorithm, tolerance, kl_coefficient, has_moved, penalty)
+    estimator = algorithm.kl.estimator
+    assert estimator == "gaussian" or estimator == "velocity", f"{estimator} is not a KL of denoising steps"
+    terms = partial(
+        losses.denoising_loss,
+        kind=denoising.kind,
+        noise_level=denoising.noise_level,
+        reduction=denoising.logprob,
+        policy=partial(losses.policy_loss, **options),
+        kl=estimator,
+        has_moved=has_moved,
+    )
+    return Loss(terms, _policy_metrics(algorithm, tolerance, kl_coefficient, has_moved, options))
+
+
+def _policy_options(
+    algorithm: Algorithm, tolerance: Tolerance, kl_coefficient: float, has_moved: bool, penalty: float | None
+) -> dict[str, Any]:
+    """Return the options of `losses.policy_loss` that do not depend on the kind of rows."""
+    objective, correction = algorithm.objective, algorithm.correction
     spec = objective.spec
     assert isinstance(spec, PolicyObjective), f"{spec.name} is not a policy objective"
     options: dict[str, Any] = dict(objective.options(spec.arguments))
     if penalty is not None:
         options["penalty"] = penalty
-    terms = partial(
-        losses.policy_loss,
+    return dict(
         objective=spec,
         options=options,
         old_is_rollout=correction.old == "rollout",
@@ -47,30 +104,26 @@ def configured_policy_loss(
         exclude=None
         if tolerance.mask is None
         else partial(corrections.disagreeing, threshold=tolerance.threshold, level=tolerance.mask),
-        estimate_kl=partial(
-            losses.token_kl,
-            in_reward=kl.placement == "reward",
-            level=kl.level,
-            estimator=kl.estimator or usual_estimator(kl.placement, kl.level),
-            straight_through=kl.straight_through,
-            limit=kl.limit,
-        ),
-        kl_coefficient=kl_coefficient if kl.placement == "loss" else None,
+        kl_coefficient=kl_coefficient if algorithm.kl.placement == "loss" else None,
         entropy_coefficient=objective.entropy_coefficient,
         imitation_coefficient=objective.imitation_coefficient,
         value_coefficient=algorithm.value.coefficient,
         value_clip=algorithm.value.clip,
     )
-    metrics = partial(
+
+
+def _policy_metrics(
+    algorithm: Algorithm, tolerance: Tolerance, kl_coefficient: float, has_moved: bool, options: dict[str, Any]
+) -> Callable[[Any, Any], Sums]:
+    return partial(
         loss_metrics.policy_metrics,
         mismatch_threshold=tolerance.threshold,
         has_moved=has_moved,
-        penalty=None if objective.adapted_penalty_target is None else options["penalty"],
+        penalty=None if algorithm.objective.adapted_penalty_target is None else options["options"]["penalty"],
         kl_name=algorithm.kl_metric,
-        kl_level=kl.level,
+        kl_level=algorithm.kl.level,
         kl_coefficient=kl_coefficient,
     )
-    return Loss(terms, metrics)
 
 
 def configured_preference_loss(objective: Objective, tolerance: Tolerance | None, *, has_moved: bool = False) -> Loss:

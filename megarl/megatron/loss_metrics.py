@@ -8,13 +8,15 @@ from megatron.core import parallel_state
 from megarl.algorithms import kl
 from megarl.algorithms.corrections import Factors
 from megarl.algorithms.policy_loss import ratio_of
+from megarl.core.row_batch import RowBatch
+from megarl.core.step_batch import StepBatch
 from megarl.core.token_batch import TokenBatch
 from megarl.megatron import losses
 from megarl.megatron.metric_sums import Sum, Sums, largest, mean, total
 
 
 def policy_metrics(
-    batch: TokenBatch,
+    batch: RowBatch,
     terms: losses.PolicyTerms,
     *,
     mismatch_threshold: float,
@@ -41,8 +43,8 @@ def policy_metrics(
         "policy/clip_high_frac": mean(policy.clipped_high, mask),
     }
     sums |= start_metrics(batch, log_prob, terms.start, has_moved, mismatch_threshold)
-    # The mean of this estimate over tokens sampled by the old policy is KL(π_old ‖ π).
-    sums["policy/kl_old"] = mean(kl.k3(terms.old - log_prob), mask)
+    divergence = _kl(batch, terms.old - log_prob) if terms.divergence is None else terms.divergence
+    sums["policy/kl_old"] = mean(divergence, mask)
     if penalty is not None:
         sums["policy/penalty"] = mean(torch.full_like(log_prob, penalty), mask)
     if terms.excluded is not None:
@@ -60,7 +62,7 @@ def policy_metrics(
 
 
 def start_metrics(
-    batch: TokenBatch, log_prob: torch.Tensor, start: torch.Tensor | None, has_moved: bool, mismatch_threshold: float
+    batch: RowBatch, log_prob: torch.Tensor, start: torch.Tensor | None, has_moved: bool, mismatch_threshold: float
 ) -> Sums:
     """Return metrics relative to the policy at the start of the step. They include the mismatch between its log-probs
     and the engine's. Once updates have moved the policy, they also include the drift from its starting point.
@@ -75,11 +77,11 @@ def start_metrics(
         log_ratio = start - batch.rollout_logprobs
         weight = ratio_of(log_ratio).double()
         if batch.stale is None:
-            sums |= _difference_metrics("mismatch", log_ratio, batch.mask)
+            sums |= _difference_metrics(batch, "mismatch", log_ratio, batch.mask)
         else:
             is_stale = batch.stale[batch.row_sample]
-            sums |= _difference_metrics("mismatch", log_ratio, batch.mask & ~is_stale)
-            sums |= _difference_metrics("policy_lag", log_ratio, batch.mask & is_stale)
+            sums |= _difference_metrics(batch, "mismatch", log_ratio, batch.mask & ~is_stale)
+            sums |= _difference_metrics(batch, "policy_lag", log_ratio, batch.mask & is_stale)
         sums["mismatch/outlier_frac"] = mean(log_ratio.abs() > mismatch_threshold, batch.mask)
         sums["mismatch/weight_mean"] = mean(weight, batch.mask)
         sums["mismatch/weight_square_mean"] = mean(weight.square(), batch.mask)
@@ -90,17 +92,25 @@ def start_metrics(
     return sums
 
 
-def _difference_metrics(section: str, log_ratio: torch.Tensor, mask: torch.Tensor) -> Sums:
+def _difference_metrics(batch: RowBatch, section: str, log_ratio: torch.Tensor, mask: torch.Tensor) -> Sums:
     """Return the metrics of a log-ratio of the trainer's to the engine's probabilities, float32 [N]."""
     return {
         f"{section}/logprob_abs_mean": mean(log_ratio.abs(), mask),
         f"{section}/logprob_abs_max": largest(log_ratio.abs(), mask),
-        # The engine sampled the tokens, so the mean of this estimate is KL(engine ‖ trainer).
-        f"{section}/kl": mean(kl.k3(-log_ratio), mask),
+        f"{section}/kl": mean(_kl(batch, -log_ratio), mask),
     }
 
 
-def value_metrics(batch: TokenBatch, terms: losses.ValueTerms) -> Sums:
+def _kl(batch: RowBatch, log_ratio: torch.Tensor) -> torch.Tensor:
+    """Return an estimate, float32 [N], whose mean over rows is KL(μ ‖ π), from log μ − log π of rows sampled by μ.
+
+    The log-prob of a denoising step is a mean over elements, whose spread is far below that of one element. k3 would
+    underestimate its KL by a factor of the number of elements, and k1 has almost no variance.
+    """
+    return kl.k1(log_ratio) if isinstance(batch, StepBatch) else kl.k3(log_ratio)
+
+
+def value_metrics(batch: RowBatch, terms: losses.ValueTerms) -> Sums:
     """Return the critic's metrics. The moments of returns and residuals give explained_variance."""
     mask, returns, residual = batch.mask, terms.returns, terms.residual.double()
     return {
@@ -175,7 +185,7 @@ def _whole_loss(loss: torch.Tensor) -> Sum:
     return total(loss / parallel_state.get_context_parallel_world_size())
 
 
-def _correction_metrics(batch: TokenBatch, correction: Factors) -> Sums:
+def _correction_metrics(batch: RowBatch, correction: Factors) -> Sums:
     sums: Sums = {}
     weight, limited = correction.weight, correction.limited
     if weight is not None and limited is not None:
@@ -188,10 +198,10 @@ def _correction_metrics(batch: TokenBatch, correction: Factors) -> Sums:
     return sums
 
 
-def _truncation_metrics(batch: TokenBatch) -> Sums:
+def _truncation_metrics(batch: RowBatch) -> Sums:
     """If the engine listed its candidate tokens, return their mean number and the fraction of sampled tokens that are
     not listed. Such tokens are exactly as likely as the last candidate."""
-    if batch.candidate_ids is None:
+    if not isinstance(batch, TokenBatch) or batch.candidate_ids is None:
         return {}
     listed = (batch.candidate_ids >= 0).sum(1)
     outside = (batch.candidate_ids != batch.targets[:, None]).all(1)

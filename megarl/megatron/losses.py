@@ -7,17 +7,20 @@ Each function takes tensors and named scalars. It returns the loss Σ w·ℓ and
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import torch
 
-from megarl.algorithms import kl
+from megarl.algorithms import kl, transition
 from megarl.algorithms.corrections import Factors
 from megarl.algorithms.policy_loss import PolicyLoss
 from megarl.algorithms.rewards import binary_cross_entropy, margins, token_reward
 from megarl.algorithms.sample_segments import SampleSegments
+from megarl.algorithms.transition import TransitionKind
 from megarl.algorithms.value_loss import squared_error
+from megarl.core.row_batch import RowBatch
+from megarl.core.step_batch import StepBatch
 from megarl.core.token_batch import TokenBatch
 from megarl.megatron.context_parallel import sum_over_ranks
 
@@ -43,11 +46,12 @@ class Scalar(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A loss and its metrics. `terms` maps a batch and the head's output for each row, float32 [N, columns], to the
-    Terms, and `metrics` maps the batch and the terms to the microbatch's metrics."""
+    """A loss and its metrics. `terms` maps a batch and the model's output to the Terms, and `metrics` maps the batch
+    and the terms to the microbatch's metrics. The output is the head's for each row of a TokenBatch, float32
+    [N, columns], or the velocities of a StepBatch, float32 [N, channels, height, width]."""
 
-    terms: Callable[[TokenBatch, torch.Tensor], Terms]
-    metrics: Callable[[TokenBatch, Any], Sums]
+    terms: Callable[[Any, torch.Tensor], Terms]
+    metrics: Callable[[Any, Any], Sums]
 
 
 class ValueTerms(NamedTuple):
@@ -75,6 +79,7 @@ class PolicyTerms(NamedTuple):
         excluded: bool, tokens excluded from the loss because trainer and engine log-probs disagree.
         imitation: Σ w·(−log π) over positive examples.
         kl: KL estimate per token, or the sample's estimate at each of its tokens.
+        divergence: the exact KL to the policy at the start of the step, for denoising steps if its velocity is known.
     """
 
     loss: torch.Tensor
@@ -91,10 +96,11 @@ class PolicyTerms(NamedTuple):
     imitation: torch.Tensor | None
     kl: torch.Tensor | None
     value: ValueTerms | None
+    divergence: torch.Tensor | None = None
 
 
 def policy_loss(
-    batch: TokenBatch,
+    batch: RowBatch,
     scored: torch.Tensor,
     *,
     objective: PolicyObjective,
@@ -103,12 +109,14 @@ def policy_loss(
     has_moved: bool,
     correct: Callable[[torch.Tensor, SampleSegments], Factors],
     exclude: Callable[[torch.Tensor, SampleSegments], torch.Tensor] | None,
-    estimate_kl: Callable[[TokenBatch, torch.Tensor, torch.Tensor, SampleSegments], torch.Tensor],
+    estimate_kl: Callable[[RowBatch, torch.Tensor, SampleSegments], torch.Tensor | None],
     kl_coefficient: float | None,
     entropy_coefficient: float,
     imitation_coefficient: float,
     value_coefficient: float,
     value_clip: float | None,
+    inputs: Mapping[str, torch.Tensor] | None = None,
+    row_factor: torch.Tensor | None = None,
 ) -> PolicyTerms:
     """Compute Σ w·f·ℓ + c_I·Σ w_I·(−log π) − c_H·Σ w·H + β·Σ w·KL, plus the critic's loss if its head is on the actor.
 
@@ -121,8 +129,11 @@ def policy_loss(
         correct: (log π_old − log μ, samples) -> the correction factors f.
         exclude: (log π_start − log μ, samples) -> tokens to exclude from all of these terms except the critic's loss;
             None excludes no tokens.
-        estimate_kl: `token_kl` with its options bound.
+        estimate_kl: (batch, log-probs, samples) -> the KL to the reference for each row, such as `token_kl` with its
+            options bound; None without a reference.
         kl_coefficient: β; None if the KL is part of the reward.
+        inputs: inputs of the objective that the batch does not hold, by name, float32 [N].
+        row_factor: a factor of each row's ℓ, in addition to f, float32 [N]; None: 1.
     """
     trained = _mask_untrained(batch, scored)
     log_prob, entropy, samples = trained[:, 0], trained[:, 1], sample_segments(batch)
@@ -131,8 +142,11 @@ def policy_loss(
     assert batch.selected is not None or not objective.selects_tokens, (
         f"{objective.name}: the batch has no token selection"
     )
-    inputs = [{"samples": samples, "selected": batch.selected}[name] for name in objective.inputs]
-    policy = objective.loss(log_prob, old, advantage_of(batch), *inputs, **options)
+    known_inputs = {"samples": samples, "selected": batch.selected, **(inputs or {})}
+    assert known_inputs.keys() >= {*objective.inputs}, f"{objective.name}: inputs {objective.inputs} are incomplete"
+    policy = objective.loss(
+        log_prob, old, advantage_of(batch), *(known_inputs[name] for name in objective.inputs), **options
+    )
     correction = correct(old - _replace_untrained(batch, batch.rollout_logprobs, old), samples)
     factor, excluded, weight = correction.factor, None, batch.weight
     if exclude is not None:
@@ -140,7 +154,7 @@ def policy_loss(
         known = _replace_untrained(batch, start, log_prob)
         excluded = exclude(known - _replace_untrained(batch, batch.rollout_logprobs, known), samples)
         weight = weight.masked_fill(excluded, 0.0)
-    loss = (weight * factor * policy.loss).sum()
+    loss = (weight * factor * (policy.loss if row_factor is None else row_factor * policy.loss)).sum()
     imitation = None
     if imitation_coefficient:
         assert batch.imitation_weight is not None, "the batch has no imitation weights"
@@ -151,11 +165,9 @@ def policy_loss(
         loss = loss + imitation_coefficient * imitation
     if entropy_coefficient:
         loss = loss - entropy_coefficient * (weight * entropy).sum()
-    kl_estimate = None
-    if batch.reference is not None:
-        kl_estimate = estimate_kl(batch, batch.reference, log_prob, samples)
-        if kl_coefficient is not None:
-            loss = loss + kl_coefficient * (weight * kl_estimate).sum()
+    kl_estimate = estimate_kl(batch, log_prob, samples)
+    if kl_estimate is not None and kl_coefficient is not None:
+        loss = loss + kl_coefficient * (weight * kl_estimate).sum()
     whole, value = loss, None
     if scored.shape[-1] == 3:  # the critic is a head on the actor
         value = value_loss(batch, scored[:, 2:], coefficient=value_coefficient, clip=value_clip)
@@ -164,14 +176,72 @@ def policy_loss(
     return PolicyTerms(*parts, policy, correction, excluded, imitation, kl_estimate, value)
 
 
-def advantage_of(batch: TokenBatch) -> torch.Tensor:
+def denoising_loss(
+    batch: StepBatch,
+    v: torch.Tensor,
+    *,
+    kind: TransitionKind,
+    noise_level: float,
+    reduction: Literal["mean", "sum"],
+    policy: Callable[..., PolicyTerms],
+    kl: Literal["gaussian", "velocity"],
+    has_moved: bool,
+) -> PolicyTerms:
+    """Compute the policy loss of denoising steps, differentiable in v.
+
+    Args:
+        v: [N, channels, height, width], the policy's velocity under guidance.
+        kind, noise_level: as in `transition`.
+        reduction: as in `transition.log_prob`.
+        policy: `policy_loss` with its options bound, except those that depend on v.
+        kl: the divergence from the reference: the exact KL of the Gaussian policies, or `velocity_kl`.
+        has_moved: whether the policy has been updated since the start of the step.
+
+    The old policy's log-probs and the exact KL to it follow from batch.old_v. If no pass computed that because the step
+    has a single update, the old policy is the current policy: the KL and its gradient are 0.
+    """
+    x, mask = batch.latents, batch.mask
+
+    def trained(velocity: torch.Tensor) -> torch.Tensor:
+        """Return the velocities of trained rows, and 0 for all other rows, as in _mask_untrained."""
+        return velocity.to(x.dtype).where(mask.view(-1, 1, 1, 1), 0.0)
+
+    def masked(values: torch.Tensor) -> torch.Tensor:
+        return values.to(x.dtype).where(mask, 0.0)
+
+    step = transition.transition(kind, noise_level, batch.sigma, batch.sigma_next, batch.second_sigma)
+    v = trained(v)
+    log_prob = transition.log_prob(step, x, v, batch.next_latents, reduction)
+    entropy = transition.entropy(step).to(x.dtype)
+    start_v = v.detach() if batch.old_v is None and not has_moved else batch.old_v
+    if batch.old_v is not None:
+        old = transition.log_prob(step, x, trained(batch.old_v), batch.next_latents, reduction)
+        batch = replace(batch, old=old.detach())
+    divergence = None if start_v is None else masked(transition.gaussian_kl(step, v, trained(start_v).detach()))
+    divergence_from_reference = None
+    if batch.reference_v is not None:
+        reference_v = trained(batch.reference_v).detach()
+        divergence_from_reference = masked(
+            transition.gaussian_kl(step, v, reference_v) if kl == "gaussian" else transition.velocity_kl(v, reference_v)
+        )
+    inputs = {"std": step.std.to(x.dtype)} | ({} if divergence is None else {"divergence": divergence})
+    terms = policy(
+        batch,
+        torch.stack((log_prob, entropy), -1),
+        estimate_kl=lambda *_: divergence_from_reference,
+        inputs=inputs,
+        row_factor=batch.step_weight,
+    )
+    return terms._replace(divergence=divergence)
+
+
+def advantage_of(batch: RowBatch) -> torch.Tensor:
     assert batch.advantage is not None, "the batch has no advantages"
     return batch.advantage
 
 
 def token_kl(
-    batch: TokenBatch,
-    reference: torch.Tensor,
+    batch: RowBatch,
     log_prob: torch.Tensor,
     samples: SampleSegments,
     *,
@@ -180,17 +250,20 @@ def token_kl(
     estimator: str,
     straight_through: bool,
     limit: float | None,
-) -> torch.Tensor:
+) -> torch.Tensor | None:
     """Return the KL estimate per token, float32 [N], or at sample level the sample's estimate at each of its tokens. A
-    KL in the reward is computed for the policy at the start of the step, regardless of later updates."""
+    KL in the reward is computed for the policy at the start of the step, regardless of later updates. Return None if
+    the batch has no reference log-probs."""
+    if batch.reference is None:
+        return None
     if in_reward:
         assert batch.old is not None, "the batch has no old log-probs"
         log_prob = batch.old
-    log_ratio = samples.at_level(level, log_prob - _replace_untrained(batch, reference, log_prob))
+    log_ratio = samples.at_level(level, log_prob - _replace_untrained(batch, batch.reference, log_prob))
     return kl.estimate(estimator, log_ratio, straight_through, limit)
 
 
-def value_loss(batch: TokenBatch, scored: torch.Tensor, *, coefficient: float, clip: float | None) -> ValueTerms:
+def value_loss(batch: RowBatch, scored: torch.Tensor, *, coefficient: float, clip: float | None) -> ValueTerms:
     """Compute the critic's loss. `scored` holds one value per row, [N, 1]."""
     assert batch.values is not None and batch.returns is not None, "the batch has no returns"
     [value] = _mask_untrained(batch, scored).unbind(-1)
@@ -324,28 +397,31 @@ def _pair_loss(
     return PairTerms((weight * losses).sum(), losses, margin, chosen, rejected)
 
 
-def sample_segments(batch: TokenBatch) -> SampleSegments:
-    return SampleSegments(batch.mask, batch.row_sample, len(batch.reward), sum_over_ranks)
+def sample_segments(batch: RowBatch) -> SampleSegments:
+    """Return the samples of a batch. Context-parallel ranks share the tokens of a sample, but each has all denoising
+    steps of an image."""
+    rows = batch.mask, batch.row_sample, len(batch.reward)
+    return SampleSegments(*rows, sum_over_ranks) if isinstance(batch, TokenBatch) else SampleSegments(*rows)
 
 
-def _old(batch: TokenBatch, log_prob: torch.Tensor, old: torch.Tensor | None) -> torch.Tensor:
+def _old(batch: RowBatch, log_prob: torch.Tensor, old: torch.Tensor | None) -> torch.Tensor:
     """Return the old policy's log-probs. If no pass computed them because the step has a single update, the old policy
     is the current policy: the ratio is 1, and its gradient is the gradient of log_prob."""
     return log_prob.detach() if old is None else _replace_untrained(batch, old, log_prob)
 
 
-def _replace_untrained(batch: TokenBatch, other: torch.Tensor, log_prob: torch.Tensor) -> torch.Tensor:
+def _replace_untrained(batch: RowBatch, other: torch.Tensor, log_prob: torch.Tensor) -> torch.Tensor:
     """Return the log-probs `other` for trained tokens and `log_prob` for all remaining tokens. Tokens that no policy
     sampled may have very different log-probs, and a weight of 0 does not remove an infinite ratio from the loss."""
     return torch.where(batch.mask, other, log_prob.detach())
 
 
-def _mask_untrained(batch: TokenBatch, scored: torch.Tensor) -> torch.Tensor:
+def _mask_untrained(batch: RowBatch, scored: torch.Tensor) -> torch.Tensor:
     """Return the head's output for trained tokens and 0 for all remaining tokens, which makes their gradient 0. A
     weight of 0 would not suffice: it turns an infinite or NaN output into NaN."""
     return scored.where(batch.mask[:, None], 0.0)
 
 
-def _sample_weight(batch: TokenBatch, samples: SampleSegments) -> torch.Tensor:
+def _sample_weight(batch: RowBatch, samples: SampleSegments) -> torch.Tensor:
     """Return each sample's weight, float32 [S]. All trained tokens in a sample have this weight."""
     return samples.total(batch.weight) / samples.count.clamp(min=1)

@@ -118,9 +118,19 @@ class DenoiserShape(ModelShape):
         )
 
 
+def padded(num_tokens: int) -> int:
+    """Return the number of tokens of an image or a caption after padding."""
+    return -(-num_tokens // TOKEN_MULTIPLE) * TOKEN_MULTIPLE
+
+
 def is_denoiser(config: Mapping[str, Any]) -> bool:
     """Return whether a config.json belongs to a diffusers model instead of a transformers model."""
     return "_class_name" in config
+
+
+def shape_of(config: Mapping[str, Any]) -> ModelShape:
+    """Return the shape of a language model or a denoiser from its config.json."""
+    return DenoiserShape.of(config) if is_denoiser(config) else ModelShape.of(config)
 
 
 def _is_valid(key: str, value: Any) -> bool:

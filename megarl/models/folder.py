@@ -25,7 +25,8 @@ MODEL_SECTIONS = ("model", "critic", "reward_model", "implicit_reward")
 
 
 def resolve(path: str, cache: Path | None = None, key: str = "model.path", revision: str | None = None) -> Path:
-    """Return the Hugging Face folder for a model path, as an absolute path with symlinks resolved.
+    """Return the Hugging Face folder for a model path, as an absolute path with symlinks resolved. For a diffusers
+    folder, it is the folder of the transformer.
 
     Symlinks are resolved because a link such as runs/latest may later point to a different folder. Raise a UserError if
     the model does not exist. The message contains the fix.
@@ -132,9 +133,15 @@ def default_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "megarl"
 
 
+PIPELINE, TRANSFORMER = "model_index.json", "transformer"
+"""A diffusers folder's list of parts, and the folder of the part that is trained."""
+
+
 def _checked(key: str, path: str, folder: Path) -> Path:
     if not folder.exists():
         raise UserError(f"{key}={path}: does not exist. Fix: use a Hugging Face folder, a Hub id or package:NAME")
+    if (folder / PIPELINE).is_file():
+        folder = folder / TRANSFORMER
     if not (folder / "config.json").is_file():
         fix = "use the folder that contains config.json and *.safetensors"
         if (folder / "model" / "config.json").is_file():

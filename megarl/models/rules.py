@@ -12,6 +12,7 @@ from megarl.config.schema import Config
 from megarl.config.violations import raise_all
 from megarl.core.errors import UserError
 from megarl.models.classifier import Kind, score_head_of
+from megarl.models.denoiser import DenoiserShape, is_denoiser
 from megarl.models.huggingface import (
     FP8_BLOCK,
     attention_window,
@@ -29,6 +30,15 @@ def check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
     """Check the config against the actor's config.json. Raise a UserError if a rule is violated. The message has one
     line per violated rule."""
     actor = config.actor
+    if is_denoiser(hf_config) != config.samples_images:
+        engine, kind = ("diffusers", "an image model") if is_denoiser(hf_config) else ("vllm", "a language model")
+        raise UserError(
+            f"rollout.engine={config.rollout.engine}: {_model(config, actor)} is {kind}. Fix: set "
+            f"rollout.engine={engine}, or use another model"
+        )
+    if config.samples_images:
+        raise_all(_broken_by_denoiser(config, DenoiserShape.of(hf_config)))
+        return
     model = _completed(config, actor, hf_config)
     violations = [*_violations(config, actor, model), *expert_keys_require_experts(config, model)]
     violations += trust_region_requires_dense_model(config, model)
@@ -344,6 +354,19 @@ _PLACED_MODEL_RULES = (
 
 def _violations(config: Config, placed: Placed, hf: Mapping[str, Any]) -> list[str]:
     return [line for rule in _PLACED_MODEL_RULES for line in rule(config, placed, hf)]
+
+
+def _broken_by_denoiser(config: Config, shape: DenoiserShape) -> list[str]:
+    """Return the violations of the rules on layouts, for which only the sizes of a model matter."""
+    sizes = {
+        "model_type": shape.model_type,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": shape.num_layers,
+    }
+    rules = sizes_divide_by_tp, experts_divide_by_ep, layers_tile_the_stages
+    return [line for rule in rules for line in rule(config, config.actor, sizes)]
 
 
 def _broken_by_engine(key: str, tp: int, model: str, hf: Mapping[str, Any]) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Any, get_args
 from megarl.config.model_schema import Role
 from megarl.config.schema import Config
 from megarl.core.errors import UserError
+from megarl.models.denoiser import is_denoiser
 from megarl.models.folder import ModelNotLocal, read_config, read_local_config, resolve
 from megarl.models.huggingface import Experts, completed, experts, untrained_part
 from megarl.models.peft import check_adapter_config
@@ -48,7 +49,7 @@ class ModelFolders:
 
     @property
     def experts(self) -> Experts | None:
-        return experts(completed(self.hf_config))
+        return None if is_denoiser(self.hf_config) else experts(completed(self.hf_config))
 
     def trained(self, config: Config) -> dict[Role, dict[str, Any]]:
         """Return the Hugging Face config of each trained model, including the heads used in training."""

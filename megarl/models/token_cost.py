@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megarl.models.denoiser import shape_of
 from megarl.models.flops import training_flops
-from megarl.models.shape import ModelShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class TokenCost:
 
     @classmethod
     def of_model(cls, hf_config: Mapping[str, Any]) -> TokenCost:
-        shape = ModelShape.of(hf_config)
+        shape = shape_of(hf_config)
         token = training_flops(shape, num_tokens=1, num_scored=0, num_attended=0)
         return cls(
             attended=training_flops(shape, num_tokens=0, num_scored=0, num_attended=1) / token,

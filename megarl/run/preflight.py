@@ -193,6 +193,8 @@ def _load_prompts(config: Config, model_folder: Path, pool: FunctionPool | None)
     columns = NO_COLUMNS if pool is None else pool.columns
     columns = {ALL_COLUMNS: None, **columns} if config.has_environment else columns
     data = load_prompts(config, model_folder, columns)
+    if config.samples_images:
+        return data
     _require_embeddings(model_folder, ((prompt.id, prompt.token_ids) for prompt in data.prompts))
     return data
 

@@ -51,9 +51,10 @@ def dispatch(
     scores: Mapping[str, Scores] | None = None,
 ) -> list[RankBatch]:
     """Return each data-parallel rank's batch for one update: its samples, with their weights in the loss, and its
-    microbatches. For pairwise objectives, the samples of a pair must be adjacent, with the better one first. A pair is
-    never split. `scores` are token scores from other models, by name in TokenBatch. If they include process_reward,
-    these rewards are subtracted from the sample's scalar reward, of which they are a part."""
+    microbatches. The denoising steps of an image are dispatched separately. For pairwise objectives, the samples of a
+    pair must be adjacent, with the better one first. A pair is never split. `scores` are token scores from other
+    models, by name in TokenBatch. If they include process_reward, these rewards are subtracted from the sample's scalar
+    reward, of which they are a part."""
     objective = config.algorithm.objective
     num_tokens = [_counted_tokens(config, role, sample) for sample in samples]
     prompts = [sample.group for sample in samples]
@@ -72,6 +73,8 @@ def dispatch(
         )
         for item, weight, imitation_weight in zip(samples, weights, imitation, strict=True)
     ]
+    if config.samples_images:
+        dispatched = [replace(item, step=step) for item in dispatched for step in range(item.num_trained_tokens)]
     is_pairwise = role == "actor" and objective.spec.is_pairwise
     pairs = [(index, index + 1) for index in range(0, len(samples), 2)] if is_pairwise else None
     return RankBatch.split(dispatched, packing, pairs)

@@ -20,8 +20,10 @@ from megarl.core.timing import Stopwatch
 from megarl.core.types import SampleRef, Score
 from megarl.data.prompts import PromptSet
 from megarl.environments.protocol import StopReason
+from megarl.rollout.diffusers.request import ImageRequest
 from megarl.rollout.engine import SamplingRequest
 from megarl.rollout.router import completed
+from megarl.step.requests import image_request
 
 PURPOSE = "evaluation"
 
@@ -117,8 +119,21 @@ def evaluate_sets(
     return [result(settings, groups, scores.result()) for settings, groups, scores in scoring]
 
 
-def requests(config: Config, settings: EvaluationSet, prompts: PromptSet) -> list[list[SamplingRequest]]:
-    """Return the requests for each prompt in a set. Their seeds are the same in every evaluation."""
+def requests(
+    config: Config, settings: EvaluationSet, prompts: PromptSet
+) -> list[list[SamplingRequest]] | list[list[ImageRequest]]:
+    """Return the requests for each prompt in a set. Their seeds are the same in every evaluation. Images are sampled by
+    the ODE."""
+    if config.samples_images:
+        return [
+            [
+                image_request(
+                    config, f"{settings.name}.{i}.{k}", prompts[i], seed_of_set(config, settings, i, k), range(0)
+                )
+                for k in range(settings.samples_per_prompt)
+            ]
+            for i in range(len(prompts))
+        ]
     return [
         [
             SamplingRequest(

@@ -14,6 +14,7 @@ from megarl.core.timing import ElapsedTime
 from megarl.data.prompts import PromptSet
 from megarl.step.canaries import Canaries
 from megarl.step.causes import Evidence, describe, ranked
+from megarl.step.image_canaries import ImageCanaries
 from megarl.step.scoring import Metrics
 
 
@@ -22,15 +23,22 @@ class LogprobCheck:
 
     def __init__(self, config: Config, workers: Workers, data: PromptSet):
         self._config = config
-        self._canaries = Canaries.of(config, workers, data)
+        self._canaries = (
+            ImageCanaries.of(config, workers) if config.samples_images else Canaries.of(config, workers, data)
+        )
         self._is_explained = False
         """Whether possible causes have been checked. A run that continues after a warning checks them only once."""
 
     def begin(self) -> None:
         """Check the canary prompts before the first step, if logprob_check.canaries is set. Raise PermanentFailure if
         an engine differs from the trainer by more than the limit. The message ranks the causes."""
-        if self._has_gate:
-            elapsed = ElapsedTime()
+        if not self._has_gate:
+            return
+        elapsed = ElapsedTime()
+        if isinstance(self._canaries, ImageCanaries):
+            [difference] = (metric.value for metric in self._gate("before the first step").values())
+            elapsed.print(f"logprob_check: passed, canary velocities differ by {difference:.1e} of their size")
+        else:
             greedy, sampled = (metric.value for metric in self._gate("before the first step").values())
             elapsed.print(
                 f"logprob_check: passed, canary log-probs differ by {greedy:.1e} (greedy) and {sampled:.1e} (sampled) "
@@ -44,8 +52,12 @@ class LogprobCheck:
 
     @property
     def _has_gate(self) -> bool:
-        """Whether the run checks canary prompts. False if the tokenizer yields no tokens for any of them."""
-        return self._config.logprob_check.canaries != "off" and bool(self._canaries.prompts)
+        """Whether the run checks canaries. False if the tokenizer yields no tokens for any canary prompt."""
+        return self._config.logprob_check.canaries != "off" and self._has_canaries
+
+    @property
+    def _has_canaries(self) -> bool:
+        return isinstance(self._canaries, ImageCanaries) or bool(self._canaries.prompts)
 
     def check_step(self, metrics: Mapping[str, Metric]) -> None:
         """Warn if log-probs in a step differ by more than the limit. The first warning ranks the causes. With
@@ -55,7 +67,7 @@ class LogprobCheck:
         if message is None:
             return
         stops = self._config.logprob_check.action == "stop"
-        if self._canaries.prompts and (stops or not self._is_explained):
+        if self._has_canaries and (stops or not self._is_explained):
             self._is_explained = True
             message = f"{message}. {self._explain()}"
         if stops:
@@ -63,6 +75,15 @@ class LogprobCheck:
         print(f"megarl: warning: {message}", file=sys.stderr, flush=True)
 
     def _gate(self, when: str) -> Metrics:
+        if isinstance(self._canaries, ImageCanaries):
+            differences = self._canaries.measure()
+            if max(differences.values()) > self._canaries.limit:
+                raise PermanentFailure(
+                    f"logprob_check: {when}, {self._canaries.explain(differences)}\nThe limit is "
+                    f"{self._canaries.limit:g}. Fix: correct the cause, or set logprob_check.canaries=off to disable "
+                    "this check"
+                )
+            return {"mismatch/canary_velocity": Metric(max(differences.values()))}
         answers = self._canaries.sample()
         measured = self._canaries.measure(answers)
         if not all(evidence.agrees for evidence in measured.values()):
@@ -77,6 +98,8 @@ class LogprobCheck:
         }
 
     def _explain(self) -> str:
+        if isinstance(self._canaries, ImageCanaries):
+            return f"With the engines' current weights, {self._canaries.explain(self._canaries.measure())}"
         answers = self._canaries.sample()
         measured = self._canaries.measure(answers)
         if all(evidence.agrees for evidence in measured.values()):

@@ -8,13 +8,27 @@ from dataclasses import replace
 
 from megarl.config.schema import Config
 from megarl.core.types import Prompt
+from megarl.rollout.diffusers.request import Denoising, ImageRequest
 from megarl.rollout.engine import SamplingRequest
 
 
-def requests(config: Config, number: int, prompts: Sequence[Prompt], first: int = 0) -> list[list[SamplingRequest]]:
+def requests(
+    config: Config, number: int, prompts: Sequence[Prompt], first: int = 0
+) -> list[list[SamplingRequest]] | list[list[ImageRequest]]:
     """Return samples_per_prompt requests for each prompt, plus one for a greedy response if the estimator needs it.
     Seeds are derived from run.seed and the sample's position in the run. The step has already started `first`
     prompts."""
+    if config.samples_images:
+        window = config.rollout.denoising.sde_window(config.run.seed, number)
+        return [
+            [
+                image_request(
+                    config, f"{number}.{i}.{k}", prompt, _sampling_seed(config.run.seed, number, i, k), window
+                )
+                for k in range(config.batch.samples_per_prompt)
+            ]
+            for i, prompt in enumerate(prompts, start=first)
+        ]
     groups = [
         [
             SamplingRequest(
@@ -31,6 +45,23 @@ def requests(config: Config, number: int, prompts: Sequence[Prompt], first: int 
         for i, group in enumerate(groups, start=first):
             group.append(replace(group[0], sample_id=f"{number}.{i}.greedy", seed=0, greedy=True))
     return groups
+
+
+def image_request(config: Config, sample_id: str, prompt: Prompt, seed: int, sde_steps: range) -> ImageRequest:
+    """Return the request for an image. `sde_steps`: see Denoising; an empty range samples by the ODE."""
+    keys = config.rollout.denoising
+    denoising = Denoising(
+        height=keys.height,
+        width=keys.width,
+        num_steps=keys.num_steps,
+        shift=keys.shift,
+        guidance=keys.guidance,
+        kind=keys.kind,
+        noise_level=keys.noise_level,
+        reduction=keys.logprob,
+        sde_steps=sde_steps,
+    )
+    return ImageRequest(sample_id=sample_id, prompt=prompt, seed=seed, denoising=denoising, returns_image=True)
 
 
 def _sampling_seed(*place: int) -> int:

@@ -10,7 +10,6 @@ import asyncio
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import ray
@@ -112,7 +111,7 @@ class FakeEngine:
         drawn = np.random.default_rng([seed % 2**63, self._digest, *tokens])
         return self._end if drawn.random() < STOP_PROBABILITY else int(drawn.integers(self._vocab_size))
 
-    def num_unfinished_tokens(self, sample_ids: Collection[str]) -> int:
+    def num_unfinished(self, sample_ids: Collection[str]) -> int:
         return sum(self._unfinished.get(name, 0) for name in sample_ids)
 
     def take_work(self) -> tuple[float, int]:
@@ -174,8 +173,5 @@ class FakeEngine:
 class EngineActor(EngineProcess):
     """The actor of a FakeEngine. Its process has the same title as one with vLLM."""
 
-    def _arguments(self) -> dict[str, Any]:
-        return {}
-
-    def _make_engine(self, arguments: Mapping[str, Any]) -> FakeEngine:
-        return FakeEngine(self._config, self._model_folder)
+    def start(self) -> None:
+        self._worker = FakeEngine(self._config, self._model_folder)

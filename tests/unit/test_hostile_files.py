@@ -305,6 +305,7 @@ SAMPLE = {
     **{"sample_id": "s", "prompt": "p", "response": "r", "reward": 1.0, "num_response_tokens": 3, "answer": "a"},
     **{"messages": [{"role": "user", "content": "a"}], "tokens": ["a"], "prompt_ids": [1], "response_ids": [1, 2]},
     **{"rollout_logprobs": [0.5], "mask": [1], "turns": [{"role": "user", "content": "a"}]},
+    **{"image": "step_000001/s.png", "preview": "step_000001/s.jpg"},
 }
 
 

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import time
-from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import ray
+from numpy.typing import NDArray
 from ray.actor import ActorHandle
 
 from megarl.cluster.groups.group import ASYNC_OPTIONS, TimedResult
+from megarl.cluster.groups.replicas import ReplicaActor
 from megarl.cluster.groups.vllm import VllmActor
 from megarl.cluster.supervision import segments
 from megarl.cluster.supervision.scratch import own_scratch
 from megarl.config.schema import Config
+from megarl.core import device
+from megarl.core.collector import imports
+from megarl.core.latents import LatentSample, VelocityInput
 from megarl.core.types import Sample, SampleRef
+from megarl.rollout.diffusers.request import ImageRequest
 from megarl.rollout.engine import Engine, SamplingRequest
 from megarl.rollout.router import Aborted
 from megarl.rollout.turns import EngineTurns, Exchanged, Turns
@@ -28,36 +34,33 @@ if TYPE_CHECKING:
     from megarl.resharding.planning.compact import CompactPlan
     from megarl.resharding.transports.transport import Channel
 
+AnySample = Sample | LatentSample
+
+Requests = Sequence[SamplingRequest] | Sequence[ImageRequest]
+
 Parameters = Mapping[str, tuple[tuple[int, ...], str]]
 """Shape and dtype of each parameter in a worker, by parameter name."""
 
 
 @dataclass(slots=True)
 class _Generating:
-    """A running call to `generate`. num_tokens: number of tokens in its finished samples and, once it is aborted, in
-    its unfinished ones."""
+    """A running call to `generate`. num_tokens: number of tokens or denoising steps of its finished samples and, once
+    it is aborted, of its unfinished ones."""
 
-    requests: Sequence[SamplingRequest]
-    samples: asyncio.Future[list[Sample]]
+    requests: Requests
+    samples: asyncio.Future[list[AnySample]]
     num_tokens: int = 0
 
 
-class EngineProcess(VllmActor):
+class EngineProcess(ReplicaActor):
     """One engine. Ray runs all calls in one event loop, so other calls can run while `generate` waits for its
     samples."""
 
-    section = "rollout"
-
-    @abstractmethod
-    def _make_engine(self, arguments: Mapping[str, Any]) -> Engine:
-        """Build the engine without loading weights."""
-
-    def _load(self, arguments: Mapping[str, Any]) -> Engine:
-        engine = self._make_engine(arguments)
-        self._turns = defaultdict(lambda: EngineTurns(engine))
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        self._turns = defaultdict(lambda: EngineTurns(self._worker))
         self._generating: dict[str, _Generating] = {}
         """Running calls to `generate`, by the name of the first request."""
-        return engine
 
     def describe_parameters(self) -> tuple[list[Parameters], list[str]]:
         """Return the parameters in each worker, and the names of kernels that repack parameters."""
@@ -69,16 +72,14 @@ class EngineProcess(VllmActor):
         """Connect the engine for subsequent refits. holders: the workers' holders, by engine name."""
         self._worker.connect(plan, channel, holders[self._process.name], by_loader)
 
-    async def generate(
-        self, requests: Sequence[SamplingRequest], listener: ActorHandle | None
-    ) -> list[TimedResult | Sample | None]:
+    async def generate(self, requests: Requests, listener: ActorHandle | None) -> list[TimedResult | AnySample | None]:
         """Return the samples' metadata, then the samples, each as a separate return value: return values outlive the
         process, unlike objects that the process puts into the object store. The listener receives samples as they
         finish. An aborted call returns Aborted in place of the metadata."""
         begin = time.time()
 
-        def report(samples: list[Sample]) -> None:
-            call.num_tokens += sum(len(sample.response_ids) for sample in samples)
+        def report(samples: list[AnySample]) -> None:
+            call.num_tokens += sum(sample.num_sampled for sample in samples)
             if listener is not None:
                 listener.begin.remote(samples)
 
@@ -98,7 +99,7 @@ class EngineProcess(VllmActor):
         """Abort the running calls to `generate` whose first requests have these names."""
         for name in self._generating.keys() & set(names):
             call = self._generating[name]
-            call.num_tokens += self._worker.num_unfinished_tokens({request.sample_id for request in call.requests})
+            call.num_tokens += self._worker.num_unfinished({request.sample_id for request in call.requests})
             call.samples.cancel()
 
     async def exchange(self, process: str, turns: Turns, abandoned: Collection[int]) -> Exchanged:
@@ -108,8 +109,10 @@ class EngineProcess(VllmActor):
 
 
 @ray.remote(**ASYNC_OPTIONS)
-class EngineActor(EngineProcess):
+class EngineActor(EngineProcess, VllmActor):
     """One rollout engine on vLLM."""
+
+    section = "rollout"
 
     def _arguments(self) -> dict[str, Any]:
         from megarl.rollout.vllm.engine_arguments import rollout_arguments
@@ -122,7 +125,24 @@ class EngineActor(EngineProcess):
     def is_batch_invariant(config: Config) -> bool:
         return config.rollout.batch_invariant
 
-    def _make_engine(self, arguments: Mapping[str, Any]) -> Engine:
+    def _load(self, arguments: Mapping[str, Any]) -> Engine:
         from megarl.rollout.vllm.engine import VllmEngine
 
         return VllmEngine(self._config.rollout, arguments, self._config.actor.experts.replay_routes)
+
+
+@ray.remote(**ASYNC_OPTIONS)
+class ImageEngineActor(EngineProcess):
+    """One rollout engine for an image model."""
+
+    def start(self) -> None:
+        """Start the engine. Raise UserError if the model's folder cannot be loaded."""
+        with imports():
+            from megarl.rollout.diffusers.engine import DiffusersEngine
+        device.claim(self._process.threads)
+        denoising, pipeline = self._config.rollout.denoising, self._model_folder.parent
+        dtype = self._config.model.dtype
+        self._worker = DiffusersEngine(pipeline, dtype, denoising.max_batch, denoising.offload)
+
+    def velocities(self, inputs: Sequence[VelocityInput]) -> list[NDArray[np.float32]]:
+        return self._worker.velocities(inputs)

@@ -8,23 +8,33 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
 
+import numpy as np
 import ray
+from numpy.typing import NDArray
 from ray.actor import ActorHandle
 
-from megarl.cluster.groups.engine_actor import EngineActor, Parameters
+from megarl.cluster.groups.engine_actor import EngineActor, ImageEngineActor, Parameters
 from megarl.cluster.groups.remote import RemoteCall, RemoteMethod, remote, share
-from megarl.cluster.groups.vllm import VllmGroup
+from megarl.cluster.groups.replicas import ReplicaGroup
 from megarl.cluster.pending import Answers, Pending
 from megarl.cluster.placement import Process
 from megarl.cluster.session import Session
 from megarl.config.schema import Config
 from megarl.core import device
+from megarl.core.latents import VelocityInput
 from megarl.core.types import SampleRef
 from megarl.models.folder import read_config
-from megarl.resharding.families import huggingface_holder, quantized_destinations, quantized_sources, vllm_holders
+from megarl.resharding.families import (
+    diffusers_holders,
+    huggingface_holder,
+    quantized_destinations,
+    quantized_sources,
+    vllm_holders,
+)
 from megarl.resharding.families.vllm import padded_experts
 from megarl.resharding.piece import Holder
 from megarl.resharding.planning.compact import CompactPlan
+from megarl.rollout.diffusers.request import ImageRequest
 from megarl.rollout.engine import EngineInfo, SamplingRequest
 from megarl.rollout.router import Abort, Aborted, completed
 
@@ -52,16 +62,18 @@ Group = list[SampleRef]
 Sampled = Group | Aborted
 """The result of a group: its samples, or Aborted."""
 
-Requests = Sequence[Sequence[SamplingRequest]]
+Request = SamplingRequest | ImageRequest
+
+Requests = Sequence[Sequence[Request]]
 """The requests of each group."""
 
 Answered = dict[str, list[Group] | Aborted]
 """The samples of each rollout, or Aborted, by engine name."""
 
-Run = Callable[[Mapping[str, Sequence[SamplingRequest]]], Pending[Answered]]
+Run = Callable[[Mapping[str, Sequence[Any]]], Pending[Answered]]
 
 
-class EngineGroup(VllmGroup):
+class EngineGroup(ReplicaGroup):
     """All engine replicas. With rollout.max_staleness, slower engines receive fewer prompts. A restarted engine rejoins
     at the next refit, because it has no weights yet. An engine that shares GPUs with trainers does not restart, because
     training leaves no memory for it."""
@@ -110,14 +122,7 @@ class EngineGroup(VllmGroup):
         self._quantizes, self._hf_config = config.rollout.quantization is not None, read_config(model_folder)
 
         def hold(padded_experts: int | None) -> dict[str, list[Holder]]:
-            holders = vllm_holders(
-                self._hf_config,
-                tp,
-                len(processes),
-                config.model.dtype,
-                expert_parallel=config.rollout.has_whole_experts,
-                padded_experts=padded_experts,
-            )
+            holders = self._engine_holders(config, len(processes), padded_experts)
             return {p.name: p.hold(self._destinations(holders[p.index * tp : (p.index + 1) * tp])) for p in processes}
 
         self._make_holders, self._holders = hold, hold(None)
@@ -125,6 +130,17 @@ class EngineGroup(VllmGroup):
         """Holder of the whole model in the format that the engines receive."""
         self.by_loader = False
         """Whether the engines load weights through vLLM's loader, which may transform them."""
+
+    def _engine_holders(self, config: Config, count: int, padded_experts: int | None) -> list[Holder]:
+        """Return the holders of `count` engines, in order, without quantization."""
+        return vllm_holders(
+            self._hf_config,
+            config.rollout.tp,
+            count,
+            config.model.dtype,
+            expert_parallel=config.rollout.has_whole_experts,
+            padded_experts=padded_experts,
+        )
 
     def start(self) -> Pending[None]:
         """Start the engines, check whether a plan can write their parameters in place, and put the engines to sleep."""
@@ -200,9 +216,7 @@ class EngineGroup(VllmGroup):
     def _destinations(self, holders: list[Holder]) -> list[Holder]:
         return quantized_destinations(self._hf_config, holders) if self._quantizes else holders
 
-    def generate(
-        self, groups: Sequence[Sequence[SamplingRequest]], listener: ActorHandle | None = None
-    ) -> Pending[list[Sampled]]:
+    def generate(self, groups: Requests, listener: ActorHandle | None = None) -> Pending[list[Sampled]]:
         """Sample responses for the requests of each prompt. The result contains each prompt's samples, or Aborted, in
         order. If an engine is lost in the meantime, its requests go to the remaining engines. The method `begin`
         of the actor `listener` receives each sample as soon as it is complete."""
@@ -223,9 +237,7 @@ class EngineGroup(VllmGroup):
     def _abort(self, name: str, groups: Collection[str]) -> None:
         self._actors[name].abort.remote(groups)
 
-    def _sample(
-        self, listener: ActorHandle | None, requests: Mapping[str, Sequence[SamplingRequest]]
-    ) -> Pending[Answered]:
+    def _sample(self, listener: ActorHandle | None, requests: Mapping[str, Sequence[Request]]) -> Pending[Answered]:
         """Sample each engine's requests. The result has one rollout with one sample per request."""
         refs = {
             name: self._actors[name].generate.options(num_returns=1 + len(part)).remote(part, listener)
@@ -241,7 +253,7 @@ class EngineGroup(VllmGroup):
 
         return self._submit(GENERATE, {name: outputs[0] for name, outputs in refs.items()}).then(by_engine)
 
-    def generate_on_each(self, requests_of: Callable[[str], Sequence[SamplingRequest]]) -> Pending[dict[str, Group]]:
+    def generate_on_each(self, requests_of: Callable[[str], Sequence[Request]]) -> Pending[dict[str, Group]]:
         """Sample the requests that `requests_of` returns for each live engine. Return the samples by engine name."""
         requests = {name: requests_of(name) for name in self.names}
 
@@ -292,3 +304,19 @@ class EngineGroup(VllmGroup):
     def _start_calls(self, actor: ActorHandle) -> list[ray.ObjectRef]:
         sleep = [self._sleep.on(actor, self.by_loader)] if self._sleeps else []
         return [*super()._start_calls(actor), *sleep]
+
+
+class ImageEngineGroup(EngineGroup):
+    """All engines of an image model. Each holds the complete model."""
+
+    actor_class = ImageEngineActor
+
+    @remote(timeout="refit")
+    def _velocities(self, inputs: Sequence[VelocityInput]) -> list[NDArray[np.float32]]: ...
+
+    def _engine_holders(self, config: Config, count: int, padded_experts: int | None) -> list[Holder]:
+        return diffusers_holders(self._hf_config, count, config.model.dtype)
+
+    def velocities(self, inputs: Sequence[VelocityInput]) -> Pending[dict[str, list[NDArray[np.float32]]]]:
+        """Compute the velocities at these inputs on every engine. The result has them by engine name."""
+        return self._run_on_each(self._velocities, share(inputs))

@@ -4,6 +4,7 @@ samples may keep state that an evaluation must not change."""
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +16,7 @@ from megarl.environments.batch import is_judged, judge_batch, judge_single
 from megarl.rewards.pool import FunctionPool, function_pool
 from megarl.rewards.result import Result
 from megarl.rewards.rollout_file import append_rollouts
+from megarl.rewards.rollout_images import image_folder
 from megarl.rewards.scorer import Scorer, require_ratings
 
 
@@ -65,8 +67,9 @@ class EvaluationScorer:
 
 
 def _write(file: Path, version: int, samples: Sequence[Sample], scores: Sequence[Score]) -> None:
-    """Overwrite the file, because an attempt that was killed during this call may have left one."""
+    """Overwrite the file and its images, because an attempt that was killed during this call may have left some."""
     with suppress(OSError):  # the disk may be full, which append_rollouts reports
         file.parent.mkdir(parents=True, exist_ok=True)
     file.unlink(missing_ok=True)
+    shutil.rmtree(image_folder(file), ignore_errors=True)
     append_rollouts(file, version, list(zip(samples, scores, strict=True)))

@@ -85,6 +85,10 @@ def worker_class(config: Config, role: MegatronRole) -> Callable[[Config, Path, 
     from megarl.megatron.workers.implicit_reward import ImplicitRewardWorker
     from megarl.megatron.workers.reward_model import RewardModelWorker
 
+    if role == "actor" and config.samples_images:
+        from megarl.megatron.workers.denoiser import DenoiserWorker
+
+        return DenoiserWorker
     if role == "actor" and config.trains_reward_model:
         return ClassifierWorker
     workers = (ActorWorker, CriticWorker, ImplicitRewardWorker, RewardModelWorker)

@@ -10,7 +10,8 @@ import ray
 
 from megarl.cluster.groups.ranks import RankActor, RankGroup
 from megarl.cluster.groups.remote import remote
-from megarl.cluster.groups.vllm import VllmActor, VllmGroup
+from megarl.cluster.groups.replicas import ReplicaGroup
+from megarl.cluster.groups.vllm import VllmActor
 from megarl.cluster.pending import Answers, Pending, ready
 from megarl.cluster.placement import Process
 from megarl.cluster.rank_batch import RankBatch, ScoreRef, Scores, join_by_sample, put_scores
@@ -79,7 +80,7 @@ class RewardEngineActor(VllmActor):
         return self._config.reward_model.judges
 
 
-class RewardEngineGroup(VllmGroup):
+class RewardEngineGroup(ReplicaGroup):
     """All reward engines. A restarted engine rejoins before the next samples are scored. An engine that shares GPUs
     with other models does not restart, because they may leave no memory for it."""
 

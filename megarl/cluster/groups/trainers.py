@@ -7,7 +7,9 @@ from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+import numpy as np
 import ray
+from numpy.typing import NDArray
 
 from megarl.cluster.groups.ranks import RankActor, RankGroup
 from megarl.cluster.groups.remote import remote, share
@@ -20,6 +22,7 @@ from megarl.cluster.supervision.scratch import own_scratch
 from megarl.config.model_schema import Lora, Role
 from megarl.config.schema import Config
 from megarl.core.checkpoint import Checkpoint, FileRecord, noted_files
+from megarl.core.latents import VelocityInput
 from megarl.core.metrics import Metric, merge, merge_updates
 from megarl.core.types import Scoring, TokenTotals
 from megarl.models.folder import read_config
@@ -95,6 +98,11 @@ class TrainerActor(RankActor):
 
 def _join_scores(parts: Sequence[tuple[Scores, dict[str, TokenTotals]]]) -> tuple[Scores, dict[str, TokenTotals]]:
     return join_by_sample([scores for scores, _ in parts]), join_by_sample([totals for _, totals in parts])
+
+
+def _first_result(parts: Sequence[list[T]]) -> list[T]:
+    """Return the result of the first replica. The other ranks' results are equal or empty."""
+    return next(part for part in parts if part)
 
 
 def _join_files(parts: Sequence[Sequence[FileRecord]]) -> list[FileRecord]:
@@ -324,6 +332,15 @@ class TrainerGroup(RankGroup):
         """Return the records of all ranks' files, or None while some are still being written. This reads the folder,
         because a rank would answer only after its current call, which may take minutes."""
         return noted_files(checkpoint, self._checkpoint_folder, len(self._processes))
+
+
+class ImageTrainerGroup(TrainerGroup):
+    """All ranks that train an image model."""
+
+    @remote(timeout="passes", phase="velocities of canaries", join=_first_result)
+    def velocities(self, inputs: Sequence[VelocityInput]) -> list[NDArray[np.float32]]:
+        """Compute the velocity at each input, float32 [channels, height, width]."""
+        ...
 
 
 def readers_of(plan: Plan) -> dict[str, dict[str, set[str]]]:

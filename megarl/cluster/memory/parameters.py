@@ -10,8 +10,8 @@ from typing import Any
 from megarl.cluster.memory.rank import RankParameters, item_bytes, stage_memory
 from megarl.config.model_schema import Layout, Lora, Role
 from megarl.config.schema import Config
-from megarl.models.shape import ModelShape
-from megarl.resharding.families import huggingface_holder, quantized_destinations, vllm_holder
+from megarl.models.denoiser import shape_of
+from megarl.resharding.families import diffusers_holders, huggingface_holder, quantized_destinations, vllm_holder
 from megarl.resharding.families.megatron import chunk_layers
 from megarl.resharding.piece import Holder
 
@@ -24,7 +24,7 @@ class ModelParameters:
         """lora: the adapters that are trained instead of the model; None without adapters."""
         self._lora = lora
         self.hf_config = hf_config
-        self.shape = ModelShape.of(hf_config)
+        self.shape = shape_of(hf_config)
         self.count = sum(map(prod, huggingface_holder(hf_config).shapes.values()))
         self._stages: dict[tuple, RankParameters] = {}
         self._layers: dict[tuple, list[list[range]]] = {}
@@ -57,6 +57,8 @@ class ModelParameters:
 def engine_holder(config: Config, hf_config: Mapping[str, Any], rank: int) -> Holder:
     """Return the holder of an engine rank: which weights the rank stores, in the engine's weight format."""
     rollout = config.rollout
+    if config.samples_images:
+        return diffusers_holders(hf_config, 1, config.model.dtype)[0]
     holder = vllm_holder(hf_config, rollout.tp, rank, 0, config.model.dtype, rollout.has_whole_experts)
     return holder if rollout.quantization is None else quantized_destinations(hf_config, [holder])[0]
 

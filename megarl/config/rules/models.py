@@ -72,6 +72,8 @@ def microbatch_holds_the_longest_sample(config: Config, placed: Placed) -> Itera
     """A rank's token budget must hold its share of the longest sample: two equal chunks per context-parallel rank. Both
     samples in a pair are in the same microbatch."""
     role = placed.section
+    if config.samples_images:  # the number of tokens in a denoising step depends on the model
+        return
     budget, cp, (key, context) = placed.tokens_per_microbatch, placed.layout.cp, config.context_of(placed)
     together = 2 if placed is config.actor and config.algorithm.objective.spec.is_pairwise else 1
     needed = together * (-(-context // (2 * cp)) * 2 if cp > 1 else context)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core.distributed import DistributedDataParallel
 from torch.distributed.distributed_c10d import Store
 
 from megarl.config.model_schema import MegatronRole, Placed
@@ -55,19 +56,28 @@ class ModelWorker:
         parallel.initialize(settings.layout, store, rank, config.run.seed, config.cluster.timeouts.longest)
         lora = settings.adapters
         self.adapters = None if lora is None else Adapters(lora, self._hf_config, self.holder)
-        self.chunks = build_model(
-            settings,
-            self._hf_config,
-            self.dtype,
-            self.temperature,
-            config.context_of(settings)[1],
-            frozen=self._frozen(),
-            logits_dtype=getattr(torch, config.model.logits_dtype),
-            **({} if self.adapters is None else {"attach": self.adapters.attach}),
-        )
+        self.chunks = self._build()
         self._load_weights()
         self.kernels = kernels.describe()
         print(f"{settings.section}: {self.kernels}", flush=True)
+
+    def _build(self) -> list[DistributedDataParallel]:
+        """Build this rank's shard of the model."""
+        return build_model(
+            self._settings,
+            self._hf_config,
+            self.dtype,
+            self.temperature,
+            self._config.context_of(self._settings)[1],
+            frozen=self._frozen(),
+            logits_dtype=getattr(torch, self._config.model.logits_dtype),
+            **self._attached,
+        )
+
+    @property
+    def _attached(self) -> dict[str, Any]:
+        """The argument that attaches the adapters, if there are any."""
+        return {} if self.adapters is None else {"attach": self.adapters.attach}
 
     def _model_config(self, hf_config: dict[str, Any]) -> dict[str, Any]:
         """Return the config for the role's model, whose head may differ from the head in the folder's config."""

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.distributed_c10d import ProcessGroup, Store
@@ -24,7 +25,7 @@ from megarl.core.token_batch import TokenBatch
 from megarl.data.collate import TokenScores, add_scores
 from megarl.data.local_batch import LocalBatch
 from megarl.megatron import parallel, random_state, step
-from megarl.megatron.advantages import estimate_advantages
+from megarl.megatron.advantages import AnyBatch, estimate_advantages
 from megarl.megatron.checkpoint import sharded
 from megarl.megatron.loss_scale import LossScale
 from megarl.megatron.losses import Loss
@@ -170,8 +171,8 @@ class TrainerWorker(ModelWorker, ABC):
         rate = learning_rate(optimizer, self.num_updates, self._config.num_updates(self._settings))
         set_rates(self.optimizer, rate, optimizer.weight_decay)
         biases, self._is_complete = RouterBiases(self.chunks), False
-        sums = step.accumulate_gradients(self.chunks, self.loss, batches)
-        routes = route_metrics(self.chunks, ModelShape.of(self._hf_config), self.metrics)
+        sums = self._accumulate_gradients(batches)
+        routes = self._route_metrics()
         self._loss_scale.unscale_gradients()
         grad_norm, additional = self._apply_gradients(batches, sums)
         is_skipped = not math.isfinite(grad_norm)
@@ -184,7 +185,7 @@ class TrainerWorker(ModelWorker, ABC):
         else:
             self.num_updates += 1
             self._has_moved = True
-        if not parallel.reports_metrics():
+        if not self._reports_metrics:
             return {}
         metrics = {f"{self.metrics}/skipped_updates": Metric(self._skipped.total, reduction="max")}
         if self._loss_scale.value is not None:
@@ -193,6 +194,18 @@ class TrainerWorker(ModelWorker, ABC):
             return metrics
         metrics |= {f"{self.metrics}/grad_norm": Metric(grad_norm), f"{self.metrics}/lr": Metric(rate)}
         return merge(map(read, sums)) | routes | metrics | additional
+
+    def _accumulate_gradients(self, batches: Sequence[Any]) -> list[Sums]:
+        """Accumulate the loss's gradient over the microbatches. Return each one's metrics; empty before the last
+        stage."""
+        return step.accumulate_gradients(self.chunks, self.loss, batches)
+
+    def _route_metrics(self) -> dict[str, Metric]:
+        return route_metrics(self.chunks, ModelShape.of(self._hf_config), self.metrics)
+
+    @property
+    def _reports_metrics(self) -> bool:
+        return parallel.reports_metrics()
 
     def _apply_gradients(self, batches: Sequence[TokenBatch], sums: Sequence[Sums]) -> tuple[float, dict[str, Metric]]:
         """Take the optimizer step unless the gradient is non-finite. Return the gradient norm and additional metrics.
@@ -284,9 +297,12 @@ class TrainerWorker(ModelWorker, ABC):
                 base = loadable_path(self._config.model.path, self._folder)
                 self.adapters.write(plan, transport, base, out)
             else:
-                write_folder(plan, transport, without_value_head(self._hf_config), self._folder, out)
+                self._write_model(plan, transport, out)
 
         retry_when_full(write, out)
+
+    def _write_model(self, plan: Plan, transport: Transport, out: Path) -> None:
+        write_folder(plan, transport, without_value_head(self._hf_config), self._folder, out)
 
     def write_part(self, plan: Plan, folder: Path) -> None:
         """Write the parameters that an export reads from this rank to files, for ranks on remote nodes. `plan` is this
@@ -379,14 +395,14 @@ class TrainerWorker(ModelWorker, ABC):
         selected = select_tensors(key, patterns, huggingface_holder(self._hf_config).shapes)
         return whole_parameters(key, selected, self.holder)
 
-    def _training_batches(self, batch: LocalBatch) -> list[TokenBatch]:
+    def _training_batches(self, batch: LocalBatch) -> list[Any]:
         """Return an update's microbatches with advantages and with the scores of previous passes and other models."""
         batches = self._with_all_scores(batch)
         # Only the last stage has the critic's values and reads advantages.
         estimated = self._config.algorithm.objective.spec.is_policy_objective and parallel.is_last_stage(None)
         return self._with_advantages(batches) if estimated else batches
 
-    def _with_advantages(self, batches: Sequence[TokenBatch]) -> list[TokenBatch]:
+    def _with_advantages(self, batches: Sequence[AnyBatch]) -> list[AnyBatch]:
         return estimate_advantages(self._config.algorithm, batches)
 
     def _with_all_scores(self, batch: LocalBatch) -> list[TokenBatch]:

@@ -112,7 +112,10 @@ class DiffusersEngine(SteppedEngine[ImageRequest, LatentSample]):
             shape = (self._model.shape.channels, denoising.height // self._scale, denoising.width // self._scale)
             empty = captions[""] if denoising.guidance != 1 else None
             caption = captions[item.request.prompt.text]
-            item.trajectory = Trajectory.start(item.request, shape, device.device(), caption, empty)
+            patch = self._model.shape.patch
+            item.trajectory = Trajectory.start(
+                item.request, self._model.shift, shape, patch, device.device(), caption, empty
+            )
 
     @property
     def _scale(self) -> int:
@@ -124,12 +127,13 @@ class DiffusersEngine(SteppedEngine[ImageRequest, LatentSample]):
         for key, limit in zip(("height", "width"), limits, strict=True):
             size = getattr(request.denoising, key)
             if size % pixels or not 0 < size <= limit * pixels:
+                key = f"rollout.denoising.{key}"
                 raise UserError(
                     f"{key}={size}: expected a positive multiple of {pixels} up to {limit * pixels}. Fix: set "
-                    f"{key} to {min(limit, max(1, size // pixels)) * pixels}"
+                    f"{key}={min(limit, max(1, size // pixels)) * pixels}"
                 )
 
-    def num_unfinished_steps(self, sample_ids: Collection[str]) -> int:
+    def num_unfinished(self, sample_ids: Collection[str]) -> int:
         """Return the number of denoising steps done so far for the given samples, excluding finished samples."""
         trajectories = (item.trajectory for item in self._pending if item.request.sample_id in sample_ids)
         return sum(0 if trajectory is None else trajectory.step for trajectory in trajectories)

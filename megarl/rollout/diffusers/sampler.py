@@ -11,9 +11,10 @@ import numpy as np
 import torch
 
 from megarl.algorithms import transition
+from megarl.algorithms.transition import sigma_schedule
 from megarl.core.latents import LatentSample
 from megarl.core.types import VersionRun
-from megarl.models.denoiser import TOKEN_MULTIPLE
+from megarl.models.denoiser import padded
 from megarl.rollout.diffusers.noise import standard_normal
 from megarl.rollout.diffusers.request import ImageRequest
 
@@ -45,7 +46,7 @@ def velocities(model: Any, documents: Sequence[Document], patch: int, max_batch:
     """
     batches: dict[tuple[Any, ...], list[int]] = defaultdict(list)
     for number, document in enumerate(documents):
-        batches[document.latents.shape, -(-len(document.caption) // TOKEN_MULTIPLE)].append(number)
+        batches[document.latents.shape, padded(len(document.caption))].append(number)
     found: dict[int, torch.Tensor] = {}
     for numbers in batches.values():
         for start in range(0, len(numbers), max_batch):
@@ -76,6 +77,7 @@ class Trajectory:
         sigmas: [N + 1], the noise levels.
         latents: float32 [channels, height, width], x at sigmas[step].
         caption, empty_caption: the text encoder's output for the caption and for an empty one, which guidance needs.
+        num_tokens: see LatentSample.
         step: number of finished denoising steps.
         kept: the latents before the first trained step and after each of them, each in host memory.
         log_probs: the log-prob of each trained step.
@@ -87,6 +89,7 @@ class Trajectory:
     latents: torch.Tensor
     caption: torch.Tensor
     empty_caption: torch.Tensor | None
+    num_tokens: int
     step: int = 0
     kept: list[torch.Tensor] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
@@ -96,14 +99,21 @@ class Trajectory:
     def start(
         cls,
         request: ImageRequest,
+        shift: float,
         shape: tuple[int, int, int],
+        patch: int,
         device: torch.device,
         caption: torch.Tensor,
         empty_caption: torch.Tensor | None,
     ) -> Trajectory:
-        """Return the trajectory before its first step, with latents of the given shape (channels, height, width)."""
+        """Return the trajectory before its first step, with latents of the given shape (channels, height, width).
+        `shift` applies to requests without one."""
         latents = standard_normal(request.seed, request.sample_id, "start", shape).to(device)
-        return cls(request, request.denoising.sigmas, latents, caption, empty_caption)
+        sigmas = sigma_schedule(request.denoising.num_steps, request.denoising.shift or shift)
+        image = padded(shape[1] // patch * (shape[2] // patch))
+        captions = [caption, *([] if empty_caption is None else [empty_caption])]
+        num_tokens = sum(image + padded(len(each)) for each in captions)
+        return cls(request, sigmas, latents, caption, empty_caption, num_tokens)
 
     @property
     def is_done(self) -> bool:
@@ -125,7 +135,7 @@ class Trajectory:
             step = self._transition(denoising.kind, denoising.noise_level)
             noise = standard_normal(self.request.seed, self.request.sample_id, self.step, tuple(self.latents.shape))
             x_next = transition.sample(step, x, v[None], noise.to(x.device)[None])
-            self.log_probs.append(transition.log_prob(step, x, v[None], x_next).item())
+            self.log_probs.append(transition.log_prob(step, x, v[None], x_next, denoising.reduction).item())
             self.kept += [self.latents.cpu()] * (not self.kept) + [x_next[0].cpu()]
         self.latents = x_next[0]
         self.versions.append(version)
@@ -151,6 +161,9 @@ class Trajectory:
             latents=np.stack(self.kept) if self.kept else np.empty((0, *self.latents.shape), np.float32),
             logprobs=np.array(self.log_probs, np.float32),
             versions=tuple(runs),
+            embedding=self.caption.float().numpy(),
+            empty_embedding=None if self.empty_caption is None else self.empty_caption.float().numpy(),
+            num_tokens=self.num_tokens,
             final=self.latents.cpu().numpy() if self.request.returns_final else None,
             image=image,
         )

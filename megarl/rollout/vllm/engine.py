@@ -70,7 +70,7 @@ class VllmEngine(SteppedEngine[SamplingRequest, Sample]):
     async def _complete(self, request: SamplingRequest) -> Sample:
         return self._sample(request, await self._begin(request.prompt.token_ids.tolist(), request))
 
-    def num_unfinished_tokens(self, sample_ids: Collection[str]) -> int:
+    def num_unfinished(self, sample_ids: Collection[str]) -> int:
         requested = [item for item in self._pending.values() if item.request.sample_id in sample_ids]
         return sum(
             len(item.completion.result().token_ids) if item.completion.done() else self._num_tokens(item)

@@ -83,6 +83,20 @@ def test_values_of_wrong_types_become_null(folder):
     assert table["answer"] == ['{"a": 1}', "2"] and table["parts.f"][1] == 1.0
 
 
+def test_images_have_paths_in_the_run_folder(folder):
+    """A name that megarl does not write, such as one outside the folder, becomes null."""
+    sample = {"sample_id": "3.0.0", "rollout_logprobs": [-0.5, 1], "trained_denoising_steps": [1, 2]}
+    names = ["step_000003/3.0.0.png", "step_000003/../../secret.png", "step_000002/3.0.0.png", "/secret.png", 3]
+    rows = [sample | {"image": name, "num_denoising_steps": 4} for name in names]
+    (folder / "rollouts" / "step_000003.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    table = megarl.read_rollouts(folder, steps=[3])
+    image = str(folder / "rollouts" / "step_000003" / "3.0.0.png")
+    assert table.column("image").to_pylist() == [image, None, None, None, None]
+    assert table.column("trained_denoising_steps").to_pylist() == [[1, 2]] * 5
+    assert table.column("num_denoising_steps").to_pylist() == [4] * 5
+    assert "image" not in megarl.read_rollouts(folder, steps=[1]).column_names
+
+
 def test_missing_files_are_reported(folder, tmp_path):
     with pytest.raises(megarl.UserError, match=r"has no rollouts of step 3\. Fix: use steps from \[1, 2\]"):
         megarl.read_rollouts(folder, steps=[1, 3])

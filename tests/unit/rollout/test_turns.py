@@ -23,7 +23,7 @@ class Engine:
         self.pending[request.seed] = asyncio.get_running_loop().create_future()
         return self.pending[request.seed]
 
-    def num_unfinished_tokens(self, sample_ids: Collection[str]) -> int:
+    def num_unfinished(self, sample_ids: Collection[str]) -> int:
         return sum(seed for seed in self.pending if f"sample {seed}" in sample_ids)
 
     def complete(self, *seeds: int) -> None:

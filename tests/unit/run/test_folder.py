@@ -106,6 +106,19 @@ def test_reopen_keeps_data_up_to_the_checkpoint(config):
     assert RunFolder.reopen(longer, step=2).logs == folder.path / "logs" / "attempt_3"
 
 
+def test_reopen_removes_images_of_later_steps(config):
+    """A killed step may have left images without a JSONL file."""
+    folder = RunFolder.create(config)
+    for file in (folder.rollouts(2), folder.rollouts(3), folder.evaluation("a", 2), folder.evaluation("a", 3)):
+        file.with_suffix("").mkdir(parents=True)
+        (file.with_suffix("") / "0.png").touch()
+    RunFolder.reopen(config, step=2)
+    assert sorted(str(path.relative_to(folder.path)) for path in folder.path.glob("*/**/*.png")) == [
+        "evaluations/a/step_000002/0.png",
+        "rollouts/step_000002/0.png",
+    ]
+
+
 def test_changes_and_warnings_survive_a_kill_during_reopening(config, monkeypatch):
     """The previous manifest is moved to the logs before the new one is written."""
     RunFolder.create(config)

@@ -14,7 +14,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megarl.core import device
 from megarl.megatron import parallel
 from megarl.megatron.context_parallel import consecutive_shares
-from megarl.models.denoiser import TOKEN_MULTIPLE, DenoiserShape
+from megarl.models.denoiser import TOKEN_MULTIPLE, DenoiserShape, padded
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +37,7 @@ class Document:
 
     def num_tokens(self, patch: int) -> int:
         """Return the number of tokens, including padding."""
-        return sum(
-            -(-count // TOKEN_MULTIPLE) * TOKEN_MULTIPLE for count in (prod(self.grid(patch)), len(self.caption))
-        )
+        return padded(prod(self.grid(patch))) + padded(len(self.caption))
 
 
 @dataclass

@@ -80,7 +80,7 @@ class Engine:
             completion.set_result(Completion(ids, [-1.0] * len(ids), (VersionRun(0, len(ids)),), "stop"))
         return completion
 
-    def num_unfinished_tokens(self, sample_ids: Collection[str]) -> int:
+    def num_unfinished(self, sample_ids: Collection[str]) -> int:
         return sum(UNFINISHED for request, _ in self.pending if request.sample_id in sample_ids)
 
 

@@ -151,7 +151,7 @@ def test_unfinished_samples_continue_through_a_refit(folder):
 
     async def refit_in_between() -> list[LatentSample]:
         pending = asyncio.ensure_future(engine.generate(requests, reported.append))
-        while engine.num_unfinished_steps([request.sample_id for request in requests]) < 2 * len(requests):
+        while engine.num_unfinished([request.sample_id for request in requests]) < 2 * len(requests):
             await asyncio.sleep(0)
         engine.pause()
         engine.sleep(keeps_weights=True)
@@ -175,7 +175,7 @@ def test_cancelled_requests_are_dropped(engine):
     async def cancel() -> list[LatentSample]:
         cancelled = asyncio.ensure_future(engine.generate(requests[:2]))
         kept = asyncio.ensure_future(engine.generate(requests[2:]))
-        while not engine.num_unfinished_steps([requests[0].sample_id]):
+        while not engine.num_unfinished([requests[0].sample_id]):
             await asyncio.sleep(0)
         cancelled.cancel()
         samples = await kept
@@ -202,7 +202,9 @@ def test_error_in_a_step_reaches_every_caller(engine, monkeypatch):
 @pytest.mark.parametrize(("size", "key"), [((18, 24), "height"), ((16, 0), "width"), ((16, 68), "width")])
 def test_image_size_without_positions_is_refused(engine, size, key):
     denoising = replace(WINDOW, height=size[0], width=size[1])
-    with pytest.raises(UserError, match=f"^{key}={dict(zip(('height', 'width'), size, strict=True))[key]}: "):
+    with pytest.raises(
+        UserError, match=f"^rollout.denoising.{key}={dict(zip(('height', 'width'), size, strict=True))[key]}: "
+    ):
         generate(engine, requests_for(denoising))
     fixed = {"height": 16, "width": {0: 4, 68: 64}.get(size[1], 24)}
     assert len(generate(engine, requests_for(replace(denoising, **fixed), count=1))) == 1
