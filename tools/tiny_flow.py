@@ -170,7 +170,6 @@ def pretrain(
 
 def write(folder: Path) -> None:
     """Write the model and its captions."""
-    torch.set_num_threads(1)  # more threads are no faster, and would make the result depend on the number of cores
     torch.manual_seed(0)
     tokens = tokenizer()
     model = transformer()
@@ -187,4 +186,5 @@ def write(folder: Path) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
+    torch.set_num_threads(1)  # more threads are no faster, and would make the result depend on the number of cores
     write(parser.parse_args().out)

@@ -101,7 +101,7 @@ def resolve(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> RewardFunctio
         return give_options(name, function, options)
     if name.endswith(".py"):
         raise UserError(f"rewards.functions: {name} names a file but no function. Fix: use {name}:FUNCTION")
-    close = difflib.get_close_matches(name, FUNCTIONS, n=1)
+    close = [known for known in FUNCTIONS if known.startswith(name)] or difflib.get_close_matches(name, FUNCTIONS, n=1)
     choices = close[0] if close else f"one of {', '.join(FUNCTIONS)}, or path/to/file.py:function"
     raise UserError(f"rewards.functions: unknown function {name!r}. Fix: use {choices}")
 
