@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.paths import CONFIGS as FOLDER
-from tests.published_models import CONFIGS
+from tests.published_models import CONFIGS, PARAMETERS, Z_IMAGE, Z_IMAGE_PARAMETERS
 
-SHARED = "reasoning"
-"""The overlay shared by all H100 recipes, which is not a recipe itself."""
+MODELS = CONFIGS | {"Z-Image": Z_IMAGE}
 
 
 @dataclass(frozen=True)
@@ -39,14 +38,18 @@ class H100Recipe:
 
     @property
     def model(self) -> str:
-        """The model's key in published_models.CONFIGS."""
+        """The model's key in MODELS."""
         prefix = self.name.split(f"-{self.gpus}xh100-")[0]
-        [name] = [key for key in CONFIGS if key.lower().replace("llama-", "llama") == prefix]
+        [name] = [key for key in MODELS if key.lower().replace("llama-", "llama") == prefix]
         return name
 
     @property
+    def parameters(self) -> int:
+        return Z_IMAGE_PARAMETERS if self.hf_config is Z_IMAGE else PARAMETERS[self.model]
+
+    @property
     def hf_config(self) -> dict[str, Any]:
-        return CONFIGS[self.model]
+        return MODELS[self.model]
 
     def overrides(self, folder: Path) -> list[str]:
         """Write the model and data files that the planner reads. Return the overrides with their paths."""
@@ -63,4 +66,5 @@ class H100Recipe:
         return [f"model.path={actor}", f"data.source={data}", *(f"{role}.path={classifier}" for role in classifiers)]
 
 
-RECIPES = [H100Recipe(file) for file in sorted((FOLDER / "h100").glob("*.yaml")) if file.stem != SHARED]
+RECIPES = [H100Recipe(file) for file in sorted((FOLDER / "h100").glob("*xh100-*.yaml"))]
+"""All H100 recipes, without the overlays that they share."""

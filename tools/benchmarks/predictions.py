@@ -25,7 +25,7 @@ from megarl.planner.plan import describe_layout, plan_recipe, simulate_steps
 from megarl.planner.step_plan import StepPlan, plan_step
 from megarl.planner.workload import TextWorkload
 from tests.h100_recipes import RECIPES, H100Recipe
-from tests.published_models import CONFIGS, PARAMETERS
+from tests.published_models import CONFIGS
 from tools.benchmarks.benchmark import load_config, option, run_benchmark
 
 FACTOR = 2.5
@@ -124,7 +124,7 @@ def predict_recipe(recipe: H100Recipe) -> dict[str, Any]:
     return {
         "recipe": recipe.name,
         "model": recipe.model,
-        "parameters": PARAMETERS[recipe.model],
+        "parameters": recipe.parameters,
         "algorithm": recipe.algorithm,
         "gpus": recipe.gpus,
         "nodes": recipe.nodes,
