@@ -60,6 +60,14 @@ KL_ESTIMATORS: Mapping[str, KLEstimator] = {
 }
 
 
+STEP_KLS: Mapping[str, str] = {
+    "gaussian": "mean((μ − μ_ref)²) / (2·s²), the exact KL",
+    "velocity": "mean((v − v_ref)²)",
+}
+"""KLs of denoising steps, which are functions of velocities: name -> formula. Both are means over elements. Estimates
+from log-probs are not used, because the exact KL has no variance."""
+
+
 def usual_estimator(placement: str, level: str) -> str:
     """Return the estimator that papers use for a placement ("reward" or "loss") and level ("token" or "sequence")."""
     if placement == "reward":

@@ -221,6 +221,9 @@ class TokenEstimator(EstimatorSpec):
 
 Rows = Literal["prompts", "messages", "preferences", "labels"]
 
+Action = Literal["tokens", "steps"]
+"""What a row of a batch is: a token, or a denoising step."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectiveSpec(Spec):
@@ -240,9 +243,14 @@ class ObjectiveSpec(Spec):
     rules: tuple[Callable[[Options], str | None], ...] = ()
 
     @property
+    def actions(self) -> tuple[Action, ...]:
+        """The kinds of rows that the objective supports."""
+        return ("tokens",)
+
+    @property
     def is_policy_objective(self) -> bool:
-        """Whether the objective learns from advantages of sampled tokens."""
-        return isinstance(self, PolicyObjective)
+        """Whether the objective learns from advantages of sampled tokens or denoising steps."""
+        return isinstance(self, PolicyObjective | VelocityObjective)
 
     @property
     def is_pairwise(self) -> bool:
@@ -277,19 +285,29 @@ class Selection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyObjective(ObjectiveSpec):
-    """An objective that learns from advantages of sampled tokens.
+    """An objective that learns from advantages and log-probs of sampled tokens or denoising steps.
 
     Args:
         loss: (log_prob [N], old [N], advantage [N], *inputs, **arguments) -> PolicyLoss.
-        inputs: additional arguments of `loss`: the SampleSegments of the rows, or the mask of selected tokens.
+        inputs: additional arguments of `loss`. For tokens: the SampleSegments of the rows, or the mask of selected
+            tokens. For denoising steps: the standard deviation of the step, or the exact KL to the old policy.
         selection: how the selected tokens are chosen.
         step_parameters: options that adapt arguments of `loss` between steps.
+        discrete: whether `loss` is only correct for the log-probs of discrete actions.
     """
 
     loss: Callable[..., PolicyLoss]
-    inputs: tuple[Literal["samples", "selected"], ...] = ()
+    inputs: tuple[Literal["samples", "selected", "std", "divergence"], ...] = ()
     selection: Selection | None = None
     step_parameters: Parameters = field(default_factory=dict)
+    discrete: bool = False
+
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        """Denoising steps have no sequence-level log-probs, and tokens no exact KL."""
+        if self.discrete or "samples" in self.inputs or self.selects_tokens:
+            return ("tokens",)
+        return ("steps",) if {"std", "divergence"} & {*self.inputs} else ("tokens", "steps")
 
     @property
     def functions(self) -> list[Signature]:
@@ -302,6 +320,23 @@ class PolicyObjective(ObjectiveSpec):
             return {**self.parameters, **self.step_parameters}
         share = (Annotated[float, Field(gt=0, le=1)], self.selection.share)
         return {**self.parameters, **self.selection.parameters, "covariance_share": share}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VelocityObjective(ObjectiveSpec):
+    """An objective of image models that learns from advantages, without log-probs. `loss` maps the policy's and the old
+    policy's velocities, sampled latents x0, latents x and their σ (v, old_v, x0, x [N, …], sigma [N]) and the advantage
+    [N] to [N]."""
+
+    loss: Callable[..., torch.Tensor]
+
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        return ("steps",)
+
+    @property
+    def functions(self) -> list[Signature]:
+        return [(self.loss, 6, self.parameters)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.cluster.groups.engines import EngineGroup
+from megarl.cluster.groups.engines import EngineGroup, ImageEngineGroup
 from megarl.cluster.groups.environments import EnvironmentGroup
 from megarl.cluster.groups.reward_models import RewardEngineGroup, RewardModelGroup
 from megarl.cluster.groups.rewards import RewardGroup
-from megarl.cluster.groups.trainers import TrainerGroup
+from megarl.cluster.groups.trainers import ImageTrainerGroup, TrainerGroup
 from megarl.cluster.pending import Pending, first
 from megarl.cluster.placement import Placement, Process
 from megarl.cluster.refit import Refit
@@ -130,15 +130,18 @@ def launch_workers(
         "critic": (models.critic, placement.critics),
         "implicit_reward": (models.implicit_reward, placement.implicit_rewards),
     }
+    trainers, engine_group = TrainerGroup, EngineGroup
+    if config.samples_images:
+        trainers, engine_group = ImageTrainerGroup, ImageEngineGroup
     groups: dict[Role, TrainerGroup] = {
-        role: TrainerGroup(session, config, role, folder, processes)
+        role: trainers(session, config, role, folder, processes)
         for role, (folder, processes) in placed.items()
         if folder is not None and processes
     }
     elapsed = ElapsedTime()
     starting: dict[str, Pending[Any]] = {}
     if engines is None:
-        engines = EngineGroup(session, config, models.actor, placement.engines)
+        engines = engine_group(session, config, models.actor, placement.engines)
         starting["engines"] = engines.start()
         if config.is_colocated and device.on_cuda():
             _await_starts(starting, elapsed)  # sleeping engines free memory on shared devices for the models

@@ -6,13 +6,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field, ValidationInfo, create_model, field_validator, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, create_model, model_validator
 from pydantic_core import PydanticCustomError
 
 from megarl.algorithms.aggregation import AGGREGATIONS
-from megarl.algorithms.kl import KL_ESTIMATORS, metric_name, usual_estimator
+from megarl.algorithms.kl import KL_ESTIMATORS, STEP_KLS, metric_name
 from megarl.algorithms.registry import ESTIMATORS, OBJECTIVES, spec_in_file
 from megarl.algorithms.specs import EstimatorSpec, ObjectiveSpec, Option
+from megarl.algorithms.transition import StepWeight
 from megarl.config.fields import Section
 from megarl.core.errors import UserError
 from megarl.core.ranges import FiniteFloat, NonNegativeFloat, PositiveFloat, PositiveInt
@@ -21,7 +22,7 @@ from megarl.core.user_file import is_in_file
 if TYPE_CHECKING:
     KLEstimatorName = Aggregation = str
 else:  # type checkers do not evaluate tables
-    KLEstimatorName, Aggregation = Literal[tuple(KL_ESTIMATORS)], Literal[tuple(AGGREGATIONS)]
+    KLEstimatorName, Aggregation = Literal[(*KL_ESTIMATORS, *STEP_KLS)], Literal[tuple(AGGREGATIONS)]
 
 
 class Variant(Section):
@@ -149,6 +150,7 @@ class Objective(Variant):
 
     name: Annotated[str, _named(OBJECTIVES)]
     aggregation: Aggregation
+    step_weight: StepWeight
     skip_truncated: bool
     empty_samples: Literal["include", "exclude"]
     entropy_coefficient: FiniteFloat
@@ -177,7 +179,8 @@ class Value(Section):
 class KL(Section):
     placement: Literal["loss", "reward"]
     level: Literal["token", "sequence"]
-    estimator: KLEstimatorName
+    estimator: KLEstimatorName | None
+    """Never None once the whole configuration is loaded."""
     straight_through: bool
     limit: PositiveFloat | None
     coefficient: NonNegativeFloat
@@ -185,13 +188,6 @@ class KL(Section):
     adaptive_horizon: PositiveInt
     renew_steps: PositiveInt | None
     renew_share: Annotated[float, Field(gt=0, le=1)]
-
-    @field_validator("estimator", mode="before")
-    @classmethod
-    def _usual_estimator(cls, value: Any, info: ValidationInfo) -> Any:
-        """Resolve null to the estimator that papers use for this placement and level."""
-        values = {"placement": "loss", "level": "token"} | info.data  # info.data omits invalid values
-        return usual_estimator(values["placement"], values["level"]) if value is None else value
 
     def renews_after(self, step: int) -> bool:
         return self.renew_steps is not None and step % self.renew_steps == 0
@@ -234,4 +230,5 @@ class Algorithm(Section):
     def kl_metric(self) -> str:
         """The metric name for the divergence from the reference policy."""
         kl = self.kl
+        assert kl.estimator is not None, "the configuration is not loaded"
         return metric_name(kl.placement, self.advantage.credits_to_go, kl.level, kl.estimator, kl.straight_through)

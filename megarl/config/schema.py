@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Self, get_args, overload
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from megarl.algorithms.kl import usual_estimator
 from megarl.algorithms.transition import TransitionKind, sde_window
 from megarl.config.algorithm_schema import Algorithm
 from megarl.config.data_schema import Data
@@ -254,6 +255,17 @@ class Config(Section):
         weight = "token" if samples_otherwise and algorithm.correction.old == "trainer" else None
         correction = algorithm.correction.model_copy(update={"weight": weight})
         return self.model_copy(update={"algorithm": algorithm.model_copy(update={"correction": correction})})
+
+    @model_validator(mode="after")
+    def _usual_kl(self) -> Self:
+        """Resolve algorithm.kl.estimator=null to the exact KL for image models, else to the estimator that papers use
+        for this placement and level."""
+        kl = self.algorithm.kl
+        if kl.estimator is not None:
+            return self
+        usual = "gaussian" if self.samples_images else usual_estimator(kl.placement, kl.level)
+        algorithm = self.algorithm.model_copy(update={"kl": kl.model_copy(update={"estimator": usual})})
+        return self.model_copy(update={"algorithm": algorithm})
 
     @property
     def is_offline(self) -> bool:

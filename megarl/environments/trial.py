@@ -156,9 +156,9 @@ def _sample(prompt: Prompt, response: str | NDArray[np.uint8]) -> AnySample:
         no_steps, no_latents = np.empty(0, np.int32), np.empty((0, 1, 1, 1), np.float32)
         sigmas, logprobs, versions = np.array([1.0, 0.0]), np.empty(0, np.float32), (VersionRun(0, 1),)
         embedding = np.empty((1, 0), np.float32)
-    return LatentSample(
-        *(prompt.id, prompt, sigmas, no_steps, no_latents, logprobs, versions, embedding, None, 0), image=response
-    )
+        return LatentSample(
+            *(prompt.id, prompt, sigmas, no_steps, no_latents, logprobs, versions, embedding, None, 0), image=response
+        )
     return Sample(
         id=prompt.id,
         prompt=prompt,

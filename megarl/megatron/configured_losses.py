@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any, Literal, Protocol
 
 from megarl.algorithms import corrections
-from megarl.algorithms.kl import usual_estimator
 from megarl.algorithms.specs import ImitationObjective, LabelObjective, PairObjective, PolicyObjective
 from megarl.algorithms.transition import TransitionKind
 from megarl.config.algorithm_schema import Algorithm, Objective, Value
@@ -35,11 +34,12 @@ def configured_policy_loss(
         penalty: the objective's penalty in this step; None uses the recipe's penalty.
     """
     kl = algorithm.kl
+    assert kl.estimator is not None, "the configuration is not loaded"
     estimate = partial(
         losses.token_kl,
         in_reward=kl.placement == "reward",
         level=kl.level,
-        estimator=kl.estimator or usual_estimator(kl.placement, kl.level),
+        estimator=kl.estimator,
         straight_through=kl.straight_through,
         limit=kl.limit,
     )

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from megarl.cluster.groups.engines import ImageEngineGroup
+from megarl.cluster.groups.trainers import ImageTrainerGroup
 from megarl.cluster.workers import Workers
 from megarl.config.schema import Config
 from megarl.core.latents import VelocityInput, canaries
@@ -42,11 +44,11 @@ class ImageCanaries:
     def measure(self) -> dict[str, float]:
         """Return each engine's difference from the trainer, by engine name: the largest root mean square difference of
         an input's velocities, divided by the root mean square of the trainer's velocities."""
-        workers = self.workers
+        workers, engines, actor = self.workers, self.workers.engines, self.workers.actor
+        assert isinstance(engines, ImageEngineGroup) and isinstance(actor, ImageTrainerGroup), "not an image model"
         workers.switch_to_rollout()
-        found = workers.engines.velocities(self.inputs).result()
+        found = engines.velocities(self.inputs).result()
         workers.suspend_engines()
-        actor = workers.actor
         trained = workers.trained.run({"actor": lambda: actor.velocities(self.inputs)}, parts=("parameters",))["actor"]
         return {name: max(map(_difference, velocities, trained)) for name, velocities in found.items()}
 

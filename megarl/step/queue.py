@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 
-from megarl.cluster.groups.engines import Sampled
+from megarl.cluster.groups.engines import Requests, Sampled
 from megarl.cluster.pending import Pending, first, ready
 from megarl.cluster.workers import Workers
 from megarl.config.continuation import allowed_changes
@@ -16,7 +16,6 @@ from megarl.core.checkpoint import FORMAT, Checkpoint, FileRecord
 from megarl.core.metrics import Metric
 from megarl.core.types import SampleRef
 from megarl.data.prompts import PromptSet
-from megarl.rollout.engine import SamplingRequest
 from megarl.rollout.router import Aborted, completed
 from megarl.rollout.schedule import RolloutSchedule
 from megarl.step.requests import requests
@@ -211,7 +210,7 @@ class RolloutQueue:
         """Split the groups into submissions: a single one if a step waits for all groups, otherwise one per group."""
         return [[i] for i in numbers] if self.config.prompts_ahead else [numbers]
 
-    def _sample(self, groups: Sequence[Sequence[SamplingRequest]]) -> Pending[list[Sampled]]:
+    def _sample(self, groups: Requests) -> Pending[list[Sampled]]:
         """Submit the requests for each prompt. Rewards are computed for each sample as soon as it is finished."""
         workers = self.workers
         source = workers.engines if workers.environments is None else workers.environments

@@ -40,5 +40,6 @@ SPEC = PolicyObjective(
     formula="−ρ·A, 0 for a token that has moved in the direction of A and whose KL(π_old ‖ π) > divergence_limit",
     paper="DPPO, arXiv 2602.04879",
     loss=dppo_kl,
+    discrete=True,
     parameters={"divergence_limit": (PositiveFloat, 0.05), "divergence_limit_negative": (PositiveFloat | None, None)},
 )

@@ -47,5 +47,6 @@ SPEC = PolicyObjective(
     formula="−ρ·A, 0 for a token that has moved in the direction of A and whose |π − π_old| > divergence_limit",
     paper="DPPO, arXiv 2602.04879",
     loss=dppo_tv,
+    discrete=True,
     parameters={"divergence_limit": (PositiveFloat, 0.15), "divergence_limit_negative": (PositiveFloat | None, None)},
 )

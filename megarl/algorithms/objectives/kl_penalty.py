@@ -28,6 +28,7 @@ SPEC = PolicyObjective(
     formula="−ρ·A + penalty·(ρ − 1 − log ρ)",
     paper="TRPO's penalty form, arXiv 1502.05477; PPO, arXiv 1707.06347, eq. 8",
     loss=kl_penalty,
+    discrete=True,
     parameters={"penalty": (PositiveFloat, 1.0)},
     step_parameters={"penalty_target": (PositiveFloat | None, None)},
 )

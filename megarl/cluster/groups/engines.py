@@ -70,7 +70,7 @@ Requests = Sequence[Sequence[Request]]
 Answered = dict[str, list[Group] | Aborted]
 """The samples of each rollout, or Aborted, by engine name."""
 
-Run = Callable[[Mapping[str, Sequence[Request]]], Pending[Answered]]
+Run = Callable[[Mapping[str, Sequence[Any]]], Pending[Answered]]
 
 
 class EngineGroup(ReplicaGroup):
@@ -97,9 +97,6 @@ class EngineGroup(ReplicaGroup):
     def _sleep(self, keeps_weights: bool) -> None: ...
 
     @remote(timeout="refit")
-    def _velocities(self, inputs: Sequence[VelocityInput]) -> list[NDArray[np.float32]]: ...
-
-    @remote(timeout="refit")
     def _info(self, texts: Sequence[str]) -> EngineInfo: ...
 
     @remote(timeout="refit")
@@ -117,8 +114,6 @@ class EngineGroup(ReplicaGroup):
     def _take_work(self) -> tuple[float, int]: ...
 
     def __init__(self, session: Session, config: Config, model_folder: Path, processes: Sequence[Process]):
-        if config.samples_images:
-            self.actor_class = ImageEngineActor
         tp = config.rollout.tp
         restarts = not (config.is_colocated and device.on_cuda())
         super().__init__(session, config, model_folder, processes, restarts, config.rollout.max_staleness > 0)
@@ -127,17 +122,7 @@ class EngineGroup(ReplicaGroup):
         self._quantizes, self._hf_config = config.rollout.quantization is not None, read_config(model_folder)
 
         def hold(padded_experts: int | None) -> dict[str, list[Holder]]:
-            if config.samples_images:
-                holders = diffusers_holders(self._hf_config, len(processes), config.model.dtype)
-            else:
-                holders = vllm_holders(
-                    self._hf_config,
-                    tp,
-                    len(processes),
-                    config.model.dtype,
-                    expert_parallel=config.rollout.has_whole_experts,
-                    padded_experts=padded_experts,
-                )
+            holders = self._engine_holders(config, len(processes), padded_experts)
             return {p.name: p.hold(self._destinations(holders[p.index * tp : (p.index + 1) * tp])) for p in processes}
 
         self._make_holders, self._holders = hold, hold(None)
@@ -145,6 +130,17 @@ class EngineGroup(ReplicaGroup):
         """Holder of the whole model in the format that the engines receive."""
         self.by_loader = False
         """Whether the engines load weights through vLLM's loader, which may transform them."""
+
+    def _engine_holders(self, config: Config, count: int, padded_experts: int | None) -> list[Holder]:
+        """Return the holders of `count` engines, in order, without quantization."""
+        return vllm_holders(
+            self._hf_config,
+            config.rollout.tp,
+            count,
+            config.model.dtype,
+            expert_parallel=config.rollout.has_whole_experts,
+            padded_experts=padded_experts,
+        )
 
     def start(self) -> Pending[None]:
         """Start the engines, check whether a plan can write their parameters in place, and put the engines to sleep."""
@@ -271,10 +267,6 @@ class EngineGroup(ReplicaGroup):
         """Return the EngineInfo for every engine, by engine name. See Engine.info."""
         return self._run_on_each(self._info, texts)
 
-    def velocities(self, inputs: Sequence[VelocityInput]) -> Pending[dict[str, list[NDArray[np.float32]]]]:
-        """Compute the velocities of an image model on every engine. The result has them by engine name."""
-        return self._run_on_each(self._velocities, share(inputs))
-
     def differing(self, expected: Mapping[Region, Checksum]) -> Pending[dict[str, list[str] | None]]:
         """Compare every engine's weights with checksums. The result has Engine.differing's lines by engine name."""
         return self._run_on_each(self._differing, share(expected))
@@ -312,3 +304,19 @@ class EngineGroup(ReplicaGroup):
     def _start_calls(self, actor: ActorHandle) -> list[ray.ObjectRef]:
         sleep = [self._sleep.on(actor, self.by_loader)] if self._sleeps else []
         return [*super()._start_calls(actor), *sleep]
+
+
+class ImageEngineGroup(EngineGroup):
+    """All engines of an image model. Each holds the complete model."""
+
+    actor_class = ImageEngineActor
+
+    @remote(timeout="refit")
+    def _velocities(self, inputs: Sequence[VelocityInput]) -> list[NDArray[np.float32]]: ...
+
+    def _engine_holders(self, config: Config, count: int, padded_experts: int | None) -> list[Holder]:
+        return diffusers_holders(self._hf_config, count, config.model.dtype)
+
+    def velocities(self, inputs: Sequence[VelocityInput]) -> Pending[dict[str, list[NDArray[np.float32]]]]:
+        """Compute the velocities at these inputs on every engine. The result has them by engine name."""
+        return self._run_on_each(self._velocities, share(inputs))

@@ -139,11 +139,6 @@ class TrainerGroup(RankGroup):
     @remote(timeout="passes", phase="log-probs of canary prompts", join=join_by_sample)
     def _differences(self, batch: RankBatch, scoring: Scoring) -> dict[str, list[float]]: ...
 
-    @remote(timeout="passes", phase="velocities of canaries", join=_first_result)
-    def velocities(self, inputs: Sequence[VelocityInput]) -> list[NDArray[np.float32]]:
-        """Compute the velocities of an image model, float32 [channels, height, width] for each input."""
-        ...
-
     @remote(timeout="passes", join=_join_scores)
     def _score_tokens(self, batch: RankBatch) -> tuple[Scores, dict[str, TokenTotals]]: ...
 
@@ -337,6 +332,15 @@ class TrainerGroup(RankGroup):
         """Return the records of all ranks' files, or None while some are still being written. This reads the folder,
         because a rank would answer only after its current call, which may take minutes."""
         return noted_files(checkpoint, self._checkpoint_folder, len(self._processes))
+
+
+class ImageTrainerGroup(TrainerGroup):
+    """All ranks that train an image model."""
+
+    @remote(timeout="passes", phase="velocities of canaries", join=_first_result)
+    def velocities(self, inputs: Sequence[VelocityInput]) -> list[NDArray[np.float32]]:
+        """Compute the velocity at each input, float32 [channels, height, width]."""
+        ...
 
 
 def readers_of(plan: Plan) -> dict[str, dict[str, set[str]]]:

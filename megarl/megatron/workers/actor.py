@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch.distributed.distributed_c10d import Store
 
-from megarl.algorithms.kl import adapted, adapted_penalty, kl_reward, usual_estimator
+from megarl.algorithms.kl import adapted, adapted_penalty, kl_reward
 from megarl.config.schema import Config
 from megarl.core import device
 from megarl.core.checkpoint import Checkpoint
@@ -20,7 +20,14 @@ from megarl.core.token_batch import TokenBatch
 from megarl.core.types import Scoring
 from megarl.data.local_batch import LocalBatch
 from megarl.megatron import parallel
-from megarl.megatron.advantages import estimate_advantages, mean_advantages, moments, sum_over_replicas, with_advantages
+from megarl.megatron.advantages import (
+    AnyBatch,
+    estimate_advantages,
+    mean_advantages,
+    moments,
+    sum_over_replicas,
+    with_advantages,
+)
 from megarl.megatron.configured_losses import (
     configured_imitation_loss,
     configured_policy_loss,
@@ -146,7 +153,8 @@ class ActorWorker(TrainerWorker):
         if not parallel.returns_results():
             return {}
         kl, old, reference = self._config.algorithm.kl, self._kept["old"], self._kept["reference"]
-        options = self.kl_coefficient, kl.estimator or usual_estimator(kl.placement, kl.level), kl.level, kl.limit
+        assert kl.estimator is not None, "the configuration is not loaded"
+        options = self.kl_coefficient, kl.estimator, kl.level, kl.limit
         masks = {item.sample.id: torch.tensor(item.sample.response_mask) for item in batch.samples}
         return {name: kl_reward(old[name].cpu(), reference[name].cpu(), mask, *options) for name, mask in masks.items()}
 
@@ -157,7 +165,7 @@ class ActorWorker(TrainerWorker):
             estimated = estimate_advantages(self._config.algorithm, self._with_all_scores(batch))
             self._rank_moments.append(moments(estimated))
 
-    def _with_advantages(self, batches: Sequence[TokenBatch]) -> list[TokenBatch]:
+    def _with_advantages(self, batches: Sequence[AnyBatch]) -> list[AnyBatch]:
         if self._rank_moments:
             self._step_moments = sum_over_replicas(torch.stack(self._rank_moments).sum(0))
             self._rank_moments.clear()
@@ -167,7 +175,7 @@ class ActorWorker(TrainerWorker):
         super().end_step()
         self._step_moments = None
 
-    def _training_batches(self, batch: LocalBatch) -> list[TokenBatch]:
+    def _training_batches(self, batch: LocalBatch) -> list[Any]:
         batches, algorithm = super()._training_batches(batch), self._config.algorithm
         is_noted = parallel.returns_results() and not self._epoch
         if algorithm.objective.spec.is_policy_objective and is_noted:

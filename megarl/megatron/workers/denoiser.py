@@ -99,7 +99,7 @@ class DenoiserWorker(ActorWorker):
             return {}
         keys = self._config.rollout.denoising
         weight, sigmas = (
-            getattr(self._config.algorithm.objective, "step_weight", "none"),
+            self._config.algorithm.objective.step_weight,
             torch.tensor(members[0].sample.sigmas),
         )
         weights = transition.step_weights(weight, keys.kind, keys.noise_level, sigmas, list(keys.within))

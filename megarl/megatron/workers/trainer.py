@@ -25,7 +25,7 @@ from megarl.core.token_batch import TokenBatch
 from megarl.data.collate import TokenScores, add_scores
 from megarl.data.local_batch import LocalBatch
 from megarl.megatron import parallel, random_state, step
-from megarl.megatron.advantages import estimate_advantages
+from megarl.megatron.advantages import AnyBatch, estimate_advantages
 from megarl.megatron.checkpoint import sharded
 from megarl.megatron.loss_scale import LossScale
 from megarl.megatron.losses import Loss
@@ -402,7 +402,7 @@ class TrainerWorker(ModelWorker, ABC):
         estimated = self._config.algorithm.objective.spec.is_policy_objective and parallel.is_last_stage(None)
         return self._with_advantages(batches) if estimated else batches
 
-    def _with_advantages(self, batches: Sequence[TokenBatch]) -> list[TokenBatch]:
+    def _with_advantages(self, batches: Sequence[AnyBatch]) -> list[AnyBatch]:
         return estimate_advantages(self._config.algorithm, batches)
 
     def _with_all_scores(self, batch: LocalBatch) -> list[TokenBatch]:

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from megarl.algorithms import transition as policy
-from megarl.algorithms.denoising_objectives import diffusion_nft, flow_dppo, grpo_guard
+from megarl.algorithms.objectives.diffusion_nft import diffusion_nft
+from megarl.algorithms.objectives.flow_dppo import flow_dppo
+from megarl.algorithms.objectives.grpo_guard import grpo_guard
 from megarl.algorithms.objectives.unclipped import unclipped
 from megarl.algorithms.transition import transition
 

@@ -13,8 +13,10 @@ import torch
 from megarl.algorithms import transition as policy
 from megarl.algorithms.advantages.grpo import grpo, grpo_with_batch_std
 from megarl.algorithms.baselines import Member
-from megarl.algorithms.denoising_objectives import diffusion_nft, flow_dppo, grpo_guard
 from megarl.algorithms.objectives.clip import clip
+from megarl.algorithms.objectives.diffusion_nft import diffusion_nft
+from megarl.algorithms.objectives.flow_dppo import flow_dppo
+from megarl.algorithms.objectives.grpo_guard import grpo_guard
 from megarl.algorithms.relative import sample_advantages
 from megarl.algorithms.transition import Transition, sigma_schedule, step_weights, transition
 from tests.closeness import relative_error

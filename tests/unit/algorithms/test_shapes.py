@@ -50,7 +50,7 @@ def tensors(function: Callable) -> list[str]:
 
 
 def is_latent(function: Callable, name: str) -> bool:
-    return name in LATENTS and function.__module__.split(".")[-1] in ("transition", "denoising_objectives")
+    return name in LATENTS and function.__module__.split(".")[-1] in ("transition", "diffusion_nft")
 
 
 def arguments(function: Callable) -> dict[str, object]:

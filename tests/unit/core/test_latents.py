@@ -18,6 +18,9 @@ def sample(**changes) -> LatentSample:
         latents=np.arange(36.0).reshape(3, 1, 3, 4),
         logprobs=[-1, -2],
         versions=(VersionRun(3, 1), VersionRun(4, 2)),
+        embedding=np.ones((5, 2)),
+        empty_embedding=None,
+        num_tokens=64,
     )
     return LatentSample(**fields | changes)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megarl.cluster.groups import engines, remote, vllm
+from megarl.cluster.groups import engines, remote, replicas
 from megarl.cluster.groups.engine_actor import EngineActor
 from megarl.cluster.groups.engines import EngineGroup, Sampled
 from megarl.cluster.groups.reward_models import RewardEngineActor
@@ -166,9 +166,9 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         assert (num_returns, timeout) == (len(calls), 0)
         return (calls, []) if FakeActor.is_up else ([], calls)
 
-    monkeypatch.setattr(vllm, "ray", SimpleNamespace(wait=wait))
+    monkeypatch.setattr(replicas, "ray", SimpleNamespace(wait=wait))
     monkeypatch.setattr(remote, "ray", SimpleNamespace(put=lambda it: FakeActor.put.append(it) or it))
-    monkeypatch.setattr(vllm, "outcome", lambda call: (call(), OSError("full") if FakeActor.start_fails else None))
+    monkeypatch.setattr(replicas, "outcome", lambda call: (call(), OSError("full") if FakeActor.start_fails else None))
     return lambda replicas, *overrides: EngineGroup(
         FakeSession(),
         load(QUICKSTART, ["model.dtype=float32", *overrides]),
@@ -442,8 +442,8 @@ def test_engines_with_packing_kernels_get_whole_tensors(start, capsys) -> None:
 def test_engine_that_loses_a_rank_exits(monkeypatch: pytest.MonkeyPatch, kind: Any, lost: bool) -> None:
     """The exit makes the engine count as lost. If no rank is lost, the error is raised to the caller."""
     ended: list[object] = []
-    monkeypatch.setattr(vllm.processes, "end_descendants", lambda: ended.append("descendants"))
-    monkeypatch.setattr(vllm.os, "_exit", ended.append)
+    monkeypatch.setattr(replicas.processes, "end_descendants", lambda: ended.append("descendants"))
+    monkeypatch.setattr(replicas.os, "_exit", ended.append)
     actor_class = kind.__ray_metadata__.modified_class
     actor = actor_class.__new__(actor_class)
     actor._worker, actor._others = SimpleNamespace(has_lost_a_rank=lost, checksums=lambda: {}["w"]), {}

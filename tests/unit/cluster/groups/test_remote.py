@@ -9,8 +9,8 @@ from typing import Any, get_args
 
 import pytest
 
-from megarl.cluster.groups.engine_actor import EngineActor
-from megarl.cluster.groups.engines import EngineGroup
+from megarl.cluster.groups.engine_actor import EngineActor, ImageEngineActor
+from megarl.cluster.groups.engines import EngineGroup, ImageEngineGroup
 from megarl.cluster.groups.environments import EnvironmentActor, EnvironmentGroup
 from megarl.cluster.groups.group import AsyncProcessActor, ProcessActor, TimedResult, WorkerGroup
 from megarl.cluster.groups.remote import Declaration, remote
@@ -21,11 +21,13 @@ from megarl.cluster.groups.reward_models import (
     RewardModelGroup,
 )
 from megarl.cluster.groups.rewards import RewardActor, RewardGroup, RewardWorker
-from megarl.cluster.groups.trainers import TrainerActor, TrainerGroup
+from megarl.cluster.groups.trainers import ImageTrainerGroup, TrainerActor, TrainerGroup
 from megarl.cluster.pending import Answers, ready
 from megarl.config.schema import TimeoutKind
 from megarl.megatron.workers.actor import ActorWorker
+from megarl.megatron.workers.denoiser import DenoiserWorker
 from megarl.megatron.workers.model import ModelWorker
+from megarl.rollout.diffusers.engine import DiffusersEngine
 from megarl.rollout.engine import Engine
 from megarl.rollout.vllm.engine import VllmEngine
 
@@ -34,6 +36,8 @@ GROUPS: list[tuple[type[WorkerGroup], Any, type[Any]]] = [
     (RewardModelGroup, RewardModelActor, ModelWorker),
     (RewardEngineGroup, RewardEngineActor, object),
     (EngineGroup, EngineActor, VllmEngine),
+    (ImageEngineGroup, ImageEngineActor, DiffusersEngine),
+    (ImageTrainerGroup, TrainerActor, DenoiserWorker),
     (RewardGroup, RewardActor, RewardWorker),
     (EnvironmentGroup, EnvironmentActor, object),
 ]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megarl.cluster.groups import vllm
+from megarl.cluster.groups import replicas
 from megarl.cluster.groups.reward_models import RewardEngineGroup
 from megarl.cluster.pending import Answers, Pending, ready
 from megarl.cluster.placement import Process
@@ -95,8 +95,8 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[RewardEngineGr
 
     def make(num_engines: int, *overrides: str) -> tuple[RewardEngineGroup, Cluster]:
         cluster = Cluster()
-        monkeypatch.setattr(vllm, "ray", SimpleNamespace(wait=cluster.wait))
-        monkeypatch.setattr(vllm, "outcome", outcome)
+        monkeypatch.setattr(replicas, "ray", SimpleNamespace(wait=cluster.wait))
+        monkeypatch.setattr(replicas, "outcome", outcome)
         keys = ["reward_model.path=r", "reward_model.engine=vllm", f"reward_model.layout.dp={num_engines}", *overrides]
         processes = [Process("reward-model", index, 1, devices=(index,)) for index in range(num_engines)]
         return RewardEngineGroup(cluster, load(QUICKSTART, keys), Path("r"), processes), cluster

@@ -202,7 +202,9 @@ def test_error_in_a_step_reaches_every_caller(engine, monkeypatch):
 @pytest.mark.parametrize(("size", "key"), [((18, 24), "height"), ((16, 0), "width"), ((16, 68), "width")])
 def test_image_size_without_positions_is_refused(engine, size, key):
     denoising = replace(WINDOW, height=size[0], width=size[1])
-    with pytest.raises(UserError, match=f"^{key}={dict(zip(('height', 'width'), size, strict=True))[key]}: "):
+    with pytest.raises(
+        UserError, match=f"^rollout.denoising.{key}={dict(zip(('height', 'width'), size, strict=True))[key]}: "
+    ):
         generate(engine, requests_for(denoising))
     fixed = {"height": 16, "width": {0: 4, 68: 64}.get(size[1], 24)}
     assert len(generate(engine, requests_for(replace(denoising, **fixed), count=1))) == 1

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from megarl.algorithms.transition import mean, transition
-from megarl.core.errors import UserError
 from megarl.core.latents import LatentSample
 from megarl.core.types import Prompt
 from megarl.rollout.diffusers.engine import DiffusersEngine
@@ -131,7 +130,7 @@ class GaussianFlow:
 
 def denoise(model: GaussianFlow, denoising: Denoising) -> LatentSample:
     [request] = requests_for(denoising, count=1)
-    trajectory = Trajectory.start(request, (4, 100, 100), torch.device("cpu"), torch.zeros(1, 1), None)
+    trajectory = Trajectory.start(request, SHIFT, (4, 100, 100), 2, torch.device("cpu"), torch.zeros(1, 1), None)
     while not trajectory.is_done:
         advance(model, [trajectory], patch=2, max_batch=1, version=0)
     return trajectory.sample(None)
@@ -177,14 +176,3 @@ def test_window_steps_use_the_sde_and_others_the_ode(engine):
     start = standard_normal(5, "7.0.0", "start", (4, 8, 12))
     assert torch.equal(torch.tensor(full.latents[0]), start)
     assert not torch.equal(torch.tensor(sample.latents[0]), start)
-
-
-@pytest.mark.parametrize("steps", [range(4, 5), range(2, 7), range(-1, 2), range(0, 4, 2)])
-def test_window_with_an_untrainable_step_is_refused(steps):
-    with pytest.raises(UserError, match=r"^sde_steps=\[.*expected consecutive steps from 0 to 3"):
-        replace(ODE, sde_steps=steps)
-
-
-def test_window_without_noise_is_refused():
-    with pytest.raises(UserError, match=r"^noise_level=0: "):
-        replace(WINDOW, noise_level=0)

@@ -1,0 +1,130 @@
+"""Updates of an image model against plain diffusers and torch, in every layout and packing."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megarl.algorithms.baselines import MovingAverage
+from megarl.algorithms.transition import sigma_schedule
+from megarl.core.latents import LatentSample
+from megarl.core.types import Prompt, SampleRef, VersionRun
+from megarl.data.local_batch import LocalBatch
+from megarl.megatron.workers.denoiser import DenoiserWorker
+from megarl.step.baselines import attach_baselines
+from megarl.step.dispatch import dispatch
+from tests.closeness import LOSS_FLOOR, Expected, assert_close, close_to, expected
+from tests.flow_grpo_reference import FlowGrpoReference, Groups
+from tests.forked import run_ranks
+from tests.marks import exhaustive_but
+from tests.parity import EPS, LR, Outcome, RankResult, canonical, capture_gradients, config_of, local_batch
+from tests.tiny_denoiser import CONFIG, write_tiny_denoiser
+
+GUIDANCE, NOISE_LEVEL, CLIP, KL = 1.5, 0.6, 2e-3, 0.5
+SHAPE = (CONFIG["in_channels"], 8, 12)
+LAYOUTS = (
+    *("dp=1", "tp=2", "tp=2 sequence_parallel=true", "pp=2", "pp=2 vpp=2", "cp=2", "dp=2"),
+    "tp=2 pp=2 sequence_parallel=true",
+)
+
+
+def random_groups() -> Groups:
+    """Return two prompts with three images each, whose captions have different lengths."""
+    random = np.random.Generator(np.random.Philox(3))
+    sigmas, groups = np.array(sigma_schedule(6, 3.0)), []
+    empty = random.standard_normal((4, CONFIG["cap_feat_dim"]), np.float32)
+    for i, length in enumerate((7, 40)):
+        embedding = random.standard_normal((length, CONFIG["cap_feat_dim"]), np.float32)
+        group = []
+        for k in range(3):
+            latents = random.standard_normal(SHAPE, np.float32) + np.cumsum(
+                0.3 * random.standard_normal((4, *SHAPE), np.float32), 0
+            )
+            sample = LatentSample(
+                id=f"1.{i}.{k}",
+                prompt=Prompt(f"{i}", "", ()),
+                sigmas=sigmas,
+                steps=[0, 1, 2],
+                latents=latents.astype(np.float32),
+                logprobs=[-1.0] * 3,
+                versions=(VersionRun(0, 6),),
+                embedding=embedding,
+                empty_embedding=empty,
+                num_tokens=2 * 64 + 32 + (32 if length <= 32 else 64),
+            )
+            group.append((sample, float(random.standard_normal())))
+        groups.append(group)
+    return groups
+
+
+def train(store, rank: int, folder: Path, overrides: list[str]) -> RankResult:
+    """Take one step with an update for each prompt on one rank."""
+    config = config_of(
+        folder,
+        "rollout.engine=diffusers",
+        f"rollout.denoising.guidance={GUIDANCE}",
+        f"rollout.denoising.noise_level={NOISE_LEVEL}",
+        "rollout.denoising.num_steps=6",
+        "actor.tokens_per_microbatch=600",
+        f"algorithm.objective.clip_low={CLIP}",
+        f"algorithm.objective.clip_high={CLIP}",
+        f"algorithm.kl.coefficient={KL}",
+        "batch.samples_per_prompt=3",
+        "batch.prompts_per_step=2",
+        "batch.prompts_per_update=1",
+        *overrides,
+    )
+    worker = DenoiserWorker(config, folder, rank, store, threads=1)
+    batches = [own_batch(config, worker, group) for group in random_groups()]
+    for batch in batches:
+        worker.keep_log_probs("old", batch)
+        worker.keep_log_probs("reference", batch)
+    metrics = worker.update(batches[0])
+    gradients = capture_gradients(worker)
+    metrics = worker.update(batches[1])
+    worker.end_step()
+    weights = {name: p.clone() for name, p in worker.parameters().items()}
+    return RankResult(worker.holder, gradients, weights, metrics)
+
+
+def own_batch(config, worker: DenoiserWorker, group) -> LocalBatch:
+    scored = [[replace(SampleRef.of(sample, sample), outcome=reward) for sample, reward in group]]
+    samples = attach_baselines(config, scored, {}, {}, MovingAverage(0.0, 1.0))
+    return local_batch(dispatch(config, samples, worker.packing)[worker.data_parallel_rank])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return write_tiny_denoiser(tmp_path_factory.mktemp("denoiser"))
+
+
+@pytest.fixture(scope="module")
+def reference(folder) -> Expected[Outcome]:
+    def trained() -> Outcome:
+        groups = random_groups()
+        model = FlowGrpoReference(folder, lr=LR, eps=EPS, guidance=GUIDANCE, noise_level=NOISE_LEVEL)
+        old = model.old(groups)
+        for group in groups:
+            loss, gradients, norm = model.update([group], old, CLIP, KL)
+        return Outcome(loss, norm, gradients, model.model.state_dict())
+
+    return expected(trained)
+
+
+@pytest.mark.parametrize("layout", exhaustive_but(LAYOUTS, "dp=1", "tp=2 sequence_parallel=true", "pp=2 vpp=2", "dp=2"))
+def test_updates_match_plain_torch(folder, reference, layout):
+    exact, plain = reference
+    sizes = [int(item.split("=")[1]) for item in layout.split() if item[:2] in ("tp", "pp", "cp", "dp")]
+    overrides = [f"actor.layout.{item}" for item in layout.split()]
+    ranks = run_ranks(math.prod(sizes), train, folder, overrides)
+    reported = [rank.metrics for rank in ranks if rank.metrics]
+    loss = sum(metrics["policy/loss"].value for metrics in reported)
+    assert loss == close_to(exact.loss, plain.loss, LOSS_FLOOR)
+    assert reported[0]["policy/grad_norm"].value == close_to(exact.norm, plain.norm)
+    assert_close(canonical(folder, ranks, "gradients"), exact.gradients, plain.gradients, "gradient")
+    assert_close(canonical(folder, ranks, "weights"), exact.weights, plain.weights, "weight")
+    assert any(metrics["policy/clip_low_frac"].value + metrics["policy/clip_high_frac"].value for metrics in reported)
