@@ -55,11 +55,19 @@ class H100Recipe:
         """Write the model and data files that the planner reads. Return the overrides with their paths."""
         actor, classifier = folder / "model", folder / "classifier"
         labels = {"architectures": ["ForSequenceClassification"], "id2label": {"0": "reward"}}
-        for path, content in ((actor, self.hf_config), (classifier, self.hf_config | labels)):
+        weights, tokenizer = actor, actor
+        if self.hf_config is Z_IMAGE:
+            weights, tokenizer = actor / "transformer", actor / "tokenizer"
+            actor.mkdir(exist_ok=True)
+            (actor / "model_index.json").touch()
+        for path, content in ((weights, self.hf_config), (classifier, self.hf_config | labels)):
             path.mkdir(exist_ok=True)
             (path / "config.json").write_text(json.dumps(content))
-            for needed in ("model.safetensors", "tokenizer.json"):  # `megarl launch` requires that they exist
-                (path / needed).touch()
+        tokenizer.mkdir(exist_ok=True)
+        for path in (weights / "model.safetensors", tokenizer / "tokenizer.json"):
+            path.touch()  # `megarl launch` requires that they exist
+        for needed in ("model.safetensors", "tokenizer.json"):
+            (classifier / needed).touch()
         data = folder / "data.jsonl"
         data.touch()
         classifiers = ("critic", "reward_model") if "rlhf" in self.name else ()

@@ -255,9 +255,9 @@ def test_table_and_page_describe_images(tmp_path):
 
 def test_image_plans_refuse_options_for_texts(tmp_path):
     keys = (*layout_keys(dp=8), "actor.recompute=full")
-    with pytest.raises(UserError, match="--response-tokens 100: rollout.engine=diffusers samples images"):
+    with pytest.raises(UserError, match=r"--response-tokens 100: rollout.engine=diffusers samples images"):
         planned(tmp_path, *keys, response_tokens=100)
-    with pytest.raises(UserError, match="--simulate: rollout.engine=diffusers does not sample ahead"):
+    with pytest.raises(UserError, match=r"--simulate: rollout.engine=diffusers does not sample ahead"):
         simulate_steps(planned(tmp_path, *keys))
 
 
