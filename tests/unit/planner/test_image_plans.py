@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from megarl.cli import app
 from megarl.cluster.memory.parameters import ModelParameters, Models
+from megarl.cluster.memory.shared_gpu import fullest_phase
 from megarl.core.errors import UserError
 from megarl.models import denoiser
 from megarl.models.denoiser import DenoiserShape
@@ -207,6 +208,14 @@ def test_engines_hold_the_whole_pipeline():
     assert not any("KV cache" in part or "graphs" in part for parts in loads.values() for part in parts)
     receiving = loads["while the engine receives weights"]
     assert "engine: text encoder and VAE" not in receiving, "sleeping engines keep them in host memory"
+
+
+def test_startup_check_matches_the_plan():
+    """Before a run, the shared GPUs are checked with the same arithmetic."""
+    plan = plan_of(*layout_keys(tp=2, dp=4))
+    loads = [fullest_phase(plan.config, Z_IMAGE, {"actor": Z_IMAGE}, None, gpu, 8) for gpu in (0, 7)]
+    sampling = next(load for load in plan.loads if load.phase == SAMPLING)
+    assert [dict(load.parts) for load in loads] == [dict(sampling.parts)] * 2
 
 
 def test_offloaded_encoder_frees_gpu_memory_for_host_memory():
