@@ -13,6 +13,8 @@ CONTAINER := launch/container/gpu-py312.lock
 ENGINE_DONE := $(VENV)/transformer-engine/.installed
 TRACKERS := tools/environment/trackers.lock
 TRACKERS_DONE := $(VENV)/trackers/.installed
+OCR := tools/environment/ocr.lock
+OCR_DONE := $(VENV)/ocr/.installed
 DOCS := tools/environment/docs.lock
 DOCS_DONE := $(VENV)/docs/.installed
 RUN := $(VENV)/bin/python
@@ -85,13 +87,13 @@ test-runs: $(DONE)
 test-ranks: $(DONE) $(ENGINE_DONE)
 	@$(BEHIND) $(RUN) -m pytest tests/distributed -m "not exhaustive" $(SLOWEST) | sed --unbuffered 's/^/ranks | /'
 
-test-units: $(DONE) $(ENGINE_DONE) $(VERIFIERS_DONE) $(TRACKERS_DONE)
+test-units: $(DONE) $(ENGINE_DONE) $(VERIFIERS_DONE) $(TRACKERS_DONE) $(OCR_DONE)
 	@$(BEHIND) $(RUN) -m pytest tests/unit tests/gpu -m "not exhaustive" --numprocesses=3 --dist=loadfile $(SLOWEST) | sed --unbuffered 's/^/units | /'
 
-test-fast: $(DONE) $(ENGINE_DONE) $(VERIFIERS_DONE) $(TRACKERS_DONE)
+test-fast: $(DONE) $(ENGINE_DONE) $(VERIFIERS_DONE) $(TRACKERS_DONE) $(OCR_DONE)
 	$(RUN) -m pytest tests/unit -m "not slow and not exhaustive" --numprocesses=2 --dist=loadfile $(SLOWEST)
 
-test-learn: $(DONE) $(VERIFIERS_DONE)
+test-learn: $(DONE) $(VERIFIERS_DONE) $(OCR_DONE)
 	@$(RUN) -m pytest tests/e2e -m learn $(SLOWEST) $(SHARE) | sed --unbuffered 's/^/learn | /'
 
 # In parallel with --jobs=2.
@@ -129,6 +131,12 @@ $(TRACKERS_DONE): $(DONE) $(TRACKERS)
 	rm -rf $(VENV)/trackers
 	$(PIP) --target $(VENV)/trackers --requirement $(TRACKERS)
 	@touch $(TRACKERS_DONE)
+
+# The OCR model and its runtime (90 MB) are kept out of the environment, because only ocr_exact needs them.
+$(OCR_DONE): $(DONE) $(OCR)
+	rm -rf $(VENV)/ocr
+	$(PIP) --target $(VENV)/ocr --requirement $(OCR)
+	@touch $(OCR_DONE)
 
 # MkDocs (60 MB) is kept out of the environment, because nothing else needs it.
 $(DOCS_DONE): $(DONE) $(DOCS)

@@ -64,15 +64,21 @@ EXTRAS = {
     "rewards": ("math_verify", "latex2sympy2_extended", "antlr4", "sympy", "reasoning_gym"),
     "trackers": ("tensorboard", "wandb", "mlflow", "trackio"),
     "images": ("diffusers", "PIL"),
+    "ocr": ("onnxruntime", "rapidocr_onnxruntime"),
     "gguf": ("gguf", "accelerate"),
 }
 """Extra -> the modules that its packages contain."""
 
 
+def extra_of(module: str) -> str | None:
+    """Return the extra that contains a module, or None."""
+    return next((extra for extra, modules in EXTRAS.items() if module.partition(".")[0] in modules), None)
+
+
 def missing_module(error: ModuleNotFoundError) -> str | None:
     """Return an error line if an extra contains the missing module, else None."""
     module = (error.name or "").partition(".")[0]
-    extra = next((extra for extra, modules in EXTRAS.items() if module in modules), None)
+    extra = extra_of(module)
     if extra is None:
         return None
     return f"this command requires the package {module}, which is not installed. Fix: {install_extra(extra)}"

@@ -7,12 +7,14 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from html import escape
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from megarl.core.jsonl import read_objects
 from megarl.report.charts import Chart
 from megarl.report.history import History
+from megarl.report.images import IMAGE, IS_SMALL, URI, embed_images, image_fields
 from megarl.report.viewer import FileCache, number_or_none, score_of, select_turn_fields, shorten, spread, spread_stably
 
 PREFIX = "evaluation/"
@@ -31,7 +33,7 @@ EXPLANATION = {
 @dataclass(frozen=True, slots=True)
 class SetSamples:
     """Selected samples from one evaluation set. Steps are evenly spaced and in ascending order. Within each step, the
-    worst samples come first."""
+    worst samples come first. If the set has images, each step has the same samples, in the order of the set."""
 
     name: str
     steps: Mapping[int, list[dict[str, Any]]]
@@ -71,28 +73,87 @@ def evaluation_charts(history: History) -> Iterator[Chart]:
 
 def _read(file: Path) -> list[dict[str, Any]]:
     """Read samples from a step's file. The samples are evenly spaced when ordered by score, and samples without a score
-    come first."""
+    come first. If the file has images, they are the first samples with an image, as many prompts as possible."""
     records, _ = read_objects(file, keep=_select_fields)
+    by_prompt: dict[str, list[dict[str, Any]]] = {}
+    for record in records:
+        if IMAGE in record:
+            by_prompt.setdefault(str(record["prompt_id"]), []).append(record)
+    if by_prompt:
+        samples = [sample for number in zip_longest(*by_prompt.values()) for sample in number if sample is not None]
+        embed_images(file, samples[:MAX_SAMPLES])
+        return samples[:MAX_SAMPLES]
     records.sort(key=score_of)
     return spread(records, MAX_SAMPLES)
 
 
 def _select_fields(record: Mapping[str, Any]) -> dict[str, Any]:
-    fields = ("prompt", "response", "answer", "reward", "failure", "finish_reason", "stop_reason", "sample_id")
+    fields = (
+        "prompt",
+        "response",
+        "answer",
+        "reward",
+        "failure",
+        "finish_reason",
+        "stop_reason",
+        "sample_id",
+        "prompt_id",
+    )
     turns = [select_turn_fields(turn, MAX_CHARACTERS) for turn in record.get("messages") or ()]
     reward = number_or_none(record.get("reward"))
-    return {field: record.get(field) for field in fields} | {"reward": reward, "turns": turns}
+    return {field: record.get(field) for field in fields} | {"reward": reward, "turns": turns} | image_fields(record)
 
 
 def _set(item: SetSamples) -> str:
     selection = "" if len(item.steps) == item.num_steps else f", {len(item.steps)} of {item.num_steps} steps"
+    files = f"{selection} (all samples: evaluations/{item.name}/)"
+    rows = _image_rows(item)
+    if rows:
+        summary = f"Images from {item.name}, each row from the same noise{files}"
+        return f"<details open><summary>{escape(summary)}</summary>{rows}</details>"
     steps = "".join(
-        f"<details><summary>{'before step 1' if step == 0 else f'after step {step}'}</summary>"
-        f"{''.join(map(_sample, samples))}</details>"
+        f"<details><summary>{_time(step)}</summary>{''.join(map(_sample, samples))}</details>"
         for step, samples in item.steps.items()
     )
-    summary = f"Samples from {item.name}, worst first{selection} (all samples: evaluations/{item.name}/)"
-    return f"<details><summary>{escape(summary)}</summary>{steps}</details>"
+    return f"<details><summary>{escape(f'Samples from {item.name}, worst first{files}')}</summary>{steps}</details>"
+
+
+def _time(step: int) -> str:
+    return "before step 1" if step == 0 else f"after step {step}"
+
+
+def _image_rows(item: SetSamples) -> str:
+    """Return a section per prompt. It has a row for each sample, with its images in the order of the steps. Evaluations
+    use the same seeds, so only the weights differ within a row."""
+    prompts: dict[str, dict[str, dict[int, Mapping[str, Any]]]] = {}
+    for step, samples in item.steps.items():
+        for sample in samples:
+            if IMAGE in sample:
+                rows = prompts.setdefault(str(sample["prompt_id"]), {})
+                rows.setdefault(str(sample["sample_id"]), {})[step] = sample
+    return "".join(map(_prompt, prompts.values()))
+
+
+def _prompt(rows: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> str:
+    """Return the section of a prompt. rows: the samples by sample id and step."""
+    prompt = next(iter(next(iter(rows.values())).values()))["prompt"]
+    strips = "".join(
+        f'<div class="strip" title="{escape(name)}">{"".join(map(_image, by_step, by_step.values()))}</div>'
+        for name, by_step in rows.items()
+    )
+    return f'<section class="group"><div class="prompt"><h3>Prompt</h3>{_text(prompt)}</div>{strips}</section>'
+
+
+def _image(step: int, sample: Mapping[str, Any]) -> str:
+    """Return an image with its reward, styled as in the rollout viewer."""
+    score = sample["reward"]
+    if URI in sample:
+        size = ' class="small"' if sample[IS_SMALL] else ""
+        image = f'<img{size} src="{sample[URI]}" alt="{_time(step)}">'
+    else:
+        image = f'<p class="note">not shown: {escape(sample[IMAGE].rpartition("/")[2])}</p>'
+    reward = f'<span class="failed">{escape(str(sample["failure"]))}</span>' if score is None else f"{score:.4g}"
+    return f'<div class="picture">{image}<span>{_time(step)}</span><b class="reward">{reward}</b></div>'
 
 
 def _sample(sample: Mapping[str, Any]) -> str:
@@ -102,7 +163,9 @@ def _sample(sample: Mapping[str, Any]) -> str:
     first, *others = (escape(str(label)) for label in labels if label is not None)
     facts = f'<span class="reward{" failed" if score is None else ""}">{first}</span>'
     facts += "".join(f"<span>{label}</span>" for label in others)
-    sections = {"Prompt": _text(sample["prompt"]), "Response": _conversation(sample) or _text(sample["response"])}
+    sections = {"Prompt": _text(sample["prompt"])}
+    if sample["turns"] or sample["response"] is not None:  # an image may not be stored
+        sections["Response"] = _conversation(sample) or _text(sample["response"])
     texts = "".join(f"<div><h3>{title}</h3>{text}</div>" for title, text in sections.items())
     return f'<article class="sample"><div class="facts">{facts}</div><div class="texts">{texts}</div></article>'
 

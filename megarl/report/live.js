@@ -8,7 +8,7 @@ function insert(sections) {
     const part = document.getElementById(id);
     const open = [...part.querySelectorAll("details")].map((node) => node.open);
     part.innerHTML = html;
-    part.querySelectorAll("details").forEach((node, i) => (node.open = Boolean(open[i])));
+    part.querySelectorAll("details").forEach((node, i) => (node.open = open[i] ?? node.open));
   }
 }
 

@@ -16,8 +16,9 @@ function facts(sample) {
   for (const [name, value] of Object.entries(sample.parts || {})) add(name + " " + number(value));
   if (sample.answer !== null) add("answer " + asText(sample.answer));
   if (sample.advantage !== null) add("advantage " + number(sample.advantage));
-  if (sample.mean_logprob !== null) add("log-prob " + number(sample.mean_logprob) + " per token");
+  if (sample.mean_logprob !== null) add("log-prob " + number(sample.mean_logprob) + " per " + (isImage(sample) ? "denoising step" : "token"));
   if (sample.num_response_tokens !== null) add(sample.num_response_tokens + " tokens");
+  if (isImage(sample)) add(sample.num_denoising_steps + " denoising steps");
   if (sample.finish_reason === "length") add("truncated", "cut");
   if (sample.stop_reason && sample.stop_reason !== "length") add(asText(sample.stop_reason));
   const runs = sample.version || [];
@@ -27,7 +28,31 @@ function facts(sample) {
   return element("div", "facts", nodes);
 }
 
+function isImage(sample) {
+  return typeof sample.num_denoising_steps === "number";
+}
+
+function image(sample) {
+  if (!sample.image_uri) return element("p", "note", sample.image ? "not shown: " + sample.image.split("/").pop() : "not stored");
+  const node = element("img", sample.image_is_small ? "small" : "", "");
+  node.src = sample.image_uri;
+  node.alt = asText(sample.sample_id);
+  return node;
+}
+
+// Returns an image with its reward and advantage.
+function picture(sample) {
+  const failed = sample.reward === null;
+  const reward = element("b", failed ? "reward failed" : "reward", failed ? "no reward" : number(sample.reward));
+  const nodes = [image(sample), reward];
+  if (sample.advantage !== null) nodes.push(element("span", "", "advantage " + number(sample.advantage)));
+  const node = element("div", "picture", nodes);
+  node.title = [sample.sample_id, sample.failure].filter((text) => text !== null).map(asText).join("\n");
+  return node;
+}
+
 function response(sample, scales) {
+  if (isImage(sample)) return image(sample);
   return element("div", "response", responseBlocks(sample, color.value, scales, view.value === "turns"));
 }
 
@@ -37,19 +62,57 @@ function card(sample, scales) {
   return element("article", "sample", [facts(sample), element("div", "texts", [prompt, answer])]);
 }
 
-// Returns one row of cards per group. A step may have several groups for a prompt; rollout ids are STEP.GROUP.NUMBER.
-function groupCards(samples, scales) {
+// Returns the samples side by side: images in `className`, texts as cards.
+function beside(samples, scales, className) {
+  if (samples.every(isImage)) return element("div", className, samples.map(picture));
+  const cards = samples.map((sample) => element("article", "sample", [facts(sample), response(sample, scales)]));
+  return element("div", "beside", cards);
+}
+
+function promptSection(title, prompt, rows) {
+  const head = element("div", "prompt", [element("h3", "", title), element("pre", "", prompt)]);
+  return element("section", "group", [head, ...rows]);
+}
+
+function grouped(samples, keyOf) {
   const groups = new Map();
-  for (const sample of samples) {
+  for (const sample of samples) groups.set(keyOf(sample), [...(groups.get(keyOf(sample)) || []), sample]);
+  return groups;
+}
+
+function promptOf(sample) {
+  return asText(sample.prompt_id ?? sample.prompt);
+}
+
+// Returns one section per group, those with images first. A step may have several groups for a prompt; rollout ids are
+// STEP.GROUP.NUMBER.
+function groupSections(samples, scales) {
+  const groups = grouped(samples, (sample) => {
     const rollout = asText(sample.rollout_id ?? sample.sample_id ?? "");
-    const key = asText([sample.prompt_id ?? sample.prompt, rollout.slice(0, Math.max(0, rollout.lastIndexOf(".")))]);
-    groups.set(key, [...(groups.get(key) || []), sample]);
-  }
-  return [...groups.values()].map((group) => {
-    const cards = group.map((sample) => element("article", "sample", [facts(sample), response(sample, scales)]));
-    const head = element("div", "prompt", [element("h3", "", "Prompt · " + group.length + " samples"), element("pre", "", group[0].prompt)]);
-    return element("section", "group", [head, element("div", "beside", cards)]);
+    return asText([promptOf(sample), rollout.slice(0, Math.max(0, rollout.lastIndexOf(".")))]);
   });
+  const sections = (group) => promptSection("Prompt · " + group.length + " samples", group[0].prompt, [beside(group, scales, "pictures")]);
+  const hasImages = (group) => group.some((sample) => sample.image_uri);
+  const all = [...groups.values()];
+  return [...all.filter(hasImages), ...all.filter((group) => !hasImages(group))].map(sections);
+}
+
+const MAX_PROMPTS = 12;
+
+// Returns one section per prompt with a row for each of its steps, for the prompts with the most steps.
+function stepSections(ordered) {
+  const prompts = grouped(steps.flatMap((step) => ordered(step).map((sample) => ({ ...sample, at: step }))), promptOf);
+  const rows = [...prompts.values()].map((samples) => [...grouped(samples, (sample) => sample.at)]);
+  rows.sort((a, b) => b.length - a.length);
+  const sections = rows.slice(0, MAX_PROMPTS).map((row) => {
+    const strips = row.map(([step, samples]) => {
+      const strip = beside(samples, scalesOf(step.samples), "strip");
+      strip.prepend(element("h4", "when", "step " + step.step));
+      return strip;
+    });
+    return promptSection("Prompt · " + row.length + (row.length === 1 ? " step" : " steps"), row[0][1][0].prompt, strips);
+  });
+  return { sections, count: Math.min(MAX_PROMPTS, rows.length) + " of " + rows.length + " prompts" };
 }
 
 function matchesFilters(sample) {
@@ -70,17 +133,28 @@ function worstFirst(samples) {
   return scored.reverse().concat(samples.filter((sample) => sample.reward === null));
 }
 
+function ordered(step) {
+  return (order.value === "worst" ? worstFirst(step.samples) : step.samples).filter(matchesFilters);
+}
+
 function show() {
   const step = steps[stepSelect.selectedIndex];
-  const samples = (order.value === "worst" ? worstFirst(step.samples) : step.samples).filter(matchesFilters);
-  const all = step.num_samples === step.samples.length ? "" : ", " + step.num_samples + " in the step";
-  document.getElementById("count").textContent = samples.length + " of " + step.samples.length + " samples" + all;
+  const overSteps = view.value === "steps";
   const scales = scalesOf(step.samples);
-  const cards = view.value === "groups" ? groupCards(samples, scales) : samples.map((sample) => card(sample, scales));
+  let sections, count;
+  if (overSteps) ({ sections, count } = stepSections(ordered));
+  else {
+    const samples = ordered(step);
+    const all = step.num_samples === step.samples.length ? "" : ", " + step.num_samples + " in the step";
+    count = samples.length + " of " + step.samples.length + " samples" + all;
+    sections = view.value === "groups" ? groupSections(samples, scales) : samples.map((sample) => card(sample, scales));
+  }
+  document.getElementById("count").textContent = count;
   document.getElementById("legend").textContent = legend(color.value, scales);
-  document.getElementById("samples").replaceChildren(...cards);
-  previous.disabled = stepSelect.selectedIndex === 0;
-  next.disabled = stepSelect.selectedIndex === steps.length - 1;
+  document.getElementById("samples").replaceChildren(...sections);
+  stepSelect.disabled = overSteps;
+  previous.disabled = overSteps || stepSelect.selectedIndex === 0;
+  next.disabled = overSteps || stepSelect.selectedIndex === steps.length - 1;
 }
 
 function move(distance) {
@@ -102,7 +176,9 @@ function fill(label = null) {
   }
   stop.value = [...stop.options].some((option) => option.value === reason) ? reason : "";
   color.disabled = !samples.some((sample) => sample.detail);
-  document.getElementById("controls").hidden = false;
+  const controls = document.getElementById("controls");
+  if (controls.hidden && view.value === "samples" && samples.some(isImage)) view.value = "groups";
+  controls.hidden = false;
   show();
 }
 

@@ -236,12 +236,15 @@ def rollout_note(rollouts: Rollouts) -> str:
         parts.append(f"{len(rollouts.steps)} of {rollouts.num_steps} steps, evenly spaced")
     if kept < num_samples:
         parts.append(f"{kept} of the {num_samples} samples in these steps, evenly spaced by reward")
+    num_omitted = sum(step.num_omitted_images for step in rollouts.steps)
+    images = f" {num_omitted} of their images are missing or left out, to limit the page's size." if num_omitted else ""
     if not parts:
-        return f"This section shows all {kept} samples of the run. Texts are limited to {MAX_CHARACTERS} characters."
+        shown = f"This section shows all {kept} samples of the run."
+        return f"{shown} Texts are limited to {MAX_CHARACTERS} characters.{images}"
     selection = ", and ".join(parts)
     return (
         f"This section shows {selection}. Texts are limited to {MAX_CHARACTERS} characters. All samples are in "
-        "rollouts/."
+        f"rollouts/.{images}"
     )
 
 

@@ -12,6 +12,7 @@ from statistics import fmean
 from typing import Any
 
 from megarl.core.jsonl import read_objects
+from megarl.report.images import IMAGE, embed_images, image_fields
 
 MAX_STEPS = 20
 MAX_SAMPLES = 128  # per step
@@ -21,6 +22,7 @@ FIELDS = (
     *("num_response_tokens", "advantage", "prompt_id", "rollout_id", "stop_reason"),
 )
 MAX_DETAILED = 24  # samples per step with token details
+MAX_IMAGES = 96  # samples per step that are preferred because of their images
 MAX_TOKENS = 800  # leading tokens with details, per sample
 DIGITS = 3
 ARRAYS = {"logprobs": "rollout_logprobs", "differences": "logprob_differences", "advantages": "token_advantages"}
@@ -34,12 +36,14 @@ class StepRollouts:
     Attributes:
         num_samples: total number of samples in the step.
         unreadable: number of lines in the step's rollout file that could not be parsed.
+        num_omitted_images: number of stored images of these samples that are too large for the page or were removed.
     """
 
     step: int
     samples: list[dict[str, Any]]
     num_samples: int
     unreadable: int
+    num_omitted_images: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +101,14 @@ def _read_step(step: int, path: Path) -> StepRollouts:
     detailed = [record for record in records if "detail" in record]
     for record in detailed[MAX_DETAILED:]:
         del record["detail"]
-    records.sort(key=score_of, reverse=True)
-    others = [record for record in records if "detail" not in record]
-    chosen = [*detailed[:MAX_DETAILED], *spread(others, MAX_SAMPLES - min(len(detailed), MAX_DETAILED))]
+    pictured = [record for record in records if IMAGE in record and "detail" not in record]
+    preferred = [*detailed[:MAX_DETAILED], *pictured[:MAX_IMAGES]]
+    is_preferred = set(map(id, preferred))
+    others = sorted((record for record in records if id(record) not in is_preferred), key=score_of, reverse=True)
+    chosen = [*preferred, *spread(others, MAX_SAMPLES - len(preferred))]
+    num_omitted_images = embed_images(path, chosen)
     chosen.sort(key=score_of, reverse=True)
-    return StepRollouts(step, chosen, len(records), len(unreadable))
+    return StepRollouts(step, chosen, len(records), len(unreadable), num_omitted_images)
 
 
 def score_of(record: Mapping[str, Any]) -> float:
@@ -116,6 +123,8 @@ def number_or_none(value: Any) -> float | None:
 def _select_fields(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return the sample fields that the page shows. Log-probs are reduced to their mean."""
     sample = {field: record.get(field) for field in FIELDS} | {"reward": number_or_none(record.get("reward"))}
+    if isinstance(steps := record.get("num_denoising_steps"), int):
+        sample |= image_fields(record) | {"num_denoising_steps": steps, "response": ""}
     texts = {field: shorten(str(sample[field]), MAX_CHARACTERS) for field in ("prompt", "response")}
     sample |= texts | {"mean_logprob": _mean(record.get("rollout_logprobs"))}
     turns = record.get("turns") or record.get("messages")

@@ -27,7 +27,7 @@ def jpeg_incompressibility(prompt: str, response: NDArray[np.uint8], answer: Any
     from PIL import Image
 
     file = io.BytesIO()
-    Image.fromarray(_checked(response)).save(file, format="JPEG", quality=quality)
+    Image.fromarray(checked(response)).save(file, format="JPEG", quality=quality)
     return len(file.getvalue()) / 1000
 
 
@@ -51,7 +51,7 @@ class _ClipModel:
         import torch
 
         with torch.no_grad():
-            pixels = self._processor(list(map(_checked, images)), return_tensors="pt")["pixel_values"]
+            pixels = self._processor(list(map(checked, images)), return_tensors="pt")["pixel_values"]
             return _normalized(self.model.get_image_features(pixel_values=pixels))
 
 
@@ -110,7 +110,7 @@ class AestheticScore:
         return values[:, 0].tolist()
 
 
-def _checked(image: Any) -> NDArray[np.uint8]:
+def checked(image: Any) -> NDArray[np.uint8]:
     """Return the image. Raise ValueError if it is not an RGB image."""
     if not isinstance(image, np.ndarray) or image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
         raise ValueError(

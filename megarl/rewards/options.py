@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from megarl.core.errors import UserError, install_extra
+from megarl.core.errors import UserError, extra_of, install_extra
 
 NO_OPTIONS: Mapping[str, Any] = {}
 
@@ -91,7 +91,8 @@ def configure(name: str, function: Callable[..., Any], options: Mapping[str, Any
         raise UserError(f"rewards.functions: {name}: {error}. Fix: correct the types of its options") from None
     except ImportError as error:
         raise UserError(
-            f"rewards.functions: {name} requires the package {error.name}. Fix: {install_extra('rewards')}"
+            f"rewards.functions: {name} requires the package {error.name}. Fix: "
+            f"{install_extra(extra_of(error.name or '') or 'rewards')}"
         ) from None
 
 

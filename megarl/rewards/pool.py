@@ -20,6 +20,7 @@ from megarl.core.outage import Outage
 from megarl.core.types import Prompt, Sample
 from megarl.rewards.judge import NAME
 from megarl.rewards.options import NUM_TOKENS
+from megarl.rewards.registry import require_response_kind
 from megarl.rewards.result import Result
 from megarl.usercode.child_process import IMPORT_S, ChildFailure, ChildProcess, group_sizes, new_number
 from megarl.usercode.failures import RESTARTS
@@ -282,7 +283,9 @@ class FunctionPool:
 
 
 def function_pool(config: Config, num_processes: int, outage_s: float | None = None) -> FunctionPool:
-    """Create a pool for the run's reward functions. The default for outage_s is rewards.outage_s."""
+    """Create a pool for the run's reward functions. The default for outage_s is rewards.outage_s. Raise UserError if a
+    function does not score the responses of rollout.engine."""
+    require_response_kind(config.rewards.functions, config.rollout.engine)
     rewards, source = config.rewards, config.data.source_column
     limits = num_processes, rewards.timeout_s, rewards.memory_mib
     outage_s = rewards.outage_s if outage_s is None else outage_s

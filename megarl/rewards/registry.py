@@ -5,18 +5,22 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
+from megarl.config import schema
 from megarl.core.errors import UserError
 from megarl.core.user_file import defined_in_file
 from megarl.rewards.choice import choice_match
 from megarl.rewards.code import code_stdin_stdout, code_tests
+from megarl.rewards.digits import rendered_digits
 from megarl.rewards.exact import exact_match
 from megarl.rewards.foreign import refuse_foreign
+from megarl.rewards.image import AestheticScore, ClipScore, jpeg_compressibility, jpeg_incompressibility
 from megarl.rewards.knights_knaves import knights_knaves
 from megarl.rewards.length import CosineLength, SoftOverlong, length_penalty
 from megarl.rewards.math_answer import MathMatch
 from megarl.rewards.numeric import numeric_match
+from megarl.rewards.ocr import OcrExact
 from megarl.rewards.options import BATCH, NO_OPTIONS, SINGLE, configure, give_options
 from megarl.rewards.reasoning import ReasoningGym
 from megarl.rewards.regex_answer import RegexMatch
@@ -32,7 +36,7 @@ name; `row` receives all columns, and `sandbox` receives the run's sandbox provi
 A function f(prompts, responses, answers) receives lists for all samples in a scoring pass, including lists of column
 values. It returns a list with one such result per sample."""
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {
+_TEXT_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "exact_match": exact_match,
     "numeric_match": numeric_match,
     "choice_match": choice_match,
@@ -48,7 +52,36 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "cosine_length": CosineLength,
     "generative_judge": GenerativeJudge,
 }
+IMAGE_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "jpeg_compressibility": jpeg_compressibility,
+    "jpeg_incompressibility": jpeg_incompressibility,
+    "clip_score": ClipScore,
+    "aesthetic_score": AestheticScore,
+    "rendered_digits": rendered_digits,
+    "ocr_exact": OcrExact,
+}
+"""The built-in functions whose responses are images. Those of all other built-in functions are texts."""
+
+FUNCTIONS = _TEXT_FUNCTIONS | IMAGE_FUNCTIONS
 """Built-in functions, and classes that are instantiated with their options."""
+
+
+def require_response_kind(functions: Sequence[schema.RewardFunction], engine: Literal["vllm", "diffusers"]) -> None:
+    """Raise UserError if a built-in function does not score the responses of rollout.engine, or if a function with
+    per_turn scores images, which have no turns."""
+    is_image = engine == "diffusers"
+    for entry in functions:
+        if entry.function in FUNCTIONS and (entry.function in IMAGE_FUNCTIONS) != is_image:
+            kinds = ("images", "texts") if entry.function in IMAGE_FUNCTIONS else ("texts", "images")
+            remedy = ", ".join(IMAGE_FUNCTIONS if is_image else _TEXT_FUNCTIONS)
+            raise UserError(
+                f"rewards.functions: {entry.function} scores {kinds[0]}, but rollout.engine={engine} samples "
+                f"{kinds[1]}. Fix: use one of {remedy}, or path/to/file.py:function"
+            )
+        if is_image and entry.per_turn:
+            raise UserError(
+                f"rewards.functions: {entry.label}: per_turn=true, but an image has no turns. Fix: set per_turn=false"
+            )
 
 
 def resolve(name: str, options: Mapping[str, Any] = NO_OPTIONS) -> RewardFunction:

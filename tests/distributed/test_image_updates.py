@@ -11,6 +11,7 @@ import pytest
 
 from megarl.algorithms.baselines import MovingAverage
 from megarl.algorithms.transition import sigma_schedule
+from megarl.config.load import load
 from megarl.core.latents import LatentSample
 from megarl.core.types import Prompt, SampleRef, VersionRun
 from megarl.data.local_batch import LocalBatch
@@ -21,10 +22,11 @@ from tests.closeness import LOSS_FLOOR, Expected, assert_close, close_to, expect
 from tests.flow_grpo_reference import FlowGrpoReference, Groups
 from tests.forked import run_ranks
 from tests.marks import exhaustive_but
-from tests.parity import EPS, LR, Outcome, RankResult, canonical, capture_gradients, config_of, local_batch
+from tests.parity import EPS, LR, Outcome, RankResult, canonical, capture_gradients, local_batch
+from tests.paths import BASE
 from tests.tiny_denoiser import CONFIG, write_tiny_denoiser
 
-GUIDANCE, NOISE_LEVEL, CLIP, KL = 1.5, 0.6, 2e-3, 0.5
+GUIDANCE, NOISE_LEVEL, CLIP, KL = 1.5, 0.6, 1e-4, 0.5
 SHAPE = (CONFIG["in_channels"], 8, 12)
 LAYOUTS = (
     *("dp=1", "tp=2", "tp=2 sequence_parallel=true", "pp=2", "pp=2 vpp=2", "cp=2", "dp=2"),
@@ -63,20 +65,27 @@ def random_groups() -> Groups:
 
 def train(store, rank: int, folder: Path, overrides: list[str]) -> RankResult:
     """Take one step with an update for each prompt on one rank."""
-    config = config_of(
-        folder,
-        "rollout.engine=diffusers",
-        f"rollout.denoising.guidance={GUIDANCE}",
-        f"rollout.denoising.noise_level={NOISE_LEVEL}",
-        "rollout.denoising.num_steps=6",
-        "actor.tokens_per_microbatch=600",
-        f"algorithm.objective.clip_low={CLIP}",
-        f"algorithm.objective.clip_high={CLIP}",
-        f"algorithm.kl.coefficient={KL}",
-        "batch.samples_per_prompt=3",
-        "batch.prompts_per_step=2",
-        "batch.prompts_per_update=1",
-        *overrides,
+    config = load(
+        BASE,
+        [
+            f"model.path={folder}",
+            "model.dtype=float32",
+            "data.source=captions.jsonl",
+            f"actor.optimizer.lr={LR}",
+            f"actor.optimizer.eps={EPS}",
+            "rollout.engine=diffusers",
+            f"rollout.denoising.guidance={GUIDANCE}",
+            f"rollout.denoising.noise_level={NOISE_LEVEL}",
+            "rollout.denoising.num_steps=6",
+            "actor.tokens_per_microbatch=600",
+            f"algorithm.objective.clip_low={CLIP}",
+            f"algorithm.objective.clip_high={CLIP}",
+            f"algorithm.kl.coefficient={KL}",
+            "batch.samples_per_prompt=3",
+            "batch.prompts_per_step=2",
+            "batch.prompts_per_update=1",
+            *overrides,
+        ],
     )
     worker = DenoiserWorker(config, folder, rank, store, threads=1)
     batches = [own_batch(config, worker, group) for group in random_groups()]

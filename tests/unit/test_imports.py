@@ -391,7 +391,7 @@ OTHER_PYTHONS = {"megarl/environments/sessions/verifiers_program.py"}
 def test_imported_packages_are_declared_dependencies() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
-    names = ("run", "gpu", "images", "rewards", "trackers")
+    names = ("run", "gpu", "images", "ocr", "rewards", "trackers")
     requirements = [*project["dependencies"], *(line for extra in names for line in extras[extra])]
     declared = {re.split(r"[\[<>=]", requirement)[0] for requirement in requirements}
     trees = [parse((ROOT / file).read_text(encoding="utf-8")) for file in FILES if file not in OTHER_PYTHONS]

@@ -20,6 +20,7 @@ from megarl.core.files import new_folder
 from megarl.core.latents import VelocityInput
 from megarl.core.metrics import Metric
 from megarl.core.step_batch import StepBatch
+from megarl.core.types import SampleRef
 from megarl.data.collate_steps import StepNumber, collate_steps, step_number
 from megarl.data.local_batch import LocalBatch
 from megarl.megatron import denoiser_step, parallel
@@ -78,13 +79,11 @@ class DenoiserWorker(ActorWorker):
 
     def _training_batches(self, batch: LocalBatch) -> list[StepBatch]:
         """Return an update's microbatches with advantages and with the velocities of previous passes."""
-        batches = [
-            replace(steps.to(device.device()), **self._kept_velocities(steps, members))
-            for steps, members in zip(self._collated(batch), batch.members, strict=True)
-        ]
-        if not parallel.is_last_stage(None):  # only the last stage reads advantages
-            return batches
-        batches = self._with_advantages(batches)
+        collated = [steps.to(device.device()) for steps in self._collated(batch)]
+        if not parallel.is_last_stage(None):  # only the last stage has velocities and reads advantages
+            return collated
+        pairs = zip(collated, batch.members, strict=True)
+        batches = self._with_advantages([replace(steps, **self._kept_velocities(items)) for steps, items in pairs])
         if parallel.returns_results() and not self._epoch:
             for steps, members in zip(batches, batch.members, strict=True):
                 self._advantages |= mean_advantages(steps, [item.id for item in members])
@@ -93,7 +92,7 @@ class DenoiserWorker(ActorWorker):
     def _collated(self, batch: LocalBatch) -> list[StepBatch]:
         return [collate_steps(members, self._step_weights(members)) for members in batch.members]
 
-    def _step_weights(self, members: Sequence) -> dict[int, float]:
+    def _step_weights(self, members: Sequence[SampleRef]) -> dict[int, float]:
         """Return the factor of each denoising step's loss."""
         if not members:
             return {}
@@ -105,12 +104,11 @@ class DenoiserWorker(ActorWorker):
         weights = transition.step_weights(weight, keys.kind, keys.noise_level, sigmas, list(keys.within))
         return dict(enumerate(weights.tolist()))
 
-    def _kept_velocities(self, batch: StepBatch, members: Sequence) -> dict[str, torch.Tensor]:
-        kept: dict[str, torch.Tensor] = {}
-        for name, velocities in self._velocities.items():
-            if members:
-                kept[f"{name}_v"] = torch.stack([velocities[step_number(item)] for item in members]).to(device.device())
-        return kept
+    def _kept_velocities(self, members: Sequence[SampleRef]) -> dict[str, torch.Tensor]:
+        """Return the fields of a StepBatch with the velocities of previous passes."""
+        passes = self._velocities.items() if members else ()
+        stacked = {name: torch.stack([found[step_number(item)] for item in members]) for name, found in passes}
+        return {f"{name}_v": velocities.to(device.device()) for name, velocities in stacked.items()}
 
     @cached_property
     def _velocities(self) -> dict[Policy, dict[StepNumber, torch.Tensor]]:

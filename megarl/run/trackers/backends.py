@@ -12,7 +12,7 @@ import re
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,10 @@ class Backend(ABC):
         """Log the metrics of a step."""
 
     @abstractmethod
+    def write_images(self, step: int, images: Mapping[str, str]) -> None:
+        """Log the images of a step after its metrics. images: paths of PNG files, keyed by name."""
+
+    @abstractmethod
     def close(self) -> None:
         """Flush all metrics and finish the tracker run."""
 
@@ -88,9 +92,19 @@ class TensorBoard(Backend):
             self._writer.add_event(Event(step=settings.step + 1, session_log=start, wall_time=time.time()))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        self._add(step, [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()])
+
+    def write_images(self, step: int, images: Mapping[str, str]) -> None:
+        self._add(step, [self._summary.Value(tag=name, image=self._image(path)) for name, path in images.items()])
+
+    def _add(self, step: int, values: Sequence[Any]) -> None:
         self._writer.add_event(self._event(step=step, wall_time=time.time(), summary=self._summary(value=values)))
         self._writer.flush()
+
+    def _image(self, path: str) -> Any:
+        data = Path(path).read_bytes()
+        width, height = (int.from_bytes(data[place : place + 4]) for place in (16, 20))  # of a PNG file
+        return self._summary.Image(width=width, height=height, colorspace=3, encoded_image_string=data)
 
     def close(self) -> None:
         self._writer.close()
@@ -100,7 +114,7 @@ class Wandb(Backend):
     def __init__(self, settings: Settings):
         import wandb  # pyright: ignore[reportMissingImports]
 
-        options = settings.options
+        self._wandb, options = wandb, settings.options
         self._run = wandb.init(
             project=settings.project,
             entity=options["entity"],
@@ -118,6 +132,9 @@ class Wandb(Backend):
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log({"step": step, **metrics})
 
+    def write_images(self, step: int, images: Mapping[str, str]) -> None:
+        self._run.log({"step": step, **{name: self._wandb.Image(path) for name, path in images.items()}})
+
     def close(self) -> None:
         self._run.finish()
 
@@ -125,11 +142,13 @@ class Wandb(Backend):
 class Mlflow(Backend):
     def __init__(self, settings: Settings):
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        from mlflow import Image  # pyright: ignore[reportMissingImports]
         from mlflow.entities import Metric, Param, RunStatus  # pyright: ignore[reportMissingImports]
         from mlflow.tracking import MlflowClient  # pyright: ignore[reportMissingImports]
 
         uri = settings.options["tracking_uri"] or os.environ.get("MLFLOW_TRACKING_URI")
         self._client, self._metric = MlflowClient(uri or Path(settings.folder).absolute().as_uri()), Metric
+        self._image = Image
         self._id = settings.read_id()
         if self._id is not None:
             self._client.update_run(self._id, status=RunStatus.to_string(RunStatus.RUNNING))
@@ -146,6 +165,10 @@ class Mlflow(Backend):
         values = [self._metric(mlflow_name(name), value, now, step) for name, value in metrics.items()]
         self._client.log_batch(self._id, metrics=values)
 
+    def write_images(self, step: int, images: Mapping[str, str]) -> None:
+        for name, path in images.items():
+            self._client.log_image(self._id, self._image(path), key=mlflow_name(name), step=step)
+
     def close(self) -> None:
         self._client.set_terminated(self._id)
 
@@ -155,6 +178,7 @@ class Trackio(Backend):
         os.environ.setdefault("TRACKIO_DIR", settings.folder)
         import trackio  # pyright: ignore[reportMissingImports]
 
+        self._trackio = trackio
         # Trackio resumes runs by name, and an earlier run may have the same name.
         name = settings.read_id() or settings.save_id(f"{settings.name}-{uuid.uuid4().hex[:6]}")
         self._run = trackio.init(
@@ -170,6 +194,9 @@ class Trackio(Backend):
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
+
+    def write_images(self, step: int, images: Mapping[str, str]) -> None:
+        self._run.log({name: self._trackio.Image(path) for name, path in images.items()}, step=step)
 
     def close(self) -> None:
         self._run.finish()

@@ -14,7 +14,8 @@ from megarl.usercode.parent import connect, send
 
 
 class Server:
-    """Serves the requests for one tracker: `open`, one `write` per step, and `close`."""
+    """Serves the requests for one tracker: `open`, a `write` per step, a `write_images` per step with images, and
+    `close`."""
 
     def __init__(self) -> None:
         self._settings: Settings | None = None
@@ -28,6 +29,8 @@ class Server:
             self._backend = BACKENDS[self._settings.tracker](self._settings)
         if "write" in request:
             self._backend.write(*request["write"])
+        if "write_images" in request:
+            self._backend.write_images(*request["write_images"])
         if "close" in request:
             self._backend.close()
 

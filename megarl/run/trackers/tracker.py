@@ -15,7 +15,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.util import find_spec
@@ -41,19 +41,30 @@ INTERRUPTED_S = 3.0
 
 Row = tuple[int, dict[str, float]]
 
+ImagesOf = Callable[[int], Mapping[str, Path]]
+
 
 class Tracker:
     """A metrics sink that never blocks and never raises."""
 
-    def __init__(self, settings: Settings, log: Path, timeout_s: float, restart_s: float = RESTART_S):
+    def __init__(
+        self,
+        settings: Settings,
+        log: Path,
+        timeout_s: float,
+        restart_s: float = RESTART_S,
+        images_of: ImagesOf = lambda _: {},
+    ):
         """Start a thread that serves the queue.
 
         Args:
             log: file for the output of the tracker's process.
             timeout_s: time limit for a request to the process, in seconds.
             restart_s: delay before the process is started again after a failure, in seconds.
+            images_of: returns the PNG files to log for a step, keyed by name. It is called when the step is logged.
         """
         self._settings, self._log, self._timeout_s, self._restart_s = settings, log, timeout_s, restart_s
+        self._images_of = images_of
         self._queue: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
         self._process: ChildProcess | None = None
         self._starts_at = 0.0
@@ -95,8 +106,18 @@ class Tracker:
         self._attempt({"open": asdict(self._settings)})
         while not self._is_over and (row := self._queue.get()) is not None:
             self._num_written += self._attempt({"write": row})
+            self._write_images(row[0])
         if self._process is not None:
             self._attempt({"close": True})
+
+    def _write_images(self, step: int) -> None:
+        """Log a step's images in a request of their own, whose failure does not affect the metrics."""
+        try:
+            images = {name: str(path) for name, path in self._images_of(step).items()}
+        except OSError as error:  # the run folder is not readable at the moment
+            return self._warn(f"images of step {step}: {error.strerror}")
+        if images:
+            self._attempt({"write_images": (step, images)})
 
     def _attempt(self, request: Mapping[str, Any]) -> bool:
         """Send a request to the process, which is started if necessary. Return whether the request succeeded."""
@@ -163,7 +184,12 @@ def open_trackers(config: Config, folder: RunFolder, step: int) -> Iterator[list
     """Yield the trackers for a run that resumes after `step`. On exit, close them within trackers.timeout_s."""
     timeout_s = config.trackers.timeout_s
     trackers = [
-        Tracker(_settings(config, folder, name, step), folder.logs / f"tracker_{name}.log", timeout_s)
+        Tracker(
+            _settings(config, folder, name, step),
+            folder.logs / f"tracker_{name}.log",
+            timeout_s,
+            images_of=folder.image_grids,
+        )
         for name in config.run.trackers
     ]
     try:

@@ -1,10 +1,21 @@
 import inspect
+import re
+from contextlib import nullcontext
 
 import pytest
 
+from megarl.config.schema import RewardFunction
+from megarl.core.errors import UserError
 from megarl.rewards.exact import exact_match
 from megarl.rewards.options import BATCH, SINGLE
-from megarl.rewards.registry import FUNCTIONS, column_parameters, resolve, takes_batches
+from megarl.rewards.registry import (
+    FUNCTIONS,
+    IMAGE_FUNCTIONS,
+    column_parameters,
+    require_response_kind,
+    resolve,
+    takes_batches,
+)
 from tests.paths import ROOT
 
 
@@ -16,10 +27,39 @@ def test_builtin_functions_are_resolved_by_name():
         "soft_overlong": {"max_tokens": 8, "buffer": 2},
         "generative_judge": {"base_url": "http://localhost/v1", "model": "m"},
     }
-    first = {n: tuple(inspect.signature(resolve(n, required.get(n, {}))).parameters)[:3] for n in FUNCTIONS}
-    assert set(first.values()) == {SINGLE, BATCH} and [n for n in FUNCTIONS if first[n] == BATCH] == [
-        "generative_judge"
-    ]
+    texts = FUNCTIONS.keys() - IMAGE_FUNCTIONS.keys()
+    first = {n: tuple(inspect.signature(resolve(n, required.get(n, {}))).parameters)[:3] for n in texts}
+    assert set(first.values()) == {SINGLE, BATCH} and [n for n in texts if first[n] == BATCH] == ["generative_judge"]
+
+
+@pytest.mark.parametrize(
+    ("entry", "engine", "message"),
+    [
+        ({"function": "exact_match"}, "vllm", None),
+        ({"function": "jpeg_compressibility"}, "diffusers", None),
+        ({"function": "own.py:f"}, "vllm", None),
+        ({"function": "own.py:f"}, "diffusers", None),
+        (
+            {"function": "ocr_exact", "name": "reading"},
+            "vllm",
+            "ocr_exact scores images, but rollout.engine=vllm samples texts. Fix: use one of exact_match, numeric",
+        ),
+        (
+            {"function": "exact_match"},
+            "diffusers",
+            "exact_match scores texts, but rollout.engine=diffusers samples images. Fix: use one of jpeg_compressib",
+        ),
+        (
+            {"function": "own.py:f", "per_turn": True},
+            "diffusers",
+            "f: per_turn=true, but an image has no turns. Fix: set per_turn=false",
+        ),
+    ],
+)
+def test_function_for_the_other_kind_of_response_is_refused(entry, engine, message):
+    functions = [RewardFunction(function="own.py:g"), RewardFunction(**entry)]
+    with nullcontext() if message is None else pytest.raises(UserError, match=re.escape(message)):
+        require_response_kind(functions, engine)
 
 
 @pytest.mark.parametrize("page", ["docs/guide/rewards.md", "configs/base.yaml"])

@@ -39,6 +39,11 @@ class Run:
         with open({out!r}, "a") as file:
             print("finished", file=file)
 
+class Image:
+    def __init__(self, path):
+        {image}
+        self.path = path
+
 def init(**options):
     {init}
     return Run()
@@ -53,7 +58,7 @@ def fake_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
     def write(**code: str) -> Path:
         modules, out = tmp_path / "modules", tmp_path / "logged"
         modules.mkdir()
-        named = {"init": "pass", "log": "pass", "finish": "pass"} | code
+        named = dict.fromkeys(("init", "log", "image", "finish"), "pass") | code
         (modules / "wandb.py").write_text(WANDB.format(out=str(out), **named))
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(modules), str(ROOT))))
         out.touch()
@@ -62,11 +67,10 @@ def fake_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
     return write
 
 
-def make_tracker(folder: Path, timeout_s: float = WAIT_S, restart_s: float = WAIT_S) -> Tracker:
+def make_tracker(folder: Path, timeout_s: float = WAIT_S, restart_s: float = WAIT_S, **options) -> Tracker:
     config = load(BASE, ["model.path=m", "data.source=arithmetic", "run.trackers=[wandb]"]).model_dump(mode="json")
-    return Tracker(
-        Settings("wandb", "tiny", str(folder), 0, config), folder / "tracker_wandb.log", timeout_s, restart_s
-    )
+    settings = Settings("wandb", "tiny", str(folder), 0, config)
+    return Tracker(settings, folder / "tracker_wandb.log", timeout_s, restart_s, **options)
 
 
 def test_tracker_receives_all_finite_metrics(tmp_path: Path, fake_wandb, capfd) -> None:
@@ -145,6 +149,43 @@ def test_interrupted_run_does_not_wait_for_a_tracker(tmp_path: Path, fake_wandb)
         tracker.write(1, {"reward/mean": 1.0})
         wait_until(lambda: logged.read_text() != "")
         raise KeyboardInterrupt
+
+
+LOG_IMAGES = """images = [(name, value.path) for name, value in row.items() if isinstance(value, Image)]
+        row.setdefault("reward/mean", images)"""
+
+
+def test_run_logs_the_grids_of_its_images(tmp_path: Path, fake_wandb, capfd) -> None:
+    """Steps without images have no row of images."""
+    logged = fake_wandb(log=LOG_IMAGES)
+    required = ["model.path=m", "data.source=arithmetic", "run.trackers=[wandb]"]
+    folder = RunFolder(tmp_path / "run")
+    folder.logs.mkdir(parents=True)
+    grids = [file.with_suffix("") / "grid.png" for file in (folder.rollouts(1), folder.evaluation("a", 1))]
+    for grid in grids:
+        grid.parent.mkdir(parents=True)
+        grid.touch()
+    with open_trackers(load(BASE, required), folder, 0) as [tracker]:
+        tracker.write(1, {"reward/mean": 0.5})
+        tracker.write(2, {"reward/mean": 1.0})
+    expected = [("rollouts/images", str(grids[0])), ("evaluation/a/images", str(grids[1]))]
+    assert logged.read_text().splitlines() == ["1 0.5", f"1 {expected}", "2 1.0", "finished"]
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("is_readable", [True, False])
+def test_images_that_cannot_be_logged_cost_no_metrics(tmp_path: Path, fake_wandb, capfd, is_readable: bool) -> None:
+    logged = fake_wandb(image="raise RuntimeError('no pictures')")
+    tracker = make_tracker(
+        tmp_path, images_of=lambda _: {"a": tmp_path / "a.png"} if is_readable else os.listdir("/no")
+    )
+    for step in (1, 2):
+        tracker.write(step, {"reward/mean": float(step)})
+    end_all([tracker], WAIT_S)
+    assert logged.read_text().splitlines() == ["1 1.0", "2 2.0", "finished"]
+    out, err = capfd.readouterr()
+    reason = "RuntimeError: no pictures" if is_readable else "images of step 1: No such file or directory"
+    assert err.count(f"tracker wandb: {reason}. The run continues") == 1 and out == ""
 
 
 def test_missing_tracker_package_raises_with_the_command(monkeypatch) -> None:

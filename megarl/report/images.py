@@ -1,0 +1,68 @@
+"""Embeds the images of samples in the report as data URIs. They are not decoded."""
+
+from __future__ import annotations
+
+import base64
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megarl.core.errors import UserError
+from megarl.core.files import open_regular
+from megarl.rewards.rollout_images import image_path
+
+MAX_BYTES = 2**20
+"""Maximum total size of the images of a step, in bytes. Base64 adds a third."""
+
+SMALL_SIDE = 128
+"""Width and height in pixels below which an image is enlarged with sharp pixels."""
+
+PNG, JPEG = b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff"
+PNG_SIZE = slice(16, 20), slice(20, 24)
+"""Places of the width and the height in a PNG file."""
+
+IMAGE, PREVIEW = "image", "preview"
+URI, IS_SMALL = "image_uri", "image_is_small"
+"""Fields of an embedded image: its data URI, and whether it is enlarged with sharp pixels."""
+
+
+def image_fields(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that `embed_images` needs."""
+    return {name: record[name] for name in (IMAGE, PREVIEW) if isinstance(record.get(name), str)}
+
+
+def embed_images(rollouts: Path, samples: Iterable[dict[str, Any]]) -> int:
+    """Add to each sample its image, or the preview of a large one, up to MAX_BYTES. Return the number of images that
+    are left out. Names of files that megarl does not write are removed.
+
+    Args:
+        rollouts: the samples' JSONL file.
+        samples: lines of the file, to which the fields URI and IS_SMALL are added.
+    """
+    num_bytes = num_omitted = 0
+    for sample in samples:
+        paths = [image_path(rollouts, sample.pop(name, None)) for name in (PREVIEW, IMAGE)]
+        if paths[1] is None:
+            continue
+        sample[IMAGE] = f"{paths[1].parent.name}/{paths[1].name}"
+        data = _read(paths[0] or paths[1], MAX_BYTES - num_bytes)
+        if data is None:
+            num_omitted += 1
+            continue
+        num_bytes += len(data)
+        kind = "png" if data.startswith(PNG) else "jpeg"
+        sample[URI] = f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+        sample[IS_SMALL] = kind == "png" and max(int.from_bytes(data[place]) for place in PNG_SIZE) < SMALL_SIDE
+    return num_omitted
+
+
+def _read(path: Path, max_bytes: int) -> bytes | None:
+    """Return the contents of a PNG or JPEG file, or None if it is larger than `max_bytes`, was removed or is a
+    different file."""
+    try:
+        with open_regular(path) as file:
+            data = file.read(max_bytes) if os.fstat(file.fileno()).st_size <= max_bytes else b""
+    except (UserError, FileNotFoundError):
+        return None
+    return data if data.startswith((PNG, JPEG)) else None

@@ -1,0 +1,129 @@
+"""Whole runs of an image model: they are reproducible, and resume bitwise after all processes were killed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from safetensors.numpy import load_file
+
+from megarl.run.checkpoints import Checkpoints
+from tests.e2e.run import Run
+from tests.e2e.test_resume import MEASURED, kill
+from tests.paths import ROOT
+from tests.timing import START_S
+from tests.tiny_image_model import load_pipeline, write_tiny_image_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.one_part]
+STEPS = 4
+RECIPE = """
+base: {base}
+run: {{name: tiny, steps: {steps}}}
+model: {{path: {folder}/model, dtype: float32}}
+actor:
+  layout: {{pp: 2}}
+  threads: 1
+  optimizer: {{lr: 1.0e-3}}
+  tokens_per_microbatch: 1024
+rollout:
+  engine: diffusers
+  threads: 1
+  denoising: {{height: 16, width: 24, num_steps: 5, guidance: 2.0, sde_steps: 2, sde_within: [0, 4]}}
+algorithm: {{kl: {{coefficient: 0.01}}, objective: {{clip_low: 1.0e-3, clip_high: 1.0e-3}}}}
+batch: {{prompts_per_step: 4, samples_per_prompt: 3, prompts_per_update: 2}}
+data: {{source: {folder}/captions.jsonl}}
+rewards:
+  functions: [{{function: "{folder}/reward.py:brightness"}}]
+evaluation:
+  sets: [{{name: ode, source: "{folder}/captions.jsonl", size: 2}}]
+  every_steps: 2
+checkpoint: {{every_steps: 1}}
+cluster: {{object_store_mib: 80}}
+"""
+REWARD = """
+def brightness(prompt, response, answer):
+    return response.mean() / 255
+"""
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("recipe")
+    write_tiny_image_model(folder / "model")
+    captions = [{"prompt": f"{number} red cats", "answer": number} for number in range(6)]
+    (folder / "captions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in captions))
+    (folder / "reward.py").write_text(REWARD)
+    (folder / "tiny.yaml").write_text(RECIPE.format(base=ROOT / "configs" / "base.yaml", folder=folder, steps=STEPS))
+    return folder / "tiny.yaml"
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(recipe, tmp_path_factory) -> Path:
+    with Run(recipe, tmp_path_factory.mktemp("uninterrupted"), vllm=True) as run:
+        assert run.end(START_S) == 0, run.errors
+    return run.folder
+
+
+@pytest.fixture(scope="module")
+def resumed(recipe, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("resumed")
+    with Run(recipe, folder, "run.steps=1000", vllm=True) as run:
+        run.wait_until(lambda: Checkpoints(run.folder / "checkpoints").latest() is not None)
+        kill(run)
+    checkpoint = Checkpoints(run.folder / "checkpoints").latest()
+    assert checkpoint is not None and int(checkpoint.name.removeprefix("step_")) < STEPS
+    with Run(recipe, folder, "resume=auto", vllm=True) as run:
+        assert run.end(START_S) == 0, run.errors
+    return run.folder
+
+
+def metrics(run: Path) -> list[dict[str, float]]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if not name.startswith(MEASURED)} for line in lines]
+
+
+def files(run: Path) -> dict[str, bytes]:
+    paths = (path for part in ("rollouts", "evaluations", "model") for path in (run / part).rglob("*"))
+    return {str(path.relative_to(run)): path.read_bytes() for path in paths if path.is_file()}
+
+
+def test_resumed_run_is_equal(uninterrupted, resumed):
+    assert metrics(resumed) == metrics(uninterrupted)
+    assert files(resumed) == files(uninterrupted)
+
+
+def test_trainer_agrees_with_the_engine(uninterrupted):
+    """The limit is a tenth of the clip range."""
+    lines = [line for line in metrics(uninterrupted) if "mismatch/logprob_abs_mean" in line]
+    assert len(lines) == STEPS
+    assert max(line["mismatch/logprob_abs_mean"] for line in lines) < 1e-4
+    assert all(line["kl/loss_token_gaussian"] >= 0 for line in lines)
+
+
+def test_rollouts_have_images_and_windows(uninterrupted):
+    windows = set()
+    for step in range(1, STEPS + 1):
+        file = uninterrupted / "rollouts" / f"step_{step:06d}.jsonl"
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        assert len(rows) == 12
+        [window] = {tuple(row["trained_denoising_steps"]) for row in rows}
+        windows.add(window)
+        for row in rows:
+            image = np.asarray(Image.open(file.parent / row["image"]))
+            assert image.shape == (16, 24, 3)
+            assert row["reward"] == pytest.approx(image.mean() / 255)
+    assert len(windows) > 1
+
+
+def test_exported_model_is_a_trained_diffusers_folder(recipe, uninterrupted):
+    initial, trained = recipe.parent / "model", uninterrupted / "model"
+    assert load_pipeline(trained).transformer.config["dim"] == load_pipeline(initial).transformer.config["dim"]
+    for part in ("vae", "text_encoder"):
+        [before], [after] = ((folder / part).glob("*.safetensors") for folder in (initial, trained))
+        assert before.read_bytes() == after.read_bytes()
+    [before], [after] = ((folder / "transformer").glob("*.safetensors") for folder in (initial, trained))
+    changed = {name: bool((load_file(after)[name] != weight).any()) for name, weight in load_file(before).items()}
+    assert all(changed.values()), [name for name, moved in changed.items() if not moved]
