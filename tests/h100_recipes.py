@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.paths import CONFIGS as FOLDER
-from tests.published_models import CONFIGS
+from tests.published_models import CONFIGS, PARAMETERS, Z_IMAGE, Z_IMAGE_PARAMETERS
 
-SHARED = "reasoning"
-"""The overlay shared by all H100 recipes, which is not a recipe itself."""
+MODELS = CONFIGS | {"Z-Image": Z_IMAGE}
 
 
 @dataclass(frozen=True)
@@ -39,28 +38,41 @@ class H100Recipe:
 
     @property
     def model(self) -> str:
-        """The model's key in published_models.CONFIGS."""
+        """The model's key in MODELS."""
         prefix = self.name.split(f"-{self.gpus}xh100-")[0]
-        [name] = [key for key in CONFIGS if key.lower().replace("llama-", "llama") == prefix]
+        [name] = [key for key in MODELS if key.lower().replace("llama-", "llama") == prefix]
         return name
 
     @property
+    def parameters(self) -> int:
+        return Z_IMAGE_PARAMETERS if self.hf_config is Z_IMAGE else PARAMETERS[self.model]
+
+    @property
     def hf_config(self) -> dict[str, Any]:
-        return CONFIGS[self.model]
+        return MODELS[self.model]
 
     def overrides(self, folder: Path) -> list[str]:
         """Write the model and data files that the planner reads. Return the overrides with their paths."""
         actor, classifier = folder / "model", folder / "classifier"
         labels = {"architectures": ["ForSequenceClassification"], "id2label": {"0": "reward"}}
-        for path, content in ((actor, self.hf_config), (classifier, self.hf_config | labels)):
+        weights, tokenizer = actor, actor
+        if self.hf_config is Z_IMAGE:
+            weights, tokenizer = actor / "transformer", actor / "tokenizer"
+            actor.mkdir(exist_ok=True)
+            (actor / "model_index.json").touch()
+        for path, content in ((weights, self.hf_config), (classifier, self.hf_config | labels)):
             path.mkdir(exist_ok=True)
             (path / "config.json").write_text(json.dumps(content))
-            for needed in ("model.safetensors", "tokenizer.json"):  # `megarl launch` requires that they exist
-                (path / needed).touch()
+        tokenizer.mkdir(exist_ok=True)
+        for path in (weights / "model.safetensors", tokenizer / "tokenizer.json"):
+            path.touch()  # `megarl launch` requires that they exist
+        for needed in ("model.safetensors", "tokenizer.json"):
+            (classifier / needed).touch()
         data = folder / "data.jsonl"
         data.touch()
         classifiers = ("critic", "reward_model") if "rlhf" in self.name else ()
         return [f"model.path={actor}", f"data.source={data}", *(f"{role}.path={classifier}" for role in classifiers)]
 
 
-RECIPES = [H100Recipe(file) for file in sorted((FOLDER / "h100").glob("*.yaml")) if file.stem != SHARED]
+RECIPES = [H100Recipe(file) for file in sorted((FOLDER / "h100").glob("*xh100-*.yaml"))]
+"""All H100 recipes, without the overlays that they share."""

@@ -1,4 +1,4 @@
-"""config.json of published models, and their parameter counts."""
+"""config.json of published models, and their parameter counts. Those of language models are in CONFIGS."""
 
 from __future__ import annotations
 
@@ -239,6 +239,29 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 """The published configs without keys that do not affect the weights (rotary scaling). DeepSeek-V3's also lacks its
 quantization and its multi-token prediction layer."""
+
+Z_IMAGE = dict(
+    _class_name="ZImageTransformer2DModel",
+    _diffusers_version="0.36.0.dev0",
+    all_f_patch_size=[1],
+    all_patch_size=[2],
+    axes_dims=[32, 48, 48],
+    axes_lens=[1536, 512, 512],
+    cap_feat_dim=2560,
+    dim=3840,
+    in_channels=16,
+    n_heads=30,
+    n_kv_heads=30,
+    n_layers=30,
+    n_refiner_layers=2,
+    norm_eps=1e-05,
+    qk_norm=True,
+    rope_theta=256.0,
+    t_scale=1000.0,
+)
+"""The config.json of Z-Image's transformer, the same in Tongyi-MAI/Z-Image and Tongyi-MAI/Z-Image-Turbo."""
+
+Z_IMAGE_PARAMETERS = 6_154_908_736
 
 PARAMETERS: dict[str, int] = {
     "SmolLM2-135M": 134_515_008,

@@ -159,7 +159,7 @@ WITHOUT_KEY = {
     "return_raw_chat": "prompts always keep their messages",
     "rollout.load_format": "engines receive their weights from the trainer",
     "rollout.mode": "engines always batch requests asynchronously",
-    "rollout.name": "vLLM is the only engine",
+    "rollout.name": "vLLM is the only engine of language models",
     "start_state_marker": "environment tokens are never trained on, and need no markers",
     "state_masking": "environment tokens are never trained on",
     "use_dynamic_bsz": "microbatches are always filled up to actor.tokens_per_microbatch",

@@ -120,15 +120,17 @@ def _model_errors(request: Request, config: Config) -> Iterator[str]:
         host_path = _host_path(path, request, config) if used[key] else None
         if host_path is None or not Path(host_path).expanduser().is_dir():
             continue
-        needs_tokenizer = [] if key == "critic.path" else [partial(require_tokenizer, key=key)]
         try:
             folder = resolve(host_path, key=key)
         except UserError as error:
             yield str(error)
             continue
-        for require in (require_files, *needs_tokenizer):
+        # An image model's tokenizer is beside its transformer.
+        tokenizer = folder.parent / "tokenizer" if config.samples_images else folder
+        needs_tokenizer = [] if key == "critic.path" else [partial(require_tokenizer, tokenizer, key)]
+        for require in (partial(require_files, folder), *needs_tokenizer):
             try:
-                require(folder)
+                require()
             except UserError as error:
                 yield str(error)
 

@@ -16,6 +16,18 @@ Z_IMAGE = "ZImageTransformer2DModel"
 TOKEN_MULTIPLE = 32
 """Z-Image pads the tokens of an image, and of a caption, to a multiple of this number with learned tokens."""
 
+MAX_CAPTION_TOKENS = 512
+"""diffusers' pipeline truncates longer captions."""
+
+PIXELS_PER_LATENT = 8
+"""Height and width in pixels of one latent of Z-Image's VAE. The transformer's config.json does not contain it."""
+
+TEXT_ENCODER_PARAMETERS, DECODER_PARAMETERS = 4_022_468_096, 83_819_683
+"""Parameters of Z-Image's text encoder, Qwen3-4B, and of its VAE. They are frozen."""
+
+TIME_CHANNELS, TIME_HIDDEN = 256, 1024
+"""Number of cosines and sines of the noise level, and number of hidden channels in the network that embeds them."""
+
 _DEFAULTS: Mapping[str, Any] = {
     "all_patch_size": (2,),
     "all_f_patch_size": (1,),
@@ -73,6 +85,11 @@ class DenoiserShape(ModelShape):
     def patch_dim(self) -> int:
         """Number of latent values in a token."""
         return self.patch**2 * self.channels
+
+    def image_tokens(self, height: int, width: int) -> int:
+        """Return the number of tokens, with padding, of an image of this size in pixels."""
+        pixels = PIXELS_PER_LATENT * self.patch
+        return padded(-(-height // pixels) * -(-width // pixels))
 
     @classmethod
     def of(cls, hf_config: Mapping[str, Any]) -> DenoiserShape:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megarl.models.denoiser import TIME_CHANNELS, TIME_HIDDEN, DenoiserShape
 from megarl.models.shape import ModelShape
 
 
@@ -26,6 +27,44 @@ def forward_flops(shape: ModelShape, num_tokens: float, num_scored: float, num_a
         + 2 * shape.vocab * shape.hidden * num_scored
         + 2 * (shape.query + shape.value) * shape.num_layers * num_attended  # q·k, and the weighted sum of the values
     )
+
+
+def _layer_flops(shape: DenoiserShape, num_tokens: float) -> float:
+    """Return the number of operations for one document's forward pass through a denoiser's layer, without the
+    modulation. Every token attends to all tokens."""
+    weights = attention_weights(shape) + 3 * shape.hidden * shape.intermediate
+    return 2 * weights * num_tokens + 2 * (shape.query + shape.value) * num_tokens**2
+
+
+def modulated_layer_flops(shape: DenoiserShape, num_tokens: float) -> float:
+    """Return the same for a layer whose factors depend on the document's noise level."""
+    return _layer_flops(shape, num_tokens) + 2 * shape.conditioning * 4 * shape.hidden
+
+
+def embedding_flops(shape: DenoiserShape, image_tokens: float, caption_tokens: float) -> float:
+    """Return the number of operations that embed a document's tokens and refine them in the layers that process only
+    images or only captions."""
+    embedded = 2 * shape.hidden * (shape.patch_dim * image_tokens + shape.caption * caption_tokens)
+    refined = modulated_layer_flops(shape, image_tokens) + _layer_flops(shape, caption_tokens)
+    return embedded + shape.refiners * refined
+
+
+def velocity_flops(shape: DenoiserShape, image_tokens: float, caption_tokens: float) -> float:
+    """Return the number of operations for one velocity: a forward pass through a denoiser, for one branch of the
+    guidance. The numbers of tokens include padding."""
+    tokens = image_tokens + caption_tokens
+    conditioning = 2 * TIME_HIDDEN * (TIME_CHANNELS + shape.conditioning) + 2 * shape.conditioning * shape.hidden
+    return (
+        embedding_flops(shape, image_tokens, caption_tokens)
+        + shape.num_layers * modulated_layer_flops(shape, tokens)
+        + output_flops(shape, tokens)
+        + conditioning
+    )
+
+
+def output_flops(shape: DenoiserShape, num_tokens: float) -> float:
+    """Return the number of operations of the projection from hidden states to velocities."""
+    return 2 * shape.hidden * shape.patch_dim * num_tokens
 
 
 def expert_flops(shape: ModelShape, num_tokens: float) -> float:

@@ -187,11 +187,13 @@ def _config_of_hub_id(hub_id: str, revision: str | None) -> dict[str, Any]:
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
+    names = "config.json", f"{TRANSFORMER}/config.json"
     try:
-        file = try_to_load_from_cache(hub_id, "config.json", revision=revision)
+        files = [try_to_load_from_cache(hub_id, name, revision=revision) for name in names]
     except HFValidationError:
-        file = None
-    if not isinstance(file, str):
+        files = []
+    file = next((found for found in files if isinstance(found, str)), None)
+    if file is None:
         raise ModelNotLocal("it is neither a folder on this machine nor a downloaded Hub id")
     return read_config(Path(file).parent)
 

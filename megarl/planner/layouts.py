@@ -61,7 +61,8 @@ class Sizes:
         raise_all(self._broken("actor.layout.tp", 1))
         self.tp = self._legal("actor.layout.tp", min(cluster.num_gpus, cluster.gpus_per_node))
         self.ep = self._legal("actor.layout.ep", cluster.num_gpus) if model.shape.experts else [1]
-        self.engine = [] if config.is_offline else self._legal("rollout.tp", min(cluster.num_gpus, LARGEST_ENGINE))
+        largest = 1 if config.samples_images else min(cluster.num_gpus, LARGEST_ENGINE)
+        self.engine = [] if config.is_offline else self._legal("rollout.tp", largest)
 
     def _legal(self, key: str, largest: int) -> list[int]:
         sizes = []
@@ -85,11 +86,11 @@ class Sizes:
 
 
 def training_layouts(
-    config: Config, model: ModelParameters, sizes: Sizes, num_gpus: int, memory_bytes: float
+    longest: int, model: ModelParameters, sizes: Sizes, num_gpus: int, memory_bytes: float
 ) -> Iterator[Layout]:
     """Yield the layouts for `num_gpus` GPUs in which the weights and gradients alone may fit. Layout rules are not
-    checked here because they need the full recipe. Use `broken_rules` to check them."""
-    context = config.context_of(config.actor)[1]
+    checked here because they need the full recipe. Use `broken_rules` to check them. longest: number of tokens in the
+    longest sample or denoising step."""
     for tp in sizes.tp:
         if num_gpus % tp:
             continue
@@ -97,7 +98,7 @@ def training_layouts(
             stages = _stages(model.shape.num_layers, pp)
             if stages is None:
                 continue
-            for cp in (cp for cp in divisors(num_gpus // tp // pp) if cp == 1 or context // cp >= SHORTEST_SHARE):
+            for cp in (cp for cp in divisors(num_gpus // tp // pp) if cp == 1 or longest // cp >= SHORTEST_SHARE):
                 if cp & (cp - 1):
                     continue
                 for ep, etp in _expert_sizes(sizes, num_gpus // pp, tp):

@@ -9,7 +9,14 @@ from collections.abc import Mapping, Sequence
 
 from megarl.cluster.memory.parameters import ModelParameters, Models
 from megarl.cluster.memory.rank import RankMemory, forward_bytes, item_bytes, saved_bytes, stage_memory
-from megarl.cluster.memory.reserves import FRAGMENT_BYTES, FRAGMENTS, awake_reserve, gpu_reserve, sampling_reserve
+from megarl.cluster.memory.reserves import (
+    FRAGMENT_BYTES,
+    FRAGMENTS,
+    awake_reserve,
+    frozen_bytes,
+    gpu_reserve,
+    sampling_reserve,
+)
 from megarl.cluster.memory.shared_gpu import Load, engine_loads, resident_states, reward_model_parts, staging_parts
 from megarl.cluster.object_store import object_store_mib
 from megarl.config.device_spans import ENGINE, NAMES, device_spans, overlap, reward_model_is_beside_engines
@@ -210,7 +217,8 @@ def refusal(load: Load, cluster: Cluster) -> str:
 def host_parts(config: Config, models: Models, workload: Workload, cluster: Cluster) -> dict[str, float]:
     """Return the bytes in a node's host memory, keyed by purpose. The host stores offloaded states, optimizer states
     that are updated on the CPU, the reference model's weights, the copy for background saves, the weights of sleeping
-    engines, and the samples of a step. Every rank on the node is assumed to need as much as the largest rank."""
+    engines, the frozen models of image engines, and the samples of a step. Every rank on the node is assumed to need as
+    much as the largest rank."""
     ranks = min(cluster.num_gpus, cluster.gpus_per_node)
     parts: dict[str, float] = {}
     for role, model in models.trained.items():
@@ -228,6 +236,8 @@ def host_parts(config: Config, models: Models, workload: Workload, cluster: Clus
     if not workload.is_offline:
         if config.rollout.sleep and _engines_keep_weights(config):
             parts["sleeping engines: weights"] = ranks * models.actor.engine_bytes(config)
+        if config.samples_images and (config.rollout.sleep or config.rollout.denoising.offload):
+            parts["engines: text encoder and VAE"] = ranks * frozen_bytes(config)
         parts["samples of a step"] = object_store_mib(config, models.actor.shape.experts) * 2**20
     return {part: size for part, size in parts.items() if size}
 

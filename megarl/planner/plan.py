@@ -25,7 +25,7 @@ from megarl.planner.rollout_time import engine_step_seconds, recompute_seconds
 from megarl.planner.search import SearchResult, search
 from megarl.planner.simulation import Simulated, Speeds, log_normal_lengths, recorded_lengths, simulate
 from megarl.planner.step_plan import StepPlan, plan_step
-from megarl.planner.workload import Workload
+from megarl.planner.workload import ImageWorkload, TextWorkload, Workload, workload_of
 
 AHEAD = (0, 1, 2, 4)
 """Values of rollout.max_staleness to simulate."""
@@ -57,12 +57,17 @@ def plan_recipe(
 
     Args:
         as_is: whether to plan only the recipe's own layout instead of searching all layouts.
-        prompt_tokens: mean number of tokens per prompt; see `Workload.of` for the default.
-        response_tokens: mean number of tokens per response; see `Workload.of` for the default.
+        prompt_tokens: mean number of tokens per prompt; see `workload_of` for the default.
+        response_tokens: mean number of tokens per response; see `workload_of` for the default.
     """
+    if config.samples_images and response_tokens is not None:
+        raise UserError(
+            f"--response-tokens {response_tokens:g}: rollout.engine=diffusers samples images, whose number of tokens "
+            "follows from their size. Fix: remove --response-tokens, or change rollout.denoising.height and width"
+        )
     actor = _config_json("model.path", config.model.path, config.model.revision)
     models = _models(config, actor)
-    workload = Workload.of(config, prompt_tokens, response_tokens)
+    workload = workload_of(config, models.actor.shape, prompt_tokens, response_tokens)
     count = models.actor.count
     if as_is:
         return Planned(_plan_own_layout(config, actor, models, workload, cluster), None, count)
@@ -82,7 +87,7 @@ def simulate_steps(planned: Planned, lengths: Sequence[int] = (), ahead: Sequenc
     """Simulate runs of the first plan with different values of rollout.max_staleness.
 
     On shared GPUs, the KV cache is always recomputed after a refit, because it is discarded during training. Raise a
-    UserError if the recipe trains on offline data.
+    UserError if the recipe trains on offline data or samples images.
 
     Args:
         lengths: recorded response lengths in tokens. If empty, lengths are drawn with `log_normal_lengths`.
@@ -96,8 +101,14 @@ def simulate_steps(planned: Planned, lengths: Sequence[int] = (), ahead: Sequenc
         raise UserError(
             f"--simulate: data.format={config.data.format} has no rollouts to simulate. Fix: remove --simulate"
         )
+    if config.samples_images:
+        raise UserError(
+            "--simulate: rollout.engine=diffusers does not sample ahead, so there is nothing to simulate. Fix: remove "
+            "--simulate and --lengths"
+        )
     workload, times, rollout, refit = best.workload, best.times, best.times.rollout, best.times.refit
     assert rollout is not None and refit is not None, "a run with rollouts has no rollout time"
+    assert isinstance(workload, TextWorkload), "only texts are simulated"
     model = _models(config, _config_json("model.path", config.model.path, config.model.revision)).actor
     context = workload.prompt_tokens + workload.response_tokens / 2
     recomputes = config.is_colocated or config.rollout.kv_cache_on_update == "recompute"
@@ -154,7 +165,8 @@ def recorded(file: Path | None) -> list[int]:
 def _plan_own_layout(
     config: Config, actor: Mapping[str, Any], models: Models, workload: Workload, cluster: Cluster
 ) -> StepPlan:
-    raise_all([*broken_rules(config, actor), *(rule(config) for rule in shared_gpu_rules.RULES)])
+    rules = (rule(config) for rule in shared_gpu_rules.RULES)
+    raise_all([*broken_rules(config, actor), *rules, _step_exceeds_budget(config, workload)])
     if config.has_critic:
         check_critic_model(config, actor, models.trained["critic"].hf_config)
     if (needed := num_devices(config)) > cluster.num_gpus:
@@ -165,6 +177,19 @@ def _plan_own_layout(
     plan = plan_step(config, models, workload, cluster)
     raise_all([plan.problem])
     return plan
+
+
+def _step_exceeds_budget(config: Config, workload: Workload) -> str | None:
+    """Return an error line if a microbatch of the actor cannot hold the denoising step with the longest caption."""
+    budget, cp = config.actor.tokens_per_microbatch, config.actor.layout.cp
+    if not isinstance(workload, ImageWorkload) or workload.longest <= budget * cp:
+        return None
+    needed = -(-workload.longest // cp)
+    return (
+        f"actor.tokens_per_microbatch={budget}: a denoising step can have up to {workload.longest} tokens on "
+        f"actor.layout.cp={cp} ranks and is never split over microbatches. Fix: set actor.tokens_per_microbatch to at "
+        f"least {needed}"
+    )
 
 
 def _models(config: Config, actor: Mapping[str, Any]) -> Models:

@@ -81,20 +81,22 @@ def _plan_dict(plan: StepPlan) -> dict[str, Any]:
     return {
         "layout": describe_layout(config.actor.layout.model_dump()),
         "engines": engines,
-        "kv_cache_gib": None if config.is_offline else config.rollout.kv_cache_gib,
+        "kv_cache_gib": None if config.is_offline or config.samples_images else config.rollout.kv_cache_gib,
         "recompute": config.actor.recompute,
         "offload": config.actor.offload,
         "nodes": _on_nodes(plan).cluster.nodes,
         "step_seconds": times.seconds,
         "phase_seconds": times.phases,
         "bounds": times.bounds,
-        "overlapped_seconds": times.overlapped(config.is_colocated),
+        "overlapped_seconds": _overlapped(plan),
         "save_seconds": None if plan.save is None else {"copying": plan.save.copying, "writing": plan.save.writing},
         "gpu_bytes": {load.phase: dict(load.parts) for load in plan.loads},
         "host_bytes": dict(plan.host),
         "bubble": {role: time.bubble for role, time in times.training.items()},
         "sent_bytes": {role: dict(time.volume) for role, time in times.training.items()},
-        "concurrent_sequences": None if times.rollout is None else times.rollout.concurrent,
+        "concurrent_images" if config.samples_images else "concurrent_sequences": (
+            None if times.rollout is None else times.rollout.concurrent
+        ),
     }
 
 
@@ -129,7 +131,8 @@ def _engines(config: Config) -> str:
 def _details(plan: StepPlan, used: int) -> list[tuple[str, str]]:
     config, times, cluster = plan.config, plan.times, plan.cluster
     unused = f", {cluster.num_gpus - used} unused" if used < cluster.num_gpus else ""
-    cache = "" if config.is_offline else f", KV cache {config.rollout.kv_cache_gib:g} GiB per GPU"
+    has_cache = not config.is_offline and not config.samples_images
+    cache = f", KV cache {config.rollout.kv_cache_gib:g} GiB per GPU" if has_cache else ""
     dtype_note = ", with matrix products in bfloat16" if config.model.dtype == "float32" else ""
     on_host = config.actor.megatron_overrides.optimizer.get("optimizer_cpu_offload")
     rows = [
@@ -142,7 +145,9 @@ def _details(plan: StepPlan, used: int) -> list[tuple[str, str]]:
         ("time", f"{times.seconds:.1f} s per step{dtype_note}:"),
         *(("", f"{phase} {seconds:.1f} s{_bound(times, phase)}") for phase, seconds in times.phases.items()),
     ]
-    if times.rollout is not None:
+    if times.rollout is not None and config.samples_images:
+        rows.append(("images", f"at most {times.rollout.concurrent:,} denoised at once per engine"))
+    elif times.rollout is not None:
         capacity = f"{times.rollout.concurrent:,} per engine at once, {times.rollout.guaranteed:,} at maximum length"
         rows.append(("sequences", capacity))
     for role, time in times.training.items():
@@ -153,10 +158,16 @@ def _details(plan: StepPlan, used: int) -> list[tuple[str, str]]:
         rows.append(("refit", f"{show_bytes(times.refit.entering)} received by each node with engines"))
     if plan.save is not None:
         rows.append(("save", _save(plan.save, config.checkpoint.background)))
-    overlapped = times.overlapped(config.is_colocated)
+    overlapped = _overlapped(plan)
     if overlapped is not None:
         rows.append(("async", _asynchrony(config, times, overlapped)))
     return rows
+
+
+def _overlapped(plan: StepPlan) -> float | None:
+    """Return the duration of a step in which rollout and training overlap, or None for runs that cannot sample ahead:
+    those on offline data, and those of image models."""
+    return None if plan.config.samples_images else plan.times.overlapped(plan.config.is_colocated)
 
 
 def _headroom(cluster: Cluster) -> str:

@@ -10,7 +10,13 @@ from megarl.config.schema import Config
 from megarl.core.errors import UserError
 from megarl.models.folder import ModelNotLocal, read_local_config
 from megarl.models.rules import check_model
-from megarl.resharding.families import megatron_holders, quantized_destinations, quantized_sources, vllm_holders
+from megarl.resharding.families import (
+    diffusers_holders,
+    megatron_holders,
+    quantized_destinations,
+    quantized_sources,
+    vllm_holders,
+)
 from megarl.resharding.piece import Holder
 from megarl.resharding.planning.figures import Figures
 from megarl.resharding.planning.preview import plan_figures, read_speeds
@@ -46,7 +52,10 @@ def preview_refit(config: Config, ranks_per_node: int, bandwidth: str) -> Figure
 
     def make_sides() -> tuple[list[Holder], list[Holder]]:
         trainers = megatron_holders(hf_config, layout, dtype)
-        engines = vllm_holders(hf_config, rollout.tp, rollout.replicas, dtype, expert_parallel=whole_experts)
+        if config.samples_images:
+            engines = diffusers_holders(hf_config, rollout.replicas, dtype)
+        else:
+            engines = vllm_holders(hf_config, rollout.tp, rollout.replicas, dtype, expert_parallel=whole_experts)
         if rollout.quantization is not None:
             trainers, engines = quantized_sources(hf_config, trainers), quantized_destinations(hf_config, engines)
         return place(trainers, trainer_gpus), place(engines, engine_gpus)

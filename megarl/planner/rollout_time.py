@@ -13,7 +13,7 @@ from megarl.cluster.memory.reserves import max_sequences
 from megarl.config.schema import Config
 from megarl.models.flops import forward_flops
 from megarl.planner.hardware import DENSE_SHARE, GIB, MEMORY_SHARE, Cluster
-from megarl.planner.workload import Workload
+from megarl.planner.workload import TextWorkload
 
 STEP_SECONDS = 1.5e-3
 """Overhead of an engine step in addition to its kernels: scheduling and kernel launches. This value is an
@@ -42,7 +42,8 @@ class RolloutTime:
         parts: seconds by cause.
         full: seconds if the engines always run full batches. This requires that prompts of the next step may start
             before the last response has finished.
-        concurrent: number of average-length sequences that fit into an engine's KV cache at once.
+        concurrent: number of average-length sequences that fit into an engine's KV cache at once, or number of images
+            that it denoises at once.
         guaranteed: number of maximum-length sequences that fit into an engine's KV cache at once.
     """
 
@@ -65,7 +66,7 @@ def kv_bytes(model: ModelParameters, tp: int, num_bytes: int) -> float:
     return shape.num_layers * 2 * max(1, shape.kv_heads / tp) * shape.head_dim * num_bytes
 
 
-def rollout_time(config: Config, model: ModelParameters, workload: Workload, cluster: Cluster) -> RolloutTime:
+def rollout_time(config: Config, model: ModelParameters, workload: TextWorkload, cluster: Cluster) -> RolloutTime:
     """Return the time until the longest response has finished. The fraction of responses longer than t is assumed to be
     (1 − t / L)^(L / r − 1). L is the maximum length and r the mean length. An engine whose samples do not all fit at
     once runs full batches until its last sample has started. Its batch then shrinks according to this formula."""

@@ -14,7 +14,7 @@ from megarl.planner.hardware import GIB, Cluster
 from megarl.planner.layouts import Sizes, broken_rules, replace_engine, training_layouts
 from megarl.planner.rollout_time import kv_bytes
 from megarl.planner.step_plan import StepPlan, plan_step
-from megarl.planner.workload import Workload
+from megarl.planner.workload import TextWorkload, Workload
 
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 OFFLOADS: tuple[tuple[str, ...], ...] = ((), ("gradients", "optimizer"), ("parameters", "gradients", "optimizer"))
@@ -54,7 +54,7 @@ def search(
     nearest: StepPlan | None = None
     tried = 0
     for num_gpus in _trainer_gpus(config, cluster):
-        for layout in training_layouts(config, models.actor, sizes, num_gpus, cluster.memory_bytes):
+        for layout in training_layouts(workload.longest, models.actor, sizes, num_gpus, cluster.memory_bytes):
             plan = _training_plan(config, hf_config, models, workload, cluster, layout)
             if plan is None:
                 continue
@@ -93,7 +93,7 @@ def _training_plan(
 ) -> StepPlan | None:
     """Return the plan for a layout with the least activation recomputation that fits during training. If no plan fits,
     return the plan with full recomputation. If the layout breaks a rule, return None."""
-    budget = _budget(config, layout)
+    budget = _budget(config, workload, layout)
     best = None
     for recompute in RECOMPUTE:
         # Assume maximum offloading here. The states to offload are chosen later, together with the engines.
@@ -110,9 +110,9 @@ def _training_plan(
     return best
 
 
-def _budget(config: Config, layout: Layout) -> int:
+def _budget(config: Config, workload: Workload, layout: Layout) -> int:
     """Return the recipe's tokens_per_microbatch, increased if the longest sample needs more tokens per rank."""
-    context = config.context_of(config.actor)[1]
+    context = workload.longest
     needed = context if layout.cp == 1 else -(-context // (2 * layout.cp)) * 2
     samples = 2 if config.algorithm.objective.spec.is_pairwise else 1
     return max(config.actor.tokens_per_microbatch, needed * samples)
@@ -171,12 +171,15 @@ def _with_engine(
     replicas: int,
     offload: tuple[str, ...],
 ) -> StepPlan:
-    """Return the plan with the given engines. Their KV cache uses the free GPU memory, up to the size that a step's
-    samples need."""
+    """Return the plan with the given engines. The KV cache of language models uses the free GPU memory, up to the size
+    that a step's samples need."""
     config = _for_roles(config, models, offload=list(offload))
     sleep = config.is_colocated
-    smallest = replace_engine(config, tp=tp, replicas=replicas, sleep=sleep, kv_cache_gib=SMALLEST_CACHE_GIB)
+    cache_key = {} if config.samples_images else {"kv_cache_gib": SMALLEST_CACHE_GIB}
+    smallest = replace_engine(config, tp=tp, replicas=replicas, sleep=sleep, **cache_key)
     plan = plan_step(smallest, models, workload, cluster)
+    if not isinstance(workload, TextWorkload):
+        return plan
     sampling = next(load.total for load in plan.loads if load.phase == "while the engine samples")
     left = (cluster.memory_bytes - sampling) / GIB - SPARE_GIB
     if plan.problem is not None or left <= 0:

@@ -11,12 +11,14 @@ from megarl.cluster.memory.shared_gpu import Load
 from megarl.config.device_spans import sharing
 from megarl.config.model_schema import Role
 from megarl.config.schema import Config
+from megarl.models.denoiser import DenoiserShape
 from megarl.planner.hardware import GIB, HOST_LINK_SHARE, STORAGE_GB_S, Cluster
+from megarl.planner.image_rollout_time import image_rollout_time
 from megarl.planner.phases import host_parts, max_saved_bytes, optimizer_share_in_host, overfull, phase_loads, refusal
 from megarl.planner.refit_time import RefitTime, refit_time
 from megarl.planner.rollout_time import RolloutTime, rollout_time
 from megarl.planner.train_time import TrainTime, train_time
-from megarl.planner.workload import Workload
+from megarl.planner.workload import ImageWorkload, TextWorkload, Workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +206,12 @@ def step_times(config: Config, models: Models, workload: Workload, cluster: Clus
     if workload.is_offline:
         return StepTimes(None, training, None, 0.0, not any(beside.values()))
     actor = models.actor
-    rollout = rollout_time(config, actor, workload, cluster)
+    if isinstance(workload, ImageWorkload):
+        assert isinstance(actor.shape, DenoiserShape), "a language model samples no images"
+        rollout = image_rollout_time(config, actor.shape, workload, cluster)
+    else:
+        assert isinstance(workload, TextWorkload), f"{type(workload).__name__} is not sampled"
+        rollout = rollout_time(config, actor, workload, cluster)
     return StepTimes(rollout, training, refit_time(config, actor, cluster), moving, not any(beside.values()))
 
 

@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from megarl.cluster.memory.parameters import ModelParameters
 from megarl.cluster.memory.rank import RankParameters
 from megarl.config.model_schema import Layout, Trained
-from megarl.models.flops import expert_flops, forward_flops
+from megarl.models.denoiser import DenoiserShape
+from megarl.models.flops import (
+    embedding_flops,
+    expert_flops,
+    forward_flops,
+    modulated_layer_flops,
+    output_flops,
+)
 from megarl.planner.hardware import (
     DENSE_SHARE,
     EXPERT_ROWS,
@@ -75,7 +82,8 @@ def train_time(
     packed = workload.packed(settings)
     count = packed.microbatches
     stages = [
-        _Stage(settings, model, model.of_stage(layout, stage), packed, cluster, num_bytes) for stage in range(layout.pp)
+        _Stage(settings, model, model.of_stage(layout, stage), stage == 0, packed, cluster, num_bytes)
+        for stage in range(layout.pp)
     ]
     slowest = max(stages, key=lambda stage: sum(stage.forward.values()))
     waiting = (layout.pp - 1) / layout.vpp
@@ -128,16 +136,20 @@ class _Stage:
         settings: Trained,
         model: ModelParameters,
         held: RankParameters,
+        is_first: bool,
         packed: Packed,
         cluster: Cluster,
         num_bytes: int,
     ):
         layout, shape, tokens = settings.layout, model.shape, packed.tokens
         share = len(held.layers) / shape.num_layers
-        pairs = tokens * packed.pairs_per_token
-        rows = tokens * packed.scored_share if held.is_last else 0
         experts = expert_flops(shape, tokens) * share
-        dense = forward_flops(shape, tokens, 0, pairs) * share - experts + forward_flops(shape, 0, rows, 0)
+        if isinstance(shape, DenoiserShape):
+            dense = _denoising_flops(shape, held, is_first, packed)
+        else:
+            pairs = tokens * packed.pairs_per_token
+            rows = tokens * packed.scored_share if held.is_last else 0
+            dense = forward_flops(shape, tokens, 0, pairs) * share - experts + forward_flops(shape, 0, rows, 0)
         speed = layout.tp * layout.cp * cluster.gpu.tflops * 1e12
         dense_mlp = 2 * 3 * shape.hidden * shape.active_intermediate * shape.num_layers * tokens * share - experts
         in_experts = 0.0
@@ -148,6 +160,17 @@ class _Stage:
         products = dense / (speed * DENSE_SHARE) + in_experts
         self.volume, seconds = _layers(layout, model, held, tokens / layout.cp, cluster, num_bytes)
         self.forward = {"matrix products": products} | {name: time for name, time in seconds.items() if time}
+
+
+def _denoising_flops(shape: DenoiserShape, held: RankParameters, is_first: bool, packed: Packed) -> float:
+    """Return the operations in the forward pass of a microbatch through a denoiser's pipeline stage."""
+    num_layers = len(held.layers) - (shape.refiners if is_first else 0)
+    flops = 0.0
+    for document in packed.documents:
+        flops += num_layers * modulated_layer_flops(shape, document.tokens)
+        flops += embedding_flops(shape, document.image, document.caption) if is_first else 0.0
+        flops += output_flops(shape, document.tokens) if held.is_last else 0.0
+    return flops * packed.tokens / sum(document.tokens for document in packed.documents)
 
 
 def _layers(

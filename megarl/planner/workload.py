@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from megarl.config.model_schema import Trained
 from megarl.config.schema import Config
+from megarl.models.denoiser import MAX_CAPTION_TOKENS, TOKEN_MULTIPLE, DenoiserShape, padded
+from megarl.models.shape import ModelShape
 from megarl.step.needed_passes import passes
 
 USUAL_PROMPT = 512
 """Default mean number of tokens per prompt. A lower value is used if the context is shorter."""
 
+USUAL_CAPTION = 64
+"""Default mean number of tokens per caption, with the text encoder's chat template."""
+
 USUAL_SHARE = 0.5
 """Default mean response length as a fraction of the maximum response length."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
     """The work in one step.
 
     Attributes:
         samples: number of rollouts per step, or number of samples per step for offline data.
         prompts: number of prompts per step. An engine processes each prompt once.
-        longest_response: number of tokens in the longest response, for which the step waits.
+        prompt_tokens: mean number of tokens per prompt or caption.
         trained: number of samples that the models train on.
-        sharing: number of trained samples per prompt. A microbatch processes their common prompt only once.
         updates: number of optimizer steps per epoch.
         epochs: number of times that actor and critic train on each sample.
         passes: number of forward-only passes through the actor before its updates.
@@ -34,54 +39,114 @@ class Workload:
     samples: int
     prompts: int
     prompt_tokens: float
-    response_tokens: float
-    longest_response: float
     trained: int
-    sharing: int
     updates: int
     epochs: int
     passes: int
     is_offline: bool
 
+    @property
+    def num_tokens(self) -> float:
+        """Number of tokens in all samples, or in the trained denoising steps of all images."""
+        raise NotImplementedError
+
+    @property
+    def longest(self) -> int:
+        """Maximum number of tokens that a microbatch must hold."""
+        raise NotImplementedError
+
+    def packed(self, settings: Trained) -> Packed:
+        """Return the microbatches into which a model packs the samples of an update, assuming full microbatches."""
+        raise NotImplementedError
+
+    def describe(self) -> str:
+        raise NotImplementedError
+
+    @property
+    def _in_updates(self) -> str:
+        epochs = "" if self.epochs == 1 else f" in each of {self.epochs} epochs"
+        return f"in {self.updates} {'update' if self.updates == 1 else 'updates'}{epochs}"
+
+
+def workload_of(
+    config: Config, shape: ModelShape, prompt_tokens: float | None = None, response_tokens: float | None = None
+) -> Workload:
+    """Return the work in one step of a recipe. See `TextWorkload.of` and `ImageWorkload.of`."""
+    if isinstance(shape, DenoiserShape):
+        return ImageWorkload.of(config, shape, prompt_tokens)
+    return TextWorkload.of(config, prompt_tokens, response_tokens)
+
+
+def _counts(config: Config) -> dict[str, Any]:
+    """Return the fields that do not depend on what the policy samples."""
+    batch = config.batch
+    trained = batch.prompts_per_step * config.trained_per_prompt
+    sampled = batch.prompts_per_step * (batch.samples_per_prompt + config.samples_greedily)
+    actor_passes = [p for p in passes(config) if p.needed and p.name in ("old log-probs", "reference log-probs")]
+    return dict(
+        samples=trained if config.is_offline else sampled,
+        prompts=batch.prompts_per_step,
+        trained=trained,
+        updates=batch.prompts_per_step // batch.prompts_per_update,
+        epochs=batch.epochs,
+        passes=len(actor_passes),
+        is_offline=config.is_offline,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextWorkload(Workload):
+    """The work in one step of a language model.
+
+    Attributes:
+        context: maximum number of tokens per sample.
+        longest_response: number of tokens in the longest response, for which the step waits.
+        sharing: number of trained samples per prompt. A microbatch processes their common prompt only once.
+    """
+
+    context: int
+    response_tokens: float
+    longest_response: float
+    sharing: int
+
     @classmethod
-    def of(cls, config: Config, prompt_tokens: float | None = None, response_tokens: float | None = None) -> Workload:
+    def of(
+        cls, config: Config, prompt_tokens: float | None = None, response_tokens: float | None = None
+    ) -> TextWorkload:
         """Return the work in one step of a recipe, excluding additional rounds of dynamic sampling.
 
         Args:
             prompt_tokens: mean number of tokens per prompt. Default: USUAL_PROMPT.
             response_tokens: mean number of tokens per response. Default: the fraction USUAL_SHARE of the maximum.
         """
-        batch, context = config.batch, config.rollout.context_length
+        context = config.rollout.context_length
         longest = min(config.rollout.max_new_tokens, context - 1)
-        prompt = min(USUAL_PROMPT, context - longest) if prompt_tokens is None else prompt_tokens
-        response = USUAL_SHARE * longest if response_tokens is None else min(response_tokens, longest)
-        trained = batch.prompts_per_step * config.trained_per_prompt
-        sampled = batch.prompts_per_step * (batch.samples_per_prompt + config.samples_greedily)
-        actor_passes = [p for p in passes(config) if p.needed and p.name in ("old log-probs", "reference log-probs")]
         return cls(
-            samples=trained if config.is_offline else sampled,
-            prompts=batch.prompts_per_step,
-            prompt_tokens=prompt,
-            response_tokens=response,
+            **_counts(config),
+            context=context,
+            prompt_tokens=min(USUAL_PROMPT, context - longest) if prompt_tokens is None else prompt_tokens,
+            response_tokens=USUAL_SHARE * longest if response_tokens is None else min(response_tokens, longest),
             longest_response=longest,
-            trained=trained,
             sharing=config.trained_per_prompt,
-            updates=batch.prompts_per_step // batch.prompts_per_update,
-            epochs=batch.epochs,
-            passes=len(actor_passes),
-            is_offline=config.is_offline,
         )
+
+    @property
+    def longest(self) -> int:
+        return self.context
 
     @property
     def sample_tokens(self) -> float:
         return self.prompt_tokens + self.response_tokens
 
     @property
+    def num_tokens(self) -> float:
+        return self.samples * self.sample_tokens
+
+    @property
     def trained_tokens(self) -> float:
         return self.trained * self.sample_tokens
 
     def packed(self, settings: Trained) -> Packed:
-        """Return the microbatches into which a model packs the samples of an update, assuming full microbatches."""
         layout, budget = settings.layout, settings.tokens_per_microbatch * settings.layout.cp
         replica_samples = self.trained / self.updates / layout.dp
         capacity = (budget - self.prompt_tokens) / max(1.0, self.response_tokens)
@@ -100,11 +165,97 @@ class Workload:
     def describe(self) -> str:
         text = (
             f"{self.trained:,} samples with {self.prompt_tokens:,.0f} + {self.response_tokens:,.0f} tokens on average, "
-            f"{self.trained_tokens / 1e6:,.2f} million in total, in {self.updates} "
-            f"{'update' if self.updates == 1 else 'updates'}"
-            f"{'' if self.epochs == 1 else f' in each of {self.epochs} epochs'}"
+            f"{self.trained_tokens / 1e6:,.2f} million in total, {self._in_updates}"
         )
         return text if self.is_offline else f"{text}; the longest response has {self.longest_response:,.0f} tokens"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageWorkload(Workload):
+    """The work in one step of an image model.
+
+    Attributes:
+        size: height and width of an image in pixels.
+        image_tokens: number of tokens per image, with padding.
+        num_steps: number of denoising steps per image.
+        num_trained: number of trained denoising steps per image.
+        is_guided: whether each denoising step also has a document with an empty caption.
+    """
+
+    size: tuple[int, int]
+    image_tokens: int
+    num_steps: int
+    num_trained: int
+    is_guided: bool
+
+    @classmethod
+    def of(cls, config: Config, shape: DenoiserShape, prompt_tokens: float | None = None) -> ImageWorkload:
+        """Return the work in one step of a recipe. prompt_tokens: mean number of tokens per caption, with the chat
+        template. Default: USUAL_CAPTION."""
+        denoising = config.rollout.denoising
+        return cls(
+            **_counts(config),
+            prompt_tokens=min(MAX_CAPTION_TOKENS, USUAL_CAPTION if prompt_tokens is None else prompt_tokens),
+            size=(denoising.height, denoising.width),
+            image_tokens=shape.image_tokens(denoising.height, denoising.width),
+            num_steps=denoising.num_steps,
+            num_trained=denoising.num_trained,
+            is_guided=denoising.guidance != 1,
+        )
+
+    @property
+    def documents(self) -> tuple[Document, ...]:
+        """The documents of a denoising step. The empty caption has fewer than TOKEN_MULTIPLE tokens."""
+        captioned = Document(self.image_tokens, padded(round(self.prompt_tokens)))
+        return (captioned, Document(self.image_tokens, TOKEN_MULTIPLE)) if self.is_guided else (captioned,)
+
+    @property
+    def step_tokens(self) -> int:
+        """Number of tokens in a denoising step."""
+        return sum(document.tokens for document in self.documents)
+
+    @property
+    def longest(self) -> int:
+        return self.step_tokens + MAX_CAPTION_TOKENS - padded(round(self.prompt_tokens))
+
+    @property
+    def num_tokens(self) -> float:
+        return self.samples * self.num_trained * self.step_tokens
+
+    def packed(self, settings: Trained) -> Packed:
+        layout, tokens = settings.layout, self.step_tokens
+        steps = self.trained * self.num_trained / self.updates / layout.dp
+        per_microbatch = max(1, settings.tokens_per_microbatch * layout.cp // tokens)
+        count = max(1, -(-int(steps) // per_microbatch))
+        return Packed(
+            microbatches=count,
+            tokens=steps * tokens / count,
+            scored_share=0.0,
+            pairs_per_token=sum(document.tokens**2 for document in self.documents) / tokens,
+            documents=self.documents,
+        )
+
+    def describe(self) -> str:
+        height, width = self.size
+        branches = ", with and without its caption" if self.is_guided else ""
+        steps = self.trained * self.num_trained
+        return (
+            f"{self.trained:,} images of {height} x {width} pixels and {self.num_steps} denoising steps; training on "
+            f"{steps:,} denoising steps with {self.step_tokens:,} tokens each{branches}, "
+            f"{steps * self.step_tokens / 1e6:,.2f} million in total, {self._in_updates}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """The numbers of tokens, with padding, of an image and its caption, which attend to each other."""
+
+    image: int
+    caption: int
+
+    @property
+    def tokens(self) -> int:
+        return self.image + self.caption
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +265,11 @@ class Packed:
     Attributes:
         scored_share: fraction of tokens that belong to responses.
         pairs_per_token: mean number of tokens to which a token attends.
+        documents: the documents of one denoising step, of which a microbatch has a whole number; empty for texts.
     """
 
     microbatches: int
     tokens: float
     scored_share: float
     pairs_per_token: float
+    documents: tuple[Document, ...] = ()

@@ -23,9 +23,9 @@ from megarl.config.load import load
 from megarl.planner.hardware import GIB, read_cluster
 from megarl.planner.plan import describe_layout, plan_recipe, simulate_steps
 from megarl.planner.step_plan import StepPlan, plan_step
-from megarl.planner.workload import Workload
+from megarl.planner.workload import TextWorkload
 from tests.h100_recipes import RECIPES, H100Recipe
-from tests.published_models import CONFIGS, PARAMETERS
+from tests.published_models import CONFIGS
 from tools.benchmarks.benchmark import load_config, option, run_benchmark
 
 FACTOR = 2.5
@@ -90,7 +90,7 @@ class Case:
             **self.settings,
         }
         config = load_config("published", settings)
-        workload = Workload.of(config, self.prompt, self.tokens[0] - self.prompt)
+        workload = TextWorkload.of(config, self.prompt, self.tokens[0] - self.prompt)
         workload = replace(workload, sharing=1)  # these trainers recompute a prompt for each of its samples
         return plan_step(config, Models.of({"actor": CONFIGS[self.model]}), workload, read_cluster(self.gpus))
 
@@ -113,18 +113,18 @@ def predict_published(case: Case) -> dict[str, Any]:
 
 
 def predict_recipe(recipe: H100Recipe) -> dict[str, Any]:
-    """Return the prediction for a recipe's step: seconds, memory, tokens of prompts and responses, and the speed-up of
-    simulated steps with rollout.max_staleness=1."""
+    """Return the prediction for a recipe's step: seconds, memory, tokens of prompts and responses (for image models, of
+    trained denoising steps), and the speed-up of simulated steps with rollout.max_staleness=1."""
     with tempfile.TemporaryDirectory() as folder:
         config = load(recipe.file, recipe.overrides(Path(folder)))
         planned = plan_recipe(config, read_cluster(f"{recipe.gpus}xH100-80GB"), as_is=True)
-        simulated = None if config.is_offline else simulate_steps(planned, ahead=(0, 1))
+        simulated = None if config.is_offline or config.samples_images else simulate_steps(planned, ahead=(0, 1))
     plan = planned.best
     times, work = plan.times, plan.workload
     return {
         "recipe": recipe.name,
         "model": recipe.model,
-        "parameters": PARAMETERS[recipe.model],
+        "parameters": recipe.parameters,
         "algorithm": recipe.algorithm,
         "gpus": recipe.gpus,
         "nodes": recipe.nodes,
@@ -136,7 +136,7 @@ def predict_recipe(recipe: H100Recipe) -> dict[str, Any]:
         "training": round(times.training_seconds, 1),
         "fullest_gib": round(plan.fullest.total / GIB, 1),
         "faster_ahead": simulated and round(simulated[0].step_seconds / simulated[1].step_seconds, 2),
-        "tokens": round(work.samples * (work.prompt_tokens + work.response_tokens)),
+        "tokens": round(work.num_tokens),
     }
 
 

@@ -10,16 +10,16 @@ from typing import Any, Literal
 
 from megarl.config.model_schema import Layout, Lora
 from megarl.config.schema import Config
+from megarl.models.denoiser import DenoiserShape, shape_of
 from megarl.models.huggingface import Experts, LatentAttention
 from megarl.models.shape import ModelShape
 from megarl.ops.tile import TILE
 from megarl.resharding.families import megatron_holder
-from megarl.resharding.families.adapters import EXPERTS, SHARED, adapter_holder
+from megarl.resharding.families.adapters import EXPERTS, NOT_ADAPTED, SHARED, adapter_holder
+from megarl.resharding.families.z_image import CAPTION_STACK
 
 Recompute = Literal["none", "selective", "full"]
 FLOAT32 = 4
-ROUTER = ".mlp.router."
-"""Substring that identifies a router parameter by its name."""
 
 
 def item_bytes(config: Config) -> int:
@@ -60,9 +60,10 @@ class RankParameters:
     Attributes:
         count: number of all parameters, including vocabulary padding.
         experts: number of parameters in routed experts.
-        matrices: number of elements in the layers' weight matrices, without routers.
-        layers: for each layer on the rank, whether it has experts.
-        is_last: whether the rank has the final norm, which is on the last stage.
+        matrices: number of elements in the layers' weight matrices, without routers and modulations.
+        layers: for each layer on the rank, whether it has experts. A denoiser's refiners of images count as layers and
+            its refiners of captions do not, because together they process each token once.
+        is_last: whether the rank is on the last stage, which has the final norm or the output layer.
         adapters: number of adapter parameters, which are then the only trained ones; None without adapters.
         expert_adapters: number of adapter parameters for experts, without factors shared by all experts in a layer.
     """
@@ -103,9 +104,9 @@ class RankParameters:
         return cls(
             count=sum(sizes.values()),
             experts=sum(size for name, size in sizes.items() if EXPERTS in name),
-            matrices=sum(sizes[name] for name in matrices if ROUTER not in name),
+            matrices=sum(sizes[name] for name in matrices if not any(part in name for part in NOT_ADAPTED)),
             layers=tuple(_layers(sizes)),
-            is_last=any("final_layernorm" in name for name in sizes),
+            is_last=any("final_layernorm" in name or ".output_modulation." in name for name in sizes),
             adapters=adapters,
             expert_adapters=expert_adapters,
         )
@@ -132,7 +133,7 @@ def rank_memory(
         num_tokens: number of tokens in one microbatch on a replica.
         num_rows: number of scored rows in one microbatch on a replica.
     """
-    shape, held = ModelShape.of(hf_config), RankParameters.of(hf_config, layout, rank, lora)
+    shape, held = shape_of(hf_config), RankParameters.of(hf_config, layout, rank, lora)
     stage = rank // (layout.tp * layout.cp * layout.dp)
     return stage_memory(shape, layout, stage, held, num_bytes, num_tokens, num_rows, num_microbatches, recompute)
 
@@ -198,12 +199,17 @@ def layer_bytes(
 
     This holds for the GPU's kernels. On CPU, torch's norms also keep their inputs and outputs in float32.
 
+    A denoiser's layer has two more norms, 2h · b + 2 · 4, and keeps the factors of its modulation and the norms'
+    outputs, which they multiply: 8h · b.
+
     Tensor parallelism splits attention and MLP; sequence parallelism splits the rest. Context parallelism splits the
     tokens, but all keys and values are gathered.
     """
     sequence = layout.tp if layout.sequence_parallel else 1
     norms = (2 * shape.hidden * num_bytes + 2 * FLOAT32) / sequence
     linear = 2 * shape.hidden * num_bytes / sequence
+    if isinstance(shape, DenoiserShape):
+        norms = 2 * norms + 8 * shape.hidden * num_bytes / sequence
     if recompute == "full":
         return shape.hidden * num_bytes / sequence
     attention = _attention if shape.latent is None else partial(_latent_attention, shape.latent)
@@ -280,7 +286,7 @@ def _layers(names: Iterable[str]) -> list[bool]:
     layers: dict[str, bool] = {}
     for name in names:
         before, _, after = name.partition(".layers.")
-        if after:
+        if after and CAPTION_STACK not in before:
             layer = f"{before}.{after.partition('.')[0]}"
             layers[layer] = layers.get(layer, False) or EXPERTS in name
     return list(layers.values())
@@ -299,7 +305,13 @@ def _activations(shape, layout, has_experts, in_flight, rank_tokens, num_bytes, 
 
 def _head(shape, layout, rank_tokens, rank_rows, num_bytes) -> int:
     """Return the bytes that the last stage holds after its layers: the final norm, the scored rows and one tile of
-    float32 logits. If the tile's gradient is also float32, it overwrites the tile."""
+    float32 logits. If the tile's gradient is also float32, it overwrites the tile.
+
+    A denoiser keeps the input of its final norm, the norm's output, the factor and their product, and the velocities
+    with their gradient."""
+    if isinstance(shape, DenoiserShape):
+        tokens = rank_tokens / (layout.tp if layout.sequence_parallel else 1)
+        return round(tokens * (4 * shape.hidden * num_bytes + 2 * FLOAT32 + 2 * shape.patch_dim * FLOAT32))
     norm = rank_tokens * (shape.hidden * num_bytes + FLOAT32)
     rows = rank_rows * shape.hidden * (num_bytes + FLOAT32)
     tile = min(rank_rows, TILE[0]) * min(-(-shape.vocab // layout.tp), TILE[1])

@@ -17,6 +17,7 @@ from megarl.config.rules.shared_gpu import weights_travel
 from megarl.config.schema import Config, Rollout
 from megarl.config.vllm_arguments import batched_tokens
 from megarl.core import measured
+from megarl.models.denoiser import DECODER_PARAMETERS, MAX_CAPTION_TOKENS, TEXT_ENCODER_PARAMETERS, DenoiserShape
 from megarl.models.huggingface import FP8_BLOCK
 from megarl.models.shape import ModelShape
 from megarl.resharding.planning.communicators import CONNECTION, EXCHANGE_CHANNELS, NETWORK_BUFFERS, buffer_bytes
@@ -29,6 +30,7 @@ MAX_SEQUENCES = 1024
 CONTEXTS, NCCL, FP8, FRAGMENTS = "CUDA contexts", "NCCL", "fp8 copies of weights", "fragments"
 GRAPHS, ACTIVATIONS, LOGITS = "CUDA graphs", "engine: activations", "engine: logits"
 WORKSPACE = "engine: experts' workspace"
+FROZEN = "engine: text encoder and VAE"
 SENT = "actor: fp8 copy for the engines"
 """Names of the memory items."""
 
@@ -56,6 +58,10 @@ CAPTURED = 512
 
 GRAPH_SETS = 2
 """Number of CUDA graph sets: full graphs for decoding steps, and graphs split at attention for steps with prompts."""
+
+DECODER_CHANNELS = 768
+"""Channels at full resolution that exist at once while Z-Image's VAE decodes an image: the input, the output and the
+upsampled output of its last block with 256 channels. An estimate."""
 
 LAYER_GRAPH = 0.38 * MIB
 """Bytes per layer in a captured graph: vLLM logged 0.21 GiB for 35 graphs of Llama-3.2-1B, which has 16 layers
@@ -197,7 +203,14 @@ def engine_reserve(config: Config, shape: ModelShape, gpus_per_node: int) -> dic
     """Return an engine rank's items that stay on the GPU while the engine sleeps. vLLM's sleep mode releases weights
     and KV cache, which are in vLLM's own allocator. It releases CUDA graphs only with sleep_mode_offload_cudagraph."""
     rollout = config.rollout
+    if config.samples_images:
+        return {CONTEXTS: CONTEXT + ENGINE_KERNELS}
     return _engine_process(rollout.vllm_overrides, shape, rollout.tp, batched_tokens(rollout), gpus_per_node)
+
+
+def frozen_bytes(config: Config) -> int:
+    """Return the size of an image engine's text encoder and VAE in bytes. They are assumed to be Z-Image's."""
+    return (TEXT_ENCODER_PARAMETERS + DECODER_PARAMETERS) * item_bytes(config)
 
 
 def _refit_buffers(config: Config, is_engine: bool, gpus_per_node: int) -> float:
@@ -255,8 +268,11 @@ def _num_graphs(overrides: Mapping[str, Any], tokens: int) -> int:
 
 
 def awake_reserve(config: Config, shape: ModelShape) -> dict[str, float]:
-    """Return the additional memory of an awake engine rank, in bytes: vLLM's expert workspace (worker/workspace.py)."""
+    """Return the additional memory of an awake engine rank, in bytes: vLLM's expert workspace (worker/workspace.py), or
+    an image engine's frozen models, which move to the GPU after a refit if the engine sleeps between steps."""
     rollout = config.rollout
+    if config.samples_images:
+        return {} if rollout.sleep or rollout.denoising.offload else {FROZEN: frozen_bytes(config)}
     size = _workspace(rollout.vllm_overrides, shape, rollout.tp, batched_tokens(rollout)) * item_bytes(config)
     return {WORKSPACE: size} if size else {}
 
@@ -264,12 +280,27 @@ def awake_reserve(config: Config, shape: ModelShape) -> dict[str, float]:
 def sampling_reserve(config: Config, shape: ModelShape) -> dict[str, float]:
     """Return the additional memory of an engine rank while it samples its largest batch, by item, in bytes."""
     rollout = config.rollout
+    if isinstance(shape, DenoiserShape):
+        return _denoising_reserve(config, shape)
     tokens = batched_tokens(rollout)
     changed = rollout.temperature != 1 or rollout.top_k is not None or rollout.top_p < 1
     return {
         ACTIVATIONS: _activations(shape, rollout.tp, tokens) * item_bytes(config),
         LOGITS: max_sequences(rollout) * shape.vocab * FLOAT32 * _copies_of_logits(rollout.tp, changed),
     }
+
+
+def _denoising_reserve(config: Config, shape: DenoiserShape) -> dict[str, float]:
+    """Return the same for an image engine. The text encoder and the VAE take turns with the transformer if they are
+    offloaded; then they do not add to the largest layer's activations."""
+    denoising, num_bytes = config.rollout.denoising, item_bytes(config)
+    tokens = denoising.max_batch * (shape.image_tokens(denoising.height, denoising.width) + MAX_CAPTION_TOKENS)
+    pixels = DECODER_CHANNELS * denoising.height * denoising.width
+    activations = _activations(shape, 1, tokens) * num_bytes, pixels * num_bytes
+    frozen = frozen_bytes(config)
+    if denoising.offload:
+        return {ACTIVATIONS: max(activations[0], frozen + activations[1])}
+    return {FROZEN: frozen, ACTIVATIONS: max(activations)}
 
 
 def max_sequences(rollout: Rollout) -> int:

@@ -13,6 +13,7 @@ from megarl.config.device_spans import ENGINE, NAMES, device_spans
 from megarl.config.model_schema import Placed, Role, Trained
 from megarl.config.rules.shared_gpu import weights_travel
 from megarl.config.schema import Config
+from megarl.models.denoiser import shape_of
 from megarl.models.shape import ModelShape
 from megarl.resharding.families import huggingface_holder
 
@@ -57,7 +58,7 @@ def fullest_phase(
         role: _states(config, config.placed(role), model_config, gpu) for role, model_config in trained.items()
     }
     always = {} if reward is None else reward_model_parts(config, reward, gpu)
-    weights, shape = _engine_weights(config, hf_config, gpu), ModelShape.of(hf_config)
+    weights, shape = _engine_weights(config, hf_config, gpu), shape_of(hf_config)
     always |= staging_parts(config, weights, gpus_per_node) | awake_reserve(config, shape)
     always |= _reserve(config, shape, trained, reward, gpu, gpus_per_node)
     loads = engine_loads(config, models, weights, always, sampling_reserve(config, shape))
@@ -80,7 +81,7 @@ def _reserve(
         if gpu in span:
             copied = settings.fp8 is not None or (role == "actor" and config.rollout.quantization is not None)
             rank = RankParameters.of(model_config, settings.layout, gpu - span.start) if copied else None
-            held[role] = ModelShape.of(model_config), rank.matrices if rank else 0
+            held[role] = shape_of(model_config), rank.matrices if rank else 0
     scorer = None if reward is None or gpu not in spans[NAMES["reward_model"]] else ModelShape.of(reward)
     return gpu_reserve(config, held, engine, scorer, gpus_per_node)
 
@@ -124,19 +125,21 @@ def engine_loads(
         return {**resident, "engine: weights": engine, **always}
 
     offload = " and ".join(f"{role}.offload" for role in models)
+    smaller = "set rollout.denoising.offload=true" if config.samples_images else "lower rollout.kv_cache_gib"
     remedy = f"increase tp, pp or ep in the layouts, or add gradients and optimizer to {offload}"
     phases: dict[Role, str] = {"actor": "while the engine receives weights"}
     if config.checkpoint.may_be_saved:
         phases |= {role: f"while the {role} is saved" for role in models if role != "actor"}
     stay = {role: resident_states(config, role, states) for role, states in models.items()}
     kept = {f"{role}: {part}": size for role, parts in stay.items() for part, size in parts.items()}
-    rollout = {**kept, "engine: weights": engine, "engine: KV cache": config.rollout.kv_cache_gib * GIB}
+    cache = {} if config.samples_images else {"engine: KV cache": config.rollout.kv_cache_gib * GIB}
+    rollout = {**kept, "engine: weights": engine, **cache}
     return [
         *(Load(phase, resident_with(role), remedy) for role, phase in phases.items()),
         Load(
             "while the engine samples",
             {**rollout, **always, **sampling},
-            "lower rollout.kv_cache_gib, or add parameters, gradients or optimizer to actor.offload",
+            f"{smaller}, or add parameters, gradients or optimizer to actor.offload",
         ),
     ]
 

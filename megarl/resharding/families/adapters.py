@@ -29,7 +29,10 @@ DTYPE = "float32"
 EXPERTS, SHARED = ".mlp.experts.", "shared_factors"
 """Substrings of local parameter names: of expert parameters, and of factors shared by all experts in a layer."""
 
-_LAYER, _NOT_ADAPTED = ".layers.", (".mlp.router.", ".modulation.")
+_LAYER = ".layers."
+NOT_ADAPTED = (".mlp.router.", ".modulation.")
+"""Substrings of the names of weights in layers that have no adapters."""
+
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _DOWN = (".down_proj.", ".w2.")
 """Substrings of the names of expert down-projections."""
@@ -69,7 +72,7 @@ def adapted_weights(holder: Holder, share_experts: bool) -> list[AdaptedWeight]:
     return [
         _adapted(name, pieces, share_experts)
         for name, pieces in holder.shard.by_parameter().items()
-        if _LAYER in name and not any(part in name for part in _NOT_ADAPTED) and len(holder.shapes[name]) == 2
+        if _LAYER in name and not any(part in name for part in NOT_ADAPTED) and len(holder.shapes[name]) == 2
     ]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megarl.models.denoiser import DenoiserShape
+from megarl.models.denoiser import TIME_CHANNELS, TIME_HIDDEN, DenoiserShape
 from megarl.resharding.families.part import Part, renamed
 from megarl.resharding.families.tiling import Grouped, Split
 
@@ -38,16 +38,14 @@ MODULATION = [
     renamed("adaLN_modulation.0.bias", (("hidden",) * 4,), "modulation.bias"),
 ]
 
-TIME_CHANNELS, TIME_HIDDEN = 256, 1024
-"""Number of cosines and sines of the noise level, and number of hidden channels in the network that embeds them."""
-
-STACKS = ("noise_refiner", "context_refiner")
+CAPTION_STACK = "context_refiner"
+STACKS = ("noise_refiner", CAPTION_STACK)
 """The stacks of layers before the main stack: one processes images, the other captions."""
 
 
 def layer_parts(stack: str) -> list[Part]:
     """Return the parts of a layer in a stack. Layers that refine captions do not depend on the noise level."""
-    return [WEIGHTS, *NORMS, *([] if stack == "context_refiner" else MODULATION)]
+    return [WEIGHTS, *NORMS, *([] if stack == CAPTION_STACK else MODULATION)]
 
 
 def outer_shapes(model: DenoiserShape) -> dict[str, tuple[int, ...]]:

@@ -12,14 +12,21 @@ from megarl.config.divisors import quotient
 from megarl.config.model_schema import Layout
 from megarl.config.rules.layout import check_layout
 from megarl.core.errors import UserError
-from megarl.resharding.families import huggingface_holder, megatron_holders, quantized_destinations, vllm_holders
+from megarl.models.denoiser import is_denoiser
+from megarl.resharding.families import (
+    diffusers_holders,
+    huggingface_holder,
+    megatron_holders,
+    quantized_destinations,
+    vllm_holders,
+)
 from megarl.resharding.families.canonical import canonical_of
 from megarl.resharding.piece import Holder
 from megarl.resharding.selection import ONE_PROCESS
 
 FORMS = (
-    "tp=…,pp=… (a trainer), vllm:tp=…,replicas=… (engines; ep=true keeps experts whole, fp8=true uses fp8 blocks), or "
-    "hf (a folder)"
+    "tp=…,pp=… (a trainer), vllm:tp=…,replicas=… (engines; ep=true keeps experts whole, fp8=true uses fp8 blocks), "
+    "diffusers:replicas=… (engines of an image model), or hf (a folder)"
 )
 _BITS = {"b": 1, "B": 8}
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
@@ -32,8 +39,11 @@ def side_holders(option: str, text: str, hf_config: Mapping[str, Any], is_source
     try:
         if kind == "hf":
             return [huggingface_holder(hf_config)]
-        if kind == "vllm" and not is_source:
-            return _engines(values, hf_config)
+        if kind in ("vllm", "diffusers") and not is_source:
+            expected = "diffusers" if is_denoiser(hf_config) else "vllm"
+            if kind != expected:
+                raise UserError(f"{kind} engines cannot hold this model. Fix: pass {expected}:replicas=1")
+            return _image_engines(values, hf_config) if kind == "diffusers" else _engines(values, hf_config)
         if kind in ("", "megatron"):
             return megatron_holders(hf_config, _layout(values, hf_config))
         raise UserError(f"{kind} is not a {'source' if is_source else 'destination'}. Fix: pass {FORMS}")
@@ -67,7 +77,7 @@ def colocate(
 
 def _remedy(num_sources: int, destinations: Sequence[Holder]) -> str:
     """Describe how to make the numbers of source and destination ranks equal."""
-    workers = sum(holder.name.startswith("vllm:0.") for holder in destinations)
+    workers = sum(holder.name.startswith("vllm:0.") or holder.name == "diffusers:0" for holder in destinations)
     if workers and num_sources % workers == 0:
         replicas = num_sources // workers
         return f"set replicas={replicas} in --to, so that {workers} x {replicas} = {num_sources:,}"
@@ -103,6 +113,11 @@ def _engines(text: str, hf_config: Mapping[str, Any]) -> list[Holder]:
     sizes = {"tp": 1, "replicas": 1} | {name: _positive(name, value) for name, value in fields.items()}
     holders = vllm_holders(hf_config, sizes["tp"], sizes["replicas"], expert_parallel=whole_experts)
     return quantized_destinations(hf_config, holders) if quantized else holders
+
+
+def _image_engines(text: str, hf_config: Mapping[str, Any]) -> list[Holder]:
+    fields = _fields(text, ("replicas",))
+    return diffusers_holders(hf_config, _positive("replicas", fields.get("replicas", "1")))
 
 
 def _switch(name: str, value: str) -> bool:

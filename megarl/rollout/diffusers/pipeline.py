@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from megarl.core import device
 from megarl.core.errors import UserError
 from megarl.core.files import is_plain, read_foreign_object, shown
-from megarl.models.denoiser import TOKEN_MULTIPLE, Z_IMAGE, DenoiserShape
+from megarl.models.denoiser import MAX_CAPTION_TOKENS, TOKEN_MULTIPLE, Z_IMAGE, DenoiserShape
 from megarl.models.tokenizer import load_tokenizer
 from megarl.models.weight_files import read_headers
 
@@ -44,9 +44,6 @@ UNSUPPORTED_SCHEDULES = (
     *("invert_sigmas", "stochastic_sampling"),
 )
 """Settings of diffusers' scheduler under which its noise levels differ from `sigma_schedule`."""
-
-MAX_CAPTION_TOKENS = 512
-"""diffusers' pipeline truncates longer captions."""
 
 CACHE_BYTES = 2**30
 """Maximum size of the cached embeddings in host memory."""

@@ -199,7 +199,8 @@ def layouts_determine_the_number_of_gpus(_: Path) -> None:
 
 
 def vllm_is_the_only_engine(_: Path) -> None:
-    assert "engine" not in Config.model_fields["rollout"].annotation.model_fields
+    fields = Config.model_fields["rollout"].annotation.model_fields
+    assert get_args(fields["engine"].annotation) == ("vllm", "diffusers")
 
 
 def megatron_is_the_only_trainer(_: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.marks import exhaustive_but
-from tests.published_models import CONFIGS
+from tests.published_models import CONFIGS, Z_IMAGE
 from tests.readme import PAGES, README, ROOT, command_blocks, commands, text_of
 from tests.unit.megatron.checkpoint.test_conversion import assert_same, weights_of, write_model
 from tests.unit.resharding.cases import config_of
@@ -150,12 +150,13 @@ def test_plan_commands_run(tmp_path, command):
     folder = tmp_path / "path" / "to" / "model"
     folder.mkdir(parents=True)
     (tmp_path / "configs").symlink_to(ROOT / "configs")
-    models = {"64xH100": "Qwen3-32B", "8xH100": "Qwen2.5-7B"}
+    models = {"64xH100": CONFIGS["Qwen3-32B"], "8xH100": Z_IMAGE if "z-image" in command else CONFIGS["Qwen2.5-7B"]}
     [gpus] = [gpus for gpus in models if f" {gpus}" in command]
-    (folder / "config.json").write_text(json.dumps(CONFIGS[models[gpus]]))
+    (folder / "config.json").write_text(json.dumps(models[gpus]))
     done = run_megarl(*shlex.split(command)[1:], cache=tmp_path / "cache", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert f"cluster   {gpus.replace('x', ' x ')}-80GB on " in done.stdout and "async" in done.stdout
+    assert f"cluster   {gpus.replace('x', ' x ')}-80GB on " in done.stdout
+    assert ("images" if "z-image" in command else "async") in done.stdout
 
 
 def test_convert_commands_run(tmp_path, monkeypatch):

@@ -111,12 +111,18 @@ def test_hub_ids_are_read_from_the_cache_when_offline(tmp_path):
         snapshot.mkdir(parents=True)
         (snapshot / "config.json").write_text("{}" if revision == "main" else '{"revision": 1}')
         (repository / "refs" / revision).write_text(commit)
+    image_model = repository / "snapshots" / "0a1"  # a diffusers folder
+    (image_model / "transformer").mkdir(parents=True)
+    (image_model / "model_index.json").touch()
+    (image_model / "transformer" / "config.json").write_text('{"dim": 2}')
+    (repository / "refs" / "images").write_text("0a1")
     code = textwrap.dedent("""
         import sys
         from megarl.models.folder import resolve
         from megarl.models.folder import ModelNotLocal, read_local_config
         print(resolve("some/model"), read_local_config("some/model"))
         print(resolve("some/model", revision="v1"), read_local_config("some/model", revision="v1"))
+        print(resolve("some/model", revision="images"), read_local_config("some/model", revision="images"))
         try:
             read_local_config("some/absent")
         except ModelNotLocal as why:
@@ -130,10 +136,11 @@ def test_hub_ids_are_read_from_the_cache_when_offline(tmp_path):
     """)
     environment = {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    main, revised, unavailable, absent, malformed = done.stdout.splitlines()
+    main, revised, images, unavailable, absent, malformed = done.stdout.splitlines()
     snapshots = repository / "snapshots"
     assert main == f"{snapshots / 'abc'} {{}}"
     assert revised == f"{snapshots / 'def'} {{'revision': 1}}"
+    assert images == f"{image_model / 'transformer'} {{'dim': 2}}"
     assert unavailable == "it is neither a folder on this machine nor a downloaded Hub id"
     assert absent.startswith(
         "model.path=some/absent: neither a folder on this machine nor a Hub id that could be downloaded"

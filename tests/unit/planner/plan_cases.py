@@ -10,7 +10,7 @@ from megarl.config.schema import Config
 from megarl.planner.hardware import Cluster, read_cluster
 from megarl.planner.layouts import broken_rules
 from megarl.planner.step_plan import StepPlan, plan_step
-from megarl.planner.workload import Workload
+from megarl.planner.workload import TextWorkload
 from tests.paths import BASE
 from tests.published_models import CONFIGS
 
@@ -33,4 +33,4 @@ def plan_of(model: str, gpus: str, *overrides: str, **workload: float) -> StepPl
     config = recipe(*overrides)
     assert broken_rules(config, CONFIGS[model]) == []
     cluster: Cluster = read_cluster(gpus)
-    return plan_step(config, Models.of({"actor": CONFIGS[model]}), Workload.of(config, **workload), cluster)
+    return plan_step(config, Models.of({"actor": CONFIGS[model]}), TextWorkload.of(config, **workload), cluster)

@@ -8,24 +8,28 @@ from math import prod
 from pathlib import Path
 
 import pytest
+import torch
 
 from megarl.cluster.groups.ranks import worker_class
 from megarl.cluster.memory.parameters import ModelParameters
 from megarl.config.load import load
 from megarl.config.model_schema import Layout
+from megarl.megatron import parallel
+from megarl.megatron.model.build import parameters_of
+from megarl.megatron.model.denoiser.build import build_chunks, denoiser_config
 from megarl.megatron.workers.classifier import ClassifierWorker
 from megarl.megatron.workers.critic import CriticWorker
 from megarl.megatron.workers.reward_model import RewardModelWorker
 from megarl.models.classifier import as_classifier
+from megarl.models.denoiser import is_denoiser
 from megarl.models.trained_model import trained_hf_config
-from tests.h100_recipes import RECIPES
+from tests.h100_recipes import MODELS, RECIPES
 from tests.paths import BASE, CONFIGS
-from tests.published_models import CONFIGS as MODELS
-from tests.unit.resharding.megatron_world import real_rank
+from tests.unit.resharding.megatron_world import base_config, real_rank
 
 CASES = {recipe.file: recipe.model for recipe in RECIPES}
 CASES |= {recipe: "SmolLM2-135M" for recipe in sorted(CONFIGS.glob("*.yaml")) if recipe != BASE}
-"""Recipe -> the model whose decoder its language models and classifiers use."""
+"""Recipe -> the model whose layers its models use."""
 
 
 CLASSIFIERS = (CriticWorker, ClassifierWorker, RewardModelWorker)
@@ -66,4 +70,14 @@ def real_counts(hf_config: str, layout: str) -> list[int]:
     sizes = Layout.model_validate_json(layout)
     ranks = sizes.world_size // sizes.pp
     ends = [(stage + 1) * ranks - 1 for stage in range(sizes.pp)]
-    return [sum(map(prod, real_rank(json.loads(hf_config), sizes, rank).shapes.values())) for rank in ends]
+    config = json.loads(hf_config)
+    if is_denoiser(config):
+        return [denoiser_count(config, sizes, rank) for rank in ends]
+    return [sum(map(prod, real_rank(config, sizes, rank).shapes.values())) for rank in ends]
+
+
+def denoiser_count(config: dict, layout: Layout, rank: int) -> int:
+    settings = base_config().actor.model_copy(update={"layout": layout})
+    with parallel.simulated_rank(layout, rank), torch.device("meta"):
+        chunks = build_chunks(denoiser_config(settings, config, torch.float32), config, layout.vpp)
+    return sum(parameter.numel() for parameter in parameters_of(chunks).values())

@@ -14,7 +14,7 @@ from megarl.planner.layouts import broken_rules
 from megarl.planner.plan import describe_layout, plan_recipe
 from megarl.planner.plan_text import table
 from megarl.planner.search import SearchResult, search
-from megarl.planner.workload import Workload
+from megarl.planner.workload import TextWorkload
 from tests.paths import CONFIGS as CONFIGS_FOLDER
 from tests.published_models import CONFIGS
 from tests.unit.planner.plan_cases import layout_keys, recipe
@@ -24,7 +24,9 @@ GAE = "algorithm.advantage.estimator=gae"
 
 def found(model: str, gpus: str, *overrides: str) -> SearchResult:
     config = recipe(*overrides)
-    return search(config, CONFIGS[model], Models.of({"actor": CONFIGS[model]}), Workload.of(config), read_cluster(gpus))
+    return search(
+        config, CONFIGS[model], Models.of({"actor": CONFIGS[model]}), TextWorkload.of(config), read_cluster(gpus)
+    )
 
 
 @pytest.mark.parametrize(
@@ -59,7 +61,7 @@ def test_search_offloads_models_that_fit_only_in_turns():
     """Actor and critic of 7B on two GPUs fit only one at a time."""
     models, config = dict.fromkeys(("actor", "critic"), CONFIGS["Qwen2.5-7B"]), recipe(GAE)
     assert config.actor.offload == config.critic.offload == []
-    result = search(config, models["actor"], Models.of(models), Workload.of(config), read_cluster("2xH100"))
+    result = search(config, models["actor"], Models.of(models), TextWorkload.of(config), read_cluster("2xH100"))
     assert result.plans and all(plan.config.critic.offload for plan in result.plans)
 
 
@@ -120,7 +122,7 @@ def test_headroom_stays_free_in_every_phase():
 
     def fullest(headroom: float) -> float:
         cluster = read_cluster("8xH100", headroom=headroom)
-        result = search(config, models, Models.of({"actor": models}), Workload.of(config), cluster)
+        result = search(config, models, Models.of({"actor": models}), TextWorkload.of(config), cluster)
         return max(plan.fullest.total for plan in result.plans) / 2**30 / 79.6
 
     assert 0.95 < fullest(0.0) <= 1

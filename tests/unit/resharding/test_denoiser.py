@@ -18,7 +18,8 @@ from megarl.resharding.families import huggingface_holder, megatron_holder, mega
 from megarl.resharding.planning.check import check_plan
 from megarl.resharding.planning.planner import make_plan
 from megarl.resharding.planning.side import side_holders
-from tests.tiny_denoiser import CONFIG, Z_IMAGE
+from tests.published_models import Z_IMAGE
+from tests.tiny_denoiser import CONFIG
 from tests.unit.resharding.cases import layout_of
 from tests.unit.resharding.megatron_world import base_config
 from tests.unit.resharding.test_round_trip import assert_same, resharded

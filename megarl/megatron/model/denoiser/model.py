@@ -24,9 +24,8 @@ from torch import nn
 from megarl.megatron import parallel
 from megarl.megatron.model.denoiser.inputs import DenoiserInput, DocumentStream
 from megarl.megatron.model.denoiser.layers import layer_spec
-from megarl.models.denoiser import DenoiserShape
+from megarl.models.denoiser import TIME_CHANNELS, TIME_HIDDEN, DenoiserShape
 from megarl.ops.packed_attention import take
-from megarl.resharding.families.z_image import TIME_CHANNELS, TIME_HIDDEN
 
 FINAL_EPSILON = 1e-6
 
