@@ -17,6 +17,9 @@ error."""
 THRESHOLD = 10
 """A token is an outlier if its log-prob difference exceeds this multiple of its value in ROUNDING."""
 
+SHARE_OF_CLIP = 0.1
+"""Limit on the log-prob differences of denoising steps, as a fraction of the objective's clip range."""
+
 MaskLevel = Literal["token", "sample"]
 
 

@@ -19,7 +19,7 @@ from megarl.config.algorithm_schema import Algorithm
 from megarl.config.data_schema import Data
 from megarl.config.evaluation_schema import Evaluation
 from megarl.config.fields import EnvironmentClass, RewardFunction, Section, Text
-from megarl.config.logprob_check_schema import ROUNDING, THRESHOLD, LogprobCheck, Tolerance
+from megarl.config.logprob_check_schema import ROUNDING, SHARE_OF_CLIP, THRESHOLD, LogprobCheck, Tolerance
 from megarl.config.model_schema import (
     Actor,
     Critic,
@@ -379,14 +379,22 @@ class Config(Section):
     def tolerance(self) -> Tolerance:
         """The tolerated difference between the engine's and the trainer's log-prob for a token."""
         check = self.logprob_check
-        threshold = THRESHOLD * ROUNDING[self.precision] if check.threshold is None else check.threshold
+        default = THRESHOLD * (self.agreement_limit if self.samples_images else ROUNDING[self.precision])
+        threshold = default if check.threshold is None else check.threshold
         return Tolerance(threshold, check.mask if check.action == "mask" else None)
 
     @property
     def agreement_limit(self) -> float:
         """The maximum mean log-prob difference of samples from the current weights, in a step and on canary prompts."""
         limit = self.logprob_check.limit
-        return ROUNDING[self.precision] if limit is None else limit
+        if limit is not None:
+            return limit
+        if not self.samples_images:
+            return ROUNDING[self.precision]
+        # The log-prob of a denoising step is a mean over elements, whose rounding errors cancel.
+        options = self.algorithm.objective.options()
+        bounds = [options[name] for name in ("clip_low", "clip_high") if options.get(name) is not None]
+        return min([ROUNDING["float32"], *(bound * SHARE_OF_CLIP for bound in bounds)])
 
     @overload
     def placed(self, role: Role) -> Trained: ...

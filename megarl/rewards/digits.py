@@ -30,7 +30,7 @@ def glyph(digit: int, size: int) -> NDArray[np.float32]:
     image = Image.new("L", (WIDTH, HEIGHT))
     centre = (WIDTH / 2, HEIGHT / 2)
     ImageDraw.Draw(image).text(centre, str(digit), fill=255, font=ImageFont.load_default(size), anchor="mm")
-    return np.asarray(image, np.float32) / 255
+    return np.asarray(image, np.float32) / np.float32(255)
 
 
 def _digits(answer: Any) -> list[int]:

@@ -152,4 +152,5 @@ def describe_differences(explained: Mapping[str, Evidence]) -> str:
 def _limit(config: Config) -> str:
     if config.logprob_check.limit is not None:
         return f"logprob_check.limit={config.logprob_check.limit:g}"
-    return f"the rounding limit for {config.precision} ({config.agreement_limit:g})"
+    name = "limit for images" if config.samples_images else f"rounding limit for {config.precision}"
+    return f"the {name} ({config.agreement_limit:g})"
