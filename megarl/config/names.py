@@ -159,7 +159,7 @@ WITHOUT_KEY = {
     "return_raw_chat": "prompts always keep their messages",
     "rollout.load_format": "engines receive their weights from the trainer",
     "rollout.mode": "engines always batch requests asynchronously",
-    "rollout.name": "vLLM is the only engine",
+    "rollout.name": "vLLM is the only engine of language models",
     "start_state_marker": "environment tokens are never trained on, and need no markers",
     "state_masking": "environment tokens are never trained on",
     "use_dynamic_bsz": "microbatches are always filled up to actor.tokens_per_microbatch",
@@ -229,7 +229,7 @@ TRL = {
 TRL_WITHOUT_KEY = {
     "log_completions": "every sample is logged in rollouts/ in the run folder",
     "repetition_penalty": "responses are sampled from the policy itself, without penalties",
-    "use_vllm": "vLLM is the only engine",
+    "use_vllm": "vLLM is the only engine of language models",
 }
 """Argument of a TRL trainer that has no equivalent -> the reason."""
 
