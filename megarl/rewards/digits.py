@@ -80,4 +80,4 @@ def _templates() -> NDArray[np.float32]:
 def _normalized(pixels: NDArray[np.float32]) -> NDArray[np.float32]:
     """Return rows of pixels [..., P] with mean 0 and norm 1, or zeros for a flat image."""
     centred = pixels - pixels.mean(-1, keepdims=True)
-    return centred / np.maximum(np.linalg.norm(centred, axis=-1, keepdims=True), 1e-6)
+    return np.divide(centred, np.maximum(np.linalg.norm(centred, axis=-1, keepdims=True), 1e-6), dtype=np.float32)

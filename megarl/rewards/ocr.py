@@ -27,7 +27,7 @@ class OcrExact:
     def __init__(self, characters: str | None = None):
         """characters: the only characters that can be read, such as "0123456789", which excludes the letter O. None:
         all."""
-        import onnxruntime
+        import onnxruntime  # pyright: ignore[reportMissingImports]
 
         # Importing the package would import OpenCV, whose wheel requires graphics libraries.
         package = importlib.util.find_spec("rapidocr_onnxruntime")
