@@ -30,7 +30,7 @@ def glyph(digit: int, size: int) -> NDArray[np.float32]:
     image = Image.new("L", (WIDTH, HEIGHT))
     centre = (WIDTH / 2, HEIGHT / 2)
     ImageDraw.Draw(image).text(centre, str(digit), fill=255, font=ImageFont.load_default(size), anchor="mm")
-    return np.asarray(image, np.float32) / 255
+    return np.asarray(image, np.float32) / np.float32(255)
 
 
 def _digits(answer: Any) -> list[int]:
@@ -80,4 +80,4 @@ def _templates() -> NDArray[np.float32]:
 def _normalized(pixels: NDArray[np.float32]) -> NDArray[np.float32]:
     """Return rows of pixels [..., P] with mean 0 and norm 1, or zeros for a flat image."""
     centred = pixels - pixels.mean(-1, keepdims=True)
-    return np.divide(centred, np.maximum(np.linalg.norm(centred, axis=-1, keepdims=True), 1e-6), dtype=np.float32)
+    return centred / np.maximum(np.linalg.norm(centred, axis=-1, keepdims=True), 1e-6)
