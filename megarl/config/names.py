@@ -229,7 +229,7 @@ TRL = {
 TRL_WITHOUT_KEY = {
     "log_completions": "every sample is logged in rollouts/ in the run folder",
     "repetition_penalty": "responses are sampled from the policy itself, without penalties",
-    "use_vllm": "vLLM is the only engine",
+    "use_vllm": "vLLM is the only engine of language models",
 }
 """Argument of a TRL trainer that has no equivalent -> the reason."""
 

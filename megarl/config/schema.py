@@ -393,8 +393,8 @@ class Config(Section):
             return ROUNDING[self.precision]
         # The log-prob of a denoising step is a mean over elements, whose rounding errors cancel.
         options = self.algorithm.objective.options()
-        bounds = [options[name] for name in ("clip_low", "clip_high") if options.get(name) is not None]
-        return min([ROUNDING["float32"], *(bound * SHARE_OF_CLIP for bound in bounds)])
+        bounds = [float(bound) for name in ("clip_low", "clip_high") if (bound := options.get(name)) is not None]
+        return min([ROUNDING["float32"], *(SHARE_OF_CLIP * bound for bound in bounds)])
 
     @overload
     def placed(self, role: Role) -> Trained: ...

@@ -123,7 +123,10 @@ from tools import key_tables
             "TRL's epsilon_high corresponds to algorithm.objective.clip_high. Fix: use that key",
         ),
         ("batch.num_iterations", "TRL's num_iterations corresponds to batch.epochs. Fix: use that key"),
-        ("use_vllm", "TRL's use_vllm has no equivalent: vLLM is the only engine. Fix: remove the key"),
+        (
+            "use_vllm",
+            "TRL's use_vllm has no equivalent: vLLM is the only engine of language models. Fix: remove the key",
+        ),
         (
             "rollout.repetition_penalty",
             "TRL's repetition_penalty has no equivalent: responses are sampled from the policy itself, without "

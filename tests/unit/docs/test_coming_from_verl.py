@@ -19,7 +19,7 @@ from megarl.config.load import load
 from megarl.config.logprob_check_schema import LogprobCheck
 from megarl.config.names import VERL, WITHOUT_KEY
 from megarl.config.run_schema import TrackerName
-from megarl.config.schema import Config
+from megarl.config.schema import Config, Rollout
 from megarl.config.vllm_arguments import MANAGED
 from megarl.core.types import Completion, Prompt, VersionRun
 from megarl.data.cursor import PromptCursor
@@ -198,9 +198,8 @@ def layouts_determine_the_number_of_gpus(_: Path) -> None:
     )
 
 
-def vllm_is_the_only_engine(_: Path) -> None:
-    fields = Config.model_fields["rollout"].annotation.model_fields
-    assert get_args(fields["engine"].annotation) == ("vllm", "diffusers")
+def vllm_is_the_only_engine_of_texts(_: Path) -> None:
+    assert get_args(Rollout.model_fields["engine"].annotation) == ("vllm", "diffusers")
 
 
 def megatron_is_the_only_trainer(_: Path) -> None:
@@ -274,8 +273,8 @@ CLAIMS: dict[str, Callable[[Path], None]] = {
     "return_raw_chat": prompts_keep_their_messages,
     "reward_manager": functions_take_batches_columns_and_options,
     "rollout.load_format": engines_have_no_load_format,
-    "rollout.mode": vllm_is_the_only_engine,
-    "rollout.name": vllm_is_the_only_engine,
+    "rollout.mode": vllm_is_the_only_engine_of_texts,
+    "rollout.name": vllm_is_the_only_engine_of_texts,
     "staleness_threshold": staleness_is_in_steps,
     "start_state_marker": only_sampled_tokens_are_trained,
     "state_masking": only_sampled_tokens_are_trained,
