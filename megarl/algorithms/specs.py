@@ -38,6 +38,8 @@ ClipLow = Annotated[float, Field(gt=0, lt=1)]
 Credit = Literal["whole", "reward_to_go"]
 """Whether a token's reward counts for its whole sample, or only for the tokens up to and including it."""
 
+Limit = PositiveFloat | None
+
 LabelSmoothing = Annotated[float, Field(ge=0, lt=0.5)]
 
 
@@ -157,8 +159,7 @@ class SampleEstimator(EstimatorSpec):
 
     def shared_parameters(self) -> Parameters:
         decay = {"baseline_decay": (Share, 0.9)} if self.comparison == "moving_average" else {}
-        limit = {"limit": (PositiveFloat | None, None)}
-        return {"gamma": (Share, 1.0), "credit": (Credit, "whole")} | limit | decay
+        return {"gamma": (Share, 1.0), "credit": (Credit, "whole"), "limit": (Limit, None)} | decay
 
     def baselines(self, group: Sequence[Member], options: Options) -> list[Baseline]:
         return self.compare(group, **{name: options[name] for name in self.parameters})
