@@ -32,14 +32,13 @@ Parameters = Mapping[str, tuple[Any, Option]]
 Deviation = Literal["sample", "population", "none"]
 """The standard deviation to divide by, computed with divisor n − 1 ("sample") or n ("population"), or no division."""
 
-Limit = Annotated[float | None, Field(gt=0, allow_inf_nan=False)]
-"""A positive bound; None: unbounded."""
-
 ClipLow = Annotated[float, Field(gt=0, lt=1)]
 """Below 1, because the ratio's lower bound 1 − clip_low must be positive."""
 
 Credit = Literal["whole", "reward_to_go"]
 """Whether a token's reward counts for its whole sample, or only for the tokens up to and including it."""
+
+Limit = PositiveFloat | None
 
 LabelSmoothing = Annotated[float, Field(ge=0, lt=0.5)]
 
@@ -160,7 +159,7 @@ class SampleEstimator(EstimatorSpec):
 
     def shared_parameters(self) -> Parameters:
         decay = {"baseline_decay": (Share, 0.9)} if self.comparison == "moving_average" else {}
-        return {"gamma": (Share, 1.0), "credit": (Credit, "whole"), "limit": (Limit, None), **decay}
+        return {"gamma": (Share, 1.0), "credit": (Credit, "whole"), "limit": (Limit, None)} | decay
 
     def baselines(self, group: Sequence[Member], options: Options) -> list[Baseline]:
         return self.compare(group, **{name: options[name] for name in self.parameters})
