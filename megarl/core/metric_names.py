@@ -74,6 +74,7 @@ METRICS = (
     Declaration("response/length_min", "shortest response", "tokens"),
     Declaration("response/length_max", "longest response", "tokens"),
     Declaration("response/truncated_frac", "fraction of responses that reached the maximum length"),
+    Declaration("throughput/images_per_second", "images of the step / time/step", "images/s", "image models"),
     Declaration("throughput/tokens_per_second", "prompt and response tokens of the step / time/step", "tokens/s"),
     Declaration("time/step", "duration of the step", "s"),
     Declaration("time/rollout", "time waiting for rollouts and submitting them", "s"),

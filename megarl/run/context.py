@@ -200,7 +200,8 @@ class RunContext:
         are written."""
         state, effective_share = self.state, EffectiveShare(self.folder.path)
         trace = Trace(self.folder.logs)
-        console = ConsoleSink(self.config.run.steps, is_offline=self.config.is_offline)
+        config = self.config
+        console = ConsoleSink(config.run.steps, is_offline=config.is_offline, has_images=config.samples_images)
         sinks = (JsonlSink(self.folder.metrics), console, *trackers, events.EventSink())
         while state.step < self.config.run.steps:
             state.step += 1

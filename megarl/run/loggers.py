@@ -44,6 +44,12 @@ COLUMNS = (  # title, minimum width, format
     ("refit", 6, "{time/refit:.1f}s"),
     ("memory", 7, "{memory:.2f}GB"),
 )
+IMAGE_COLUMNS = (
+    *COLUMNS[:2],
+    *COLUMNS[4:7],
+    ("img/s", 6, "{throughput/images_per_second:.2f}"),
+    *COLUMNS[8:],
+)
 OFFLINE_COLUMNS = (
     ("ETA", 6, "{eta}"),
     ("loss", 8, "{loss:.4f}"),
@@ -76,9 +82,12 @@ class ConsoleSink:
     `cut` is the fraction of truncated responses. `Δlogp` is the mean |trainer log-prob − rollout log-prob| before the
     step's updates. For offline data, the columns are those of the first step's metrics."""
 
-    def __init__(self, total_steps: int, stream: TextIO | None = None, is_offline: bool = False) -> None:
+    def __init__(
+        self, total_steps: int, stream: TextIO | None = None, is_offline: bool = False, has_images: bool = False
+    ) -> None:
         """`total_steps` determines the ETA. The default `stream` is sys.stdout."""
-        self._columns, self._is_offline = OFFLINE_COLUMNS if is_offline else COLUMNS, is_offline
+        self._columns = OFFLINE_COLUMNS if is_offline else IMAGE_COLUMNS if has_images else COLUMNS
+        self._is_offline = is_offline
         self._total = total_steps
         self._stream = stream
         self._num_lines = 0

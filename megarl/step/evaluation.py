@@ -206,9 +206,9 @@ def scored_rollouts(samples: Sequence[tuple[SampleRef, Score]]) -> list[ScoredRo
 
 
 def lengths(rollouts: Sequence[ScoredRollout]) -> dict[str, float]:
-    """Return length metrics over the rollouts, excluding rollouts whose environment failed."""
+    """Return length metrics over the rollouts, excluding rollouts whose environment failed. Images have no lengths."""
     whole = [rollout for rollout in rollouts if not rollout.samples[0].has_failed]
-    if not whole:
+    if not whole or whole[0].samples[0].tokens_per_step:
         return {}
     turns = [rollout.samples[0].rollout.num_turns for rollout in whole if rollout.samples[0].rollout is not None]
     return {

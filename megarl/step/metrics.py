@@ -24,11 +24,15 @@ def step_metrics(
         greedy = {group[-1].rollout_id for group in groups}
         sampled = [sample for sample in samples if sample.rollout_id not in greedy]
     times = watch.metrics()
+    seconds = times["time/step"]
+    if config.samples_images:
+        of_samples = {"throughput/images_per_second": len(samples) / seconds}
+    else:
+        rate = sum(sample.num_tokens for sample in samples) / seconds
+        of_samples = _response_metrics(sampled) | _rollout_metrics(sampled) | {"throughput/tokens_per_second": rate}
     return {
-        **_response_metrics(sampled),
-        **_rollout_metrics(sampled),
+        **of_samples,
         **times,
-        "throughput/tokens_per_second": sum(sample.num_tokens for sample in samples) / times["time/step"],
         "weights/version": version,
         **_version_metrics(samples, version - 1, config.rollout.max_staleness),
     }

@@ -110,6 +110,7 @@ NEEDED = {
     "algorithm.correction.weight": ((None, "token"), "denoising steps have no ratio of a whole sample"),
     "algorithm.correction.mask": ((None, "token"), "denoising steps have no ratio of a whole sample"),
     "algorithm.trust_region.kl_limit": ((None,), "TRPO's divergence is that of tokens"),
+    "logprob_check.mask": (("token",), "each denoising step is masked on its own"),
 }
 """Key -> supported values with image models, the first of which is the remedy, and the reason."""
 
@@ -122,6 +123,15 @@ def options_support_images(config: Config) -> Iterator[str]:
             yield f"{key}={show(value)}: with {IMAGES}, {reason}. Fix: set {key}={show(supported[0])}"
 
 
+def steps_stay_on_their_ranks(config: Config) -> Iterator[str]:
+    if config.samples_images and config.moves_samples(config.actor):
+        yield (
+            f"batch.epochs={config.batch.epochs}: with actor.layout.dp={config.actor.layout.dp} and several updates "
+            "per epoch, later epochs move denoising steps to other ranks than those that keep their velocities. Fix: "
+            "set batch.epochs=1, or set batch.prompts_per_update=batch.prompts_per_step"
+        )
+
+
 RULES = (
     objective_supports_actions,
     velocity_objectives_are_not_trained,
@@ -129,4 +139,5 @@ RULES = (
     images_have_a_baseline,
     kl_estimator_supports_actions,
     options_support_images,
+    steps_stay_on_their_ranks,
 )

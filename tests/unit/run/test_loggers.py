@@ -50,6 +50,14 @@ def test_console_has_other_columns_for_offline_data():
     assert second == ["2/3", "–", "0.5000", "–", "–"]
 
 
+def test_console_counts_images():
+    stream = io.StringIO()
+    ConsoleSink(3, stream, has_images=True).write(1, {"throughput/images_per_second": 2.5, "policy/entropy": 1.25})
+    header, line = (text.split() for text in stream.getvalue().splitlines())
+    assert dict(zip(header, line, strict=True))["img/s"] == "2.50"
+    assert not {"length", "cut", "tok/s"}.intersection(header)
+
+
 def test_console_shows_only_the_columns_of_a_fine_tuning_run():
     stream = io.StringIO()
     metrics = {"policy/nll": 2.5, "policy/entropy": 1.25, "policy/grad_norm": 0.5, "data/trained_tokens": 12345}

@@ -34,6 +34,72 @@ def test_objectives_of_tokens_are_rejected_by_name(name):
     )
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["batch={epochs: 2, prompts_per_step: 4, prompts_per_update: 2}", "actor.layout.dp=2"],
+            "batch.epochs=2: with actor.layout.dp=2 and several updates per epoch, later epochs move denoising steps",
+        ),
+        (
+            ["logprob_check={action: mask, mask: sample}"],
+            "logprob_check.mask=sample: with rollout.engine=diffusers, each denoising step is masked on its own",
+        ),
+        (
+            ["rollout.denoising={num_steps: 6, sde_within: [0, 6]}"],
+            "rollout.denoising.sde_within=[0, 6]: with rollout.denoising.num_steps=6, expected [first, end) with 0 <= "
+            "first < end <= 5",
+        ),
+        (["rollout.denoising.sde_within=[3, 3]"], "rollout.denoising.sde_within=[3, 3]: with rollout.denoising."),
+        (
+            ["rollout.denoising={num_steps: 8, sde_steps: 5}"],
+            "rollout.denoising.sde_steps=5: only steps 0 to 3 can be drawn. Fix: set rollout.denoising.sde_steps=4",
+        ),
+        (["rollout.tp=2"], "rollout.tp=2: has no effect unless rollout.engine=vllm"),
+        (["rollout.max_staleness=1"], "rollout.max_staleness=1: has no effect unless rollout.engine=vllm"),
+    ],
+)
+def test_other_keys_are_rejected(overrides, message):
+    [line] = error_text(*overrides).splitlines()
+    assert line.startswith(message)
+
+
+def test_denoising_settings_require_images():
+    message = error_text("rollout.denoising.num_steps=5", engine="rollout.engine=vllm")
+    assert message.startswith("rollout.denoising.num_steps=5: has no effect unless rollout.engine=diffusers")
+
+
+@pytest.mark.parametrize(
+    ("keys", "trained", "windows"),
+    [
+        ("num_steps: 6", 5, {range(5)}),
+        ("num_steps: 6, sde_within: [1, 4]", 3, {range(1, 4)}),
+        ("num_steps: 6, sde_steps: 2", 2, {range(2), range(1, 3)}),
+        ("num_steps: 6, sde_steps: 1, sde_within: [2, 5]", 1, {range(2, 3), range(3, 4), range(4, 5)}),
+    ],
+)
+def test_windows_are_drawn_from_their_steps(keys, trained, windows):
+    """By default all steps but the last are trained, and a window is drawn from the first half."""
+    denoising = recipe(f"rollout.denoising={{{keys}}}").rollout.denoising
+    assert denoising.num_trained == trained
+    assert {denoising.sde_window(0, step) for step in range(60)} == windows
+
+
+@pytest.mark.parametrize(
+    ("overrides", "limit"),
+    [
+        (["algorithm.objective={clip_low: 1.0e-4, clip_high: 1.0e-3}"], 1e-5),
+        (["algorithm.objective={clip_low: 0.1, clip_high: 0.2}", "model.dtype=bfloat16"], 1e-4),
+        (["algorithm.objective.name=unclipped"], 1e-4),
+        (["logprob_check.limit=0.5"], 0.5),
+    ],
+)
+def test_agreement_limit_is_a_tenth_of_the_clip(overrides, limit):
+    config = recipe(*overrides)
+    assert config.agreement_limit == pytest.approx(limit)
+    assert "logprob_check.limit=0.5" in overrides or config.tolerance.threshold == pytest.approx(10 * limit)
+
+
 @pytest.mark.parametrize("name", [name for name, spec in OBJECTIVES.items() if "tokens" not in spec.actions])
 def test_objectives_of_steps_require_images(name):
     expected = f"algorithm.objective.name={name}: learns from denoising steps, but rollout.engine=vllm samples tokens."
