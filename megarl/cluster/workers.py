@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.cluster.groups.engines import EngineGroup, ImageEngineGroup
+from megarl.cluster.groups.engines import EngineGroup, engine_group
 from megarl.cluster.groups.environments import EnvironmentGroup
 from megarl.cluster.groups.reward_models import RewardEngineGroup, RewardModelGroup
 from megarl.cluster.groups.rewards import RewardGroup
@@ -130,9 +130,7 @@ def launch_workers(
         "critic": (models.critic, placement.critics),
         "implicit_reward": (models.implicit_reward, placement.implicit_rewards),
     }
-    trainers, engine_group = TrainerGroup, EngineGroup
-    if config.samples_images:
-        trainers, engine_group = ImageTrainerGroup, ImageEngineGroup
+    trainers = ImageTrainerGroup if config.samples_images else TrainerGroup
     groups: dict[Role, TrainerGroup] = {
         role: trainers(session, config, role, folder, processes)
         for role, (folder, processes) in placed.items()
@@ -141,7 +139,7 @@ def launch_workers(
     elapsed = ElapsedTime()
     starting: dict[str, Pending[Any]] = {}
     if engines is None:
-        engines = engine_group(session, config, models.actor, placement.engines)
+        engines = engine_group(config)(session, config, models.actor, placement.engines)
         starting["engines"] = engines.start()
         if config.is_colocated and device.on_cuda():
             _await_starts(starting, elapsed)  # sleeping engines free memory on shared devices for the models

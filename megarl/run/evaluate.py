@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.algorithms.evaluation import Estimate
-from megarl.cluster.groups.engines import EngineGroup
+from megarl.cluster.groups.engines import engine_group
 from megarl.cluster.groups.environments import EnvironmentGroup
 from megarl.cluster.groups.rewards import RewardGroup
 from megarl.cluster.machine import check_machine, place_here
@@ -69,7 +69,7 @@ def run(config: Config, out: Path, scratch: Path) -> None:
         session = stack.enter_context(Session(config, logs, scratch))
         models, placement = ModelFolders(folder, None, None, None), place_here(config)
         elapsed = ElapsedTime()
-        engines = EngineGroup(session, config, folder, placement.engines)
+        engines = engine_group(config)(session, config, folder, placement.engines)
         rewards = RewardGroup(session, config, placement.rewards, None, models)
         starting, environments = [engines.start_loaded(VERSION), rewards.start()], None
         if placement.environments:

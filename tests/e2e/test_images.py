@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +12,10 @@ from PIL import Image
 from safetensors.numpy import load_file
 
 from megarl.run.checkpoints import Checkpoints
-from tests.e2e.run import Run
+from tests.e2e.run import MEGARL, Run
 from tests.e2e.test_resume import MEASURED, kill
 from tests.paths import ROOT
-from tests.timing import START_S
+from tests.timing import RUN_S, START_S
 from tests.tiny_image_model import load_pipeline, write_tiny_image_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.one_part]
@@ -116,6 +117,15 @@ def test_rollouts_have_images_and_windows(uninterrupted):
             assert image.shape == (16, 24, 3)
             assert row["reward"] == pytest.approx(image.mean() / 255)
     assert len(windows) > 1
+
+
+def test_exported_model_is_evaluated_like_the_run(recipe, uninterrupted, tmp_path):
+    """The last step is evaluated with the same weights and the same noise."""
+    command = [*MEGARL, "evaluate", uninterrupted / "model", recipe, "--out", tmp_path / "evaluation"]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=RUN_S)
+    found = json.loads((tmp_path / "evaluation" / "results.json").read_text())["sets"]["ode"]
+    assert found["estimates"]["avg@1"]["value"] == metrics(uninterrupted)[-1]["evaluation/ode/avg@1"]
+    assert not {"length_mean", "truncated_frac"} & found.keys()
 
 
 def test_exported_model_is_a_trained_diffusers_folder(recipe, uninterrupted):

@@ -320,3 +320,8 @@ class ImageEngineGroup(EngineGroup):
     def velocities(self, inputs: Sequence[VelocityInput]) -> Pending[dict[str, list[NDArray[np.float32]]]]:
         """Compute the velocities at these inputs on every engine. The result has them by engine name."""
         return self._run_on_each(self._velocities, share(inputs))
+
+
+def engine_group(config: Config) -> type[EngineGroup]:
+    """Return the class of the run's engines."""
+    return ImageEngineGroup if config.samples_images else EngineGroup
