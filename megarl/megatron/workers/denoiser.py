@@ -27,7 +27,7 @@ from megarl.megatron import denoiser_step, parallel
 from megarl.megatron.advantages import mean_advantages
 from megarl.megatron.configured_losses import configured_denoising_loss
 from megarl.megatron.losses import Loss
-from megarl.megatron.metric_sums import Sums
+from megarl.megatron.metric_sums import Sums, total
 from megarl.megatron.model.denoiser.build import build_denoiser
 from megarl.megatron.model.denoiser.inputs import Document
 from megarl.megatron.workers.actor import ActorWorker, Policy
@@ -71,7 +71,8 @@ class DenoiserWorker(ActorWorker):
             batch = next(remaining)
             v = self._guided(batch, velocities)
             if not len(v):  # the microbatch only keeps ranks synchronized
-                return velocities[0].sum() * 0, {}
+                nothing = velocities[0].sum() * 0
+                return nothing, {f"{self.metrics}/loss": total(nothing)}
             terms = loss.terms(batch, v)
             return terms.loss, loss.metrics(batch, terms)
 
@@ -96,11 +97,8 @@ class DenoiserWorker(ActorWorker):
         """Return the factor of each denoising step's loss."""
         if not members:
             return {}
-        keys = self._config.rollout.denoising
-        weight, sigmas = (
-            self._config.algorithm.objective.step_weight,
-            torch.tensor(members[0].sample.sigmas),
-        )
+        keys, weight = self._config.rollout.denoising, self._config.algorithm.objective.step_weight
+        sigmas = torch.tensor(members[0].sample.sigmas)
         weights = transition.step_weights(weight, keys.kind, keys.noise_level, sigmas, list(keys.within))
         return dict(enumerate(weights.tolist()))
 
