@@ -64,8 +64,10 @@ class DenoiserWorker(ActorWorker):
         """Context-parallel ranks compute the same loss and the same metrics."""
         return parallel.returns_results()
 
-    def _accumulate_gradients(self, batches: Sequence[StepBatch]) -> list[Sums]:
-        loss, remaining = self.loss, iter(batches)
+    def _accumulate_gradients(
+        self, chunks: Sequence[DistributedDataParallel], loss: Loss, batches: Sequence[StepBatch]
+    ) -> list[Sums]:
+        remaining = iter(batches)
 
         def compute(documents: Sequence[Document], velocities: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Sums]:
             batch = next(remaining)
@@ -76,7 +78,7 @@ class DenoiserWorker(ActorWorker):
             terms = loss.terms(batch, v)
             return terms.loss, loss.metrics(batch, terms)
 
-        return denoiser_step.accumulate_gradients(self.chunks, compute, [self._documents(batch) for batch in batches])
+        return denoiser_step.accumulate_gradients(chunks, compute, [self._documents(batch) for batch in batches])
 
     def _training_batches(self, batch: LocalBatch) -> list[StepBatch]:
         """Return an update's microbatches with advantages and with the velocities of previous passes."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -64,6 +64,9 @@ class TrainerWorker(ModelWorker, ABC):
 
     metrics: str
     """Prefix for the names of the role's metrics."""
+
+    _accumulate_gradients: Callable[..., list[Sums]] = staticmethod(step.accumulate_gradients)
+    """Accumulates the gradient of a loss over microbatches; see step.accumulate_gradients."""
 
     def __init__(self, config: Config, model_folder: Path, rank: int, store: Store, threads: int):
         super().__init__(config, model_folder, rank, store, threads)
@@ -171,7 +174,7 @@ class TrainerWorker(ModelWorker, ABC):
         rate = learning_rate(optimizer, self.num_updates, self._config.num_updates(self._settings))
         set_rates(self.optimizer, rate, optimizer.weight_decay)
         biases, self._is_complete = RouterBiases(self.chunks), False
-        sums = self._accumulate_gradients(batches)
+        sums = self._accumulate_gradients(self.chunks, self.loss, batches)
         routes = self._route_metrics()
         self._loss_scale.unscale_gradients()
         grad_norm, additional = self._apply_gradients(batches, sums)
@@ -194,11 +197,6 @@ class TrainerWorker(ModelWorker, ABC):
             return metrics
         metrics |= {f"{self.metrics}/grad_norm": Metric(grad_norm), f"{self.metrics}/lr": Metric(rate)}
         return merge(map(read, sums)) | routes | metrics | additional
-
-    def _accumulate_gradients(self, batches: Sequence[Any]) -> list[Sums]:
-        """Accumulate the loss's gradient over the microbatches. Return each one's metrics; empty before the last
-        stage."""
-        return step.accumulate_gradients(self.chunks, self.loss, batches)
 
     def _route_metrics(self) -> dict[str, Metric]:
         return route_metrics(self.chunks, ModelShape.of(self._hf_config), self.metrics)
