@@ -36,6 +36,9 @@ def sample(name: str, digit: int, seed: int, noise: float, side: int, caption: s
         latents=np.zeros((3, 1, 2, 2)),
         logprobs=[-1.25, -0.5],
         versions=(VersionRun(0, 3),),
+        embedding=np.zeros((1, 2)),
+        empty_embedding=None,
+        num_tokens=64,
         image=picture(digit, seed, noise, side),
     )
 

@@ -59,7 +59,7 @@ def trained(folder: Path, seed: int, *overrides: str) -> Judged:
     command = [*MEGARL, "train", str(CONFIGS / "tiny-flow-cpu-flow-grpo.yaml"), *keys]
     paths = os.pathsep.join((str(ROOT), str(OCR)))
     subprocess.run(command, cwd=folder, env=os.environ | {"PYTHONPATH": paths}, check=True, timeout=LEARNING_S)
-    lines = [json.loads(line) for line in (folder / "runs" / "tiny-flow" / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (folder / "runs" / "flow-grpo" / "metrics.jsonl").read_text().splitlines()]
     found = [[line[f"evaluation/{name}/avg@1"] for name in judges] for line in (lines[0], lines[-1])]
     judged = Judged(*zip(*found, strict=True))
     print(seed, overrides, judged)

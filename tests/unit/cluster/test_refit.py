@@ -317,8 +317,9 @@ def test_roles_start_concurrently_unless_they_share_memory(
     folder, log = write_tiny_llama(tmp_path), []
     config = load(BASE, ["model.path=m", "data.source=arithmetic", "model.dtype=float32", "rollout.sleep=true"])
     monkeypatch.setattr(device, "on_cuda", lambda: on_gpus)
-    for name in ("TrainerGroup", "EngineGroup", "RewardGroup"):
+    for name in ("TrainerGroup", "RewardGroup"):
         monkeypatch.setattr(module, name, lambda *_, name=name: FakeWorkerGroup(name, log))
+    monkeypatch.setattr(module, "engine_group", lambda _: lambda *_: FakeWorkerGroup("EngineGroup", log))
     FakeWorkerGroup.holders = megatron_holders(ModelFolders(folder, None, None, None).hf_config, layout_of(), "float32")
     monkeypatch.setattr(module, "first", lambda pendings: pendings[-1])
     launch_workers(SimpleNamespace(), config, ModelFolders(folder, None, None, None), place(config), None)
@@ -334,8 +335,8 @@ def test_models_on_shared_devices_start_one_after_another(monkeypatch: pytest.Mo
     folder, log = write_tiny_llama(tmp_path), []
     keys = ["model.path=m", "data.source=arithmetic", "model.dtype=float32", "algorithm.advantage.estimator=gae"]
     config = load(BASE, keys)
-    for name in ("EngineGroup", "RewardGroup"):
-        monkeypatch.setattr(module, name, lambda *_, name=name: FakeWorkerGroup(name, log))
+    monkeypatch.setattr(module, "RewardGroup", lambda *_: FakeWorkerGroup("RewardGroup", log))
+    monkeypatch.setattr(module, "engine_group", lambda _: lambda *_: FakeWorkerGroup("EngineGroup", log))
     monkeypatch.setattr(module, "TrainerGroup", lambda _session, _config, role, *_: FakeWorkerGroup(role, log))
     FakeWorkerGroup.holders = megatron_holders(ModelFolders(folder, None, None, None).hf_config, layout_of(), "float32")
     monkeypatch.setattr(module, "first", lambda pendings: pendings[-1])

@@ -66,7 +66,9 @@ def sample(number: int) -> LatentSample:
     latents = np.zeros((2, 1, 2, 2), np.float32)
     versions = (VersionRun(0, 2),)
     return LatentSample(
-        f"0.0.{number}", PROMPT, np.array([1.0, 0.5, 0.0]), [0], latents, [-1.0], versions, image=IMAGES[number]
+        *(f"0.0.{number}", PROMPT, np.array([1.0, 0.5, 0.0]), [0], latents, [-1.0], versions),
+        *(np.zeros((1, 2)), None, 64),
+        image=IMAGES[number],
     )
 
 

@@ -32,6 +32,9 @@ def sample(name: str, image: np.ndarray | None, caption: str = 'a "cat"') -> Lat
         latents=np.zeros((3, 1, 2, 2)),
         logprobs=LOGPROBS,
         versions=(VersionRun(3, 1), VersionRun(4, 2)),
+        embedding=np.zeros((1, 2)),
+        empty_embedding=None,
+        num_tokens=64,
         image=image,
     )
 
