@@ -31,7 +31,7 @@ def objective_supports_actions(config: Config) -> Iterator[str]:
 
 
 def _is_trained(spec: ObjectiveSpec) -> bool:
-    """Whether the trainer makes the rows of the objective."""
+    """Return whether training with the objective is implemented."""
     return not isinstance(spec, VelocityObjective)
 
 
