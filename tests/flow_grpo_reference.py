@@ -28,11 +28,9 @@ class _Reference:
     def velocity_at(self, model: torch.nn.Module, sample: LatentSample, x: torch.Tensor, sigma: float) -> torch.Tensor:
         """Return the velocity under guidance. The model takes 1 − σ and returns −v."""
         dtype = torch.get_default_dtype()
-        time = torch.tensor([1 - sigma], dtype=dtype)
+        time, images = torch.tensor([1 - sigma], dtype=dtype), [x[:, None]]
         conditional, unconditional = (
-            -model([x[:, None]], time, [torch.tensor(caption, dtype=dtype)], return_dict=False, patch_size=2)[0][0][
-                :, 0
-            ]
+            -model(images, time, [torch.tensor(caption, dtype=dtype)], return_dict=False, patch_size=2)[0][0][:, 0]
             for caption in (sample.embedding, sample.empty_embedding)
         )
         return unconditional + self.guidance * (conditional - unconditional)

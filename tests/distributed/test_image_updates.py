@@ -158,11 +158,8 @@ def trained_in(folder: Path, layout: str, outcome: Expected[Outcome], *overrides
 
 @pytest.mark.parametrize("layout", exhaustive_but(LAYOUTS, "dp=1", "tp=2 sequence_parallel=true", "pp=2 vpp=2", "dp=2"))
 def test_updates_match_plain_torch(folder, reference, layout):
-    keys = (
-        f"algorithm.objective={{clip_low: {CLIP}, clip_high: {CLIP}}}",
-        f"rollout.denoising.noise_level={NOISE_LEVEL}",
-    )
-    reported = trained_in(folder, layout, reference, *keys)
+    clip, noise = f"{{clip_low: {CLIP}, clip_high: {CLIP}}}", f"rollout.denoising.noise_level={NOISE_LEVEL}"
+    reported = trained_in(folder, layout, reference, f"algorithm.objective={clip}", noise)
     assert any(metrics["policy/clip_low_frac"].value + metrics["policy/clip_high_frac"].value for metrics in reported)
 
 
