@@ -207,7 +207,7 @@ def velocity_loss(
         has_moved: as in `denoising_loss`, also for batch.old_v.
     """
     v = _trained_velocities(batch, v)
-    old_v = v.detach() if batch.old_v is None and not has_moved else batch.old_v
+    old_v = v if batch.old_v is None and not has_moved else batch.old_v
     assert old_v is not None, "the batch has no velocities from the start of the step"
     old_v = _trained_velocities(batch, old_v).detach()
     inputs = (v, old_v, batch.next_latents, batch.latents, batch.sigma.to(v.dtype), advantage_of(batch).to(v.dtype))

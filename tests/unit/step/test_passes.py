@@ -60,7 +60,7 @@ def config(*overrides: str):
             ["algorithm.objective.name=diffusion_nft", "rollout.engine=diffusers"],
             "old log-probs",
             False,
-            "one update per step: the updated policy is the old policy",
+            "one update per step: the updated policy is the old policy); ",
         ),
         (
             ["algorithm.objective.name=diffusion_nft", "rollout.engine=diffusers", "batch.prompts_per_update=4"],
