@@ -1,4 +1,4 @@
-"""Whole runs of an image model: they are reproducible, and resume bitwise after all processes were killed."""
+"""Whole runs of an image model: they are reproducible, and resume bit-identically after all processes are killed."""
 
 from __future__ import annotations
 

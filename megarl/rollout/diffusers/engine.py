@@ -69,7 +69,7 @@ class DiffusersEngine(SteppedEngine[ImageRequest, LatentSample]):
 
     @property
     def shift(self) -> float:
-        """The shift in the folder's scheduler settings."""
+        """The shift of the noise levels in the folder's scheduler settings."""
         return self._model.shift
 
     async def _complete(self, request: ImageRequest) -> LatentSample:
@@ -139,8 +139,8 @@ class DiffusersEngine(SteppedEngine[ImageRequest, LatentSample]):
         return sum(0 if trajectory is None else trajectory.step for trajectory in trajectories)
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[np.float32]]:
-        """Return the embedding of each text with which the engine samples, float32 [L, caption channels]. Training must
-        use these embeddings, and that of "" for guidance."""
+        """Return each text's embedding as used for sampling, float32 [L, caption channels]. Training must use the same
+        embeddings and, for guidance, the embedding of ""."""
         captions = self._model.encoder.encode(texts)
         return [captions[text].float().numpy() for text in texts]
 

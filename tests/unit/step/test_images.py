@@ -64,7 +64,7 @@ def test_requests_of_a_step_share_their_window():
     assert later == {range(2), range(1, 3)}
 
 
-def test_each_denoising_step_is_packed_on_its_own():
+def test_denoising_steps_are_packed_separately():
     """Each image has two steps of 128 tokens, and a microbatch holds three of them."""
     samples = [ref(image(name), outcome=float(number)) for number, name in enumerate(("1.0.0", "1.0.1", "1.1.0"))]
     [batch] = dispatch(CONFIG, samples, packing(400))
