@@ -19,7 +19,7 @@ SHIFTS = (-1, 0, 1)
 """Font sizes, and shifts in pixels of a cell, at which a digit is recognized."""
 
 MARGIN = 0.2
-"""Difference between the correlations of two digits below which the image is ambiguous."""
+"""Width of the range of correlation differences, centered at 0, in which the image may show either of two digits."""
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""A step's images: PNG files in a folder beside the step's JSONL file, and a grid of some of them for trackers.
+"""A step's images: PNG files in a folder next to the step's JSONL file, and a grid of some of them for trackers.
 
 The folder has the name of the JSONL file without its suffix, and each image the id of its sample: step_000001.jsonl and
 step_000001/1.0.3.png. An image larger than PREVIEW_SIDE also has a small copy, 1.0.3.jpg, for reports.
