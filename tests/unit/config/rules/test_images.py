@@ -90,6 +90,7 @@ def test_windows_are_drawn_from_their_steps(keys, trained, windows):
     [
         (["algorithm.objective={clip_low: 1.0e-4, clip_high: 1.0e-3}"], 1e-5),
         (["algorithm.objective={clip_low: 0.1, clip_high: 0.2}", "model.dtype=bfloat16"], 1e-4),
+        (["algorithm.objective={clip_low: 0.1, clip_high: 0.2}", "rollout.denoising.logprob=sum"], 0.01),
         (["algorithm.objective.name=unclipped"], 1e-4),
         (["logprob_check.limit=0.5"], 0.5),
     ],
