@@ -21,7 +21,7 @@ TEXT_BYTES = 6
 """Assumed upper bound on the mean UTF-8 bytes in a token's text: four or five in English, similar in Chinese."""
 
 RGB_BYTES, PIXEL_BYTES = 3, 4
-"""Bytes per pixel of a decoded image, and an upper bound on those of its latents."""
+"""Bytes per pixel of a decoded image, which is also an upper bound on the bytes per pixel of its latents."""
 
 EMBEDDING_BYTES = 2 * 512 * 2560 * 4
 """Size of the embeddings of a caption of maximum length and of the empty caption, with Z-Image's text encoder."""

@@ -401,10 +401,11 @@ class Config(Section):
             return limit
         if not self.samples_images:
             return ROUNDING[self.precision]
-        # The log-prob of a denoising step is a mean over elements, whose rounding errors cancel.
         options = self.algorithm.objective.options()
         bounds = [float(bound) for name in ("clip_low", "clip_high") if (bound := options.get(name)) is not None]
-        return min([ROUNDING["float32"], *(SHARE_OF_CLIP * bound for bound in bounds)])
+        # Rounding errors cancel in a mean over the elements of the latents, but add up in their sum.
+        rounding = [ROUNDING["float32"]] if self.rollout.denoising.logprob == "mean" or not bounds else []
+        return min([*rounding, *(SHARE_OF_CLIP * bound for bound in bounds)])
 
     @overload
     def placed(self, role: Role) -> Trained: ...

@@ -47,7 +47,7 @@ class LatentSample(HoldsArrays):
     image: NDArray[np.uint8] | None = None
 
     episode: ClassVar[None] = None
-    """As in Sample. No environment samples images."""
+    """As in Sample. Always None, because environments do not sample images."""
 
     def __post_init__(self) -> None:
         self._freeze("sigmas", np.float64)
@@ -89,7 +89,7 @@ class LatentSample(HoldsArrays):
 
     @property
     def ref(self) -> SampleRef:
-        """The sample's names and counts."""
+        """The sample's ids and counts."""
         return SampleRef(
             id=self.id,
             prompt_id=self.prompt.id,
@@ -115,7 +115,7 @@ AnySample = Sample | LatentSample
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VelocityInput(HoldsArrays):
-    """One input at which the velocity is computed.
+    """One model input for which the velocity is computed.
 
     Attributes:
         latents: float32 [channels, height, width].

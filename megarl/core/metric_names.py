@@ -168,7 +168,9 @@ METRICS = (
     Declaration("mismatch/masked_frac", "fraction of tokens without loss", "", "logprob_check.action=mask"),
     Declaration("mismatch/canary_greedy_abs_mean", "mean difference on greedy canaries", "nats", CANARIES),
     Declaration(
-        "mismatch/canary_velocity", "images: largest relative difference of velocities on canaries", present=CANARIES
+        "mismatch/canary_velocity",
+        "images: largest relative velocity difference on canaries",
+        present=CANARIES,
     ),
     Declaration("mismatch/canary_sampled_abs_mean", "mean difference on sampled canaries", "nats", CANARIES),
     Declaration("value/loss", "critic loss of an update, mean over the step's updates", "", GAE),

@@ -28,7 +28,7 @@ class StepBatch(RowBatch):
     reference_v    float32 [N, channels, height, width], velocity of the reference policy; None: not needed
     step_weight    float32 [N], factor of the objective's loss, from `transition.step_weights`; None: 1
 
-    Velocities are those under guidance. The other fields are those of RowBatch, for the denoising steps.
+    Velocities include guidance. The fields of RowBatch have one row per denoising step.
     """
 
     latents: torch.Tensor

@@ -240,8 +240,8 @@ def denoising_loss(
         kl: the divergence from the reference: the exact KL of the Gaussian policies, or `velocity_kl`.
         has_moved: whether the policy has been updated since the start of the step.
 
-    The old policy's log-probs and the exact KL to it follow from batch.old_v. If no pass computed that because the step
-    has a single update, the old policy is the current policy: the KL and its gradient are 0.
+    The old policy's log-probs and the exact KL to it are computed from batch.old_v. If that is None because the step
+    has a single update, the old policy is the current policy, so the KL and its gradient are 0.
     """
     x, mask = batch.latents, batch.mask
     trained = partial(_trained_velocities, batch)

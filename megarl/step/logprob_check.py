@@ -37,7 +37,7 @@ class LogprobCheck:
         elapsed = ElapsedTime()
         if isinstance(self._canaries, ImageCanaries):
             [difference] = (metric.value for metric in self._gate("before the first step").values())
-            elapsed.print(f"logprob_check: passed, canary velocities differ by {difference:.1e} of their size")
+            elapsed.print(f"logprob_check: passed, relative difference of canary velocities {difference:.1e}")
         else:
             greedy, sampled = (metric.value for metric in self._gate("before the first step").values())
             elapsed.print(

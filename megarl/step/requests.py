@@ -52,7 +52,7 @@ def _trained_image_request(config: Config, number: int, i: int, k: int, prompt: 
 
 
 def image_request(config: Config, sample_id: str, prompt: Prompt, seed: int, sde_steps: range) -> ImageRequest:
-    """Return the request for an image. `sde_steps`: see Denoising; an empty range samples by the ODE."""
+    """Return the request for an image. `sde_steps`: see Denoising; an empty range samples with the ODE only."""
     keys = config.rollout.denoising
     denoising = Denoising(
         height=keys.height,

@@ -1,7 +1,7 @@
-"""Flow-GRPO and other objectives teach a tiny image model to draw the right digits, judged also by an OCR model that
-training never sees.
+"""Flow-GRPO and other objectives teach a tiny image model to draw the right digits, by the training reward and by an
+OCR model.
 
-The evaluations sample by the ODE, with the same noise before and after training."""
+Evaluations sample with the ODE, from the same noise before and after training."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def permuted_digits(prompts: list, responses: list, answers: list) -> list:
 
 
 class Judged(NamedTuple):
-    """The mean rewards before and after a run: of the rule that is trained on, and of the OCR model."""
+    """Mean rewards before and after a run: from the rule that is the training reward, and from the OCR model."""
 
     rule: tuple[float, float]
     ocr: tuple[float, float]

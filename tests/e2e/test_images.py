@@ -1,5 +1,5 @@
-"""Whole runs of an image model: they are reproducible, resume bitwise after all processes were killed, and train with
-and without log-probs."""
+"""Whole runs of an image model: they are reproducible, resume bit-identically after all processes are killed, and train
+with and without log-probs."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class DiffusersEngine(SteppedEngine[ImageRequest, LatentSample]):
 
     @property
     def shift(self) -> float:
-        """The shift in the folder's scheduler settings."""
+        """The shift of the noise levels in the folder's scheduler settings."""
         return self._model.shift
 
     async def _complete(self, request: ImageRequest) -> LatentSample:

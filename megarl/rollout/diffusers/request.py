@@ -21,7 +21,7 @@ class Denoising:
         guidance: w, see `transition.guided`. 1 disables guidance.
         kind, noise_level: the transition of the SDE steps, see megarl.algorithms.transition.
         reduction: how a step's log-prob combines the elements of the latents.
-        sde_steps: the denoising steps that the SDE samples and that are trained; all others follow the ODE.
+        sde_steps: the denoising steps that are sampled with the SDE and trained on; all others follow the ODE.
     """
 
     height: int

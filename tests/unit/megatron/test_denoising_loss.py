@@ -80,7 +80,7 @@ def metrics_of(config: Config, batch: StepBatch, v: torch.Tensor, has_moved: boo
     return values(merge([read(loss.metrics(batch, loss.terms(batch, v)))]))
 
 
-# Numbers of public trainers.
+# Values from public trainers.
 
 X, V, REFERENCE = (tensor(RECORDED[name]) for name in ("x", "v", "v_reference"))
 SIGMAS = tensor(RECORDED["sigmas"], torch.float64)
@@ -351,7 +351,7 @@ def velocity_terms(
     return terms
 
 
-def test_every_objective_of_steps_has_a_reference():
+def test_every_step_objective_has_a_reference():
     supported = {name for name, spec in OBJECTIVES.items() if "steps" in spec.actions}
     assert supported == REFERENCES.keys() | VELOCITY_REFERENCES.keys()
 
@@ -448,7 +448,7 @@ def test_metrics_of_moved_policy():
 
 
 def test_kl_old_without_old_velocities_is_the_mean_log_ratio():
-    """The ratio to the engine needs no pass for the old policy."""
+    """The ratio to the engine's policy does not require a pass for the old policy."""
     batch, config = random_batch("flow", old_v=None), config_of("algorithm.correction.old=rollout")
     log_prob = per_step(policy("flow", BASE_V).log_prob(batch.next_latents))
     engine = log_prob + tensor([0.01, -0.02, 0.03, 0.04], torch.float64)
@@ -468,7 +468,7 @@ def test_advantages_are_limited():
     assert estimated.advantage is not None and estimated.advantage.tolist() == [5.0, 1.0, 0.5, -5.0]
 
 
-def test_advantages_are_the_samples():
+def test_denoising_steps_share_the_samples_advantage():
     """All steps of a sample have its advantage; a row that is not trained has 0."""
     mask = torch.tensor([True, True, False, True])
     samples = dict(reward=tensor([1.0, 3.0], torch.float64), baseline=tensor([2.0, 2.0], torch.float64))

@@ -86,7 +86,7 @@ def test_noised_requests_follow_the_ode_and_draw_their_noise_levels():
     ]
 
 
-def test_each_denoising_step_is_packed_on_its_own():
+def test_denoising_steps_are_packed_separately():
     """Each image has two steps of 128 tokens, and a microbatch holds three of them."""
     samples = [ref(image(name), outcome=float(number)) for number, name in enumerate(("1.0.0", "1.0.1", "1.1.0"))]
     [batch] = dispatch(CONFIG, samples, packing(400))

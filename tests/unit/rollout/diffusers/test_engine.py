@@ -38,7 +38,7 @@ class LocalChannel:
 
 
 class Trainer:
-    """A source of random weights, and the engine's connection to it."""
+    """A trainer stand-in with random weights, connected to an engine."""
 
     def __init__(self, folder, engine: DiffusersEngine):
         config = read_config(folder / "transformer")
