@@ -266,6 +266,11 @@ class ObjectiveSpec(Spec):
         return isinstance(self, PolicyObjective | VelocityObjective)
 
     @property
+    def adds_noise(self) -> bool:
+        """Whether the objective learns from sampled images to which the trainer adds new noise."""
+        return isinstance(self, VelocityObjective)
+
+    @property
     def is_pairwise(self) -> bool:
         """Whether the objective learns from pairs of a better and a worse response to the same prompt."""
         return isinstance(self, PairObjective)

@@ -61,7 +61,8 @@ def sample_bytes(config: Config, experts: Experts | None) -> float:
     """Return the size in bytes of one pickled maximum-length sample, including its scores."""
     if config.samples_images:
         denoising = config.rollout.denoising
-        latents = PIXEL_BYTES * (denoising.num_trained + 1)
+        num_latents = 1 if config.algorithm.objective.spec.adds_noise else denoising.num_trained + 1
+        latents = PIXEL_BYTES * num_latents
         return denoising.height * denoising.width * (latents + RGB_BYTES) + EMBEDDING_BYTES + OBJECT_BYTES
     context = config.rollout.context_length
     response = context if config.is_offline else min(config.rollout.max_new_tokens, context)

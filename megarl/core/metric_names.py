@@ -119,6 +119,12 @@ METRICS = (
         "policy/drift_abs_mean", "mean |log-prob − log-prob at the start of the step|", "nats", "several updates"
     ),
     Declaration("policy/drift_abs_max", "maximum of the same", "nats", "several updates"),
+    Declaration(
+        "policy/velocity_change",
+        "mean squared change of the velocity since the start of the step",
+        "",
+        "objective.name=diffusion_nft, several updates",
+    ),
     Declaration("policy/penalty", "coefficient of the objective's penalty", "", "objective.penalty_target"),
     Declaration("policy/imitation_loss", "loss on positive examples", "", "objective.imitation_coefficient > 0"),
     Declaration("policy/selected_frac", "fraction of tokens that Clip-Cov or KL-Cov select", "", "clip_cov, kl_cov"),

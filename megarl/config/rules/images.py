@@ -7,7 +7,7 @@ from operator import attrgetter
 
 from megarl.algorithms.kl import KL_ESTIMATORS, STEP_KLS
 from megarl.algorithms.registry import OBJECTIVES
-from megarl.algorithms.specs import ObjectiveSpec, PolicyObjective, VelocityObjective
+from megarl.algorithms.specs import ObjectiveSpec, PolicyObjective
 from megarl.config.document import show
 from megarl.config.schema import Config
 
@@ -19,7 +19,7 @@ def objective_supports_actions(config: Config) -> Iterator[str]:
     action = "steps" if config.samples_images else "tokens"
     if action in spec.actions:
         return
-    known = [other for other, entry in OBJECTIVES.items() if {*entry.actions} >= {"steps"} and _is_trained(entry)]
+    known = [other for other, entry in OBJECTIVES.items() if "steps" in entry.actions]
     supported = f"set algorithm.objective.name to {' or '.join(known)}"
     if config.samples_images:
         yield f"algorithm.objective.name={name}: {_why_not_steps(spec)}, but {IMAGES}. Fix: {supported}"
@@ -30,26 +30,12 @@ def objective_supports_actions(config: Config) -> Iterator[str]:
         )
 
 
-def _is_trained(spec: ObjectiveSpec) -> bool:
-    """Return whether training with the objective is implemented."""
-    return not isinstance(spec, VelocityObjective)
-
-
 def _why_not_steps(spec: ObjectiveSpec) -> str:
     if not isinstance(spec, PolicyObjective):
         return "trains on text"
     if "samples" in spec.inputs:
         return "needs a sequence-level ratio, which denoising steps do not have"
     return "selects tokens" if spec.selects_tokens else "needs token probabilities"
-
-
-def velocity_objectives_are_not_trained(config: Config) -> Iterator[str]:
-    objective = config.algorithm.objective
-    if config.samples_images and not _is_trained(objective.spec):
-        yield (
-            f"algorithm.objective.name={objective.name}: it is trained on newly noised images, which the trainer does "
-            "not make yet. Fix: set algorithm.objective.name=clip"
-        )
 
 
 def divergence_requires_trainer_velocities(config: Config) -> Iterator[str]:
@@ -75,7 +61,12 @@ def images_have_a_baseline(config: Config) -> Iterator[str]:
 
 
 def kl_estimator_supports_actions(config: Config) -> Iterator[str]:
-    estimator = config.algorithm.kl.estimator
+    estimator, objective = config.algorithm.kl.estimator, config.algorithm.objective
+    if config.samples_images and estimator == "gaussian" and objective.spec.adds_noise:
+        yield (
+            f"algorithm.kl.estimator={estimator}: it is the KL of SDE steps, but algorithm.objective.name="
+            f"{objective.name} trains on images with new noise. Fix: set algorithm.kl.estimator=velocity"
+        )
     if config.samples_images == (estimator in STEP_KLS):
         return
     if config.samples_images:
@@ -134,7 +125,6 @@ def steps_stay_on_their_ranks(config: Config) -> Iterator[str]:
 
 RULES = (
     objective_supports_actions,
-    velocity_objectives_are_not_trained,
     divergence_requires_trainer_velocities,
     images_have_a_baseline,
     kl_estimator_supports_actions,

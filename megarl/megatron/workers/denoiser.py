@@ -21,7 +21,7 @@ from megarl.core.latents import VelocityInput
 from megarl.core.metrics import Metric
 from megarl.core.step_batch import StepBatch
 from megarl.core.types import SampleRef
-from megarl.data.collate_steps import StepNumber, collate_steps, step_number
+from megarl.data.collate_steps import StepNumber, collate_noised_steps, collate_steps, step_number
 from megarl.data.local_batch import LocalBatch
 from megarl.megatron import denoiser_step, parallel
 from megarl.megatron.advantages import mean_advantages
@@ -93,6 +93,8 @@ class DenoiserWorker(ActorWorker):
         return batches
 
     def _collated(self, batch: LocalBatch) -> list[StepBatch]:
+        if self._config.algorithm.objective.spec.adds_noise:
+            return [collate_noised_steps(members, self._config.run.seed) for members in batch.members]
         return [collate_steps(members, self._step_weights(members)) for members in batch.members]
 
     def _step_weights(self, members: Sequence[SampleRef]) -> dict[int, float]:

@@ -138,12 +138,6 @@ class DiffusersEngine(SteppedEngine[ImageRequest, LatentSample]):
         trajectories = (item.trajectory for item in self._pending if item.request.sample_id in sample_ids)
         return sum(0 if trajectory is None else trajectory.step for trajectory in trajectories)
 
-    def encode(self, texts: Sequence[str]) -> list[NDArray[np.float32]]:
-        """Return each text's embedding as used for sampling, float32 [L, caption channels]. Training must use the same
-        embeddings and, for guidance, the embedding of ""."""
-        captions = self._model.encoder.encode(texts)
-        return [captions[text].float().numpy() for text in texts]
-
     def velocities(self, inputs: Sequence[VelocityInput]) -> list[NDArray[np.float32]]:
         """Return the velocity at each input, float32 [channels, height, width]. Raise RuntimeError if the engine has no
         weights."""

@@ -13,9 +13,9 @@ import torch
 from megarl.algorithms import transition
 from megarl.algorithms.transition import sigma_schedule
 from megarl.core.latents import LatentSample
+from megarl.core.noise import standard_normal
 from megarl.core.types import VersionRun
 from megarl.models.denoiser import padded
-from megarl.rollout.diffusers.noise import standard_normal
 from megarl.rollout.diffusers.request import ImageRequest
 
 
@@ -158,7 +158,7 @@ class Trajectory:
             id=self.request.sample_id,
             prompt=self.request.prompt,
             sigmas=np.array(self.sigmas),
-            steps=np.array(self.request.denoising.sde_steps, np.int32),
+            steps=np.array(self.request.trained_steps, np.int32),
             latents=np.stack(self.kept) if self.kept else np.empty((0, *self.latents.shape), np.float32),
             logprobs=np.array(self.log_probs, np.float32),
             versions=tuple(runs),
