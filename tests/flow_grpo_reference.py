@@ -11,7 +11,7 @@ import torch
 from diffusers.models.transformers.transformer_z_image import ZImageTransformer2DModel
 
 from megarl.core.latents import LatentSample
-from megarl.core.noise import standard_normal
+from megarl.data.noise import standard_normal
 
 Groups = Sequence[Sequence[tuple[LatentSample, float]]]
 """The images of each prompt with their rewards."""
