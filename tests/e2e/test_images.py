@@ -84,8 +84,11 @@ def resumed(recipe, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def noised(recipe, tmp_path_factory) -> Path:
-    """Return the folder of a run that trains on images with new noise."""
-    keys = "run.steps=2", "algorithm.objective={name: diffusion_nft}", "logprob_check.canaries=refits"
+    """Return the folder of a run that trains on images with new noise. Two engines have their own CPU cores."""
+    keys = (
+        *("run.steps=2", "algorithm.objective={name: diffusion_nft}", "logprob_check.canaries=refits"),
+        *("actor.layout={tp: 2}", "rollout.replicas=2", "cluster.placement=disaggregated"),
+    )
     with Run(recipe, tmp_path_factory.mktemp("noised"), *keys, vllm=True) as run:
         assert run.end(START_S) == 0, run.errors
     return run.folder
