@@ -8,8 +8,10 @@ from pathlib import Path
 
 import torch
 from diffusers.models.transformers.transformer_z_image import ZImageTransformer2DModel
+from peft import PeftModel
 
 from megarl.core.latents import LatentSample
+from tests.lora_reference import plain_name
 
 Groups = Sequence[Sequence[tuple[LatentSample, float]]]
 """The images of each prompt with their rewards."""
@@ -19,9 +21,22 @@ class FlowGrpoReference:
     """A model trained by AdamW on GRPO's clipped loss of denoising steps (arXiv 2505.05470), with classifier-free
     guidance and the exact KL to the initial model."""
 
-    def __init__(self, folder: Path, *, lr: float, eps: float, guidance: float, noise_level: float):
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        lr: float,
+        eps: float,
+        guidance: float,
+        noise_level: float,
+        adapters: Path | None = None,
+    ):
+        """`adapters`: PEFT folder of the adapters to train instead of the weights."""
         self.model, self.start = (_load(folder) for _ in range(2))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, eps=eps, weight_decay=0.0)
+        if adapters is not None:
+            self.model = PeftModel.from_pretrained(self.model, adapters, is_trainable=True)
+        self.trained = {plain_name(name): p for name, p in self.model.named_parameters() if p.requires_grad}
+        self.optimizer = torch.optim.AdamW(self.trained.values(), lr=lr, eps=eps, weight_decay=0.0)
         self.guidance, self.noise_level = guidance, noise_level
 
     def velocity(self, model: torch.nn.Module, sample: LatentSample, index: int) -> torch.Tensor:
@@ -72,8 +87,8 @@ class FlowGrpoReference:
                     terms.append(-torch.minimum(ratio * advantage, clipped * advantage) + kl_coefficient * kl)
         loss = torch.stack(terms).mean()
         loss.backward()
-        gradients = {name: p.grad.clone() for name, p in self.model.named_parameters()}
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        gradients = {name: p.grad.clone() for name, p in self.trained.items()}
+        norm = torch.nn.utils.clip_grad_norm_(self.trained.values(), 1.0)
         self.optimizer.step()
         return float(loss.detach()), gradients, float(norm)
 

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from megarl.config.schema import Config
 from megarl.core.checkpoint import Checkpoint
 from megarl.core.errors import UserError
+from megarl.data.local_batch import LocalBatch
 from megarl.megatron.checkpoint.adapters import adapters_to_huggingface, adapters_to_peft
 from megarl.megatron.checkpoint.conversion import Options, megatron_to_huggingface
 from megarl.megatron.checkpoint.description import describe
@@ -94,6 +95,11 @@ class AdapterResult:
 
 def train_adapters(store, rank: int, config: Config, folder: Path, updates: list) -> AdapterResult:
     worker = ActorWorker(config, folder, rank, store, threads=1)
+    return take_steps(worker, [own_batch(config, worker, groups, None) for groups in updates])
+
+
+def take_steps(worker: ActorWorker, batches: Sequence[LocalBatch]) -> AdapterResult:
+    """Take a step with one update on each batch."""
     gradients: dict[str, torch.Tensor] = {}
     step = worker.optimizer.step
 
@@ -104,8 +110,7 @@ def train_adapters(store, rank: int, config: Config, folder: Path, updates: list
 
     worker.optimizer.step = step_and_copy
     metrics = {}
-    for groups in updates:
-        batch = own_batch(config, worker, groups, None)
+    for batch in batches:
         worker.keep_log_probs("reference", batch)
         metrics = worker.update(batch)
         worker.end_step()
@@ -241,13 +246,15 @@ def check(folder: Path, config: Config, outcome) -> None:
 
 
 def assert_same(folder: Path, ranks: list[AdapterResult], outcome) -> None:
+    """Compare the ranks with the outcome of one plain process. The base weights must be those in the folder."""
     reported = [rank.reported for rank in ranks if rank.reported]
     loss, norm, gradients, factors, merged = zip(*outcome, strict=True)
     assert sum(metrics["policy/loss"] for metrics in reported) == close_to(*loss, LOSS_FLOOR)
     assert reported[0]["policy/grad_norm"] == close_to(*norm)
     assert_close(whole_factors(ranks, "gradients"), *gradients, "gradient")
     assert_close(whole_factors(ranks, "factors"), *factors, "factor")
-    hf_config, start = read_config(folder), load_file(folder / "model.safetensors")
+    [weights] = folder.glob("*.safetensors")
+    hf_config, start = read_config(folder), load_file(weights)
     assert all(torch.equal(weight, start[name]) for name, weight in whole_tensors(hf_config, ranks, "base").items())
     assert_close(whole_tensors(hf_config, ranks, "weights"), *merged, "merged weight")
 
