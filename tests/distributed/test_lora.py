@@ -211,7 +211,9 @@ def random_factors(experts: Path, shares: bool) -> dict[str, torch.Tensor]:
 
 
 def write_factors(folder: Path, experts: Path, factors: dict[str, torch.Tensor], shares: bool) -> Path:
-    save_adapters(factors, config_of(experts, *keys_of(folder, shares)).actor.lora, "base", 4, folder)
+    save_adapters(
+        factors, config_of(experts, *keys_of(folder, shares)).actor.lora, "base", 4, folder, for_diffusers=False
+    )
     return folder
 
 
@@ -419,7 +421,7 @@ def export(config: Config, folder: Path, out: Path) -> Path:
         whole = peft_holder(hf_config, lora.rank, lora.share_experts)
         tensors = {name: torch.empty(shape) for name, shape in whole.shapes.items()}
         execute(make_plan(holders, [whole]).into(whole.name), tensors, transport)
-        save_adapters(tensors, lora, str(folder), 4, out)
+        save_adapters(tensors, lora, str(folder), 4, out, for_diffusers=False)
     return out
 
 
