@@ -106,7 +106,7 @@ VARIANTS = {
 CONDITIONAL = {"alora_invocation_tokens", "arrow_config"}
 """Variants whose adapters do not apply equally to all tokens, so they cannot be merged."""
 
-_TARGET = re.compile(r"[^.]+(\.\d+)?$")
+_TARGET = re.compile(r"[^.]+(?:\.\d+)?$")
 """Matches the end of a layer's name by which PEFT finds it: the last component, with the one before it if the last is a
 number, such as to_out.0."""
 
@@ -205,7 +205,7 @@ def adapter_config(lora: Lora, base: str, layers: Sequence[str], task: str | Non
         "r": lora.rank,
         "lora_alpha": alpha,
         "lora_dropout": 0.0,
-        "target_modules": sorted({_TARGET.search(layer)[0] for layer in layers}),
+        "target_modules": sorted({target for layer in layers for target in _TARGET.findall(layer)}),
         "bias": "none",
         "use_rslora": False,
         "use_dora": False,
