@@ -30,9 +30,14 @@ class FlowGrpoReference:
         guidance: float,
         noise_level: float,
         adapters: Path | None = None,
+        dtype: torch.dtype | None = None,
     ):
-        """`adapters`: PEFT folder of the adapters to train instead of the weights."""
-        self.model, self.start = (_load(folder) for _ in range(2))
+        """
+        Args:
+            adapters: PEFT folder of the adapters to train instead of the weights.
+            dtype: dtype of the model; None: the default dtype. The loss has the default dtype.
+        """
+        self.model, self.start = (_load(folder, dtype or torch.get_default_dtype()) for _ in range(2))
         if adapters is not None:
             self.model = PeftModel.from_pretrained(self.model, adapters, is_trainable=True)
         self.trained = {plain_name(name): p for name, p in self.model.named_parameters() if p.requires_grad}
@@ -41,12 +46,13 @@ class FlowGrpoReference:
 
     def velocity(self, model: torch.nn.Module, sample: LatentSample, index: int) -> torch.Tensor:
         """Return the velocity of a trained step under guidance. The model takes 1 − σ and returns −v."""
-        dtype = torch.get_default_dtype()
+        dtype = model.dtype
         x = torch.tensor(sample.latents[index], dtype=dtype)[:, None]
-        time = torch.tensor([1 - sample.sigmas[sample.steps[index]]], dtype=dtype)
+        time = torch.tensor([1 - sample.sigmas[sample.steps[index]]], dtype=torch.get_default_dtype())
+        captions = (torch.tensor(caption, dtype=dtype) for caption in (sample.embedding, sample.empty_embedding))
         conditional, unconditional = (
-            -model([x], time, [torch.tensor(caption, dtype=dtype)], return_dict=False, patch_size=2)[0][0][:, 0]
-            for caption in (sample.embedding, sample.empty_embedding)
+            -model([x], time, [caption], return_dict=False, patch_size=2)[0][0][:, 0].to(time.dtype)
+            for caption in captions
         )
         return unconditional + self.guidance * (conditional - unconditional)
 
@@ -93,5 +99,5 @@ class FlowGrpoReference:
         return float(loss.detach()), gradients, float(norm)
 
 
-def _load(folder: Path) -> torch.nn.Module:
-    return ZImageTransformer2DModel.from_pretrained(folder).to(torch.get_default_dtype())
+def _load(folder: Path, dtype: torch.dtype) -> torch.nn.Module:
+    return torch.nn.Module.to(ZImageTransformer2DModel.from_pretrained(folder), dtype)  # diffusers' `to` warns

@@ -68,14 +68,18 @@ def trained_log_probs(chunks, denoising: Denoising, sample: LatentSample, captio
 
 
 def connect(
-    engine: DiffusersEngine, config: Mapping[str, Any], holder: Holder, published: Mapping[str, torch.Tensor]
+    engine: DiffusersEngine,
+    config: Mapping[str, Any],
+    holder: Holder,
+    published: Mapping[str, torch.Tensor],
+    dtype: str = "float32",
 ) -> Callable[[int, Mapping[str, torch.Tensor]], None]:
     """Connect the engine to the tensors in `published`. Return a function that copies weights there and refits the
     engine, with checksums."""
-    targets = diffusers_holders(config, 1, "float32")
+    targets = diffusers_holders(config, 1, dtype)
     channel = SharedMemory({holder.name: publish(published)})
     engine.connect(CompactPlan.of(make_plan([holder], targets)), channel, targets, by_loader=False)
-    export = make_plan([holder], [huggingface_holder(config)])
+    export = make_plan([holder], [huggingface_holder(config, dtype)])
 
     def refit(version: int, weights: Mapping[str, torch.Tensor]) -> None:
         for name, weight in weights.items():
