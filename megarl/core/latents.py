@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -14,6 +14,8 @@ from megarl.core.types import HoldsArrays, Prompt, Sample, SampleRef, VersionRun
 @dataclass(frozen=True, slots=True, eq=False)
 class LatentSample(HoldsArrays):
     """One image sampled in N denoising steps. It holds the latents around the K ≤ N consecutive steps that are trained.
+
+    Processes exchange it in two parts, `for_training` and `for_rewards`. Each lacks the arrays of the other.
 
     Attributes:
         prompt: the prompt, whose text is the caption.
@@ -60,7 +62,8 @@ class LatentSample(HoldsArrays):
         if self.image is not None:
             self._freeze("image", np.uint8, axes=3)
         num_trained, num_steps = len(self.steps), len(self.sigmas) - 1
-        assert (len(self.logprobs), len(self.latents)) == (num_trained, num_trained + bool(num_trained)), (
+        is_complete = len(self.latents) in (0, num_trained + bool(num_trained))
+        assert len(self.logprobs) == num_trained and is_complete, (
             f"sample {self.id}: {len(self.logprobs)} log-probs and {len(self.latents)} latents for {num_trained} steps"
         )
         assert sum(run.count for run in self.versions) == num_steps, (
@@ -69,6 +72,17 @@ class LatentSample(HoldsArrays):
 
     def __hash__(self) -> int:
         return hash(self.id)
+
+    @property
+    def for_training(self) -> LatentSample:
+        """The part without the image."""
+        return replace(self, image=None)
+
+    @property
+    def for_rewards(self) -> LatentSample:
+        """The part without latents and embeddings."""
+        without = self.latents[:0], self.embedding[:0]
+        return replace(self, latents=without[0], embedding=without[1], empty_embedding=None, final=None)
 
     @property
     def rollout_id(self) -> str:
