@@ -37,7 +37,7 @@ def _layer_flops(shape: DenoiserShape, num_tokens: float) -> float:
 
 
 def modulated_layer_flops(shape: DenoiserShape, num_tokens: float) -> float:
-    """Return the same for a layer whose factors depend on the document's noise level."""
+    """Return the same for a layer that is modulated by the document's noise level."""
     return _layer_flops(shape, num_tokens) + 2 * shape.conditioning * 4 * shape.hidden
 
 

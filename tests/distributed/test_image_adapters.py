@@ -24,7 +24,7 @@ from megarl.resharding.planning.planner import make_plan
 from megarl.resharding.transports.local import LocalMemory
 from megarl.run.checkpoints import Checkpoints
 from tests.closeness import TOLERANCE, relative_error
-from tests.distributed.test_image_updates import ALPHA, RANK, config_of, own_batches
+from tests.distributed.test_image_updates import ALPHA, FLOW_GRPO, RANK, config_of, own_batches
 from tests.forked import run_ranks
 from tests.tiny_denoiser import write_denoiser_adapters
 from tests.tiny_image_model import load_pipeline, write_tiny_image_model
@@ -64,7 +64,7 @@ def runs(tmp_path_factory) -> Path:
     hidden = checkpoints.begin(1)
     (hidden / "actor").mkdir()
     for kind, saved in (("merged", None), ("adapters", hidden)):
-        config = config_of(folder, f"actor.lora={{{LORA}, path: {start}, export: {kind}}}")
+        config = config_of(folder, *FLOW_GRPO, f"actor.lora={{{LORA}, path: {start}, export: {kind}}}")
         [files] = run_ranks(1, export, config, folder, path / kind, saved)
     identity = {"folder": str(folder), "hash": weights_hash(folder / "transformer")}
     checkpoints.commit(1, {"config": config.model_dump(), "models": {"model.path": identity}}, files)
@@ -111,7 +111,9 @@ def test_exported_file_has_diffusers_names_and_metadata(runs):
 
 
 def test_exported_adapters_start_another_run(runs):
-    config = config_of(runs / "model", f"actor.lora={{{LORA}, path: {runs / 'adapters'}}}", "actor.layout.tp=2")
+    config = config_of(
+        runs / "model", *FLOW_GRPO, f"actor.lora={{{LORA}, path: {runs / 'adapters'}}}", "actor.layout.tp=2"
+    )
     ranks = run_ranks(2, factors, config, runs / "model")
     stored = load_file(runs / "adapters" / DIFFUSERS.weights)
     loaded = ranks[0]["chunk0.decoder.layers.1.mlp.linear_fc2.adapter.lora_B.weight"]

@@ -34,7 +34,7 @@ from megarl.resharding.verification import regions, source_checksums
 from megarl.rollout.diffusers.engine import DiffusersEngine
 from megarl.rollout.diffusers.request import Denoising, ImageRequest
 from tests.closeness import TOLERANCE, relative_error
-from tests.distributed.test_image_updates import ALPHA, RANK, own_batches
+from tests.distributed.test_image_updates import ALPHA, FLOW_GRPO, RANK, own_batches
 from tests.distributed.test_image_updates import config_of as image_config
 from tests.forked import run_ranks
 from tests.parity import config_of
@@ -50,13 +50,13 @@ def velocities(chunks, documents: list[Document]) -> list[torch.Tensor]:
     return [v for part in denoiser_step.predict(chunks, [documents]) for v in part]
 
 
-def trained_log_probs(chunks, denoising: Denoising, sample: LatentSample, caption, empty) -> np.ndarray:
+def trained_log_probs(chunks, denoising: Denoising, sample: LatentSample) -> np.ndarray:
     """Return the trainer's log-probs of a sample's trained steps."""
     latents = torch.tensor(sample.latents)
     documents = [
         Document(x, sample.sigmas[step], torch.tensor(branch))
         for x, step in zip(latents, sample.steps, strict=False)
-        for branch in (caption, empty)
+        for branch in (sample.embedding, sample.empty_embedding)
     ]
     found = velocities(chunks, documents)
     v = guided(torch.stack(found[::2]), torch.stack(found[1::2]), denoising.guidance)
@@ -127,10 +127,9 @@ def run(store, rank: int, folder: Path, kind: str, noise_level: float) -> tuple[
         documents = [Document(torch.tensor(c.latents), c.sigma, torch.tensor(c.caption)) for c in CANARIES]
         pairs = zip(engine.velocities(CANARIES), velocities(chunks, documents), strict=True)
         errors.append(max(relative_error(torch.tensor(actual), reference) for actual, reference in pairs))
-        caption, empty = engine.encode(["a red cat", ""])
         ratios.append(0.0)
         for sample in asyncio.run(engine.generate(requests)):
-            trained = trained_log_probs(chunks, denoising, sample, caption, empty)
+            trained = trained_log_probs(chunks, denoising, sample)
             ratios[-1] = max(ratios[-1], np.abs(np.expm1(trained - sample.logprobs)).max())
     return errors, ratios
 
@@ -148,7 +147,7 @@ def refit_adapters(store, rank: int, folder: Path, adapters: Path) -> tuple[list
     """Refit the engine from a model with adapters, before and after an update of the factors. Return the checksums of
     its weights after each refit, and those of a fresh engine that loads the merged model."""
     lora = f"actor.lora={{rank: {RANK}, alpha: {ALPHA}, path: {adapters}}}"
-    config, transformer = image_config(folder, lora), folder / "transformer"
+    config, transformer = image_config(folder, *FLOW_GRPO, lora), folder / "transformer"
     worker = DenoiserWorker(config, transformer, rank, store, threads=1)
     engine = DiffusersEngine(folder, "float32", max_batch=3)
     published = {name: torch.empty_like(weight) for name, weight in worker._refit_weights.items()}

@@ -53,7 +53,7 @@ class Trained(NamedTuple):
 
 def config_of(folder: Path, *overrides: str) -> Config:
     optimizer = f"actor.optimizer={{eps: {EPS}, lr: {RATE}}}"
-    return images.config_of(folder, "model.dtype=bfloat16", optimizer, *overrides)
+    return images.config_of(folder, *images.FLOW_GRPO, "model.dtype=bfloat16", optimizer, *overrides)
 
 
 def train(store, rank: int, config: Config, folder: Path) -> Trained:

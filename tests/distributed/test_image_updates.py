@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from megarl.algorithms.baselines import MovingAverage
-from megarl.algorithms.transition import sigma_schedule
+from megarl.algorithms.transition import noised_steps, sigma_schedule
 from megarl.config.load import load
 from megarl.config.schema import Config
 from megarl.core.latents import LatentSample
+from megarl.core.metrics import Metric
 from megarl.core.types import Prompt, SampleRef, VersionRun
 from megarl.data.local_batch import LocalBatch
 from megarl.megatron.workers.denoiser import DenoiserWorker
@@ -20,7 +21,7 @@ from megarl.step.baselines import attach_baselines
 from megarl.step.dispatch import dispatch
 from tests.closeness import LOSS_FLOOR, Expected, assert_close, close_to, expected
 from tests.distributed.test_lora import AdapterResult, assert_same, take_steps
-from tests.flow_grpo_reference import FlowGrpoReference, Groups
+from tests.flow_grpo_reference import DiffusionNftReference, FlowGrpoReference, Groups
 from tests.forked import run_ranks
 from tests.marks import exhaustive_but
 from tests.parity import EPS, LR, Outcome, RankResult, canonical, capture_gradients, local_batch
@@ -29,6 +30,11 @@ from tests.tiny_denoiser import CONFIG, write_denoiser_adapters, write_tiny_deno
 
 GUIDANCE, NOISE_LEVEL, CLIP, KL = 1.5, 0.6, 1e-4, 0.5
 RANK, ALPHA = 3, 6
+MIXTURE, ADVANTAGE_LIMIT = 0.4, 0.8
+FLOW_GRPO = (
+    f"algorithm.objective={{clip_low: {CLIP}, clip_high: {CLIP}}}",
+    f"rollout.denoising.noise_level={NOISE_LEVEL}",
+)
 SHAPE = (CONFIG["in_channels"], 8, 12)
 LAYOUTS = (
     *("dp=1", "tp=2", "tp=2 sequence_parallel=true", "pp=2", "pp=2 vpp=2", "cp=2", "dp=2"),
@@ -36,8 +42,9 @@ LAYOUTS = (
 )
 
 
-def random_groups() -> Groups:
-    """Return two prompts with three images each, whose captions have different lengths."""
+def random_groups(is_noised: bool = False) -> Groups:
+    """Return two prompts with three images each, whose captions have different lengths. `is_noised`: whether the
+    trainer adds the noise, at three noise levels that differ between images."""
     random = np.random.Generator(np.random.Philox(3))
     sigmas, groups = np.array(sigma_schedule(6, 3.0)), []
     empty = random.standard_normal((4, CONFIG["cap_feat_dim"]), np.float32)
@@ -52,9 +59,10 @@ def random_groups() -> Groups:
                 id=f"1.{i}.{k}",
                 prompt=Prompt(f"{i}", "", ()),
                 sigmas=sigmas,
-                steps=[0, 1, 2],
-                latents=latents.astype(np.float32),
-                logprobs=[-1.0] * 3,
+                steps=noised_steps(3, range(6), 0, f"1.{i}.{k}") if is_noised else [0, 1, 2],
+                latents=latents[:0] if is_noised else latents,
+                logprobs=[] if is_noised else [-1.0] * 3,
+                final=latents[-1] if is_noised else None,
                 versions=(VersionRun(0, 6),),
                 embedding=embedding,
                 empty_embedding=empty,
@@ -76,11 +84,8 @@ def config_of(folder: Path, *overrides: str) -> Config:
             f"actor.optimizer.eps={EPS}",
             "rollout.engine=diffusers",
             f"rollout.denoising.guidance={GUIDANCE}",
-            f"rollout.denoising.noise_level={NOISE_LEVEL}",
             "rollout.denoising.num_steps=6",
             "actor.tokens_per_microbatch=600",
-            f"algorithm.objective.clip_low={CLIP}",
-            f"algorithm.objective.clip_high={CLIP}",
             f"algorithm.kl.coefficient={KL}",
             "batch.samples_per_prompt=3",
             "batch.prompts_per_step=2",
@@ -112,7 +117,8 @@ def train_adapters(store, rank: int, folder: Path, config: Config) -> AdapterRes
 
 
 def own_batches(config: Config, worker: DenoiserWorker) -> list[LocalBatch]:
-    return [own_batch(config, worker, group) for group in random_groups()]
+    groups = random_groups(config.algorithm.objective.spec.adds_noise)
+    return [own_batch(config, worker, group) for group in groups]
 
 
 def own_batch(config: Config, worker: DenoiserWorker, group) -> LocalBatch:
@@ -139,17 +145,30 @@ def reference(folder) -> Expected[Outcome]:
     return expected(trained)
 
 
+@pytest.fixture(scope="module")
+def nft_reference(folder) -> Expected[Outcome]:
+    def trained() -> Outcome:
+        groups = random_groups(is_noised=True)
+        model = DiffusionNftReference(folder, lr=LR, eps=EPS, guidance=GUIDANCE)
+        old = model.old(groups)
+        for group in groups:
+            loss, gradients, norm = model.update([group], old, MIXTURE, ADVANTAGE_LIMIT, KL)
+        return Outcome(loss, norm, gradients, model.model.state_dict())
+
+    return expected(trained)
+
+
 def in_layout(folder: Path, layout: str, *overrides: str) -> Config:
     items = [f"actor.layout.{item}" for item in layout.split()]
     if "dp=2" in layout:  # one step per microbatch: a rank with fewer steps has an empty one
         items.append("actor.tokens_per_microbatch=300")
-    return config_of(folder, *items, *overrides)
+    return config_of(folder, *overrides, *items)
 
 
-@pytest.mark.parametrize("layout", exhaustive_but(LAYOUTS, "dp=1", "tp=2 sequence_parallel=true", "pp=2 vpp=2", "dp=2"))
-def test_updates_match_plain_torch(folder, reference, layout):
-    exact, plain = reference
-    config = in_layout(folder, layout)
+def trained_in(folder: Path, layout: str, outcome: Expected[Outcome], *overrides: str) -> list[dict[str, Metric]]:
+    """Train in a layout, compare with the reference, and return the ranks' metrics."""
+    exact, plain = outcome
+    config = in_layout(folder, layout, *overrides)
     ranks = run_ranks(config.actor.layout.world_size, train, folder, config)
     reported = [rank.metrics for rank in ranks if rank.metrics]
     loss = sum(metrics["policy/loss"].value for metrics in reported)
@@ -157,7 +176,20 @@ def test_updates_match_plain_torch(folder, reference, layout):
     assert reported[0]["policy/grad_norm"].value == close_to(exact.norm, plain.norm)
     assert_close(canonical(folder, ranks, "gradients"), exact.gradients, plain.gradients, "gradient")
     assert_close(canonical(folder, ranks, "weights"), exact.weights, plain.weights, "weight")
+    return reported
+
+
+@pytest.mark.parametrize("layout", exhaustive_but(LAYOUTS, "dp=1", "tp=2 sequence_parallel=true", "pp=2 vpp=2", "dp=2"))
+def test_updates_match_plain_torch(folder, reference, layout):
+    reported = trained_in(folder, layout, reference, *FLOW_GRPO)
     assert any(metrics["policy/clip_low_frac"].value + metrics["policy/clip_high_frac"].value for metrics in reported)
+
+
+@pytest.mark.parametrize("layout", exhaustive_but(LAYOUTS, "pp=2", "dp=2"))
+def test_diffusion_nft_matches_plain_torch(folder, nft_reference, layout):
+    options = f"name: diffusion_nft, mixture: {MIXTURE}, advantage_limit: {ADVANTAGE_LIMIT}"
+    reported = trained_in(folder, layout, nft_reference, f"algorithm.objective={{{options}}}")
+    assert all(metrics["policy/velocity_change"].value > 0 for metrics in reported)
 
 
 @pytest.fixture(scope="module")
@@ -182,6 +214,6 @@ def adapter_reference(folder, adapters):
 def test_adapter_updates_match_peft(folder, adapters, adapter_reference, layout):
     """The KL's reference is the model without adapters."""
     lora = f"actor.lora={{rank: {RANK}, alpha: {ALPHA}, path: {adapters}}}"
-    config = in_layout(folder, layout, lora)
+    config = in_layout(folder, layout, *FLOW_GRPO, lora)
     ranks = run_ranks(config.actor.layout.world_size, train_adapters, folder, config)
     assert_same(folder, ranks, adapter_reference)

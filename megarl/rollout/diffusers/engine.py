@@ -70,7 +70,7 @@ class DiffusersEngine(SteppedEngine[ImageRequest, LatentSample]):
 
     @property
     def shift(self) -> float:
-        """The shift in the folder's scheduler settings."""
+        """The shift of the noise levels in the folder's scheduler settings."""
         return self._model.shift
 
     async def _complete(self, request: ImageRequest) -> LatentSample:
@@ -131,12 +131,6 @@ class DiffusersEngine(SteppedEngine[ImageRequest, LatentSample]):
         """Return the number of denoising steps done so far for the given samples, excluding finished samples."""
         trajectories = (item.trajectory for item in self._pending if item.request.sample_id in sample_ids)
         return sum(0 if trajectory is None else trajectory.step for trajectory in trajectories)
-
-    def encode(self, texts: Sequence[str]) -> list[NDArray[np.float32]]:
-        """Return the embedding of each text with which the engine samples, float32 [L, caption channels]. Training must
-        use these embeddings, and that of "" for guidance."""
-        captions = self._model.encoder.encode(texts)
-        return [captions[text].float().numpy() for text in texts]
 
     def velocities(self, inputs: Sequence[VelocityInput]) -> list[NDArray[np.float32]]:
         """Return the velocity at each input, float32 [channels, height, width]. Raise RuntimeError if the engine has no

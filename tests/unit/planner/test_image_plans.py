@@ -76,11 +76,11 @@ def planned(folder: Path, *overrides: str, as_is: bool = True, **lengths: float)
 
 
 @pytest.mark.parametrize(("height", "width", "caption"), [(16, 16, 32), (20, 12, 5), (8, 32, 70)])
-def test_operations_match_torchs_count(height, width, caption):
+def test_flops_match_torch(height, width, caption):
     """Images have 64, 60 and 64 tokens, and captions 32, 5 and 70, before padding to multiples of 32."""
     model = ZImageTransformer2DModel.from_config(TINY).eval()
     inputs = [torch.randn(4, 1, height, width)], torch.tensor([0.5]), [torch.randn(caption, 20)]
-    # The counter does not know the CPU's attention kernel.
+    # torch's counter does not count the CPU's attention kernel.
     with FlopCounterMode(display=False) as counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
         model(*inputs, return_dict=False, patch_size=2)
     image_tokens, caption_tokens = 32 * ceil(height * width / 4 / 32), 32 * ceil(caption / 32)
@@ -120,7 +120,7 @@ def test_frozen_models_have_the_stated_sizes():
             assert counter.get_total_flops() == pytest.approx(DECODER_FLOPS * size**2, rel=0.05)
 
 
-def test_parameter_count_is_z_images():
+def test_parameter_count_matches_z_image():
     with torch.device("meta"):
         model = ZImageTransformer2DModel.from_config(Z_IMAGE)
     count = sum(parameter.numel() for parameter in model.parameters())
@@ -175,7 +175,7 @@ def test_stages_share_the_operations():
     assert halves.update["matrix products"] == pytest.approx(17 / 16 * whole.update["matrix products"], rel=0.01)
 
 
-def test_a_microbatch_holds_whole_denoising_steps():
+def test_microbatch_holds_whole_denoising_steps():
     """A step has 2 x 1,024 image tokens and 64 + 32 caption tokens, so three steps fit into 8,192 tokens."""
     plan = plan_of(*layout_keys(dp=8), "rollout.denoising.guidance=4")
     packed = plan.workload.packed(plan.config.actor)
@@ -262,7 +262,7 @@ def test_table_and_page_describe_images(tmp_path):
     assert "engine: text encoder and VAE" in page and page.count("<svg") == 2
 
 
-def test_image_plans_refuse_options_for_texts(tmp_path):
+def test_image_plans_refuse_options_for_text(tmp_path):
     keys = (*layout_keys(dp=8), "actor.recompute=full")
     with pytest.raises(UserError, match=r"--response-tokens 100: rollout.engine=diffusers samples images"):
         planned(tmp_path, *keys, response_tokens=100)
@@ -270,7 +270,7 @@ def test_image_plans_refuse_options_for_texts(tmp_path):
         simulate_steps(planned(tmp_path, *keys))
 
 
-def test_too_small_a_microbatch_is_refused(tmp_path):
+def test_microbatch_smaller_than_one_step_is_refused(tmp_path):
     """With guidance, a step of 1024 x 1024 pixels has 2 · 4,096 image tokens, and up to 512 + 32 caption tokens."""
     size = ("rollout.denoising.height=1024", "rollout.denoising.width=1024", "rollout.denoising.guidance=4")
     keys = (*layout_keys(tp=2, cp=2, dp=2), "actor.recompute=full", *size)
