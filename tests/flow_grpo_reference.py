@@ -6,12 +6,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers.models.transformers.transformer_z_image import ZImageTransformer2DModel
+from peft import PeftModel
 
 from megarl.core.latents import LatentSample
 from megarl.data.noise import standard_normal
+from tests.lora_reference import plain_name
 
 Groups = Sequence[Sequence[tuple[LatentSample, float]]]
 """The images of each prompt with their rewards."""
@@ -20,18 +23,35 @@ Groups = Sequence[Sequence[tuple[LatentSample, float]]]
 class _Reference:
     """A model trained by AdamW, with classifier-free guidance, and the initial model."""
 
-    def __init__(self, folder: Path, *, lr: float, eps: float, guidance: float):
-        self.model, self.start = (_load(folder) for _ in range(2))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, eps=eps, weight_decay=0.0)
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        lr: float,
+        eps: float,
+        guidance: float,
+        adapters: Path | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        """
+        Args:
+            adapters: PEFT folder of the adapters to train instead of the weights.
+            dtype: dtype of the model; None: the default dtype. The loss has the default dtype.
+        """
+        self.model, self.start = (_load(folder, dtype or torch.get_default_dtype()) for _ in range(2))
+        if adapters is not None:
+            self.model = PeftModel.from_pretrained(self.model, adapters, is_trainable=True)
+        self.trained = {plain_name(name): p for name, p in self.model.named_parameters() if p.requires_grad}
+        self.optimizer = torch.optim.AdamW(self.trained.values(), lr=lr, eps=eps, weight_decay=0.0)
         self.guidance = guidance
 
     def velocity_at(self, model: torch.nn.Module, sample: LatentSample, x: torch.Tensor, sigma: float) -> torch.Tensor:
         """Return the velocity under guidance. The model takes 1 − σ and returns −v."""
-        dtype = torch.get_default_dtype()
-        time, images = torch.tensor([1 - sigma], dtype=dtype), [x[:, None]]
+        time, images = torch.tensor([1 - sigma], dtype=x.dtype), [x[:, None].to(model.dtype)]
+        captions = (torch.tensor(caption, dtype=model.dtype) for caption in (sample.embedding, sample.empty_embedding))
         conditional, unconditional = (
-            -model(images, time, [torch.tensor(caption, dtype=dtype)], return_dict=False, patch_size=2)[0][0][:, 0]
-            for caption in (sample.embedding, sample.empty_embedding)
+            -model(images, time, [caption], return_dict=False, patch_size=2)[0][0][:, 0].to(x.dtype)
+            for caption in captions
         )
         return unconditional + self.guidance * (conditional - unconditional)
 
@@ -41,8 +61,8 @@ class _Reference:
         self.optimizer.zero_grad()
         loss = torch.stack(list(terms)).mean()
         loss.backward()
-        gradients = {name: p.grad.clone() for name, p in self.model.named_parameters()}
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        gradients = {name: p.grad.clone() for name, p in self.trained.items()}
+        norm = torch.nn.utils.clip_grad_norm_(self.trained.values(), 1.0)
         self.optimizer.step()
         return float(loss.detach()), gradients, float(norm)
 
@@ -50,7 +70,7 @@ class _Reference:
 class FlowGrpoReference(_Reference):
     """GRPO's clipped loss of denoising steps (arXiv 2505.05470), with the exact KL to the initial model."""
 
-    def __init__(self, folder: Path, *, noise_level: float, **options: float):
+    def __init__(self, folder: Path, *, noise_level: float, **options: Any):
         super().__init__(folder, **options)
         self.noise_level = noise_level
 
@@ -148,5 +168,5 @@ def _advantages(group: Sequence[tuple[LatentSample, float]]) -> torch.Tensor:
     return (rewards - rewards.mean()) / (rewards.std() + 1e-6)
 
 
-def _load(folder: Path) -> torch.nn.Module:
-    return ZImageTransformer2DModel.from_pretrained(folder).to(torch.get_default_dtype())
+def _load(folder: Path, dtype: torch.dtype) -> torch.nn.Module:
+    return torch.nn.Module.to(ZImageTransformer2DModel.from_pretrained(folder), dtype)  # diffusers' `to` warns

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from diffusers.models.transformers.transformer_z_image import ZImageTransformer2DModel
+from peft import LoraConfig, get_peft_model
 
 from megarl.megatron.model.denoiser.inputs import Document
 from tests.tiny_model import randomize
@@ -24,6 +25,9 @@ CONFIG = dict(
     t_scale=10.0,  # 1000 would amplify the rounding errors of the noise level's angles, which are float32 in diffusers
 )
 
+TARGETS = r"(layers|noise_refiner|context_refiner)\.\d+\.(attention\.to_(q|k|v|out\.0)|feed_forward\.w[123])"
+"""The modules that PEFT adapts."""
+
 SIZES = (
     # The first image and both captions need padding, and the documents have different sizes.
     *((8, 12, 5), (16, 16, 40)),
@@ -39,6 +43,19 @@ def write_tiny_denoiser(folder: Path, dtype: torch.dtype = torch.float32) -> Pat
     model = ZImageTransformer2DModel.from_config(CONFIG)
     randomize(model, seed=0)
     model.to(dtype).save_pretrained(folder)
+    return folder
+
+
+def write_denoiser_adapters(folder: Path, model: Path, rank: int, alpha: int) -> Path:
+    """Write random adapters for the transformer in `model` with PEFT. B is random instead of zero, so that the adapters
+    change the model."""
+    torch.manual_seed(2)
+    base = ZImageTransformer2DModel.from_pretrained(model)
+    adapted = get_peft_model(base, LoraConfig(r=rank, lora_alpha=alpha, target_modules=TARGETS))
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    adapted.save_pretrained(folder)
     return folder
 
 

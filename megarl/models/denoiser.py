@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megarl.core.errors import UserError
-from megarl.core.files import is_plain, shown
+from megarl.core.files import is_plain, read_foreign_object, shown
 from megarl.models.shape import ModelShape
 
 Z_IMAGE = "ZImageTransformer2DModel"
@@ -86,6 +87,26 @@ class DenoiserShape(ModelShape):
         """Number of latent values in a token."""
         return self.patch**2 * self.channels
 
+    @property
+    def image_limit(self) -> tuple[int, int]:
+        """Maximum numbers of rows and columns of image tokens."""
+        _, rows, columns = self.axis_lengths
+        return rows, columns
+
+    @property
+    def max_caption_tokens(self) -> int:
+        """Number of tokens to which captions are truncated, with padding."""
+        # The image's position follows its caption, whose positions start at 1.
+        return min(MAX_CAPTION_TOKENS, (self.axis_lengths[0] - 2) // TOKEN_MULTIPLE * TOKEN_MULTIPLE)
+
+    def caption_tokens(self, num_tokens: float) -> int:
+        """Return the number of tokens, with padding, of a caption of num_tokens ≥ 1 tokens."""
+        return self.padded(min(round(num_tokens), self.max_caption_tokens))
+
+    def padded(self, num_tokens: int) -> int:
+        """Return the number of tokens of an image or a caption after padding."""
+        return padded(num_tokens)
+
     def image_tokens(self, height: int, width: int) -> int:
         """Return the number of tokens, with padding, of an image of this size in pixels."""
         pixels = PIXELS_PER_LATENT * self.patch
@@ -138,6 +159,18 @@ class DenoiserShape(ModelShape):
 def padded(num_tokens: int) -> int:
     """Return the number of tokens of an image or a caption after padding."""
     return -(-num_tokens // TOKEN_MULTIPLE) * TOKEN_MULTIPLE
+
+
+def pixels_per_latent(folder: Path) -> int:
+    """Return the height and width in pixels of one latent of the VAE beside a transformer's folder."""
+    path = folder.parent / "vae" / "config.json"
+    channels = read_foreign_object(path, "model.path: ").get("block_out_channels")
+    if not isinstance(channels, list) or not channels:
+        raise UserError(
+            f"model.path: {path}: block_out_channels={shown(channels)}: expected a list of integers. Fix: copy the "
+            "file again"
+        )
+    return 2 ** (len(channels) - 1)
 
 
 def is_denoiser(config: Mapping[str, Any]) -> bool:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from megarl.core import device
 from megarl.core.errors import UserError
 from megarl.core.files import is_plain, read_foreign_object, shown
-from megarl.models.denoiser import MAX_CAPTION_TOKENS, TOKEN_MULTIPLE, Z_IMAGE, DenoiserShape
+from megarl.models.denoiser import Z_IMAGE, DenoiserShape
 from megarl.models.tokenizer import load_tokenizer
 from megarl.models.weight_files import read_headers
 
@@ -174,14 +174,12 @@ class ImageModel:
                 f"expects cap_feat_dim={shape.caption}. Fix: copy the model again"
             )
         vae = _load(getattr(diffusers, classes["vae"]), folder / "vae", dtype=dtype)
-        # The image's position follows its padded caption, whose positions start at 1.
-        max_tokens = min(MAX_CAPTION_TOKENS, (shape.axis_lengths[0] - 2) // TOKEN_MULTIPLE * TOKEN_MULTIPLE)
         tokenizer = load_tokenizer(folder / "tokenizer", KEY)
         return cls(
             transformer.eval().requires_grad_(False),
             shape,
             _shift(folder / "scheduler" / "scheduler_config.json"),
-            PromptEncoder(tokenizer, HostedModel(text_encoder, offload), max_tokens),
+            PromptEncoder(tokenizer, HostedModel(text_encoder, offload), shape.max_caption_tokens),
             ImageDecoder(vae, HostedModel(vae, offload)),
         )
 
