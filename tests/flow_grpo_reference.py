@@ -13,7 +13,7 @@ from diffusers.models.transformers.transformer_z_image import ZImageTransformer2
 from peft import PeftModel
 
 from megarl.core.latents import LatentSample
-from megarl.core.noise import standard_normal
+from megarl.data.noise import standard_normal
 from tests.lora_reference import plain_name
 
 Groups = Sequence[Sequence[tuple[LatentSample, float]]]

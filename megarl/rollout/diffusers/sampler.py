@@ -13,8 +13,8 @@ import torch
 from megarl.algorithms import transition
 from megarl.algorithms.transition import sigma_schedule
 from megarl.core.latents import LatentSample
-from megarl.core.noise import standard_normal
 from megarl.core.types import VersionRun
+from megarl.data.noise import standard_normal
 from megarl.models.denoiser import padded
 from megarl.rollout.diffusers.request import ImageRequest
 
