@@ -156,7 +156,7 @@ def ahead(recipe, tmp_path_factory) -> Path:
 
 
 def test_images_sampled_ahead_are_trained(ahead):
-    """The old log-probs are the engine's, so a stale image's ratio is that of the versions."""
+    """Ratios are relative to the engine's log-probs, and each denoising step records its weight version."""
     lines = [line for line in metrics(ahead) if line["step"] > 0]
     assert len(lines) == STEPS
     assert lines[0]["weights/staleness_max"] == 0 and lines[-1]["weights/staleness_1_share"] > 0
