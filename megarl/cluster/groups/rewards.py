@@ -18,7 +18,7 @@ from megarl.cluster.groups.remote import remote
 from megarl.cluster.groups.reward_models import RewardEngineGroup, RewardModelGroup
 from megarl.cluster.pending import Pending
 from megarl.cluster.placement import Process
-from megarl.cluster.rank_batch import Scores, get_scores, put_sample, put_scores
+from megarl.cluster.rank_batch import Scores, get_samples, get_scores, put_sample, put_scores
 from megarl.cluster.session import Session
 from megarl.config.schema import Config
 from megarl.core.checkpoint import FileRecord, seal
@@ -171,7 +171,7 @@ class RewardWorker:
         return await self._evaluation[name].score(samples, version, file)
 
     def save_groups(self, groups: Sequence[WaitingGroup], file: Path) -> FileRecord:
-        fetched = [(row, version, ray.get([ref.sample for ref in refs])) for row, version, refs in groups]
+        fetched = [(row, version, get_samples(refs)) for row, version, refs in groups]
         file.parent.mkdir()
 
         def save() -> FileRecord:

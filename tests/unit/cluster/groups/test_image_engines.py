@@ -11,14 +11,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import ray
 
+from megarl.cluster import rank_batch
 from megarl.cluster.groups import engine_actor
 from megarl.cluster.groups.engine_actor import ImageEngineActor
 from megarl.cluster.groups.engines import ImageEngineGroup
 from megarl.cluster.groups.rewards import RewardGroup
 from megarl.cluster.pending import Answers, ready
+from megarl.cluster.rank_batch import get_samples, put_sample
 from megarl.core.latents import LatentSample
 from megarl.core.types import Prompt, SampleRef, VersionRun
+from megarl.rewards.sample_file import load_samples, save_samples
 from megarl.rollout.router import Aborted
 
 STEPS, CHANNELS, SIDE, SCALE, CAPTION = 3, 16, 16, 8, (40, 2560)
@@ -122,3 +126,22 @@ def test_references_lead_to_the_parts():
     RewardGroup.score(rewards, refs, 1, Path("rollouts"))
     RewardGroup.evaluate(rewards, refs, "set", 1, Path("rollouts"))
     assert asked == [["scored 0", "scored 1"]] * 2
+
+
+def test_images_that_wait_are_restored_from_a_checkpoint(monkeypatch, tmp_path):
+    """The parts are joined in the file and separated again."""
+    objects: dict[str, LatentSample] = {}
+
+    def put(part: LatentSample) -> str:
+        objects[f"object {len(objects)}"] = part
+        return f"object {len(objects) - 1}"
+
+    monkeypatch.setattr(ray, "put", put)
+    monkeypatch.setattr(rank_batch, "_get", lambda refs: {ref: objects[ref] for ref in refs})
+    refs = [put_sample(item) for item in SAMPLES]
+    assert get_samples(refs) == SAMPLES
+    save_samples([(3, 1, get_samples(refs))], tmp_path / "waiting")
+    [(row, version, restored)] = load_samples(tmp_path / "waiting")
+    assert (row, version, restored) == (3, 1, SAMPLES)
+    again = put_sample(restored[0])
+    assert objects[again.sample] == SAMPLES[0].for_training and objects[again.scored] == SAMPLES[0].for_rewards
