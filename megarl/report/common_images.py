@@ -121,9 +121,9 @@ def _set(item: CommonImages, names: Sequence[str], differing: Sequence[str]) -> 
     noise = "" if differing else ", each row from the same noise"
     selection = "" if len(item.rows) == item.num_common else f", {len(item.rows)} of {item.num_common} samples"
     summary = f"Images from {item.name}, one column per run{noise}{selection}"
-    prompts: dict[str, list[str]] = {}
+    prompts: dict[str, list[str]] = {}  # the rows of each prompt
     for (sample_id, prompt), evaluations in item.rows.items():
         strips = [strip(sample_id, zip(names, samples, strict=True), time_of(step)) for step, samples in evaluations]
-        prompts.setdefault(prompt, []).extend(strips)
-    sections = "".join(prompt_section(prompt, strips) for prompt, strips in prompts.items())
+        prompts.setdefault(prompt, []).append(f'<div class="evaluations">{"".join(strips)}</div>')
+    sections = "".join(prompt_section(prompt, rows) for prompt, rows in prompts.items())
     return f"<details open><summary>{escape(summary)}</summary>{sections}</details>"

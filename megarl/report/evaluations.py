@@ -148,10 +148,10 @@ def _prompt(rows: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> str:
     return prompt_section(prompt, strips)
 
 
-def prompt_section(prompt: Any, strips: Iterable[str]) -> str:
-    """Return the section of a prompt, which contains the strips below the prompt."""
+def prompt_section(prompt: Any, rows: Iterable[str]) -> str:
+    """Return the section of a prompt, with rows of images as HTML below the prompt."""
     head = f'<div class="prompt"><h3>Prompt</h3>{_text(prompt)}</div>'
-    return f'<section class="group">{head}{"".join(strips)}</section>'
+    return f'<section class="group">{head}{"".join(rows)}</section>'
 
 
 def strip(name: str, samples: Iterable[tuple[str, Mapping[str, Any]]], when: str = "") -> str:

@@ -36,7 +36,8 @@ COMPARISON = """[...document.querySelectorAll('#common-images .strip')].map((str
   when: strip.querySelector('.when').textContent,
   pictures: [...strip.querySelectorAll('.picture')].map((node) => ({
     width: node.querySelector('img').naturalWidth,
-    left: node.getBoundingClientRect().left - strip.getBoundingClientRect().left,
+    left: node.getBoundingClientRect().left,
+    top: node.getBoundingClientRect().top,
     alt: node.querySelector('img').alt,
     texts: node.innerText.split('\\n'),
   })),
@@ -145,19 +146,20 @@ def compared(run: Path) -> str:
 
 
 def test_comparison_has_a_column_per_run(compared: str, tmp_path: Path) -> None:
+    """The evaluations of a sample are side by side, and each has the runs in the same order."""
     with browse_with(tmp_path, compared) as tab:
         take_pictures(tab, "image_comparison", "#common-images")
         rows, names = tab.eval(COMPARISON), ["digits", "digits-with-a-larger-learning-rate"]
         assert [row["when"] for row in rows] == ["before step 1", "after step 4"] * 2
         for row, rewards in zip(rows, [("0.2", "0.2"), ("0.8", "0.9333")] * 2, strict=True):
             assert [picture["width"] for picture in row["pictures"]] == [32, 32]
-            assert [picture["texts"] for picture in row["pictures"]] == [
-                list(pair) for pair in zip(names, rewards, strict=True)
-            ]
+            assert [picture["texts"] for picture in row["pictures"]] == [*map(list, zip(names, rewards, strict=True))]
             assert [picture["alt"] for picture in row["pictures"]] == [f"{name}, {row['when']}" for name in names]
-            assert [picture["left"] for picture in row["pictures"]] == [
-                picture["left"] for picture in rows[0]["pictures"]
-            ]
+        lefts = [picture["left"] for row in rows for picture in row["pictures"]]
+        assert lefts == [*sorted(lefts[:4])] * 2 and len(set(lefts)) == 4
+        assert [
+            len({picture["top"] for row in pair for picture in row["pictures"]}) for pair in (rows[:2], rows[2:])
+        ] == [1, 1]
         assert tab.eval("document.querySelectorAll('#common-images .prompt pre').length") == 1
         note = tab.eval("document.querySelector('#common-images .note').textContent")
         assert note.endswith("are left out: 2 samples of digits.")
@@ -166,9 +168,24 @@ def test_comparison_has_a_column_per_run(compared: str, tmp_path: Path) -> None:
 
 
 def test_comparison_fits_a_narrow_window(compared: str, tmp_path: Path) -> None:
+    """The images of two runs fit side by side."""
     with browse_with(tmp_path, compared, 390, 900) as tab:
         take_pictures(tab, "image_comparison_narrow", "#common-images")
         assert tab.eval("document.documentElement.scrollWidth") == 390
+        assert tab.eval(
+            "[...document.querySelectorAll('.strip')].every((node) => node.scrollWidth === node.clientWidth)"
+        )
+        assert tab.problems == []
+
+
+def test_comparison_of_five_runs_scrolls_its_strips(run: Path, tmp_path: Path) -> None:
+    """The page itself does not become wider than the window."""
+    runs = [run, *(write_run(tmp_path / f"run{number}" / ("name" * 10), 2, side=320) for number in range(4))]
+    with browse_with(tmp_path, comparison.write(runs).as_uri(), 390, 900) as tab:
+        take_pictures(tab, "image_comparison_five", "#common-images")
+        assert tab.eval("document.documentElement.scrollWidth") == 390
+        assert tab.eval("[...document.querySelectorAll('.strip')].every((node) => node.scrollWidth > node.clientWidth)")
+        assert [len(row["pictures"]) for row in tab.eval(COMPARISON)] == [5] * 8
         assert tab.problems == []
 
 
