@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from diffusers.models.transformers.transformer_z_image import ZImageTransformer2DModel
 
 from megarl.core.latents import LatentSample
+from megarl.megatron.model.denoiser.inputs import Document
+from tests.tiny_denoiser import TinyDenoiser
 
 Groups = Sequence[Sequence[tuple[LatentSample, float]]]
 """The images of each prompt with their rewards."""
@@ -19,20 +20,18 @@ class FlowGrpoReference:
     """A model trained by AdamW on GRPO's clipped loss of denoising steps (arXiv 2505.05470), with classifier-free
     guidance and the exact KL to the initial model."""
 
-    def __init__(self, folder: Path, *, lr: float, eps: float, guidance: float, noise_level: float):
-        self.model, self.start = (_load(folder) for _ in range(2))
+    def __init__(self, tiny: TinyDenoiser, folder: Path, *, lr: float, eps: float, guidance: float, noise_level: float):
+        self.tiny = tiny
+        self.model, self.start = (tiny.load(folder) for _ in range(2))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, eps=eps, weight_decay=0.0)
         self.guidance, self.noise_level = guidance, noise_level
 
     def velocity(self, model: torch.nn.Module, sample: LatentSample, index: int) -> torch.Tensor:
-        """Return the velocity of a trained step under guidance. The model takes 1 − σ and returns −v."""
+        """Return the velocity of a trained step under guidance."""
         dtype = torch.get_default_dtype()
-        x = torch.tensor(sample.latents[index], dtype=dtype)[:, None]
-        time = torch.tensor([1 - sample.sigmas[sample.steps[index]]], dtype=dtype)
-        conditional, unconditional = (
-            -model([x], time, [torch.tensor(caption, dtype=dtype)], return_dict=False, patch_size=2)[0][0][:, 0]
-            for caption in (sample.embedding, sample.empty_embedding)
-        )
+        x, sigma = torch.tensor(sample.latents[index], dtype=dtype), float(sample.sigmas[sample.steps[index]])
+        captions = [caption.map(torch.tensor).to(dtype) for caption in (sample.embedding, sample.empty_embedding)]
+        conditional, unconditional = self.tiny.velocities(model, [Document(x, sigma, caption) for caption in captions])
         return unconditional + self.guidance * (conditional - unconditional)
 
     def gaussian(self, model: torch.nn.Module, sample: LatentSample, index: int) -> torch.distributions.Normal:
@@ -72,11 +71,8 @@ class FlowGrpoReference:
                     terms.append(-torch.minimum(ratio * advantage, clipped * advantage) + kl_coefficient * kl)
         loss = torch.stack(terms).mean()
         loss.backward()
-        gradients = {name: p.grad.clone() for name, p in self.model.named_parameters()}
+        trained = self.model.named_parameters()
+        gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in trained}
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         return float(loss.detach()), gradients, float(norm)
-
-
-def _load(folder: Path) -> torch.nn.Module:
-    return ZImageTransformer2DModel.from_pretrained(folder).to(torch.get_default_dtype())

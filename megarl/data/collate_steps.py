@@ -35,7 +35,7 @@ def collate_steps(items: Sequence[SampleRef], step_weights: Mapping[int, float])
     indices = [step_number(item)[1] for item in items]
     numbers = [int(sample.steps[index]) for sample, index in zip(samples, indices, strict=True)]
     rows, mask = torch.arange(len(items)), torch.ones(len(items), dtype=torch.bool)
-    embeddings = [torch.tensor(sample.embedding) for sample in samples]
+    captions = tuple(sample.embedding.map(torch.tensor) for sample in samples)
     empty = samples[0].empty_embedding if samples else None
     batch = StepBatch(
         latents=_stack([sample.latents[index] for sample, index in zip(samples, indices, strict=True)]),
@@ -43,8 +43,8 @@ def collate_steps(items: Sequence[SampleRef], step_weights: Mapping[int, float])
         sigma=_levels([sample.sigmas[number] for sample, number in zip(samples, numbers, strict=True)]),
         sigma_next=_levels([sample.sigmas[number + 1] for sample, number in zip(samples, numbers, strict=True)]),
         second_sigma=_levels([sample.sigmas[1] for sample in samples]),
-        captions=tuple(embeddings),
-        unconditional=None if empty is None else torch.tensor(empty),
+        captions=captions,
+        unconditional=None if empty is None else empty.map(torch.tensor),
         row_sample=rows,
         rollout_logprobs=torch.tensor([sample.logprobs[index] for sample, index in zip(samples, indices, strict=True)]),
         mask=mask,

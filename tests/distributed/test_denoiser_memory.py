@@ -11,6 +11,7 @@ import torch
 from megarl.cluster.memory.rank import FLOAT32, layer_bytes, rank_memory
 from megarl.config.model_schema import Layout
 from megarl.config.schema import Config
+from megarl.core.latents import Conditioning
 from megarl.megatron import denoiser_step, parallel
 from megarl.megatron.model.build import named_parameters
 from megarl.megatron.model.denoiser.build import build_denoiser
@@ -35,7 +36,7 @@ def documents() -> list[Document]:
         Document(
             torch.randn(MODEL["in_channels"], 32, 32, generator=generator),
             0.5,
-            torch.randn(CAPTION, MODEL["cap_feat_dim"], generator=generator),
+            Conditioning(torch.randn(CAPTION, MODEL["cap_feat_dim"], generator=generator)),
         )
         for _ in range(NUM_DOCUMENTS)
     ]

@@ -17,6 +17,7 @@ from megarl.megatron import denoiser_step, parallel
 from megarl.megatron.model.build import named_weights
 from megarl.megatron.model.denoiser.build import build_denoiser
 from megarl.megatron.model.denoiser.inputs import Document
+from megarl.models.denoiser import DenoiserShape
 from megarl.resharding.execute import execute
 from megarl.resharding.families import diffusers_holders, huggingface_holder, megatron_holders
 from megarl.resharding.planning.compact import CompactPlan
@@ -30,10 +31,9 @@ from tests.closeness import TOLERANCE, relative_error
 from tests.forked import run_ranks
 from tests.parity import config_of
 from tests.timing import WAIT_S
-from tests.tiny_denoiser import CONFIG
+from tests.tiny_denoiser import MODELS
 from tests.tiny_image_model import SHIFT, write_tiny_image_model
 
-CANARIES = canaries(CONFIG["in_channels"], CONFIG["cap_feat_dim"], patch=2)
 GUIDANCE = 2.5
 
 
@@ -45,7 +45,7 @@ def trained_log_probs(chunks, denoising: Denoising, sample: LatentSample, captio
     """Return the trainer's log-probs of a sample's trained steps."""
     latents = torch.tensor(sample.latents)
     documents = [
-        Document(x, sample.sigmas[step], torch.tensor(branch))
+        Document(x, sample.sigmas[step], branch.map(torch.tensor))
         for x, step in zip(latents, sample.steps, strict=False)
         for branch in (caption, empty)
     ]
@@ -58,7 +58,9 @@ def trained_log_probs(chunks, denoising: Denoising, sample: LatentSample, captio
     return log_prob(step, latents[:-1], v, latents[1:]).numpy()
 
 
-def run(store, rank: int, folder: Path, kind: str, noise_level: float) -> tuple[list[float], list[float]]:
+def run(
+    store, rank: int, shape: DenoiserShape, folder: Path, kind: str, noise_level: float
+) -> tuple[list[float], list[float]]:
     """Refit the engine twice from a Megatron rank. Return the worst error of the velocities at the canaries, and of the
     ratios of sampled latents, after each refit."""
     settings = config_of(folder / "transformer").actor
@@ -97,8 +99,9 @@ def run(store, rank: int, folder: Path, kind: str, noise_level: float) -> tuple[
             weight.mul_(1.1)
             published[name].copy_(weight)
         engine.refit(version, source_checksums(regions(targets), export, holder.name, weights))
-        documents = [Document(torch.tensor(c.latents), c.sigma, torch.tensor(c.caption)) for c in CANARIES]
-        pairs = zip(engine.velocities(CANARIES), velocities(chunks, documents), strict=True)
+        inputs = canaries(shape.channels, shape.caption, shape.patch, shape.pooled)
+        documents = [Document(torch.tensor(c.latents), c.sigma, c.caption.map(torch.tensor)) for c in inputs]
+        pairs = zip(engine.velocities(inputs), velocities(chunks, documents), strict=True)
         errors.append(max(relative_error(torch.tensor(actual), reference) for actual, reference in pairs))
         caption, empty = engine.encode(["a red cat", ""])
         ratios.append(0.0)
@@ -108,10 +111,11 @@ def run(store, rank: int, folder: Path, kind: str, noise_level: float) -> tuple[
     return errors, ratios
 
 
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("kind", "noise_level"), [("flow", 0.7), ("dance", 0.3), ("cps", 0.6)])
-def test_trainer_matches_engine_after_two_refits(tmp_path, kind, noise_level):
-    folder = write_tiny_image_model(tmp_path)
-    [(errors, ratios)] = run_ranks(1, run, folder, kind, noise_level)
+def test_trainer_matches_engine_after_two_refits(tmp_path, name, kind, noise_level):
+    folder = write_tiny_image_model(tmp_path, name)
+    [(errors, ratios)] = run_ranks(1, run, MODELS[name].shape, folder, kind, noise_level)
     print(errors, ratios)
     assert max(errors) < TOLERANCE
     assert max(ratios) < 2e-6

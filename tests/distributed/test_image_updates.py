@@ -12,10 +12,11 @@ import pytest
 from megarl.algorithms.baselines import MovingAverage
 from megarl.algorithms.transition import sigma_schedule
 from megarl.config.load import load
-from megarl.core.latents import LatentSample
+from megarl.core.latents import Conditioning, LatentSample
 from megarl.core.types import Prompt, SampleRef, VersionRun
 from megarl.data.local_batch import LocalBatch
 from megarl.megatron.workers.denoiser import DenoiserWorker
+from megarl.models.denoiser import DenoiserShape
 from megarl.step.baselines import attach_baselines
 from megarl.step.dispatch import dispatch
 from tests.closeness import LOSS_FLOOR, Expected, assert_close, close_to, expected
@@ -24,27 +25,32 @@ from tests.forked import run_ranks
 from tests.marks import exhaustive_but
 from tests.parity import EPS, LR, Outcome, RankResult, canonical, capture_gradients, local_batch
 from tests.paths import BASE
-from tests.tiny_denoiser import CONFIG, write_tiny_denoiser
+from tests.tiny_denoiser import MODELS, TinyDenoiser
 
 GUIDANCE, NOISE_LEVEL, CLIP, KL = 1.5, 0.6, 1e-4, 0.5
-SHAPE = (CONFIG["in_channels"], 8, 12)
+SIZE = (8, 12)
 LAYOUTS = (
     *("dp=1", "tp=2", "tp=2 sequence_parallel=true", "pp=2", "pp=2 vpp=2", "cp=2", "dp=2"),
     "tp=2 pp=2 sequence_parallel=true",
 )
 
 
-def random_groups() -> Groups:
+def random_groups(shape: DenoiserShape) -> Groups:
     """Return two prompts with three images each, whose captions have different lengths."""
     random = np.random.Generator(np.random.Philox(3))
     sigmas, groups = np.array(sigma_schedule(6, 3.0)), []
-    empty = random.standard_normal((4, CONFIG["cap_feat_dim"]), np.float32)
+
+    def caption(length: int) -> Conditioning:
+        tokens = random.standard_normal((length, shape.caption), np.float32)
+        return Conditioning(tokens, None if shape.pooled is None else random.standard_normal(shape.pooled, np.float32))
+
+    empty, size = caption(4), (shape.channels, *SIZE)
+    image = shape.padded(math.prod(SIZE) // shape.patch**2)
     for i, length in enumerate((7, 40)):
-        embedding = random.standard_normal((length, CONFIG["cap_feat_dim"]), np.float32)
-        group = []
+        embedding, group = caption(length), []
         for k in range(3):
-            latents = random.standard_normal(SHAPE, np.float32) + np.cumsum(
-                0.3 * random.standard_normal((4, *SHAPE), np.float32), 0
+            latents = random.standard_normal(size, np.float32) + np.cumsum(
+                0.3 * random.standard_normal((4, *size), np.float32), 0
             )
             sample = LatentSample(
                 id=f"1.{i}.{k}",
@@ -56,14 +62,14 @@ def random_groups() -> Groups:
                 versions=(VersionRun(0, 6),),
                 embedding=embedding,
                 empty_embedding=empty,
-                num_tokens=2 * 64 + 32 + (32 if length <= 32 else 64),
+                num_tokens=2 * image + shape.padded(4) + shape.padded(length),
             )
             group.append((sample, float(random.standard_normal())))
         groups.append(group)
     return groups
 
 
-def train(store, rank: int, folder: Path, overrides: list[str]) -> RankResult:
+def train(store, rank: int, shape: DenoiserShape, folder: Path, overrides: list[str]) -> RankResult:
     """Take one step with an update for each prompt on one rank."""
     config = load(
         BASE,
@@ -88,7 +94,7 @@ def train(store, rank: int, folder: Path, overrides: list[str]) -> RankResult:
         ],
     )
     worker = DenoiserWorker(config, folder, rank, store, threads=1)
-    batches = [own_batch(config, worker, group) for group in random_groups()]
+    batches = [own_batch(config, worker, group) for group in random_groups(shape)]
     for batch in batches:
         worker.keep_log_probs("old", batch)
         worker.keep_log_probs("reference", batch)
@@ -106,16 +112,21 @@ def own_batch(config, worker: DenoiserWorker, group) -> LocalBatch:
     return local_batch(dispatch(config, samples, worker.packing)[worker.data_parallel_rank])
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return write_tiny_denoiser(tmp_path_factory.mktemp("denoiser"))
+@pytest.fixture(scope="module", params=MODELS)
+def tiny(request) -> TinyDenoiser:
+    return MODELS[request.param]
 
 
 @pytest.fixture(scope="module")
-def reference(folder) -> Expected[Outcome]:
+def folder(tmp_path_factory, tiny) -> Path:
+    return tiny.write(tmp_path_factory.mktemp("denoiser"))
+
+
+@pytest.fixture(scope="module")
+def reference(tiny, folder) -> Expected[Outcome]:
     def trained() -> Outcome:
-        groups = random_groups()
-        model = FlowGrpoReference(folder, lr=LR, eps=EPS, guidance=GUIDANCE, noise_level=NOISE_LEVEL)
+        groups = random_groups(tiny.shape)
+        model = FlowGrpoReference(tiny, folder, lr=LR, eps=EPS, guidance=GUIDANCE, noise_level=NOISE_LEVEL)
         old = model.old(groups)
         for group in groups:
             loss, gradients, norm = model.update([group], old, CLIP, KL)
@@ -125,13 +136,13 @@ def reference(folder) -> Expected[Outcome]:
 
 
 @pytest.mark.parametrize("layout", exhaustive_but(LAYOUTS, "dp=1", "tp=2 sequence_parallel=true", "pp=2 vpp=2", "dp=2"))
-def test_updates_match_plain_torch(folder, reference, layout):
+def test_updates_match_plain_torch(tiny, folder, reference, layout):
     exact, plain = reference
     sizes = [int(item.split("=")[1]) for item in layout.split() if item[:2] in ("tp", "pp", "cp", "dp")]
     overrides = [f"actor.layout.{item}" for item in layout.split()]
     if "dp=2" in layout:  # one step per microbatch: a rank with fewer steps has an empty one
         overrides.append("actor.tokens_per_microbatch=300")
-    ranks = run_ranks(math.prod(sizes), train, folder, overrides)
+    ranks = run_ranks(math.prod(sizes), train, tiny.shape, folder, overrides)
     reported = [rank.metrics for rank in ranks if rank.metrics]
     loss = sum(metrics["policy/loss"].value for metrics in reported)
     assert loss == close_to(exact.loss, plain.loss, LOSS_FLOOR)

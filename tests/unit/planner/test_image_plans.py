@@ -110,8 +110,8 @@ def test_frozen_models_have_the_stated_sizes():
             use_quant_conv=False,
             use_post_quant_conv=False,
         )
-        assert sum(p.numel() for p in encoder.parameters()) == denoiser.TEXT_ENCODER_PARAMETERS
-        assert sum(p.numel() for p in vae.parameters()) == denoiser.DECODER_PARAMETERS
+        assert sum(p.numel() for p in encoder.parameters()) == SHAPE.text_encoder_parameters
+        assert sum(p.numel() for p in vae.parameters()) == SHAPE.decoder_parameters
         for size in (512, 1024):
             latents = torch.empty(1, 16, size // 8, size // 8)
             with FlopCounterMode(display=False) as counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
