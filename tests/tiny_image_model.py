@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,9 @@ def write_tiny_image_model(folder: Path, name: str = "Z-Image", has_t5: bool = T
 
 def load_pipeline(folder: Path) -> Any:
     """Return diffusers' own pipeline for the folder."""
-    pipeline = DiffusionPipeline.from_pretrained(folder, dtype=torch.float32)
+    parts = json.loads((folder / "model_index.json").read_text())
+    absent = {name: None for name, entry in parts.items() if entry == [None, None]}
+    pipeline = DiffusionPipeline.from_pretrained(folder, dtype=torch.float32, **absent)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
