@@ -171,7 +171,7 @@ def _require_equal(folder: Path, key: str, expected: int | None, channels: int) 
 def _classes(folder: Path) -> dict[str, str]:
     """Return the class of each part, as named in model_index.json. Optional parts may be absent."""
     index = read_foreign_object(folder / "model_index.json", f"{KEY}: ")
-    if (name := index.get("_class_name")) not in PIPELINES:
+    if (name := str(index.get("_class_name"))) not in PIPELINES:
         raise UserError(
             f"{KEY}={folder}: model_index.json: _class_name={name}: not supported. Fix: use a model whose pipeline has "
             f"the class {' or '.join(PIPELINES)}"

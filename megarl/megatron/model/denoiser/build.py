@@ -63,8 +63,9 @@ def build_chunks(transformer: TransformerConfig, config: Mapping[str, Any], vpp:
         assert isinstance(shape, ZImageShape), f"{type(shape).__name__} has no model"
         chunks = [ZImage(transformer, shape, stage) for stage in stages]
         activation = swiglu if transformer.use_te_activation_func else None
-    for chunk in chunks if activation is not None else ():
-        replace_activations(chunk, activation)
+    if activation is not None:
+        for chunk in chunks:
+            replace_activations(chunk, activation)
     return chunks
 
 

@@ -40,6 +40,11 @@ class Denoiser(MegatronModule):
     Under context parallelism, each rank applies the parameters only to its own tokens, and DDP sums the gradients.
     """
 
+    decoder: TransformerBlock
+    image_embedder: nn.Module
+    caption_embedder: nn.Module
+    time_embedder: nn.Sequential
+
     on_every_stage: ClassVar[Sequence[str]] = ("time_embedder",)
     """Names of the modules on every pipeline stage, on whose outputs the layers depend."""
 

@@ -47,7 +47,7 @@ class Modulation(ColumnParallelLinear):
         whole = copy.copy(config)
         whole.sequence_parallel = False  # the input is not split, so its gradient is summed over the ranks
         size = parts * config.hidden_size
-        super().__init__(conditioning, size, config=whole, init_method=config.init_method, bias=True)
+        super().__init__(conditioning, size, config=whole, init_method=config.init_method, bias=True)  # pyright: ignore[reportArgumentType]  # set
         self.num_parts = parts
         # A rank applies the outputs only to its own tokens. Without sequence parallelism, these are all tokens.
         self.is_partial = config.sequence_parallel
@@ -66,6 +66,9 @@ class TwoStreamLayer(TransformerLayer):
     """A layer with joint attention of images and captions. The inputs and outputs of attention and MLPs are modulated.
     `self_attention` and `mlp` are those of images."""
 
+    self_attention: Any
+    mlp: Any
+
     def __init__(self, config: TransformerConfig, shape: StableDiffusion3Shape, **options: Any):
         super().__init__(config, **options)
         layer = self.layer_number - 1
@@ -73,8 +76,8 @@ class TwoStreamLayer(TransformerLayer):
         self.modulation = Modulation(config, shape.conditioning, 9 if layer in shape.dual_layers else 6)
         self.caption_modulation = Modulation(config, shape.conditioning, 2 if self.is_last else 6)
         self.image_attention = self._attention() if layer in shape.dual_layers else None
-        self.caption_attention = self._attention(has_output=not self.is_last)
-        self.caption_mlp = None
+        self.caption_attention: Any = self._attention(has_output=not self.is_last)
+        self.caption_mlp: Any = None
         if self.is_last:
             # Captions are not updated, so their queries are not used.
             self.caption_attention.q_layernorm.requires_grad_(False)
@@ -106,12 +109,10 @@ class TwoStreamLayer(TransformerLayer):
         shift, scale, gate, *image_mlp = self.modulation(context, streams.images)
         normalized = self._normalized(images)
         image_inputs = normalized * (1 + scale) + shift
+        shift, scale, *caption_rest = self.caption_modulation(context, streams.texts)
         if self.is_last:
-            caption_scale, caption_shift = self.caption_modulation(context, streams.texts)
-            caption_gate, caption_mlp = None, ()
-        else:
-            caption_shift, caption_scale, caption_gate, *caption_mlp = self.caption_modulation(context, streams.texts)
-        caption_inputs = self._normalized(captions) * (1 + caption_scale) + caption_shift
+            shift, scale = scale, shift  # diffusers' class for the last layer has the other order
+        caption_inputs = self._normalized(captions) * (1 + scale) + shift
         image_out, caption_out = self._attend(image_inputs, caption_inputs, streams)
         images = images + gate * image_out
         if self.image_attention is not None:
@@ -121,9 +122,9 @@ class TwoStreamLayer(TransformerLayer):
             )
             images = images + gate * _with_bias(out)
         images = self._feed_forward(self.mlp, images, *image_mlp)
-        if not self.is_last:
-            captions = captions + caption_gate * caption_out
-            captions = self._feed_forward(self.caption_mlp, captions, *caption_mlp)
+        if caption_out is not None:
+            gate, *caption_mlp = caption_rest
+            captions = self._feed_forward(self.caption_mlp, captions + gate * caption_out, *caption_mlp)
         return torch.cat([images, captions]), context
 
     def _attend(
@@ -132,11 +133,10 @@ class TwoStreamLayer(TransformerLayer):
         """Return the outputs of joint attention for images and captions, whose inputs are [tokens, 1, hidden]. In the
         last layer, captions have none."""
         assert streams.images is not None and streams.texts is not None
-        projected = [
+        (image_query, *image_sources), (caption_query, *caption_sources) = (
             [x[:, 0] for x in attention.get_query_key_value_tensors(inputs)]
             for attention, inputs in ((self.self_attention, images), (self.caption_attention, captions))
-        ]
-        (image_query, *image_sources), (caption_query, *caption_sources) = projected
+        )
         key, value = (
             _joined(self._gathered(image), self._gathered(caption), streams.images.lengths, streams.texts.lengths)
             for image, caption in zip(image_sources, caption_sources, strict=True)
@@ -159,10 +159,10 @@ class TwoStreamLayer(TransformerLayer):
     def _feed_forward(
         self, mlp: torch.nn.Module, hidden: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor, gate: torch.Tensor
     ) -> torch.Tensor:
-        def run(inputs: torch.Tensor) -> torch.Tensor:
+        def plain(inputs: torch.Tensor) -> torch.Tensor:
             return _with_bias(mlp(inputs))
 
-        run = partial(checkpoint, run, False) if self.recompute_mlp and self.training else run
+        run = partial(checkpoint, plain, False) if self.recompute_mlp and self.training else plain
         return hidden + gate * run(self._normalized(hidden) * (1 + scale) + shift)
 
     def _normalized(self, hidden: torch.Tensor) -> torch.Tensor:
