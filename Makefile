@@ -33,7 +33,7 @@ BEHIND := nice -n 10
 help:
 	@echo "make env         build $(VENV) from $(LOCK) (a second call builds nothing)"
 	@echo "make quickstart  train SmolLM2-135M with GRPO on this machine's CPU"
-	@echo "make test        lint, then test-runs in parallel to test-ranks and test-units (25 minutes on 2 cores)"
+	@echo "make test        lint, then test-runs in parallel with test-ranks and test-units (25 minutes on 2 cores)"
 	@echo "make test-all    all tests that need no GPU; writes .ci/verified if they pass on a clean tree"
 	@echo "make test-runs   end-to-end runs, which start Ray and engines"
 	@echo "make test-ranks  distributed tests in one process tree"
@@ -69,8 +69,8 @@ test: lint
 	@$(RUN) -m compileall -q megarl
 	@$(MAKE) --no-print-directory --jobs=2 test-runs ranks-then-units
 
-# The unit tests run last and on all cores, because the end-to-end runs beside them finish first. Some only wait for a
-# timeout, so there is one process more than cores.
+# The unit tests run last and on all cores, because the end-to-end runs in parallel with them finish first. Some only
+# wait for a timeout, so there is one process more than cores.
 ranks-then-units: test-ranks
 	@$(MAKE) --no-print-directory test-units
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Self, get_args, overload
 from pydantic import BeforeValidator, Field, model_validator
 
 from megarl.algorithms.kl import usual_estimator
-from megarl.algorithms.transition import TransitionKind, sde_window
+from megarl.algorithms.transition import TransitionKind, noised_steps, sde_window
 from megarl.config.algorithm_schema import Algorithm
 from megarl.config.data_schema import Data
 from megarl.config.evaluation_schema import Evaluation
@@ -56,6 +56,15 @@ class DenoisingSettings(Section):
         if self.sde_within is not None:
             return range(*self.sde_within)
         return range(self.num_steps - 1 if self.sde_steps is None else max(1, self.num_steps // 2))
+
+    @property
+    def noised_within(self) -> range:
+        """The denoising steps from which an objective that adds noise draws `sde_steps` noise levels."""
+        return range(self.num_steps) if self.sde_within is None else self.within
+
+    def noised_steps(self, seed: int, sample_id: str) -> list[int]:
+        """Return the denoising steps at whose noise levels such an objective trains on an image."""
+        return noised_steps(self.num_trained, self.noised_within, seed, sample_id)
 
     def sde_window(self, seed: int, step: int) -> range:
         """Return the denoising steps that training step `step` samples with the SDE and trains on."""
@@ -258,12 +267,13 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _usual_kl(self) -> Self:
-        """Resolve algorithm.kl.estimator=null to the exact KL for image models, else to the estimator that papers use
-        for this placement and level."""
+        """Resolve algorithm.kl.estimator=null to the KL of denoising steps for image models, else to the estimator that
+        papers use for this placement and level."""
         kl = self.algorithm.kl
         if kl.estimator is not None:
             return self
-        usual = "gaussian" if self.samples_images else usual_estimator(kl.placement, kl.level)
+        of_steps = "velocity" if self.algorithm.objective.spec.adds_noise else "gaussian"
+        usual = of_steps if self.samples_images else usual_estimator(kl.placement, kl.level)
         algorithm = self.algorithm.model_copy(update={"kl": kl.model_copy(update={"estimator": usual})})
         return self.model_copy(update={"algorithm": algorithm})
 
@@ -391,10 +401,11 @@ class Config(Section):
             return limit
         if not self.samples_images:
             return ROUNDING[self.precision]
-        # The log-prob of a denoising step is a mean over elements, whose rounding errors cancel.
         options = self.algorithm.objective.options()
         bounds = [float(bound) for name in ("clip_low", "clip_high") if (bound := options.get(name)) is not None]
-        return min([ROUNDING["float32"], *(SHARE_OF_CLIP * bound for bound in bounds)])
+        # Rounding errors cancel in a mean over the elements of the latents, but add up in their sum.
+        rounding = [ROUNDING["float32"]] if self.rollout.denoising.logprob == "mean" or not bounds else []
+        return min([*rounding, *(SHARE_OF_CLIP * bound for bound in bounds)])
 
     @overload
     def placed(self, role: Role) -> Trained: ...

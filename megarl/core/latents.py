@@ -53,15 +53,17 @@ def _frozen(caption: Conditioning[Any]) -> Conditioning[NDArray[np.float32]]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LatentSample(HoldsArrays):
-    """One image sampled in N denoising steps. It holds the latents around the K ≤ N consecutive steps that are trained.
+    """One image sampled in N denoising steps, of which K ≤ N are trained: consecutive steps as they were sampled, with
+    the latents around them, or any steps at whose noise levels the trainer adds new noise to the final latents.
 
     Attributes:
         prompt: the prompt, whose text is the caption.
         sigmas: float64 [N + 1], the noise levels, from 1 to 0.
         steps: int32 [K], the trained denoising steps. Step i leads from sigmas[i] to sigmas[i + 1].
         latents: float32 [K + 1, channels, height, width], x before the first trained step and after each of them. Its
-            first axis has size 0 without trained steps.
-        logprobs: float32 [K], log-probs of the stored latents under the rollout policy, the mean over elements.
+            first axis has size 0 without trained steps, and if the trainer adds the noise.
+        logprobs: float32 [K], log-probs of the stored latents under the rollout policy, the mean over elements; empty
+            if the trainer adds the noise.
         versions: runs of denoising steps with the same weight version; their counts sum to N.
         embedding: the caption as it was sampled with.
         empty_embedding: the empty caption; None without guidance.
@@ -85,7 +87,7 @@ class LatentSample(HoldsArrays):
     image: NDArray[np.uint8] | None = None
 
     episode: ClassVar[None] = None
-    """As in Sample. No environment samples images."""
+    """As in Sample. Always None, because environments do not sample images."""
 
     def __post_init__(self) -> None:
         self._freeze("sigmas", np.float64)
@@ -100,7 +102,8 @@ class LatentSample(HoldsArrays):
         if self.image is not None:
             self._freeze("image", np.uint8, axes=3)
         num_trained, num_steps = len(self.steps), len(self.sigmas) - 1
-        assert (len(self.logprobs), len(self.latents)) == (num_trained, num_trained + bool(num_trained)), (
+        num_stored = 0 if self.is_noised else num_trained
+        assert (len(self.logprobs), len(self.latents)) == (num_stored, num_stored + bool(num_stored)), (
             f"sample {self.id}: {len(self.logprobs)} log-probs and {len(self.latents)} latents for {num_trained} steps"
         )
         assert sum(run.count for run in self.versions) == num_steps, (
@@ -109,6 +112,11 @@ class LatentSample(HoldsArrays):
 
     def __hash__(self) -> int:
         return hash(self.id)
+
+    @property
+    def is_noised(self) -> bool:
+        """Whether the trainer adds new noise to the final latents."""
+        return self.final is not None and not len(self.latents)
 
     @property
     def rollout_id(self) -> str:
@@ -121,7 +129,7 @@ class LatentSample(HoldsArrays):
 
     @property
     def ref(self) -> SampleRef:
-        """The sample's names and counts."""
+        """The sample's ids and counts."""
         return SampleRef(
             id=self.id,
             prompt_id=self.prompt.id,
@@ -147,7 +155,7 @@ AnySample = Sample | LatentSample
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VelocityInput(HoldsArrays):
-    """One input at which the velocity is computed.
+    """One model input for which the velocity is computed.
 
     Attributes:
         latents: float32 [channels, height, width].

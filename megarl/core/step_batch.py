@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBatch(RowBatch):
-    """N denoising steps from x, at noise level σ, to x', at σ'. All images have the same size.
+    """N denoising steps from x, at noise level σ, to x', at σ'. All images have the same size. For objectives that add
+    noise, x is an image x' at σ' = 0 with new noise, and rollout_logprobs are 0.
 
     latents        float32 [N, channels, height, width], x
     next_latents   float32 [N, channels, height, width], x'
@@ -28,7 +29,7 @@ class StepBatch(RowBatch):
     reference_v    float32 [N, channels, height, width], velocity of the reference policy; None: not needed
     step_weight    float32 [N], factor of the objective's loss, from `transition.step_weights`; None: 1
 
-    Velocities are those under guidance. The other fields are those of RowBatch, for the denoising steps.
+    Velocities include guidance. The fields of RowBatch have one row per denoising step.
     """
 
     latents: torch.Tensor

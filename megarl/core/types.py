@@ -389,9 +389,9 @@ NO_BASELINE = Baseline()
 
 @dataclass(frozen=True, slots=True)
 class SampleRef:
-    """A reference to a sample, with its names, counts, rewards and weights. The driver never has its tokens.
+    """A reference to a sample, with its names, counts, rewards and weights. The driver never holds its tokens.
 
-    The tokens of an image are its denoising steps, and it has no prompt tokens.
+    For an image, denoising steps are counted as tokens, and the number of prompt tokens is 0.
 
     Attributes:
         prompt_id: id of the prompt, shared by the samples of a group, and by all groups of the prompt.
@@ -401,8 +401,8 @@ class SampleRef:
             of their routes if the engine reports routes. Samples with equal values can share their prompt.
         sample: reference to the Sample or LatentSample in Ray's object store; in a rank, the sample itself.
         tokens_per_step: LatentSample.num_tokens; 0 for a text.
-        step: index of the trained denoising step for which the reference stands, once an image is dispatched; None: the
-            reference stands for the whole sample.
+        step: index of the single trained denoising step to which the reference refers, once an image is dispatched;
+            None: the whole sample.
 
     Rewards, once the sample is scored (`megarl.step.rollout_rewards` defines those of a rollout):
         outcome: combined value of the reward functions.

@@ -28,10 +28,10 @@ MAX_ROWS = 16
 ANSWER = "the row's answer as the response"
 
 WRONG = "This response is wrong."
-"""A text that is tried besides the answer and the empty response."""
+"""The wrong response, which is tried after the answer and the empty response."""
 
-GREY = 128
-"""Value of the pixels of the flat image that is tried."""
+GRAY = 128
+"""Pixel value of the flat image that is tried."""
 
 REMEDY = "correct the reward function, which must return a finite number or a bool"
 
@@ -48,8 +48,8 @@ class Failure:
 
 
 def try_rewards(config: Config, pool: FunctionPool, prompts: Sequence[Prompt]) -> dict[str, float]:
-    """Score the answer, an empty response and a wrong one for the first row to which each function applies. Of an image
-    model, score a flat image and one of noise. Return the rewards of the first responses by function name.
+    """Score the answer, an empty response and a wrong one for the first row to which each function applies. For an
+    image model, score a flat image and a noise image. Return the rewards of the first responses by function name.
 
     Raise UserError with a line and a stack trace for each reward function that fails on one of them. Only print a
     warning if the infrastructure caused the failure, or if rewards.failure_limit permits it. A limit above 0 permits
@@ -94,7 +94,7 @@ def _responses(config: Config, prompt: Prompt) -> list[tuple[str | NDArray[np.ui
         denoising = config.rollout.denoising
         shape = denoising.height, denoising.width, 3
         noise = np.random.Generator(np.random.Philox(0)).integers(0, 256, shape, np.uint8)
-        return [(np.full(shape, GREY, np.uint8), "a grey image"), (noise, "an image of noise")]
+        return [(np.full(shape, GRAY, np.uint8), "a gray image"), (noise, "a noise image")]
     answer = {} if prompt.answer is None else {_reference(prompt): ANSWER}
     return list((answer | {"": "an empty response", WRONG: f"the wrong response {WRONG!r}"}).items())
 

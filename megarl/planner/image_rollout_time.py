@@ -1,4 +1,4 @@
-"""Closed-form estimate of the time in which engines of image models sample a step's images."""
+"""Closed-form estimate of the time that image engines take to sample a step's images."""
 
 from __future__ import annotations
 

@@ -274,7 +274,7 @@ class Packed:
     Attributes:
         scored_share: fraction of tokens that belong to responses.
         pairs_per_token: mean number of tokens to which a token attends.
-        documents: the documents of one denoising step, of which a microbatch has a whole number; empty for texts.
+        documents: the documents of one denoising step, which share a microbatch; empty for language models.
     """
 
     microbatches: int

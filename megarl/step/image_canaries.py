@@ -53,7 +53,7 @@ class ImageCanaries:
         return {name: max(map(_difference, velocities, trained)) for name, velocities in found.items()}
 
     def explain(self, measured: Mapping[str, float]) -> str:
-        """Describe the engine that differs most, and whether its weights are the trainer's."""
+        """Describe the engine that differs most, and whether its weights equal the trainer's."""
         workers = self.workers
         name = max(measured, key=measured.__getitem__)
         infos = workers.engines.info([]).result()
@@ -65,10 +65,10 @@ class ImageCanaries:
             cause = f"{len(differing)} of {count} parts of its weights differ: {'; '.join(differing[:MAX_NAMED])}"
         else:
             cause = (
-                "its weights are the trainer's, so the two compute differently. Trainer: "
+                "its weights equal the trainer's, so their implementations compute different results. Trainer: "
                 f"{workers.actor.kernels}. Engine: {infos[name].description}"
             )
-        return f"the velocities of {name} differ from the trainer's by {measured[name]:.1e} of their size: {cause}"
+        return f"the velocities of {name} differ from the trainer's (relative difference {measured[name]:.1e}): {cause}"
 
 
 def _difference(velocity: NDArray[np.float32], reference: NDArray[np.float32]) -> float:

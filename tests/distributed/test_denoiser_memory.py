@@ -95,7 +95,7 @@ def test_closed_form_matches_measured_memory(tmp_path, case):
         layers = 0 if recompute == "full" else MODEL["n_layers"] / layout.pp + is_first * shape.refiners
         more = layers * _more_on_cpu(shape, layout, num_bytes)
         expected = form.activations + form.head + TOKENS / layout.cp * (more - again)
-        # With full recomputation, the form lacks a tenth of the bytes: the inputs of the embeddings.
+        # With full recomputation, the closed form omits a tenth of the bytes: the inputs of the embeddings.
         assert saved == pytest.approx(expected, rel=0.1 if recompute == "full" else 0.06)
 
 

@@ -41,13 +41,13 @@ def velocities(chunks, documents: list[Document]) -> list[torch.Tensor]:
     return [v for part in denoiser_step.predict(chunks, [documents]) for v in part]
 
 
-def trained_log_probs(chunks, denoising: Denoising, sample: LatentSample, caption, empty) -> np.ndarray:
+def trained_log_probs(chunks, denoising: Denoising, sample: LatentSample) -> np.ndarray:
     """Return the trainer's log-probs of a sample's trained steps."""
     latents = torch.tensor(sample.latents)
     documents = [
         Document(x, sample.sigmas[step], branch.map(torch.tensor))
         for x, step in zip(latents, sample.steps, strict=False)
-        for branch in (caption, empty)
+        for branch in (sample.embedding, sample.empty_embedding)
     ]
     found = velocities(chunks, documents)
     v = guided(torch.stack(found[::2]), torch.stack(found[1::2]), denoising.guidance)
@@ -103,10 +103,9 @@ def run(
         documents = [Document(torch.tensor(c.latents), c.sigma, c.caption.map(torch.tensor)) for c in inputs]
         pairs = zip(engine.velocities(inputs), velocities(chunks, documents), strict=True)
         errors.append(max(relative_error(torch.tensor(actual), reference) for actual, reference in pairs))
-        caption, empty = engine.encode(["a red cat", ""])
         ratios.append(0.0)
         for sample in asyncio.run(engine.generate(requests)):
-            trained = trained_log_probs(chunks, denoising, sample, caption, empty)
+            trained = trained_log_probs(chunks, denoising, sample)
             ratios[-1] = max(ratios[-1], np.abs(np.expm1(trained - sample.logprobs)).max())
     return errors, ratios
 

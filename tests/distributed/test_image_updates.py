@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from megarl.algorithms.baselines import MovingAverage
-from megarl.algorithms.transition import sigma_schedule
+from megarl.algorithms.transition import noised_steps, sigma_schedule
 from megarl.config.load import load
 from megarl.core.latents import Conditioning, LatentSample
+from megarl.core.metrics import Metric
 from megarl.core.types import Prompt, SampleRef, VersionRun
 from megarl.data.local_batch import LocalBatch
 from megarl.megatron.workers.denoiser import DenoiserWorker
@@ -20,7 +21,7 @@ from megarl.models.denoiser import DenoiserShape
 from megarl.step.baselines import attach_baselines
 from megarl.step.dispatch import dispatch
 from tests.closeness import LOSS_FLOOR, Expected, assert_close, close_to, expected
-from tests.flow_grpo_reference import FlowGrpoReference, Groups
+from tests.flow_grpo_reference import DiffusionNftReference, FlowGrpoReference, Groups
 from tests.forked import run_ranks
 from tests.marks import exhaustive_but
 from tests.parity import EPS, LR, Outcome, RankResult, canonical, capture_gradients, local_batch
@@ -28,6 +29,7 @@ from tests.paths import BASE
 from tests.tiny_denoiser import MODELS, TinyDenoiser
 
 GUIDANCE, NOISE_LEVEL, CLIP, KL = 1.5, 0.6, 1e-4, 0.5
+MIXTURE, ADVANTAGE_LIMIT = 0.4, 0.8
 SIZE = (8, 12)
 LAYOUTS = (
     *("dp=1", "tp=2", "tp=2 sequence_parallel=true", "pp=2", "pp=2 vpp=2", "cp=2", "dp=2"),
@@ -35,8 +37,9 @@ LAYOUTS = (
 )
 
 
-def random_groups(shape: DenoiserShape) -> Groups:
-    """Return two prompts with three images each, whose captions have different lengths."""
+def random_groups(shape: DenoiserShape, is_noised: bool = False) -> Groups:
+    """Return two prompts with three images each, whose captions have different lengths. `is_noised`: whether the
+    trainer adds the noise, at three noise levels that differ between images."""
     random = np.random.Generator(np.random.Philox(3))
     sigmas, groups = np.array(sigma_schedule(6, 3.0)), []
 
@@ -56,9 +59,10 @@ def random_groups(shape: DenoiserShape) -> Groups:
                 id=f"1.{i}.{k}",
                 prompt=Prompt(f"{i}", "", ()),
                 sigmas=sigmas,
-                steps=[0, 1, 2],
-                latents=latents.astype(np.float32),
-                logprobs=[-1.0] * 3,
+                steps=noised_steps(3, range(6), 0, f"1.{i}.{k}") if is_noised else [0, 1, 2],
+                latents=latents[:0] if is_noised else latents,
+                logprobs=[] if is_noised else [-1.0] * 3,
+                final=latents[-1] if is_noised else None,
                 versions=(VersionRun(0, 6),),
                 embedding=embedding,
                 empty_embedding=empty,
@@ -81,11 +85,8 @@ def train(store, rank: int, shape: DenoiserShape, folder: Path, overrides: list[
             f"actor.optimizer.eps={EPS}",
             "rollout.engine=diffusers",
             f"rollout.denoising.guidance={GUIDANCE}",
-            f"rollout.denoising.noise_level={NOISE_LEVEL}",
             "rollout.denoising.num_steps=6",
             "actor.tokens_per_microbatch=600",
-            f"algorithm.objective.clip_low={CLIP}",
-            f"algorithm.objective.clip_high={CLIP}",
             f"algorithm.kl.coefficient={KL}",
             "batch.samples_per_prompt=3",
             "batch.prompts_per_step=2",
@@ -94,7 +95,8 @@ def train(store, rank: int, shape: DenoiserShape, folder: Path, overrides: list[
         ],
     )
     worker = DenoiserWorker(config, folder, rank, store, threads=1)
-    batches = [own_batch(config, worker, group) for group in random_groups(shape)]
+    groups = random_groups(shape, config.algorithm.objective.spec.adds_noise)
+    batches = [own_batch(config, worker, group) for group in groups]
     for batch in batches:
         worker.keep_log_probs("old", batch)
         worker.keep_log_probs("reference", batch)
@@ -135,18 +137,47 @@ def reference(tiny, folder) -> Expected[Outcome]:
     return expected(trained)
 
 
-@pytest.mark.parametrize("layout", exhaustive_but(LAYOUTS, "dp=1", "tp=2 sequence_parallel=true", "pp=2 vpp=2", "dp=2"))
-def test_updates_match_plain_torch(tiny, folder, reference, layout):
-    exact, plain = reference
+@pytest.fixture(scope="module")
+def nft_reference(tiny, folder) -> Expected[Outcome]:
+    def trained() -> Outcome:
+        groups = random_groups(tiny.shape, is_noised=True)
+        model = DiffusionNftReference(tiny, folder, lr=LR, eps=EPS, guidance=GUIDANCE)
+        old = model.old(groups)
+        for group in groups:
+            loss, gradients, norm = model.update([group], old, MIXTURE, ADVANTAGE_LIMIT, KL)
+        return Outcome(loss, norm, gradients, model.model.state_dict())
+
+    return expected(trained)
+
+
+def trained_in(
+    tiny: TinyDenoiser, folder: Path, layout: str, outcome: Expected[Outcome], *overrides: str
+) -> list[dict[str, Metric]]:
+    """Train in a layout, compare with the reference, and return the ranks' metrics."""
+    exact, plain = outcome
     sizes = [int(item.split("=")[1]) for item in layout.split() if item[:2] in ("tp", "pp", "cp", "dp")]
-    overrides = [f"actor.layout.{item}" for item in layout.split()]
+    keys = [*overrides, *(f"actor.layout.{item}" for item in layout.split())]
     if "dp=2" in layout:  # one step per microbatch: a rank with fewer steps has an empty one
-        overrides.append("actor.tokens_per_microbatch=300")
-    ranks = run_ranks(math.prod(sizes), train, tiny.shape, folder, overrides)
+        keys.append("actor.tokens_per_microbatch=300")
+    ranks = run_ranks(math.prod(sizes), train, tiny.shape, folder, keys)
     reported = [rank.metrics for rank in ranks if rank.metrics]
     loss = sum(metrics["policy/loss"].value for metrics in reported)
     assert loss == close_to(exact.loss, plain.loss, LOSS_FLOOR)
     assert reported[0]["policy/grad_norm"].value == close_to(exact.norm, plain.norm)
     assert_close(canonical(folder, ranks, "gradients"), exact.gradients, plain.gradients, "gradient")
     assert_close(canonical(folder, ranks, "weights"), exact.weights, plain.weights, "weight")
+    return reported
+
+
+@pytest.mark.parametrize("layout", exhaustive_but(LAYOUTS, "dp=1", "tp=2 sequence_parallel=true", "pp=2 vpp=2", "dp=2"))
+def test_updates_match_plain_torch(tiny, folder, reference, layout):
+    clip, noise = f"{{clip_low: {CLIP}, clip_high: {CLIP}}}", f"rollout.denoising.noise_level={NOISE_LEVEL}"
+    reported = trained_in(tiny, folder, layout, reference, f"algorithm.objective={clip}", noise)
     assert any(metrics["policy/clip_low_frac"].value + metrics["policy/clip_high_frac"].value for metrics in reported)
+
+
+@pytest.mark.parametrize("layout", exhaustive_but(LAYOUTS, "pp=2", "dp=2"))
+def test_diffusion_nft_matches_plain_torch(tiny, folder, nft_reference, layout):
+    options = f"name: diffusion_nft, mixture: {MIXTURE}, advantage_limit: {ADVANTAGE_LIMIT}"
+    reported = trained_in(tiny, folder, layout, nft_reference, f"algorithm.objective={{{options}}}")
+    assert all(metrics["policy/velocity_change"].value > 0 for metrics in reported)

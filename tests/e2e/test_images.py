@@ -1,4 +1,5 @@
-"""Whole runs of an image model: they are reproducible, and resume bitwise after all processes were killed."""
+"""Whole runs of an image model: they are reproducible, resume bit-identically after all processes are killed, and train
+with and without log-probs."""
 
 from __future__ import annotations
 
@@ -81,6 +82,18 @@ def resumed(recipe, tmp_path_factory) -> Path:
     return run.folder
 
 
+@pytest.fixture(scope="module")
+def noised(recipe, tmp_path_factory) -> Path:
+    """Return the folder of a run that trains on images with new noise. Two engines have their own CPU cores."""
+    keys = (
+        *("run.steps=2", "algorithm.objective={name: diffusion_nft}", "logprob_check.canaries=refits"),
+        *("actor.layout={tp: 2}", "rollout.replicas=2", "cluster.placement=disaggregated"),
+    )
+    with Run(recipe, tmp_path_factory.mktemp("noised"), *keys, vllm=True) as run:
+        assert run.end(START_S) == 0, run.errors
+    return run.folder
+
+
 def metrics(run: Path) -> list[dict[str, float]]:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [{name: value for name, value in line.items() if not name.startswith(MEASURED)} for line in lines]
@@ -117,6 +130,20 @@ def test_rollouts_have_images_and_windows(uninterrupted):
             assert image.shape == (16, 24, 3)
             assert row["reward"] == pytest.approx(image.mean() / 255)
     assert len(windows) > 1
+
+
+def test_diffusion_nft_trains_without_log_probs(noised):
+    """Each image is trained at noise levels of its own, and canaries compare the engine's velocities after each
+    refit."""
+    lines = [line for line in metrics(noised) if "policy/loss" in line]
+    assert len(lines) == 2 and all(line["policy/grad_norm"] > 0 for line in lines)
+    assert all(line["policy/velocity_change"] > 0 and line["kl/loss_token_velocity"] >= 0 for line in lines)
+    assert max(line["mismatch/canary_velocity"] for line in lines) < 1e-4
+    assert not [name for line in lines for name in line if name.startswith(("mismatch/logprob", "policy/ratio"))]
+    rows = [json.loads(line) for line in (noised / "rollouts" / "step_000002.jsonl").read_text().splitlines()]
+    drawn = [tuple(row["trained_denoising_steps"]) for row in rows]
+    assert len(rows) == 12 and {len({*steps}) for steps in drawn} == {2} and len({*drawn}) > 1
+    assert all(row["rollout_logprobs"] == [] and row["advantage"] is not None for row in rows)
 
 
 def test_exported_model_is_evaluated_like_the_run(recipe, uninterrupted, tmp_path):

@@ -199,8 +199,8 @@ def layer_bytes(
 
     This holds for the GPU's kernels. On CPU, torch's norms also keep their inputs and outputs in float32.
 
-    A denoiser's layer has two more norms, 2h · b + 2 · 4, and keeps the factors of its modulation and the norms'
-    outputs, which they multiply: 8h · b.
+    A denoiser's layer has two more norms, 2h · b + 2 · 4. It also keeps its modulation factors and the norms' outputs
+    that they multiply, 8h · b.
 
     Tensor parallelism splits attention and MLP; sequence parallelism splits the rest. Context parallelism splits the
     tokens, but all keys and values are gathered.

@@ -291,8 +291,8 @@ def sampling_reserve(config: Config, shape: ModelShape) -> dict[str, float]:
 
 
 def _denoising_reserve(config: Config, shape: DenoiserShape) -> dict[str, float]:
-    """Return the same for an image engine. The text encoder and the VAE take turns with the transformer if they are
-    offloaded; then they do not add to the largest layer's activations."""
+    """Return the same for an image engine. If the text encoder and the VAE are offloaded, they are never on the GPU
+    while the transformer runs, so their weights do not add to its activations."""
     denoising, num_bytes = config.rollout.denoising, item_bytes(config)
     tokens = denoising.max_batch * (shape.image_tokens(denoising.height, denoising.width) + shape.max_caption_tokens)
     pixels = DECODER_CHANNELS * denoising.height * denoising.width

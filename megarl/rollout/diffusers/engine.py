@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 
 from megarl.core import device
 from megarl.core.errors import UserError
-from megarl.core.latents import Conditioning, LatentSample, VelocityInput
+from megarl.core.latents import LatentSample, VelocityInput
 from megarl.resharding.piece import Holder
 from megarl.resharding.planning.compact import CompactPlan
 from megarl.resharding.transports.transport import Channel, dtype_name
 from megarl.resharding.verification import Checksum, Region, differing_regions
 from megarl.rollout.diffusers.pipeline import ImageModel
 from megarl.rollout.diffusers.request import ImageRequest
-from megarl.rollout.diffusers.sampler import Document, Trajectory, advance, as_arrays, velocities
+from megarl.rollout.diffusers.sampler import Document, Trajectory, advance, velocities
 from megarl.rollout.engine import EngineInfo, SyncStats
 from megarl.rollout.stepping import SteppedEngine
 from megarl.rollout.worker import WeightReceiver, describe_arithmetic, hashes, shapes_and_dtypes
@@ -69,7 +69,7 @@ class DiffusersEngine(SteppedEngine[ImageRequest, LatentSample]):
 
     @property
     def shift(self) -> float:
-        """The shift in the folder's scheduler settings."""
+        """The shift of the noise levels in the folder's scheduler settings."""
         return self._model.shift
 
     async def _complete(self, request: ImageRequest) -> LatentSample:
@@ -137,12 +137,6 @@ class DiffusersEngine(SteppedEngine[ImageRequest, LatentSample]):
         """Return the number of denoising steps done so far for the given samples, excluding finished samples."""
         trajectories = (item.trajectory for item in self._pending if item.request.sample_id in sample_ids)
         return sum(0 if trajectory is None else trajectory.step for trajectory in trajectories)
-
-    def encode(self, texts: Sequence[str]) -> list[Conditioning[NDArray[np.float32]]]:
-        """Return the embedding of each text with which the engine samples. Training must use these embeddings, and that
-        of "" for guidance."""
-        captions = self._model.encoder.encode(texts)
-        return [as_arrays(captions[text]) for text in texts]
 
     def velocities(self, inputs: Sequence[VelocityInput]) -> list[NDArray[np.float32]]:
         """Return the velocity at each input, float32 [channels, height, width]. Raise RuntimeError if the engine has no

@@ -119,8 +119,8 @@ class ImageModel:
         # diffusers' own `to` warns about dtypes.
         transformer = torch.nn.Module.to(transformer, dtype).to_empty(device=device.device())
         if loads_transformer:
-            # Loaded tensors lie in a mapped file. At its addresses, some kernels round differently than in memory from
-            # torch's allocator, and a sleeping engine cannot free it.
+            # Loaded tensors are views of a memory-mapped file. A sleeping engine could not free them, and at their
+            # addresses some kernels round differently than in memory from torch's allocator.
             transformer.load_state_dict(_load(kind, folder / "transformer", dtype=dtype).state_dict())
         vae = _load(getattr(diffusers, classes["vae"]), folder / "vae", dtype=dtype)
         return cls(
@@ -205,7 +205,7 @@ def _load(kind: Any, folder: Path, **options: Any) -> Any:
         raise
     except Exception as error:  # the libraries share no exception class
         if isinstance(error, OSError) and error.errno not in (None, errno.ENOENT):
-            raise  # an error of the disk; the libraries' own OSErrors have no number
+            raise  # a disk error; OSErrors that the libraries raise themselves have no errno
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise UserError(f"{KEY}: {folder}: cannot be loaded ({reason}). Fix: copy the model again") from error
 

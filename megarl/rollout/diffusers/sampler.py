@@ -12,9 +12,9 @@ import torch
 
 from megarl.algorithms import transition
 from megarl.core.latents import Conditioning, LatentSample
+from megarl.core.noise import standard_normal
 from megarl.core.types import VersionRun
 from megarl.models.denoiser import DenoiserShape, StableDiffusion3Shape
-from megarl.rollout.diffusers.noise import standard_normal
 from megarl.rollout.diffusers.request import ImageRequest
 
 
@@ -87,7 +87,7 @@ def _z_image(model: Any, documents: Sequence[Document], shape: DenoiserShape) ->
 
 @dataclass(slots=True)
 class Trajectory:
-    """The denoising of one sample, in progress.
+    """The trajectory of one sample while it is being denoised.
 
     Attributes:
         sigmas: [N + 1], the noise levels.
@@ -137,7 +137,8 @@ class Trajectory:
 
     @property
     def documents(self) -> list[Document]:
-        """The documents whose velocities the next step needs: with the caption and, for guidance, without it."""
+        """The documents whose velocities the next step needs: one with the caption and, under guidance, one with the
+        empty caption."""
         captions = [self.caption, *([] if self.empty_caption is None else [self.empty_caption])]
         return [Document(self.latents, self.sigmas[self.step], caption) for caption in captions]
 
@@ -146,7 +147,7 @@ class Trajectory:
         denoising, x = self.request.denoising, self.latents[None]
         v = transition.guided(velocities[0], velocities[1], denoising.guidance) if velocities[1:] else velocities[0]
         if self.step not in denoising.sde_steps:
-            x_next = transition.mean(self._transition("flow", 0.0), x, v[None])  # Euler's step of the ODE
+            x_next = transition.mean(self._transition("flow", 0.0), x, v[None])  # an Euler step of the ODE
         else:
             step = self._transition(denoising.kind, denoising.noise_level)
             noise = standard_normal(self.request.seed, self.request.sample_id, self.step, tuple(self.latents.shape))
@@ -173,7 +174,7 @@ class Trajectory:
             id=self.request.sample_id,
             prompt=self.request.prompt,
             sigmas=np.array(self.sigmas),
-            steps=np.array(self.request.denoising.sde_steps, np.int32),
+            steps=np.array(self.request.trained_steps, np.int32),
             latents=np.stack(self.kept) if self.kept else np.empty((0, *self.latents.shape), np.float32),
             logprobs=np.array(self.log_probs, np.float32),
             versions=tuple(runs),

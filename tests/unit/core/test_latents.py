@@ -51,11 +51,19 @@ def test_sample_survives_pickling():
         {"versions": (VersionRun(3, 2),)},
         {"steps": [], "logprobs": []},
         {"latents": np.zeros((3, 12))},
+        {"latents": np.zeros((0, 1, 3, 4)), "logprobs": []},
+        {"latents": np.zeros((0, 1, 3, 4)), "final": np.zeros((1, 3, 4))},
     ],
 )
 def test_inconsistent_sample_is_refused(changes):
     with pytest.raises(AssertionError):
         sample(**changes)
+
+
+def test_noised_sample_has_only_its_final_latents():
+    item = sample(steps=[0, 2], latents=np.zeros((0, 1, 3, 4)), logprobs=[], final=np.zeros((1, 3, 4)))
+    assert item.is_noised and item.ref.num_trained_tokens == 2
+    assert not sample(final=np.zeros((1, 3, 4))).is_noised
 
 
 def test_canaries_are_fixed_and_differ_in_size():

@@ -129,7 +129,7 @@ def test_rewards_are_tried_on_images(pool, functions, tmp_path):
         chosen = ", ".join(f"{{function: '{entry.function}'}}" for entry in functions if entry.label in names)
         return load(recipe, [f"rewards.functions=[{chosen}]"])
 
-    with pytest.raises(UserError, match=r"picture returned ndarray .* \(megarl used a grey image in this trial\)"):
+    with pytest.raises(UserError, match=r"picture returned ndarray .* \(megarl used a gray image in this trial\)"):
         try_rewards(config("dark", "picture"), pool, [PROMPT])
     only_redness = FunctionPool(config("redness").rewards.functions, None, 1, LIMIT_S)
     try:

@@ -47,6 +47,19 @@ def test_folder_of_a_run_or_checkpoint_has_a_specific_fix(tmp_path):
         resolve(str(tmp_path))
 
 
+def test_pipeline_resolves_to_its_transformer(tmp_path):
+    (tmp_path / "model_index.json").write_text("{}")
+    (tmp_path / "transformer").mkdir()
+    with pytest.raises(UserError, match=rf"^model\.path={tmp_path}: has no config\.json\. Fix: use the folder that"):
+        resolve(str(tmp_path))
+    (tmp_path / "transformer" / "config.json").write_text('{"dim": 2}')
+    assert resolve(str(tmp_path)) == resolve(str(tmp_path / "transformer")) == tmp_path / "transformer"
+    assert read_local_config(str(tmp_path)) == {"dim": 2}
+    (tmp_path / "model_index.json").unlink()
+    (tmp_path / "config.json").write_text('{"dim": 3}')
+    assert resolve(str(tmp_path)) == tmp_path and read_local_config(str(tmp_path)) == {"dim": 3}
+
+
 def test_damaged_config_is_named(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type":')
     with pytest.raises(ValueError, match=r"config.json: invalid JSON \(.*\)\. Fix: copy the model's file again"):

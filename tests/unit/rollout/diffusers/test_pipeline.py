@@ -89,7 +89,7 @@ def test_captions_are_cached_up_to_a_limit(folder, monkeypatch):
 
 
 @pytest.mark.parametrize("offload", [False, True])
-def test_offloaded_models_are_on_the_device_only_in_use(folder, monkeypatch, offload):
+def test_offloaded_models_are_on_the_device_only_during_use(folder, monkeypatch, offload):
     model, moves = load(folder, offload), []
     for hosted in (model.encoder.model, model.decoder.model):
         move = hosted._model.to
@@ -102,7 +102,7 @@ def test_offloaded_models_are_on_the_device_only_in_use(folder, monkeypatch, off
     assert image.shape == (8, 8, 3)
 
 
-def test_model_has_the_folders_shift(folder):
+def test_shift_is_read_from_the_folder(folder):
     assert load(folder).shift == SHIFT
 
 
@@ -193,7 +193,7 @@ def test_code_in_the_folder_does_not_run(folder, tmp_path):
 
 
 @pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError(), OSError(5, "Input/output error")])
-def test_faults_of_the_machine_do_not_blame_the_files(folder, monkeypatch, error):
+def test_machine_faults_are_not_blamed_on_the_files(folder, monkeypatch, error):
     def fail(*_, **__):
         raise error
 

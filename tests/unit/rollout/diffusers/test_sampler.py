@@ -13,9 +13,9 @@ import torch
 
 from megarl.algorithms.transition import mean, sigma_schedule, transition
 from megarl.core.latents import Conditioning, LatentSample
+from megarl.core.noise import standard_normal
 from megarl.core.types import Prompt
 from megarl.rollout.diffusers.engine import DiffusersEngine
-from megarl.rollout.diffusers.noise import standard_normal
 from megarl.rollout.diffusers.request import Denoising, ImageRequest
 from megarl.rollout.diffusers.sampler import Trajectory, advance
 from tests.closeness import TOLERANCE, relative_error
@@ -160,6 +160,22 @@ def test_log_probs_are_those_of_the_stored_latents(kind, noise_level):
         assert log_prob == pytest.approx(expected.item(), abs=1e-5)
         # The expected log-density of a Gaussian is its negative entropy.
         assert log_prob == pytest.approx(-0.5 * math.log(2 * math.pi * math.e * step.std.item() ** 2), abs=0.02)
+
+
+def test_noised_samples_follow_the_ode(engine):
+    """The trainer adds the noise, so that a sample has no latents but the final ones, and no log-probs."""
+    requests = [replace(request, noised_steps=(0, 3)) for request in requests_for(ODE, count=2)]
+    for sample, plain in zip(generate(engine, requests), generate(engine, requests_for(ODE, count=2)), strict=True):
+        assert np.array_equal(sample.final, plain.final)
+        assert sample.steps.tolist() == [0, 3] and plain.steps.tolist() == []
+        assert sample.is_noised and (len(sample.latents), len(sample.logprobs)) == (0, 0)
+
+
+def test_noised_steps_exclude_sde_steps():
+    [window], [ode] = requests_for(WINDOW, count=1), requests_for(ODE, count=1)
+    for request, change in ((window, {}), (ode, {"returns_final": False})):
+        with pytest.raises(AssertionError, match=r"^7\.0\.0: noised steps"):
+            replace(request, noised_steps=(0, 3), **change)
 
 
 def test_window_steps_use_the_sde_and_others_the_ode(engine):
