@@ -58,6 +58,9 @@ SIZES = (
 class TinyDenoiser:
     """A tiny model."""
 
+    largest_sigma: float = 1.0
+    """Largest noise level of the documents."""
+
     def __init__(self, config: Mapping[str, Any]):
         """config: the keys of diffusers' config.json."""
         self.config, self.shape = config, DenoiserShape.of(config)
@@ -96,7 +99,7 @@ class TinyDenoiser:
         return [
             Document(
                 torch.randn(shape.channels, height, width, generator=generator),
-                float(torch.rand((), generator=generator)),
+                float(torch.rand((), generator=generator)) * self.largest_sigma,
                 Conditioning(torch.randn(caption, shape.caption, generator=generator), pooled()),
             )
             for height, width, caption in SIZES
@@ -115,6 +118,8 @@ class TinyZImage(TinyDenoiser):
 
 
 class TinyStableDiffusion3(TinyDenoiser):
+    largest_sigma = 0.02  # as with t_scale, because this model always multiplies noise levels by 1000
+
     def velocities(self, model: Any, documents: Sequence[Document]) -> list[torch.Tensor]:
         """Return the velocities of diffusers' class, which takes 1000 · σ, of one document after the other."""
         return [

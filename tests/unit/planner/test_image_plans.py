@@ -131,9 +131,11 @@ def test_text_encoders_of_stable_diffusion_3_have_the_stated_sizes():
 @pytest.mark.parametrize("hf_config", [SD35_MEDIUM, SD35_LARGE], ids=["medium", "large"])
 def test_stable_diffusion_3_has_a_plan(tmp_path, hf_config):
     (tmp_path / "config.json").write_text(json.dumps(hf_config))
-    config = image_recipe(f"model.path={tmp_path}", "rollout.denoising={height: 512, width: 512}")
-    plan = plan_recipe(config, read_cluster("8xH100"), as_is=False).plan
-    assert plan.times.total > 0
+    config = image_recipe(f"model.path={tmp_path}", "rollout.denoising={height: 512, width: 512, guidance: 4}")
+    found = plan_recipe(config, read_cluster("8xH100"))
+    assert found.num_parameters == ModelParameters(hf_config).count
+    # Each denoising step has two documents: 1,024 image tokens, and 333 caption tokens whatever the caption.
+    assert workload_of(found.best.config, DenoiserShape.of(hf_config)).step_tokens == 2 * (1024 + 333)
 
 
 def test_frozen_models_have_the_stated_sizes():
