@@ -6,12 +6,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from peft import PeftModel
 
 from megarl.core.latents import LatentSample
-from megarl.core.noise import standard_normal
+from megarl.data.noise import standard_normal
 from megarl.megatron.model.denoiser.inputs import Document
+from tests.lora_reference import plain_name
 from tests.tiny_denoiser import TinyDenoiser
 
 Groups = Sequence[Sequence[tuple[LatentSample, float]]]
@@ -21,17 +24,38 @@ Groups = Sequence[Sequence[tuple[LatentSample, float]]]
 class _Reference:
     """A model trained by AdamW, with classifier-free guidance, and the initial model."""
 
-    def __init__(self, tiny: TinyDenoiser, folder: Path, *, lr: float, eps: float, guidance: float):
+    def __init__(
+        self,
+        tiny: TinyDenoiser,
+        folder: Path,
+        *,
+        lr: float,
+        eps: float,
+        guidance: float,
+        adapters: Path | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        """
+        Args:
+            adapters: PEFT folder of the adapters to train instead of the weights.
+            dtype: dtype of the model; None: the default dtype. The loss has the default dtype.
+        """
         self.tiny = tiny
-        self.model, self.start = (tiny.load(folder) for _ in range(2))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, eps=eps, weight_decay=0.0)
+        # diffusers' own `to` warns.
+        self.model, self.start = (
+            torch.nn.Module.to(tiny.load(folder), dtype or torch.get_default_dtype()) for _ in range(2)
+        )
+        if adapters is not None:
+            self.model = PeftModel.from_pretrained(self.model, adapters, is_trainable=True)
+        self.trained = {plain_name(name): p for name, p in self.model.named_parameters() if p.requires_grad}
+        self.optimizer = torch.optim.AdamW(self.trained.values(), lr=lr, eps=eps, weight_decay=0.0)
         self.guidance = guidance
 
-    def velocity_at(self, model: torch.nn.Module, sample: LatentSample, x: torch.Tensor, sigma: float) -> torch.Tensor:
+    def velocity_at(self, model: Any, sample: LatentSample, x: torch.Tensor, sigma: float) -> torch.Tensor:
         """Return the velocity under guidance."""
-        captions = [caption.map(torch.tensor).to(x.dtype) for caption in (sample.embedding, sample.empty_embedding)]
-        documents = [Document(x, float(sigma), caption) for caption in captions]
-        conditional, unconditional = self.tiny.velocities(model, documents)
+        captions = [caption.map(torch.tensor).to(model.dtype) for caption in (sample.embedding, sample.empty_embedding)]
+        documents = [Document(x.to(model.dtype), float(sigma), caption) for caption in captions]
+        conditional, unconditional = (v.to(x.dtype) for v in self.tiny.velocities(model, documents))
         return unconditional + self.guidance * (conditional - unconditional)
 
     def optimize(self, terms: Sequence[torch.Tensor]) -> tuple[float, dict[str, torch.Tensor], float]:
@@ -40,9 +64,8 @@ class _Reference:
         self.optimizer.zero_grad()
         loss = torch.stack(list(terms)).mean()
         loss.backward()
-        trained = self.model.named_parameters()
-        gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in trained}
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in self.trained.items()}
+        norm = torch.nn.utils.clip_grad_norm_(self.trained.values(), 1.0)
         self.optimizer.step()
         return float(loss.detach()), gradients, float(norm)
 
@@ -50,7 +73,7 @@ class _Reference:
 class FlowGrpoReference(_Reference):
     """GRPO's clipped loss of denoising steps (arXiv 2505.05470), with the exact KL to the initial model."""
 
-    def __init__(self, tiny: TinyDenoiser, folder: Path, *, noise_level: float, **options: float):
+    def __init__(self, tiny: TinyDenoiser, folder: Path, *, noise_level: float, **options: Any):
         super().__init__(tiny, folder, **options)
         self.noise_level = noise_level
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import diffusers
 import torch
+from peft import LoraConfig, get_peft_model
 
 from megarl.core.latents import Conditioning
 from megarl.megatron.model.denoiser.inputs import Document
@@ -44,6 +45,9 @@ STABLE_DIFFUSION_3 = dict(
     dual_attention_layers=[0, 1],
     qk_norm="rms_norm",
 )
+
+TARGETS = r"(layers|noise_refiner|context_refiner)\.\d+\.(attention\.to_(q|k|v|out\.0)|feed_forward\.w[123])"
+"""The modules of Z-Image that PEFT adapts."""
 
 SIZES = (
     # The first image and both captions need padding, and the documents have different sizes.
@@ -136,3 +140,16 @@ MODELS = {"Z-Image": TinyZImage(CONFIG), "SD3.5": TinyStableDiffusion3(STABLE_DI
 def write_tiny_denoiser(folder: Path, dtype: torch.dtype = torch.float32) -> Path:
     """Write a tiny Z-Image into `folder`, and return it."""
     return MODELS["Z-Image"].write(folder, dtype)
+
+
+def write_denoiser_adapters(folder: Path, model: Path, rank: int, alpha: int) -> Path:
+    """Write random adapters for the Z-Image transformer in `model` with PEFT. B is random instead of zero, so that the
+    adapters change the model."""
+    torch.manual_seed(2)
+    base = MODELS["Z-Image"].load(model)
+    adapted = get_peft_model(base, LoraConfig(r=rank, lora_alpha=alpha, target_modules=TARGETS))
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    adapted.save_pretrained(folder)
+    return folder

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
@@ -56,6 +56,8 @@ class LatentSample(HoldsArrays):
     """One image sampled in N denoising steps, of which K ≤ N are trained: consecutive steps as they were sampled, with
     the latents around them, or any steps at whose noise levels the trainer adds new noise to the final latents.
 
+    Processes exchange it in two parts, `for_training` and `for_rewards`. Each lacks the arrays of the other.
+
     Attributes:
         prompt: the prompt, whose text is the caption.
         sigmas: float64 [N + 1], the noise levels, from 1 to 0.
@@ -103,7 +105,8 @@ class LatentSample(HoldsArrays):
             self._freeze("image", np.uint8, axes=3)
         num_trained, num_steps = len(self.steps), len(self.sigmas) - 1
         num_stored = 0 if self.is_noised else num_trained
-        assert (len(self.logprobs), len(self.latents)) == (num_stored, num_stored + bool(num_stored)), (
+        is_complete = (len(self.logprobs), len(self.latents)) == (num_stored, num_stored + bool(num_stored))
+        assert is_complete or not len(self.embedding.tokens), (  # the part for rewards has no embedding
             f"sample {self.id}: {len(self.logprobs)} log-probs and {len(self.latents)} latents for {num_trained} steps"
         )
         assert sum(run.count for run in self.versions) == num_steps, (
@@ -112,6 +115,17 @@ class LatentSample(HoldsArrays):
 
     def __hash__(self) -> int:
         return hash(self.id)
+
+    @property
+    def for_training(self) -> LatentSample:
+        """The part without the image."""
+        return replace(self, image=None)
+
+    @property
+    def for_rewards(self) -> LatentSample:
+        """The part without latents and embeddings."""
+        without = self.latents[:0], self.embedding.map(lambda array: array[:0])
+        return replace(self, latents=without[0], embedding=without[1], empty_embedding=None, final=None)
 
     @property
     def is_noised(self) -> bool:

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from megarl.algorithms import transition
 from megarl.core.latents import LatentSample
-from megarl.core.noise import standard_normal
 from megarl.core.step_batch import StepBatch
 from megarl.core.types import SampleRef
 from megarl.data.collate import scalars
+from megarl.data.noise import standard_normal
 
 StepNumber = tuple[str, int]
 """Sample id, and index of a step among the sample's trained steps."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from megarl.core.errors import UserError
-from megarl.core.files import is_plain, shown
+from megarl.core.files import is_plain, read_foreign_object, shown
 from megarl.models.shape import ModelShape
 
 Z_IMAGE = "ZImageTransformer2DModel"
@@ -260,6 +261,18 @@ _STABLE_DIFFUSION_3_DEFAULTS: Mapping[str, Any] = {
     "qk_norm": None,
 }
 """diffusers' defaults for keys that config.json omits."""
+
+
+def pixels_per_latent(folder: Path) -> int:
+    """Return the height and width in pixels of one latent of the VAE beside a transformer's folder."""
+    path = folder.parent / "vae" / "config.json"
+    channels = read_foreign_object(path, "model.path: ").get("block_out_channels")
+    if not isinstance(channels, list) or not channels:
+        raise UserError(
+            f"model.path: {path}: block_out_channels={shown(channels)}: expected a list of integers. Fix: copy the "
+            "file again"
+        )
+    return 2 ** (len(channels) - 1)
 
 
 def is_denoiser(config: Mapping[str, Any]) -> bool:

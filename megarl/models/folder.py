@@ -16,6 +16,7 @@ from megarl.config.schema import Config
 from megarl.core.errors import UserError, install_extra
 from megarl.core.files import read_foreign_object
 from megarl.models.huggingface import wrong_type
+from megarl.models.peft import CONFIG, DIFFUSERS
 
 PACKAGE_PREFIX = "package:"
 CONVERSION_TIMEOUT_S = 3600
@@ -148,7 +149,7 @@ def _checked(key: str, path: str, folder: Path) -> Path:
             fix = f"use {path.rstrip('/')}/model"
         elif (folder / "manifest.json").is_file() and (folder / "actor").is_dir():
             fix = f"convert this checkpoint with megarl convert megatron-to-hf --checkpoint {path} --out FOLDER"
-        elif (folder / "adapter_config.json").is_file():
+        elif any((folder / name).is_file() for name in (CONFIG, DIFFUSERS.weights)):
             fix = (
                 "to train, use the base model with this folder as actor.lora.path; otherwise, merge one of the run's "
                 "checkpoints with megarl convert adapters-to-hf"

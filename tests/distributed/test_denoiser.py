@@ -31,12 +31,10 @@ from tests.lora_reference import plain_name
 from tests.marks import exhaustive_but, newest_of
 from tests.parity import Outcome, RankResult, config_of, reduced_gradients, whole_tensors
 from tests.timing import WAIT_S
-from tests.tiny_denoiser import CONFIG, MODELS, SIZES, TinyDenoiser
+from tests.tiny_denoiser import CONFIG, MODELS, SIZES, TARGETS, TinyDenoiser
 
 NUM_DOCUMENTS = len(SIZES)
 RANK, ALPHA = 3, 6
-TARGETS = r"(layers|noise_refiner|context_refiner)\.\d+\.(attention\.to_(q|k|v|out\.0)|feed_forward\.w[123])"
-"""The modules that PEFT adapts."""
 STEP = 0.1
 """Difference in noise level between consecutive denoising steps."""
 

@@ -146,6 +146,30 @@ def test_diffusion_nft_trains_without_log_probs(noised):
     assert all(row["rollout_logprobs"] == [] and row["advantage"] is not None for row in rows)
 
 
+@pytest.fixture(scope="module")
+def ahead(recipe, tmp_path_factory) -> Path:
+    """A run whose engine samples a step ahead, with weights of the previous step."""
+    keys = "rollout.max_staleness=1", "algorithm.correction.old=rollout", "algorithm.kl.coefficient=0"
+    with Run(recipe, tmp_path_factory.mktemp("ahead"), *keys, vllm=True) as run:
+        assert run.end(START_S) == 0, run.errors
+    return run.folder
+
+
+def test_images_sampled_ahead_are_trained(ahead):
+    """Ratios are relative to the engine's log-probs, and each denoising step records its weight version."""
+    lines = [line for line in metrics(ahead) if line["step"] > 0]
+    assert len(lines) == STEPS
+    assert lines[0]["weights/staleness_max"] == 0 and lines[-1]["weights/staleness_1_share"] > 0
+    for step in range(1, STEPS + 1):
+        rows = [json.loads(line) for line in (ahead / "rollouts" / f"step_{step:06d}.jsonl").read_text().splitlines()]
+        versions = {run["version"] for row in rows for run in row["version"]}
+        assert versions <= {max(0, step - 2), step - 1}
+        assert all(sum(run["count"] for run in row["version"]) == row["num_denoising_steps"] for row in rows)
+        stale = [run for row in rows for run in row["version"] if run["version"] < step - 1]
+        assert bool(stale) == (lines[step - 1]["weights/staleness_max"] > 0)
+    assert all(np.isfinite(line["policy/loss"]) for line in lines)
+
+
 def test_exported_model_is_evaluated_like_the_run(recipe, uninterrupted, tmp_path):
     """The last step is evaluated with the same weights and the same noise."""
     command = [*MEGARL, "evaluate", uninterrupted / "model", recipe, "--out", tmp_path / "evaluation"]

@@ -13,8 +13,9 @@ from typing import Any
 from megarl.cluster.memory.rank import FLOAT32, item_bytes
 from megarl.config.device_spans import num_devices
 from megarl.config.model_schema import Layout, Placed, Role
+from megarl.config.rollout_schema import Rollout
 from megarl.config.rules.shared_gpu import weights_travel
-from megarl.config.schema import Config, Rollout
+from megarl.config.schema import Config
 from megarl.config.vllm_arguments import batched_tokens
 from megarl.core import measured
 from megarl.models.denoiser import DenoiserShape

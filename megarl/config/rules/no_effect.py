@@ -97,7 +97,7 @@ KEY_REQUIREMENTS = (
         "rollout.engine=vllm",
         {
             "rollout.tp": 1,
-            "rollout.max_staleness": 0,
+            "rollout.kv_cache_on_update": "keep",
             "rollout.longest_first": False,
             "rollout.temperature": 1.0,
             "rollout.top_p": 1.0,

@@ -65,7 +65,8 @@ def sleep_requires_idle_engines(config: Config) -> Iterator[str]:
 
 def sleeping_engines_recompute_kv_cache(config: Config) -> Iterator[str]:
     rollout = config.rollout
-    if config.pauses_rollouts and rollout.sleep and rollout.kv_cache_on_update != "recompute":
+    has_cache = not config.samples_images
+    if has_cache and config.pauses_rollouts and rollout.sleep and rollout.kv_cache_on_update != "recompute":
         yield (
             f"rollout.kv_cache_on_update={rollout.kv_cache_on_update}: with rollout.sleep=true and "
             f"{_staleness(config)} colocated engines release the KV cache of running requests while models train. Fix: "

@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from megarl.config.violations import raise_all
 from megarl.core import device
-from megarl.core.errors import UserError
 from megarl.core.latents import LatentSample, VelocityInput
+from megarl.models.rules import images_fit_the_positions
 from megarl.resharding.piece import Holder
 from megarl.resharding.planning.compact import CompactPlan
 from megarl.resharding.transports.transport import Channel, dtype_name
@@ -123,15 +124,8 @@ class DiffusersEngine(SteppedEngine[ImageRequest, LatentSample]):
 
     def _require_size(self, request: ImageRequest) -> None:
         """Raise a UserError if the model has no positions for an image of the requested size."""
-        pixels, limits = self._scale * self._model.shape.patch, self._model.shape.image_limit
-        for key, limit in zip(("height", "width"), limits, strict=True):
-            size = getattr(request.denoising, key)
-            if size % pixels or not 0 < size <= limit * pixels:
-                key = f"rollout.denoising.{key}"
-                raise UserError(
-                    f"{key}={size}: expected a positive multiple of {pixels} up to {limit * pixels}. Fix: set "
-                    f"{key}={min(limit, max(1, size // pixels)) * pixels}"
-                )
+        denoising, shape = request.denoising, self._model.shape
+        raise_all([*images_fit_the_positions(denoising.height, denoising.width, shape, self._scale)])
 
     def num_unfinished(self, sample_ids: Collection[str]) -> int:
         """Return the number of denoising steps done so far for the given samples, excluding finished samples."""

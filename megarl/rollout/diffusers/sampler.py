@@ -12,8 +12,8 @@ import torch
 
 from megarl.algorithms import transition
 from megarl.core.latents import Conditioning, LatentSample
-from megarl.core.noise import standard_normal
 from megarl.core.types import VersionRun
+from megarl.data.noise import standard_normal
 from megarl.models.denoiser import DenoiserShape, StableDiffusion3Shape
 from megarl.rollout.diffusers.request import ImageRequest
 

@@ -48,9 +48,10 @@ def test_difference_beyond_rounding_ends_the_run(tmp_path, monkeypatch):
     with pytest.raises(PermanentFailure) as error:
         check.begin()
     assert str(error.value) == (
-        "logprob_check: before the first step, the velocities of engine-1 differ from the trainer's by 2.5e-01 of "
-        f"their size: 5 of {count} parts of its weights differ: layers.0.weight; layers.1.weight; layers.2.weight\n"
-        "The limit is 0.0001. Fix: correct the cause, or set logprob_check.canaries=off to disable this check"
+        "logprob_check: before the first step, the velocities of engine-1 differ from the trainer's (relative "
+        f"difference 2.5e-01): 5 of {count} parts of its weights differ: layers.0.weight; layers.1.weight; "
+        "layers.2.weight\nThe limit is 0.0001. Fix: correct the cause, or set logprob_check.canaries=off to disable "
+        "this check"
     )
 
 
@@ -59,16 +60,16 @@ def test_equal_weights_with_other_velocities_name_both_programs(tmp_path, monkey
     with pytest.raises(PermanentFailure) as error:
         check.after_refit(7)
     assert str(error.value).startswith(
-        "logprob_check: after the refit of step 7, the velocities of engine-0 differ from the trainer's by 2.0e-04 of "
-        "their size: its weights are the trainer's, so the two compute differently. Trainer: torch layers. Engine: "
-        "diffusers 1.2, Z-Image, float32, 2 threads\n"
+        "logprob_check: after the refit of step 7, the velocities of engine-0 differ from the trainer's (relative "
+        "difference 2.0e-04): its weights equal the trainer's, so their implementations compute different results. "
+        "Trainer: torch layers. Engine: diffusers 1.2, Z-Image, float32, 2 threads\n"
     )
 
 
 def test_rounding_is_accepted(tmp_path, monkeypatch, capsys):
     check = check_of(tmp_path, monkeypatch, {"engine-0": 3e-6, "engine-1": 2e-6}, {}, "logprob_check.canaries=refits")
     check.begin()
-    assert "passed, canary velocities differ by 3.0e-06 of their size" in capsys.readouterr().out
+    assert "passed, relative difference of canary velocities 3.0e-06" in capsys.readouterr().out
     assert check.after_refit(1)["mismatch/canary_velocity"].value == 3e-6
 
 

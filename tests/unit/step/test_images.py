@@ -12,10 +12,10 @@ from megarl.cluster.rank_batch import RankBatch
 from megarl.config.load import load
 from megarl.core.errors import UserError
 from megarl.core.latents import Conditioning, LatentSample
-from megarl.core.noise import standard_normal
 from megarl.core.timing import Stopwatch
 from megarl.core.types import Baseline, Prompt, SampleRef, VersionRun
 from megarl.data.collate_steps import collate_noised_steps, collate_steps
+from megarl.data.noise import standard_normal
 from megarl.data.packing import Packing
 from megarl.models.token_cost import TokenCost
 from megarl.step.dispatch import dispatch

@@ -57,7 +57,10 @@ def test_token_objectives_are_rejected_by_name(name):
             "rollout.denoising.sde_steps=5: only steps 0 to 3 can be drawn. Fix: set rollout.denoising.sde_steps=4",
         ),
         (["rollout.tp=2"], "rollout.tp=2: has no effect unless rollout.engine=vllm"),
-        (["rollout.max_staleness=1"], "rollout.max_staleness=1: has no effect unless rollout.engine=vllm"),
+        (
+            ["rollout.kv_cache_on_update=recompute", "rollout.max_staleness=1"],
+            "rollout.kv_cache_on_update=recompute: has no effect unless rollout.engine=vllm",
+        ),
     ],
 )
 def test_other_keys_are_rejected(overrides, message):

@@ -13,8 +13,8 @@ import torch
 
 from megarl.algorithms.transition import mean, sigma_schedule, transition
 from megarl.core.latents import Conditioning, LatentSample
-from megarl.core.noise import standard_normal
 from megarl.core.types import Prompt
+from megarl.data.noise import standard_normal
 from megarl.rollout.diffusers.engine import DiffusersEngine
 from megarl.rollout.diffusers.request import Denoising, ImageRequest
 from megarl.rollout.diffusers.sampler import Trajectory, advance
