@@ -25,7 +25,7 @@ from megarl.core.types import Prompt, SampleRef, VersionRun
 from megarl.rewards.sample_file import load_samples, save_samples
 from megarl.rollout.router import Aborted
 
-STEPS, CHANNELS, SIDE, SCALE, CAPTION = 3, 16, 16, 8, (40, 2560)
+STEPS, CHANNELS, SIDE, SCALE, CAPTION, POOLED = 3, 16, 16, 8, (40, 2560), 2048
 
 
 def sample(number: int) -> LatentSample:
@@ -39,8 +39,10 @@ def sample(number: int) -> LatentSample:
         latents=random.standard_normal((STEPS + 1, CHANNELS, SIDE, SIDE), np.float32),
         logprobs=[-1.0] * STEPS,
         versions=(VersionRun(4, 10),),
-        embedding=Conditioning(random.standard_normal(CAPTION, np.float32)),
-        empty_embedding=Conditioning(random.standard_normal((8, CAPTION[1]), np.float32)),
+        embedding=Conditioning(random.standard_normal(CAPTION, np.float32), random.standard_normal(POOLED, np.float32)),
+        empty_embedding=Conditioning(
+            random.standard_normal((8, CAPTION[1]), np.float32), random.standard_normal(POOLED, np.float32)
+        ),
         num_tokens=256,
         image=random.integers(0, 256, (SIDE * SCALE, SIDE * SCALE, 3), np.uint8),
     )
@@ -87,7 +89,7 @@ def test_reward_processes_receive_only_images(actor):
         assert trained.empty_embedding == item.empty_embedding
     assert heard == parts[1::2]
     pixels = 3 * (SIDE * SCALE) ** 2
-    floats = 4 * ((STEPS + 1) * CHANNELS * SIDE**2 + (CAPTION[0] + 8) * CAPTION[1])
+    floats = 4 * ((STEPS + 1) * CHANNELS * SIDE**2 + (CAPTION[0] + 8) * CAPTION[1] + 2 * POOLED)
     metadata = 2000
     assert pixels + floats < size(SAMPLES[0]) < pixels + floats + metadata
     assert pixels < size(heard[0]) < pixels + metadata
