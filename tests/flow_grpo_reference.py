@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers.models.transformers.transformer_z_image import ZImageTransformer2DModel
 from peft import PeftModel
 
 from megarl.core.latents import LatentSample
 from megarl.data.noise import standard_normal
+from megarl.megatron.model.denoiser.inputs import Document
 from tests.lora_reference import plain_name
+from tests.tiny_denoiser import TinyDenoiser
 
 Groups = Sequence[Sequence[tuple[LatentSample, float]]]
 """The images of each prompt with their rewards."""
@@ -25,6 +26,7 @@ class _Reference:
 
     def __init__(
         self,
+        tiny: TinyDenoiser,
         folder: Path,
         *,
         lr: float,
@@ -38,21 +40,22 @@ class _Reference:
             adapters: PEFT folder of the adapters to train instead of the weights.
             dtype: dtype of the model; None: the default dtype. The loss has the default dtype.
         """
-        self.model, self.start = (_load(folder, dtype or torch.get_default_dtype()) for _ in range(2))
+        self.tiny = tiny
+        # diffusers' own `to` warns.
+        self.model, self.start = (
+            torch.nn.Module.to(tiny.load(folder), dtype or torch.get_default_dtype()) for _ in range(2)
+        )
         if adapters is not None:
             self.model = PeftModel.from_pretrained(self.model, adapters, is_trainable=True)
         self.trained = {plain_name(name): p for name, p in self.model.named_parameters() if p.requires_grad}
         self.optimizer = torch.optim.AdamW(self.trained.values(), lr=lr, eps=eps, weight_decay=0.0)
         self.guidance = guidance
 
-    def velocity_at(self, model: torch.nn.Module, sample: LatentSample, x: torch.Tensor, sigma: float) -> torch.Tensor:
-        """Return the velocity under guidance. The model takes 1 − σ and returns −v."""
-        time, images = torch.tensor([1 - sigma], dtype=x.dtype), [x[:, None].to(model.dtype)]
-        captions = (torch.tensor(caption, dtype=model.dtype) for caption in (sample.embedding, sample.empty_embedding))
-        conditional, unconditional = (
-            -model(images, time, [caption], return_dict=False, patch_size=2)[0][0][:, 0].to(x.dtype)
-            for caption in captions
-        )
+    def velocity_at(self, model: Any, sample: LatentSample, x: torch.Tensor, sigma: float) -> torch.Tensor:
+        """Return the velocity under guidance."""
+        captions = [caption.map(torch.tensor).to(model.dtype) for caption in (sample.embedding, sample.empty_embedding)]
+        documents = [Document(x.to(model.dtype), float(sigma), caption) for caption in captions]
+        conditional, unconditional = (v.to(x.dtype) for v in self.tiny.velocities(model, documents))
         return unconditional + self.guidance * (conditional - unconditional)
 
     def optimize(self, terms: Sequence[torch.Tensor]) -> tuple[float, dict[str, torch.Tensor], float]:
@@ -61,7 +64,7 @@ class _Reference:
         self.optimizer.zero_grad()
         loss = torch.stack(list(terms)).mean()
         loss.backward()
-        gradients = {name: p.grad.clone() for name, p in self.trained.items()}
+        gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in self.trained.items()}
         norm = torch.nn.utils.clip_grad_norm_(self.trained.values(), 1.0)
         self.optimizer.step()
         return float(loss.detach()), gradients, float(norm)
@@ -70,8 +73,8 @@ class _Reference:
 class FlowGrpoReference(_Reference):
     """GRPO's clipped loss of denoising steps (arXiv 2505.05470), with the exact KL to the initial model."""
 
-    def __init__(self, folder: Path, *, noise_level: float, **options: Any):
-        super().__init__(folder, **options)
+    def __init__(self, tiny: TinyDenoiser, folder: Path, *, noise_level: float, **options: Any):
+        super().__init__(tiny, folder, **options)
         self.noise_level = noise_level
 
     def velocity(self, model: torch.nn.Module, sample: LatentSample, index: int) -> torch.Tensor:
@@ -166,7 +169,3 @@ class DiffusionNftReference(_Reference):
 def _advantages(group: Sequence[tuple[LatentSample, float]]) -> torch.Tensor:
     rewards = torch.tensor([reward for _, reward in group])
     return (rewards - rewards.mean()) / (rewards.std() + 1e-6)
-
-
-def _load(folder: Path, dtype: torch.dtype) -> torch.nn.Module:
-    return torch.nn.Module.to(ZImageTransformer2DModel.from_pretrained(folder), dtype)  # diffusers' `to` warns

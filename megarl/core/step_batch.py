@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from megarl.core.latents import Conditioning
 from megarl.core.row_batch import RowBatch
 
 if TYPE_CHECKING:
@@ -21,8 +22,8 @@ class StepBatch(RowBatch):
     sigma          float64 [N], σ
     sigma_next     float64 [N], σ'
     second_sigma   float64 [N], the second noise level of the sample's schedule
-    captions       N tensors float32 [L, caption channels], the embedding of each row's caption
-    unconditional  float32 [L, caption channels], the embedding of the empty caption; None without guidance
+    captions       the caption of each row, as tensors
+    unconditional  the empty caption; None without guidance
     old_v          float32 [N, channels, height, width], velocity of the policy at the start of the step; None: no pass
                    computed it
     reference_v    float32 [N, channels, height, width], velocity of the reference policy; None: not needed
@@ -36,8 +37,8 @@ class StepBatch(RowBatch):
     sigma: torch.Tensor
     sigma_next: torch.Tensor
     second_sigma: torch.Tensor
-    captions: tuple[torch.Tensor, ...]
-    unconditional: torch.Tensor | None = None
+    captions: tuple[Conditioning[torch.Tensor], ...]
+    unconditional: Conditioning[torch.Tensor] | None = None
     old_v: torch.Tensor | None = None
     reference_v: torch.Tensor | None = None
     step_weight: torch.Tensor | None = None

@@ -87,8 +87,8 @@ def _batch(items: Sequence[SampleRef], **fields: torch.Tensor | None) -> StepBat
     batch = StepBatch(
         sigma=_levels([sample.sigmas[number] for sample, number in zip(samples, numbers, strict=True)]),
         second_sigma=_levels([sample.sigmas[1] for sample in samples]),
-        captions=tuple(torch.tensor(sample.embedding) for sample in samples),
-        unconditional=None if empty is None else torch.tensor(empty),
+        captions=tuple(sample.embedding.map(torch.tensor) for sample in samples),
+        unconditional=None if empty is None else empty.map(torch.tensor),
         row_sample=rows,
         mask=mask,
         stale=torch.tensor([item.is_stale for item in items]) if any(item.is_stale for item in items) else None,

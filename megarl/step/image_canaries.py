@@ -35,7 +35,7 @@ class ImageCanaries:
     @classmethod
     def of(cls, config: Config, workers: Workers) -> ImageCanaries:
         shape = DenoiserShape.of(read_config(workers.model_folder))
-        return cls(config, workers, canaries(shape.channels, shape.caption, shape.patch))
+        return cls(config, workers, canaries(shape.channels, shape.caption, shape.patch, shape.pooled))
 
     @property
     def limit(self) -> float:

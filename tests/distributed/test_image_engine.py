@@ -21,6 +21,7 @@ from megarl.megatron.model.build import named_weights
 from megarl.megatron.model.denoiser.build import build_denoiser
 from megarl.megatron.model.denoiser.inputs import Document
 from megarl.megatron.workers.denoiser import DenoiserWorker
+from megarl.models.denoiser import DenoiserShape
 from megarl.models.folder import read_config
 from megarl.resharding.execute import execute
 from megarl.resharding.families import diffusers_holders, huggingface_holder, megatron_holders
@@ -39,10 +40,9 @@ from tests.distributed.test_image_updates import config_of as image_config
 from tests.forked import run_ranks
 from tests.parity import config_of
 from tests.timing import WAIT_S
-from tests.tiny_denoiser import CONFIG, TARGETS, write_denoiser_adapters
+from tests.tiny_denoiser import MODELS, TARGETS, write_denoiser_adapters
 from tests.tiny_image_model import SHIFT, write_tiny_image_model
 
-CANARIES = canaries(CONFIG["in_channels"], CONFIG["cap_feat_dim"], patch=2)
 GUIDANCE = 2.5
 
 
@@ -54,7 +54,7 @@ def trained_log_probs(chunks, denoising: Denoising, sample: LatentSample) -> np.
     """Return the trainer's log-probs of a sample's trained steps."""
     latents = torch.tensor(sample.latents)
     documents = [
-        Document(x, sample.sigmas[step], torch.tensor(branch))
+        Document(x, sample.sigmas[step], branch.map(torch.tensor))
         for x, step in zip(latents, sample.steps, strict=False)
         for branch in (sample.embedding, sample.empty_embedding)
     ]
@@ -89,7 +89,9 @@ def connect(
     return refit
 
 
-def run(store, rank: int, folder: Path, kind: str, noise_level: float) -> tuple[list[float], list[float]]:
+def run(
+    store, rank: int, shape: DenoiserShape, folder: Path, kind: str, noise_level: float
+) -> tuple[list[float], list[float]]:
     """Refit the engine twice from a Megatron rank. Return the worst error of the velocities at the canaries, and of the
     ratios of sampled latents, after each refit."""
     settings = config_of(folder / "transformer").actor
@@ -124,8 +126,9 @@ def run(store, rank: int, folder: Path, kind: str, noise_level: float) -> tuple[
         for weight in weights.values():
             weight.mul_(1.1)
         refit(version, weights)
-        documents = [Document(torch.tensor(c.latents), c.sigma, torch.tensor(c.caption)) for c in CANARIES]
-        pairs = zip(engine.velocities(CANARIES), velocities(chunks, documents), strict=True)
+        inputs = canaries(shape.channels, shape.caption, shape.patch, shape.pooled)
+        documents = [Document(torch.tensor(c.latents), c.sigma, c.caption.map(torch.tensor)) for c in inputs]
+        pairs = zip(engine.velocities(inputs), velocities(chunks, documents), strict=True)
         errors.append(max(relative_error(torch.tensor(actual), reference) for actual, reference in pairs))
         ratios.append(0.0)
         for sample in asyncio.run(engine.generate(requests)):
@@ -134,10 +137,11 @@ def run(store, rank: int, folder: Path, kind: str, noise_level: float) -> tuple[
     return errors, ratios
 
 
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("kind", "noise_level"), [("flow", 0.7), ("dance", 0.3), ("cps", 0.6)])
-def test_trainer_matches_engine_after_two_refits(tmp_path, kind, noise_level):
-    folder = write_tiny_image_model(tmp_path)
-    [(errors, ratios)] = run_ranks(1, run, folder, kind, noise_level)
+def test_trainer_matches_engine_after_two_refits(tmp_path, name, kind, noise_level):
+    folder = write_tiny_image_model(tmp_path, name)
+    [(errors, ratios)] = run_ranks(1, run, MODELS[name].shape, folder, kind, noise_level)
     print(errors, ratios)
     assert max(errors) < TOLERANCE
     assert max(ratios) < 2e-6

@@ -25,7 +25,7 @@ from tests.distributed.test_image_engine import connect
 from tests.flow_grpo_reference import FlowGrpoReference
 from tests.forked import run_ranks
 from tests.parity import whole_tensors
-from tests.tiny_denoiser import CONFIG
+from tests.tiny_denoiser import CONFIG, MODELS
 from tests.tiny_image_model import write_tiny_image_model
 
 NUM_UPDATES = 3
@@ -108,7 +108,7 @@ def exact(folder) -> Exact:
 
     def updated(num_updates: int, dtype: torch.dtype) -> tuple[Tensors, Tensors]:
         keys = dict(lr=RATE, eps=EPS, guidance=images.GUIDANCE, noise_level=images.NOISE_LEVEL, dtype=dtype)
-        reference = FlowGrpoReference(folder / "transformer", **keys)
+        reference = FlowGrpoReference(MODELS["Z-Image"], folder / "transformer", **keys)
         start = {name: p.detach().clone() for name, p in reference.trained.items()}
         updates = [
             reference.update([group], reference.old([group]), images.CLIP, images.KL) for _ in range(num_updates)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,11 +13,12 @@ from megarl.algorithms.baselines import MovingAverage
 from megarl.algorithms.transition import noised_steps, sigma_schedule
 from megarl.config.load import load
 from megarl.config.schema import Config
-from megarl.core.latents import LatentSample
+from megarl.core.latents import Conditioning, LatentSample
 from megarl.core.metrics import Metric
 from megarl.core.types import Prompt, SampleRef, VersionRun
 from megarl.data.local_batch import LocalBatch
 from megarl.megatron.workers.denoiser import DenoiserWorker
+from megarl.models.denoiser import DenoiserShape
 from megarl.step.baselines import attach_baselines
 from megarl.step.dispatch import dispatch
 from tests.closeness import LOSS_FLOOR, Expected, assert_close, close_to, expected
@@ -26,7 +28,7 @@ from tests.forked import run_ranks
 from tests.marks import exhaustive_but
 from tests.parity import EPS, LR, Outcome, RankResult, canonical, capture_gradients, local_batch
 from tests.paths import BASE
-from tests.tiny_denoiser import CONFIG, write_denoiser_adapters, write_tiny_denoiser
+from tests.tiny_denoiser import MODELS, TinyDenoiser, write_denoiser_adapters
 
 GUIDANCE, NOISE_LEVEL, CLIP, KL = 1.5, 0.6, 1e-4, 0.5
 RANK, ALPHA = 3, 6
@@ -35,25 +37,30 @@ FLOW_GRPO = (
     f"algorithm.objective={{clip_low: {CLIP}, clip_high: {CLIP}}}",
     f"rollout.denoising.noise_level={NOISE_LEVEL}",
 )
-SHAPE = (CONFIG["in_channels"], 8, 12)
+SIZE = (8, 12)
 LAYOUTS = (
     *("dp=1", "tp=2", "tp=2 sequence_parallel=true", "pp=2", "pp=2 vpp=2", "cp=2", "dp=2"),
     "tp=2 pp=2 sequence_parallel=true",
 )
 
 
-def random_groups(is_noised: bool = False) -> Groups:
+def random_groups(shape: DenoiserShape = MODELS["Z-Image"].shape, is_noised: bool = False) -> Groups:
     """Return two prompts with three images each, whose captions have different lengths. `is_noised`: whether the
     trainer adds the noise, at three noise levels that differ between images."""
     random = np.random.Generator(np.random.Philox(3))
     sigmas, groups = np.array(sigma_schedule(6, 3.0)), []
-    empty = random.standard_normal((4, CONFIG["cap_feat_dim"]), np.float32)
+
+    def caption(length: int) -> Conditioning:
+        tokens = random.standard_normal((length, shape.caption), np.float32)
+        return Conditioning(tokens, None if shape.pooled is None else random.standard_normal(shape.pooled, np.float32))
+
+    empty, size = caption(4), (shape.channels, *SIZE)
+    image = shape.padded(math.prod(SIZE) // shape.patch**2)
     for i, length in enumerate((7, 40)):
-        embedding = random.standard_normal((length, CONFIG["cap_feat_dim"]), np.float32)
-        group = []
+        embedding, group = caption(length), []
         for k in range(3):
-            latents = random.standard_normal(SHAPE, np.float32) + np.cumsum(
-                0.3 * random.standard_normal((4, *SHAPE), np.float32), 0
+            latents = random.standard_normal(size, np.float32) + np.cumsum(
+                0.3 * random.standard_normal((4, *size), np.float32), 0
             )
             sample = LatentSample(
                 id=f"1.{i}.{k}",
@@ -66,7 +73,7 @@ def random_groups(is_noised: bool = False) -> Groups:
                 versions=(VersionRun(0, 6),),
                 embedding=embedding,
                 empty_embedding=empty,
-                num_tokens=2 * 64 + 32 + (32 if length <= 32 else 64),
+                num_tokens=2 * image + shape.padded(4) + shape.padded(length),
             )
             group.append((sample, float(random.standard_normal())))
         groups.append(group)
@@ -117,7 +124,7 @@ def train_adapters(store, rank: int, folder: Path, config: Config) -> AdapterRes
 
 
 def own_batches(config: Config, worker: DenoiserWorker) -> list[LocalBatch]:
-    groups = random_groups(config.algorithm.objective.spec.adds_noise)
+    groups = random_groups(worker._shape, config.algorithm.objective.spec.adds_noise)
     return [own_batch(config, worker, group) for group in groups]
 
 
@@ -127,16 +134,21 @@ def own_batch(config: Config, worker: DenoiserWorker, group) -> LocalBatch:
     return local_batch(dispatch(config, samples, worker.packing)[worker.data_parallel_rank])
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return write_tiny_denoiser(tmp_path_factory.mktemp("denoiser"))
+@pytest.fixture(scope="module", params=MODELS)
+def tiny(request) -> TinyDenoiser:
+    return MODELS[request.param]
 
 
 @pytest.fixture(scope="module")
-def reference(folder) -> Expected[Outcome]:
+def folder(tmp_path_factory, tiny) -> Path:
+    return tiny.write(tmp_path_factory.mktemp("denoiser"))
+
+
+@pytest.fixture(scope="module")
+def reference(tiny, folder) -> Expected[Outcome]:
     def trained() -> Outcome:
-        groups = random_groups()
-        model = FlowGrpoReference(folder, lr=LR, eps=EPS, guidance=GUIDANCE, noise_level=NOISE_LEVEL)
+        groups = random_groups(tiny.shape)
+        model = FlowGrpoReference(tiny, folder, lr=LR, eps=EPS, guidance=GUIDANCE, noise_level=NOISE_LEVEL)
         old = model.old(groups)
         for group in groups:
             loss, gradients, norm = model.update([group], old, CLIP, KL)
@@ -146,10 +158,10 @@ def reference(folder) -> Expected[Outcome]:
 
 
 @pytest.fixture(scope="module")
-def nft_reference(folder) -> Expected[Outcome]:
+def nft_reference(tiny, folder) -> Expected[Outcome]:
     def trained() -> Outcome:
-        groups = random_groups(is_noised=True)
-        model = DiffusionNftReference(folder, lr=LR, eps=EPS, guidance=GUIDANCE)
+        groups = random_groups(tiny.shape, is_noised=True)
+        model = DiffusionNftReference(tiny, folder, lr=LR, eps=EPS, guidance=GUIDANCE)
         old = model.old(groups)
         for group in groups:
             loss, gradients, norm = model.update([group], old, MIXTURE, ADVANTAGE_LIMIT, KL)
@@ -193,15 +205,20 @@ def test_diffusion_nft_matches_plain_torch(folder, nft_reference, layout):
 
 
 @pytest.fixture(scope="module")
-def adapters(tmp_path_factory, folder) -> Path:
-    return write_denoiser_adapters(tmp_path_factory.mktemp("adapters"), folder, RANK, ALPHA)
+def z_image(tmp_path_factory) -> Path:
+    return MODELS["Z-Image"].write(tmp_path_factory.mktemp("denoiser"))
 
 
 @pytest.fixture(scope="module")
-def adapter_reference(folder, adapters):
+def adapters(tmp_path_factory, z_image) -> Path:
+    return write_denoiser_adapters(tmp_path_factory.mktemp("adapters"), z_image, RANK, ALPHA)
+
+
+@pytest.fixture(scope="module")
+def adapter_reference(z_image, adapters):
     def trained():
         keys = dict(lr=LR, eps=EPS, guidance=GUIDANCE, noise_level=NOISE_LEVEL)
-        model = FlowGrpoReference(folder, **keys, adapters=adapters)
+        model = FlowGrpoReference(MODELS["Z-Image"], z_image, **keys, adapters=adapters)
         for group in random_groups():
             loss, gradients, norm = model.update([group], model.old([group]), CLIP, KL)
         factors = {name: p.detach().clone() for name, p in model.trained.items()}
@@ -211,9 +228,9 @@ def adapter_reference(folder, adapters):
 
 
 @pytest.mark.parametrize("layout", exhaustive_but(LAYOUTS, "tp=2 sequence_parallel=true", "cp=2"))
-def test_adapter_updates_match_peft(folder, adapters, adapter_reference, layout):
+def test_adapter_updates_match_peft(z_image, adapters, adapter_reference, layout):
     """The KL's reference is the model without adapters."""
     lora = f"actor.lora={{rank: {RANK}, alpha: {ALPHA}, path: {adapters}}}"
-    config = in_layout(folder, layout, *FLOW_GRPO, lora)
-    ranks = run_ranks(config.actor.layout.world_size, train_adapters, folder, config)
-    assert_same(folder, ranks, adapter_reference)
+    config = in_layout(z_image, layout, *FLOW_GRPO, lora)
+    ranks = run_ranks(config.actor.layout.world_size, train_adapters, z_image, config)
+    assert_same(z_image, ranks, adapter_reference)

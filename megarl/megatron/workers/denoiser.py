@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from megarl.algorithms import transition
 from megarl.core import device
 from megarl.core.files import new_folder
-from megarl.core.latents import VelocityInput
+from megarl.core.latents import Conditioning, VelocityInput
 from megarl.core.metrics import Metric
 from megarl.core.step_batch import StepBatch
 from megarl.core.types import SampleRef
@@ -134,7 +134,7 @@ class DenoiserWorker(ActorWorker):
             Document(
                 torch.tensor(item.latents, device=device.device()),
                 item.sigma,
-                torch.tensor(item.caption, device=device.device()),
+                item.caption.map(torch.tensor).to(device.device()),
             )
             for item in inputs
         ]
@@ -156,9 +156,10 @@ class DenoiserWorker(ActorWorker):
             documents += [Document(latents.to(target), sigma, branch.to(target)) for branch in branches]
         if documents:
             return documents
-        patch, shape = self._shape.patch, self._shape
-        zeros = torch.zeros(shape.channels, patch, patch, device=target)
-        return [Document(zeros, 1.0, torch.zeros(1, shape.caption, device=target))]
+        shape = self._shape
+        zeros = torch.zeros(shape.channels, shape.patch, shape.patch, device=target)
+        pooled = None if shape.pooled is None else torch.zeros(shape.pooled, device=target)
+        return [Document(zeros, 1.0, Conditioning(torch.zeros(1, shape.caption, device=target), pooled))]
 
     def _guided(self, batch: StepBatch, velocities: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return each row's velocity under guidance, float32 [N, channels, height, width]."""

@@ -27,7 +27,7 @@ EXPERTS, SHARED = ".mlp.experts.", "shared_factors"
 """Substrings of local parameter names: of expert parameters, and of factors shared by all experts in a layer."""
 
 _LAYER = ".layers."
-NOT_ADAPTED = (".mlp.router.", ".modulation.")
+NOT_ADAPTED = (".mlp.router.", ".modulation.", ".caption_modulation.")
 """Substrings of the names of weights in layers that have no adapters."""
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")

@@ -95,7 +95,7 @@ class DiffusersEngine(SteppedEngine[ImageRequest, LatentSample]):
         self._start([item for item in unfinished if item.trajectory is None])
         pairs = [(item, item.trajectory) for item in unfinished[: self._max_batch] if item.trajectory is not None]
         trajectories = [trajectory for _, trajectory in pairs]
-        advance(self._model.transformer, trajectories, self._model.shape.patch, self._max_batch, self.version)
+        advance(self._model.transformer, trajectories, self._model.shape, self._max_batch, self.version)
         done = [(item, trajectory) for item, trajectory in pairs if trajectory.is_done]
         images = iter(self._model.decoder.decode([t.latents for _, t in done if t.request.returns_image]))
         for item, trajectory in done:
@@ -110,12 +110,12 @@ class DiffusersEngine(SteppedEngine[ImageRequest, LatentSample]):
         captions = self._model.encoder.encode([item.request.prompt.text for item in items] + [""] * guided)
         for item in items:
             denoising = item.request.denoising
-            shape = (self._model.shape.channels, denoising.height // self._scale, denoising.width // self._scale)
+            size = denoising.height // self._scale, denoising.width // self._scale
+            sigmas = self._model.sigmas(denoising.num_steps, denoising.shift)
             empty = captions[""] if denoising.guidance != 1 else None
             caption = captions[item.request.prompt.text]
-            patch = self._model.shape.patch
             item.trajectory = Trajectory.start(
-                item.request, self._model.shift, shape, patch, device.device(), caption, empty
+                item.request, sigmas, size, self._model.shape, device.device(), caption, empty
             )
 
     @property
@@ -139,9 +139,10 @@ class DiffusersEngine(SteppedEngine[ImageRequest, LatentSample]):
             raise RuntimeError("the engine has no weights yet. Fix: refit it before it computes velocities")
         self._wake()
         documents = [
-            Document(_tensor(item.latents).to(device.device()), item.sigma, _tensor(item.caption)) for item in inputs
+            Document(_tensor(item.latents).to(device.device()), item.sigma, item.caption.map(_tensor))
+            for item in inputs
         ]
-        found = velocities(self._model.transformer, documents, self._model.shape.patch, self._max_batch)
+        found = velocities(self._model.transformer, documents, self._model.shape, self._max_batch)
         return [velocity.cpu().numpy() for velocity in found]
 
     def pause(self) -> None:
@@ -206,7 +207,8 @@ class DiffusersEngine(SteppedEngine[ImageRequest, LatentSample]):
         return EngineInfo(dtype_name(torch.float32), ids, self._description)  # velocities are cast to float32
 
     def _parameters(self) -> dict[str, torch.Tensor]:
-        return {name: parameter.data for name, parameter in self._model.transformer.named_parameters()}
+        """Return the tensors of the checkpoint, which include SD3's position embedding, a buffer."""
+        return self._model.transformer.state_dict()
 
 
 def _tensor(array: NDArray[np.float32]) -> torch.Tensor:

@@ -16,6 +16,7 @@ from megarl.algorithms.registry import OBJECTIVES
 from megarl.algorithms.transition import step_weights
 from megarl.config.load import load
 from megarl.config.schema import Config
+from megarl.core.latents import Conditioning
 from megarl.core.metrics import merge, values
 from megarl.core.step_batch import StepBatch
 from megarl.megatron.advantages import mean_advantages, with_advantages
@@ -55,7 +56,7 @@ def batch_of(
         scale=torch.ones(n, dtype=torch.float64),
         token_baseline=torch.zeros(n),
         token_scale=torch.ones(n),
-        captions=(torch.zeros(1, 1),) * n,
+        captions=(Conditioning(torch.zeros(1, 1)),) * n,
     )
     steps = dict(latents=x, next_latents=x_next, sigma=sigma.double(), sigma_next=sigma_next.double())
     return StepBatch(**given | steps | fields)

@@ -11,7 +11,7 @@ from megarl.algorithms.transition import sigma_schedule
 from megarl.cluster.rank_batch import RankBatch
 from megarl.config.load import load
 from megarl.core.errors import UserError
-from megarl.core.latents import LatentSample
+from megarl.core.latents import Conditioning, LatentSample
 from megarl.core.timing import Stopwatch
 from megarl.core.types import Baseline, Prompt, SampleRef, VersionRun
 from megarl.data.collate_steps import collate_noised_steps, collate_steps
@@ -43,8 +43,8 @@ def image(name: str, steps: range = range(1, 3), num_tokens: int = 128) -> Laten
         latents=random.standard_normal((len(steps) + 1, 2, 4, 6)),
         logprobs=random.standard_normal(len(steps)),
         versions=(VersionRun(4, 6),),
-        embedding=random.standard_normal((5, 3)),
-        empty_embedding=np.ones((2, 3)),
+        embedding=Conditioning(random.standard_normal((5, 3)), random.standard_normal(4)),
+        empty_embedding=Conditioning(np.ones((2, 3)), np.zeros(4)),
         num_tokens=num_tokens,
     )
 
@@ -118,7 +118,8 @@ def test_microbatch_has_the_steps_of_its_images():
     assert batch.step_weight.tolist() == [1.5, 2.0, 1.0]
     assert batch.weight.tolist() == [0.25, 0.5, 0.5] and batch.stale.tolist() == [False, True, True]
     assert (batch.reward[0].item(), batch.baseline[0].item(), batch.scale[0].item()) == (2.0, 0.5, 3.0)
-    assert np.array_equal(batch.captions[0], first.embedding) and np.array_equal(batch.unconditional, np.ones((2, 3)))
+    for caption, expected in ((batch.captions[0], first.embedding), (batch.unconditional, first.empty_embedding)):
+        assert caption.map(np.asarray) == expected
 
 
 def test_noised_microbatch_adds_noise_to_the_final_latents():
@@ -139,7 +140,8 @@ def test_noised_microbatch_adds_noise_to_the_final_latents():
     assert len({row.tobytes() for row in noise}) == 3
     assert batch.rollout_logprobs.tolist() == [0.0] * 3 and batch.weight.tolist() == [0.25, 0.5, 0.5]
     assert (batch.reward[0].item(), batch.baseline[0].item(), batch.scale[0].item()) == (2.0, 0.5, 3.0)
-    assert np.array_equal(batch.captions[1], second.embedding) and np.array_equal(batch.unconditional, np.ones((2, 3)))
+    assert batch.captions[1].map(np.asarray) == second.embedding
+    assert batch.unconditional.map(np.asarray) == second.empty_embedding
 
 
 def test_noised_rows_do_not_depend_on_the_microbatch():

@@ -20,12 +20,12 @@ from megarl.cluster.groups.engines import ImageEngineGroup
 from megarl.cluster.groups.rewards import RewardGroup
 from megarl.cluster.pending import Answers, ready
 from megarl.cluster.rank_batch import get_samples, put_sample
-from megarl.core.latents import LatentSample
+from megarl.core.latents import Conditioning, LatentSample
 from megarl.core.types import Prompt, SampleRef, VersionRun
 from megarl.rewards.sample_file import load_samples, save_samples
 from megarl.rollout.router import Aborted
 
-STEPS, CHANNELS, SIDE, SCALE, CAPTION = 3, 16, 16, 8, (40, 2560)
+STEPS, CHANNELS, SIDE, SCALE, CAPTION, POOLED = 3, 16, 16, 8, (40, 2560), 2048
 
 
 def sample(number: int) -> LatentSample:
@@ -39,8 +39,10 @@ def sample(number: int) -> LatentSample:
         latents=random.standard_normal((STEPS + 1, CHANNELS, SIDE, SIDE), np.float32),
         logprobs=[-1.0] * STEPS,
         versions=(VersionRun(4, 10),),
-        embedding=random.standard_normal(CAPTION, np.float32),
-        empty_embedding=random.standard_normal((8, CAPTION[1]), np.float32),
+        embedding=Conditioning(random.standard_normal(CAPTION, np.float32), random.standard_normal(POOLED, np.float32)),
+        empty_embedding=Conditioning(
+            random.standard_normal((8, CAPTION[1]), np.float32), random.standard_normal(POOLED, np.float32)
+        ),
         num_tokens=256,
         image=random.integers(0, 256, (SIDE * SCALE, SIDE * SCALE, 3), np.uint8),
     )
@@ -78,14 +80,16 @@ def test_reward_processes_receive_only_images(actor):
     timed, *parts = asyncio.run(actor.generate(REQUESTS, listener))
     assert timed.value == [SampleRef.of(item) for item in SAMPLES]
     for item, trained, scored in zip(SAMPLES, parts[0::2], parts[1::2], strict=True):
-        assert np.array_equal(scored.response, item.image) and not scored.latents.size and not scored.embedding.size
+        assert (
+            np.array_equal(scored.response, item.image) and not scored.latents.size and not scored.embedding.tokens.size
+        )
         assert (scored.prompt, scored.versions, scored.id) == (item.prompt, item.versions, item.id)
         assert np.array_equal(scored.logprobs, item.logprobs) and np.array_equal(scored.steps, item.steps)
         assert trained.image is None and np.array_equal(trained.latents, item.latents)
-        assert np.array_equal(trained.empty_embedding, item.empty_embedding)
+        assert trained.empty_embedding == item.empty_embedding
     assert heard == parts[1::2]
     pixels = 3 * (SIDE * SCALE) ** 2
-    floats = 4 * ((STEPS + 1) * CHANNELS * SIDE**2 + (CAPTION[0] + 8) * CAPTION[1])
+    floats = 4 * ((STEPS + 1) * CHANNELS * SIDE**2 + (CAPTION[0] + 8) * CAPTION[1] + 2 * POOLED)
     metadata = 2000
     assert pixels + floats < size(SAMPLES[0]) < pixels + floats + metadata
     assert pixels < size(heard[0]) < pixels + metadata
