@@ -115,6 +115,13 @@ def test_runs_without_a_common_set_have_only_a_note(runs: list[Path]) -> None:
     assert notes(section) == [f"{SHARED}: set figures, set digits."] and "<details" not in section
 
 
+def test_runs_without_images_have_no_section(runs: list[Path]) -> None:
+    for run in runs:
+        for step in (0, 2):
+            edit(run, step, lambda row: row.pop("image"))
+    assert compare(runs) == ""
+
+
 def test_samples_with_different_captions_are_counted(runs: list[Path]) -> None:
     def other_caption(row: dict) -> None:
         if row["prompt_id"] == "digits-8":
