@@ -112,7 +112,7 @@ def adapters_to_hf(
 
 @app.command()
 def adapters_to_peft(checkpoint: Checkpoint, out: Out) -> None:
-    """Write the adapters of a LoRA run's checkpoint as a PEFT folder."""
+    """Write the adapters of a LoRA run's checkpoint as a PEFT folder, or for diffusers if it is an image model."""
     from megarl.megatron.checkpoint.adapters import adapters_to_peft
 
     _report(out, adapters_to_peft(checkpoint, out))

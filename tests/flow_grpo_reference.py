@@ -1,39 +1,86 @@
-"""Reference Flow-GRPO in plain diffusers and torch, written from the papers: one denoising step at a time."""
+"""Reference Flow-GRPO and DiffusionNFT in plain diffusers and torch, written from the papers: one denoising step at a
+time."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from diffusers.models.transformers.transformer_z_image import ZImageTransformer2DModel
+from peft import PeftModel
 
 from megarl.core.latents import LatentSample
+from megarl.data.noise import standard_normal
+from megarl.megatron.model.denoiser.inputs import Document
+from tests.lora_reference import plain_name
+from tests.tiny_denoiser import TinyDenoiser
 
 Groups = Sequence[Sequence[tuple[LatentSample, float]]]
 """The images of each prompt with their rewards."""
 
 
-class FlowGrpoReference:
-    """A model trained by AdamW on GRPO's clipped loss of denoising steps (arXiv 2505.05470), with classifier-free
-    guidance and the exact KL to the initial model."""
+class _Reference:
+    """A model trained by AdamW, with classifier-free guidance, and the initial model."""
 
-    def __init__(self, folder: Path, *, lr: float, eps: float, guidance: float, noise_level: float):
-        self.model, self.start = (_load(folder) for _ in range(2))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, eps=eps, weight_decay=0.0)
-        self.guidance, self.noise_level = guidance, noise_level
+    def __init__(
+        self,
+        tiny: TinyDenoiser,
+        folder: Path,
+        *,
+        lr: float,
+        eps: float,
+        guidance: float,
+        adapters: Path | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        """
+        Args:
+            adapters: PEFT folder of the adapters to train instead of the weights.
+            dtype: dtype of the model; None: the default dtype. The loss has the default dtype.
+        """
+        self.tiny = tiny
+        # diffusers' own `to` warns.
+        self.model, self.start = (
+            torch.nn.Module.to(tiny.load(folder), dtype or torch.get_default_dtype()) for _ in range(2)
+        )
+        if adapters is not None:
+            self.model = PeftModel.from_pretrained(self.model, adapters, is_trainable=True)
+        self.trained = {plain_name(name): p for name, p in self.model.named_parameters() if p.requires_grad}
+        self.optimizer = torch.optim.AdamW(self.trained.values(), lr=lr, eps=eps, weight_decay=0.0)
+        self.guidance = guidance
+
+    def velocity_at(self, model: Any, sample: LatentSample, x: torch.Tensor, sigma: float) -> torch.Tensor:
+        """Return the velocity under guidance."""
+        captions = [caption.map(torch.tensor).to(model.dtype) for caption in (sample.embedding, sample.empty_embedding)]
+        documents = [Document(x.to(model.dtype), float(sigma), caption) for caption in captions]
+        conditional, unconditional = (v.to(x.dtype) for v in self.tiny.velocities(model, documents))
+        return unconditional + self.guidance * (conditional - unconditional)
+
+    def optimize(self, terms: Sequence[torch.Tensor]) -> tuple[float, dict[str, torch.Tensor], float]:
+        """Run one optimizer step on the mean of the terms. Return the loss, the gradients before clipping by name, and
+        the gradient norm."""
+        self.optimizer.zero_grad()
+        loss = torch.stack(list(terms)).mean()
+        loss.backward()
+        gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in self.trained.items()}
+        norm = torch.nn.utils.clip_grad_norm_(self.trained.values(), 1.0)
+        self.optimizer.step()
+        return float(loss.detach()), gradients, float(norm)
+
+
+class FlowGrpoReference(_Reference):
+    """GRPO's clipped loss of denoising steps (arXiv 2505.05470), with the exact KL to the initial model."""
+
+    def __init__(self, tiny: TinyDenoiser, folder: Path, *, noise_level: float, **options: Any):
+        super().__init__(tiny, folder, **options)
+        self.noise_level = noise_level
 
     def velocity(self, model: torch.nn.Module, sample: LatentSample, index: int) -> torch.Tensor:
-        """Return the velocity of a trained step under guidance. The model takes 1 − σ and returns −v."""
-        dtype = torch.get_default_dtype()
-        x = torch.tensor(sample.latents[index], dtype=dtype)[:, None]
-        time = torch.tensor([1 - sample.sigmas[sample.steps[index]]], dtype=dtype)
-        conditional, unconditional = (
-            -model([x], time, [torch.tensor(caption, dtype=dtype)], return_dict=False, patch_size=2)[0][0][:, 0]
-            for caption in (sample.embedding, sample.empty_embedding)
-        )
-        return unconditional + self.guidance * (conditional - unconditional)
+        """Return the velocity of a trained step."""
+        x = torch.tensor(sample.latents[index], dtype=torch.get_default_dtype())
+        return self.velocity_at(model, sample, x, sample.sigmas[sample.steps[index]])
 
     def gaussian(self, model: torch.nn.Module, sample: LatentSample, index: int) -> torch.distributions.Normal:
         """Return the distribution of a trained step's next latents, an Euler step of Flow-GRPO's SDE."""
@@ -55,13 +102,9 @@ class FlowGrpoReference:
     def update(
         self, groups: Groups, old: dict[tuple[str, int], torch.Tensor], clip: float, kl_coefficient: float
     ) -> tuple[float, dict[str, torch.Tensor], float]:
-        """Run one optimizer step. Return the loss, the gradients before clipping by name, and the gradient norm."""
-        self.optimizer.zero_grad()
         terms = []
         for group in groups:
-            rewards = torch.tensor([reward for _, reward in group])
-            advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
-            for (sample, _), advantage in zip(group, advantages, strict=True):
+            for (sample, _), advantage in zip(group, _advantages(group), strict=True):
                 for k in range(len(sample.steps)):
                     ratio = (self.log_prob(sample, k) - old[sample.id, k]).exp()
                     clipped = ratio.clamp(1 - clip, 1 + clip)
@@ -70,13 +113,59 @@ class FlowGrpoReference:
                     policy = self.gaussian(self.model, sample, k)
                     kl = torch.distributions.kl_divergence(policy, reference).mean()
                     terms.append(-torch.minimum(ratio * advantage, clipped * advantage) + kl_coefficient * kl)
-        loss = torch.stack(terms).mean()
-        loss.backward()
-        gradients = {name: p.grad.clone() for name, p in self.model.named_parameters()}
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        return float(loss.detach()), gradients, float(norm)
+        return self.optimize(terms)
 
 
-def _load(folder: Path) -> torch.nn.Module:
-    return ZImageTransformer2DModel.from_pretrained(folder).to(torch.get_default_dtype())
+class DiffusionNftReference(_Reference):
+    """DiffusionNFT's loss (arXiv 2509.16117) on sampled images with new noise, with the mean squared difference of the
+    velocities to the initial model. The noise has the seed 0."""
+
+    def noised(self, sample: LatentSample, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the sampled image and its noised version at the noise level of a denoising step."""
+        dtype = torch.get_default_dtype()
+        x0, noise = torch.tensor(sample.final), standard_normal(0, sample.id, step, sample.final.shape)
+        sigma = sample.sigmas[step]
+        return x0.to(dtype), ((1 - sigma) * x0 + sigma * noise).to(dtype)
+
+    def old(self, groups: Groups) -> dict[tuple[str, int], torch.Tensor]:
+        """Return the velocities of the current model, by sample and step."""
+        with torch.no_grad():
+            return {
+                (sample.id, step): self.velocity_at(
+                    self.model, sample, self.noised(sample, step)[1], sample.sigmas[step]
+                )
+                for group in groups
+                for sample, _ in group
+                for step in sample.steps.tolist()
+            }
+
+    def update(
+        self,
+        groups: Groups,
+        old: dict[tuple[str, int], torch.Tensor],
+        mixture: float,
+        advantage_limit: float,
+        kl_coefficient: float,
+    ) -> tuple[float, dict[str, torch.Tensor], float]:
+        terms = []
+        for group in groups:
+            for (sample, _), advantage in zip(group, _advantages(group), strict=True):
+                good = float(advantage.clamp(-advantage_limit, advantage_limit)) / advantage_limit / 2 + 0.5
+                for step in sample.steps.tolist():
+                    x0, x = self.noised(sample, step)
+                    sigma = sample.sigmas[step]
+                    v, old_v = self.velocity_at(self.model, sample, x, sigma), old[sample.id, step]
+                    with torch.no_grad():
+                        reference = self.velocity_at(self.start, sample, x, sigma)
+                    errors = []
+                    for implicit in ((1 - mixture) * old_v + mixture * v, (1 + mixture) * old_v - mixture * v):
+                        error = x - sigma * implicit - x0
+                        errors.append((error**2).mean() / error.detach().abs().mean())
+                    loss = good * errors[0] + (1 - good) * errors[1]
+                    terms.append(advantage_limit / mixture * loss + kl_coefficient * ((v - reference) ** 2).mean())
+        return self.optimize(terms)
+
+
+def _advantages(group: Sequence[tuple[LatentSample, float]]) -> torch.Tensor:
+    rewards = torch.tensor([reward for _, reward in group])
+    return (rewards - rewards.mean()) / (rewards.std() + 1e-6)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
 from megarl.cluster.groups.evaluation import _write as write_evaluation
-from megarl.core.latents import LatentSample
+from megarl.core.latents import Conditioning, LatentSample
 from megarl.core.types import Prompt, Score, VersionRun
 from megarl.rewards.rollout_file import append_rollouts, write_advantages
 
@@ -36,7 +36,7 @@ def sample(name: str, digit: int, seed: int, noise: float, side: int, caption: s
         latents=np.zeros((3, 1, 2, 2)),
         logprobs=[-1.25, -0.5],
         versions=(VersionRun(0, 3),),
-        embedding=np.zeros((1, 2)),
+        embedding=Conditioning(np.zeros((1, 2))),
         empty_embedding=None,
         num_tokens=64,
         image=picture(digit, seed, noise, side),

@@ -263,6 +263,35 @@ Z_IMAGE = dict(
 
 Z_IMAGE_PARAMETERS = 6_154_908_736
 
+SD35_MEDIUM = dict(
+    _class_name="SD3Transformer2DModel",
+    _diffusers_version="0.32.0.dev0",
+    attention_head_dim=64,
+    caption_projection_dim=1536,
+    dual_attention_layers=list(range(13)),
+    in_channels=16,
+    joint_attention_dim=4096,
+    num_attention_heads=24,
+    num_layers=24,
+    out_channels=16,
+    patch_size=2,
+    pooled_projection_dim=2048,
+    pos_embed_max_size=384,
+    qk_norm="rms_norm",
+    sample_size=128,
+)
+SD35_LARGE = SD35_MEDIUM | dict(
+    caption_projection_dim=2432,
+    dual_attention_layers=[],
+    num_attention_heads=38,
+    num_layers=38,
+    pos_embed_max_size=192,
+)
+"""The config.json of the transformers of Stable Diffusion 3.5."""
+
+SD35_MEDIUM_PARAMETERS, SD35_LARGE_PARAMETERS = 2_469_663_936, 8_146_280_768
+"""Numbers of elements in their checkpoints, including the position embedding."""
+
 PARAMETERS: dict[str, int] = {
     "SmolLM2-135M": 134_515_008,
     "SmolLM2-1.7B": 1_711_376_384,

@@ -1,10 +1,10 @@
-"""Write a tiny flow model that draws two digits, as a diffusers folder.
+"""Pre-train a tiny flow-matching model that draws two digits, and write it as a diffusers folder.
 
     python tools/tiny_flow.py OUT
 
-The model is a small Z-Image: it has all parts of that pipeline, and draws white digits of 16 × 24 pixels for captions
-such as "the number 47". Its text encoder is random, and its VAE is nearly the identity. Only the transformer is
-trained: by flow matching, on images of which 40 % have a wrong caption, so that it leaves something to improve.
+The model is a small Z-Image with all parts of its pipeline. For captions such as "the number 47", it draws white digits
+in images of 16 × 24 pixels. Its text encoder is random, and its VAE is nearly the identity. Only the transformer is
+trained. 40 % of its training images have the caption of a random number, so that RL can still improve the model.
 OUT/captions.jsonl contains all captions, each with its digits as the answer.
 """
 
@@ -45,7 +45,7 @@ WRONG, EMPTY = 0.4, 0.1
 BATCH, STEPS, WARMUP_STEPS, LEARNING_RATE, AVERAGING = 32, 600, 30, 3e-3, 0.02
 
 CONSTANT = 32.0
-"""Value of the VAE's constant channels, large beside the pixels."""
+"""Value of the VAE's constant channels, large compared with the pixel values."""
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -80,7 +80,7 @@ def text_encoder(vocab_size: int) -> Qwen3Model:
 
 
 def vae() -> AutoencoderKL:
-    """Return a VAE of one latent channel that is nearly the identity for grey images: latents are pixels.
+    """Return a VAE of one latent channel that is nearly the identity for gray images: latents are pixels.
 
     Its inner channels are x, −x, C and −C. The constants fix the scale of the group norm, and silu(x) − silu(−x) = x.
     """
@@ -136,7 +136,7 @@ def draw(numbers: np.ndarray) -> torch.Tensor:
 def pretrain(
     model: ZImageTransformer2DModel, captions: list[torch.Tensor], empty: torch.Tensor
 ) -> ZImageTransformer2DModel:
-    """Train by flow matching. Return the moving average of the weights."""
+    """Train the model with flow matching. Return a moving average of its weights."""
     random = np.random.default_rng(0)
     average = copy.deepcopy(model).requires_grad_(False)
     optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, weight_decay=0.0)
@@ -186,5 +186,5 @@ def write(folder: Path) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    torch.set_num_threads(1)  # more threads are no faster, and would make the result depend on the number of cores
+    torch.set_num_threads(1)  # more threads are not faster, and the result would depend on the number of cores
     write(parser.parse_args().out)

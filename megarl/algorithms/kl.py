@@ -64,8 +64,8 @@ STEP_KLS: Mapping[str, str] = {
     "gaussian": "mean((μ − μ_ref)²) / (2·s²), the exact KL",
     "velocity": "mean((v − v_ref)²)",
 }
-"""KLs of denoising steps, which are functions of velocities: name -> formula. Both are means over elements. Estimates
-from log-probs are not used, because the exact KL has no variance."""
+"""Estimator -> formula of the KL of denoising steps, a function of velocities. Both are means over elements. Estimates
+from log-probs are not offered, because the exact KL has no variance."""
 
 
 def usual_estimator(placement: str, level: str) -> str:

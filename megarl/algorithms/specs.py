@@ -179,7 +179,7 @@ class GroupEstimator(SampleEstimator):
     Args:
         compare_tokens: (TokenTotals of each sample, **arguments) -> (center, scale) of each sample's token rewards.
         amplify: (groups in an update) -> factor that multiplies all advantages in the update.
-        step_scale: (groups in a step, **arguments) -> the scale of all samples in the step, with std_over=step.
+        step_scale: (groups in a step, **arguments) -> the common scale of all samples in the step, for std_over=step.
     """
 
     comparison: BaselineKind = "group"
@@ -235,7 +235,7 @@ class TokenEstimator(EstimatorSpec):
 Rows = Literal["prompts", "messages", "preferences", "labels"]
 
 Action = Literal["tokens", "steps"]
-"""What a row of a batch is: a token, or a denoising step."""
+"""The action that a row of a batch represents: a sampled token or a denoising step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,13 +257,18 @@ class ObjectiveSpec(Spec):
 
     @property
     def actions(self) -> tuple[Action, ...]:
-        """The kinds of rows that the objective supports."""
+        """The actions on which the objective can train."""
         return ("tokens",)
 
     @property
     def is_policy_objective(self) -> bool:
         """Whether the objective learns from advantages of sampled tokens or denoising steps."""
         return isinstance(self, PolicyObjective | VelocityObjective)
+
+    @property
+    def adds_noise(self) -> bool:
+        """Whether the objective learns from sampled images to which the trainer adds new noise."""
+        return isinstance(self, VelocityObjective)
 
     @property
     def is_pairwise(self) -> bool:

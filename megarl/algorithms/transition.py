@@ -169,8 +169,22 @@ def sigma_schedule(num_steps: int, shift: float) -> list[float]:
 
     The shift is SD3's (https://arxiv.org/abs/2403.03206); a larger shift spends more steps at high noise.
     """
-    times = (1 - i / num_steps for i in range(num_steps + 1))
-    return [shift * t / (1 + (shift - 1) * t) for t in times]
+    return [_shifted(1 - i / num_steps, shift) for i in range(num_steps + 1)]
+
+
+def trained_sigma_schedule(num_steps: int, shift: float) -> list[float]:
+    """Return N + 1 values of σ, of which the first N are evenly spaced over the training schedule before they are
+    shifted: from 1 to its smallest noise level, t = 1/1000 shifted. The last is 0.
+
+    Diffusers samples with these noise levels by default, and so do SD3's pipeline and Flow-GRPO's code.
+    """
+    smallest = _shifted(1e-3, shift)
+    times = (1 - i * (1 - smallest) / max(1, num_steps - 1) for i in range(num_steps))
+    return [*(_shifted(t, shift) for t in times), 0.0]
+
+
+def _shifted(t: float, shift: float) -> float:
+    return shift * t / (1 + (shift - 1) * t)
 
 
 def sde_window(num_sde_steps: int, within: range, seed: int, run_step: int) -> range:
@@ -186,6 +200,16 @@ def sde_window(num_sde_steps: int, within: range, seed: int, run_step: int) -> r
     """
     start = random.Random(f"sde window {seed} {run_step}").randint(within.start, within.stop - num_sde_steps)
     return range(start, start + num_sde_steps)
+
+
+def noised_steps(num_steps: int, within: range, seed: int, sample_id: str) -> list[int]:
+    """Return the denoising steps at whose noise levels a training step adds new noise to a sampled image, in ascending
+    order.
+
+    DiffusionNFT (https://arxiv.org/abs/2509.16117) trains on such images. Its published code draws 9 of 10 steps for
+    each image. Unlike `sde_window`, images need not share them: they have no effect on the rewards.
+    """
+    return sorted(random.Random(f"noised steps {seed} {sample_id}").sample(within, num_steps))
 
 
 def step_weights(

@@ -1,7 +1,7 @@
 """Training, evaluation and checkpoint conversion, each in its own child process.
 
-A run forks, installs signal handlers and exits with a status. The child process keeps all of this away from the caller,
-which may be a notebook. The calling process prints the child's output.
+A run forks, installs signal handlers and exits with a status. The child process isolates the caller, which may be a
+notebook, from all of this. The calling process prints the child's output.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ MASK = "mask"
 """Field with the lengths of alternating runs of trained and untrained tokens. The column has one value per token."""
 
 FILES = ("image", "preview")
-"""Fields with the name of a file, relative to the rollout file. The table has its path."""
+"""Fields with the name of a file, relative to the rollout file. The table contains the full path."""
 
 MAX_ID = 2**31 - 1
 

@@ -21,10 +21,11 @@ TEXT_BYTES = 6
 """Assumed upper bound on the mean UTF-8 bytes in a token's text: four or five in English, similar in Chinese."""
 
 RGB_BYTES, PIXEL_BYTES = 3, 4
-"""Bytes per pixel of a decoded image, and an upper bound on those of its latents."""
+"""Bytes per pixel of a decoded image, which is also an upper bound on the bytes per pixel of its latents."""
 
-EMBEDDING_BYTES = 2 * 512 * 2560 * 4
-"""Size of the embeddings of a caption of maximum length and of the empty caption, with Z-Image's text encoder."""
+EMBEDDING_BYTES = 2 * 4 * max(512 * 2560, 333 * 4096)
+"""Size of the embeddings of a caption of maximum length and of the empty caption, with the text encoders of Z-Image or
+of Stable Diffusion 3."""
 
 OBJECT_BYTES = 2048
 """Bytes per sample besides its tokens and text: names, shapes, reference answers, and metadata of its scores."""
@@ -61,7 +62,8 @@ def sample_bytes(config: Config, experts: Experts | None) -> float:
     """Return the size in bytes of one pickled maximum-length sample, including its scores."""
     if config.samples_images:
         denoising = config.rollout.denoising
-        latents = PIXEL_BYTES * (denoising.num_trained + 1)
+        num_latents = 1 if config.algorithm.objective.spec.adds_noise else denoising.num_trained + 1
+        latents = PIXEL_BYTES * num_latents
         return denoising.height * denoising.width * (latents + RGB_BYTES) + EMBEDDING_BYTES + OBJECT_BYTES
     context = config.rollout.context_length
     response = context if config.is_offline else min(config.rollout.max_new_tokens, context)

@@ -11,6 +11,7 @@ from functools import reduce
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from megarl.core.latents import AnySample, LatentSample
 from megarl.core.types import Sample, SampleRef
 from megarl.data.packing import Lengths, Microbatch, Packing, schedule
 
@@ -66,11 +67,24 @@ def join_named_scores(parts: Sequence[Mapping[str, Scores]]) -> dict[str, Scores
     return {name: join_by_sample([part.get(name, {}) for part in parts]) for name in names}
 
 
-def put_sample(sample: Sample) -> SampleRef:
+def put_sample(sample: AnySample) -> SampleRef:
     """Put the sample into Ray's object store, which keeps it while a reference to it exists."""
     import ray
 
+    if isinstance(sample, LatentSample):
+        trained = SampleRef.of(sample, ray.put(sample.for_training))
+        return replace(trained, pictured=ray.put(sample.for_rewards))
     return SampleRef.of(sample, ray.put(sample))
+
+
+def get_samples(refs: Sequence[SampleRef]) -> list[AnySample]:
+    """Fetch whole samples."""
+    fetched = _get(part for ref in refs for part in (ref.sample, ref.scored))
+    images = (None if ref.pictured is None else fetched[ref.pictured].image for ref in refs)
+    samples = (fetched[ref.sample] for ref in refs)
+    return [
+        sample if image is None else replace(sample, image=image) for sample, image in zip(samples, images, strict=True)
+    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,8 @@ from megarl.cluster.supervision import processes, segments
 from megarl.cluster.supervision.scratch import ray_folder
 from megarl.cluster.supervision.watchdog import Watchdog
 from megarl.cluster.trace import Trace
-from megarl.config.schema import Config, TimeoutKind
+from megarl.config.cluster_schema import TimeoutKind
+from megarl.config.schema import Config
 from megarl.core import device
 from megarl.core.cores import usable_cores
 from megarl.core.errors import RunFailure

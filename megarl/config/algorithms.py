@@ -10,7 +10,7 @@ from typing import Any, get_args
 from megarl.algorithms.aggregation import AGGREGATIONS
 from megarl.algorithms.kl import KL_ESTIMATORS, STEP_KLS
 from megarl.algorithms.registry import ESTIMATORS, OBJECTIVES, spec_in_file
-from megarl.algorithms.specs import BASELINE_KINDS, EstimatorSpec, ObjectiveSpec, Options, Spec, VelocityObjective
+from megarl.algorithms.specs import BASELINE_KINDS, EstimatorSpec, ObjectiveSpec, Options, Spec
 from megarl.config.algorithm_schema import KL, Correction, Objective
 from megarl.config.document import show
 from megarl.core.errors import UserError
@@ -44,7 +44,7 @@ def _objective(name: str, spec: ObjectiveSpec) -> Iterator[str]:
     yield f"algorithm.objective.name={name}"
     yield f"  loss         {spec.formula}"
     if spec.is_policy_objective:
-        yield "  where        ρ = π / π_old, and A is the advantage"
+        yield f"  where        {'' if spec.adds_noise else 'ρ = π / π_old, and '}A is the advantage"
     yield f"  paper        {spec.paper}"
     yield f"  learns from  data.format={' or '.join(spec.rows)}"
     yield f"  rows         {_rows(spec)}"
@@ -57,9 +57,10 @@ def _objective(name: str, spec: ObjectiveSpec) -> Iterator[str]:
 
 
 def _rows(spec: ObjectiveSpec) -> str:
+    if spec.adds_noise:
+        return "sampled images with new noise"
     names = {"tokens": "tokens", "steps": "denoising steps of images"}
-    untrained = " (not trained yet)" if isinstance(spec, VelocityObjective) else ""
-    return " or ".join(names[action] for action in spec.actions) + untrained
+    return " or ".join(names[action] for action in spec.actions)
 
 
 _RECIPE = "\nIn a recipe (options with their defaults):\n"
@@ -117,7 +118,8 @@ def _kl() -> Iterator[str]:
     yield "  of denoising steps, where v is the velocity:"
     yield from (f"  {name}: {formula}" for name, formula in STEP_KLS.items())
     yield f"    {_choices(KL, 'placement')}, {_choices(KL, 'level')}, straight_through=true | false"
-    yield "    estimator=null: k1 in the reward, k3 in the loss (k2 with level=sequence), gaussian for images"
+    yield "    estimator=null: k1 in the reward, k3 in the loss (k2 with level=sequence); for images"
+    yield "    gaussian, or velocity with diffusion_nft"
     yield "    limit bounds the estimate; adaptive_target and adaptive_horizon adapt the coefficient"
     yield "    renew_steps and renew_share update the reference"
 

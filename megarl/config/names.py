@@ -210,8 +210,7 @@ TRL = {
     "save_strategy": "checkpoint.every_steps (null: never)",
     "save_total_limit": "checkpoint.keep",
     "scale_rewards": (
-        "algorithm.advantage.std (group is sample, and none is none; for batch, sample with "
-        "algorithm.advantage.std_over=step)"
+        "algorithm.advantage.std (group: sample, none: none, batch: sample with algorithm.advantage.std_over=step)"
     ),
     "shuffle_dataset": "data.shuffle",
     "steps_per_generation": "batch.prompts_per_step (in prompts, not microbatches)",

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
-from typing import Annotated, Any, Literal, Self, get_args, overload
+from typing import Annotated, Any, Literal, Self, overload
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from megarl.algorithms.kl import usual_estimator
-from megarl.algorithms.transition import TransitionKind, sde_window
 from megarl.config.algorithm_schema import Algorithm
+from megarl.config.cluster_schema import Cluster
 from megarl.config.data_schema import Data
 from megarl.config.evaluation_schema import Evaluation
 from megarl.config.fields import EnvironmentClass, RewardFunction, Section, Text
@@ -31,72 +31,9 @@ from megarl.config.model_schema import (
     Role,
     Trained,
 )
+from megarl.config.rollout_schema import Rollout
 from megarl.config.run_schema import Run, Trackers
-from megarl.core.ranges import FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-
-
-class DenoisingSettings(Section):
-    height: PositiveInt
-    width: PositiveInt
-    num_steps: Annotated[int, Field(ge=2)]
-    shift: PositiveFloat | None
-    guidance: PositiveFloat
-    kind: TransitionKind
-    noise_level: PositiveFloat
-    logprob: Literal["mean", "sum"]
-    sde_steps: PositiveInt | None
-    sde_within: Annotated[list[NonNegativeInt], Field(min_length=2, max_length=2)] | None
-    max_batch: PositiveInt
-    offload: bool
-
-    @property
-    def within(self) -> range:
-        """The denoising steps from which `sde_steps` are drawn. The last step is not trained: its small noise amplifies
-        rounding errors in the log-prob."""
-        if self.sde_within is not None:
-            return range(*self.sde_within)
-        return range(self.num_steps - 1 if self.sde_steps is None else max(1, self.num_steps // 2))
-
-    def sde_window(self, seed: int, step: int) -> range:
-        """Return the denoising steps that training step `step` samples with the SDE and trains on."""
-        return sde_window(self.num_trained, self.within, seed, step)
-
-    @property
-    def num_trained(self) -> int:
-        """The number of trained denoising steps per image."""
-        return len(self.within) if self.sde_steps is None else self.sde_steps
-
-
-class Rollout(Section):
-    engine: Literal["vllm", "diffusers"]
-    replicas: PositiveInt
-    tp: PositiveInt
-    max_staleness: NonNegativeInt
-    on_stale: Literal["wait", "drop"]
-    kv_cache_on_update: Literal["keep", "recompute"]
-    longest_first: bool
-    temperature: PositiveFloat
-    top_p: Annotated[float, Field(gt=0, le=1)]
-    top_k: PositiveInt | None
-    max_new_tokens: PositiveInt
-    stop: list[Text]
-    context_length: PositiveInt
-    kv_cache_gib: PositiveFloat
-    sleep: bool
-    transport: Literal["auto", "shared_memory", "p2p"]
-    refit_bucket_mib: PositiveInt | None
-    refit_timeout_s: PositiveFloat
-    verify_refit: Literal["off", "first", "always"]
-    quantization: Literal["fp8_block"] | None
-    batch_invariant: bool
-    threads: PositiveInt | None
-    vllm_overrides: dict[str, Any]
-    denoising: DenoisingSettings
-
-    @property
-    def has_whole_experts(self) -> bool:
-        """Whether each engine rank holds whole experts rather than a slice of every expert."""
-        return bool(self.vllm_overrides.get("enable_expert_parallel"))
+from megarl.core.ranges import FiniteFloat, NonNegativeFloat, PositiveFloat, PositiveInt
 
 
 class Environment(EnvironmentClass):
@@ -163,65 +100,6 @@ class Checkpoint(Section):
         return self.every_steps is not None or self.on_signal
 
 
-TimeoutKind = Literal["start", "rollout", "rewards", "passes", "update", "refit", "checkpoint"]
-"""Keys of `Timeouts`. Each time the driver waits for another process, one of these timeouts applies."""
-
-
-class Timeouts(Section):
-    start: PositiveFloat
-    rollout: PositiveFloat
-    rewards: PositiveFloat
-    passes: PositiveFloat
-    update: PositiveFloat
-    refit: PositiveFloat
-    checkpoint: PositiveFloat
-
-    def seconds(self, limit: TimeoutKind) -> float:
-        return getattr(self, limit)
-
-    @property
-    def longest(self) -> float:
-        """The longest timeout, which applies to waits that belong to several phases."""
-        return max(map(self.seconds, get_args(TimeoutKind)))
-
-
-Devices = Annotated[
-    str,
-    BeforeValidator(lambda value: str(value) if type(value) is int else value),
-    Field(pattern=r"^(nodes? )?\d+(-\d+)?$"),
-]
-"""A range of device numbers, counted across all nodes, such as 0-15, a single device, or a range of nodes, such as
-nodes 0-3."""
-
-
-class Roles(Section):
-    actor: Devices | None
-    critic: Devices | None
-    implicit_reward: Devices | None
-    reward_model: Devices | None
-    rollout: Devices | None
-
-    @property
-    def assigned(self) -> dict[str, range]:
-        """Device or node numbers of each role that has a range in the config."""
-        numbers = {role: text.split(" ")[-1].split("-") for role, text in self if text is not None}
-        return {role: range(int(ends[0]), int(ends[-1]) + 1) for role, ends in numbers.items()}
-
-    @property
-    def on_nodes(self) -> set[str]:
-        """Roles whose range consists of nodes."""
-        return {role for role, text in self if text is not None and text.startswith("node")}
-
-
-class Cluster(Section):
-    nodes: PositiveInt
-    interface: Text | None
-    placement: Literal["colocated", "disaggregated"]
-    roles: Roles
-    timeouts: Timeouts
-    object_store_mib: PositiveInt | None
-
-
 class Config(Section):
     resume: Text
     run: Run
@@ -258,12 +136,13 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _usual_kl(self) -> Self:
-        """Resolve algorithm.kl.estimator=null to the exact KL for image models, else to the estimator that papers use
-        for this placement and level."""
+        """Resolve algorithm.kl.estimator=null to the KL of denoising steps for image models, else to the estimator that
+        papers use for this placement and level."""
         kl = self.algorithm.kl
         if kl.estimator is not None:
             return self
-        usual = "gaussian" if self.samples_images else usual_estimator(kl.placement, kl.level)
+        of_steps = "velocity" if self.algorithm.objective.spec.adds_noise else "gaussian"
+        usual = of_steps if self.samples_images else usual_estimator(kl.placement, kl.level)
         algorithm = self.algorithm.model_copy(update={"kl": kl.model_copy(update={"estimator": usual})})
         return self.model_copy(update={"algorithm": algorithm})
 
@@ -391,10 +270,11 @@ class Config(Section):
             return limit
         if not self.samples_images:
             return ROUNDING[self.precision]
-        # The log-prob of a denoising step is a mean over elements, whose rounding errors cancel.
         options = self.algorithm.objective.options()
         bounds = [float(bound) for name in ("clip_low", "clip_high") if (bound := options.get(name)) is not None]
-        return min([ROUNDING["float32"], *(SHARE_OF_CLIP * bound for bound in bounds)])
+        # Rounding errors cancel in a mean over the elements of the latents, but add up in their sum.
+        rounding = [ROUNDING["float32"]] if self.rollout.denoising.logprob == "mean" or not bounds else []
+        return min([*rounding, *(SHARE_OF_CLIP * bound for bound in bounds)])
 
     @overload
     def placed(self, role: Role) -> Trained: ...

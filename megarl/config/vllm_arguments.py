@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from megarl.config.schema import Rollout
+from megarl.config.rollout_schema import Rollout
 
 EngineSection = Literal["rollout", "reward_model"]
 

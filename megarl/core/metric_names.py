@@ -119,6 +119,12 @@ METRICS = (
         "policy/drift_abs_mean", "mean |log-prob − log-prob at the start of the step|", "nats", "several updates"
     ),
     Declaration("policy/drift_abs_max", "maximum of the same", "nats", "several updates"),
+    Declaration(
+        "policy/velocity_change",
+        "mean squared change of the velocity since the start of the step",
+        "",
+        "objective.name=diffusion_nft, several updates",
+    ),
     Declaration("policy/penalty", "coefficient of the objective's penalty", "", "objective.penalty_target"),
     Declaration("policy/imitation_loss", "loss on positive examples", "", "objective.imitation_coefficient > 0"),
     Declaration("policy/selected_frac", "fraction of tokens that Clip-Cov or KL-Cov select", "", "clip_cov, kl_cov"),
@@ -162,7 +168,9 @@ METRICS = (
     Declaration("mismatch/masked_frac", "fraction of tokens without loss", "", "logprob_check.action=mask"),
     Declaration("mismatch/canary_greedy_abs_mean", "mean difference on greedy canaries", "nats", CANARIES),
     Declaration(
-        "mismatch/canary_velocity", "images: largest relative difference of velocities on canaries", present=CANARIES
+        "mismatch/canary_velocity",
+        "images: largest relative velocity difference on canaries",
+        present=CANARIES,
     ),
     Declaration("mismatch/canary_sampled_abs_mean", "mean difference on sampled canaries", "nats", CANARIES),
     Declaration("value/loss", "critic loss of an update, mean over the step's updates", "", GAE),

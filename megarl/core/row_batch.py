@@ -1,4 +1,4 @@
-"""A microbatch of rows: what an objective and an estimator of advantages read, for tokens and for denoising steps."""
+"""The fields of a microbatch that objectives and advantage estimators read, for tokens and for denoising steps."""
 
 from __future__ import annotations
 

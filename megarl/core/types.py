@@ -389,9 +389,9 @@ NO_BASELINE = Baseline()
 
 @dataclass(frozen=True, slots=True)
 class SampleRef:
-    """A reference to a sample, with its names, counts, rewards and weights. The driver never has its tokens.
+    """A reference to a sample, with its names, counts, rewards and weights. The driver never holds its tokens.
 
-    The tokens of an image are its denoising steps, and it has no prompt tokens.
+    For an image, denoising steps are counted as tokens, and the number of prompt tokens is 0.
 
     Attributes:
         prompt_id: id of the prompt, shared by the samples of a group, and by all groups of the prompt.
@@ -399,10 +399,12 @@ class SampleRef:
         rollout: statistics of its rollout; None without an environment.
         beginning: checksum of the prompt's tokens if an environment may vary them between samples of one prompt, and
             of their routes if the engine reports routes. Samples with equal values can share their prompt.
-        sample: reference to the Sample or LatentSample in Ray's object store; in a rank, the sample itself.
+        sample: reference to the Sample or LatentSample in Ray's object store; in a rank, the sample itself. Of an
+            image, it has only the part for training.
+        pictured: reference to the image's part for rewards; None for a text.
         tokens_per_step: LatentSample.num_tokens; 0 for a text.
-        step: index of the trained denoising step for which the reference stands, once an image is dispatched; None: the
-            reference stands for the whole sample.
+        step: index of the single trained denoising step to which the reference refers, once an image is dispatched;
+            None: the whole sample.
 
     Rewards, once the sample is scored (`megarl.step.rollout_rewards` defines those of a rollout):
         outcome: combined value of the reward functions.
@@ -435,6 +437,7 @@ class SampleRef:
     rollout: RolloutInfo | None = None
     beginning: int = 0
     sample: Any = None
+    pictured: Any = None
     tokens_per_step: int = 0
     step: int | None = None
     outcome: float = 0.0
@@ -451,6 +454,11 @@ class SampleRef:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rollout_id", self.rollout_id or self.id)
+
+    @property
+    def scored(self) -> Any:
+        """Reference to the object that reward processes read."""
+        return self.sample if self.pictured is None else self.pictured
 
     @property
     def group(self) -> str:

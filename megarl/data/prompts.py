@@ -218,11 +218,11 @@ def require_size(num_rows: int, num_kept: int, data: Data) -> None:
 
 
 def _caption(row: Row, data: Data) -> Prompt:
-    """Return an image's prompt, which only the text encoder tokenizes."""
+    """Return the prompt of an image. It has no token ids, because only the text encoder tokenizes captions."""
     if not isinstance(row.prompt, str):
         raise UserError(
             f"{place_of(row, data)}: column {data.prompt_column!r} (data.prompt_column) has messages, but a caption is "
-            "a text. Fix: use a column with texts"
+            "plain text. Fix: use a column of strings"
         )
     return Prompt(row_name(row, data), row.prompt, np.empty(0, np.int32), row.answer, columns=row.columns)
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from megarl.config.schema import Config
 from megarl.core.errors import UserError
-from megarl.core.latents import AnySample, LatentSample
+from megarl.core.latents import AnySample, Conditioning, LatentSample
 from megarl.core.types import Prompt, Sample, Score, VersionRun
 from megarl.environments.batch import judge_batch, judge_single
 from megarl.rewards import judge
@@ -28,10 +28,10 @@ MAX_ROWS = 16
 ANSWER = "the row's answer as the response"
 
 WRONG = "This response is wrong."
-"""A text that is tried besides the answer and the empty response."""
+"""The wrong response, which is tried after the answer and the empty response."""
 
-GREY = 128
-"""Value of the pixels of the flat image that is tried."""
+GRAY = 128
+"""Pixel value of the flat image that is tried."""
 
 REMEDY = "correct the reward function, which must return a finite number or a bool"
 
@@ -48,8 +48,8 @@ class Failure:
 
 
 def try_rewards(config: Config, pool: FunctionPool, prompts: Sequence[Prompt]) -> dict[str, float]:
-    """Score the answer, an empty response and a wrong one for the first row to which each function applies. Of an image
-    model, score a flat image and one of noise. Return the rewards of the first responses by function name.
+    """Score the answer, an empty response and a wrong one for the first row to which each function applies. For an
+    image model, score a flat image and a noise image. Return the rewards of the first responses by function name.
 
     Raise UserError with a line and a stack trace for each reward function that fails on one of them. Only print a
     warning if the infrastructure caused the failure, or if rewards.failure_limit permits it. A limit above 0 permits
@@ -94,7 +94,7 @@ def _responses(config: Config, prompt: Prompt) -> list[tuple[str | NDArray[np.ui
         denoising = config.rollout.denoising
         shape = denoising.height, denoising.width, 3
         noise = np.random.Generator(np.random.Philox(0)).integers(0, 256, shape, np.uint8)
-        return [(np.full(shape, GREY, np.uint8), "a grey image"), (noise, "an image of noise")]
+        return [(np.full(shape, GRAY, np.uint8), "a gray image"), (noise, "a noise image")]
     answer = {} if prompt.answer is None else {_reference(prompt): ANSWER}
     return list((answer | {"": "an empty response", WRONG: f"the wrong response {WRONG!r}"}).items())
 
@@ -155,7 +155,7 @@ def _sample(prompt: Prompt, response: str | NDArray[np.uint8]) -> AnySample:
     if not isinstance(response, str):
         no_steps, no_latents = np.empty(0, np.int32), np.empty((0, 1, 1, 1), np.float32)
         sigmas, logprobs, versions = np.array([1.0, 0.0]), np.empty(0, np.float32), (VersionRun(0, 1),)
-        embedding = np.empty((1, 0), np.float32)
+        embedding = Conditioning(np.empty((1, 0), np.float32))
         return LatentSample(
             *(prompt.id, prompt, sigmas, no_steps, no_latents, logprobs, versions, embedding, None, 0), image=response
         )

@@ -125,7 +125,7 @@ def _model_errors(request: Request, config: Config) -> Iterator[str]:
         except UserError as error:
             yield str(error)
             continue
-        # An image model's tokenizer is beside its transformer.
+        # An image model's tokenizer is in a sibling folder of its transformer.
         tokenizer = folder.parent / "tokenizer" if config.samples_images else folder
         needs_tokenizer = [] if key == "critic.path" else [partial(require_tokenizer, tokenizer, key)]
         for require in (partial(require_files, folder), *needs_tokenizer):

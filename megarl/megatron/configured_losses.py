@@ -7,7 +7,13 @@ from functools import partial
 from typing import Any, Literal, Protocol
 
 from megarl.algorithms import corrections
-from megarl.algorithms.specs import ImitationObjective, LabelObjective, PairObjective, PolicyObjective
+from megarl.algorithms.specs import (
+    ImitationObjective,
+    LabelObjective,
+    PairObjective,
+    PolicyObjective,
+    VelocityObjective,
+)
 from megarl.algorithms.transition import TransitionKind
 from megarl.config.algorithm_schema import Algorithm, Objective, Value
 from megarl.config.logprob_check_schema import Tolerance
@@ -70,6 +76,11 @@ def configured_denoising_loss(
 ) -> Loss:
     """Return an image model's policy loss, from a StepBatch and its velocities. The arguments are those of
     `configured_policy_loss`."""
+    if isinstance(spec := algorithm.objective.spec, VelocityObjective):
+        objective = partial(spec.loss, **algorithm.objective.options(spec.arguments))
+        shared: dict[str, Any] = dict(kl_coefficient=kl_coefficient, has_moved=has_moved)
+        metrics = partial(loss_metrics.velocity_metrics, kl_name=algorithm.kl_metric, **shared)
+        return Loss(partial(losses.velocity_loss, objective=objective, **shared), metrics)
     options = _policy_options(algorithm, tolerance, kl_coefficient, has_moved, penalty)
     estimator = algorithm.kl.estimator
     assert estimator == "gaussian" or estimator == "velocity", f"{estimator} is not a KL of denoising steps"

@@ -62,12 +62,11 @@ def _schedule(
     forward_only: bool,
 ) -> AbstractContextManager[Callable[[], list[Any]]]:
     model: Denoiser = chunks[0].module  # pyright: ignore[reportAssignmentType]  # ours
-    shape, sequence_parallel = model.shape, model.config.sequence_parallel
     return schedule(
         chunks,
-        [partial(DenoiserInput.of, documents, shape, sequence_parallel) for documents in microbatches],
+        [partial(model.prepare, documents) for documents in microbatches],
         lambda chunk, item: chunk(item),
         compute,
-        longest=max(sum(d.num_tokens(shape.patch) for d in documents) for documents in microbatches),
+        longest=max(sum(d.num_tokens(model.shape) for d in documents) for documents in microbatches),
         forward_only=forward_only,
     )

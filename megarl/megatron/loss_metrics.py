@@ -55,10 +55,31 @@ def policy_metrics(
     if batch.selected is not None:
         sums["policy/selected_frac"] = mean(batch.selected, batch.in_loss)
     if terms.kl is not None:
-        sums[kl_name] = mean(terms.kl, terms.samples.share_at_level(kl_level))
-        sums["kl/coefficient"] = mean(torch.full_like(terms.kl, kl_coefficient), mask)
+        sums |= _reference_metrics(batch, terms.kl, terms.samples.share_at_level(kl_level), kl_name, kl_coefficient)
     sums["policy/loss"] = total(terms.actor_loss)
     return sums if terms.value is None else sums | value_metrics(batch, terms.value)
+
+
+def velocity_metrics(
+    batch: StepBatch, terms: losses.VelocityTerms, *, has_moved: bool, kl_name: str, kl_coefficient: float
+) -> Sums:
+    """Return the metrics of an objective without log-probs. The arguments are as in `policy_metrics`."""
+    sums = {"policy/loss": total(terms.loss)}
+    if has_moved:
+        sums["policy/velocity_change"] = mean(terms.change, batch.mask)
+    if terms.kl is not None:
+        sums |= _reference_metrics(batch, terms.kl, batch.mask, kl_name, kl_coefficient)
+    return sums
+
+
+def _reference_metrics(
+    batch: RowBatch, divergence: torch.Tensor, share: torch.Tensor, name: str, coefficient: float
+) -> Sums:
+    """Return the metrics of the KL to the reference. `share`: see `mean`."""
+    return {
+        name: mean(divergence, share),
+        "kl/coefficient": mean(torch.full_like(divergence, coefficient), batch.mask),
+    }
 
 
 def start_metrics(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -176,6 +177,48 @@ def policy_loss(
     return PolicyTerms(*parts, policy, correction, excluded, imitation, kl_estimate, value)
 
 
+class VelocityTerms(NamedTuple):
+    """The loss of an objective without log-probs, with float32 [N] tensors.
+
+    Attributes:
+        change: mean squared change of the velocity since the start of the step, over elements.
+        kl: divergence from the reference; None without a reference.
+    """
+
+    loss: torch.Tensor
+    change: torch.Tensor
+    kl: torch.Tensor | None
+
+
+def velocity_loss(
+    batch: StepBatch,
+    v: torch.Tensor,
+    *,
+    objective: Callable[..., torch.Tensor],
+    kl_coefficient: float,
+    has_moved: bool,
+) -> VelocityTerms:
+    """Compute Σ w·ℓ + β·Σ w·mean((v − v_ref)²), differentiable in v.
+
+    Args:
+        v: [N, channels, height, width], the policy's velocity under guidance.
+        objective: ℓ of each row; see VelocityObjective. Its options are bound.
+        kl_coefficient: β.
+        has_moved: as in `denoising_loss`, also for batch.old_v.
+    """
+    v = _trained_velocities(batch, v)
+    old_v = v if batch.old_v is None and not has_moved else batch.old_v
+    assert old_v is not None, "the batch has no velocities from the start of the step"
+    old_v = _trained_velocities(batch, old_v).detach()
+    inputs = (v, old_v, batch.next_latents, batch.latents, batch.sigma.to(v.dtype), advantage_of(batch).to(v.dtype))
+    loss = (batch.weight * objective(*inputs).where(batch.mask, 0.0)).sum()
+    kl = None
+    if batch.reference_v is not None:
+        kl = transition.velocity_kl(v, _trained_velocities(batch, batch.reference_v).detach())
+        loss = loss + kl_coefficient * (batch.weight * kl).sum()
+    return VelocityTerms(loss, transition.velocity_kl(v, old_v), kl)
+
+
 def denoising_loss(
     batch: StepBatch,
     v: torch.Tensor,
@@ -197,14 +240,11 @@ def denoising_loss(
         kl: the divergence from the reference: the exact KL of the Gaussian policies, or `velocity_kl`.
         has_moved: whether the policy has been updated since the start of the step.
 
-    The old policy's log-probs and the exact KL to it follow from batch.old_v. If no pass computed that because the step
-    has a single update, the old policy is the current policy: the KL and its gradient are 0.
+    The old policy's log-probs and the exact KL to it are computed from batch.old_v. If that is None because the step
+    has a single update, the old policy is the current policy, so the KL and its gradient are 0.
     """
     x, mask = batch.latents, batch.mask
-
-    def trained(velocity: torch.Tensor) -> torch.Tensor:
-        """Return the velocities of trained rows, and 0 for all other rows, as in _mask_untrained."""
-        return velocity.to(x.dtype).where(mask.view(-1, 1, 1, 1), 0.0)
+    trained = partial(_trained_velocities, batch)
 
     def masked(values: torch.Tensor) -> torch.Tensor:
         return values.to(x.dtype).where(mask, 0.0)
@@ -233,6 +273,11 @@ def denoising_loss(
         row_factor=batch.step_weight,
     )
     return terms._replace(divergence=divergence)
+
+
+def _trained_velocities(batch: StepBatch, velocity: torch.Tensor) -> torch.Tensor:
+    """Return the velocities of trained rows, and 0 for all other rows, as in _mask_untrained."""
+    return velocity.to(batch.latents.dtype).where(batch.mask.view(-1, 1, 1, 1), 0.0)
 
 
 def advantage_of(batch: RowBatch) -> torch.Tensor:

@@ -85,7 +85,7 @@ def local_part(tokens: torch.Tensor) -> torch.Tensor:
 
 
 def context_part(rows: torch.Tensor) -> torch.Tensor:
-    """Return this context-parallel rank's consecutive rows of a sequence whose length is a multiple of the ranks."""
+    """Return this context-parallel rank's consecutive rows of a sequence whose length is a multiple of cp."""
     return rows.chunk(parallel_state.get_context_parallel_world_size())[parallel_state.get_context_parallel_rank()]
 
 

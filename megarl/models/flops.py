@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megarl.models.denoiser import TIME_CHANNELS, TIME_HIDDEN, DenoiserShape
+from megarl.models.denoiser import TIME_CHANNELS, DenoiserShape, StableDiffusion3Shape, ZImageShape
 from megarl.models.shape import ModelShape
 
 
@@ -29,42 +29,76 @@ def forward_flops(shape: ModelShape, num_tokens: float, num_scored: float, num_a
     )
 
 
+def mlp_weights(shape: ModelShape) -> float:
+    """Return the mean number of weights that a token passes in a layer's MLP: gate, up and down, or up and down."""
+    matrices = 2 if isinstance(shape, StableDiffusion3Shape) else 3
+    return matrices * shape.hidden * shape.active_intermediate
+
+
 def _layer_flops(shape: DenoiserShape, num_tokens: float) -> float:
     """Return the number of operations for one document's forward pass through a denoiser's layer, without the
     modulation. Every token attends to all tokens."""
-    weights = attention_weights(shape) + 3 * shape.hidden * shape.intermediate
-    return 2 * weights * num_tokens + 2 * (shape.query + shape.value) * num_tokens**2
+    weights = attention_weights(shape) + mlp_weights(shape)
+    return 2 * weights * num_tokens + _attended_flops(shape, num_tokens, num_tokens)
 
 
-def modulated_layer_flops(shape: DenoiserShape, num_tokens: float) -> float:
-    """Return the same for a layer whose factors depend on the document's noise level."""
-    return _layer_flops(shape, num_tokens) + 2 * shape.conditioning * 4 * shape.hidden
+def _attended_flops(shape: DenoiserShape, num_queries: float, num_keys: float) -> float:
+    """Return the number of operations in attention without its projections."""
+    return 2 * (shape.query + shape.value) * num_queries * num_keys
+
+
+def _modulation_flops(shape: DenoiserShape, parts: float) -> float:
+    """Return the number of operations that compute `parts` vectors of factors or shifts from the conditioning."""
+    return 2 * shape.conditioning * parts * shape.hidden
+
+
+def main_layer_flops(shape: DenoiserShape, image_tokens: float, caption_tokens: float) -> float:
+    """Return the number of operations for one document's forward pass through a layer of the main stack, averaged over
+    the layers."""
+    tokens = image_tokens + caption_tokens
+    if not isinstance(shape, StableDiffusion3Shape):
+        return _layer_flops(shape, tokens) + _modulation_flops(shape, 4)
+    dual = 2 * attention_weights(shape) * image_tokens + _attended_flops(shape, image_tokens, image_tokens)
+    dual += _modulation_flops(shape, 3)
+    # The last layer does not update captions. As in diffusers, they still have queries and attention.
+    unused = 2 * (shape.value * shape.hidden + mlp_weights(shape)) * caption_tokens + _modulation_flops(shape, 4)
+    each = _layer_flops(shape, tokens) + _modulation_flops(shape, 12)
+    return each + (len(shape.dual_layers) * dual - unused) / shape.num_layers
 
 
 def embedding_flops(shape: DenoiserShape, image_tokens: float, caption_tokens: float) -> float:
     """Return the number of operations that embed a document's tokens and refine them in the layers that process only
     images or only captions."""
     embedded = 2 * shape.hidden * (shape.patch_dim * image_tokens + shape.caption * caption_tokens)
-    refined = modulated_layer_flops(shape, image_tokens) + _layer_flops(shape, caption_tokens)
+    refined = _layer_flops(shape, image_tokens) + _modulation_flops(shape, 4) + _layer_flops(shape, caption_tokens)
     return embedded + shape.refiners * refined
 
 
 def velocity_flops(shape: DenoiserShape, image_tokens: float, caption_tokens: float) -> float:
     """Return the number of operations for one velocity: a forward pass through a denoiser, for one branch of the
     guidance. The numbers of tokens include padding."""
-    tokens = image_tokens + caption_tokens
-    conditioning = 2 * TIME_HIDDEN * (TIME_CHANNELS + shape.conditioning) + 2 * shape.conditioning * shape.hidden
     return (
         embedding_flops(shape, image_tokens, caption_tokens)
-        + shape.num_layers * modulated_layer_flops(shape, tokens)
-        + output_flops(shape, tokens)
-        + conditioning
+        + shape.num_layers * main_layer_flops(shape, image_tokens, caption_tokens)
+        + output_flops(shape, image_tokens, caption_tokens)
+        + _conditioning_flops(shape)
     )
 
 
-def output_flops(shape: DenoiserShape, num_tokens: float) -> float:
-    """Return the number of operations of the projection from hidden states to velocities."""
-    return 2 * shape.hidden * shape.patch_dim * num_tokens
+def _conditioning_flops(shape: DenoiserShape) -> float:
+    """Return the number of operations that embed the noise level and the pooled caption, including the output's
+    modulation."""
+    if isinstance(shape, ZImageShape):
+        return 2 * shape.time_hidden * (TIME_CHANNELS + shape.conditioning) + _modulation_flops(shape, 1)
+    networks = 2 * shape.hidden * (TIME_CHANNELS + (shape.pooled or 0) + 2 * shape.conditioning)
+    return networks + _modulation_flops(shape, 2)
+
+
+def output_flops(shape: DenoiserShape, image_tokens: float, caption_tokens: float) -> float:
+    """Return the number of operations of the projection from hidden states to velocities. Z-Image also projects the
+    caption's tokens."""
+    tokens = image_tokens + (caption_tokens if isinstance(shape, ZImageShape) else 0)
+    return 2 * shape.hidden * shape.patch_dim * tokens
 
 
 def expert_flops(shape: ModelShape, num_tokens: float) -> float:

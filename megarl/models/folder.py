@@ -16,6 +16,7 @@ from megarl.config.schema import Config
 from megarl.core.errors import UserError, install_extra
 from megarl.core.files import read_foreign_object
 from megarl.models.huggingface import wrong_type
+from megarl.models.peft import CONFIG, DIFFUSERS
 
 PACKAGE_PREFIX = "package:"
 CONVERSION_TIMEOUT_S = 3600
@@ -148,7 +149,7 @@ def _checked(key: str, path: str, folder: Path) -> Path:
             fix = f"use {path.rstrip('/')}/model"
         elif (folder / "manifest.json").is_file() and (folder / "actor").is_dir():
             fix = f"convert this checkpoint with megarl convert megatron-to-hf --checkpoint {path} --out FOLDER"
-        elif (folder / "adapter_config.json").is_file():
+        elif any((folder / name).is_file() for name in (CONFIG, DIFFUSERS.weights)):
             fix = (
                 "to train, use the base model with this folder as actor.lora.path; otherwise, merge one of the run's "
                 "checkpoints with megarl convert adapters-to-hf"
@@ -169,9 +170,13 @@ def _from_hub(key: str, hub_id: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
-    # Many repositories contain additional copies of the weights in formats other than safetensors.
-    patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+    # Many repositories contain additional copies of the weights: in other formats, and beside a pipeline's parts.
+    patterns = ["*.json", "*.jinja", "*.model", "*.txt"]
     try:
+        folder = Path(snapshot_download(hub_id, revision=revision, allow_patterns=patterns))
+        index = folder / PIPELINE
+        parts = read_foreign_object(index, f"{key}={hub_id}: ") if index.is_file() else {}
+        patterns += [f"{part}/*.safetensors" for part in parts] or ["*.safetensors"]
         return _checked(key, hub_id, Path(snapshot_download(hub_id, revision=revision, allow_patterns=patterns)))
     except (HFValidationError, OSError) as error:  # network and HTTP errors are subclasses of OSError
         reason = str(error).strip().splitlines()[0]

@@ -1,17 +1,55 @@
-"""Check the adapter_config.json of imported PEFT adapters, and create its contents for exported adapters."""
+"""Check the LoraConfig of imported adapters, and create its contents for exported adapters.
+
+PEFT stores it in adapter_config.json, and diffusers in the metadata of the weights file.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megarl.config.model_schema import Lora
 from megarl.config.violations import raise_all
 from megarl.core.errors import UserError
-from megarl.core.files import read_foreign_object
+from megarl.core.files import parse_object, read_foreign_object
+from megarl.models.weight_files import open_file
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+METADATA = "lora_adapter_metadata"
+"""Key of the LoraConfig in the metadata of diffusers' weights files. Its keys have the same prefix as the tensors."""
+
+PREFIX = "base_model.model."
+"""Prefix of the tensor names in PEFT files."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFormat:
+    """A format of adapter folders.
+
+    Attributes:
+        weights: name of the weights file.
+        prefix: prefix of its tensor names.
+    """
+
+    weights: str
+    prefix: str
+
+    def stored_name(self, tensor: str) -> str:
+        """Return the name of a tensor in this format from its name in PEFT's."""
+        return f"{self.prefix}{tensor.removeprefix(PREFIX)}"
+
+    def peft_name(self, stored: str) -> str:
+        """Return the name of a tensor in PEFT's format. A name without the prefix is unchanged."""
+        return f"{PREFIX}{stored.removeprefix(self.prefix)}" if stored.startswith(self.prefix) else stored
+
+
+PEFT = AdapterFormat(WEIGHTS, PREFIX)
+DIFFUSERS = AdapterFormat("pytorch_lora_weights.safetensors", "transformer.")
+"""The format that diffusers' `load_lora_weights` reads."""
 
 HARMLESS = {
     *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
@@ -67,18 +105,26 @@ VARIANTS = {
 
 CONDITIONAL = {"alora_invocation_tokens", "arrow_config"}
 """Variants whose adapters do not apply equally to all tokens, so they cannot be merged."""
+
+_TARGET = re.compile(r"(?:\bnet\.\d+\.proj|[^.]+(?:\.\d+)?)$")
+"""Matches the end of a layer's name by which PEFT finds it: the last component, with the one before it if the last is a
+number, such as to_out.0. net.0.proj is matched whole, because Stable Diffusion 3's pos_embed.proj has no adapter."""
+
 RETRAIN = "set actor.lora.path to plain LoRA adapters"
+
+
+def format_of(folder: Path) -> AdapterFormat:
+    """Return the format of a folder with adapters."""
+    return DIFFUSERS if (folder / DIFFUSERS.weights).is_file() else PEFT
 
 
 def check_adapter_config(folder: Path, lora: Lora) -> None:
     """Check that the adapters in the folder are plain LoRA (B·A·alpha/rank is added to linear weights) and match the
     keys in actor.lora. Raise a UserError if files are missing or corrupt, if keys differ, or if a key that is not known
     to be harmless is set. The message has one line per key."""
-    path = folder / CONFIG
-    for file in (path, folder / WEIGHTS):
-        if not file.is_file():
-            raise UserError(f"actor.lora.path={folder}: has no {file.name}. Fix: use a folder that PEFT saved")
-    content = read_foreign_object(path)
+    is_of_diffusers = format_of(folder) == DIFFUSERS
+    content = _diffusers_config(folder) if is_of_diffusers else _peft_config(folder)
+    source = DIFFUSERS.weights if is_of_diffusers else CONFIG
     lines = [
         f"actor.lora.{name}={value:g}: the adapters in {folder} have {key}={content.get(key)}. Fix: set "
         f"actor.lora.{name}={content.get(key)}"
@@ -86,8 +132,33 @@ def check_adapter_config(folder: Path, lora: Lora) -> None:
         if content.get(key) != value
     ]
     problems = [_kind_problem(content), _initialization_problem(content), *_variant_problems(content)]
-    lines += [f"actor.lora.path={folder}: {CONFIG} has {problem}" for problem in problems if problem is not None]
+    lines += [f"actor.lora.path={folder}: {source} has {problem}" for problem in problems if problem is not None]
     raise_all(lines)
+
+
+def _peft_config(folder: Path) -> dict[str, Any]:
+    for file in (folder / CONFIG, folder / WEIGHTS):
+        if not file.is_file():
+            raise UserError(
+                f"actor.lora.path={folder}: has no {file.name}. Fix: use a folder that PEFT or diffusers saved"
+            )
+    return read_foreign_object(folder / CONFIG)
+
+
+def _diffusers_config(folder: Path) -> dict[str, Any]:
+    """Return the LoraConfig. Files without one have alpha = rank, as in diffusers."""
+    path, prefix = folder / DIFFUSERS.weights, DIFFUSERS.prefix
+    with open_file(path, "numpy") as file:
+        text = (file.metadata() or {}).get(METADATA)
+        ranks = [file.get_slice(name).get_shape()[0] for name in map(str, file.keys()) if ".lora_A." in name]
+    if text is None:
+        rank = ranks[0] if ranks else None
+        return {"r": rank, "lora_alpha": rank}
+    try:
+        content = parse_object(text)
+    except ValueError as error:
+        raise UserError(f"{path}: {METADATA} is invalid JSON ({error}). Fix: copy the file again") from None
+    return {key.removeprefix(prefix): value for key, value in content.items() if key.startswith(prefix)}
 
 
 def _kind_problem(content: Mapping[str, Any]) -> str | None:
@@ -118,22 +189,23 @@ def _variant_problems(content: Mapping[str, Any]) -> Iterator[str]:
             yield f"{key}={content[key]!r}, which is not plain LoRA: {reason}. Fix: {remedy}"
 
 
-def adapter_config(lora: Lora, base: str, modules: Sequence[str]) -> dict[str, Any]:
-    """Return the contents of adapter_config.json.
+def adapter_config(lora: Lora, base: str, layers: Sequence[str], task: str | None) -> dict[str, Any]:
+    """Return the contents of a LoraConfig.
 
     Args:
         base: path or name of the base model.
-        modules: last component of the names of all layers with adapters.
+        layers: names of all layers with adapters.
+        task: PEFT's task_type.
     """
     alpha = int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": task,
         "base_model_name_or_path": base,
         "r": lora.rank,
         "lora_alpha": alpha,
         "lora_dropout": 0.0,
-        "target_modules": list(modules),
+        "target_modules": sorted({target for layer in layers for target in _TARGET.findall(layer)}),
         "bias": "none",
         "use_rslora": False,
         "use_dora": False,

@@ -52,6 +52,22 @@ def check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
     raise_all(violations)
 
 
+def check_images(config: Config, shape: DenoiserShape, pixels_per_latent: int) -> None:
+    """Check the size of images against an image model. Raise a UserError as in `check_model`.
+
+    Args:
+        pixels_per_latent: height and width in pixels of one latent of the VAE.
+    """
+    denoising = config.rollout.denoising
+    size = denoising.height, denoising.width
+    raise_all(
+        [
+            *images_fit_the_positions(*size, shape, pixels_per_latent),
+            *microbatch_holds_a_denoising_step(config, shape, pixels_per_latent),
+        ]
+    )
+
+
 def check_critic_model(config: Config, hf_config: Mapping[str, Any], critic_hf_config: Mapping[str, Any]) -> None:
     """Check the config against the config.json of the critic's initial model, as in `check_model`."""
     critic = _completed(config, config.critic, critic_hf_config)
@@ -274,6 +290,36 @@ def features_are_supported(config: Config, placed: Placed, hf: Mapping[str, Any]
     features = unsupported(hf)
     if features:
         yield f"{_model(config, placed)}: megarl does not support {' and '.join(features)}. Fix: use another model"
+
+
+def images_fit_the_positions(height: int, width: int, shape: DenoiserShape, pixels_per_latent: int) -> Iterator[str]:
+    pixels = pixels_per_latent * shape.patch
+    for name, size, limit in zip(("height", "width"), (height, width), shape.image_limit, strict=True):
+        if size % pixels or not 0 < size <= limit * pixels:
+            key = f"rollout.denoising.{name}"
+            yield (
+                f"{key}={size}: expected a positive multiple of {pixels_per_latent} pixels per latent x {shape.patch} "
+                f"latents per token = {pixels}, up to {limit} tokens x {pixels} = {limit * pixels}. Fix: set "
+                f"{key}={min(limit, max(1, size // pixels)) * pixels}"
+            )
+
+
+def microbatch_holds_a_denoising_step(config: Config, shape: DenoiserShape, pixels_per_latent: int) -> Iterator[str]:
+    """A denoising step has a document for each branch of the guidance. Context-parallel ranks share its tokens."""
+    denoising, budget, cp = config.rollout.denoising, config.actor.tokens_per_microbatch, config.actor.layout.cp
+    pixels = pixels_per_latent * shape.patch
+    image = shape.padded(-(-denoising.height // pixels) * -(-denoising.width // pixels))
+    branches = [shape.max_caption_tokens, *([] if denoising.guidance == 1 else [shape.caption_tokens(1)])]
+    needed = sum(image + caption for caption in branches)
+    if budget * cp >= needed:
+        return
+    sums = " and ".join(f"{image} image + {caption} caption" for caption in branches)
+    ranks, share = (f" on actor.layout.cp={cp} ranks", f"{budget} x {cp}") if cp > 1 else ("", f"{budget}")
+    yield (
+        f"actor.tokens_per_microbatch={budget}: a denoising step can have {sums} = {needed} tokens{ranks} and is never "
+        f"split over microbatches ({share} < {needed}). Fix: set actor.tokens_per_microbatch to at least "
+        f"{-(-needed // cp)}"
+    )
 
 
 def has_one_label(config: Config, placed: Placed, num_labels: int) -> Iterator[str]:

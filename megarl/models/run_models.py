@@ -11,11 +11,17 @@ from typing import Any, get_args
 from megarl.config.model_schema import Role
 from megarl.config.schema import Config
 from megarl.core.errors import UserError
-from megarl.models.denoiser import is_denoiser
+from megarl.models.denoiser import DenoiserShape, is_denoiser, pixels_per_latent
 from megarl.models.folder import ModelNotLocal, read_config, read_local_config, resolve
 from megarl.models.huggingface import Experts, completed, experts, untrained_part
 from megarl.models.peft import check_adapter_config
-from megarl.models.rules import check_critic_model, check_implicit_reward_model, check_model, check_reward_model
+from megarl.models.rules import (
+    check_critic_model,
+    check_images,
+    check_implicit_reward_model,
+    check_model,
+    check_reward_model,
+)
 from megarl.models.tokenizer import load_tokenizer
 from megarl.models.trained_model import trained_hf_config
 from megarl.models.weights_hash import weights_hash
@@ -67,6 +73,8 @@ def find_models(config: Config) -> ModelFolders:
     actor = resolve(config.model.path, revision=config.model.revision)
     hf_config = read_config(actor)
     _check_actor(config, hf_config)
+    if config.samples_images:
+        check_images(config, DenoiserShape.of(hf_config), pixels_per_latent(actor))
     folders = ModelFolders(
         actor=actor,
         critic=_critic(config, actor, hf_config),

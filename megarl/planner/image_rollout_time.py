@@ -1,10 +1,10 @@
-"""Closed-form estimate of the time in which engines of image models sample a step's images."""
+"""Closed-form estimate of the time that image engines take to sample a step's images."""
 
 from __future__ import annotations
 
 from megarl.cluster.memory.reserves import frozen_bytes
 from megarl.config.schema import Config
-from megarl.models.denoiser import TEXT_ENCODER_PARAMETERS, DenoiserShape
+from megarl.models.denoiser import DenoiserShape
 from megarl.models.flops import velocity_flops
 from megarl.planner.hardware import DENSE_SHARE, HOST_LINK_SHARE, Cluster
 from megarl.planner.rollout_time import LAYER_SECONDS, RolloutTime
@@ -29,12 +29,12 @@ def image_rollout_time(config: Config, shape: DenoiserShape, workload: ImageWork
     parts = {
         "denoising": velocities * flops / flops_per_second,
         "kernel latency": passes * (shape.num_layers + 2 * shape.refiners) * LAYER_SECONDS,
-        "text encoder": captions * 2 * TEXT_ENCODER_PARAMETERS * workload.prompt_tokens / flops_per_second,
+        "text encoder": captions * 2 * shape.text_encoder_parameters * workload.prompt_tokens / flops_per_second,
         "VAE": samples * height * width * DECODER_FLOPS / flops_per_second,
     }
     if denoising.offload or config.rollout.sleep:
         parts["moving the text encoder and the VAE"] = (
-            2 * frozen_bytes(config) / (cluster.gpu.host_gb_s * 1e9 * HOST_LINK_SHARE)
+            2 * frozen_bytes(config, shape) / (cluster.gpu.host_gb_s * 1e9 * HOST_LINK_SHARE)
         )
     seconds = sum(parts.values())
     return RolloutTime(parts, full=seconds, concurrent=denoising.max_batch, guaranteed=denoising.max_batch)

@@ -22,6 +22,7 @@ from megarl.cluster.object_store import object_store_mib
 from megarl.config.device_spans import ENGINE, NAMES, device_spans, overlap, reward_model_is_beside_engines
 from megarl.config.model_schema import Layout, Role, Trained
 from megarl.config.schema import Config
+from megarl.models.denoiser import DenoiserShape
 from megarl.models.shape import ModelShape
 from megarl.planner.hardware import Cluster
 from megarl.planner.workload import Workload
@@ -236,8 +237,9 @@ def host_parts(config: Config, models: Models, workload: Workload, cluster: Clus
     if not workload.is_offline:
         if config.rollout.sleep and _engines_keep_weights(config):
             parts["sleeping engines: weights"] = ranks * models.actor.engine_bytes(config)
-        if config.samples_images and (config.rollout.sleep or config.rollout.denoising.offload):
-            parts["engines: text encoder and VAE"] = ranks * frozen_bytes(config)
+        shape = models.actor.shape
+        if isinstance(shape, DenoiserShape) and (config.rollout.sleep or config.rollout.denoising.offload):
+            parts["engines: text encoder and VAE"] = ranks * frozen_bytes(config, shape)
         parts["samples of a step"] = object_store_mib(config, models.actor.shape.experts) * 2**20
     return {part: size for part, size in parts.items() if size}
 

@@ -13,7 +13,8 @@ from megarl.models.flops import (
     embedding_flops,
     expert_flops,
     forward_flops,
-    modulated_layer_flops,
+    main_layer_flops,
+    mlp_weights,
     output_flops,
 )
 from megarl.planner.hardware import (
@@ -151,7 +152,7 @@ class _Stage:
             rows = tokens * packed.scored_share if held.is_last else 0
             dense = forward_flops(shape, tokens, 0, pairs) * share - experts + forward_flops(shape, 0, rows, 0)
         speed = layout.tp * layout.cp * cluster.gpu.tflops * 1e12
-        dense_mlp = 2 * 3 * shape.hidden * shape.active_intermediate * shape.num_layers * tokens * share - experts
+        dense_mlp = 2 * mlp_weights(shape) * shape.num_layers * tokens * share - experts
         in_experts = 0.0
         if shape.experts is not None:
             expert_rows = shape.experts.intermediate / layout.expert_tp
@@ -167,9 +168,9 @@ def _denoising_flops(shape: DenoiserShape, held: RankParameters, is_first: bool,
     num_layers = len(held.layers) - (shape.refiners if is_first else 0)
     flops = 0.0
     for document in packed.documents:
-        flops += num_layers * modulated_layer_flops(shape, document.tokens)
+        flops += num_layers * main_layer_flops(shape, document.image, document.caption)
         flops += embedding_flops(shape, document.image, document.caption) if is_first else 0.0
-        flops += output_flops(shape, document.tokens) if held.is_last else 0.0
+        flops += output_flops(shape, document.image, document.caption) if held.is_last else 0.0
     return flops * packed.tokens / sum(document.tokens for document in packed.documents)
 
 

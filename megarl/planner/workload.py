@@ -7,7 +7,7 @@ from typing import Any
 
 from megarl.config.model_schema import Trained
 from megarl.config.schema import Config
-from megarl.models.denoiser import MAX_CAPTION_TOKENS, TOKEN_MULTIPLE, DenoiserShape, padded
+from megarl.models.denoiser import DenoiserShape
 from megarl.models.shape import ModelShape
 from megarl.step.needed_passes import passes
 
@@ -177,6 +177,8 @@ class ImageWorkload(Workload):
     Attributes:
         size: height and width of an image in pixels.
         image_tokens: number of tokens per image, with padding.
+        caption_tokens, empty_caption_tokens, longest_caption_tokens: number of tokens of a mean caption, of the empty
+            caption and of the longest caption, with padding.
         num_steps: number of denoising steps per image.
         num_trained: number of trained denoising steps per image.
         is_guided: whether each denoising step also has a document with an empty caption.
@@ -184,6 +186,9 @@ class ImageWorkload(Workload):
 
     size: tuple[int, int]
     image_tokens: int
+    caption_tokens: int
+    empty_caption_tokens: int
+    longest_caption_tokens: int
     num_steps: int
     num_trained: int
     is_guided: bool
@@ -193,11 +198,15 @@ class ImageWorkload(Workload):
         """Return the work in one step of a recipe. prompt_tokens: mean number of tokens per caption, with the chat
         template. Default: USUAL_CAPTION."""
         denoising = config.rollout.denoising
+        caption = min(shape.max_caption_tokens, USUAL_CAPTION if prompt_tokens is None else prompt_tokens)
         return cls(
             **_counts(config),
-            prompt_tokens=min(MAX_CAPTION_TOKENS, USUAL_CAPTION if prompt_tokens is None else prompt_tokens),
+            prompt_tokens=caption,
             size=(denoising.height, denoising.width),
             image_tokens=shape.image_tokens(denoising.height, denoising.width),
+            caption_tokens=shape.caption_tokens(caption),
+            empty_caption_tokens=shape.caption_tokens(1),
+            longest_caption_tokens=shape.max_caption_tokens,
             num_steps=denoising.num_steps,
             num_trained=denoising.num_trained,
             is_guided=denoising.guidance != 1,
@@ -205,9 +214,9 @@ class ImageWorkload(Workload):
 
     @property
     def documents(self) -> tuple[Document, ...]:
-        """The documents of a denoising step. The empty caption has fewer than TOKEN_MULTIPLE tokens."""
-        captioned = Document(self.image_tokens, padded(round(self.prompt_tokens)))
-        return (captioned, Document(self.image_tokens, TOKEN_MULTIPLE)) if self.is_guided else (captioned,)
+        """The documents of a denoising step."""
+        captioned = Document(self.image_tokens, self.caption_tokens)
+        return (captioned, Document(self.image_tokens, self.empty_caption_tokens)) if self.is_guided else (captioned,)
 
     @property
     def step_tokens(self) -> int:
@@ -216,7 +225,7 @@ class ImageWorkload(Workload):
 
     @property
     def longest(self) -> int:
-        return self.step_tokens + MAX_CAPTION_TOKENS - padded(round(self.prompt_tokens))
+        return self.step_tokens + self.longest_caption_tokens - self.caption_tokens
 
     @property
     def num_tokens(self) -> float:
@@ -265,7 +274,7 @@ class Packed:
     Attributes:
         scored_share: fraction of tokens that belong to responses.
         pairs_per_token: mean number of tokens to which a token attends.
-        documents: the documents of one denoising step, of which a microbatch has a whole number; empty for texts.
+        documents: the documents of one denoising step, which share a microbatch; empty for language models.
     """
 
     microbatches: int

@@ -73,7 +73,7 @@ def evaluation_charts(history: History) -> Iterator[Chart]:
 
 def _read(file: Path) -> list[dict[str, Any]]:
     """Read samples from a step's file. The samples are evenly spaced when ordered by score, and samples without a score
-    come first. If the file has images, they are the first samples with an image, as many prompts as possible."""
+    come first. If the file has images, the first samples with an image are chosen, from as many prompts as possible."""
     records, _ = read_objects(file, keep=_select_fields)
     by_prompt: dict[str, list[dict[str, Any]]] = {}
     for record in records:

@@ -1,9 +1,8 @@
-"""Read and write PEFT folders: adapter weights and adapter_config.json."""
+"""Read and write folders with adapters, in the format of PEFT or diffusers."""
 
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -14,23 +13,24 @@ from safetensors.torch import save_file
 from megarl.config.model_schema import Lora
 from megarl.core.errors import UserError
 from megarl.core.files import new_folder
-from megarl.models.peft import CONFIG, WEIGHTS, adapter_config, check_adapter_config
+from megarl.models.peft import CONFIG, DIFFUSERS, METADATA, PEFT, adapter_config, check_adapter_config, format_of
 from megarl.models.weight_files import open_file
 from megarl.resharding.families.adapters import check_adapter_weights, expert_tensor_names
 from megarl.resharding.piece import Holder, Rectangle
 
 
 class PeftFolder(AbstractContextManager):
-    """The adapters in a PEFT folder, as a context manager that closes the file."""
+    """The adapters in a folder of either format, as a context manager that closes the file."""
 
     def __init__(self, folder: Path, lora: Lora, whole: Holder, num_experts: int):
-        """`whole` is the holder of all adapter tensors for the model. Raise a UserError if the folder is not a PEFT
-        folder, or if its adapters do not match the config or the model."""
+        """`whole` is the holder of all adapter tensors for the model. Raise a UserError if the folder has no
+        adapters, or if they do not match the config or the model."""
         self._folder, self._num_experts = folder, num_experts
         check_adapter_config(folder, lora)
         check_adapter_weights(folder, whole, num_experts)
-        self._file = open_file(folder / WEIGHTS, "pt")
-        self._names = set(self._file.keys())
+        self._format = format_of(folder)
+        self._file = open_file(folder / self._format.weights, "pt")
+        self._names = set(map(self._format.peft_name, self._file.keys()))
 
     def __exit__(self, *_: object) -> None:
         self._file.__exit__(None, None, None)
@@ -42,7 +42,7 @@ class PeftFolder(AbstractContextManager):
         if not names:
             return None
         spans = tuple(slice(start, stop) for start, stop in rectangle)
-        parts = [self._file.get_slice(name)[spans] for name in names]
+        parts = [self._file.get_slice(self._format.stored_name(name))[spans] for name in names]
         for name, part in zip(names, parts, strict=True):
             if not torch.equal(part, parts[0]):
                 raise UserError(
@@ -52,14 +52,27 @@ class PeftFolder(AbstractContextManager):
         return parts[0]
 
 
-def save_adapters(tensors: Mapping[str, torch.Tensor], lora: Lora, base: str, num_experts: int, out: Path) -> None:
-    """Write unsharded tensors as a PEFT folder, repeating a shared adapter for each expert. `base` is the path or name
-    of the base model."""
+def save_adapters(
+    tensors: Mapping[str, torch.Tensor], lora: Lora, base: str, num_experts: int, out: Path, for_diffusers: bool
+) -> None:
+    """Write unsharded tensors as a folder in the format of diffusers if `for_diffusers`, else of PEFT. A shared adapter
+    is repeated for each expert. `base` is the path or name of the base model."""
+    form = DIFFUSERS if for_diffusers else PEFT
     named = {
-        each: tensor.clone() for name, tensor in tensors.items() for each in expert_tensor_names(name, num_experts)
+        form.stored_name(each): tensor.clone()
+        for name, tensor in tensors.items()
+        for each in expert_tensor_names(name, num_experts)
     }
-    modules = sorted({name.removesuffix(".weight").split(".")[-2] for name in named})
+    layers = [name.removesuffix(".weight").rpartition(".")[0] for name in named]
+    config = adapter_config(lora, base, layers, None if for_diffusers else "CAUSAL_LM")
+    metadata = {"format": "pt"}
+    if for_diffusers:
+        metadata[METADATA] = json.dumps({f"{form.prefix}{key}": value for key, value in config.items()}, indent=2)
     with new_folder(out, sum(tensor.nbytes for tensor in named.values())) as folder:
-        save_file(named, folder / WEIGHTS, metadata={"format": "pt"})
-        (folder / CONFIG).write_text(json.dumps(adapter_config(lora, base, modules), indent=2), encoding="utf-8")
-        shutil.copymode(folder / CONFIG, folder / WEIGHTS)  # safetensors creates files that only the owner may read
+        file = folder / form.weights
+        file.touch()
+        mode = file.stat().st_mode
+        save_file(named, file, metadata=metadata)
+        file.chmod(mode)  # safetensors creates files that only the owner may read
+        if not for_diffusers:
+            (folder / CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")

@@ -12,24 +12,24 @@ from megarl.rewards.image import checked
 from megarl.rewards.options import checks_rows
 
 HEIGHT, WIDTH = 16, 12
-"""Size in pixels to which the place of each digit is scaled before it is compared."""
+"""Size in pixels to which the cell of each digit is scaled before the comparison."""
 
 FONT_SIZES = (14, 15)
 SHIFTS = (-1, 0, 1)
-"""Sizes and shifts, in pixels of a place, in which a digit is recognized."""
+"""Font sizes, and shifts in pixels of a cell, at which a digit is recognized."""
 
 MARGIN = 0.2
-"""Difference of two correlations within which the image could show either of two digits."""
+"""Width of the range of correlation differences, centered at 0, in which the image may show either of two digits."""
 
 
 @functools.cache
 def glyph(digit: int, size: int) -> NDArray[np.float32]:
-    """Return a white digit on a black ground in Pillow's own font, float32 [HEIGHT, WIDTH] in [0, 1]."""
+    """Return a white digit on a black background in Pillow's default font, float32 [HEIGHT, WIDTH] in [0, 1]."""
     from PIL import Image, ImageDraw, ImageFont
 
     image = Image.new("L", (WIDTH, HEIGHT))
-    centre = (WIDTH / 2, HEIGHT / 2)
-    ImageDraw.Draw(image).text(centre, str(digit), fill=255, font=ImageFont.load_default(size), anchor="mm")
+    center = (WIDTH / 2, HEIGHT / 2)
+    ImageDraw.Draw(image).text(center, str(digit), fill=255, font=ImageFont.load_default(size), anchor="mm")
     return np.asarray(image, np.float32) / np.float32(255)
 
 
@@ -42,12 +42,12 @@ def _digits(answer: Any) -> list[int]:
 
 @checks_rows(_digits)
 def rendered_digits(prompt: str, response: NDArray[np.uint8], answer: Any) -> float:
-    """Return how well the image shows the digits of the answer, from 0 to 1: white on black, side by side, each as high
-    as the image.
+    """Return how well the image shows the digits of the answer, from 0 to 1. The digits must be white on black, side by
+    side, and as high as the image.
 
-    A digit's score is the normalized correlation c of its place with the most similar rendering of the digit, times
-    clip(1/2 + (c − c')/MARGIN, 0, 1), where c' is that of the most similar other digit. The result is the mean over
-    digits.
+    A digit's score is c · clip(1/2 + (c − c')/MARGIN, 0, 1), where c is the normalized correlation between its cell and
+    the most similar rendering of the digit, and c' is the highest correlation with any other digit. The result is the
+    mean over digits.
 
     Raises:
         ValueError: the answer is not a number.
@@ -55,20 +55,20 @@ def rendered_digits(prompt: str, response: NDArray[np.uint8], answer: Any) -> fl
     from PIL import Image
 
     digits = _digits(answer)
-    grey = Image.fromarray(checked(response)).convert("L").resize((WIDTH * len(digits), HEIGHT), Image.Resampling.BOX)
-    places = np.split(np.asarray(grey, np.float32), len(digits), axis=1)
-    return float(np.mean([_score(place, digit) for place, digit in zip(places, digits, strict=True)]))
+    gray = Image.fromarray(checked(response)).convert("L").resize((WIDTH * len(digits), HEIGHT), Image.Resampling.BOX)
+    cells = np.split(np.asarray(gray, np.float32), len(digits), axis=1)
+    return float(np.mean([_score(cell, digit) for cell, digit in zip(cells, digits, strict=True)]))
 
 
-def _score(place: NDArray[np.float32], digit: int) -> float:
-    similarities = (_templates() @ _normalized(place.reshape(1, -1))[0]).max(1)
+def _score(cell: NDArray[np.float32], digit: int) -> float:
+    similarities = (_templates() @ _normalized(cell.reshape(1, -1))[0]).max(1)
     own, other = similarities[digit], np.delete(similarities, digit).max()
     return float(max(0.0, own) * np.clip(0.5 + (own - other) / MARGIN, 0, 1))
 
 
 @functools.cache
 def _templates() -> NDArray[np.float32]:
-    """Return each digit in all sizes and shifts, float32 [10, renderings, pixels], centred and with norm 1."""
+    """Return each digit in all sizes and shifts, float32 [10, renderings, pixels], with mean 0 and norm 1."""
     shifts = [(row, column) for row in SHIFTS for column in SHIFTS]
     rendered = [
         [np.roll(glyph(digit, size), shift, (0, 1)).ravel() for size in FONT_SIZES for shift in shifts]
@@ -79,5 +79,5 @@ def _templates() -> NDArray[np.float32]:
 
 def _normalized(pixels: NDArray[np.float32]) -> NDArray[np.float32]:
     """Return rows of pixels [..., P] with mean 0 and norm 1, or zeros for a flat image."""
-    centred = pixels - pixels.mean(-1, keepdims=True)
-    return centred / np.maximum(np.linalg.norm(centred, axis=-1, keepdims=True), 1e-6)
+    centered = pixels - pixels.mean(-1, keepdims=True)
+    return centered / np.maximum(np.linalg.norm(centered, axis=-1, keepdims=True), 1e-6)

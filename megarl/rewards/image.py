@@ -99,8 +99,8 @@ class AestheticScore:
         dim = self._clip.model.config.projection_dim
         if [size[1] for size in sizes] != [dim, *(size[0] for size in sizes[:-1])] or sizes[-1][0] != 1:
             raise ValueError(
-                f"options.head={head!r}: its layers have the shapes {sizes}, but must lead from {dim}, the dim of "
-                "CLIP's embeddings, to 1. Fix: use the CLIP model that the head was trained with"
+                f"options.head={head!r}: its layers have shapes {sizes}, but must map CLIP embeddings of size "
+                f"{dim} to size 1. Fix: use the CLIP model that the head was trained with"
             )
 
     def __call__(self, prompts: list[str], responses: list[NDArray[np.uint8]], answers: list[Any]) -> list[float]:

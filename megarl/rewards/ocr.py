@@ -20,8 +20,8 @@ class OcrExact:
     """Reward 1 if the text in the image equals the answer, else 0, read by PP-OCRv4's recognizer
     (https://github.com/PaddlePaddle/PaddleOCR), which the package rapidocr-onnxruntime contains.
 
-    Text and answer are compared without spaces and after Unicode's compatibility normalization. The image must be
-    filled by one line of text: no text is detected in larger images.
+    Text and answer are compared without spaces and after Unicode's compatibility normalization. A single line of text
+    must fill the image, because the recognizer does not locate text.
     """
 
     def __init__(self, characters: str | None = None):

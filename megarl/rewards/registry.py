@@ -60,7 +60,7 @@ IMAGE_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "rendered_digits": rendered_digits,
     "ocr_exact": OcrExact,
 }
-"""The built-in functions whose responses are images. Those of all other built-in functions are texts."""
+"""The built-in functions that score images. All other built-in functions score text."""
 
 FUNCTIONS = _TEXT_FUNCTIONS | IMAGE_FUNCTIONS
 """Built-in functions, and classes that are instantiated with their options."""
@@ -72,7 +72,7 @@ def require_response_kind(functions: Sequence[schema.RewardFunction], engine: Li
     is_image = engine == "diffusers"
     for entry in functions:
         if entry.function in FUNCTIONS and (entry.function in IMAGE_FUNCTIONS) != is_image:
-            kinds = ("images", "texts") if entry.function in IMAGE_FUNCTIONS else ("texts", "images")
+            kinds = ("images", "text") if entry.function in IMAGE_FUNCTIONS else ("text", "images")
             remedy = ", ".join(IMAGE_FUNCTIONS if is_image else _TEXT_FUNCTIONS)
             raise UserError(
                 f"rewards.functions: {entry.function} scores {kinds[0]}, but rollout.engine={engine} samples "

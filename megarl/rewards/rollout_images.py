@@ -1,4 +1,4 @@
-"""A step's images: PNG files in a folder beside the step's JSONL file, and a grid of some of them for trackers.
+"""A step's images: PNG files in a folder next to the step's JSONL file, and a grid of some of them for trackers.
 
 The folder has the name of the JSONL file without its suffix, and each image the id of its sample: step_000001.jsonl and
 step_000001/1.0.3.png. An image larger than PREVIEW_SIDE also has a small copy, 1.0.3.jpg, for reports.
@@ -59,7 +59,7 @@ def image_folder(rollouts: Path) -> Path:
 
 def image_path(rollouts: Path, name: Any) -> Path | None:
     """Return the path of an image that a line of the JSONL file names. Return None for any name that megarl does not
-    write, since a foreign file could name a path outside its folder."""
+    write, because a file from another source could name a path outside its folder."""
     folder = image_folder(rollouts)
     if not isinstance(name, str) or not name.startswith(f"{folder.name}/"):
         return None
@@ -94,7 +94,7 @@ def write_images(rollouts: Path, scored: Sequence[tuple[Any, Score]]) -> dict[st
 
 
 def _within_limit(folder: Path, scored: Sequence[tuple[LatentSample, Score]]) -> list[tuple[LatentSample, Score]]:
-    """Return the samples of the first groups whose images, with those already in the folder, respect MAX_PIXELS."""
+    """Return the samples of the first groups whose images, with those already in the folder, fit into MAX_PIXELS."""
     num_pixels = max(math.prod(sample.response.shape[:2]) for sample, _ in scored)
     num_stored = sum(path.suffix == ".png" and path.name != GRID for path in folder.glob("*"))
     num_left = MAX_PIXELS // num_pixels - num_stored

@@ -13,17 +13,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 
 from megarl.core.errors import UserError
+from megarl.core.latents import AnySample, Conditioning, LatentSample
 from megarl.core.types import CandidateIds, Episode, Prompt, RolloutInfo, Sample, VersionRun
 
-SavedGroup = tuple[int, int, list[Sample]]
+SavedGroup = tuple[int, int, list[AnySample]]
 """(prompt's row in the data, weight version with which its samples started, samples)."""
 
-CLASSES = {kind.__name__: kind for kind in (CandidateIds, Episode, Prompt, RolloutInfo, Sample, VersionRun)}
+CLASSES = {
+    kind.__name__: kind
+    for kind in (CandidateIds, Conditioning, Episode, LatentSample, Prompt, RolloutInfo, Sample, VersionRun)
+}
 CLASS, ARRAY, PROMPT, TUPLE, ITEMS = "__class__", "__array__", "__prompt__", "__tuple__", "__items__"
 """Keys of an object that stands for an instance, an array, a prompt, a tuple, or a dictionary with arbitrary keys."""
 
@@ -50,7 +54,7 @@ def load_samples(file: Path) -> list[SavedGroup]:
         decoder = _Decoder(load_file(file))
         decoder.prompts = decoder.decode("prompts")
         groups = [(row, version, samples) for row, version, samples in decoder.decode("groups")]
-        if not all(_matches(group, tuple[int, int, list[Sample]]) for group in groups):
+        if not all(_matches(group, SavedGroup) for group in groups):
             raise ValueError("a group is malformed")
         return groups
     except (SafetensorError, OSError, *DAMAGE) as error:
@@ -135,7 +139,8 @@ class _Decoder:
 
 @cache
 def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
+    hints = get_type_hints(kind)
+    return {field.name: hints[field.name] for field in fields(kind)}
 
 
 def _matches(value: Any, hint: Any) -> bool:
@@ -147,6 +152,10 @@ def _matches(value: Any, hint: Any) -> bool:
         return any(_matches(value, each) for each in arguments)
     if origin is Literal:
         return value in arguments
+    if origin is Conditioning:
+        return isinstance(value, Conditioning)
+    if isinstance(hint, TypeVar):  # a field of Conditioning, which may also contain tensors
+        return isinstance(value, np.ndarray)
     if origin is np.ndarray:
         return isinstance(value, np.ndarray) and np.issubdtype(value.dtype, get_args(arguments[1])[0])
     if origin is list:

@@ -46,6 +46,8 @@ def saved_bytes(config: Config, hf_configs: Mapping[Role, Mapping[str, Any]]) ->
     size = checkpoint_bytes(config, hf_configs)
     if config.is_offline or not config.prompts_ahead:
         return size
+    if config.samples_images:
+        return size + ceil(num_ahead(config) * sample_bytes(config, None))
     # The file stores masks as one byte per token.
     sample = sample_bytes(config, experts(completed(hf_configs["actor"]))) + config.rollout.context_length
     return size + ceil(num_ahead(config) * sample)

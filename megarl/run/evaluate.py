@@ -16,9 +16,10 @@ from megarl.cluster.groups.rewards import RewardGroup
 from megarl.cluster.machine import check_machine, place_here
 from megarl.cluster.pending import join
 from megarl.cluster.session import Session
+from megarl.config.cluster_schema import Roles
 from megarl.config.evaluation_schema import SetEnvironment
 from megarl.config.load import dump
-from megarl.config.schema import Config, Roles
+from megarl.config.schema import Config
 from megarl.core.errors import RunFailure, UserError
 from megarl.core.files import replace_text
 from megarl.core.timing import ElapsedTime

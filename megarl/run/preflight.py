@@ -41,10 +41,10 @@ from megarl.environments.hosts import HostPool, host_arguments
 from megarl.environments.registry import answer_check
 from megarl.environments.runner import turn_tokens
 from megarl.environments.trial import try_rewards
+from megarl.models.denoiser import shape_of
 from megarl.models.folder import read_config
 from megarl.models.huggingface import completed
 from megarl.models.run_models import ModelFolders, find_models
-from megarl.models.shape import ModelShape
 from megarl.models.tokenizer import load_tokenizer
 from megarl.models.weight_files import read_headers, require_tensors
 from megarl.resharding.families import huggingface_holder
@@ -173,7 +173,7 @@ def _check_weights(config: Config, models: ModelFolders) -> None:
         if lora is not None and lora.path is not None:
             assert lora.rank is not None, "only models with adapters have this section"
             hf_config = read_config(models.actor)
-            experts = ModelShape.of(hf_config).experts
+            experts = shape_of(hf_config).experts
             whole = peft_holder(hf_config, lora.rank, lora.share_experts)
             attempt(check_adapter_weights, Path(lora.path).expanduser(), whole, experts.count if experts else 0)
 

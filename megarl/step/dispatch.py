@@ -74,7 +74,8 @@ def dispatch(
         for item, weight, imitation_weight in zip(samples, weights, imitation, strict=True)
     ]
     if config.samples_images:
-        dispatched = [replace(item, step=step) for item in dispatched for step in range(item.num_trained_tokens)]
+        steps = ((item, step) for item in dispatched for step in range(item.num_trained_tokens))
+        dispatched = [replace(item, step=step, pictured=None) for item, step in steps]
     is_pairwise = role == "actor" and objective.spec.is_pairwise
     pairs = [(index, index + 1) for index in range(0, len(samples), 2)] if is_pairwise else None
     return RankBatch.split(dispatched, packing, pairs)

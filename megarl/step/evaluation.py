@@ -122,8 +122,8 @@ def evaluate_sets(
 def requests(
     config: Config, settings: EvaluationSet, prompts: PromptSet
 ) -> list[list[SamplingRequest]] | list[list[ImageRequest]]:
-    """Return the requests for each prompt in a set. Their seeds are the same in every evaluation. Images are sampled by
-    the ODE."""
+    """Return the requests for each prompt in a set. Their seeds are the same in every evaluation. Images are sampled
+    with the ODE."""
     if config.samples_images:
         return [
             [

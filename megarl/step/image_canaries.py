@@ -35,25 +35,24 @@ class ImageCanaries:
     @classmethod
     def of(cls, config: Config, workers: Workers) -> ImageCanaries:
         shape = DenoiserShape.of(read_config(workers.model_folder))
-        return cls(config, workers, canaries(shape.channels, shape.caption, shape.patch))
+        return cls(config, workers, canaries(shape.channels, shape.caption, shape.patch, shape.pooled))
 
     @property
     def limit(self) -> float:
         return LIMITS[self.config.model.dtype]
 
     def measure(self) -> dict[str, float]:
-        """Return each engine's difference from the trainer, by engine name: the largest root mean square difference of
-        an input's velocities, divided by the root mean square of the trainer's velocities."""
+        """Return each engine's difference from the trainer, by engine name; see `largest_difference`."""
         workers, engines, actor = self.workers, self.workers.engines, self.workers.actor
         assert isinstance(engines, ImageEngineGroup) and isinstance(actor, ImageTrainerGroup), "not an image model"
         workers.switch_to_rollout()
         found = engines.velocities(self.inputs).result()
         workers.suspend_engines()
         trained = workers.trained.run({"actor": lambda: actor.velocities(self.inputs)}, parts=("parameters",))["actor"]
-        return {name: max(map(_difference, velocities, trained)) for name, velocities in found.items()}
+        return {name: largest_difference(velocities, trained) for name, velocities in found.items()}
 
     def explain(self, measured: Mapping[str, float]) -> str:
-        """Describe the engine that differs most, and whether its weights are the trainer's."""
+        """Describe the engine that differs most, and whether its weights equal the trainer's."""
         workers = self.workers
         name = max(measured, key=measured.__getitem__)
         infos = workers.engines.info([]).result()
@@ -65,10 +64,16 @@ class ImageCanaries:
             cause = f"{len(differing)} of {count} parts of its weights differ: {'; '.join(differing[:MAX_NAMED])}"
         else:
             cause = (
-                "its weights are the trainer's, so the two compute differently. Trainer: "
+                "its weights equal the trainer's, so their implementations compute different results. Trainer: "
                 f"{workers.actor.kernels}. Engine: {infos[name].description}"
             )
-        return f"the velocities of {name} differ from the trainer's by {measured[name]:.1e} of their size: {cause}"
+        return f"the velocities of {name} differ from the trainer's (relative difference {measured[name]:.1e}): {cause}"
+
+
+def largest_difference(found: Sequence[NDArray[np.float32]], trained: Sequence[NDArray[np.float32]]) -> float:
+    """Return the largest root mean square difference of an input's velocities, divided by the root mean square of the
+    trainer's velocities."""
+    return max(map(_difference, found, trained))
 
 
 def _difference(velocity: NDArray[np.float32], reference: NDArray[np.float32]) -> float:

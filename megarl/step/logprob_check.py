@@ -37,7 +37,7 @@ class LogprobCheck:
         elapsed = ElapsedTime()
         if isinstance(self._canaries, ImageCanaries):
             [difference] = (metric.value for metric in self._gate("before the first step").values())
-            elapsed.print(f"logprob_check: passed, canary velocities differ by {difference:.1e} of their size")
+            elapsed.print(f"logprob_check: passed, relative difference of canary velocities {difference:.1e}")
         else:
             greedy, sampled = (metric.value for metric in self._gate("before the first step").values())
             elapsed.print(
@@ -112,12 +112,12 @@ class LogprobCheck:
 
 
 def announce(config: Config) -> list[str]:
-    """Return a line about the tokens that the run excludes from the loss; empty if it excludes none."""
+    """Return a line about the tokens or denoising steps that the loss excludes; empty if it excludes none."""
     tolerance = config.tolerance
     if config.is_offline or tolerance.mask is None:
         return []
     excluded = {
-        "token": "tokens whose log-probs differ",
+        "token": f"{_unit(config)}s whose log-probs differ",
         "sample": "samples with a token whose log-prob differs",
     }[tolerance.mask]
     return [
@@ -132,9 +132,14 @@ def excess(config: Config, metrics: Mapping[str, Metric]) -> str | None:
     if mismatch is None or mismatch.value <= limit:
         return None
     return (
-        f"the engines' log-probs differ from the trainer's by {mismatch.value:.1e} per token, which exceeds "
-        f"{_limit(config)}"
+        f"the engines' log-probs differ from the trainer's by {mismatch.value:.1e} per {_unit(config)}, which "
+        f"exceeds {_limit(config)}"
     )
+
+
+def _unit(config: Config) -> str:
+    """Return what has a log-prob."""
+    return "denoising step" if config.samples_images else "token"
 
 
 def describe_differences(explained: Mapping[str, Evidence]) -> str:

@@ -83,5 +83,7 @@ def _old_log_probs(config: Config) -> Pass:
     if from_rollout:
         reason = "algorithm.correction.old=rollout: the engine's log-probs approximate them"
         return Pass("old log-probs", False, reason)
-    reason = "one update per step: the updated policy is the old policy, and the ratio is exp(lp − lp.detach())"
+    reason = "one update per step: the updated policy is the old policy"
+    if not config.algorithm.objective.spec.adds_noise:
+        reason += ", and the ratio is exp(lp − lp.detach())"
     return Pass("old log-probs", False, reason)

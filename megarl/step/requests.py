@@ -19,14 +19,8 @@ def requests(
     Seeds are derived from run.seed and the sample's position in the run. The step has already started `first`
     prompts."""
     if config.samples_images:
-        window = config.rollout.denoising.sde_window(config.run.seed, number)
         return [
-            [
-                image_request(
-                    config, f"{number}.{i}.{k}", prompt, _sampling_seed(config.run.seed, number, i, k), window
-                )
-                for k in range(config.batch.samples_per_prompt)
-            ]
+            [_trained_image_request(config, number, i, k, prompt) for k in range(config.batch.samples_per_prompt)]
             for i, prompt in enumerate(prompts, start=first)
         ]
     groups = [
@@ -47,8 +41,18 @@ def requests(
     return groups
 
 
+def _trained_image_request(config: Config, number: int, i: int, k: int, prompt: Prompt) -> ImageRequest:
+    """Return the request for image k of a step's prompt i, with the denoising steps that are trained."""
+    denoising, seed, sample_id = config.rollout.denoising, config.run.seed, f"{number}.{i}.{k}"
+    sampling_seed = _sampling_seed(seed, number, i, k)
+    if not config.algorithm.objective.spec.adds_noise:
+        return image_request(config, sample_id, prompt, sampling_seed, denoising.sde_window(seed, number))
+    request = image_request(config, sample_id, prompt, sampling_seed, range(0))
+    return replace(request, noised_steps=tuple(denoising.noised_steps(seed, sample_id)), returns_final=True)
+
+
 def image_request(config: Config, sample_id: str, prompt: Prompt, seed: int, sde_steps: range) -> ImageRequest:
-    """Return the request for an image. `sde_steps`: see Denoising; an empty range samples by the ODE."""
+    """Return the request for an image. `sde_steps`: see Denoising; an empty range samples with the ODE only."""
     keys = config.rollout.denoising
     denoising = Denoising(
         height=keys.height,

@@ -125,7 +125,7 @@ def test_page_fits_a_narrow_window(run: Path, tmp_path: Path) -> None:
         assert tab.problems == []
 
 
-def test_captions_and_omitted_images_stay_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captions_are_escaped_and_omitted_images_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A caption has markup, and the page has room for only a few images."""
     folder = write_run(tmp_path / "hostile", 2, caption=CAPTION)
     monkeypatch.setattr(images, "MAX_BYTES", 10_000)

@@ -1,15 +1,16 @@
-"""Z-Image's transformer in Megatron against diffusers' own class: velocities, loss and gradients in every layout."""
+"""Transformers of image models in Megatron against diffusers' own classes: velocities, loss and gradients in every
+layout."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from diffusers.models.transformers.transformer_z_image import ZImageTransformer2DModel
 from peft import LoraConfig, get_peft_model
 
 from megarl.megatron import denoiser_step, parallel
@@ -30,12 +31,10 @@ from tests.lora_reference import plain_name
 from tests.marks import exhaustive_but, newest_of
 from tests.parity import Outcome, RankResult, config_of, reduced_gradients, whole_tensors
 from tests.timing import WAIT_S
-from tests.tiny_denoiser import CONFIG, random_documents, write_tiny_denoiser
+from tests.tiny_denoiser import CONFIG, MODELS, SIZES, TARGETS, TinyDenoiser
 
-DOCUMENTS = random_documents()
+NUM_DOCUMENTS = len(SIZES)
 RANK, ALPHA = 3, 6
-TARGETS = r"(layers|noise_refiner|context_refiner)\.\d+\.(attention\.to_(q|k|v|out\.0)|feed_forward\.w[123])"
-"""The modules that PEFT adapts."""
 STEP = 0.1
 """Difference in noise level between consecutive denoising steps."""
 
@@ -49,7 +48,7 @@ def loss(documents: Sequence[Document], velocities: Sequence[torch.Tensor]) -> t
             for document, velocity in zip(documents, velocities, strict=True)
         ]
     )
-    return terms.sum() / len(DOCUMENTS), (terms.detach() / len(DOCUMENTS)).tolist()
+    return terms.sum() / NUM_DOCUMENTS, (terms.detach() / NUM_DOCUMENTS).tolist()
 
 
 @dataclass(frozen=True)
@@ -72,6 +71,7 @@ class Reference(Outcome):
 def run(
     store,
     rank: int,
+    model: TinyDenoiser,
     folder: Path,
     overrides: list[str],
     per_microbatch: int,
@@ -93,8 +93,8 @@ def run(
         plan, local = make_plan([adapters.whole], [adapters.holder]), adapter_parameters(chunks)
         tensors = {name: factor.data for name, factor in local.items()}
         execute(plan.into(holder.name), tensors, LocalMemory({adapters.whole.name: factors}))
-    numbers = range(len(DOCUMENTS))[parallel.data_parallel_rank() :: settings.layout.dp]
-    own = [DOCUMENTS[number] for number in numbers]
+    numbers = range(NUM_DOCUMENTS)[parallel.data_parallel_rank() :: settings.layout.dp]
+    own = [model.documents[number] for number in numbers]
     microbatches = [own[i : i + per_microbatch] for i in range(0, len(own), per_microbatch)]
     predicted = [velocity for part in denoiser_step.predict(chunks, microbatches) for velocity in part]
     optimizer = build_optimizer(settings, chunks, torch.float32)
@@ -111,39 +111,40 @@ def run(
     return Result(holder, gradients, {}, {}, norm, terms, velocities)
 
 
-def plain_outcome(folder: Path, factors: dict[str, torch.Tensor] | None = None) -> Reference:
-    """Run diffusers' class, which takes 1 − σ and returns −v. With `factors`, only PEFT's adapters are trained."""
-    model = ZImageTransformer2DModel.from_pretrained(folder, torch_dtype=torch.get_default_dtype())
-    dtype = torch.get_default_dtype()
+def plain_outcome(tiny: TinyDenoiser, folder: Path, factors: dict[str, torch.Tensor] | None = None) -> Reference:
+    """Run diffusers' class. With `factors`, only PEFT's adapters are trained."""
+    model, dtype = tiny.load(folder), torch.get_default_dtype()
     if factors is not None:
         model = get_peft_model(model, LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=TARGETS))
         trained = {plain_name(name): p for name, p in model.named_parameters() if p.requires_grad}
         assert trained.keys() == factors.keys()
         for name, parameter in trained.items():
             parameter.data = factors[name].to(dtype)
-    documents = [Document(d.latents.to(dtype), d.sigma, d.caption.to(dtype)) for d in DOCUMENTS]
-    outputs = model(
-        [d.latents[:, None] for d in documents],
-        1 - torch.tensor([d.sigma for d in documents], dtype=torch.float32),
-        [d.caption for d in documents],
-    ).sample
-    velocities = [-output[:, 0] for output in outputs]
+    documents = [Document(d.latents.to(dtype), d.sigma, d.caption.to(dtype)) for d in tiny.documents]
+    velocities = tiny.velocities(model, documents)
     value, _ = loss(documents, velocities)
     value.backward()
-    gradients = {plain_name(name): p.grad for name, p in model.named_parameters() if p.requires_grad}
+    trained = {plain_name(name): p for name, p in model.named_parameters() if p.requires_grad}
+    # Captions' queries in the last layer are not used.
+    gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in trained.items()}
     norm = torch.nn.utils.get_total_norm(gradients.values())
     by_number = {f"document {number}": velocity.detach() for number, velocity in enumerate(velocities)}
     return Reference(value.item(), norm.item(), gradients, {}, by_number)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return write_tiny_denoiser(tmp_path_factory.mktemp("model"))
+def folders(tmp_path_factory) -> dict[str, Path]:
+    return {name: model.write(tmp_path_factory.mktemp("model")) for name, model in MODELS.items()}
 
 
 @pytest.fixture(scope="module")
-def outcome(folder) -> Expected[Reference]:
-    return expected(lambda: plain_outcome(folder))
+def folder(folders) -> Path:
+    return folders["Z-Image"]
+
+
+@pytest.fixture(scope="module")
+def outcomes(folders) -> dict[str, Expected[Reference]]:
+    return {name: expected(partial(plain_outcome, model, folders[name])) for name, model in MODELS.items()}
 
 
 LAYOUTS = {
@@ -161,7 +162,7 @@ LAYOUTS = {
     "CP2, PP2": "cp: 2, pp: 2",
     "CP2, DP2": "cp: 2, dp: 2",
 }
-CASES = {
+RUNS = {
     f"{layout}; {variant}": ([f"actor.layout={{{axes}}}", *overrides], per_microbatch)
     for layout, axes in LAYOUTS.items()
     for variant, (overrides, per_microbatch) in {
@@ -172,21 +173,26 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    "case",
-    exhaustive_but(
-        newest_of(CASES, "TP2, PP2, SP; 1 document per microbatch, full recompute"),
+CASES = {f"{model}; {run}": (model, *RUNS[run]) for model in MODELS for run in RUNS}
+QUICK = [
+    f"{model}; {run}"
+    for model in MODELS
+    for run in (
         "1 process; 2 documents per microbatch, selective recompute",
         "PP2, DP2; 4 documents per microbatch",
         "TP2, PP2, SP; 1 document per microbatch, full recompute",
         "CP2, TP2, SP; 2 documents per microbatch, selective recompute",
-    ),
-)
-def test_velocities_and_gradients_match_diffusers(folder, outcome, case):
-    overrides, per_microbatch = CASES[case]
+    )
+]
+
+
+@pytest.mark.parametrize("case", exhaustive_but(newest_of(CASES, *QUICK[2::4]), *QUICK))
+def test_velocities_and_gradients_match_diffusers(folders, outcomes, case):
+    name, overrides, per_microbatch = CASES[case]
+    model, folder = MODELS[name], folders[name]
     world_size = config_of(folder, *overrides).actor.layout.world_size
-    ranks = run_ranks(world_size, run, folder, overrides, per_microbatch)
-    assert_same(ranks, whole_tensors(CONFIG, ranks, "gradients"), outcome)
+    ranks = run_ranks(world_size, run, model, folder, overrides, per_microbatch)
+    assert_same(ranks, whole_tensors(model.config, ranks, "gradients"), outcomes[name])
 
 
 def assert_same(ranks: Sequence[Result], gradients: dict[str, torch.Tensor], outcome: Expected[Reference]) -> None:
@@ -218,13 +224,13 @@ def whole_gradients(ranks: Sequence[Result]) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def adapted(folder, factors) -> Expected[Reference]:
-    return expected(lambda: plain_outcome(folder, factors))
+    return expected(lambda: plain_outcome(MODELS["Z-Image"], folder, factors))
 
 
 @pytest.mark.parametrize("layout", exhaustive_but(LAYOUTS, "TP2, SP"))
 def test_adapter_gradients_match_peft(folder, factors, adapted, layout):
-    overrides, per_microbatch = CASES[f"{layout}; 1 document per microbatch, full recompute"]
+    overrides, per_microbatch = RUNS[f"{layout}; 1 document per microbatch, full recompute"]
     overrides = [*overrides, f"actor.lora={{rank: {RANK}, alpha: {ALPHA}}}"]
     world_size = config_of(folder, *overrides).actor.layout.world_size
-    ranks = run_ranks(world_size, run, folder, overrides, per_microbatch, factors)
+    ranks = run_ranks(world_size, run, MODELS["Z-Image"], folder, overrides, per_microbatch, factors)
     assert_same(ranks, whole_gradients(ranks), adapted)

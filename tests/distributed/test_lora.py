@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from megarl.config.schema import Config
 from megarl.core.checkpoint import Checkpoint
 from megarl.core.errors import UserError
+from megarl.data.local_batch import LocalBatch
 from megarl.megatron.checkpoint.adapters import adapters_to_huggingface, adapters_to_peft
 from megarl.megatron.checkpoint.conversion import Options, megatron_to_huggingface
 from megarl.megatron.checkpoint.description import describe
@@ -94,6 +95,11 @@ class AdapterResult:
 
 def train_adapters(store, rank: int, config: Config, folder: Path, updates: list) -> AdapterResult:
     worker = ActorWorker(config, folder, rank, store, threads=1)
+    return take_steps(worker, [own_batch(config, worker, groups, None) for groups in updates])
+
+
+def take_steps(worker: ActorWorker, batches: Sequence[LocalBatch]) -> AdapterResult:
+    """Take a step with one update on each batch."""
     gradients: dict[str, torch.Tensor] = {}
     step = worker.optimizer.step
 
@@ -104,8 +110,7 @@ def train_adapters(store, rank: int, config: Config, folder: Path, updates: list
 
     worker.optimizer.step = step_and_copy
     metrics = {}
-    for groups in updates:
-        batch = own_batch(config, worker, groups, None)
+    for batch in batches:
         worker.keep_log_probs("reference", batch)
         metrics = worker.update(batch)
         worker.end_step()
@@ -206,7 +211,9 @@ def random_factors(experts: Path, shares: bool) -> dict[str, torch.Tensor]:
 
 
 def write_factors(folder: Path, experts: Path, factors: dict[str, torch.Tensor], shares: bool) -> Path:
-    save_adapters(factors, config_of(experts, *keys_of(folder, shares)).actor.lora, "base", 4, folder)
+    save_adapters(
+        factors, config_of(experts, *keys_of(folder, shares)).actor.lora, "base", 4, folder, for_diffusers=False
+    )
     return folder
 
 
@@ -241,13 +248,15 @@ def check(folder: Path, config: Config, outcome) -> None:
 
 
 def assert_same(folder: Path, ranks: list[AdapterResult], outcome) -> None:
+    """Compare the ranks with the outcome of one plain process. The base weights must be those in the folder."""
     reported = [rank.reported for rank in ranks if rank.reported]
     loss, norm, gradients, factors, merged = zip(*outcome, strict=True)
     assert sum(metrics["policy/loss"] for metrics in reported) == close_to(*loss, LOSS_FLOOR)
     assert reported[0]["policy/grad_norm"] == close_to(*norm)
     assert_close(whole_factors(ranks, "gradients"), *gradients, "gradient")
     assert_close(whole_factors(ranks, "factors"), *factors, "factor")
-    hf_config, start = read_config(folder), load_file(folder / "model.safetensors")
+    [weights] = folder.glob("*.safetensors")
+    hf_config, start = read_config(folder), load_file(weights)
     assert all(torch.equal(weight, start[name]) for name, weight in whole_tensors(hf_config, ranks, "base").items())
     assert_close(whole_tensors(hf_config, ranks, "weights"), *merged, "merged weight")
 
@@ -412,7 +421,7 @@ def export(config: Config, folder: Path, out: Path) -> Path:
         whole = peft_holder(hf_config, lora.rank, lora.share_experts)
         tensors = {name: torch.empty(shape) for name, shape in whole.shapes.items()}
         execute(make_plan(holders, [whole]).into(whole.name), tensors, transport)
-        save_adapters(tensors, lora, str(folder), 4, out)
+        save_adapters(tensors, lora, str(folder), 4, out, for_diffusers=False)
     return out
 
 

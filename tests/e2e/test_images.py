@@ -1,4 +1,5 @@
-"""Whole runs of an image model: they are reproducible, and resume bitwise after all processes were killed."""
+"""Whole runs of an image model: they are reproducible, resume bit-identically after all processes are killed, and train
+with and without log-probs."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from safetensors.numpy import load_file
 
@@ -81,6 +83,18 @@ def resumed(recipe, tmp_path_factory) -> Path:
     return run.folder
 
 
+@pytest.fixture(scope="module")
+def noised(recipe, tmp_path_factory) -> Path:
+    """Return the folder of a run that trains on images with new noise. Two engines have their own CPU cores."""
+    keys = (
+        *("run.steps=2", "algorithm.objective={name: diffusion_nft}", "logprob_check.canaries=refits"),
+        *("actor.layout={tp: 2}", "rollout.replicas=2", "cluster.placement=disaggregated"),
+    )
+    with Run(recipe, tmp_path_factory.mktemp("noised"), *keys, vllm=True) as run:
+        assert run.end(START_S) == 0, run.errors
+    return run.folder
+
+
 def metrics(run: Path) -> list[dict[str, float]]:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [{name: value for name, value in line.items() if not name.startswith(MEASURED)} for line in lines]
@@ -117,6 +131,60 @@ def test_rollouts_have_images_and_windows(uninterrupted):
             assert image.shape == (16, 24, 3)
             assert row["reward"] == pytest.approx(image.mean() / 255)
     assert len(windows) > 1
+
+
+def test_diffusion_nft_trains_without_log_probs(noised):
+    """Each image is trained at noise levels of its own, and canaries compare the engine's velocities after each
+    refit."""
+    lines = [line for line in metrics(noised) if "policy/loss" in line]
+    assert len(lines) == 2 and all(line["policy/grad_norm"] > 0 for line in lines)
+    assert all(line["policy/velocity_change"] > 0 and line["kl/loss_token_velocity"] >= 0 for line in lines)
+    assert max(line["mismatch/canary_velocity"] for line in lines) < 1e-4
+    assert not [name for line in lines for name in line if name.startswith(("mismatch/logprob", "policy/ratio"))]
+    rows = [json.loads(line) for line in (noised / "rollouts" / "step_000002.jsonl").read_text().splitlines()]
+    drawn = [tuple(row["trained_denoising_steps"]) for row in rows]
+    assert len(rows) == 12 and {len({*steps}) for steps in drawn} == {2} and len({*drawn}) > 1
+    assert all(row["rollout_logprobs"] == [] and row["advantage"] is not None for row in rows)
+
+
+@pytest.fixture(scope="module")
+def ahead(recipe, tmp_path_factory) -> Path:
+    """A run that trains adapters of Stable Diffusion 3, whose engine samples a step ahead, with weights of the previous
+    step."""
+    write_tiny_image_model(recipe.parent / "sd3", "SD3.5")
+    keys = (
+        *("rollout.max_staleness=1", "algorithm.correction.old=rollout", "algorithm.kl.coefficient=0"),
+        *(f"model.path={recipe.parent / 'sd3'}", "actor.lora={rank: 4, export: adapters}"),
+    )
+    with Run(recipe, tmp_path_factory.mktemp("ahead"), *keys, vllm=True) as run:
+        assert run.end(START_S) == 0, run.errors
+    return run.folder
+
+
+def test_images_sampled_ahead_are_trained(ahead):
+    """Ratios are relative to the engine's log-probs, and each denoising step records its weight version."""
+    lines = [line for line in metrics(ahead) if line["step"] > 0]
+    assert len(lines) == STEPS
+    assert lines[0]["weights/staleness_max"] == 0 and lines[-1]["weights/staleness_1_share"] > 0
+    for step in range(1, STEPS + 1):
+        rows = [json.loads(line) for line in (ahead / "rollouts" / f"step_{step:06d}.jsonl").read_text().splitlines()]
+        versions = {run["version"] for row in rows for run in row["version"]}
+        assert versions <= {max(0, step - 2), step - 1}
+        assert all(sum(run["count"] for run in row["version"]) == row["num_denoising_steps"] for row in rows)
+        stale = [run for row in rows for run in row["version"] if run["version"] < step - 1]
+        assert bool(stale) == (lines[step - 1]["weights/staleness_max"] > 0)
+    assert all(np.isfinite(line["policy/loss"]) for line in lines)
+
+
+@pytest.mark.filterwarnings("error:While injecting the PEFT adapters")  # of targets without adapters
+def test_exported_adapters_change_the_images_of_diffusers(recipe, ahead):
+    pipeline = load_pipeline(recipe.parent / "sd3")
+    options = {"height": 16, "width": 24, "num_inference_steps": 2, "output_type": "np"}
+    images = []
+    for _ in range(2):
+        images.append(pipeline("a red cat", generator=torch.manual_seed(0), **options).images)
+        pipeline.load_lora_weights(ahead / "model")
+    assert 1e-4 < np.abs(images[1] - images[0]).max() < 1
 
 
 def test_exported_model_is_evaluated_like_the_run(recipe, uninterrupted, tmp_path):

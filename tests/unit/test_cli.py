@@ -21,7 +21,6 @@ import megarl
 from megarl import cli
 from megarl.algorithms.kl import KL_ESTIMATORS
 from megarl.algorithms.registry import ESTIMATORS, OBJECTIVES
-from megarl.algorithms.specs import VelocityObjective
 from megarl.cluster.supervision import supervisor
 from megarl.config.algorithm_schema import KL, Advantage, Aggregation, Correction, Objective, Value
 from megarl.config.load import dump, load
@@ -121,11 +120,7 @@ def test_algorithms_lists_all_names_and_options(capsys: pytest.CaptureFixture[st
         assert words.issuperset(section.model_fields), section
 
 
-TRAINED = [name for name, spec in OBJECTIVES.items() if not isinstance(spec, VelocityObjective)]
-"""The objectives that recipes may use."""
-
-
-@pytest.mark.parametrize("name", exhaustive_but([*ESTIMATORS, *TRAINED], *[*ESTIMATORS][::3], *TRAINED[::3]))
+@pytest.mark.parametrize("name", exhaustive_but([*ESTIMATORS, *OBJECTIVES], *[*ESTIMATORS][::3], *[*OBJECTIVES][::3]))
 def test_algorithms_prints_recipe_lines_for_one_name(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str
 ) -> None:

@@ -21,7 +21,7 @@ from tools import tiny_flow
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A model that was trained for two steps."""
+    """The folder of a model that was pre-trained for two steps."""
     monkeypatch.setattr(tiny_flow, "STEPS", 2)
     tiny_flow.write(tmp_path / "first")
     return tmp_path / "first"
@@ -45,7 +45,7 @@ def images(folder: Path, captions: list[tuple[str, str]]) -> list[np.ndarray]:
     return [sample.response for sample in asyncio.run(engine.generate(requests))]
 
 
-def test_vae_is_nearly_the_identity_on_grey_images():
+def test_vae_is_nearly_the_identity_on_gray_images():
     vae = tiny_flow.vae()
     pixels = tiny_flow.draw(np.array([7, 48]))
     noisy = pixels + 0.5 * torch.randn(pixels.shape, generator=torch.Generator().manual_seed(0))

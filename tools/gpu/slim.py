@@ -4,7 +4,7 @@ python slim.py LIBRARY --keep 90 --empty EMPTY.cubin
 
 CUDA finds device code in containers, which have an entry per architecture. An emptied entry keeps its place, header and
 size. Its payload becomes a cubin without code, followed by zeros, so cuobjdump can still read it. The format of the
-containers is not documented; this reads what nvcc 13.0 writes.
+containers is not documented; this script supports the output of nvcc 13.0.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Flow-DPPO: the surrogate of denoising steps masked beyond an exact divergence from the old policy."""
+"""Flow-DPPO: a policy-gradient surrogate that masks denoising steps whose exact KL to the old policy is too large."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def flow_dppo(
     divergence_limit: float,
     divergence_limit_negative: float | None = None,
 ) -> PolicyLoss:
-    """Return ℓ = −M·ρ·A, [N], as in dppo_tv, with the exact KL of the policy and π_old as the divergence.
+    """Return ℓ = −M·ρ·A, [N], as in dppo_tv, with the exact KL between π_old and the policy as the divergence.
 
     Flow-DPPO (https://arxiv.org/abs/2606.11025).
 

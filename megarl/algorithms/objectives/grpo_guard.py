@@ -1,4 +1,4 @@
-"""GRPO-Guard: PPO's clip of a normalized ratio of denoising steps."""
+"""GRPO-Guard: PPO's clipped loss with a normalized ratio for denoising steps."""
 
 from __future__ import annotations
 

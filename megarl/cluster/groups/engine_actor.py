@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import ray
@@ -56,6 +56,14 @@ class EngineProcess(ReplicaActor):
     """One engine. Ray runs all calls in one event loop, so other calls can run while `generate` waits for its
     samples."""
 
+    num_parts: ClassVar[int] = 1
+    """Number of objects that hold a sample."""
+
+    @staticmethod
+    def parts(sample: Any) -> Sequence[Any]:
+        """Return a sample's parts. The last one is for rewards."""
+        return (sample,)
+
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
         self._turns = defaultdict(lambda: EngineTurns(self._worker))
@@ -73,15 +81,15 @@ class EngineProcess(ReplicaActor):
         self._worker.connect(plan, channel, holders[self._process.name], by_loader)
 
     async def generate(self, requests: Requests, listener: ActorHandle | None) -> list[TimedResult | AnySample | None]:
-        """Return the samples' metadata, then the samples, each as a separate return value: return values outlive the
-        process, unlike objects that the process puts into the object store. The listener receives samples as they
-        finish. An aborted call returns Aborted in place of the metadata."""
+        """Return the samples' metadata, then the parts of each sample, each as a separate return value: return values
+        outlive the process, unlike objects that the process puts into the object store. The listener receives the
+        parts for rewards as samples finish. An aborted call returns Aborted in place of the metadata."""
         begin = time.time()
 
         def report(samples: list[AnySample]) -> None:
             call.num_tokens += sum(sample.num_sampled for sample in samples)
             if listener is not None:
-                listener.begin.remote(samples)
+                listener.begin.remote([self.parts(sample)[-1] for sample in samples])
 
         call = _Generating(requests, asyncio.ensure_future(self._worker.generate(requests, report)))
         self._generating[requests[0].sample_id] = call
@@ -89,11 +97,13 @@ class EngineProcess(ReplicaActor):
             with self._end_if_rank_died():
                 samples = await call.samples
         except asyncio.CancelledError:
-            return [TimedResult(Aborted(call.num_tokens), begin, time.time()), *(None for _ in requests)]
+            nothing = [None] * (len(requests) * self.num_parts)
+            return [TimedResult(Aborted(call.num_tokens), begin, time.time()), *nothing]
         finally:
             del self._generating[requests[0].sample_id]
         segments.note(own_scratch())  # vLLM creates some segments only when it generates
-        return [TimedResult([SampleRef.of(sample) for sample in samples], begin, time.time()), *samples]
+        parts = [part for sample in samples for part in self.parts(sample)]
+        return [TimedResult([SampleRef.of(sample) for sample in samples], begin, time.time()), *parts]
 
     async def abort(self, names: Collection[str]) -> None:
         """Abort the running calls to `generate` whose first requests have these names."""
@@ -135,13 +145,19 @@ class EngineActor(EngineProcess, VllmActor):
 class ImageEngineActor(EngineProcess):
     """One rollout engine for an image model."""
 
+    num_parts = 2
+
+    @staticmethod
+    def parts(sample: LatentSample) -> Sequence[LatentSample]:
+        return sample.for_training, sample.for_rewards
+
     def start(self) -> None:
         """Start the engine. Raise UserError if the model's folder cannot be loaded."""
         with imports():
             from megarl.rollout.diffusers.engine import DiffusersEngine
         device.claim(self._process.threads)
         denoising, pipeline = self._config.rollout.denoising, self._model_folder.parent
-        # `megarl evaluate` sets vLLM's argument for every engine that reads its weights from the model folder.
+        # `megarl evaluate` also sets this vLLM argument for image engines, to load the weights from the folder.
         loads_weights = self._config.rollout.vllm_overrides.get("load_format") == "auto"
         dtype = self._config.model.dtype
         self._worker = DiffusersEngine(pipeline, dtype, denoising.max_batch, denoising.offload, loads_weights)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, TypeVarTuple
 
 import numpy as np
 import ray
@@ -80,6 +80,8 @@ class EngineGroup(ReplicaGroup):
 
     actor_class, title, role = EngineActor, "EngineActor", "engine"
     awaits_restarts = False
+    sample_fields: ClassVar[tuple[str, ...]] = ("sample",)
+    """Fields of a SampleRef for references to the parts of a sample; see EngineProcess.parts."""
 
     @remote(timeout="start")
     def _hold(self, version: int) -> None: ...
@@ -239,13 +241,16 @@ class EngineGroup(ReplicaGroup):
 
     def _sample(self, listener: ActorHandle | None, requests: Mapping[str, Sequence[Request]]) -> Pending[Answered]:
         """Sample each engine's requests. The result has one rollout with one sample per request."""
+        count = len(self.sample_fields)
         refs = {
-            name: self._actors[name].generate.options(num_returns=1 + len(part)).remote(part, listener)
+            name: self._actors[name].generate.options(num_returns=1 + count * len(part)).remote(part, listener)
             for name, part in requests.items()
         }
 
         def attach(name: str, samples: Sequence[SampleRef]) -> list[Group]:
-            return [[replace(ref, sample=sample)] for ref, sample in zip(samples, refs[name][1:], strict=True)]
+            parts = [refs[name][i : i + count] for i in range(1, len(refs[name]), count)]
+            pairs = zip(samples, parts, strict=True)
+            return [[replace(ref, **dict(zip(self.sample_fields, objects, strict=True)))] for ref, objects in pairs]
 
         def by_engine(answers: Answers) -> Answered:
             values = answers.values.items()
@@ -310,6 +315,7 @@ class ImageEngineGroup(EngineGroup):
     """All engines of an image model. Each holds the complete model."""
 
     actor_class = ImageEngineActor
+    sample_fields = ("sample", "pictured")
 
     @remote(timeout="refit")
     def _velocities(self, inputs: Sequence[VelocityInput]) -> list[NDArray[np.float32]]: ...

@@ -10,7 +10,7 @@ import ray
 from ray.actor import ActorHandle
 
 from megarl.cluster.pending import Pending
-from megarl.config.schema import TimeoutKind
+from megarl.config.cluster_schema import TimeoutKind
 
 if TYPE_CHECKING:
     from megarl.cluster.groups.group import WorkerGroup

@@ -1,4 +1,4 @@
-"""Replicas of an engine: Ray actors among which a router places work, and which may be lost one at a time."""
+"""Engine replicas: Ray actors to which a router assigns work, and each of which may be lost without ending the run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ T = TypeVar("T")
 class ReplicaActor(ProcessActor):
     """One replica. Its worker is an engine, whose attribute `has_lost_a_rank` is true once one of its ranks has died.
 
-    `other_nodes` are for replicas on several nodes; see VllmActor."""
+    `other_nodes` is for replicas that span several nodes; see VllmActor."""
 
     def __init__(
         self,

@@ -300,7 +300,7 @@ class TrainerGroup(RankGroup):
         return done.then(merge_updates).then(lambda metrics: join(ended).then(lambda _: metrics))
 
     def export(self, plan: Plan, out: Path) -> None:
-        """Write the whole model as a Hugging Face folder or, if the config requires it, its adapters as a PEFT folder.
+        """Write the whole model as a Hugging Face folder or, if the config requires it, only its adapters.
         The first rank writes a few tensors at a time. It reads the other ranks' parameters from shared memory or, if
         some ranks are on other nodes, from files that those ranks write next to `out`."""
         if self._exports_adapters is not None:

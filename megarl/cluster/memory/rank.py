@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from megarl.config.model_schema import Layout, Lora
 from megarl.config.schema import Config
-from megarl.models.denoiser import DenoiserShape, shape_of
+from megarl.models.denoiser import DenoiserShape, StableDiffusion3Shape, shape_of
 from megarl.models.huggingface import Experts, LatentAttention
 from megarl.models.shape import ModelShape
 from megarl.ops.tile import TILE
@@ -66,6 +66,7 @@ class RankParameters:
         is_last: whether the rank is on the last stage, which has the final norm or the output layer.
         adapters: number of adapter parameters, which are then the only trained ones; None without adapters.
         expert_adapters: number of adapter parameters for experts, without factors shared by all experts in a layer.
+        constant: number of parameters that are never trained, such as SD3's position embedding.
     """
 
     count: int
@@ -75,10 +76,11 @@ class RankParameters:
     is_last: bool
     adapters: int | None = None
     expert_adapters: int = 0
+    constant: int = 0
 
     @property
     def trained(self) -> int:
-        return self.count if self.adapters is None else self.adapters
+        return self.count - self.constant if self.adapters is None else self.adapters
 
     @property
     def trained_experts(self) -> int:
@@ -109,6 +111,7 @@ class RankParameters:
             is_last=any("final_layernorm" in name or ".output_modulation." in name for name in sizes),
             adapters=adapters,
             expert_adapters=expert_adapters,
+            constant=sum(size for name, size in sizes.items() if name.endswith(".position_embedding")),
         )
 
 
@@ -199,8 +202,13 @@ def layer_bytes(
 
     This holds for the GPU's kernels. On CPU, torch's norms also keep their inputs and outputs in float32.
 
-    A denoiser's layer has two more norms, 2h · b + 2 · 4, and keeps the factors of its modulation and the norms'
-    outputs, which they multiply: 8h · b.
+    Z-Image's layer has two more norms, 2h · b + 2 · 4. It also keeps its modulation factors and the norms' outputs that
+    they multiply, 8h · b.
+
+    SD3's MLP has no gate. Its layer keeps the modulation, 6h · b, and for each of attention and MLP the norm's output,
+    the factor and the output that the gate multiplies, 6h · b in total. A second attention also keeps its modulation,
+    factor, input and output, 6h · b. It is counted for all tokens, although captions do not have it, and with pipeline
+    parallelism in all layers, because the first stage may hold all layers that have it.
 
     Tensor parallelism splits attention and MLP; sequence parallelism splits the rest. Context parallelism splits the
     tokens, but all keys and values are gathered.
@@ -208,16 +216,23 @@ def layer_bytes(
     sequence = layout.tp if layout.sequence_parallel else 1
     norms = (2 * shape.hidden * num_bytes + 2 * FLOAT32) / sequence
     linear = 2 * shape.hidden * num_bytes / sequence
-    if isinstance(shape, DenoiserShape):
+    is_sd3 = isinstance(shape, StableDiffusion3Shape)
+    if is_sd3:
+        norms += 12 * shape.hidden * num_bytes / sequence
+    elif isinstance(shape, DenoiserShape):
         norms = 2 * norms + 8 * shape.hidden * num_bytes / sequence
     if recompute == "full":
         return shape.hidden * num_bytes / sequence
     attention = _attention if shape.latent is None else partial(_latent_attention, shape.latent)
     kept = norms + linear + attention(shape, layout, num_bytes)
+    if is_sd3 and shape.dual_layers:
+        share = len(shape.dual_layers) / shape.num_layers if layout.pp == 1 else 1.0
+        second = 6 * shape.hidden * num_bytes / sequence + attention(shape, layout, num_bytes)
+        kept += share * second
     if recompute == "selective":
         return kept
     if shape.experts is None or not has_experts:
-        return kept + 3 * shape.intermediate * num_bytes / layout.tp
+        return kept + (2 if is_sd3 else 3) * shape.intermediate * num_bytes / layout.tp
     return kept + _experts(shape.experts, shape.hidden, layout, num_bytes)
 
 

@@ -13,11 +13,12 @@ from typing import Any
 from megarl.cluster.memory.rank import FLOAT32, item_bytes
 from megarl.config.device_spans import num_devices
 from megarl.config.model_schema import Layout, Placed, Role
+from megarl.config.rollout_schema import Rollout
 from megarl.config.rules.shared_gpu import weights_travel
-from megarl.config.schema import Config, Rollout
+from megarl.config.schema import Config
 from megarl.config.vllm_arguments import batched_tokens
 from megarl.core import measured
-from megarl.models.denoiser import DECODER_PARAMETERS, MAX_CAPTION_TOKENS, TEXT_ENCODER_PARAMETERS, DenoiserShape
+from megarl.models.denoiser import DenoiserShape
 from megarl.models.huggingface import FP8_BLOCK
 from megarl.models.shape import ModelShape
 from megarl.resharding.planning.communicators import CONNECTION, EXCHANGE_CHANNELS, NETWORK_BUFFERS, buffer_bytes
@@ -208,9 +209,9 @@ def engine_reserve(config: Config, shape: ModelShape, gpus_per_node: int) -> dic
     return _engine_process(rollout.vllm_overrides, shape, rollout.tp, batched_tokens(rollout), gpus_per_node)
 
 
-def frozen_bytes(config: Config) -> int:
-    """Return the size of an image engine's text encoder and VAE in bytes. They are assumed to be Z-Image's."""
-    return (TEXT_ENCODER_PARAMETERS + DECODER_PARAMETERS) * item_bytes(config)
+def frozen_bytes(config: Config, shape: DenoiserShape) -> int:
+    """Return the size of an image engine's text encoders and VAE in bytes, assuming the published ones."""
+    return (shape.text_encoder_parameters + shape.decoder_parameters) * item_bytes(config)
 
 
 def _refit_buffers(config: Config, is_engine: bool, gpus_per_node: int) -> float:
@@ -271,8 +272,8 @@ def awake_reserve(config: Config, shape: ModelShape) -> dict[str, float]:
     """Return the additional memory of an awake engine rank, in bytes: vLLM's expert workspace (worker/workspace.py), or
     an image engine's frozen models, which move to the GPU after a refit if the engine sleeps between steps."""
     rollout = config.rollout
-    if config.samples_images:
-        return {} if rollout.sleep or rollout.denoising.offload else {FROZEN: frozen_bytes(config)}
+    if isinstance(shape, DenoiserShape):
+        return {} if rollout.sleep or rollout.denoising.offload else {FROZEN: frozen_bytes(config, shape)}
     size = _workspace(rollout.vllm_overrides, shape, rollout.tp, batched_tokens(rollout)) * item_bytes(config)
     return {WORKSPACE: size} if size else {}
 
@@ -291,13 +292,13 @@ def sampling_reserve(config: Config, shape: ModelShape) -> dict[str, float]:
 
 
 def _denoising_reserve(config: Config, shape: DenoiserShape) -> dict[str, float]:
-    """Return the same for an image engine. The text encoder and the VAE take turns with the transformer if they are
-    offloaded; then they do not add to the largest layer's activations."""
+    """Return the same for an image engine. If the text encoder and the VAE are offloaded, they are never on the GPU
+    while the transformer runs, so their weights do not add to its activations."""
     denoising, num_bytes = config.rollout.denoising, item_bytes(config)
-    tokens = denoising.max_batch * (shape.image_tokens(denoising.height, denoising.width) + MAX_CAPTION_TOKENS)
+    tokens = denoising.max_batch * (shape.image_tokens(denoising.height, denoising.width) + shape.max_caption_tokens)
     pixels = DECODER_CHANNELS * denoising.height * denoising.width
     activations = _activations(shape, 1, tokens) * num_bytes, pixels * num_bytes
-    frozen = frozen_bytes(config)
+    frozen = frozen_bytes(config, shape)
     if denoising.offload:
         return {ACTIVATIONS: max(activations[0], frozen + activations[1])}
     return {FROZEN: frozen, ACTIVATIONS: max(activations)}

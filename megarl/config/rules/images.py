@@ -1,4 +1,4 @@
-"""Rules for the algorithms of image models, and for those of language models that name options of image models."""
+"""Rules for the algorithms of image models, which also reject their options for language models."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from operator import attrgetter
 
 from megarl.algorithms.kl import KL_ESTIMATORS, STEP_KLS
 from megarl.algorithms.registry import OBJECTIVES
-from megarl.algorithms.specs import ObjectiveSpec, PolicyObjective, VelocityObjective
+from megarl.algorithms.specs import ObjectiveSpec, PolicyObjective
 from megarl.config.document import show
 from megarl.config.schema import Config
 
@@ -19,37 +19,23 @@ def objective_supports_actions(config: Config) -> Iterator[str]:
     action = "steps" if config.samples_images else "tokens"
     if action in spec.actions:
         return
-    known = [other for other, entry in OBJECTIVES.items() if {*entry.actions} >= {"steps"} and _is_trained(entry)]
+    known = [other for other, entry in OBJECTIVES.items() if "steps" in entry.actions]
     supported = f"set algorithm.objective.name to {' or '.join(known)}"
     if config.samples_images:
         yield f"algorithm.objective.name={name}: {_why_not_steps(spec)}, but {IMAGES}. Fix: {supported}"
     else:
         yield (
-            f"algorithm.objective.name={name}: learns from denoising steps, but rollout.engine={config.rollout.engine} "
+            f"algorithm.objective.name={name}: trains on denoising steps, but rollout.engine={config.rollout.engine} "
             f"samples tokens. Fix: set {IMAGES}, or set algorithm.objective.name=clip"
         )
 
 
-def _is_trained(spec: ObjectiveSpec) -> bool:
-    """Return whether training with the objective is implemented."""
-    return not isinstance(spec, VelocityObjective)
-
-
 def _why_not_steps(spec: ObjectiveSpec) -> str:
     if not isinstance(spec, PolicyObjective):
-        return "learns from texts"
+        return "trains on text"
     if "samples" in spec.inputs:
-        return "uses the ratio of a whole sample, which denoising steps do not have"
-    return "selects tokens" if spec.selects_tokens else "uses the probabilities of tokens"
-
-
-def velocity_objectives_are_not_trained(config: Config) -> Iterator[str]:
-    objective = config.algorithm.objective
-    if config.samples_images and not _is_trained(objective.spec):
-        yield (
-            f"algorithm.objective.name={objective.name}: it is trained on newly noised images, which the trainer does "
-            "not make yet. Fix: set algorithm.objective.name=clip"
-        )
+        return "needs a sequence-level ratio, which denoising steps do not have"
+    return "selects tokens" if spec.selects_tokens else "needs token probabilities"
 
 
 def divergence_requires_trainer_velocities(config: Config) -> Iterator[str]:
@@ -64,7 +50,7 @@ def divergence_requires_trainer_velocities(config: Config) -> Iterator[str]:
 def images_have_a_baseline(config: Config) -> Iterator[str]:
     advantage = config.algorithm.advantage
     reasons = {
-        "values": "there is no critic of denoising steps",
+        "values": "denoising steps have no critic",
         "greedy": "images have no greedy sample",
     }
     if config.samples_images and (reason := reasons.get(advantage.spec.comparison)) is not None:
@@ -75,24 +61,29 @@ def images_have_a_baseline(config: Config) -> Iterator[str]:
 
 
 def kl_estimator_supports_actions(config: Config) -> Iterator[str]:
-    estimator = config.algorithm.kl.estimator
+    estimator, objective = config.algorithm.kl.estimator, config.algorithm.objective
+    if config.samples_images and estimator == "gaussian" and objective.spec.adds_noise:
+        yield (
+            f"algorithm.kl.estimator={estimator}: it is the KL of SDE steps, but algorithm.objective.name="
+            f"{objective.name} trains on images with new noise. Fix: set algorithm.kl.estimator=velocity"
+        )
     if config.samples_images == (estimator in STEP_KLS):
         return
     if config.samples_images:
         yield (
-            f"algorithm.kl.estimator={estimator}: it estimates a KL from log-probs, but the KL of denoising steps is "
+            f"algorithm.kl.estimator={estimator}: estimates the KL from log-probs, but the KL of denoising steps is "
             "known exactly. Fix: set algorithm.kl.estimator=gaussian or velocity"
         )
     else:
         yield (
-            f"algorithm.kl.estimator={estimator}: it is a KL of denoising steps, but rollout.engine="
+            f"algorithm.kl.estimator={estimator}: applies only to denoising steps, but rollout.engine="
             f"{config.rollout.engine} samples tokens. Fix: set algorithm.kl.estimator to "
             f"{' or '.join(KL_ESTIMATORS)}"
         )
 
 
 NEEDED = {
-    "algorithm.kl.placement": (("loss",), "the KL of denoising steps is not estimated for the reward"),
+    "algorithm.kl.placement": (("loss",), "the exact KL of denoising steps can only be part of the loss"),
     "algorithm.objective.entropy_coefficient": (
         (0.0,),
         "the entropy of a denoising step does not depend on the policy",
@@ -107,12 +98,12 @@ NEEDED = {
         ),
         "images have no maximum length",
     ),
-    "algorithm.correction.weight": ((None, "token"), "denoising steps have no ratio of a whole sample"),
-    "algorithm.correction.mask": ((None, "token"), "denoising steps have no ratio of a whole sample"),
-    "algorithm.trust_region.kl_limit": ((None,), "TRPO's divergence is that of tokens"),
+    "algorithm.correction.weight": ((None, "token"), "denoising steps have no sequence-level ratio"),
+    "algorithm.correction.mask": ((None, "token"), "denoising steps have no sequence-level ratio"),
+    "algorithm.trust_region.kl_limit": ((None,), "TRPO's divergence is defined for tokens"),
     "logprob_check.mask": (("token",), "each denoising step is masked on its own"),
 }
-"""Key -> supported values with image models, the first of which is the remedy, and the reason."""
+"""Key -> the values that image models support, the first of which is suggested as the remedy, and the reason."""
 
 
 def options_support_images(config: Config) -> Iterator[str]:
@@ -127,14 +118,13 @@ def steps_stay_on_their_ranks(config: Config) -> Iterator[str]:
     if config.samples_images and config.moves_samples(config.actor):
         yield (
             f"batch.epochs={config.batch.epochs}: with actor.layout.dp={config.actor.layout.dp} and several updates "
-            "per epoch, later epochs move denoising steps to other ranks than those that keep their velocities. Fix: "
+            "per epoch, later epochs assign denoising steps to ranks that do not hold their old velocities. Fix: "
             "set batch.epochs=1, or set batch.prompts_per_update=batch.prompts_per_step"
         )
 
 
 RULES = (
     objective_supports_actions,
-    velocity_objectives_are_not_trained,
     divergence_requires_trainer_velocities,
     images_have_a_baseline,
     kl_estimator_supports_actions,

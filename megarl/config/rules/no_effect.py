@@ -97,7 +97,7 @@ KEY_REQUIREMENTS = (
         "rollout.engine=vllm",
         {
             "rollout.tp": 1,
-            "rollout.max_staleness": 0,
+            "rollout.kv_cache_on_update": "keep",
             "rollout.longest_first": False,
             "rollout.temperature": 1.0,
             "rollout.top_p": 1.0,
@@ -148,6 +148,24 @@ KEY_REQUIREMENTS = (
         {
             "algorithm.objective.aggregation": "sequence_mean_of_token_means",
             "algorithm.objective.empty_samples": "include",
+        },
+    ),
+    KeyRequirement(
+        "algorithm.objective.name=clip (or another objective that uses log-probs)",
+        lambda config: not config.algorithm.objective.spec.adds_noise,
+        {
+            "algorithm.objective.step_weight": "none",
+            "algorithm.objective.imitation_coefficient": 0.0,
+            "algorithm.correction.old": "trainer",
+            "algorithm.correction.weight": None,
+            "algorithm.correction.mask": None,
+            "batch.epochs_kl_limit": None,
+            "logprob_check.threshold": None,
+            "logprob_check.limit": None,
+            "logprob_check.action": "warn",
+            "rollout.denoising.kind": BASE,
+            "rollout.denoising.noise_level": BASE,
+            "rollout.denoising.logprob": BASE,
         },
     ),
     KeyRequirement(

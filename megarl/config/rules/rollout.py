@@ -65,7 +65,8 @@ def sleep_requires_idle_engines(config: Config) -> Iterator[str]:
 
 def sleeping_engines_recompute_kv_cache(config: Config) -> Iterator[str]:
     rollout = config.rollout
-    if config.pauses_rollouts and rollout.sleep and rollout.kv_cache_on_update != "recompute":
+    has_cache = not config.samples_images
+    if has_cache and config.pauses_rollouts and rollout.sleep and rollout.kv_cache_on_update != "recompute":
         yield (
             f"rollout.kv_cache_on_update={rollout.kv_cache_on_update}: with rollout.sleep=true and "
             f"{_staleness(config)} colocated engines release the KV cache of running requests while models train. Fix: "
@@ -138,12 +139,15 @@ def stopping_requires_fresh_samples(config: Config) -> Iterator[str]:
 
 def sde_steps_are_denoising_steps(config: Config) -> Iterator[str]:
     denoising = config.rollout.denoising
-    within, last = denoising.within, denoising.num_steps - 1
-    if not within or within.stop > last:
+    within, end, reason = denoising.noised_within, denoising.num_steps, ""
+    if not config.algorithm.objective.spec.adds_noise:
+        within, end = denoising.within, end - 1
+        reason = f", because the small noise of step {end} amplifies rounding errors"
+    if not within or within.stop > end:
         yield (
             f"rollout.denoising.sde_within={show(denoising.sde_within)}: with rollout.denoising.num_steps="
-            f"{denoising.num_steps}, expected [first, end) with 0 <= first < end <= {last}, because the small noise of "
-            f"step {last} amplifies rounding errors. Fix: set rollout.denoising.sde_within=[0, {last}]"
+            f"{denoising.num_steps}, expected [first, end) with 0 <= first < end <= {end}{reason}. Fix: set "
+            f"rollout.denoising.sde_within=[0, {end}]"
         )
     elif (count := denoising.sde_steps) is not None and count > len(within):
         yield (

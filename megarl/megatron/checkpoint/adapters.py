@@ -1,4 +1,4 @@
-"""Export of a run's adapters as a PEFT folder, or merged into their base model."""
+"""Export of a run's adapters as a folder for PEFT or diffusers, or merged into their base model."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from megarl.core.checkpoint import Checkpoint
 from megarl.core.errors import UserError
 from megarl.megatron.checkpoint.conversion import Options
 from megarl.megatron.checkpoint.source import is_of_a_run, model_path
+from megarl.models.denoiser import is_denoiser, shape_of
 from megarl.models.folder import loadable_path, read_config, resolve
-from megarl.models.shape import ModelShape
+from megarl.models.peft import PREFIX
 from megarl.models.weights_hash import weights_hash
 from megarl.resharding.families import huggingface_holder
-from megarl.resharding.families.adapters import PREFIX, A, B, expert_tensor_names
+from megarl.resharding.families.adapters import A, B, expert_tensor_names
 from megarl.resharding.folder import SHARD_BYTES, write_folder
 from megarl.resharding.peft_folder import save_adapters
 from megarl.resharding.piece import Holder, Rectangle, whole
@@ -53,7 +54,7 @@ class StoredAdapters:
 
     @property
     def num_experts(self) -> int:
-        experts = ModelShape.of(read_config(self.base)).experts
+        experts = shape_of(read_config(self.base)).experts
         return experts.count if experts else 0
 
     def factors(self) -> dict[str, torch.Tensor]:
@@ -96,11 +97,13 @@ class MergedWeights(Readable):
 
 
 def adapters_to_peft(path: Path, out: Path) -> int:
-    """Write the adapters as a PEFT folder and return the number of tensor bytes. See `_open` for the path."""
+    """Write the adapters as a PEFT folder, or as a folder for diffusers if they belong to an image model. Return the
+    number of tensor bytes. See `_open` for the path."""
     with _open(path, None) as adapters:
         factors = adapters.factors()
         base = loadable_path(adapters.config.model.path, adapters.base)
-        save_adapters(factors, adapters.lora, base, adapters.num_experts, out)
+        for_diffusers = is_denoiser(read_config(adapters.base))
+        save_adapters(factors, adapters.lora, base, adapters.num_experts, out, for_diffusers)
         return sum(factor.nbytes for factor in factors.values())
 
 

@@ -17,12 +17,10 @@ from megarl.megatron import parallel
 from megarl.megatron.checkpoint.extents import extents_of
 from megarl.megatron.model.architecture import architecture
 from megarl.megatron.model.build import DISPATCHER, build_chunk, parallelism, tensors_of
-from megarl.megatron.model.denoiser.build import architecture as denoiser_architecture
 from megarl.megatron.model.denoiser.build import build_chunks
 from megarl.megatron.model.head import replace_output_layer
 from megarl.megatron.overrides import build
-from megarl.models.denoiser import DenoiserShape, is_denoiser
-from megarl.models.shape import ModelShape
+from megarl.models.denoiser import is_denoiser, shape_of
 from megarl.resharding.checkpoint import Extent
 from megarl.resharding.families import megatron_holder
 from megarl.resharding.piece import Holder
@@ -71,14 +69,11 @@ def _chunks(hf_config: Mapping[str, Any], layout: Layout) -> list[MegatronModule
     initialization = dict.fromkeys(("init_method", "output_layer_init_method"), torch.nn.init.zeros_)
     fields = parallelism(layout) | DISPATCHER | unfused | initialization
     fields |= dict(use_cpu_initialization=True, pipeline_dtype=torch.float32)
-    if is_denoiser(hf_config):
-        shape = DenoiserShape.of(hf_config)
-        config = build("layout", TransformerConfig, denoiser_architecture(shape) | fields)
-        with torch.device("meta"):
-            return [*build_chunks(config, hf_config, layout.vpp)]
-    config_class = TransformerConfig if ModelShape.of(hf_config).latent is None else MLATransformerConfig
+    config_class = TransformerConfig if shape_of(hf_config).latent is None else MLATransformerConfig
     config = build("layout", config_class, architecture(hf_config) | fields)
     with torch.device("meta"):
+        if is_denoiser(hf_config):
+            return [*build_chunks(config, hf_config, layout.vpp)]
         chunks = [build_chunk(config, hf_config, stage, 1, fused=False) for stage in range(layout.vpp)]
         for chunk in chunks:
             replace_output_layer(chunk, hf_config, temperature=1.0)

@@ -20,10 +20,10 @@ from megarl.core.files import Progress, open_regular, shown
 from megarl.megatron.checkpoint.blueprint import blueprint
 from megarl.megatron.checkpoint.sharded import FORMAT
 from megarl.models.folder import read_config, resolve
+from megarl.models.peft import PREFIX
 from megarl.models.trained_model import trained_hf_config
 from megarl.models.value_head import add_value_head
 from megarl.resharding.checkpoint import Extent, as_stored, checkpoint_holder
-from megarl.resharding.families.adapters import PREFIX
 from megarl.resharding.families.canonical import canonical_of
 from megarl.resharding.piece import Holder
 from megarl.resharding.selection import ONE_PROCESS

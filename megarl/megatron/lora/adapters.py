@@ -17,6 +17,7 @@ from megarl.megatron import parallel
 from megarl.megatron.checkpoint.extents import CanonicalShard
 from megarl.megatron.lora.adapter import Adapter
 from megarl.megatron.lora.attach import attach_adapters
+from megarl.models.denoiser import is_denoiser
 from megarl.resharding.execute import execute
 from megarl.resharding.families.adapters import EXPERTS, SHARED, A, adapter_holder, peft_holder
 from megarl.resharding.families.canonical import canonical_of
@@ -41,6 +42,7 @@ class Adapters:
         self.whole = peft_holder(hf_config, lora.rank, lora.share_experts)
         experts = canonical_of(hf_config).model.experts
         self.num_experts = experts.count if experts else 0
+        self._is_for_diffusers = is_denoiser(hf_config)
         self._by_weight: dict[str, Adapter] = {}
 
     @property
@@ -65,7 +67,7 @@ class Adapters:
 
     @torch.no_grad()
     def load(self, factors: Mapping[str, torch.Tensor], folder: Path) -> None:
-        """Load the factors that a PEFT folder contains; the remaining factors are unchanged."""
+        """Load the factors that the folder contains; the remaining factors are unchanged."""
         with PeftFolder(folder, self._lora, self.whole, self.num_experts) as stored:
             for tensor, piece in self.holder.shard.canonical_pieces:
                 values = stored.read(tensor, piece.canonical_rectangle)
@@ -73,10 +75,10 @@ class Adapters:
                     view(factors[piece.local], piece.local_rectangle).copy_(values)
 
     def write(self, plan: Plan, transport: Transport, base: str, out: Path) -> None:
-        """Write the factors from all ranks as a PEFT folder. `base` is the path to the base model."""
+        """Write the factors from all ranks as a folder. `base` is the path to the base model."""
         tensors = {name: torch.empty(shape) for name, shape in self.whole.shapes.items()}
         execute(plan.into(self.whole.name), tensors, transport)
-        save_adapters(tensors, self._lora, base, self.num_experts, out)
+        save_adapters(tensors, self._lora, base, self.num_experts, out, self._is_for_diffusers)
 
     def sharded(self, factors: Mapping[str, torch.Tensor]) -> dict[torch.Tensor, CanonicalShard]:
         """Return factor -> sharding description for a checkpoint, which stores PEFT's tensors."""

@@ -1,4 +1,4 @@
-"""Derives the architecture fields in Megatron's TransformerConfig from a Hugging Face config."""
+"""Derives the architecture fields in Megatron's TransformerConfig from a config.json of transformers or diffusers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.nn.functional as F
 
+from megarl.models.denoiser import DenoiserShape, StableDiffusion3Shape, shape_of
 from megarl.models.huggingface import Experts, completed, rope_parameters
 from megarl.models.shape import ModelShape
 
@@ -27,26 +28,43 @@ exported model would compute a different function."""
 
 def architecture(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the architecture fields for a config. Raise a UserError if the model has an unsupported feature."""
-    shape, model = ModelShape.of(hf_config), completed(hf_config)
+    shape = shape_of(hf_config)
     return dict(
-        **_experts(shape, model),
         num_layers=shape.num_layers,
         hidden_size=shape.hidden,
         num_attention_heads=shape.heads,
         num_query_groups=shape.kv_heads,
         kv_channels=shape.head_dim,
-        **_latent_attention(shape, model),
         ffn_hidden_size=shape.intermediate,
-        layernorm_epsilon=model["rms_norm_eps"],
         normalization="RMSNorm",
         qk_layernorm=shape.qk_norm or shape.latent is not None,  # latent attention normalizes its latents
-        gated_linear_unit=True,
-        activation_func=F.silu,
         # This field adds a bias to every linear layer; the layer spec removes the biases that the model lacks.
         add_bias_linear=shape.attention_out_bias or shape.mlp_bias,
         add_qkv_bias=shape.qkv_bias,
         attention_dropout=0.0,
         hidden_dropout=0.0,
+        **(_denoiser(shape) if isinstance(shape, DenoiserShape) else _language_model(shape, completed(hf_config))),
+    )
+
+
+def _denoiser(shape: DenoiserShape) -> dict[str, Any]:
+    if isinstance(shape, StableDiffusion3Shape):
+        return dict(
+            layernorm_epsilon=1e-6,
+            gated_linear_unit=False,
+            activation_func=F.gelu,  # Megatron's fused kernel is the tanh approximation; see `build_chunks`
+            hetereogenous_dist_checkpoint=True,  # only some layers have a second attention
+        )
+    return dict(layernorm_epsilon=1e-5, gated_linear_unit=True, activation_func=F.silu, rotary_interleaved=True)
+
+
+def _language_model(shape: ModelShape, model: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(
+        **_experts(shape, model),
+        **_latent_attention(shape, model),
+        layernorm_epsilon=model["rms_norm_eps"],
+        gated_linear_unit=True,
+        activation_func=F.silu,
     )
 
 

@@ -24,6 +24,7 @@ from megarl.megatron.model.precision import precision
 from megarl.megatron.model.rope import fuse_rotation, set_rotary
 from megarl.megatron.overrides import build, checked, describe_settings
 from megarl.megatron.routes import install_routers
+from megarl.models.denoiser import shape_of
 from megarl.models.shape import ModelShape
 from megarl.resharding.families.adapters import is_factor
 from megarl.resharding.families.megatron import VOCABULARY_MULTIPLE
@@ -185,24 +186,12 @@ def _only_or_all(functions: list[Callable]) -> Callable | list[Callable]:
 
 
 def transformer_config(settings: Placed, hf_config: Mapping[str, Any], dtype: torch.dtype) -> TransformerConfig:
-    """Build the TransformerConfig: the architecture comes from the Hugging Face config, the parallelism from the
+    """Build the TransformerConfig: the architecture comes from the model's config.json, the parallelism from the
     layout, and all remaining fields from megatron_overrides."""
-    shape = ModelShape.of(hf_config)
+    shape, section = shape_of(hf_config), settings.section
     config_class = TransformerConfig if shape.latent is None else MLATransformerConfig
-    return configure(settings, shape, config_class, architecture(hf_config), dtype)
-
-
-def configure(
-    settings: Placed,
-    shape: ModelShape,
-    config_class: type[TransformerConfig],
-    fields_of_model: Mapping[str, Any],
-    dtype: torch.dtype,
-) -> TransformerConfig:
-    """Build the TransformerConfig from the architecture fields of any model. See `transformer_config`."""
-    section = settings.section
     sections = {
-        "the model's config.json": fields_of_model,
+        "the model's config.json": architecture(hf_config),
         f"{section}.layout": parallelism(settings.layout),
         f"model.dtype and {section}.fp8": precision(dtype, settings),
         f"{section}.recompute": dict(recompute_granularity=RECOMPUTE[settings.recompute]),

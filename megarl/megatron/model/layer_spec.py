@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -151,15 +152,15 @@ def layer_spec(shape: ModelShape, has_experts: bool, fused: bool) -> ModuleSpec:
     attention: dict[str, Any] = dict(multi_latent_attention=latent, qk_layernorm=has_norms)
     if fused:
         layer = get_gpt_layer_with_transformer_engine_spec(num_experts, moe_grouped_gemm=has_experts, **attention)
-        _submodules(_submodules(layer).self_attention).core_attention = _fused_attention()
+        submodules_of(submodules_of(layer).self_attention).core_attention = _fused_attention()
     else:
         layer = get_gpt_layer_local_spec(num_experts, normalization="RMSNorm", **attention)
-        _use_our_layers(_submodules(layer), shape)
-        _submodules(layer).sharded_state_dict_keys_map = fused_names(shape, has_experts)
+        _use_our_layers(submodules_of(layer), shape)
+        submodules_of(layer).sharded_state_dict_keys_map = fused_names(shape, has_experts)
     if shape.latent:
-        _submodules(layer).self_attention.module = LatentAttention
+        submodules_of(layer).self_attention.module = LatentAttention
     if shape.attention_out_bias or shape.mlp_bias:
-        _drop_biases(_submodules(layer), shape)
+        _drop_biases(submodules_of(layer), shape)
     return layer
 
 
@@ -173,7 +174,7 @@ def fused_names(shape: ModelShape, has_experts: bool) -> dict[str, str]:
 
 def _drop_biases(layer: TransformerLayerSubmodules, shape: ModelShape) -> None:
     """Remove the biases that the model lacks. TransformerConfig adds biases to all linear layers or to none."""
-    attention, mlp = _submodules(layer.self_attention), _submodules(layer.mlp)
+    attention, mlp = submodules_of(layer.self_attention), submodules_of(layer.mlp)
     if not shape.qkv_bias:
         attention.linear_qkv = without_bias(attention.linear_qkv)
     if not shape.attention_out_bias:
@@ -182,7 +183,7 @@ def _drop_biases(layer: TransformerLayerSubmodules, shape: ModelShape) -> None:
         mlp.linear_fc1, mlp.linear_fc2 = without_bias(mlp.linear_fc1), without_bias(mlp.linear_fc2)
 
 
-def _submodules(spec: Any) -> Any:
+def submodules_of(spec: Any) -> Any:
     """Return a spec's submodules, which Megatron declares as objects. Since megatron-core 0.17, an MLP's spec is a
     functools.partial that builds the MLP."""
     return spec.keywords["submodules"] if isinstance(spec, partial) else spec.submodules
@@ -199,7 +200,7 @@ def without_bias(linear: type) -> type:
 
 
 def _use_our_layers(layer: TransformerLayerSubmodules, shape: ModelShape) -> None:
-    attention = _submodules(layer.self_attention)
+    attention = submodules_of(layer.self_attention)
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     attention.core_attention = DocumentAttention
     if shape.latent:
@@ -210,12 +211,12 @@ def _use_our_layers(layer: TransformerLayerSubmodules, shape: ModelShape) -> Non
         attention.q_layernorm = attention.k_layernorm = RMSNorm
 
 
-def replace_activations(model: torch.nn.Module) -> None:
-    """Set our activation in all MLPs, including experts. Like Transformer Engine's activation, it takes gate and up in
-    one tensor; MLPs pass them this way if TransformerConfig.use_te_activation_func is set."""
+def replace_activations(model: torch.nn.Module, activation: Callable[[torch.Tensor], torch.Tensor] = swiglu) -> None:
+    """Set our activation in all MLPs, including experts. Like Transformer Engine's activation, a gated one takes gate
+    and up in one tensor; MLPs pass them this way if TransformerConfig.use_te_activation_func is set."""
     for module in model.modules():
         if isinstance(module, MLP):
-            module.activation_func = swiglu
+            module.activation_func = activation
 
 
 def _fused_attention() -> type:

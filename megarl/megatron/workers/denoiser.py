@@ -1,4 +1,4 @@
-"""One rank of an image model's transformer as the actor. A denoising step takes the place of a token."""
+"""The actor's worker for image models: one rank of the trained transformer, whose actions are denoising steps."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from megarl.algorithms import transition
 from megarl.core import device
 from megarl.core.files import new_folder
-from megarl.core.latents import VelocityInput
+from megarl.core.latents import Conditioning, VelocityInput
 from megarl.core.metrics import Metric
 from megarl.core.step_batch import StepBatch
 from megarl.core.types import SampleRef
-from megarl.data.collate_steps import StepNumber, collate_steps, step_number
+from megarl.data.collate_steps import StepNumber, collate_noised_steps, collate_steps, step_number
 from megarl.data.local_batch import LocalBatch
 from megarl.megatron import denoiser_step, parallel
 from megarl.megatron.advantages import mean_advantages
@@ -72,7 +72,7 @@ class DenoiserWorker(ActorWorker):
         def compute(documents: Sequence[Document], velocities: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Sums]:
             batch = next(remaining)
             v = self._guided(batch, velocities)
-            if not len(v):  # the microbatch only keeps ranks synchronized
+            if not len(v):  # the microbatch exists only to keep the ranks in step
                 nothing = velocities[0].sum() * 0
                 return nothing, {f"{self.metrics}/loss": total(nothing)}
             terms = loss.terms(batch, v)
@@ -81,7 +81,7 @@ class DenoiserWorker(ActorWorker):
         return denoiser_step.accumulate_gradients(chunks, compute, [self._documents(batch) for batch in batches])
 
     def _training_batches(self, batch: LocalBatch) -> list[StepBatch]:
-        """Return an update's microbatches with advantages and with the velocities of previous passes."""
+        """Return an update's microbatches with advantages and with the velocities from the forward-only passes."""
         collated = [steps.to(device.device()) for steps in self._collated(batch)]
         if not parallel.is_last_stage(None):  # only the last stage has velocities and reads advantages
             return collated
@@ -93,6 +93,8 @@ class DenoiserWorker(ActorWorker):
         return batches
 
     def _collated(self, batch: LocalBatch) -> list[StepBatch]:
+        if self._config.algorithm.objective.spec.adds_noise:
+            return [collate_noised_steps(members, self._config.run.seed) for members in batch.members]
         return [collate_steps(members, self._step_weights(members)) for members in batch.members]
 
     def _step_weights(self, members: Sequence[SampleRef]) -> dict[int, float]:
@@ -105,14 +107,14 @@ class DenoiserWorker(ActorWorker):
         return dict(enumerate(weights.tolist()))
 
     def _kept_velocities(self, members: Sequence[SampleRef]) -> dict[str, torch.Tensor]:
-        """Return the fields of a StepBatch with the velocities of previous passes."""
+        """Return the velocity fields of the StepBatch, from the forward-only passes of this step."""
         passes = self._velocities.items() if members else ()
         stacked = {name: torch.stack([found[step_number(item)] for item in members]) for name, found in passes}
         return {f"{name}_v": velocities.to(device.device()) for name, velocities in stacked.items()}
 
     @cached_property
     def _velocities(self) -> dict[Policy, dict[StepNumber, torch.Tensor]]:
-        """The velocities of this step's passes, in host memory on the last stage."""
+        """The velocities from this step's forward-only passes, in host memory on the last stage."""
         return {}
 
     def keep_log_probs(self, policy: Policy, batch: LocalBatch) -> dict[str, dict[str, torch.Tensor]]:
@@ -132,7 +134,7 @@ class DenoiserWorker(ActorWorker):
             Document(
                 torch.tensor(item.latents, device=device.device()),
                 item.sigma,
-                torch.tensor(item.caption, device=device.device()),
+                item.caption.map(torch.tensor).to(device.device()),
             )
             for item in inputs
         ]
@@ -146,7 +148,7 @@ class DenoiserWorker(ActorWorker):
         self._velocities.clear()
 
     def _documents(self, batch: StepBatch) -> list[Document]:
-        """Return the documents of each row: with its caption and, with guidance, without it."""
+        """Return the documents of each row: one with its caption and, under guidance, one with the empty caption."""
         target = device.device()
         documents = []
         for latents, sigma, caption in zip(batch.latents, batch.sigma.tolist(), batch.captions, strict=True):
@@ -154,9 +156,10 @@ class DenoiserWorker(ActorWorker):
             documents += [Document(latents.to(target), sigma, branch.to(target)) for branch in branches]
         if documents:
             return documents
-        patch, shape = self._shape.patch, self._shape
-        zeros = torch.zeros(shape.channels, patch, patch, device=target)
-        return [Document(zeros, 1.0, torch.zeros(1, shape.caption, device=target))]
+        shape = self._shape
+        zeros = torch.zeros(shape.channels, shape.patch, shape.patch, device=target)
+        pooled = None if shape.pooled is None else torch.zeros(shape.pooled, device=target)
+        return [Document(zeros, 1.0, Conditioning(torch.zeros(1, shape.caption, device=target), pooled))]
 
     def _guided(self, batch: StepBatch, velocities: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return each row's velocity under guidance, float32 [N, channels, height, width]."""

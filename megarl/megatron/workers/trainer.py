@@ -287,8 +287,8 @@ class TrainerWorker(ModelWorker, ABC):
         return self._whole_weights
 
     def export(self, plan: Plan, transport: Transport, out: Path) -> None:
-        """Write the model as a Hugging Face folder, or its adapters as a PEFT folder, with weights from all ranks. If
-        the disk is full, wait as in `retry_when_full`."""
+        """Write the model as a Hugging Face folder, or its adapters for PEFT or diffusers, with weights from all ranks.
+        If the disk is full, wait as in `retry_when_full`."""
 
         def write() -> None:
             if self.adapters is not None and self.adapters.exports_factors:

@@ -14,15 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from megarl.core.errors import UserError
-from megarl.models.peft import WEIGHTS
+from megarl.models.peft import PREFIX, format_of
 from megarl.models.weight_files import open_file, require_dtype
 from megarl.resharding.families.canonical import canonical_of
 from megarl.resharding.piece import Holder, Piece, Rectangle, Shard, whole
 
 A, B = "lora_A", "lora_B"
-PREFIX = "base_model.model."
-"""Prefix of the tensor names in PEFT files."""
-
 DTYPE = "float32"
 """The dtype of adapter weights, regardless of the model's dtype."""
 
@@ -30,7 +27,7 @@ EXPERTS, SHARED = ".mlp.experts.", "shared_factors"
 """Substrings of local parameter names: of expert parameters, and of factors shared by all experts in a layer."""
 
 _LAYER = ".layers."
-NOT_ADAPTED = (".mlp.router.", ".modulation.")
+NOT_ADAPTED = (".mlp.router.", ".modulation.", ".caption_modulation.")
 """Substrings of the names of weights in layers that have no adapters."""
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")
@@ -155,12 +152,17 @@ def peft_holder(hf_config: Mapping[str, Any], rank: int, share_experts: bool) ->
 
 
 def check_adapter_weights(folder: Path, whole: Holder, num_experts: int) -> None:
-    """Check the header of a PEFT folder's weights file. `whole` is the holder of all adapter tensors for the model.
+    """Check the header of an adapter folder's weights file. `whole` is the holder of all adapter tensors for the model.
     Raise a UserError if the file is damaged, or if its adapters do not match the model."""
-    with open_file(folder / WEIGHTS, "numpy") as file:
+    form = format_of(folder)
+    with open_file(folder / form.weights, "numpy") as file:
         stored = {name: file.get_slice(name) for name in map(str, file.keys())}
         headers = {name: (tensor.get_dtype(), tuple(tensor.get_shape())) for name, tensor in stored.items()}
-    expected = {each: shape for name, shape in whole.shapes.items() for each in expert_tensor_names(name, num_experts)}
+    expected = {
+        form.stored_name(each): shape
+        for name, shape in whole.shapes.items()
+        for each in expert_tensor_names(name, num_experts)
+    }
     if unknown := sorted(headers.keys() - expected.keys()):
         raise UserError(
             f"actor.lora.path={folder}: {unknown[0]} does not belong to a linear layer in the model's decoder. "
@@ -170,7 +172,7 @@ def check_adapter_weights(folder: Path, whole: Holder, num_experts: int) -> None
     missing = sorted(others - headers.keys())
     if missing or not headers:
         raise UserError(
-            f"actor.lora.path={folder}: {WEIGHTS} has no {missing[0] if missing else 'tensors'}. Fix: copy the "
+            f"actor.lora.path={folder}: {form.weights} has no {missing[0] if missing else 'tensors'}. Fix: copy the "
             "file again, or set actor.lora.path to complete adapters"
         )
     for name, (dtype, shape) in headers.items():

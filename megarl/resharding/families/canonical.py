@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, Self
 
 from megarl.models.classifier import score_head_of
-from megarl.models.denoiser import DenoiserShape, is_denoiser
+from megarl.models.denoiser import DenoiserShape, StableDiffusion3Shape, ZImageShape, is_denoiser
 from megarl.models.shape import ModelShape
 from megarl.models.value_head import value_head_shapes
-from megarl.resharding.families import z_image
+from megarl.resharding.families import stable_diffusion_3, z_image
 from megarl.resharding.families.attention import attention_parts
 from megarl.resharding.families.experts import expert_parts
 from megarl.resharding.families.latent_attention import latent_attention_parts
@@ -110,14 +110,39 @@ class Canonical:
         return self._layers[has_experts]
 
 
-class DenoiserCanonical(Canonical):
-    """Names and shapes of the tensors in the diffusers checkpoint of an image model's transformer.
+class StableDiffusion3Canonical(Canonical):
+    """Names and shapes of the tensors in the diffusers checkpoint of Stable Diffusion 3's transformer."""
+
+    def __init__(self, model: StableDiffusion3Shape):
+        self.model = self._denoiser = model
+        self.outer_shapes = stable_diffusion_3.outer_shapes(model)
+        self._kinds: dict[tuple[bool, bool], _Layer] = {}
+
+    def tilings_before_layers(self, is_first: bool, vocab_multiple: int) -> dict[str, Tiling]:
+        first = stable_diffusion_3.first_stage_tilings() if is_first else {}
+        return stable_diffusion_3.every_stage_tilings() | first
+
+    def tilings_after_layers(self, is_first: bool, is_last: bool, vocab_multiple: int) -> dict[str, Tiling]:
+        return stable_diffusion_3.last_stage_tilings() if is_last else {}
+
+    def layer_prefix(self, layer: int) -> str:
+        return f"transformer_blocks.{layer}."
+
+    def _layer(self, layer: int) -> _Layer:
+        kind = layer in self._denoiser.dual_layers, self._denoiser.is_last(layer)
+        if kind not in self._kinds:
+            self._kinds[kind] = _Layer.of(self.model, stable_diffusion_3.layer_parts(self._denoiser, layer))
+        return self._kinds[kind]
+
+
+class ZImageCanonical(Canonical):
+    """Names and shapes of the tensors in the diffusers checkpoint of Z-Image's transformer.
 
     The main stack's layers come first, then those that refine images, then those that refine captions.
     """
 
-    def __init__(self, config: Mapping[str, Any]):
-        self.model = self._denoiser = DenoiserShape.of(config)
+    def __init__(self, model: ZImageShape):
+        self.model = self._denoiser = model
         self.outer_shapes = z_image.outer_shapes(self._denoiser)
         self._stacks = [("layers", i) for i in range(self.model.num_layers)]
         self._stacks += [(stack, i) for stack in z_image.STACKS for i in range(self._denoiser.refiners)]
@@ -147,7 +172,13 @@ class DenoiserCanonical(Canonical):
 
 def canonical_of(config: Mapping[str, Any]) -> Canonical:
     """Return the description of the checkpoint that a config.json belongs to."""
-    return DenoiserCanonical(config) if is_denoiser(config) else Canonical(config)
+    if not is_denoiser(config):
+        return Canonical(config)
+    shape = DenoiserShape.of(config)
+    if isinstance(shape, StableDiffusion3Shape):
+        return StableDiffusion3Canonical(shape)
+    assert isinstance(shape, ZImageShape), f"{type(shape).__name__} has no family"
+    return ZImageCanonical(shape)
 
 
 def _whole(tensors: Mapping[str, str]) -> dict[str, Tiling]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megarl.models.denoiser import TIME_CHANNELS, TIME_HIDDEN, DenoiserShape
+from megarl.models.denoiser import TIME_CHANNELS, ZImageShape
 from megarl.resharding.families.part import Part, renamed
 from megarl.resharding.families.tiling import Grouped, Split
 
@@ -48,14 +48,14 @@ def layer_parts(stack: str) -> list[Part]:
     return [WEIGHTS, *NORMS, *([] if stack == CAPTION_STACK else MODULATION)]
 
 
-def outer_shapes(model: DenoiserShape) -> dict[str, tuple[int, ...]]:
+def outer_shapes(model: ZImageShape) -> dict[str, tuple[int, ...]]:
     """Return diffusers' tensor -> shape for the tensors outside the layers."""
     hidden, conditioning, kind = model.hidden, model.conditioning, f"{model.patch}-1"
     linear = {
         f"all_x_embedder.{kind}": (hidden, model.patch_dim),
         "cap_embedder.1": (hidden, model.caption),
-        "t_embedder.mlp.0": (TIME_HIDDEN, TIME_CHANNELS),
-        "t_embedder.mlp.2": (conditioning, TIME_HIDDEN),
+        "t_embedder.mlp.0": (model.time_hidden, TIME_CHANNELS),
+        "t_embedder.mlp.2": (conditioning, model.time_hidden),
         f"all_final_layer.{kind}.adaLN_modulation.1": (hidden, conditioning),
         f"all_final_layer.{kind}.linear": (model.patch_dim, hidden),
     }
@@ -65,7 +65,7 @@ def outer_shapes(model: DenoiserShape) -> dict[str, tuple[int, ...]]:
     return weights | biases | pads | {"cap_embedder.0.weight": (model.caption,)}
 
 
-def first_stage_tensors(model: DenoiserShape) -> dict[str, str]:
+def first_stage_tensors(model: ZImageShape) -> dict[str, str]:
     """Return Megatron's parameter -> diffusers' tensor for the parameters before the layers."""
     return {
         **_linear("image_embedder", f"all_x_embedder.{model.patch}-1"),
@@ -81,7 +81,7 @@ def every_stage_tensors() -> dict[str, str]:
     return {**_linear("time_embedder.0", "t_embedder.mlp.0"), **_linear("time_embedder.2", "t_embedder.mlp.2")}
 
 
-def last_stage_tensors(model: DenoiserShape) -> dict[str, str]:
+def last_stage_tensors(model: ZImageShape) -> dict[str, str]:
     """Return the same for the parameters after the layers."""
     final = f"all_final_layer.{model.patch}-1"
     return {

@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from megarl.config.violations import raise_all
 from megarl.core import device
-from megarl.core.errors import UserError
 from megarl.core.latents import LatentSample, VelocityInput
+from megarl.models.rules import images_fit_the_positions
 from megarl.resharding.piece import Holder
 from megarl.resharding.planning.compact import CompactPlan
 from megarl.resharding.transports.transport import Channel, dtype_name
@@ -69,7 +70,7 @@ class DiffusersEngine(SteppedEngine[ImageRequest, LatentSample]):
 
     @property
     def shift(self) -> float:
-        """The shift in the folder's scheduler settings."""
+        """The shift of the noise levels in the folder's scheduler settings."""
         return self._model.shift
 
     async def _complete(self, request: ImageRequest) -> LatentSample:
@@ -94,7 +95,7 @@ class DiffusersEngine(SteppedEngine[ImageRequest, LatentSample]):
         self._start([item for item in unfinished if item.trajectory is None])
         pairs = [(item, item.trajectory) for item in unfinished[: self._max_batch] if item.trajectory is not None]
         trajectories = [trajectory for _, trajectory in pairs]
-        advance(self._model.transformer, trajectories, self._model.shape.patch, self._max_batch, self.version)
+        advance(self._model.transformer, trajectories, self._model.shape, self._max_batch, self.version)
         done = [(item, trajectory) for item, trajectory in pairs if trajectory.is_done]
         images = iter(self._model.decoder.decode([t.latents for _, t in done if t.request.returns_image]))
         for item, trajectory in done:
@@ -109,12 +110,12 @@ class DiffusersEngine(SteppedEngine[ImageRequest, LatentSample]):
         captions = self._model.encoder.encode([item.request.prompt.text for item in items] + [""] * guided)
         for item in items:
             denoising = item.request.denoising
-            shape = (self._model.shape.channels, denoising.height // self._scale, denoising.width // self._scale)
+            size = denoising.height // self._scale, denoising.width // self._scale
+            sigmas = self._model.sigmas(denoising.num_steps, denoising.shift)
             empty = captions[""] if denoising.guidance != 1 else None
             caption = captions[item.request.prompt.text]
-            patch = self._model.shape.patch
             item.trajectory = Trajectory.start(
-                item.request, self._model.shift, shape, patch, device.device(), caption, empty
+                item.request, sigmas, size, self._model.shape, device.device(), caption, empty
             )
 
     @property
@@ -123,26 +124,13 @@ class DiffusersEngine(SteppedEngine[ImageRequest, LatentSample]):
 
     def _require_size(self, request: ImageRequest) -> None:
         """Raise a UserError if the model has no positions for an image of the requested size."""
-        pixels, limits = self._scale * self._model.shape.patch, self._model.shape.axis_lengths[1:]
-        for key, limit in zip(("height", "width"), limits, strict=True):
-            size = getattr(request.denoising, key)
-            if size % pixels or not 0 < size <= limit * pixels:
-                key = f"rollout.denoising.{key}"
-                raise UserError(
-                    f"{key}={size}: expected a positive multiple of {pixels} up to {limit * pixels}. Fix: set "
-                    f"{key}={min(limit, max(1, size // pixels)) * pixels}"
-                )
+        denoising, shape = request.denoising, self._model.shape
+        raise_all([*images_fit_the_positions(denoising.height, denoising.width, shape, self._scale)])
 
     def num_unfinished(self, sample_ids: Collection[str]) -> int:
         """Return the number of denoising steps done so far for the given samples, excluding finished samples."""
         trajectories = (item.trajectory for item in self._pending if item.request.sample_id in sample_ids)
         return sum(0 if trajectory is None else trajectory.step for trajectory in trajectories)
-
-    def encode(self, texts: Sequence[str]) -> list[NDArray[np.float32]]:
-        """Return the embedding of each text with which the engine samples, float32 [L, caption channels]. Training must
-        use these embeddings, and that of "" for guidance."""
-        captions = self._model.encoder.encode(texts)
-        return [captions[text].float().numpy() for text in texts]
 
     def velocities(self, inputs: Sequence[VelocityInput]) -> list[NDArray[np.float32]]:
         """Return the velocity at each input, float32 [channels, height, width]. Raise RuntimeError if the engine has no
@@ -151,9 +139,10 @@ class DiffusersEngine(SteppedEngine[ImageRequest, LatentSample]):
             raise RuntimeError("the engine has no weights yet. Fix: refit it before it computes velocities")
         self._wake()
         documents = [
-            Document(_tensor(item.latents).to(device.device()), item.sigma, _tensor(item.caption)) for item in inputs
+            Document(_tensor(item.latents).to(device.device()), item.sigma, item.caption.map(_tensor))
+            for item in inputs
         ]
-        found = velocities(self._model.transformer, documents, self._model.shape.patch, self._max_batch)
+        found = velocities(self._model.transformer, documents, self._model.shape, self._max_batch)
         return [velocity.cpu().numpy() for velocity in found]
 
     def pause(self) -> None:
@@ -218,7 +207,8 @@ class DiffusersEngine(SteppedEngine[ImageRequest, LatentSample]):
         return EngineInfo(dtype_name(torch.float32), ids, self._description)  # velocities are cast to float32
 
     def _parameters(self) -> dict[str, torch.Tensor]:
-        return {name: parameter.data for name, parameter in self._model.transformer.named_parameters()}
+        """Return the tensors of the checkpoint, which include SD3's position embedding, a buffer."""
+        return self._model.transformer.state_dict()
 
 
 def _tensor(array: NDArray[np.float32]) -> torch.Tensor:

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import errno
 import functools
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,89 +18,48 @@ import torch
 import transformers
 from numpy.typing import NDArray
 
+from megarl.algorithms.transition import sigma_schedule, trained_sigma_schedule
 from megarl.core import device
 from megarl.core.errors import UserError
 from megarl.core.files import is_plain, read_foreign_object, shown
-from megarl.models.denoiser import MAX_CAPTION_TOKENS, TOKEN_MULTIPLE, Z_IMAGE, DenoiserShape
+from megarl.models.denoiser import STABLE_DIFFUSION_3, Z_IMAGE, DenoiserShape, StableDiffusion3Shape
 from megarl.models.tokenizer import load_tokenizer
 from megarl.models.weight_files import read_headers
+from megarl.rollout.diffusers.encoders import HostedModel, PromptEncoder, StableDiffusion3Encoder, ZImageEncoder
 
 KEY = "model.path"
 
-PIPELINES = ("ZImagePipeline",)
-CLASSES: Mapping[str, tuple[str, ...]] = {
-    "transformer": (Z_IMAGE,),
-    "scheduler": ("FlowMatchEulerDiscreteScheduler",),
-    "text_encoder": ("Qwen3Model", "Qwen3ForCausalLM"),
-    "tokenizer": ("Qwen2Tokenizer", "Qwen2TokenizerFast", "PreTrainedTokenizerFast", "TokenizersBackend"),
-    "vae": ("AutoencoderKL",),
+_GENERIC_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")
+_CLIP = ("CLIPTextModelWithProjection",), ("CLIPTokenizer", "CLIPTokenizerFast", *_GENERIC_TOKENIZERS)
+_COMMON = {"scheduler": ("FlowMatchEulerDiscreteScheduler",), "vae": ("AutoencoderKL",)}
+PIPELINES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "ZImagePipeline": {
+        **_COMMON,
+        "transformer": (Z_IMAGE,),
+        "text_encoder": ("Qwen3Model", "Qwen3ForCausalLM"),
+        "tokenizer": ("Qwen2Tokenizer", "Qwen2TokenizerFast", *_GENERIC_TOKENIZERS),
+    },
+    "StableDiffusion3Pipeline": {
+        **_COMMON,
+        "transformer": (STABLE_DIFFUSION_3,),
+        "text_encoder": _CLIP[0],
+        "tokenizer": _CLIP[1],
+        "text_encoder_2": _CLIP[0],
+        "tokenizer_2": _CLIP[1],
+        "text_encoder_3": ("T5EncoderModel",),
+        "tokenizer_3": ("T5Tokenizer", "T5TokenizerFast", *_GENERIC_TOKENIZERS),
+    },
 }
-"""The supported classes of each part of a folder."""
+"""The supported classes of each part of a folder, by pipeline."""
+
+OPTIONAL = ("text_encoder_3", "tokenizer_3")
+"""Parts that a folder may lack. Without T5, its tokens are zeros."""
 
 UNSUPPORTED_SCHEDULES = (
     *("use_dynamic_shifting", "shift_terminal", "use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas"),
     *("invert_sigmas", "stochastic_sampling"),
 )
-"""Settings of diffusers' scheduler under which its noise levels differ from `sigma_schedule`."""
-
-CACHE_BYTES = 2**30
-"""Maximum size of the cached embeddings in host memory."""
-
-
-class HostedModel:
-    """A frozen model that moves to the device when it is used and, if `offload` is set, back to host memory after each
-    use."""
-
-    def __init__(self, model: torch.nn.Module, offload: bool):
-        self._model, self._offload = model.eval().requires_grad_(False), offload
-
-    @contextmanager
-    def on_device(self) -> Iterator[Any]:
-        """Move the model to the device for the duration of the context, and return it."""
-        self._model.to(device.device())
-        try:
-            with torch.no_grad():
-                yield self._model
-        finally:
-            if self._offload:
-                self.move_out()
-
-    def move_out(self) -> None:
-        """Move the model to host memory until its next use."""
-        self._model.to("cpu")
-        device.release_cache()
-
-
-class PromptEncoder:
-    """Encodes captions as diffusers' Z-Image pipeline does, and caches the results."""
-
-    def __init__(self, tokenizer: Any, model: HostedModel, max_tokens: int, cache_bytes: int = CACHE_BYTES):
-        self.tokenizer, self.model = tokenizer, model
-        self._max_tokens, self._cache_bytes = max_tokens, cache_bytes
-        self._cached: OrderedDict[str, torch.Tensor] = OrderedDict()
-        """Embeddings by text, the most recently used last."""
-
-    def encode(self, texts: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Return text -> embedding: the second-to-last hidden states, [L, caption channels], in host memory. Texts are
-        encoded one at a time, so that batching does not change an embedding."""
-        captions = {text: self._cached[text] for text in dict.fromkeys(texts) if text in self._cached}
-        if missing := [text for text in dict.fromkeys(texts) if text not in captions]:
-            with self.model.on_device() as model:
-                captions |= {text: self._encode(model, text) for text in missing}
-        for text, caption in captions.items():
-            self._cached[text] = caption
-            self._cached.move_to_end(text)
-        while self._cached and sum(caption.nbytes for caption in self._cached.values()) > self._cache_bytes:
-            self._cached.popitem(last=False)
-        return captions
-
-    def _encode(self, model: Any, text: str) -> torch.Tensor:
-        rendered = self.tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True, enable_thinking=True
-        )
-        inputs = self.tokenizer(rendered, truncation=True, max_length=self._max_tokens, return_tensors="pt")
-        output = model(input_ids=inputs.input_ids.to(device.device()), output_hidden_states=True)
-        return output.hidden_states[-2][0].cpu()
+"""Settings of diffusers' scheduler under which its noise levels differ from ours."""
 
 
 class ImageDecoder:
@@ -135,7 +92,7 @@ class ImageModel:
 
     Attributes:
         transformer: the trained model. Its weights are uninitialized unless `load` reads them.
-        shift: the scheduler's shift, see `sigma_schedule`.
+        shift: the scheduler's shift.
     """
 
     transformer: Any
@@ -162,41 +119,68 @@ class ImageModel:
         # diffusers' own `to` warns about dtypes.
         transformer = torch.nn.Module.to(transformer, dtype).to_empty(device=device.device())
         if loads_transformer:
-            # Loaded tensors lie in a mapped file. At its addresses, some kernels round differently than in memory from
-            # torch's allocator, and a sleeping engine cannot free it.
+            # Loaded tensors are views of a memory-mapped file. A sleeping engine could not free them, and at their
+            # addresses some kernels round differently than in memory from torch's allocator.
             transformer.load_state_dict(_load(kind, folder / "transformer", dtype=dtype).state_dict())
-        # An attention implementation named in config.json could be code from the hub.
-        options = {"dtype": dtype, "attn_implementation": "sdpa"}
-        text_encoder = _load(getattr(transformers, classes["text_encoder"]), folder / "text_encoder", **options)
-        if text_encoder.config.hidden_size != shape.caption:
-            raise UserError(
-                f"{KEY}={folder}: the text encoder has {text_encoder.config.hidden_size} channels, but the transformer "
-                f"expects cap_feat_dim={shape.caption}. Fix: copy the model again"
-            )
         vae = _load(getattr(diffusers, classes["vae"]), folder / "vae", dtype=dtype)
-        # The image's position follows its padded caption, whose positions start at 1.
-        max_tokens = min(MAX_CAPTION_TOKENS, (shape.axis_lengths[0] - 2) // TOKEN_MULTIPLE * TOKEN_MULTIPLE)
-        tokenizer = load_tokenizer(folder / "tokenizer", KEY)
         return cls(
             transformer.eval().requires_grad_(False),
             shape,
             _shift(folder / "scheduler" / "scheduler_config.json"),
-            PromptEncoder(tokenizer, HostedModel(text_encoder, offload), max_tokens),
+            _encoder(folder, classes, shape, dtype, offload),
             ImageDecoder(vae, HostedModel(vae, offload)),
+        )
+
+    def sigmas(self, num_steps: int, shift: float | None = None) -> list[float]:
+        """Return the noise levels of num_steps denoising steps, as in diffusers' pipeline. shift: None means the
+        scheduler's."""
+        is_sd3 = isinstance(self.shape, StableDiffusion3Shape)
+        return (trained_sigma_schedule if is_sd3 else sigma_schedule)(num_steps, shift or self.shift)
+
+
+def _encoder(
+    folder: Path, classes: Mapping[str, str], shape: DenoiserShape, dtype: torch.dtype, offload: bool
+) -> PromptEncoder:
+    """Load the text encoders. Raise a UserError if their sizes differ from those that the transformer expects."""
+    parts = [part for part in ("text_encoder", "text_encoder_2", "text_encoder_3") if part in classes]
+    # An attention implementation named in config.json could be code from the hub.
+    options = {"dtype": dtype, "attn_implementation": "sdpa"}
+    models = [_load(getattr(transformers, classes[part]), folder / part, **options) for part in parts]
+    tokenizers = [load_tokenizer(folder / part.replace("text_encoder", "tokenizer"), KEY) for part in parts]
+    if not isinstance(shape, StableDiffusion3Shape):
+        [model], [tokenizer] = models, tokenizers
+        _require_equal(folder, "cap_feat_dim", shape.caption, model.config.hidden_size)
+        return ZImageEncoder(tokenizer, HostedModel(model, offload), shape)
+    if len(parts) == 3:
+        _require_equal(folder, "joint_attention_dim", shape.caption, models[2].config.d_model)
+    clip = models[:2]
+    _require_equal(folder, "pooled_projection_dim", shape.pooled, sum(model.config.projection_dim for model in clip))
+    channels = sum(model.config.hidden_size for model in clip)
+    _require_equal(folder, "joint_attention_dim", shape.caption, max(shape.caption, channels))
+    return StableDiffusion3Encoder(tokenizers, HostedModel(torch.nn.ModuleList(models), offload), shape)
+
+
+def _require_equal(folder: Path, key: str, expected: int | None, channels: int) -> None:
+    if channels != expected:
+        raise UserError(
+            f"{KEY}={folder}: the text encoders have {channels} channels, but the transformer expects {key}={expected}"
+            ". Fix: copy the model again"
         )
 
 
 def _classes(folder: Path) -> dict[str, str]:
-    """Return the class of each part, as named in model_index.json."""
+    """Return the class of each part, as named in model_index.json. Optional parts may be absent."""
     index = read_foreign_object(folder / "model_index.json", f"{KEY}: ")
-    if (name := index.get("_class_name")) not in PIPELINES:
+    if (name := str(index.get("_class_name"))) not in PIPELINES:
         raise UserError(
             f"{KEY}={folder}: model_index.json: _class_name={name}: not supported. Fix: use a model whose pipeline has "
             f"the class {' or '.join(PIPELINES)}"
         )
     classes = {}
-    for part, supported in CLASSES.items():
+    for part, supported in PIPELINES[name].items():
         entry = index.get(part)
+        if part in OPTIONAL and entry in (None, [None, None]):
+            continue
         name = entry[1] if isinstance(entry, list) and len(entry) == 2 else entry
         if name not in supported:
             raise UserError(
@@ -204,6 +188,11 @@ def _classes(folder: Path) -> dict[str, str]:
                 f"{part} is of class {' or '.join(supported)}"
             )
         classes[part] = name
+    if ("text_encoder_3" in classes) != ("tokenizer_3" in classes):
+        raise UserError(
+            f"{KEY}={folder}: model_index.json: only one of text_encoder_3 and tokenizer_3 is present. Fix: copy the "
+            "model again"
+        )
     return classes
 
 
@@ -216,7 +205,7 @@ def _load(kind: Any, folder: Path, **options: Any) -> Any:
         raise
     except Exception as error:  # the libraries share no exception class
         if isinstance(error, OSError) and error.errno not in (None, errno.ENOENT):
-            raise  # an error of the disk; the libraries' own OSErrors have no number
+            raise  # a disk error; OSErrors that the libraries raise themselves have no errno
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise UserError(f"{KEY}: {folder}: cannot be loaded ({reason}). Fix: copy the model again") from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -20,7 +21,7 @@ class Denoising:
         guidance: w, see `transition.guided`. 1 disables guidance.
         kind, noise_level: the transition of the SDE steps, see megarl.algorithms.transition.
         reduction: how a step's log-prob combines the elements of the latents.
-        sde_steps: the denoising steps that the SDE samples and that are trained; all others follow the ODE.
+        sde_steps: the denoising steps that are sampled with the SDE and trained on; all others follow the ODE.
     """
 
     height: int
@@ -47,6 +48,8 @@ class ImageRequest:
 
     Attributes:
         prompt: its text is the caption.
+        noised_steps: the denoising steps at whose noise levels the trainer adds new noise to the sampled image. They
+            require returns_final and exclude SDE steps.
         returns_final: whether the sample contains its latents at σ = 0.
         returns_image: whether the sample contains the decoded image.
     """
@@ -55,5 +58,15 @@ class ImageRequest:
     prompt: Prompt
     seed: int
     denoising: Denoising
+    noised_steps: Sequence[int] = ()
     returns_final: bool = False
     returns_image: bool = False
+
+    def __post_init__(self) -> None:
+        assert not self.noised_steps or (self.returns_final and not self.denoising.sde_steps), (
+            f"{self.sample_id}: noised steps require the final latents and exclude SDE steps"
+        )
+
+    @property
+    def trained_steps(self) -> Sequence[int]:
+        return self.noised_steps or self.denoising.sde_steps

@@ -11,11 +11,10 @@ import numpy as np
 import torch
 
 from megarl.algorithms import transition
-from megarl.algorithms.transition import sigma_schedule
-from megarl.core.latents import LatentSample
+from megarl.core.latents import Conditioning, LatentSample
 from megarl.core.types import VersionRun
-from megarl.models.denoiser import padded
-from megarl.rollout.diffusers.noise import standard_normal
+from megarl.data.noise import standard_normal
+from megarl.models.denoiser import DenoiserShape, StableDiffusion3Shape
 from megarl.rollout.diffusers.request import ImageRequest
 
 
@@ -25,58 +24,75 @@ class Document(NamedTuple):
     Attributes:
         latents: float32 [channels, height, width].
         sigma: the noise level, from 0 (an image) to 1 (noise).
-        caption: [L ≥ 1, caption channels], on any device.
+        caption: the text encoders' output, on any device.
     """
 
     latents: torch.Tensor
     sigma: float
-    caption: torch.Tensor
+    caption: Conditioning[torch.Tensor]
 
 
 @torch.no_grad()
-def velocities(model: Any, documents: Sequence[Document], patch: int, max_batch: int) -> list[torch.Tensor]:
+def velocities(model: Any, documents: Sequence[Document], shape: DenoiserShape, max_batch: int) -> list[torch.Tensor]:
     """Return the velocity dx/dσ of each document, float32 [channels, height, width].
 
     Only documents with the same number of image and caption tokens run together, at most `max_batch` at a time.
     diffusers would pad a mixed batch to the longest document and mask the padding, which is slower.
 
     Args:
-        model: diffusers' ZImageTransformer2DModel. It takes 1 − σ and returns −v.
-        patch: height and width of an image token.
+        model: diffusers' transformer of this shape.
     """
+    forward = _stable_diffusion_3 if isinstance(shape, StableDiffusion3Shape) else _z_image
     batches: dict[tuple[Any, ...], list[int]] = defaultdict(list)
     for number, document in enumerate(documents):
-        batches[document.latents.shape, padded(len(document.caption))].append(number)
+        batches[document.latents.shape, shape.padded(len(document.caption.tokens))].append(number)
     found: dict[int, torch.Tensor] = {}
     for numbers in batches.values():
         for start in range(0, len(numbers), max_batch):
             batch = numbers[start : start + max_batch]
-            found |= zip(batch, _forward(model, [documents[number] for number in batch], patch), strict=True)
+            found |= zip(batch, forward(model, [documents[number] for number in batch], shape), strict=True)
     return [found[number] for number in range(len(documents))]
 
 
-def _forward(model: Any, documents: Sequence[Document], patch: int) -> list[torch.Tensor]:
+def _stable_diffusion_3(model: Any, documents: Sequence[Document], shape: DenoiserShape) -> list[torch.Tensor]:
+    """Run SD3Transformer2DModel, which takes 1000 · σ and returns v."""
+    assert isinstance(shape, StableDiffusion3Shape)
+    device, dtype = documents[0].latents.device, model.dtype
+    sigmas = torch.tensor([document.sigma for document in documents], dtype=torch.float32, device=device)
+    captions = [document.caption.to(device, dtype) for document in documents]
+    output, *_ = model(
+        hidden_states=torch.stack([document.latents for document in documents]).to(dtype),
+        encoder_hidden_states=torch.stack([caption.tokens for caption in captions]),
+        pooled_projections=torch.stack([caption.pooled for caption in captions if caption.pooled is not None]),
+        timestep=sigmas * shape.time_scale,
+        return_dict=False,
+    )
+    return list(output.float())
+
+
+def _z_image(model: Any, documents: Sequence[Document], shape: DenoiserShape) -> list[torch.Tensor]:
+    """Run ZImageTransformer2DModel, which takes 1 − σ and returns −v."""
     device, dtype = documents[0].latents.device, model.dtype
     # The noise level stays float32: its embedding multiplies it by 1000.
     times = 1 - torch.tensor([document.sigma for document in documents], dtype=torch.float32, device=device)
     outputs, *_ = model(
         [document.latents.to(dtype)[:, None] for document in documents],
         times,
-        [document.caption.to(device, dtype) for document in documents],
+        [document.caption.tokens.to(device, dtype) for document in documents],
         return_dict=False,
-        patch_size=patch,
+        patch_size=shape.patch,
     )
     return [-output[:, 0].float() for output in outputs]
 
 
 @dataclass(slots=True)
 class Trajectory:
-    """The denoising of one sample, in progress.
+    """The trajectory of one sample while it is being denoised.
 
     Attributes:
         sigmas: [N + 1], the noise levels.
         latents: float32 [channels, height, width], x at sigmas[step].
-        caption, empty_caption: the text encoder's output for the caption and for an empty one, which guidance needs.
+        caption, empty_caption: the caption and the empty one, which guidance needs.
         num_tokens: see LatentSample.
         step: number of finished denoising steps.
         kept: the latents before the first trained step and after each of them, each in host memory.
@@ -87,8 +103,8 @@ class Trajectory:
     request: ImageRequest
     sigmas: list[float]
     latents: torch.Tensor
-    caption: torch.Tensor
-    empty_caption: torch.Tensor | None
+    caption: Conditioning[torch.Tensor]
+    empty_caption: Conditioning[torch.Tensor] | None
     num_tokens: int
     step: int = 0
     kept: list[torch.Tensor] = field(default_factory=list)
@@ -99,20 +115,20 @@ class Trajectory:
     def start(
         cls,
         request: ImageRequest,
-        shift: float,
-        shape: tuple[int, int, int],
-        patch: int,
+        sigmas: list[float],
+        size: tuple[int, int],
+        shape: DenoiserShape,
         device: torch.device,
-        caption: torch.Tensor,
-        empty_caption: torch.Tensor | None,
+        caption: Conditioning[torch.Tensor],
+        empty_caption: Conditioning[torch.Tensor] | None,
     ) -> Trajectory:
-        """Return the trajectory before its first step, with latents of the given shape (channels, height, width).
-        `shift` applies to requests without one."""
-        latents = standard_normal(request.seed, request.sample_id, "start", shape).to(device)
-        sigmas = sigma_schedule(request.denoising.num_steps, request.denoising.shift or shift)
-        image = padded(shape[1] // patch * (shape[2] // patch))
+        """Return the trajectory before its first step. size: height and width of the latents."""
+        height, width = size
+        start = standard_normal(request.seed, request.sample_id, "start", (shape.channels, height, width))
+        latents = start.to(device)
+        image = shape.padded(height // shape.patch * (width // shape.patch))
         captions = [caption, *([] if empty_caption is None else [empty_caption])]
-        num_tokens = sum(image + padded(len(each)) for each in captions)
+        num_tokens = sum(image + shape.padded(len(each.tokens)) for each in captions)
         return cls(request, sigmas, latents, caption, empty_caption, num_tokens)
 
     @property
@@ -121,7 +137,8 @@ class Trajectory:
 
     @property
     def documents(self) -> list[Document]:
-        """The documents whose velocities the next step needs: with the caption and, for guidance, without it."""
+        """The documents whose velocities the next step needs: one with the caption and, under guidance, one with the
+        empty caption."""
         captions = [self.caption, *([] if self.empty_caption is None else [self.empty_caption])]
         return [Document(self.latents, self.sigmas[self.step], caption) for caption in captions]
 
@@ -130,7 +147,7 @@ class Trajectory:
         denoising, x = self.request.denoising, self.latents[None]
         v = transition.guided(velocities[0], velocities[1], denoising.guidance) if velocities[1:] else velocities[0]
         if self.step not in denoising.sde_steps:
-            x_next = transition.mean(self._transition("flow", 0.0), x, v[None])  # Euler's step of the ODE
+            x_next = transition.mean(self._transition("flow", 0.0), x, v[None])  # an Euler step of the ODE
         else:
             step = self._transition(denoising.kind, denoising.noise_level)
             noise = standard_normal(self.request.seed, self.request.sample_id, self.step, tuple(self.latents.shape))
@@ -157,20 +174,25 @@ class Trajectory:
             id=self.request.sample_id,
             prompt=self.request.prompt,
             sigmas=np.array(self.sigmas),
-            steps=np.array(self.request.denoising.sde_steps, np.int32),
+            steps=np.array(self.request.trained_steps, np.int32),
             latents=np.stack(self.kept) if self.kept else np.empty((0, *self.latents.shape), np.float32),
             logprobs=np.array(self.log_probs, np.float32),
             versions=tuple(runs),
-            embedding=self.caption.float().numpy(),
-            empty_embedding=None if self.empty_caption is None else self.empty_caption.float().numpy(),
+            embedding=as_arrays(self.caption),
+            empty_embedding=None if self.empty_caption is None else as_arrays(self.empty_caption),
             num_tokens=self.num_tokens,
             final=self.latents.cpu().numpy() if self.request.returns_final else None,
             image=image,
         )
 
 
-def advance(model: Any, trajectories: Sequence[Trajectory], patch: int, max_batch: int, version: int) -> None:
+def as_arrays(caption: Conditioning[torch.Tensor]) -> Conditioning[np.ndarray]:
+    """Return a caption in host memory as float32 arrays."""
+    return caption.map(lambda tensor: tensor.float().numpy())
+
+
+def advance(model: Any, trajectories: Sequence[Trajectory], shape: DenoiserShape, max_batch: int, version: int) -> None:
     """Advance each trajectory by one denoising step. Trajectories may be at different steps."""
-    found = iter(velocities(model, [d for t in trajectories for d in t.documents], patch, max_batch))
+    found = iter(velocities(model, [d for t in trajectories for d in t.documents], shape, max_batch))
     for trajectory in trajectories:
         trajectory.advance([next(found) for _ in trajectory.documents], version)

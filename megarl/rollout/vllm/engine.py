@@ -17,7 +17,7 @@ from vllm.logprobs import FlatLogprobs
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
-from megarl.config.schema import Rollout
+from megarl.config.rollout_schema import Rollout
 from megarl.core import device
 from megarl.core.types import CandidateIds, Completion, Sample, VersionRun
 from megarl.models.folder import read_config

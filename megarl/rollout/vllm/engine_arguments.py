@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from vllm import EngineArgs
 
-from megarl.config.schema import Rollout
+from megarl.config.rollout_schema import Rollout
 from megarl.config.vllm_arguments import ADJUSTABLE, MANAGED, EngineSection, batched_tokens
 from megarl.core import device
 from megarl.core.errors import UserError

@@ -111,10 +111,10 @@ class Tracker:
             self._attempt({"close": True})
 
     def _write_images(self, step: int) -> None:
-        """Log a step's images in a request of their own, whose failure does not affect the metrics."""
+        """Log a step's images in a separate request, whose failure does not affect the metrics."""
         try:
             images = {name: str(path) for name, path in self._images_of(step).items()}
-        except OSError as error:  # the run folder is not readable at the moment
+        except OSError as error:  # the run folder may be temporarily unreadable
             return self._warn(f"images of step {step}: {error.strerror}")
         if images:
             self._attempt({"write_images": (step, images)})

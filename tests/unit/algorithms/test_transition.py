@@ -1,6 +1,8 @@
 """Denoising steps as Gaussian policies: closed forms, properties, and independence of the batch."""
 
+import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 from torch.distributions import Normal, kl_divergence
 
 from megarl.algorithms import transition as policy
-from megarl.algorithms.transition import Transition, sde_window, sigma_schedule, step_weights, transition
+from megarl.algorithms.transition import Transition, noised_steps, sde_window, sigma_schedule, step_weights, transition
 
 KINDS = [("flow", 0.7), ("dance", 0.3), ("cps", 0.7)]
 SIGMA, SIGMA_NEXT, SECOND = torch.tensor([[1.0, 0.8, 0.3], [0.9, 0.7, 0.1], [0.9, 0.9, 0.95]], dtype=torch.float64)
@@ -284,6 +286,15 @@ def test_window_depends_only_on_seed_and_run_step():
     assert windows != [sde_window(2, range(1, 6), seed=5, run_step=step) for step in range(200)]
     assert all(windows.count(window) > 30 for window in set(windows))
     assert sde_window(5, range(1, 6), seed=4, run_step=0) == range(1, 6)
+
+
+def test_noised_steps_depend_only_on_seed_and_sample():
+    drawn = [noised_steps(3, range(1, 6), seed=4, sample_id=f"1.{i}.0") for i in range(200)]
+    assert drawn == [noised_steps(3, range(1, 6), seed=4, sample_id=f"1.{i}.0") for i in range(200)]
+    assert drawn != [noised_steps(3, range(1, 6), seed=5, sample_id=f"1.{i}.0") for i in range(200)]
+    assert {tuple(steps) for steps in drawn} == set(itertools.combinations(range(1, 6), 3))
+    counts = Counter(step for steps in drawn for step in steps)
+    assert counts.keys() == {*range(1, 6)} and min(counts.values()) > 90  # 120 on average
 
 
 @pytest.mark.parametrize(("kind", "noise_level"), KINDS)

@@ -16,8 +16,8 @@ from megarl.cluster import session as module
 from megarl.cluster.object_store import object_store_mib
 from megarl.cluster.pending import Answers, first, join
 from megarl.cluster.session import Session
+from megarl.config.cluster_schema import Timeouts
 from megarl.config.load import load
-from megarl.config.schema import Timeouts
 from megarl.core.errors import RunFailure, UserError
 from tests.paths import BASE
 

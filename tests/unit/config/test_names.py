@@ -157,8 +157,8 @@ from tools import key_tables
         ),
         (
             "scale_rewards",
-            "TRL's scale_rewards corresponds to algorithm.advantage.std (group is sample, and none is none; for "
-            "batch, sample with algorithm.advantage.std_over=step). Fix: use that key",
+            "TRL's scale_rewards corresponds to algorithm.advantage.std (group: sample, none: none, batch: "
+            "sample with algorithm.advantage.std_over=step). Fix: use that key",
         ),
         (
             "actor_rollout_ref.actor.strategy",

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from megarl.algorithms.registry import OBJECTIVES
-from megarl.algorithms.specs import VelocityObjective
 from megarl.config.algorithm_schema import Objective
 from megarl.config.algorithms import describe_one
 from megarl.config.load import dump, load
@@ -64,8 +63,7 @@ def code(tmp_path) -> Path:
 
 
 def test_omitted_options_have_the_defaults_of_the_spec():
-    trained = {name: spec for name, spec in OBJECTIVES.items() if not isinstance(spec, VelocityObjective)}
-    for name, spec in trained.items():
+    for name, spec in OBJECTIVES.items():
         engine = "vllm" if "tokens" in spec.actions else "diffusers"
         keys = f"data.format={spec.rows[0]}", "data.source=rows.jsonl", f"rollout.engine={engine}"
         config = recipe(f"algorithm.objective.name={name}", *keys)

@@ -61,6 +61,30 @@ def test_messages_keep_their_roles(model_folder, tmp_path):
     assert prompt.text == "<|system|>S<eos><|user|>U<eos><|assistant|>"
 
 
+def test_captions_are_not_tokenized(tmp_path):
+    """The model folder has no tokenizer, and a caption may be longer than rollout.context_length."""
+    texts = "two red cats", "  é <|user|>\n", "long " * 1000
+    prompts = load_prompts(images(config_of(jsonl(tmp_path, *texts))), tmp_path)
+    assert [prompt.text for prompt in prompts.prompts] == [*texts]
+    assert [(prompt.id, prompt.answer) for prompt in prompts.prompts] == [(f"train.jsonl:{i + 1}", i) for i in range(3)]
+    assert not any(len(prompt.token_ids) for prompt in prompts.prompts) and prompts.num_dropped == 0
+
+
+def test_data_hash_covers_captions(tmp_path):
+    hashes = [load_prompts(images(config_of(jsonl(tmp_path, text))), tmp_path).data_hash for text in ("a", "b", "a")]
+    assert hashes[0] == hashes[2] != hashes[1]
+
+
+def test_messages_are_not_captions(tmp_path):
+    file = jsonl(tmp_path, "a cat", [{"role": "user", "content": "a cat"}])
+    with pytest.raises(UserError, match=r"train\.jsonl:2: column 'prompt' \(data\.prompt_column\) has messages, but a"):
+        load_prompts(images(config_of(file)), tmp_path)
+
+
+def images(config: Config) -> Config:
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": "diffusers"})})
+
+
 def test_text_without_a_chat_template_is_tokenized_unchanged(model_folder, tmp_path):
     prompt = load_prompts(config_of(jsonl(tmp_path, "Hi you"), chat_template=False), model_folder)[0]
     assert prompt.text == "Hi you"

@@ -18,8 +18,9 @@ from megarl.config.learning_rate import learning_rate
 from megarl.config.load import load
 from megarl.config.logprob_check_schema import LogprobCheck
 from megarl.config.names import VERL, WITHOUT_KEY
+from megarl.config.rollout_schema import Rollout
 from megarl.config.run_schema import TrackerName
-from megarl.config.schema import Config, Rollout
+from megarl.config.schema import Config
 from megarl.config.vllm_arguments import MANAGED
 from megarl.core.types import Completion, Prompt, VersionRun
 from megarl.data.cursor import PromptCursor

@@ -13,15 +13,15 @@ import torch
 from torch.distributions import Normal, kl_divergence
 
 from megarl.algorithms.registry import OBJECTIVES
-from megarl.algorithms.specs import PolicyObjective
 from megarl.algorithms.transition import step_weights
 from megarl.config.load import load
 from megarl.config.schema import Config
+from megarl.core.latents import Conditioning
 from megarl.core.metrics import merge, values
 from megarl.core.step_batch import StepBatch
 from megarl.megatron.advantages import mean_advantages, with_advantages
 from megarl.megatron.configured_losses import configured_denoising_loss
-from megarl.megatron.losses import PolicyTerms
+from megarl.megatron.losses import Loss, PolicyTerms, VelocityTerms
 from megarl.megatron.metric_sums import read
 from tests.closeness import relative_error
 from tests.paths import BASE, ROOT
@@ -56,31 +56,32 @@ def batch_of(
         scale=torch.ones(n, dtype=torch.float64),
         token_baseline=torch.zeros(n),
         token_scale=torch.ones(n),
-        captions=(torch.zeros(1, 1),) * n,
+        captions=(Conditioning(torch.zeros(1, 1)),) * n,
     )
     steps = dict(latents=x, next_latents=x_next, sigma=sigma.double(), sigma_next=sigma_next.double())
     return StepBatch(**given | steps | fields)
 
 
+def loss_of(config: Config, coefficient: float, has_moved: bool) -> Loss:
+    return configured_denoising_loss(
+        config.algorithm, config.rollout.denoising, config.tolerance, coefficient, has_moved=has_moved
+    )
+
+
 def terms_of(
     config: Config, batch: StepBatch, v: torch.Tensor, has_moved: bool, coefficient: float = 0.0
 ) -> PolicyTerms:
-    loss = configured_denoising_loss(
-        config.algorithm, config.rollout.denoising, config.tolerance, coefficient, has_moved=has_moved
-    )
-    terms = loss.terms(batch, v)
+    terms = loss_of(config, coefficient, has_moved).terms(batch, v)
     assert isinstance(terms, PolicyTerms)
     return terms
 
 
 def metrics_of(config: Config, batch: StepBatch, v: torch.Tensor, has_moved: bool) -> dict[str, float]:
-    loss = configured_denoising_loss(
-        config.algorithm, config.rollout.denoising, config.tolerance, 0.5, has_moved=has_moved
-    )
+    loss = loss_of(config, 0.5, has_moved)
     return values(merge([read(loss.metrics(batch, loss.terms(batch, v)))]))
 
 
-# Numbers of public trainers.
+# Values from public trainers.
 
 X, V, REFERENCE = (tensor(RECORDED[name]) for name in ("x", "v", "v_reference"))
 SIGMAS = tensor(RECORDED["sigmas"], torch.float64)
@@ -148,7 +149,7 @@ SIGMA, SIGMA_NEXT = tensor([[1.0, 0.8, 0.5, 0.2], [0.8, 0.5, 0.2, 0.1]], torch.f
 SECOND = torch.full((4,), 0.8, dtype=torch.float64)
 GENERATOR = torch.Generator().manual_seed(1)
 SIZE = (4, 2, 3, 5)
-BASE_X, NOISE, BASE_V, *SHIFTS = torch.randn(7, *SIZE, dtype=torch.float64, generator=GENERATOR)
+BASE_X, NOISE, BASE_V, *SHIFTS, IMAGE = torch.randn(7, *SIZE, dtype=torch.float64, generator=GENERATOR)
 OLD, REFERENCE_V = BASE_V + 0.05 * SHIFTS[0], BASE_V + 0.3 * SHIFTS[1]
 ADVANTAGE = tensor([1.5, -0.7, 0.4, -2.0], torch.float64)
 WEIGHT = tensor([0.1, 0.2, 0.3, 0.4], torch.float64)
@@ -206,8 +207,28 @@ REFERENCES: dict[str, tuple[str, Callable[..., torch.Tensor]]] = {
 """Objective -> its options and ℓ from the log-ratio and the policies. For cispo, ℓ differs by a constant."""
 
 
-VELOCITY_REFERENCES = ("diffusion_nft",)
-"""Objectives without log-probs, which tests/unit/algorithms/test_published_flow_numbers.py compares."""
+def contrast(v: torch.Tensor) -> torch.Tensor:
+    """Return DiffusionNFT's loss of images with new noise, with a mixture of 0.3 and advantages up to 1.2."""
+    sigma = SIGMA.view(4, 1, 1, 1)
+
+    def error(velocity: torch.Tensor) -> torch.Tensor:
+        difference = noised_batch().latents - sigma * velocity - IMAGE
+        return per_step(difference**2) / per_step(difference.detach().abs())
+
+    good = ADVANTAGE.clamp(-1.2, 1.2) / 2.4 + 0.5
+    parts = good * error(OLD + 0.3 * (v - OLD)) + (1 - good) * error(OLD - 0.3 * (v - OLD))
+    return 1.2 / 0.3 * parts
+
+
+def noised_batch(**fields) -> StepBatch:
+    sigma = SIGMA.view(4, 1, 1, 1)
+    given = dict(advantage=ADVANTAGE, weight=WEIGHT, old_v=OLD, reference_v=REFERENCE_V, step_weight=None)
+    noised = (1 - sigma) * IMAGE + sigma * NOISE
+    return batch_of(noised, IMAGE, SIGMA, torch.zeros_like(SIGMA), second_sigma=SECOND, **given | fields)
+
+
+VELOCITY_REFERENCES = {"diffusion_nft": ("mixture: 0.3, advantage_limit: 1.2", contrast)}
+"""Objective without log-probs -> its options and ℓ from v."""
 
 
 def reference_loss(
@@ -249,11 +270,91 @@ def test_loss_and_gradient_equal_the_reference(name, kind, reduction, kl):
     torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-12)
 
 
-def test_every_objective_of_steps_has_a_reference():
-    supported = {
-        name for name, spec in OBJECTIVES.items() if isinstance(spec, PolicyObjective) and "steps" in spec.actions
-    }
-    assert supported == REFERENCES.keys()
+@pytest.mark.parametrize("name", VELOCITY_REFERENCES)
+def test_velocity_loss_and_gradient_equal_the_reference(name):
+    options, reference = VELOCITY_REFERENCES[name]
+    ours, plain = (BASE_V.clone().requires_grad_() for _ in range(2))
+    terms = velocity_terms(nft_config(options, name), noised_batch(), ours, has_moved=True, coefficient=0.3)
+    expected = (WEIGHT * (reference(plain) + 0.3 * per_step((plain - REFERENCE_V) ** 2))).sum()
+    torch.testing.assert_close(terms.loss, expected)
+    gradients = torch.autograd.grad(terms.loss, ours), torch.autograd.grad(expected, plain)
+    torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(terms.change, per_step((BASE_V - OLD) ** 2))
+
+
+def test_velocity_losses_match_diffusion_nft():
+    recorded, x0 = LOSSES["diffusion_nft"], tensor(RECORDED["x_next"])
+    sigma = tensor(recorded["sigma"])
+    x = (1 - sigma.view(-1, 1, 1, 1)) * x0 + sigma.view(-1, 1, 1, 1) * X
+    given = dict(advantage=tensor(LOSSES["advantages"]), old_v=tensor(LOSSES["old_v"]), second_sigma=sigma)
+    batch = batch_of(x, x0, sigma, torch.zeros_like(sigma), **given)
+    options = f"mixture: {recorded['beta']}, advantage_limit: {recorded['adv_clip_max']}"
+    v = V.clone().requires_grad_()
+    loss = velocity_terms(nft_config(options), batch, v, has_moved=True).loss
+    [gradient] = torch.autograd.grad(loss, v)
+    assert relative_error(loss.detach(), tensor(recorded["loss"])) <= TOLERANCE
+    assert relative_error(gradient, tensor(recorded["grad_v"])) <= TOLERANCE
+
+
+def test_single_velocity_update_starts_at_the_old_policy():
+    v = BASE_V.clone().requires_grad_()
+    once = velocity_terms(nft_config(), noised_batch(old_v=None), v, has_moved=False)
+    twice = velocity_terms(nft_config(), noised_batch(old_v=BASE_V), v, has_moved=True)
+    assert torch.equal(once.loss, twice.loss) and not once.change.any()
+    [gradient] = torch.autograd.grad(once.loss, v)
+    assert gradient.any() and torch.equal(gradient, torch.autograd.grad(twice.loss, v)[0])
+    with pytest.raises(AssertionError, match="no velocities from the start"):
+        velocity_terms(nft_config(), noised_batch(old_v=None), v, has_moved=True)
+
+
+def test_untrained_rows_have_no_effect_on_velocity_losses():
+    mask = torch.tensor([True, False, True, True])
+
+    def results(filler: float) -> tuple[torch.Tensor, torch.Tensor]:
+        batch = noised_batch(mask=mask, weight=WEIGHT * mask)
+        changed = {
+            key: getattr(batch, key).clone().index_fill_(0, torch.tensor([1]), filler)
+            for key in ("latents", "next_latents", "old_v", "reference_v")
+        }
+        v = BASE_V.clone().index_fill_(0, torch.tensor([1]), filler).requires_grad_()
+        loss = velocity_terms(nft_config(), replace(batch, **changed), v, has_moved=True, coefficient=0.3).loss
+        return loss, torch.autograd.grad(loss, v)[0]
+
+    (loss, gradient), expected = results(math.nan), results(0.5)
+    assert torch.equal(loss, expected[0]) and torch.equal(gradient, expected[1])
+    assert not gradient[1].any() and gradient[[0, 2, 3]].flatten(1).any(1).all()
+
+
+def test_velocity_metrics():
+    """Without log-probs, there are no ratios and no differences from the engine."""
+    metrics = metrics_of(nft_config(), noised_batch(), BASE_V, has_moved=True)
+    loss = velocity_terms(nft_config(), noised_batch(), BASE_V, has_moved=True, coefficient=0.5).loss
+    assert metrics == pytest.approx(
+        {
+            "policy/loss": loss.item(),
+            "policy/velocity_change": per_step((BASE_V - OLD) ** 2).mean().item(),
+            "kl/loss_token_velocity": per_step((BASE_V - REFERENCE_V) ** 2).mean().item(),
+            "kl/coefficient": 0.5,
+        }
+    )
+    assert metrics_of(nft_config(), noised_batch(reference_v=None), BASE_V, has_moved=False).keys() == {"policy/loss"}
+
+
+def nft_config(options: str = "mixture: 0.3", name: str = "diffusion_nft") -> Config:
+    return config_of(f"algorithm.objective={{name: {name}, {options}}}", "algorithm.kl.coefficient=0.3")
+
+
+def velocity_terms(
+    config: Config, batch: StepBatch, v: torch.Tensor, has_moved: bool, coefficient: float = 0.0
+) -> VelocityTerms:
+    terms = loss_of(config, coefficient, has_moved).terms(batch, v)
+    assert isinstance(terms, VelocityTerms)
+    return terms
+
+
+def test_every_step_objective_has_a_reference():
+    supported = {name for name, spec in OBJECTIVES.items() if "steps" in spec.actions}
+    assert supported == REFERENCES.keys() | VELOCITY_REFERENCES.keys()
 
 
 @pytest.mark.parametrize("name", REFERENCES)
@@ -348,7 +449,7 @@ def test_metrics_of_moved_policy():
 
 
 def test_kl_old_without_old_velocities_is_the_mean_log_ratio():
-    """The ratio to the engine needs no pass for the old policy."""
+    """The ratio to the engine's policy does not require a pass for the old policy."""
     batch, config = random_batch("flow", old_v=None), config_of("algorithm.correction.old=rollout")
     log_prob = per_step(policy("flow", BASE_V).log_prob(batch.next_latents))
     engine = log_prob + tensor([0.01, -0.02, 0.03, 0.04], torch.float64)
@@ -368,7 +469,7 @@ def test_advantages_are_limited():
     assert estimated.advantage is not None and estimated.advantage.tolist() == [5.0, 1.0, 0.5, -5.0]
 
 
-def test_advantages_are_the_samples():
+def test_denoising_steps_share_the_samples_advantage():
     """All steps of a sample have its advantage; a row that is not trained has 0."""
     mask = torch.tensor([True, True, False, True])
     samples = dict(reward=tensor([1.0, 3.0], torch.float64), baseline=tensor([2.0, 2.0], torch.float64))

@@ -19,13 +19,22 @@ from peft.tuners.lora.config import (
     MontecloraConfig,
     VeloraConfig,
 )
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from megarl.config.load import load
 from megarl.config.model_schema import Lora
 from megarl.core.errors import UserError
-from megarl.models.peft import CHECKED, CONFIG, HARMLESS, VARIANTS, WEIGHTS, adapter_config, check_adapter_config
+from megarl.models.peft import (
+    CHECKED,
+    CONFIG,
+    DIFFUSERS,
+    HARMLESS,
+    VARIANTS,
+    WEIGHTS,
+    adapter_config,
+    check_adapter_config,
+)
 from tests.paths import BASE
 
 
@@ -133,7 +142,7 @@ def test_malformed_files_are_named(tmp_path, content):
 
 
 def test_exported_config_is_accepted(tmp_path):
-    check_adapter_config(written(tmp_path, adapter_config(lora(4, 8), "m", ["q_proj"])), lora(4, 8))
+    check_adapter_config(written(tmp_path, adapter_config(lora(4, 8), "m", ["q_proj"], None)), lora(4, 8))
 
 
 def base_model() -> PreTrainedModel:
@@ -170,3 +179,46 @@ def logits_with(folder: Path) -> torch.Tensor:
                 path = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
                 model.get_submodule(path).weight += tensors[name.replace("lora_A", "lora_B")] @ inner
         return model(torch.arange(8)[None]).logits
+
+
+def for_diffusers(folder: Path, metadata: dict[str, str] | None, rank: int = 4) -> Path:
+    """Write a weights file in diffusers' format."""
+    factors = {"transformer.layers.0.attention.to_q.lora_A.weight": torch.ones(rank, 2)}
+    save_file(factors, folder / DIFFUSERS.weights, metadata)
+    return folder
+
+
+def packed(config: dict[str, Any]) -> dict[str, str]:
+    return {"lora_adapter_metadata": json.dumps({f"transformer.{key}": value for key, value in config.items()})}
+
+
+@pytest.mark.parametrize(
+    "metadata", [None, {"format": "pt"}, packed(LoraConfig(r=4, lora_alpha=4).to_dict())], ids=["none", "other", "own"]
+)
+def test_adapters_in_diffusers_format_are_accepted(tmp_path, metadata):
+    """Without metadata, diffusers assumes alpha = rank."""
+    check_adapter_config(for_diffusers(tmp_path, metadata), lora(4, 4))
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        (None, "actor.lora.alpha=8: the adapters in .* have lora_alpha=4. Fix: set actor.lora.alpha=4"),
+        (packed({"r": 4, "lora_alpha": 2}), "actor.lora.alpha=8: the adapters in .* have lora_alpha=2"),
+        (packed({"r": 4, "lora_alpha": 8, "use_dora": True}), "actor.lora.path=.*safetensors has use_dora=True"),
+        ({"lora_adapter_metadata": "{"}, r".*safetensors: lora_adapter_metadata is invalid JSON \(.*Fix: copy"),
+        ({"lora_adapter_metadata": "[]"}, r".*safetensors: lora_adapter_metadata is invalid JSON \(expected an object"),
+    ],
+)
+def test_other_adapters_in_diffusers_format_are_refused(tmp_path, metadata, message):
+    with pytest.raises(UserError, match=f"^{message}"):
+        check_adapter_config(for_diffusers(tmp_path, metadata), lora(4, 8))
+
+
+def test_targets_match_only_adapted_layers():
+    layers = [
+        *("blocks.0.attn.to_q", "blocks.1.attn.to_q", "blocks.0.attn.to_out.0", "mlp.experts.3.up_proj"),
+        *("transformer_blocks.0.ff.net.0.proj", "transformer_blocks.0.ff_context.net.2"),
+    ]
+    targets = adapter_config(lora(rank=2), "base", layers, None)["target_modules"]
+    assert targets == ["net.0.proj", "net.2", "to_out.0", "to_q", "up_proj"]

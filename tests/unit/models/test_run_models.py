@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
 
 from megarl.config.load import load
+from megarl.core.errors import UserError
 from megarl.models import run_models
 from megarl.models.folder import resolve_links
 from megarl.models.run_models import ModelFolders, find_models
 from tests.paths import BASE
+from tests.tiny_denoiser import CONFIG
 
 DEEPSEEK = dict(
     architectures=["DeepseekV3ForCausalLM"],
@@ -69,3 +73,76 @@ def test_untrained_parts_of_models_are_announced(tmp_path, monkeypatch, capsys: 
     find_models(load(BASE, [f"model.path={predicting}", f"implicit_reward.path={plain}", *overrides]))
     said = capsys.readouterr().out.splitlines()
     assert said == [f"model: {part} is neither trained nor exported", f"critic: {part} is not used"]
+
+
+@pytest.fixture
+def image_model(tmp_path: Path) -> Path:
+    """The configs of an image model with 4 x 4 pixels per token, at most 16 x 16 tokens and 96 caption tokens."""
+    configs = {
+        "model_index.json": {},
+        "transformer/config.json": CONFIG,
+        "vae/config.json": {"block_out_channels": [8, 16]},
+    }
+    for name, content in configs.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(json.dumps(content))
+    return tmp_path
+
+
+def find_image_model(folder: Path, *keys: str) -> None:
+    size = "rollout.denoising={height: 16, width: 24}", "actor.tokens_per_microbatch=192"
+    find_models(
+        load(BASE, [f"model.path={folder}", "data.source=rows.jsonl", "rollout.engine=diffusers", *size, *keys])
+    )
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (
+            ["rollout.denoising.height=18"],
+            "rollout.denoising.height=18: expected a positive multiple of 2 pixels per latent x 2 latents per token = "
+            "4, up to 16 tokens x 4 = 64. Fix: set rollout.denoising.height=16",
+        ),
+        (["rollout.denoising.width=68"], "rollout.denoising.width=68: expected * Fix: set rollout.denoising.width=64"),
+        (["rollout.denoising.width=3"], "rollout.denoising.width=3: expected * Fix: set rollout.denoising.width=4"),
+        (
+            ["actor.tokens_per_microbatch=127"],
+            "actor.tokens_per_microbatch=127: a denoising step can have 32 image + 96 caption = 128 tokens and is "
+            "never split over microbatches (127 < 128). Fix: set actor.tokens_per_microbatch to at least 128",
+        ),
+        (
+            ["actor.tokens_per_microbatch=191", "rollout.denoising.guidance=2"],
+            "actor.tokens_per_microbatch=191: a denoising step can have 32 image + 96 caption and 32 image + 32 "
+            "caption = 192 tokens and is * Fix: set actor.tokens_per_microbatch to at least 192",
+        ),
+        (
+            ["actor.tokens_per_microbatch=63", "actor.layout.cp=2"],
+            "actor.tokens_per_microbatch=63: a denoising step can have 32 image + 96 caption = 128 tokens on "
+            "actor.layout.cp=2 ranks and is never split over microbatches (63 x 2 < 128). Fix: set "
+            "actor.tokens_per_microbatch to at least 64",
+        ),
+    ],
+)
+def test_images_that_do_not_fit_are_refused(image_model, keys, message):
+    with pytest.raises(UserError) as error:
+        find_image_model(image_model, *keys)
+    assert fnmatchcase(str(error.value), message), error.value
+    remedy = message.rpartition("set ")[2].replace(" to at least ", "=")
+    find_image_model(image_model, *keys, remedy)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "cannot be read (No such file or directory). Fix: copy"),
+        ({}, "block_out_channels=None: expected a list of integers. Fix: copy the file again"),
+        ({"block_out_channels": []}, "block_out_channels=[]: expected a list of integers"),
+    ],
+)
+def test_missing_size_of_latents_is_named(image_model, content, message):
+    path = image_model / "vae" / "config.json"
+    path.unlink() if content is None else path.write_text(json.dumps(content))
+    with pytest.raises(UserError, match=re.escape(message)) as error:
+        find_image_model(image_model)
+    assert str(error.value).startswith(f"model.path: {path}: ")

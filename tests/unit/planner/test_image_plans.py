@@ -13,7 +13,7 @@ from diffusers import AutoencoderKL
 from diffusers.models.transformers.transformer_z_image import ZImageTransformer2DModel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import Qwen3Config, Qwen3Model
+from transformers import CLIPTextConfig, CLIPTextModelWithProjection, Qwen3Config, Qwen3Model, T5Config, T5EncoderModel
 from typer.testing import CliRunner
 
 from megarl.cli import app
@@ -33,7 +33,8 @@ from megarl.planner.refit_preview import preview_refit
 from megarl.planner.step_plan import StepPlan, plan_step
 from megarl.planner.workload import workload_of
 from megarl.resharding.planning.preview import reshard
-from tests.published_models import Z_IMAGE, Z_IMAGE_PARAMETERS
+from tests.published_models import SD35_LARGE, SD35_MEDIUM, Z_IMAGE, Z_IMAGE_PARAMETERS
+from tests.tiny_denoiser import MODELS
 from tests.unit.planner.plan_cases import layout_keys, recipe
 
 SHAPE = DenoiserShape.of(Z_IMAGE)
@@ -76,15 +77,65 @@ def planned(folder: Path, *overrides: str, as_is: bool = True, **lengths: float)
 
 
 @pytest.mark.parametrize(("height", "width", "caption"), [(16, 16, 32), (20, 12, 5), (8, 32, 70)])
-def test_operations_match_torchs_count(height, width, caption):
+def test_flops_match_torch(height, width, caption):
     """Images have 64, 60 and 64 tokens, and captions 32, 5 and 70, before padding to multiples of 32."""
     model = ZImageTransformer2DModel.from_config(TINY).eval()
     inputs = [torch.randn(4, 1, height, width)], torch.tensor([0.5]), [torch.randn(caption, 20)]
-    # The counter does not know the CPU's attention kernel.
+    # torch's counter does not count the CPU's attention kernel.
     with FlopCounterMode(display=False) as counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
         model(*inputs, return_dict=False, patch_size=2)
     image_tokens, caption_tokens = 32 * ceil(height * width / 4 / 32), 32 * ceil(caption / 32)
     assert velocity_flops(DenoiserShape.of(TINY), image_tokens, caption_tokens) == counter.get_total_flops()
+
+
+@pytest.mark.parametrize(("height", "width", "caption"), [(16, 16, 32), (20, 12, 5)])
+@pytest.mark.parametrize(
+    "changes", [{}, {"qk_norm": None, "dual_attention_layers": []}, {"dual_attention_layers": [3]}]
+)
+def test_flops_of_stable_diffusion_3_match_torch(height, width, caption, changes):
+    tiny = MODELS["SD3.5"]
+    model, shape = tiny.random(**changes).eval(), DenoiserShape.of({**tiny.config, **changes})
+    latents, tokens = torch.randn(1, 4, height, width), torch.randn(1, caption, shape.caption)
+    with FlopCounterMode(display=False) as counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+        model(latents, tokens, torch.randn(1, shape.pooled), torch.tensor([500.0]))
+    assert velocity_flops(shape, height * width // 4, caption) == pytest.approx(counter.get_total_flops(), rel=1e-12)
+
+
+def test_text_encoders_of_stable_diffusion_3_have_the_stated_sizes():
+    with torch.device("meta"):
+        clip = [
+            CLIPTextModelWithProjection(CLIPTextConfig(projection_dim=size, hidden_size=size, **config))
+            for size, config in (
+                (768, dict(intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12)),
+                (1280, dict(intermediate_size=5120, num_hidden_layers=32, num_attention_heads=20)),
+            )
+        ]
+        t5 = T5EncoderModel(
+            T5Config(
+                vocab_size=32128,
+                d_model=4096,
+                d_kv=64,
+                d_ff=10240,
+                num_layers=24,
+                num_heads=64,
+                feed_forward_proj="gated-gelu",
+            )
+        )
+    shape = DenoiserShape.of(SD35_MEDIUM)
+    assert sum(p.numel() for model in (*clip, t5) for p in model.parameters()) == shape.text_encoder_parameters
+    # A caption has 77 tokens of CLIP and 256 of T5; nothing is padded.
+    assert [shape.caption_tokens(number) for number in (1, 70, 999)] == [77 + 256] * 3
+    assert shape.image_tokens(1024, 1024) == 64 * 64 and shape.image_tokens(512, 528) == 32 * 33
+
+
+@pytest.mark.parametrize("hf_config", [SD35_MEDIUM, SD35_LARGE], ids=["medium", "large"])
+def test_stable_diffusion_3_has_a_plan(tmp_path, hf_config):
+    (tmp_path / "config.json").write_text(json.dumps(hf_config))
+    config = image_recipe(f"model.path={tmp_path}", "rollout.denoising={height: 512, width: 512, guidance: 4}")
+    found = plan_recipe(config, read_cluster("8xH100"))
+    assert found.num_parameters == ModelParameters(hf_config).count
+    # Each denoising step has two documents: 1,024 image tokens, and 333 caption tokens whatever the caption.
+    assert workload_of(found.best.config, DenoiserShape.of(hf_config)).step_tokens == 2 * (1024 + 333)
 
 
 def test_frozen_models_have_the_stated_sizes():
@@ -110,8 +161,8 @@ def test_frozen_models_have_the_stated_sizes():
             use_quant_conv=False,
             use_post_quant_conv=False,
         )
-        assert sum(p.numel() for p in encoder.parameters()) == denoiser.TEXT_ENCODER_PARAMETERS
-        assert sum(p.numel() for p in vae.parameters()) == denoiser.DECODER_PARAMETERS
+        assert sum(p.numel() for p in encoder.parameters()) == SHAPE.text_encoder_parameters
+        assert sum(p.numel() for p in vae.parameters()) == SHAPE.decoder_parameters
         for size in (512, 1024):
             latents = torch.empty(1, 16, size // 8, size // 8)
             with FlopCounterMode(display=False) as counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
@@ -120,7 +171,7 @@ def test_frozen_models_have_the_stated_sizes():
             assert counter.get_total_flops() == pytest.approx(DECODER_FLOPS * size**2, rel=0.05)
 
 
-def test_parameter_count_is_z_images():
+def test_parameter_count_matches_z_image():
     with torch.device("meta"):
         model = ZImageTransformer2DModel.from_config(Z_IMAGE)
     count = sum(parameter.numel() for parameter in model.parameters())
@@ -175,7 +226,7 @@ def test_stages_share_the_operations():
     assert halves.update["matrix products"] == pytest.approx(17 / 16 * whole.update["matrix products"], rel=0.01)
 
 
-def test_a_microbatch_holds_whole_denoising_steps():
+def test_microbatch_holds_whole_denoising_steps():
     """A step has 2 x 1,024 image tokens and 64 + 32 caption tokens, so three steps fit into 8,192 tokens."""
     plan = plan_of(*layout_keys(dp=8), "rollout.denoising.guidance=4")
     packed = plan.workload.packed(plan.config.actor)
@@ -262,7 +313,7 @@ def test_table_and_page_describe_images(tmp_path):
     assert "engine: text encoder and VAE" in page and page.count("<svg") == 2
 
 
-def test_image_plans_refuse_options_for_texts(tmp_path):
+def test_image_plans_refuse_options_for_text(tmp_path):
     keys = (*layout_keys(dp=8), "actor.recompute=full")
     with pytest.raises(UserError, match=r"--response-tokens 100: rollout.engine=diffusers samples images"):
         planned(tmp_path, *keys, response_tokens=100)
@@ -270,7 +321,7 @@ def test_image_plans_refuse_options_for_texts(tmp_path):
         simulate_steps(planned(tmp_path, *keys))
 
 
-def test_too_small_a_microbatch_is_refused(tmp_path):
+def test_microbatch_smaller_than_one_step_is_refused(tmp_path):
     """With guidance, a step of 1024 x 1024 pixels has 2 · 4,096 image tokens, and up to 512 + 32 caption tokens."""
     size = ("rollout.denoising.height=1024", "rollout.denoising.width=1024", "rollout.denoising.guidance=4")
     keys = (*layout_keys(tp=2, cp=2, dp=2), "actor.recompute=full", *size)

@@ -21,7 +21,7 @@ UPDATE = NOW["update_8b"]
 GPU = GPUS["H100-80GB"]
 
 
-def test_memory_outside_tensors_is_the_recorded_one() -> None:
+def test_memory_outside_tensors_matches_recorded_results() -> None:
     parts = (measured.CUDA_CONTEXT, measured.FIRST_COMMUNICATOR, measured.TRAINER_KERNELS)
     assert parts[0].value == MACHINE["context_bytes"] and parts[1].value == MACHINE["communicator_of_one_bytes"]
     assert sum(part.value for part in parts) == pytest.approx(UPDATE["outside_torch_bytes"], rel=1e-3)
@@ -30,7 +30,7 @@ def test_memory_outside_tensors_is_the_recorded_one() -> None:
     assert measured.FRAGMENTS.value == max(fragments)
 
 
-def test_shares_are_the_recorded_ones() -> None:
+def test_throughput_fractions_match_recorded_results() -> None:
     without_optimizer = UPDATE["seconds"] - UPDATE["optimizer_seconds"]
     dense = UPDATE["mfu_of_h100"] * UPDATE["seconds"] / without_optimizer
     assert measured.DENSE_SHARE.value == pytest.approx(dense, abs=0.005)

@@ -1,4 +1,4 @@
-"""The images in the report: their choice, their size limit, and files that megarl does not write."""
+"""The images in the report: which are selected, their size limit, and files that megarl does not write."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_images_are_embedded_in_order_up_to_the_limit(tmp_path: Path, monkeypatc
     )
 
 
-def test_samples_with_images_are_preferred(tmp_path: Path) -> None:
+def test_samples_with_images_are_selected_first(tmp_path: Path) -> None:
     """A step stores the images of its first groups. The others are shown without images."""
     file = tmp_path / "step_000001.jsonl"
     write_lines(file, 2 * MAX_IMAGES)

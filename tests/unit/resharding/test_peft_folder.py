@@ -32,7 +32,7 @@ WHOLE = peft_holder(HF_CONFIG, 2, share_experts=False)
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     tensors = {name: torch.ones(shape) for name, shape in WHOLE.shapes.items() if "q_proj" in name}
-    save_adapters(tensors, LORA, "m", 0, tmp_path / "adapters")
+    save_adapters(tensors, LORA, "m", 0, tmp_path / "adapters", for_diffusers=False)
     return tmp_path / "adapters"
 
 
@@ -84,8 +84,10 @@ def test_preflight_names_damaged_adapter_weights(folder, monkeypatch, damage, me
 
 def test_files_have_the_usual_permissions(tmp_path):
     (tmp_path / "usual").touch()
-    save_adapters({"model.layers.0.self_attn.q_proj.lora_A.weight": torch.ones(2, 3)}, LORA, "m", 0, tmp_path / "a")
-    modes = {path.stat().st_mode for path in (tmp_path / "usual", *(tmp_path / "a").iterdir())}
+    tensors = {"model.layers.0.self_attn.q_proj.lora_A.weight": torch.ones(2, 3)}
+    for for_diffusers in (False, True):
+        save_adapters(tensors, LORA, "m", 0, tmp_path / "a" / str(for_diffusers), for_diffusers)
+    modes = {path.stat().st_mode for path in (tmp_path / "usual", *(tmp_path / "a").glob("*/*"))}
     assert len(modes) == 1
 
 
@@ -96,13 +98,15 @@ def test_written_folder_names_a_loadable_base_model(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     base = tmp_path / "resolved"
+    base.mkdir()
+    (base / "config.json").write_text(json.dumps(HF_CONFIG))
     (tmp_path / "runs/latest").mkdir(parents=True)
     config = load(BASE, [f"model.path={path}", "data.source=arithmetic", "actor.lora={rank: 2, alpha: 2}"])
     tensors = {name: torch.ones(shape) for name, shape in WHOLE.shapes.items()}
     if command == "train":
 
         def write(_plan: None, _transport: None, base: str, out: Path) -> None:
-            save_adapters(tensors, LORA, base, 0, out)
+            save_adapters(tensors, LORA, base, 0, out, for_diffusers=False)
 
         worker = SimpleNamespace(
             adapters=SimpleNamespace(exports_factors=True, write=write), _config=config, _folder=base

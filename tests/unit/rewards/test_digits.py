@@ -10,7 +10,7 @@ from megarl.rewards.digits import MARGIN, rendered_digits
 
 
 def drawn(text: str, size: int = 15, shift: tuple[int, int] = (0, 0)) -> np.ndarray:
-    """Return white digits on black, uint8 [16, 12 per digit, 3], each in the centre of its place plus the shift."""
+    """Return white digits on black, uint8 [16, 12 per digit, 3], each shifted from the center of its cell."""
     places = []
     for digit in text:
         image = Image.new("RGB", (12, 16))

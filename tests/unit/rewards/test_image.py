@@ -112,7 +112,7 @@ def test_aesthetic_score_applies_the_layers_to_the_embedding(folder, images, tmp
 def test_head_of_another_clip_model_is_refused(folder, tmp_path):
     head = {"layers.0.weight": np.zeros((1, DIM + 1), np.float32), "layers.0.bias": np.zeros(1, np.float32)}
     save_file(head, tmp_path / "head.safetensors")
-    with pytest.raises(ValueError, match=rf"options.head=.*must lead from {DIM}, the dim of CLIP's embeddings, to 1"):
+    with pytest.raises(ValueError, match=rf"options.head=.*must map CLIP embeddings of size {DIM} to size 1"):
         AestheticScore(str(folder), str(tmp_path / "head.safetensors"))
 
 

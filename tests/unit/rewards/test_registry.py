@@ -42,12 +42,12 @@ def test_builtin_functions_are_resolved_by_name():
         (
             {"function": "ocr_exact", "name": "reading"},
             "vllm",
-            "ocr_exact scores images, but rollout.engine=vllm samples texts. Fix: use one of exact_match, numeric",
+            "ocr_exact scores images, but rollout.engine=vllm samples text. Fix: use one of exact_match, numeric",
         ),
         (
             {"function": "exact_match"},
             "diffusers",
-            "exact_match scores texts, but rollout.engine=diffusers samples images. Fix: use one of jpeg_compressib",
+            "exact_match scores text, but rollout.engine=diffusers samples images. Fix: use one of jpeg_compressib",
         ),
         (
             {"function": "own.py:f", "per_turn": True},

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from megarl.cluster.groups.evaluation import _write as write_evaluation
-from megarl.core.latents import LatentSample
+from megarl.core.latents import Conditioning, LatentSample
 from megarl.core.optional_logs import RESERVED_BYTES, OptionalLog
 from megarl.core.types import Prompt, Sample, Score, VersionRun
 from megarl.rewards import rollout_images
@@ -32,7 +32,7 @@ def sample(name: str, image: np.ndarray | None, caption: str = 'a "cat"') -> Lat
         latents=np.zeros((3, 1, 2, 2)),
         logprobs=LOGPROBS,
         versions=(VersionRun(3, 1), VersionRun(4, 2)),
-        embedding=np.zeros((1, 2)),
+        embedding=Conditioning(np.zeros((1, 2))),
         empty_embedding=None,
         num_tokens=64,
         image=image,

@@ -11,10 +11,11 @@ from megarl.algorithms.transition import sigma_schedule
 from megarl.cluster.rank_batch import RankBatch
 from megarl.config.load import load
 from megarl.core.errors import UserError
-from megarl.core.latents import LatentSample
+from megarl.core.latents import Conditioning, LatentSample
 from megarl.core.timing import Stopwatch
 from megarl.core.types import Baseline, Prompt, SampleRef, VersionRun
-from megarl.data.collate_steps import collate_steps
+from megarl.data.collate_steps import collate_noised_steps, collate_steps
+from megarl.data.noise import standard_normal
 from megarl.data.packing import Packing
 from megarl.models.token_cost import TokenCost
 from megarl.step.dispatch import dispatch
@@ -24,6 +25,7 @@ from tests.paths import BASE
 
 KEYS = ("model.path=m", "data.source=rows.jsonl", "rollout.engine=diffusers")
 CONFIG = load(BASE, [*KEYS, "rollout.denoising={num_steps: 6, sde_steps: 2, guidance: 2.5}"])
+NFT = load(BASE, [*KEYS, "rollout.denoising={num_steps: 6, sde_steps: 2}", "algorithm.objective={name: diffusion_nft}"])
 PROMPTS = [Prompt(str(number), f"{number} cats", ()) for number in range(3)]
 
 
@@ -41,10 +43,16 @@ def image(name: str, steps: range = range(1, 3), num_tokens: int = 128) -> Laten
         latents=random.standard_normal((len(steps) + 1, 2, 4, 6)),
         logprobs=random.standard_normal(len(steps)),
         versions=(VersionRun(4, 6),),
-        embedding=random.standard_normal((5, 3)),
-        empty_embedding=np.ones((2, 3)),
+        embedding=Conditioning(random.standard_normal((5, 3)), random.standard_normal(4)),
+        empty_embedding=Conditioning(np.ones((2, 3)), np.zeros(4)),
         num_tokens=num_tokens,
     )
+
+
+def noised(name: str, steps: list[int]) -> LatentSample:
+    """Return an image to which the trainer adds the noise."""
+    sampled = image(name)
+    return replace(sampled, steps=np.array(steps), latents=sampled.latents[:0], logprobs=[], final=sampled.latents[-1])
 
 
 def ref(sample: LatentSample, **fields) -> SampleRef:
@@ -64,7 +72,21 @@ def test_requests_of_a_step_share_their_window():
     assert later == {range(2), range(1, 3)}
 
 
-def test_each_denoising_step_is_packed_on_its_own():
+def test_noised_requests_follow_the_ode_and_draw_their_noise_levels():
+    groups = requests(NFT, 3, PROMPTS)
+    every = [request for group in groups for request in group]
+    assert all(request.returns_final and request.returns_image for request in every)
+    assert {request.denoising.sde_steps for request in every} == {range(0)}
+    drawn = {request.sample_id: request.noised_steps for request in every}
+    assert {len({*steps}) for steps in drawn.values()} == {2}
+    assert {step for steps in drawn.values() for step in steps} == {*range(6)}
+    assert len({*drawn.values()}) > 1
+    assert [[request.seed for request in group] for group in groups] == [
+        [request.seed for request in group] for group in requests(CONFIG, 3, PROMPTS)
+    ]
+
+
+def test_denoising_steps_are_packed_separately():
     """Each image has two steps of 128 tokens, and a microbatch holds three of them."""
     samples = [ref(image(name), outcome=float(number)) for number, name in enumerate(("1.0.0", "1.0.1", "1.1.0"))]
     [batch] = dispatch(CONFIG, samples, packing(400))
@@ -96,12 +118,52 @@ def test_microbatch_has_the_steps_of_its_images():
     assert batch.step_weight.tolist() == [1.5, 2.0, 1.0]
     assert batch.weight.tolist() == [0.25, 0.5, 0.5] and batch.stale.tolist() == [False, True, True]
     assert (batch.reward[0].item(), batch.baseline[0].item(), batch.scale[0].item()) == (2.0, 0.5, 3.0)
-    assert np.array_equal(batch.captions[0], first.embedding) and np.array_equal(batch.unconditional, np.ones((2, 3)))
+    for caption, expected in ((batch.captions[0], first.embedding), (batch.unconditional, first.empty_embedding)):
+        assert caption.map(np.asarray) == expected
 
 
-def test_empty_microbatch_has_no_steps():
-    batch = collate_steps([], {})
+def test_noised_microbatch_adds_noise_to_the_final_latents():
+    first, second = noised("1.0.0", [0, 3]), noised("1.0.11", [3, 5])
+    items = [
+        ref(first, step=1, weight=0.25, scalar_reward=2.0, baseline=Baseline(0.5, 3.0)),
+        ref(second, step=0, weight=0.5),
+        ref(second, step=1, weight=0.5),
+    ]
+    batch = collate_noised_steps(items, seed=7)
+    sigma = first.sigmas[[3, 3, 5]]
+    assert batch.sigma.tolist() == sigma.tolist() and not batch.sigma_next.any() and batch.step_weight is None
+    assert np.array_equal(batch.next_latents, np.stack([first.final, second.final, second.final]))
+    scale = sigma.astype(np.float32)[:, None, None, None]
+    noise = (batch.latents.numpy() - (1 - scale) * batch.next_latents.numpy()) / scale
+    expected = [standard_normal(7, item.id, step, (2, 4, 6)) for item, step in ((first, 3), (second, 3), (second, 5))]
+    assert noise == pytest.approx(np.stack(expected), abs=1e-5)
+    assert len({row.tobytes() for row in noise}) == 3
+    assert batch.rollout_logprobs.tolist() == [0.0] * 3 and batch.weight.tolist() == [0.25, 0.5, 0.5]
+    assert (batch.reward[0].item(), batch.baseline[0].item(), batch.scale[0].item()) == (2.0, 0.5, 3.0)
+    assert batch.captions[1].map(np.asarray) == second.embedding
+    assert batch.unconditional.map(np.asarray) == second.empty_embedding
+
+
+def test_noised_rows_do_not_depend_on_the_microbatch():
+    items = [ref(noised(f"1.0.{k}", [1, 4]), step=step) for k in range(3) for step in (0, 1)]
+    whole = collate_noised_steps(items, seed=7)
+    for number, item in enumerate(items):
+        assert np.array_equal(collate_noised_steps([item], seed=7).latents[0], whole.latents[number])
+    assert not np.array_equal(collate_noised_steps(items, seed=8).latents, whole.latents)
+
+
+@pytest.mark.parametrize("collate", [lambda: collate_steps([], {}), lambda: collate_noised_steps([], 7)])
+def test_empty_microbatch_has_no_steps(collate):
+    batch = collate()
     assert len(batch.row_sample) == len(batch.latents) == len(batch.captions) == 0 and batch.unconditional is None
+
+
+def test_noised_images_are_dispatched_by_noise_level():
+    [batch] = dispatch(NFT, [ref(noised(name, [1, 4])) for name in ("1.0.0", "1.0.1")], packing(400))
+    assert sorted((item.id, item.step) for item in batch.samples) == [
+        (f"1.0.{k}", step) for k in (0, 1) for step in (0, 1)
+    ]
+    assert {item.weight for item in batch.samples} == {1 / 2 / 2}
 
 
 def test_batches_of_images_are_fetched_once_per_image():

@@ -42,6 +42,16 @@ def test_configured_limit_replaces_the_rounding_limit() -> None:
     assert told(config, 0.3) is None and "exceeds logprob_check.limit=0.4" in told(config, 0.5)
 
 
+def test_images_have_denoising_steps_instead_of_tokens() -> None:
+    config = config_of("rollout.engine=diffusers", "logprob_check.action=mask")
+    assert told(config, 1e-3) == (
+        "the engines' log-probs differ from the trainer's by 1.0e-03 per denoising step, which exceeds the limit for "
+        "images (0.0001)"
+    )
+    [line] = announce(config)
+    assert line.startswith("logprob_check: the loss excludes denoising steps whose log-probs differ between")
+
+
 def test_policy_lag_has_no_limit() -> None:
     config = config_of(*AHEAD)
     assert excess(config, {"policy_lag/logprob_abs_mean": Metric(10.0)}) is None

@@ -56,6 +56,18 @@ def config(*overrides: str):
             False,
             "name=sft: no term uses them",
         ),
+        (
+            ["algorithm.objective.name=diffusion_nft", "rollout.engine=diffusers"],
+            "old log-probs",
+            False,
+            "one update per step: the updated policy is the old policy); ",
+        ),
+        (
+            ["algorithm.objective.name=diffusion_nft", "rollout.engine=diffusers", "batch.prompts_per_update=4"],
+            "old log-probs",
+            True,
+            "2 updates per step: the policy moves",
+        ),
         (["algorithm.objective.name=dpo"], "critic values", False, "name=dpo: the objective has no advantages"),
         (["batch.prompts_per_update=8"], "reference log-probs", False, "coefficient=0"),
         (["batch.prompts_per_update=8", "algorithm.kl.coefficient=0.01"], "reference log-probs", True, "0.01"),

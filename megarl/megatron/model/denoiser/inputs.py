@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -12,9 +13,10 @@ from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megarl.core import device
+from megarl.core.latents import Conditioning
 from megarl.megatron import parallel
 from megarl.megatron.context_parallel import consecutive_shares
-from megarl.models.denoiser import TOKEN_MULTIPLE, DenoiserShape, padded
+from megarl.models.denoiser import DenoiserShape, ZImageShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,20 +26,20 @@ class Document:
     Attributes:
         latents: float32 [channels, height, width], with noise.
         sigma: the noise level, from 0 (an image) to 1 (noise).
-        caption: [L ≥ 1, caption channels], the text encoder's output.
+        caption: the text encoders' output.
     """
 
     latents: torch.Tensor
     sigma: float
-    caption: torch.Tensor
+    caption: Conditioning[torch.Tensor]
 
     def grid(self, patch: int) -> tuple[int, int]:
         """Return the numbers of rows and columns of image tokens for the patch size `patch`."""
         return self.latents.shape[1] // patch, self.latents.shape[2] // patch
 
-    def num_tokens(self, patch: int) -> int:
+    def num_tokens(self, shape: DenoiserShape) -> int:
         """Return the number of tokens, including padding."""
-        return padded(prod(self.grid(patch))) + padded(len(self.caption))
+        return shape.padded(prod(self.grid(shape.patch))) + shape.padded(len(self.caption.tokens))
 
 
 @dataclass
@@ -49,39 +51,39 @@ class DocumentStream(PackedSeqParams):
         lengths: number of tokens in each document, including padding, with sum T.
         query_lengths: number of these tokens on this context-parallel rank.
         angles: float32 [T, 1, 1, d], the rotation angle of each channel pair, repeated for both channels, in the order
-            in which Megatron splits them over context-parallel ranks.
+            in which Megatron splits them over context-parallel ranks; None without a rotary position embedding.
         document_numbers: int64, the index of each token's document, for the tokens on this rank. Filler has the index
             of the document before it.
     """
 
     lengths: tuple[int, ...] = ()
     query_lengths: tuple[int, ...] = ()
-    angles: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    angles: torch.Tensor | None = None
     document_numbers: torch.Tensor = field(default_factory=lambda: torch.empty(0))
 
     @classmethod
-    def of(cls, parts: Sequence[torch.Tensor], sequence_parallel: bool) -> DocumentStream:
-        """Build the stream of documents from their angles and the filler's."""
-        lengths = tuple(map(len, parts))
+    def of(cls, parts: Sequence[torch.Tensor], sequence_parallel: bool, is_rotated: bool = True) -> DocumentStream:
+        """Build the stream of documents from their tokens' angles and the filler's; without rotation, only the lengths
+        of the parts matter."""
+        lengths, target = tuple(map(len, parts)), parts[0].device
         numbers = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
         shares = consecutive_shares(len(numbers))
         numbers = numbers[shares.local]
         query_lengths = tuple(numbers.bincount(minlength=len(lengths)).tolist())
         numbers = numbers.clamp(max=len(lengths) - 2)
-        angles = torch.cat([*parts])
-        angles = angles[device.send(shares.sequence, angles.device)]
+        total = sum(lengths)
         # With a single sequence, Megatron rotates the whole pack at once.
-        bounds = torch.tensor([0, len(angles)], dtype=torch.int32)
+        bounds = torch.tensor([0, total], dtype=torch.int32)
         return cls(
             "thd",
             bounds,
             bounds,
-            max_seqlen_q=len(angles),
-            max_seqlen_kv=len(angles),
+            max_seqlen_q=total,
+            max_seqlen_kv=total,
             lengths=lengths,
             query_lengths=query_lengths,
-            angles=angles,
-            document_numbers=(parallel.local_part(numbers) if sequence_parallel else numbers).to(angles.device),
+            angles=torch.cat([*parts])[device.send(shares.sequence, target)] if is_rotated else None,
+            document_numbers=(parallel.local_part(numbers) if sequence_parallel else numbers).to(target),
         )
 
 
@@ -89,53 +91,76 @@ class DocumentStream(PackedSeqParams):
 class DenoiserInput:
     """The denoiser's input for one microbatch of D documents.
 
-    The X image tokens and Y caption tokens include padding to a multiple of 32 per document, which the document's
-    tokens attend to. Filler at the end makes X and Y multiples of 2 · cp, or 2 · cp · tp with sequence parallelism. It
-    attends only to itself, and its outputs are dropped.
+    The X image tokens and Y caption tokens include the padding of each document, which the document's tokens attend
+    to. Filler at the end makes X and Y multiples of 2 · cp, or 2 · cp · tp with sequence parallelism. It attends only
+    to itself, and its outputs are dropped.
 
     Attributes:
         patch: height and width of an image token.
         patches: float32 [X/cp, patch channels], the image tokens on this context-parallel rank.
         captions: [Y/cp, caption channels], its caption tokens.
-        image_is_padding, caption_is_padding: bool [X/cp, 1] and [Y/cp, 1].
         sigmas: float32 [D], the documents' noise levels.
         images, texts: the two kinds of tokens as separate streams.
-        joint: the tokens of both kinds; a document's image precedes its caption.
     """
 
     documents: Sequence[Document]
     patch: int
     patches: torch.Tensor
     captions: torch.Tensor
-    image_is_padding: torch.Tensor
-    caption_is_padding: torch.Tensor
     sigmas: torch.Tensor
     images: DocumentStream
     texts: DocumentStream
+
+    @classmethod
+    def of(cls, documents: Sequence[Document], shape: Any, sequence_parallel: bool) -> Self:
+        """Pack the documents on their device. The model is faster if documents of equal size are consecutive."""
+        raise NotImplementedError
+
+    def unpatchify(self, rows: torch.Tensor) -> list[torch.Tensor]:
+        """Return each document's velocity, [channels, height, width], from image rows [N, patch channels]."""
+        grids = [document.grid(self.patch) for document in self.documents]
+        square = (self.patch, self.patch, -1)
+        return [
+            part.unflatten(0, grid).unflatten(2, square).permute(4, 0, 2, 1, 3).flatten(3, 4).flatten(1, 2)
+            for part, grid in zip(rows.split(list(map(prod, grids))), grids, strict=True)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class ZImageInput(DenoiserInput):
+    """Z-Image's input. Images and captions are padded to a multiple of 32 tokens per document.
+
+    Attributes:
+        image_is_padding, caption_is_padding: bool [X/cp, 1] and [Y/cp, 1].
+        joint: the tokens of both kinds; a document's image precedes its caption.
+    """
+
+    image_is_padding: torch.Tensor
+    caption_is_padding: torch.Tensor
     joint: DocumentStream
 
     @classmethod
-    def of(cls, documents: Sequence[Document], shape: DenoiserShape, sequence_parallel: bool) -> DenoiserInput:
-        """Pack the documents on their device. The model is faster if documents of equal size are consecutive."""
+    def of(cls, documents: Sequence[Document], shape: ZImageShape, sequence_parallel: bool) -> ZImageInput:
+        length = shape.token_multiple
         patches = [patchify(d.latents, shape.patch) for d in documents]
-        image_is_padding = [_is_padding(rows) for rows in patches]
-        caption_is_padding = [_is_padding(d.caption) for d in documents]
+        image_is_padding = [_is_padding(rows, length) for rows in patches]
+        caption_is_padding = [_is_padding(d.caption.tokens, length) for d in documents]
         target = documents[0].latents.device
         texts = [_rotary_angles(_caption_positions(len(rows)), shape).to(target) for rows in caption_is_padding]
         images = [
             _rotary_angles(_image_positions(document.grid(shape.patch), len(rows), len(text)), shape).to(target)
             for document, rows, text in zip(documents, image_is_padding, texts, strict=True)
         ]
-        multiple = _token_multiple(sequence_parallel)
-        images, texts = _filled(images, multiple), _filled(texts, multiple)
+        multiple = token_multiple(sequence_parallel)
+        images, texts = filled(images, multiple), filled(texts, multiple)
         joint = [torch.cat(pair) for pair in zip(images, texts, strict=True)]
         return cls(
             documents=documents,
             patch=shape.patch,
-            patches=_share([_padded(rows, False) for rows in patches], multiple),
-            captions=_share([_padded(d.caption, False) for d in documents], multiple),
-            image_is_padding=_share(image_is_padding, multiple),
-            caption_is_padding=_share(caption_is_padding, multiple),
+            patches=share([_padded(rows, length, False) for rows in patches], multiple),
+            captions=share([_padded(d.caption.tokens, length, False) for d in documents], multiple),
+            image_is_padding=share(image_is_padding, multiple),
+            caption_is_padding=share(caption_is_padding, multiple),
             sigmas=torch.tensor([d.sigma for d in documents], dtype=torch.float32, device=target),
             images=DocumentStream.of(images, sequence_parallel),
             texts=DocumentStream.of(texts, sequence_parallel),
@@ -152,15 +177,6 @@ class DenoiserInput:
         documents = zip(joint.split(self.joint.lengths)[:-1], self.documents, strict=True)
         return torch.cat([rows[: prod(document.grid(self.patch))] for rows, document in documents])
 
-    def unpatchify(self, rows: torch.Tensor) -> list[torch.Tensor]:
-        """Return each document's velocity, [channels, height, width], from image rows [N, patch channels]."""
-        grids = [document.grid(self.patch) for document in self.documents]
-        square = (self.patch, self.patch, -1)
-        return [
-            part.unflatten(0, grid).unflatten(2, square).permute(4, 0, 2, 1, 3).flatten(3, 4).flatten(1, 2)
-            for part, grid in zip(rows.split(list(map(prod, grids))), grids, strict=True)
-        ]
-
 
 def patchify(latents: torch.Tensor, patch: int) -> torch.Tensor:
     """Split latents [channels, height, width] into tokens, [N, patch · patch · channels]. The channel index varies
@@ -169,32 +185,32 @@ def patchify(latents: torch.Tensor, patch: int) -> torch.Tensor:
     return rows.permute(1, 3, 2, 4, 0).flatten(2).flatten(0, 1)
 
 
-def _token_multiple(sequence_parallel: bool) -> int:
+def token_multiple(sequence_parallel: bool) -> int:
     """Return the number whose multiples are valid pack lengths. Megatron's rotary embedding splits a context-parallel
     rank's tokens into two halves."""
     tensor_ranks = parallel_state.get_tensor_model_parallel_world_size() if sequence_parallel else 1
     return 2 * parallel_state.get_context_parallel_world_size() * tensor_ranks
 
 
-def _filled(parts: Sequence[torch.Tensor], multiple: int) -> list[torch.Tensor]:
+def filled(parts: Sequence[torch.Tensor], multiple: int) -> list[torch.Tensor]:
     """Append a part of zeros, possibly empty, to the documents' parts, [L, …] each, so that their total length is a
     multiple of `multiple`."""
     return [*parts, parts[0].new_zeros(-sum(map(len, parts)) % multiple, *parts[0].shape[1:])]
 
 
-def _share(parts: Sequence[torch.Tensor], multiple: int) -> torch.Tensor:
+def share(parts: Sequence[torch.Tensor], multiple: int) -> torch.Tensor:
     """Return this context-parallel rank's rows, [T/cp, …], of the documents' parts, [L, …] each."""
-    return parallel.context_part(torch.cat(_filled(parts, multiple)))
+    return parallel.context_part(torch.cat(filled(parts, multiple)))
 
 
-def _padded(rows: torch.Tensor, fill: bool) -> torch.Tensor:
-    """Pad [L, …] with `fill` to the next multiple of 32 rows."""
-    return F.pad(rows, (0, 0, 0, -len(rows) % TOKEN_MULTIPLE), value=fill)
+def _padded(rows: torch.Tensor, multiple: int, fill: bool) -> torch.Tensor:
+    """Pad [L, …] with `fill` to the next multiple of `multiple` rows."""
+    return F.pad(rows, (0, 0, 0, -len(rows) % multiple), value=fill)
 
 
-def _is_padding(rows: torch.Tensor) -> torch.Tensor:
+def _is_padding(rows: torch.Tensor, multiple: int) -> torch.Tensor:
     """Pad the rows, and return which of the resulting rows are padding, bool [L, 1]."""
-    return _padded(rows.new_zeros(len(rows), 1, dtype=torch.bool), True)
+    return _padded(rows.new_zeros(len(rows), 1, dtype=torch.bool), multiple, True)
 
 
 def _caption_positions(length: int) -> torch.Tensor:
@@ -211,7 +227,7 @@ def _image_positions(grid: tuple[int, int], length: int, caption: int) -> torch.
     return F.pad(positions, (0, 0, 0, length - len(positions)))
 
 
-def _rotary_angles(positions: torch.Tensor, shape: DenoiserShape) -> torch.Tensor:
+def _rotary_angles(positions: torch.Tensor, shape: ZImageShape) -> torch.Tensor:
     """Return the angles for positions [L, 3], float32 [L, 1, 1, d], rounded as in diffusers."""
     angles = [
         positions[:, axis, None] * (1 / shape.rotary_base ** (torch.arange(0, dim, 2, dtype=torch.float64) / dim))

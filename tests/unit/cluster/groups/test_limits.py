@@ -20,8 +20,8 @@ from megarl.cluster.groups.trainers import TrainerGroup
 from megarl.cluster.pending import Pending
 from megarl.cluster.placement import Process
 from megarl.cluster.refit import Refit
+from megarl.config.cluster_schema import TimeoutKind
 from megarl.config.load import load
-from megarl.config.schema import TimeoutKind
 from tests.paths import QUICKSTART
 from tests.unit.resharding.cases import config_of
 

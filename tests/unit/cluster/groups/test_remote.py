@@ -23,7 +23,7 @@ from megarl.cluster.groups.reward_models import (
 from megarl.cluster.groups.rewards import RewardActor, RewardGroup, RewardWorker
 from megarl.cluster.groups.trainers import ImageTrainerGroup, TrainerActor, TrainerGroup
 from megarl.cluster.pending import Answers, ready
-from megarl.config.schema import TimeoutKind
+from megarl.config.cluster_schema import TimeoutKind
 from megarl.megatron.workers.actor import ActorWorker
 from megarl.megatron.workers.denoiser import DenoiserWorker
 from megarl.megatron.workers.model import ModelWorker

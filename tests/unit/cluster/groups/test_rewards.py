@@ -155,6 +155,7 @@ def test_pending_samples_are_restored_from_a_checkpoint(worker, tmp_path, monkey
     )
     groups = [(17, 2, [whole, sample("3.0.0", "one")]), (4, 3, [sample("3.1.0", "x")])]
     refs = [(row, version, [SampleRef.of(sample, sample) for sample in samples]) for row, version, samples in groups]
+    monkeypatch.setattr(rewards, "get_samples", lambda refs: [ref.sample for ref in refs])
     record = worker.save_groups(refs, tmp_path / "rollouts" / "waiting")
     assert (tmp_path / record.path).stat().st_size == record.num_bytes
     monkeypatch.setattr(rewards, "put_sample", lambda sample: sample)

@@ -6,10 +6,9 @@ import json
 
 import pytest
 import torch
-from diffusers.models.transformers.transformer_z_image import ZImageTransformer2DModel
 
 from megarl.megatron.checkpoint.conversion import huggingface_to_megatron, megatron_to_huggingface, reshape
-from tests.tiny_denoiser import write_tiny_denoiser
+from tests.tiny_denoiser import MODELS
 from tests.unit.resharding.cases import layout_of
 
 GRID = {
@@ -18,17 +17,18 @@ GRID = {
 }
 
 
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("case", GRID)
-def test_round_trip_is_bit_exact(tmp_path, case):
+def test_round_trip_is_bit_exact(tmp_path, name, case):
     first, second = GRID[case]
-    source = write_tiny_denoiser(tmp_path / "diffusers", torch.bfloat16)
+    source = MODELS[name].write(tmp_path / "diffusers", torch.bfloat16)
     huggingface_to_megatron(source, tmp_path / "first", first)
     reshape(tmp_path / "first", tmp_path / "second", second)
     megatron_to_huggingface(tmp_path / "second", tmp_path / "back", shard_bytes=100_000)
     written = sorted(path.name for path in (tmp_path / "back").glob("*.safetensors*"))
     assert "diffusion_pytorch_model.safetensors.index.json" in written and len(written) > 2
     before, after = (
-        ZImageTransformer2DModel.from_pretrained(folder, torch_dtype=torch.bfloat16).state_dict()
+        MODELS[name].model_class.from_pretrained(folder, torch_dtype=torch.bfloat16).state_dict()
         for folder in (source, tmp_path / "back")
     )
     assert before.keys() == after.keys()

@@ -5,12 +5,23 @@ from pathlib import Path
 import pytest
 
 from megarl.rollout.diffusers.engine import DiffusersEngine
+from tests.tiny_denoiser import MODELS, TinyDenoiser
 from tests.tiny_image_model import load_pipeline, write_tiny_image_model
 
 
+@pytest.fixture(scope="session", params=MODELS)
+def name(request) -> str:
+    return request.param
+
+
 @pytest.fixture(scope="session")
-def folder(tmp_path_factory) -> Path:
-    return write_tiny_image_model(tmp_path_factory.mktemp("model"))
+def tiny(name) -> TinyDenoiser:
+    return MODELS[name]
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory, name) -> Path:
+    return write_tiny_image_model(tmp_path_factory.mktemp("model"), name)
 
 
 @pytest.fixture(scope="session")

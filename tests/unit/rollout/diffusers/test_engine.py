@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 import torch
-from diffusers import ZImageTransformer2DModel
 
 from megarl.core.errors import UserError
-from megarl.core.latents import LatentSample, canaries
+from megarl.core.latents import LatentSample, VelocityInput, canaries
 from megarl.core.types import VersionRun
 from megarl.models.folder import read_config
 from megarl.resharding.families import diffusers_holders, huggingface_holder
@@ -21,9 +21,10 @@ from megarl.resharding.planning.planner import make_plan
 from megarl.resharding.transports.local import LocalMemory
 from megarl.resharding.verification import regions, source_checksums
 from megarl.rollout.diffusers.engine import DiffusersEngine
+from megarl.rollout.diffusers.sampler import Document
 from megarl.rollout.engine import SyncedEngine
 from tests.closeness import TOLERANCE, relative_error
-from tests.tiny_denoiser import CONFIG
+from tests.tiny_denoiser import TinyDenoiser
 from tests.unit.rollout.diffusers.test_sampler import WINDOW, generate, requests_for
 
 
@@ -38,7 +39,7 @@ class LocalChannel:
 
 
 class Trainer:
-    """A source of random weights, and the engine's connection to it."""
+    """A trainer stand-in with random weights, connected to an engine."""
 
     def __init__(self, folder, engine: DiffusersEngine):
         config = read_config(folder / "transformer")
@@ -64,9 +65,14 @@ class Trainer:
         assert stats.num_bytes == sum(weight.nbytes for weight in self.weights.values())
 
 
-def saved(folder, trainer: Trainer, path) -> DiffusersEngine:
+def inputs_of(tiny: TinyDenoiser) -> list[VelocityInput]:
+    shape = tiny.shape
+    return canaries(shape.channels, shape.caption, shape.patch, shape.pooled)
+
+
+def saved(tiny: TinyDenoiser, folder, trainer: Trainer, path) -> DiffusersEngine:
     """Return a fresh engine from a folder with the trainer's weights."""
-    model = ZImageTransformer2DModel.from_config(CONFIG)
+    model = tiny.model_class.from_config(tiny.config)
     model.load_state_dict(trainer.weights)
     for part in folder.iterdir():
         (path / part.name).symlink_to(part)
@@ -83,7 +89,7 @@ def test_engine_describes_its_parameters_as_the_family(folder, engine):
     assert holder.shard.mismatched_params(parameters) == [] and engine.repacking() == []
 
 
-def test_two_refits_equal_a_fresh_engine_bit_for_bit(folder, tmp_path):
+def test_two_refits_equal_a_fresh_engine_bit_for_bit(tiny, folder, tmp_path):
     engine: SyncedEngine = DiffusersEngine(folder, "float32", max_batch=4)
     assert isinstance(engine, DiffusersEngine) and engine.version is None
     trainer = Trainer(folder, engine)
@@ -92,37 +98,37 @@ def test_two_refits_equal_a_fresh_engine_bit_for_bit(folder, tmp_path):
     trainer.refit(1)
     generate(engine, requests_for(WINDOW))
     trainer.refit(2)
-    fresh = saved(folder, trainer, tmp_path)
+    fresh = saved(tiny, folder, trainer, tmp_path)
     assert engine.checksums() == fresh.checksums()
     assert generate(engine, requests_for(WINDOW)) == generate(fresh, requests_for(WINDOW))
-    inputs = canaries(CONFIG["in_channels"], CONFIG["cap_feat_dim"], patch=2)
+    inputs = inputs_of(tiny)
     for velocity, expected in zip(engine.velocities(inputs), fresh.velocities(inputs), strict=True):
         assert np.array_equal(velocity, expected)
 
 
-def test_refit_with_wrong_weights_fails_and_clears_the_version(folder):
+def test_refit_with_wrong_weights_fails_and_clears_the_version(name, folder):
     engine = DiffusersEngine(folder, "float32", max_batch=4)
     trainer = Trainer(folder, engine)
     trainer.refit(1)
     expected = trainer.checksums()
     assert engine.differing(expected) == []
-    trainer.weights["layers.1.attention.to_k.weight"][3, 5] += 1e-6
-    with pytest.raises(RuntimeError, match=r"differ in 1 regions.*layers\.1\.attention\.to_k\.weight"):
+    changed = "layers.1.attention.to_k.weight" if name == "Z-Image" else "pos_embed.pos_embed"
+    trainer.weights[changed][..., 3, 5] += 1e-6
+    with pytest.raises(RuntimeError, match=rf"differ in 1 regions.*{re.escape(changed)}"):
         engine.refit(2, expected)
     assert engine.version is None
     [line] = engine.differing(expected)
-    assert "layers.1.attention.to_k.weight" in line
+    assert changed in line
 
 
-def test_velocities_at_canaries_match_diffusers(folder, engine, pipeline):
-    inputs = canaries(CONFIG["in_channels"], CONFIG["cap_feat_dim"], patch=2)
-    for item, velocity in zip(inputs, engine.velocities(inputs), strict=True):
+def test_velocities_at_canaries_match_diffusers(tiny, engine, pipeline):
+    inputs = inputs_of(tiny)
+    documents = [Document(torch.tensor(i.latents), i.sigma, i.caption.map(torch.tensor)) for i in inputs]
+    for document, velocity in zip(documents, engine.velocities(inputs), strict=True):
         with torch.no_grad():
-            [output] = pipeline.transformer(
-                [torch.tensor(item.latents)[:, None]], torch.tensor([1 - item.sigma]), [torch.tensor(item.caption)]
-            ).sample
-        assert relative_error(torch.tensor(velocity), -output[:, 0]) < TOLERANCE
-    assert inputs == canaries(CONFIG["in_channels"], CONFIG["cap_feat_dim"], patch=2)
+            [expected] = tiny.velocities(pipeline.transformer, [document])
+        assert relative_error(torch.tensor(velocity), expected) < TOLERANCE
+    assert inputs == inputs_of(tiny)
 
 
 @pytest.mark.parametrize("offload", [False, True])
@@ -200,19 +206,18 @@ def test_error_in_a_step_reaches_every_caller(engine, monkeypatch):
 
 
 @pytest.mark.parametrize(("size", "key"), [((18, 24), "height"), ((16, 0), "width"), ((16, 68), "width")])
-def test_image_size_without_positions_is_refused(engine, size, key):
+def test_image_size_without_positions_is_refused(tiny, engine, size, key):
     denoising = replace(WINDOW, height=size[0], width=size[1])
     with pytest.raises(
         UserError, match=f"^rollout.denoising.{key}={dict(zip(('height', 'width'), size, strict=True))[key]}: "
     ):
         generate(engine, requests_for(denoising))
-    fixed = {"height": 16, "width": {0: 4, 68: 64}.get(size[1], 24)}
+    largest = tiny.shape.image_limit[1] * 4
+    fixed = {"height": 16, "width": {0: 4, 68: largest}.get(size[1], 24)}
     assert len(generate(engine, requests_for(replace(denoising, **fixed), count=1))) == 1
 
 
-def test_info_has_token_ids_and_the_dtype_of_velocities(engine):
+def test_info_has_token_ids_and_the_dtype_of_velocities(tiny, engine):
     info = engine.info(["cat", ""])
     assert info.head_dtype == "float32" and len(info.token_ids[0]) == 3 and info.token_ids[1] == ()
-    assert "ZImageTransformer2DModel" in info.description
-    [caption, empty] = engine.encode(["cat", ""])
-    assert caption.dtype == np.float32 and caption.shape[1] == CONFIG["cap_feat_dim"] and len(empty) < len(caption)
+    assert tiny.config["_class_name"] in info.description

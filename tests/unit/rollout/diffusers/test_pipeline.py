@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from megarl.core.errors import UserError
-from megarl.rollout.diffusers.pipeline import CACHE_BYTES, ImageModel
+from megarl.rollout.diffusers.encoders import CACHE_BYTES
+from megarl.rollout.diffusers.pipeline import ImageModel
 from tests.closeness import TOLERANCE, relative_error
-from tests.tiny_image_model import SHIFT
+from tests.tiny_image_model import CLIP_TOKENS, SHIFT, load_pipeline, write_tiny_image_model
 
 TEXTS = ["a red cat", "", "A blue dog on a very long sofa under a tree"]
 
@@ -23,17 +24,53 @@ def load(folder: Path, offload: bool = False) -> ImageModel:
     return ImageModel.load(folder, torch.float32, offload)
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return write_tiny_image_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def pipeline(folder):
+    return load_pipeline(folder)
+
+
+@pytest.fixture(scope="module", params=["with T5", "without T5"])
+def sd3_folder(request, tmp_path_factory) -> Path:
+    return write_tiny_image_model(tmp_path_factory.mktemp("sd3"), "SD3.5", has_t5=request.param == "with T5")
+
+
+def test_sd3_captions_match_diffusers_pipeline(sd3_folder):
+    captions = load(sd3_folder).encoder.encode(TEXTS)
+    expected, _, pooled, _ = load_pipeline(sd3_folder).encode_prompt(
+        [*TEXTS], None, None, do_classifier_free_guidance=False
+    )
+    for text, tokens, vector in zip(TEXTS, expected, pooled, strict=True):
+        assert captions[text].tokens.shape == tokens.shape and len(tokens) == CLIP_TOKENS + 256
+        assert relative_error(captions[text].tokens, tokens) < TOLERANCE
+        assert relative_error(captions[text].pooled, vector) < TOLERANCE
+
+
+def test_sd3_noise_levels_are_diffusers(sd3_folder):
+    scheduler = load_pipeline(sd3_folder).scheduler
+    for num_steps in (1, 2, 10):
+        scheduler.set_timesteps(num_steps)
+        assert load(sd3_folder).sigmas(num_steps) == pytest.approx(scheduler.sigmas.tolist(), abs=1e-6)
+    other = type(scheduler)(shift=2.0)
+    other.set_timesteps(10)
+    assert load(sd3_folder).sigmas(10, shift=2.0) == pytest.approx(other.sigmas.tolist(), abs=1e-6)
+
+
 def test_captions_match_diffusers_pipeline(folder, pipeline):
     captions = load(folder).encoder.encode(TEXTS)
     expected, _ = pipeline.encode_prompt([*TEXTS], do_classifier_free_guidance=False, max_sequence_length=96)
     for text, caption in zip(TEXTS, expected, strict=True):
-        assert captions[text].shape == caption.shape
-        assert relative_error(captions[text], caption) < TOLERANCE
+        assert captions[text].tokens.shape == caption.shape and captions[text].pooled is None
+        assert relative_error(captions[text].tokens, caption) < TOLERANCE
 
 
 def test_long_captions_are_truncated_to_the_positions(folder):
     [caption] = load(folder).encoder.encode(["word " * 100]).values()
-    assert len(caption) == 96  # positions 1 to 96, one for the image, and 128 positions in total
+    assert len(caption.tokens) == 96  # positions 1 to 96, one for the image, and 128 positions in total
 
 
 def test_captions_are_cached_up_to_a_limit(folder, monkeypatch):
@@ -44,7 +81,7 @@ def test_captions_are_cached_up_to_a_limit(folder, monkeypatch):
     first = model.encoder.encode(["a", "b", "a"])
     assert encoded == ["a", "b"]
     assert model.encoder.encode(["b", "a"])["a"] is first["a"] and encoded == ["a", "b"]
-    model.encoder._cache_bytes = sum(caption.nbytes for caption in first.values())
+    model.encoder._cache_bytes = sum(caption.tokens.nbytes for caption in first.values())
     assert model.encoder.encode(["c"]).keys() == {"c"}  # replaces b, which was used less recently than a
     model.encoder.encode(["a", "b"])
     assert encoded == ["a", "b", "c", "b"]
@@ -52,7 +89,7 @@ def test_captions_are_cached_up_to_a_limit(folder, monkeypatch):
 
 
 @pytest.mark.parametrize("offload", [False, True])
-def test_offloaded_models_are_on_the_device_only_in_use(folder, monkeypatch, offload):
+def test_offloaded_models_are_on_the_device_only_during_use(folder, monkeypatch, offload):
     model, moves = load(folder, offload), []
     for hosted in (model.encoder.model, model.decoder.model):
         move = hosted._model.to
@@ -61,11 +98,11 @@ def test_offloaded_models_are_on_the_device_only_in_use(folder, monkeypatch, off
     [caption] = model.encoder.encode(["cat"]).values()
     [image] = model.decoder.decode([torch.ones(4, 4, 4)])
     assert moves == (["cpu:0", "cpu"] if offload else ["cpu:0"]) * 2
-    assert torch.equal(model.encoder.encode(["cat"])["cat"], caption) and len(moves) == 2 + 2 * offload  # cached
+    assert model.encoder.encode(["cat"])["cat"] is caption and len(moves) == 2 + 2 * offload  # cached
     assert image.shape == (8, 8, 3)
 
 
-def test_model_has_the_folders_shift(folder):
+def test_shift_is_read_from_the_folder(folder):
     assert load(folder).shift == SHIFT
 
 
@@ -113,6 +150,35 @@ def test_unsupported_or_damaged_folder_is_refused(folder, tmp_path, case):
     assert "Fix: " in str(raised.value)
 
 
+def without(*parts: str) -> Callable[[Path], None]:
+    return edited("model_index.json", **{part: [None, None] for part in parts})
+
+
+SD3_CORRUPTIONS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "missing CLIP": (without("text_encoder_2"), "text_encoder_2=.*CLIPTextModelWithProjection"),
+    "T5 without its tokenizer": (without("tokenizer_3"), "only one of text_encoder_3 and tokenizer_3"),
+    "other transformer": (edited("model_index.json", transformer=["diffusers", "ZImageTransformer2DModel"]), "SD3Tr"),
+    "other pooled caption": (edited("transformer/config.json", pooled_projection_dim=16), "pooled_projection_dim=16"),
+    "other T5": (edited("transformer/config.json", joint_attention_dim=24), "20 channels.*joint_attention_dim=24"),
+}
+
+
+@pytest.mark.parametrize("case", SD3_CORRUPTIONS)
+def test_unsupported_sd3_folder_is_refused(tmp_path, case):
+    corrupt, message = SD3_CORRUPTIONS[case]
+    copy = write_tiny_image_model(tmp_path / "model", "SD3.5")
+    corrupt(copy)
+    with pytest.raises(UserError, match=message):
+        load(copy)
+
+
+def test_too_few_channels_for_clip_are_refused(tmp_path):
+    copy = write_tiny_image_model(tmp_path / "model", "SD3.5", has_t5=False)
+    edited("transformer/config.json", joint_attention_dim=16)(copy)
+    with pytest.raises(UserError, match=r"18 channels.*joint_attention_dim=16"):
+        load(copy)
+
+
 def test_code_in_the_folder_does_not_run(folder, tmp_path):
     copy = tmp_path / "model"
     shutil.copytree(folder, copy)
@@ -127,7 +193,7 @@ def test_code_in_the_folder_does_not_run(folder, tmp_path):
 
 
 @pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError(), OSError(5, "Input/output error")])
-def test_faults_of_the_machine_do_not_blame_the_files(folder, monkeypatch, error):
+def test_machine_faults_are_not_blamed_on_the_files(folder, monkeypatch, error):
     def fail(*_, **__):
         raise error
 

@@ -11,14 +11,15 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.algorithms.transition import mean, transition
-from megarl.core.latents import LatentSample
+from megarl.algorithms.transition import mean, sigma_schedule, transition
+from megarl.core.latents import Conditioning, LatentSample
 from megarl.core.types import Prompt
+from megarl.data.noise import standard_normal
 from megarl.rollout.diffusers.engine import DiffusersEngine
-from megarl.rollout.diffusers.noise import standard_normal
 from megarl.rollout.diffusers.request import Denoising, ImageRequest
 from megarl.rollout.diffusers.sampler import Trajectory, advance
 from tests.closeness import TOLERANCE, relative_error
+from tests.tiny_denoiser import MODELS
 from tests.tiny_image_model import SHIFT
 
 ODE = Denoising(height=16, width=24, num_steps=5, shift=SHIFT)
@@ -44,20 +45,16 @@ def generate(engine: DiffusersEngine, requests: Sequence[ImageRequest]) -> list[
 
 
 @pytest.mark.parametrize("guidance", [1.0, 3.5])
-def test_ode_samples_match_diffusers_pipeline(engine, pipeline, guidance):
+def test_ode_samples_match_diffusers_pipeline(engine, pipeline, name, guidance):
     requests = [
         replace(request, returns_image=True) for request in requests_for(replace(ODE, guidance=guidance), count=2)
     ]
     for request, sample in zip(requests, generate(engine, requests), strict=True):
         start = standard_normal(request.seed, request.sample_id, "start", (4, 8, 12))
-        common = dict(
-            prompt=request.prompt.text,
-            height=16,
-            width=24,
-            num_inference_steps=5,
-            guidance_scale=guidance - 1,
-            max_sequence_length=96,  # the tiny model has fewer positions than the default
-        )
+        # diffusers' guidance scale for Z-Image is ours minus 1. The tiny one has fewer positions than the default.
+        options = dict(guidance_scale=guidance - 1, max_sequence_length=96)
+        options = options if name == "Z-Image" else dict(guidance_scale=guidance)
+        common = dict(prompt=request.prompt.text, height=16, width=24, num_inference_steps=5, **options)
         latents = pipeline(**common, latents=start[None], output_type="latent").images[0]
         assert relative_error(torch.tensor(sample.final), latents) < TOLERANCE
         [image] = pipeline(**common, latents=start[None], output_type="pil").images
@@ -130,9 +127,11 @@ class GaussianFlow:
 
 def denoise(model: GaussianFlow, denoising: Denoising) -> LatentSample:
     [request] = requests_for(denoising, count=1)
-    trajectory = Trajectory.start(request, SHIFT, (4, 100, 100), 2, torch.device("cpu"), torch.zeros(1, 1), None)
+    sigmas, caption = sigma_schedule(denoising.num_steps, SHIFT), Conditioning(torch.zeros(1, 1))
+    shape = MODELS["Z-Image"].shape
+    trajectory = Trajectory.start(request, sigmas, (100, 100), shape, torch.device("cpu"), caption, None)
     while not trajectory.is_done:
-        advance(model, [trajectory], patch=2, max_batch=1, version=0)
+        advance(model, [trajectory], shape, max_batch=1, version=0)
     return trajectory.sample(None)
 
 
@@ -161,6 +160,22 @@ def test_log_probs_are_those_of_the_stored_latents(kind, noise_level):
         assert log_prob == pytest.approx(expected.item(), abs=1e-5)
         # The expected log-density of a Gaussian is its negative entropy.
         assert log_prob == pytest.approx(-0.5 * math.log(2 * math.pi * math.e * step.std.item() ** 2), abs=0.02)
+
+
+def test_noised_samples_follow_the_ode(engine):
+    """The trainer adds the noise, so that a sample has no latents but the final ones, and no log-probs."""
+    requests = [replace(request, noised_steps=(0, 3)) for request in requests_for(ODE, count=2)]
+    for sample, plain in zip(generate(engine, requests), generate(engine, requests_for(ODE, count=2)), strict=True):
+        assert np.array_equal(sample.final, plain.final)
+        assert sample.steps.tolist() == [0, 3] and plain.steps.tolist() == []
+        assert sample.is_noised and (len(sample.latents), len(sample.logprobs)) == (0, 0)
+
+
+def test_noised_steps_exclude_sde_steps():
+    [window], [ode] = requests_for(WINDOW, count=1), requests_for(ODE, count=1)
+    for request, change in ((window, {}), (ode, {"returns_final": False})):
+        with pytest.raises(AssertionError, match=r"^7\.0\.0: noised steps"):
+            replace(request, noised_steps=(0, 3), **change)
 
 
 def test_window_steps_use_the_sde_and_others_the_ode(engine):

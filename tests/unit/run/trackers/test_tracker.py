@@ -174,7 +174,7 @@ def test_run_logs_the_grids_of_its_images(tmp_path: Path, fake_wandb, capfd) -> 
 
 
 @pytest.mark.parametrize("is_readable", [True, False])
-def test_images_that_cannot_be_logged_cost_no_metrics(tmp_path: Path, fake_wandb, capfd, is_readable: bool) -> None:
+def test_metrics_are_logged_if_images_cannot_be(tmp_path: Path, fake_wandb, capfd, is_readable: bool) -> None:
     logged = fake_wandb(image="raise RuntimeError('no pictures')")
     tracker = make_tracker(
         tmp_path, images_of=lambda _: {"a": tmp_path / "a.png"} if is_readable else os.listdir("/no")

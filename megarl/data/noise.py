@@ -10,7 +10,7 @@ import torch
 
 
 def standard_normal(seed: int, sample_id: str, step: int | Literal["start"], shape: tuple[int, ...]) -> torch.Tensor:
-    """Return the noise that a denoising step adds, float32 on the CPU. `step` is "start" for the initial latents.
+    """Return the noise of a denoising step, float32 on the CPU. `step` is "start" for the initial latents.
 
     torch's CPU generator keeps only 32 bits of a seed, so some of a run's millions of draws would be equal. Philox uses
     a key of 128 bits.
