@@ -39,7 +39,6 @@ from megarl.step.dispatch import dispatch
 from tests.tiny_image_model import PIXELS_PER_LATENT, load_pipeline, write_tiny_image_model
 
 TRANSFORMER = {
-    "in_channels": 16,
     "dim": 512,
     "n_layers": 6,
     "n_heads": 8,
@@ -86,8 +85,8 @@ class Case:
     times: int
 
 
-Work = tuple[Callable[[], object], int]
-"""What is measured, and the bytes of the weights and of the state that training keeps for them."""
+Work = Callable[[], object]
+"""What is measured."""
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -106,10 +105,12 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 def compare(case: Case, batches: Sequence[int]) -> dict[str, Any]:
     """Measure each side in a process of its own. The fastest batch of the plain loops counts."""
     samples = in_new_process(sampled, case)
-    found: dict[str, Any] = {"caption_tokens": [len(sample.embedding) for sample in samples]}
+    found: dict[str, Any] = {"caption_tokens": [len(sample.embedding.tokens) for sample in samples]}
+    # An update needs the transformer's weights, their gradients and Adam's state.
+    state_bytes = {"rollout": weight_bytes(case.folder), "update": 4 * weight_bytes(case.folder / "transformer")}
     for what, own, plain in (("rollout", rollout, plain_rollout), ("update", update, plain_update)):
-        megarl = in_new_process(run, own, case, samples)
-        others = [in_new_process(run, plain, replace(case, batch=size), samples) for size in batches]
+        megarl = in_new_process(run, own, case, samples, state_bytes[what])
+        others = [in_new_process(run, plain, replace(case, batch=size), samples, state_bytes[what]) for size in batches]
         others.sort(key=lambda side: median(side["seconds"]))
         found[what] = {
             "ratio_of_speeds": median(others[0]["seconds"]) / median(megarl["seconds"]),
@@ -121,19 +122,24 @@ def compare(case: Case, batches: Sequence[int]) -> dict[str, Any]:
     return found
 
 
-def run(prepare: Callable[[Case, Sequence[LatentSample]], Work], case: Case, samples: Sequence[LatentSample]) -> dict:
-    """Return the seconds of each measurement, and the peak resident memory beyond what was in use before the model was
+def run(
+    prepare: Callable[[Case, Sequence[LatentSample]], Work],
+    case: Case,
+    samples: Sequence[LatentSample],
+    state_bytes: int,
+) -> dict[str, Any]:
+    """Return the seconds of each measurement, and the peak resident memory in excess of the memory before the model is
     built and its state."""
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     before = psutil.Process().memory_info().rss
-    work, state_bytes = prepare(case, samples)
+    work = prepare(case, samples)
     work()  # fills caches and memory pools
-    seconds = timed(work, case.times)
-    return {
-        "seconds": seconds,
-        "batch": case.batch or None,
-        "bytes_above_state": peak_rss_bytes() - before - state_bytes,
-    }
+    seconds, peak = timed(work, case.times), peak_rss_bytes()
+    return {"seconds": seconds, "batch": case.batch or None, "bytes_above_state": peak - before - state_bytes}
+
+
+def weight_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
 
 
 def sampled(case: Case) -> list[LatentSample]:
@@ -154,9 +160,7 @@ def requests_of(case: Case) -> list[ImageRequest]:
 
 def rollout(case: Case, _: Sequence[LatentSample]) -> Work:
     engine, requests = engine_of(case), requests_of(case)
-    model = engine._model
-    parts = (model.transformer, model.encoder.model._model, model.decoder.model._model)
-    return lambda: asyncio.run(engine.generate(requests)), 4 * sum(map(num_parameters, parts))
+    return lambda: asyncio.run(engine.generate(requests))
 
 
 def plain_rollout(case: Case, _: Sequence[LatentSample]) -> Work:
@@ -170,14 +174,14 @@ def plain_rollout(case: Case, _: Sequence[LatentSample]) -> Work:
     def work() -> None:
         for start in range(0, len(captions), case.batch):
             texts = captions[start : start + case.batch]
-            x = torch.randn(len(texts), TRANSFORMER["in_channels"], LATENTS, LATENTS)
+            x = torch.randn(len(texts), model.config.in_channels, LATENTS, LATENTS)
             for index in range(DENOISING.num_steps):
                 sigma = sigmas[index].expand(len(texts))
                 step = transitions(sigmas, [index] * len(texts), NOISE_LEVEL * (index in DENOISING.sde_steps))
                 x = transition.sample(step, x, velocity(model, x, sigma, texts, empty), torch.randn_like(x))
             vae.decode(x / vae.config.scaling_factor + vae.config.shift_factor)
 
-    return work, 4 * sum(map(num_parameters, (model, pipeline.text_encoder, vae)))
+    return work
 
 
 def update(case: Case, samples: Sequence[LatentSample]) -> Work:
@@ -202,7 +206,7 @@ def update(case: Case, samples: Sequence[LatentSample]) -> Work:
         worker.update(LocalBatch(batch.samples, batch.microbatches))
         worker.end_step()
 
-    return work, 16 * sum(weight.numel() for weight in worker.parameters().values())
+    return work
 
 
 def plain_update(case: Case, samples: Sequence[LatentSample]) -> Work:
@@ -210,13 +214,13 @@ def plain_update(case: Case, samples: Sequence[LatentSample]) -> Work:
     optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, weight_decay=0.0, fused=True)
     rows = [(sample, k, (-1.0) ** i) for i, sample in enumerate(samples) for k in range(len(sample.steps))]
     sigmas = torch.tensor(samples[0].sigmas)
-    empty = torch.tensor(samples[0].empty_embedding)
+    empty = torch.tensor(samples[0].empty_embedding.tokens)
 
     def work() -> None:
         for start in range(0, len(rows), case.batch):
             members = rows[start : start + case.batch]
             x, x_next = (torch.tensor(np.stack([s.latents[k + i] for s, k, _ in members])) for i in (0, 1))
-            texts = [torch.tensor(sample.embedding) for sample, *_ in members]
+            texts = [torch.tensor(sample.embedding.tokens) for sample, *_ in members]
             steps = [int(sample.steps[k]) for sample, k, _ in members]
             v = velocity(model, x, sigmas[steps].float(), texts, empty)
             log_prob = transition.log_prob(transitions(sigmas, steps, NOISE_LEVEL), x, v, x_next)
@@ -228,7 +232,7 @@ def plain_update(case: Case, samples: Sequence[LatentSample]) -> Work:
         optimizer.step()
         optimizer.zero_grad()
 
-    return work, 16 * num_parameters(model)
+    return work
 
 
 def transitions(sigmas: torch.Tensor, steps: Sequence[int], noise_level: float) -> transition.Transition:
@@ -245,10 +249,6 @@ def velocity(
     output, *_ = model(images, 1 - sigma.float().repeat(2), captions, return_dict=False, patch_size=PATCH)
     with_caption, without = -torch.stack(output)[:, :, 0].unflatten(0, (2, -1))
     return transition.guided(with_caption, without, GUIDANCE)
-
-
-def num_parameters(model: torch.nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 if __name__ == "__main__":
