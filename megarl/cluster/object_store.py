@@ -23,8 +23,9 @@ TEXT_BYTES = 6
 RGB_BYTES, PIXEL_BYTES = 3, 4
 """Bytes per pixel of a decoded image, which is also an upper bound on the bytes per pixel of its latents."""
 
-EMBEDDING_BYTES = 2 * 512 * 2560 * 4
-"""Size of the embeddings of a caption of maximum length and of the empty caption, with Z-Image's text encoder."""
+EMBEDDING_BYTES = 2 * 4 * max(512 * 2560, 333 * 4096)
+"""Size of the embeddings of a caption of maximum length and of the empty caption, with the text encoders of Z-Image or
+of Stable Diffusion 3."""
 
 OBJECT_BYTES = 2048
 """Bytes per sample besides its tokens and text: names, shapes, reference answers, and metadata of its scores."""

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from megarl.config.schema import Config
 from megarl.core.errors import UserError
-from megarl.core.latents import AnySample, LatentSample
+from megarl.core.latents import AnySample, Conditioning, LatentSample
 from megarl.core.types import Prompt, Sample, Score, VersionRun
 from megarl.environments.batch import judge_batch, judge_single
 from megarl.rewards import judge
@@ -155,7 +155,7 @@ def _sample(prompt: Prompt, response: str | NDArray[np.uint8]) -> AnySample:
     if not isinstance(response, str):
         no_steps, no_latents = np.empty(0, np.int32), np.empty((0, 1, 1, 1), np.float32)
         sigmas, logprobs, versions = np.array([1.0, 0.0]), np.empty(0, np.float32), (VersionRun(0, 1),)
-        embedding = np.empty((1, 0), np.float32)
+        embedding = Conditioning(np.empty((1, 0), np.float32))
         return LatentSample(
             *(prompt.id, prompt, sigmas, no_steps, no_latents, logprobs, versions, embedding, None, 0), image=response
         )

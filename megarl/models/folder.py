@@ -170,9 +170,13 @@ def _from_hub(key: str, hub_id: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
-    # Many repositories contain additional copies of the weights in formats other than safetensors.
-    patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+    # Many repositories contain additional copies of the weights: in other formats, and beside a pipeline's parts.
+    patterns = ["*.json", "*.jinja", "*.model", "*.txt"]
     try:
+        folder = Path(snapshot_download(hub_id, revision=revision, allow_patterns=patterns))
+        index = folder / PIPELINE
+        parts = read_foreign_object(index, f"{key}={hub_id}: ") if index.is_file() else {}
+        patterns += [f"{part}/*.safetensors" for part in parts] or ["*.safetensors"]
         return _checked(key, hub_id, Path(snapshot_download(hub_id, revision=revision, allow_patterns=patterns)))
     except (HFValidationError, OSError) as error:  # network and HTTP errors are subclasses of OSError
         reason = str(error).strip().splitlines()[0]

@@ -106,9 +106,9 @@ VARIANTS = {
 CONDITIONAL = {"alora_invocation_tokens", "arrow_config"}
 """Variants whose adapters do not apply equally to all tokens, so they cannot be merged."""
 
-_TARGET = re.compile(r"[^.]+(?:\.\d+)?$")
+_TARGET = re.compile(r"(?:\bnet\.\d+\.proj|[^.]+(?:\.\d+)?)$")
 """Matches the end of a layer's name by which PEFT finds it: the last component, with the one before it if the last is a
-number, such as to_out.0."""
+number, such as to_out.0. net.0.proj is matched whole, because Stable Diffusion 3's pos_embed.proj has no adapter."""
 
 RETRAIN = "set actor.lora.path to plain LoRA adapters"
 

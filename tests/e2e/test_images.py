@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from safetensors.numpy import load_file
 
@@ -148,8 +149,13 @@ def test_diffusion_nft_trains_without_log_probs(noised):
 
 @pytest.fixture(scope="module")
 def ahead(recipe, tmp_path_factory) -> Path:
-    """A run whose engine samples a step ahead, with weights of the previous step."""
-    keys = "rollout.max_staleness=1", "algorithm.correction.old=rollout", "algorithm.kl.coefficient=0"
+    """A run that trains adapters of Stable Diffusion 3, whose engine samples a step ahead, with weights of the previous
+    step."""
+    write_tiny_image_model(recipe.parent / "sd3", "SD3.5")
+    keys = (
+        *("rollout.max_staleness=1", "algorithm.correction.old=rollout", "algorithm.kl.coefficient=0"),
+        *(f"model.path={recipe.parent / 'sd3'}", "actor.lora={rank: 4, export: adapters}"),
+    )
     with Run(recipe, tmp_path_factory.mktemp("ahead"), *keys, vllm=True) as run:
         assert run.end(START_S) == 0, run.errors
     return run.folder
@@ -168,6 +174,17 @@ def test_images_sampled_ahead_are_trained(ahead):
         stale = [run for row in rows for run in row["version"] if run["version"] < step - 1]
         assert bool(stale) == (lines[step - 1]["weights/staleness_max"] > 0)
     assert all(np.isfinite(line["policy/loss"]) for line in lines)
+
+
+@pytest.mark.filterwarnings("error:While injecting the PEFT adapters")  # of targets without adapters
+def test_exported_adapters_change_the_images_of_diffusers(recipe, ahead):
+    pipeline = load_pipeline(recipe.parent / "sd3")
+    options = {"height": 16, "width": 24, "num_inference_steps": 2, "output_type": "np"}
+    images = []
+    for _ in range(2):
+        images.append(pipeline("a red cat", generator=torch.manual_seed(0), **options).images)
+        pipeline.load_lora_weights(ahead / "model")
+    assert 1e-4 < np.abs(images[1] - images[0]).max() < 1
 
 
 def test_exported_model_is_evaluated_like_the_run(recipe, uninterrupted, tmp_path):

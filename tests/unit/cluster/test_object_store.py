@@ -52,10 +52,10 @@ def test_closed_form_is_a_tight_bound_on_a_sample(top_k):
 
 @pytest.mark.parametrize(("name", "num_latents"), [("clip", 10), ("diffusion_nft", 1)])
 def test_size_bounds_the_latents_of_an_image(name, num_latents):
-    """With new noise, only the final latents are stored. Z-Image's have 16 channels for 8 × 8 pixels."""
+    """With new noise, only the final latents are stored. They have 16 channels for 8 × 8 pixels."""
     wanted = config("rollout.engine=diffusers", "rollout.denoising.num_steps=10", f"algorithm.objective.name={name}")
     arrays = [np.zeros((num_latents, 16, 64, 64), np.float32), np.zeros((512, 512, 3), np.uint8)]
-    arrays += [np.zeros((512, 2560), np.float32)] * 2  # the embeddings of the longest caption and of the empty one
+    arrays += [np.zeros((77 + 256, 4096), np.float32)] * 2  # Stable Diffusion 3's embeddings of two captions
     pickled = sum(len(pickle.dumps(array, 5)) for array in arrays)
     spare = 512 * 512 * 3 * num_latents  # the bound assumes latents of four bytes per pixel instead of one
     assert pickled <= sample_bytes(wanted, None) <= pickled + spare + 2**14

@@ -11,7 +11,7 @@ import pytest
 from megarl.config.load import load
 from megarl.config.schema import Config, RewardFunction
 from megarl.core.errors import UserError
-from megarl.core.latents import LatentSample
+from megarl.core.latents import Conditioning, LatentSample
 from megarl.core.types import Prompt, Score, VersionRun
 from megarl.environments.batch import is_judged, judge_batch, judge_single
 from megarl.environments.trial import try_rewards
@@ -67,7 +67,7 @@ def sample(number: int) -> LatentSample:
     versions = (VersionRun(0, 2),)
     return LatentSample(
         *(f"0.0.{number}", PROMPT, np.array([1.0, 0.5, 0.0]), [0], latents, [-1.0], versions),
-        *(np.zeros((1, 2)), None, 64),
+        *(Conditioning(np.zeros((1, 2))), None, 64),
         image=IMAGES[number],
     )
 

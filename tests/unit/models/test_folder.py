@@ -5,7 +5,9 @@ import sys
 import textwrap
 from importlib.metadata import version
 
+import huggingface_hub
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 
 from megarl.config.model_schema import Lora
 from megarl.core.errors import UserError
@@ -45,6 +47,36 @@ def test_folder_of_a_run_or_checkpoint_has_a_specific_fix(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(ValueError, match=r"Fix: to train, use the base model with this folder as actor\.lora\.path"):
         resolve(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("is_pipeline", "weights"),
+    [
+        (True, ["transformer/a.safetensors", "vae/b.safetensors"]),
+        (False, ["sd3.5.safetensors", "text_encoders/c.safetensors", "transformer/a.safetensors", "vae/b.safetensors"]),
+    ],
+)
+def test_download_of_a_pipeline_omits_other_copies(tmp_path, monkeypatch, is_pipeline, weights):
+    """Stable Diffusion 3.5's repository also contains its weights as single files."""
+    files = {
+        "model_index.json": '{"_class_name": "P", "transformer": ["d", "T"], "vae": ["d", "V"]}',
+        **dict.fromkeys(("config.json", "transformer/config.json"), "{}"),
+        **dict.fromkeys(("sd3.5.safetensors", "text_encoders/c.safetensors", "a.bin"), ""),
+        **dict.fromkeys(("transformer/a.safetensors", "vae/b.safetensors"), ""),
+    }
+    if not is_pipeline:
+        del files["model_index.json"]
+
+    def download(hub_id, *, revision, allow_patterns):
+        for name in filter_repo_objects(files, allow_patterns=allow_patterns):
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_text(files[name])
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    resolve("someone/model")
+    found = (path for path in tmp_path.rglob("*") if path.suffix in (".safetensors", ".bin"))
+    assert sorted(str(path.relative_to(tmp_path)) for path in found) == weights
 
 
 def test_pipeline_resolves_to_its_transformer(tmp_path):
@@ -126,7 +158,7 @@ def test_hub_ids_are_read_from_the_cache_when_offline(tmp_path):
         (repository / "refs" / revision).write_text(commit)
     image_model = repository / "snapshots" / "0a1"  # a diffusers folder
     (image_model / "transformer").mkdir(parents=True)
-    (image_model / "model_index.json").touch()
+    (image_model / "model_index.json").write_text("{}")
     (image_model / "transformer" / "config.json").write_text('{"dim": 2}')
     (repository / "refs" / "images").write_text("0a1")
     code = textwrap.dedent("""

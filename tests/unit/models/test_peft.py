@@ -213,3 +213,12 @@ def test_adapters_in_diffusers_format_are_accepted(tmp_path, metadata):
 def test_other_adapters_in_diffusers_format_are_refused(tmp_path, metadata, message):
     with pytest.raises(UserError, match=f"^{message}"):
         check_adapter_config(for_diffusers(tmp_path, metadata), lora(4, 8))
+
+
+def test_targets_match_only_adapted_layers():
+    layers = [
+        *("blocks.0.attn.to_q", "blocks.1.attn.to_q", "blocks.0.attn.to_out.0", "mlp.experts.3.up_proj"),
+        *("transformer_blocks.0.ff.net.0.proj", "transformer_blocks.0.ff_context.net.2"),
+    ]
+    targets = adapter_config(lora(rank=2), "base", layers, None)["target_modules"]
+    assert targets == ["net.0.proj", "net.2", "to_out.0", "to_q", "up_proj"]
