@@ -43,9 +43,9 @@ def sample(name: str, digit: int, seed: int, noise: float, side: int, caption: s
     )
 
 
-def write_step(folder: Path, step: int, side: int = 32, caption: str = "") -> None:
+def write_step(folder: Path, step: int, side: int = 32, caption: str = "", first_noise: float = 120) -> None:
     """Write a step's metrics and rollouts, and the evaluations after even steps."""
-    noise, file = 120 / step, folder / "rollouts" / f"step_{step:06d}.jsonl"
+    noise, file = first_noise / step, folder / "rollouts" / f"step_{step:06d}.jsonl"
     scored = []
     for digit in range(NUM_DIGITS):
         for k in range(SAMPLES_PER_PROMPT):
@@ -70,11 +70,14 @@ def evaluate(folder: Path, step: int, noise: float, side: int, caption: str = ""
     write_evaluation(folder / "evaluations" / "digits" / f"step_{step:06d}.jsonl", step, items, scores)
 
 
-def write_run(folder: Path, num_steps: int = 4, side: int = 32, caption: str = "") -> Path:
+def write_run(
+    folder: Path, num_steps: int = 4, side: int = 32, caption: str = "", first_noise: float = 120, seed: int = 0
+) -> Path:
+    """Write a run. first_noise: the noise in step 1. The evaluation before step 1 does not depend on it."""
     (folder / "rollouts").mkdir(parents=True)
     (folder / "manifest.json").write_text(json.dumps({"name": folder.name, "model": "tiny-flow"}))
-    (folder / "config.resolved.yaml").write_text(f"run:\n  steps: {num_steps}\n")
+    (folder / "config.resolved.yaml").write_text(f"run:\n  steps: {num_steps}\n  seed: {seed}\n")
     evaluate(folder, 0, 120, side, caption)
     for step in range(1, num_steps + 1):
-        write_step(folder, step, side, caption)
+        write_step(folder, step, side, caption, first_noise)
     return folder

@@ -1,4 +1,4 @@
-"""Renders a page that compares runs: overlaid curves, config differences and final results."""
+"""Renders a page that compares runs: overlaid curves, config differences, final results and evaluation images."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from megarl.config.document import leaves, one_line
 from megarl.core.errors import UserError
 from megarl.core.files import replace_text
 from megarl.report.charts import CHARTS, NUM_COLORS, REWARD, Chart, Line, charted_metrics, resource
+from megarl.report.common_images import NOISE_KEYS, CommonImages, read_common_images, render_common_images
 from megarl.report.history import History
 from megarl.report.page import CHART_SCRIPTS, Contents, chart_parts, read_contents, summary
+from megarl.run.folder import RunFolder
 
 ABSENT = "–"
 NAMES = ("run.name", "run.folder", "run.replace", "resume")
@@ -32,11 +34,12 @@ def write(folders: Sequence[Path]) -> Path:
     runs = [read_contents(folder) for folder in folders]
     others = "_".join(Path(folder).resolve().name for folder in folders[1:])
     out = Path(folders[0]) / f"against_{others}.html"
-    replace_text(out, render(runs, [str(folder) for folder in folders]))
+    images = read_common_images([RunFolder(Path(folder)).evaluation_files() for folder in folders])
+    replace_text(out, render(runs, [str(folder) for folder in folders], images))
     return out
 
 
-def render(runs: Sequence[Contents], folders: Sequence[str]) -> str:
+def render(runs: Sequence[Contents], folders: Sequence[str], images: Sequence[CommonImages]) -> str:
     """Return the comparison page as HTML. The page loads no external resources."""
     names, figures = labels([run.name for run in runs], folders), [dict(summary(run)) for run in runs]
     configs = [dict(leaves(document.read(run.config_text) or {})) for run in runs]
@@ -49,6 +52,7 @@ def render(runs: Sequence[Contents], folders: Sequence[str]) -> str:
         figures=_table(names, ((label, [column[label] for column in figures]) for label in figures[0])),
         config_note=count,
         differences=_table(names, differences) if differences else "",
+        images=render_common_images(images, names, _differing(NOISE_KEYS, configs)),
         **chart_parts([chart for chart in _charts(histories) if chart.lines], histories, CHART_SCRIPTS),
     )
 
@@ -65,6 +69,11 @@ def _differences(configs: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, li
         values = [one_line(config[key]) if key in config else ABSENT for config in configs]
         if key not in NAMES and len(set(values)) > 1:
             yield key, values
+
+
+def _differing(keys: Iterable[str], configs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the keys whose values differ between the configs."""
+    return [key for key in keys if any(config.get(key) != configs[0].get(key) for config in configs)]
 
 
 def _table(names: Sequence[str], rows: Iterable[tuple[str, list[str]]]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from html import escape
 from itertools import zip_longest
@@ -74,20 +74,26 @@ def evaluation_charts(history: History) -> Iterator[Chart]:
 def _read(file: Path) -> list[dict[str, Any]]:
     """Read samples from a step's file. The samples are evenly spaced when ordered by score, and samples without a score
     come first. If the file has images, the first samples with an image are chosen, from as many prompts as possible."""
-    records, _ = read_objects(file, keep=_select_fields)
-    by_prompt: dict[str, list[dict[str, Any]]] = {}
-    for record in records:
-        if IMAGE in record:
-            by_prompt.setdefault(str(record["prompt_id"]), []).append(record)
-    if by_prompt:
-        samples = [sample for number in zip_longest(*by_prompt.values()) for sample in number if sample is not None]
-        embed_images(file, samples[:MAX_SAMPLES])
-        return samples[:MAX_SAMPLES]
+    records, _ = read_objects(file, keep=select_fields)
+    samples = spread_over_prompts(record for record in records if IMAGE in record)
+    if samples:
+        embed_images(file, samples)
+        return samples
     records.sort(key=score_of)
     return spread(records, MAX_SAMPLES)
 
 
-def _select_fields(record: Mapping[str, Any]) -> dict[str, Any]:
+def spread_over_prompts(samples: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return at most MAX_SAMPLES samples: the first of each prompt, then the second of each, and so on."""
+    by_prompt: dict[str, list[dict[str, Any]]] = {}
+    for sample in samples:
+        by_prompt.setdefault(str(sample["prompt_id"]), []).append(sample)
+    rounds = zip_longest(*by_prompt.values())
+    return [sample for each in rounds for sample in each if sample is not None][:MAX_SAMPLES]
+
+
+def select_fields(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a line that the page shows."""
     fields = (
         "prompt",
         "response",
@@ -112,13 +118,14 @@ def _set(item: SetSamples) -> str:
         summary = f"Images from {item.name}, each row from the same noise{files}"
         return f"<details open><summary>{escape(summary)}</summary>{rows}</details>"
     steps = "".join(
-        f"<details><summary>{_time(step)}</summary>{''.join(map(_sample, samples))}</details>"
+        f"<details><summary>{time_of(step)}</summary>{''.join(map(_sample, samples))}</details>"
         for step, samples in item.steps.items()
     )
     return f"<details><summary>{escape(f'Samples from {item.name}, worst first{files}')}</summary>{steps}</details>"
 
 
-def _time(step: int) -> str:
+def time_of(step: int) -> str:
+    """Return the time of an evaluation in words."""
     return "before step 1" if step == 0 else f"after step {step}"
 
 
@@ -137,23 +144,39 @@ def _image_rows(item: SetSamples) -> str:
 def _prompt(rows: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> str:
     """Return the section of a prompt. rows: the samples by sample id and step."""
     prompt = next(iter(next(iter(rows.values())).values()))["prompt"]
-    strips = "".join(
-        f'<div class="strip" title="{escape(name)}">{"".join(map(_image, by_step, by_step.values()))}</div>'
-        for name, by_step in rows.items()
-    )
-    return f'<section class="group"><div class="prompt"><h3>Prompt</h3>{_text(prompt)}</div>{strips}</section>'
+    strips = (strip(name, [(time_of(step), sample) for step, sample in row.items()]) for name, row in rows.items())
+    return prompt_section(prompt, strips)
 
 
-def _image(step: int, sample: Mapping[str, Any]) -> str:
-    """Return an image with its reward, styled as in the rollout viewer."""
+def prompt_section(prompt: Any, rows: Iterable[str]) -> str:
+    """Return the section of a prompt, with rows of images as HTML below the prompt."""
+    head = f'<div class="prompt"><h3>Prompt</h3>{_text(prompt)}</div>'
+    return f'<section class="group">{head}{"".join(rows)}</section>'
+
+
+def strip(name: str, samples: Iterable[tuple[str, Mapping[str, Any]]], when: str = "") -> str:
+    """Return images side by side, styled as in the rollout viewer. Each has its label and its reward below it.
+
+    Args:
+        name: id of the samples, shown as a tooltip.
+        samples: pairs (label, sample). Each sample has an image.
+        when: heading of the strip.
+    """
+    head = f'<h4 class="when">{escape(when)}</h4>' if when else ""
+    pictures = "".join(_picture(label, sample, when) for label, sample in samples)
+    return f'<div class="strip" title="{escape(name)}">{head}{pictures}</div>'
+
+
+def _picture(label: str, sample: Mapping[str, Any], when: str) -> str:
     score = sample["reward"]
     if URI in sample:
         size = ' class="small"' if sample[IS_SMALL] else ""
-        image = f'<img{size} src="{sample[URI]}" alt="{_time(step)}">'
+        alternative = f"{label}, {when}" if when else label
+        image = f'<img{size} src="{sample[URI]}" alt="{escape(alternative)}">'
     else:
         image = f'<p class="note">not shown: {escape(sample[IMAGE].rpartition("/")[2])}</p>'
     reward = f'<span class="failed">{escape(str(sample["failure"]))}</span>' if score is None else f"{score:.4g}"
-    return f'<div class="picture">{image}<span>{_time(step)}</span><b class="reward">{reward}</b></div>'
+    return f'<div class="picture">{image}<span>{escape(label)}</span><b class="reward">{reward}</b></div>'
 
 
 def _sample(sample: Mapping[str, Any]) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megarl import report
-from megarl.report import images
+from megarl.report import comparison, images
 from megarl.report.live import serve
 from tests.browser.chromium import Tab, browse_with
 from tests.image_run import NUM_DIGITS, SAMPLES_PER_PROMPT, write_run, write_step
@@ -31,6 +31,17 @@ SECTIONS = """[...document.querySelectorAll('#samples .group')].map((group) => (
 }))"""
 EVALUATION = """[...document.querySelectorAll('#evaluation-samples .strip')].map((strip) =>
   [...strip.querySelectorAll('.picture')].map((node) => [node.querySelector('img').naturalWidth, node.innerText]))"""
+
+COMPARISON = """[...document.querySelectorAll('#common-images .strip')].map((strip) => ({
+  when: strip.querySelector('.when').textContent,
+  pictures: [...strip.querySelectorAll('.picture')].map((node) => ({
+    width: node.querySelector('img').naturalWidth,
+    left: node.getBoundingClientRect().left,
+    top: node.getBoundingClientRect().top,
+    alt: node.querySelector('img').alt,
+    texts: node.innerText.split('\\n'),
+  })),
+}))"""
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +133,59 @@ def test_page_fits_a_narrow_window(run: Path, tmp_path: Path) -> None:
             choose(tab, "view", view)
             take_pictures(tab, f"image_{view}_narrow", "#viewer")
             assert tab.eval("document.documentElement.scrollWidth") == 420
+        assert tab.problems == []
+
+
+@pytest.fixture(scope="module")
+def compared(run: Path) -> str:
+    """The address of a comparison with a run that learns faster and has another caption for one of two prompts."""
+    other = write_run(run.parent / "digits-with-a-larger-learning-rate", NUM_STEPS, first_noise=40)
+    for file in (other / "evaluations" / "digits").glob("*.jsonl"):
+        file.write_text(file.read_text().replace("photo of the digit 8", "drawing of the digit 8"))
+    return comparison.write([run, other]).as_uri()
+
+
+def test_comparison_has_a_column_per_run(compared: str, tmp_path: Path) -> None:
+    """The evaluations of a sample are side by side, and each has the runs in the same order."""
+    with browse_with(tmp_path, compared) as tab:
+        take_pictures(tab, "image_comparison", "#common-images")
+        rows, names = tab.eval(COMPARISON), ["digits", "digits-with-a-larger-learning-rate"]
+        assert [row["when"] for row in rows] == ["before step 1", "after step 4"] * 2
+        for row, rewards in zip(rows, [("0.2", "0.2"), ("0.8", "0.9333")] * 2, strict=True):
+            assert [picture["width"] for picture in row["pictures"]] == [32, 32]
+            assert [picture["texts"] for picture in row["pictures"]] == [*map(list, zip(names, rewards, strict=True))]
+            assert [picture["alt"] for picture in row["pictures"]] == [f"{name}, {row['when']}" for name in names]
+        lefts = [picture["left"] for row in rows for picture in row["pictures"]]
+        assert lefts == [*sorted(lefts[:4])] * 2 and len(set(lefts)) == 4
+        assert [
+            len({picture["top"] for row in pair for picture in row["pictures"]}) for pair in (rows[:2], rows[2:])
+        ] == [1, 1]
+        assert tab.eval("document.querySelectorAll('#common-images .prompt pre').length") == 1
+        note = tab.eval("document.querySelector('#common-images .note').textContent")
+        assert note.endswith("are left out: 2 samples of digits.")
+        assert tab.eval("getComputedStyle(document.querySelector('#common-images img')).imageRendering") == "pixelated"
+        assert tab.problems == []
+
+
+def test_comparison_fits_a_narrow_window(compared: str, tmp_path: Path) -> None:
+    """The images of two runs fit side by side."""
+    with browse_with(tmp_path, compared, 390, 900) as tab:
+        take_pictures(tab, "image_comparison_narrow", "#common-images")
+        assert tab.eval("document.documentElement.scrollWidth") == 390
+        assert tab.eval(
+            "[...document.querySelectorAll('.strip')].every((node) => node.scrollWidth === node.clientWidth)"
+        )
+        assert tab.problems == []
+
+
+def test_comparison_of_five_runs_scrolls_its_strips(run: Path, tmp_path: Path) -> None:
+    """The page itself does not become wider than the window."""
+    runs = [run, *(write_run(tmp_path / f"run{number}" / ("name" * 10), 2, side=320) for number in range(4))]
+    with browse_with(tmp_path, comparison.write(runs).as_uri(), 390, 900) as tab:
+        take_pictures(tab, "image_comparison_five", "#common-images")
+        assert tab.eval("document.documentElement.scrollWidth") == 390
+        assert tab.eval("[...document.querySelectorAll('.strip')].every((node) => node.scrollWidth > node.clientWidth)")
+        assert [len(row["pictures"]) for row in tab.eval(COMPARISON)] == [5] * 8
         assert tab.problems == []
 
 
