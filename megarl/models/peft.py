@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,8 @@ def check_adapter_config(folder: Path, lora: Lora) -> None:
     keys in actor.lora. Raise a UserError if files are missing or corrupt, if keys differ, or if a key that is not known
     to be harmless is set. The message has one line per key."""
     is_of_diffusers = format_of(folder) == DIFFUSERS
+    if is_of_diffusers and find_spec("safetensors") is None:
+        return  # the file contains its config, but a login node may lack the package; the run checks it at its start
     content = _diffusers_config(folder) if is_of_diffusers else _peft_config(folder)
     source = DIFFUSERS.weights if is_of_diffusers else CONFIG
     lines = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +214,14 @@ def test_adapters_in_diffusers_format_are_accepted(tmp_path, metadata):
 def test_other_adapters_in_diffusers_format_are_refused(tmp_path, metadata, message):
     with pytest.raises(UserError, match=f"^{message}"):
         check_adapter_config(for_diffusers(tmp_path, metadata), lora(4, 8))
+
+
+def test_diffusers_adapters_are_accepted_on_login_nodes(tmp_path, monkeypatch):
+    folder = for_diffusers(tmp_path, None)
+    with pytest.raises(UserError):
+        check_adapter_config(folder, lora(4, 8))
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    check_adapter_config(folder, lora(4, 8))
 
 
 def test_targets_match_only_adapted_layers():
