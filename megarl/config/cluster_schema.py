@@ -55,7 +55,7 @@ class Roles(Section):
 
     @property
     def on_nodes(self) -> set[str]:
-        """Roles whose range consists of nodes."""
+        """Roles whose range is given in nodes."""
         return {role for role, text in self if text is not None and text.startswith("node")}
 
 

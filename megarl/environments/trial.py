@@ -31,7 +31,7 @@ WRONG = "This response is wrong."
 """The wrong response, which is tried after the answer and the empty response."""
 
 GRAY = 128
-"""Pixel value of the flat image that is tried."""
+"""Pixel value of the uniform gray image in the trial."""
 
 REMEDY = "correct the reward function, which must return a finite number or a bool"
 

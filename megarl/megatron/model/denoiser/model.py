@@ -46,7 +46,7 @@ class Denoiser(MegatronModule):
     time_embedder: nn.Sequential
 
     on_every_stage: ClassVar[Sequence[str]] = ("time_embedder",)
-    """Names of the modules on every pipeline stage, on whose outputs the layers depend."""
+    """Names of the modules that are on every pipeline stage, because all layers use their outputs."""
 
     def __init__(self, config: TransformerConfig, shape: DenoiserShape, virtual: int | None):
         super().__init__(config)
