@@ -4,19 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from megarl.core.errors import UserError
 from megarl.models.classifier import score_head_of
 from megarl.models.huggingface import (
     Experts,
     LatentAttention,
+    LinearAttention,
     completed,
     experts,
     kv_heads,
     latent_attention,
+    linear_attention,
+    rope_parameters,
     unsupported,
 )
+
+
+class LayerKind(NamedTuple):
+    """The properties in which a model's layers differ: whether the MLP is a mixture of experts, and whether attention
+    is linear."""
+
+    has_experts: bool
+    is_linear: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +37,7 @@ class ModelShape:
     Attributes:
         kv_heads: number of key heads, equal to the number of value heads.
         tied: whether the output layer shares the embedding's weight.
+        rotary_share: fraction of a head's channels that have a rotary position embedding.
         fused: whether the checkpoint fuses the query, key and value projections, and the gate and up projections.
     """
 
@@ -45,6 +57,8 @@ class ModelShape:
     fused: bool
     experts: Experts | None
     latent: LatentAttention | None
+    linear: LinearAttention | None = None
+    rotary_share: float = 1.0
 
     @property
     def query(self) -> int:
@@ -67,7 +81,17 @@ class ModelShape:
     @property
     def rotary_dim(self) -> int:
         """Number of channels per head with a rotary position embedding."""
-        return self.latent.position_dim if self.latent else self.head_dim
+        return self.latent.position_dim if self.latent else int(self.head_dim * self.rotary_share)
+
+    @property
+    def gated_query(self) -> int:
+        """Number of rows in the projection to queries and output gates."""
+        return 2 * self.query
+
+    @property
+    def softmax_layers(self) -> int:
+        """Number of layers whose attention compares every pair of tokens."""
+        return self.num_layers - (sum(self.linear.layers) if self.linear else 0)
 
     @property
     def value(self) -> int:
@@ -87,13 +111,16 @@ class ModelShape:
     def has_experts(self, layer: int) -> bool:
         return self.experts is not None and self.experts.layers[layer]
 
+    def kind(self, layer: int) -> LayerKind:
+        return LayerKind(self.has_experts(layer), self.linear is not None and self.linear.layers[layer])
+
     @classmethod
     def of(cls, hf_config: Mapping[str, Any]) -> ModelShape:
         """Build the shape from a Hugging Face config.json. Raise a UserError if the model family is unknown, a key is
         missing or a feature is not supported."""
         model = _checked(hf_config)
         hidden, heads = _number(model, "hidden_size"), _number(model, "num_attention_heads")
-        family, latent = model["model_type"], latent_attention(model)
+        family, latent, linear = model["model_type"], latent_attention(model), linear_attention(model)
         return cls(
             model_type=family,
             num_layers=_number(model, "num_hidden_layers"),
@@ -109,10 +136,12 @@ class ModelShape:
             qkv_bias=family == "qwen2" or model["attention_bias"],
             attention_out_bias=family != "qwen2" and model["attention_bias"],
             mlp_bias=model["mlp_bias"],
-            qk_norm=family in ("qwen3", "qwen3_moe"),
+            qk_norm=family in ("qwen3", "qwen3_moe") or linear is not None,
             fused=family == "phi3",
             experts=experts(model),
             latent=latent,
+            linear=linear,
+            rotary_share=rope_parameters(model)["partial_rotary_factor"],
         )
 
 
