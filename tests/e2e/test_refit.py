@@ -409,6 +409,20 @@ YARN = dict(
     mscale=1.0,
     mscale_all_dim=1.0,
 )
+# vLLM's CPU kernels for experts need a hidden size that is a multiple of 32.
+GATED_DELTA = dict(
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    num_hidden_layers=4,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=24,
+    linear_value_head_dim=16,
+    rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.25),
+)
+GATED_DELTA_EXPERTS = GATED_DELTA | dict(
+    num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32
+)
 STAGES, ROWS = "{pp: 2}", "{tp: 2, sequence_parallel: true}"
 EXPERTS, EXPERTS_OF_ROWS = "{dp: 2, ep: 2}", "{tp: 2, sequence_parallel: true, ep: 2, etp: 1}"
 TWO_GROUPS = dict(num_attention_heads=4, num_key_value_heads=2)
@@ -436,6 +450,9 @@ MODELS = {
         LATENT | dict(q_lora_rank=None, rope_parameters=YARN),
         STAGES,
     ),
+    "Qwen3.5": ("qwen3_5_text", GATED_DELTA, ROWS),
+    "Qwen3.5, experts": ("qwen3_5_moe_text", GATED_DELTA_EXPERTS, EXPERTS_OF_ROWS),
+    "Qwen3-Next": ("qwen3_next", GATED_DELTA_EXPERTS, STAGES),
 }
 """model_type, config.json keys in addition to SIZES, and the layout of the trainer's two ranks."""
 

@@ -57,6 +57,7 @@ def engine_arguments(
         **specific,
     )
     latent = _latent_attention_arguments(folder)
+    arguments["hf_overrides"] = _text_model(folder) | arguments.get("hf_overrides", {})
     assert (arguments | latent).keys() <= MANAGED[section].keys() | ADJUSTABLE, (
         "config/vllm_arguments.py does not list all arguments"
     )
@@ -74,6 +75,12 @@ def _check_extra(section: EngineSection, extra: Mapping[str, Any], latent: Mappi
         near = difflib.get_close_matches(name, known)
         remedy = f"use {' or '.join(near)}" if near else f"remove {name}"
         raise UserError(f"{section}.vllm_overrides.{name}={extra[name]}: not a vLLM engine argument. Fix: {remedy}")
+
+
+def _text_model(folder: Path) -> dict[str, Any]:
+    """Return the override that makes vLLM load only the text model of a multimodal checkpoint."""
+    hf_config = read_config(folder)
+    return {"architectures": hf_config["architectures"]} if "vision_config" in hf_config else {}
 
 
 def _latent_attention_arguments(folder: Path) -> dict[str, Any]:
