@@ -121,8 +121,9 @@ def expert_flops(shape: ModelShape, num_tokens: float) -> float:
 
 
 def attention_weights(shape: ModelShape) -> int:
-    """Return the number of weights in a layer's attention projections. These are the query, key, value and output
-    projections, and the output gate's if there is one. Latent attention has down- and up-projections for its latents instead."""
+    """Return the number of weights in the projections of a layer with softmax attention. These are the query, key,
+    value and output projections, and the gate's if there is one. Latent attention has down- and up-projections for its
+    latents instead."""
     latent, output = shape.latent, shape.value * shape.hidden
     if latent is None:
         gate = shape.query if shape.linear else 0

@@ -422,7 +422,9 @@ def untrained_part(hf_config: Mapping[str, Any]) -> str | None:
     """Describe the part of the checkpoint that is neither trained nor exported; None if there is no such part."""
     keys = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
     parts = [f"multi-token prediction ({key}={hf_config[key]})" for key in keys if hf_config.get(key)]
-    if hf_config.get("model_type") == "qwen3_next":  # its config.json does not tell whether the checkpoint has this part
+    if (
+        hf_config.get("model_type") == "qwen3_next"
+    ):  # its config.json does not tell whether the checkpoint has this part
         parts.append("multi-token prediction (tensors mtp.*)")
     parts += ["the vision encoder (vision_config)"] if "vision_config" in hf_config else []
     return ", ".join(parts) or None

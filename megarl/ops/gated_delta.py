@@ -43,7 +43,9 @@ def packed_convolution(
         history = inputs.new_zeros(len(lengths), width - 1, inputs.shape[1])
     places = torch.arange(len(inputs), device=inputs.device)
     places += (width - 1) * torch.arange(1, len(lengths) + 1, device=inputs.device).repeat_interleave(lengths)
-    preceding = boundaries[:-1].long().to(inputs.device) + (width - 1) * torch.arange(len(lengths), device=inputs.device)
+    preceding = boundaries[:-1].long().to(inputs.device) + (width - 1) * torch.arange(
+        len(lengths), device=inputs.device
+    )
     preceding = (preceding[:, None] + torch.arange(width - 1, device=inputs.device)).flatten()
     rows = inputs.new_zeros(len(inputs) + len(preceding), inputs.shape[1])
     rows = rows.index_copy(0, places, inputs).index_copy(0, preceding, history.flatten(0, 1).to(inputs.dtype))

@@ -120,7 +120,6 @@ SIZES = dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), GATED_
 """Sizes by model_type, DENSE for all others."""
 
 
-
 def logits(store, rank: int, config: Config, folder: Path, groups: list[Group]) -> dict[str, torch.Tensor]:
     """Return, by sample id, the logits [R, vocabulary] of its response, computed in one process."""
     worker = ActorWorker(config, folder, rank, store, threads=1)

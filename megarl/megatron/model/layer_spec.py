@@ -293,7 +293,9 @@ def _use_our_layers(layer: TransformerLayerSubmodules, shape: ModelShape, kind: 
 
 def _delta_net(into: type, out: type) -> ModuleSpec:
     """Return the spec of a gated delta net, given its linear layers."""
-    return ModuleSpec(module=DeltaNet, submodules=GatedDeltaNetSubmodules(in_proj=into, out_norm=HeadNorm, out_proj=out))
+    return ModuleSpec(
+        module=DeltaNet, submodules=GatedDeltaNetSubmodules(in_proj=into, out_norm=HeadNorm, out_proj=out)
+    )
 
 
 def _fused_delta_net() -> ModuleSpec:

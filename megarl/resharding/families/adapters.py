@@ -64,8 +64,9 @@ def is_factor(name: str) -> bool:
 
 def adapted_weights(holder: Holder, share_experts: bool) -> list[AdaptedWeight]:
     """Return the adapted weights: those of all linear layers in the model's layers, including an image model's
-    refiners, except routers, gates of shared experts and modulations by the noise level. With `share_experts`, the experts in a layer share the
-    factor next to the hidden states: A for gate and up projections, B for down projections."""
+    refiners, except routers, gates of shared experts and modulations by the noise level. With `share_experts`, the
+    experts in a layer share the factor next to the hidden states: A for gate and up projections, B for down
+    projections."""
     return [
         _adapted(name, pieces, share_experts)
         for name, pieces in holder.shard.by_parameter().items()

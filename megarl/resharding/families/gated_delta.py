@@ -7,9 +7,7 @@ from megarl.resharding.families.attention import NORM as ATTENTION_NORM
 from megarl.resharding.families.part import Part, norm, renamed
 from megarl.resharding.families.tiling import Fused, Split, Tiling, Ungrouped
 
-_QKV, _Z, _B, _A, _QKVZ, _BA = (
-    f"linear_attn.in_proj_{name}.weight" for name in ("qkv", "z", "b", "a", "qkvz", "ba")
-)
+_QKV, _Z, _B, _A, _QKVZ, _BA = (f"linear_attn.in_proj_{name}.weight" for name in ("qkv", "z", "b", "a", "qkvz", "ba"))
 _A_LOG, _DT_BIAS, _NORM, _OUT, _CONVOLUTION = (
     f"linear_attn.{name}" for name in ("A_log", "dt_bias", "norm.weight", "out_proj.weight", "conv1d.weight")
 )

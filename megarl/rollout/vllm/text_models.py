@@ -42,7 +42,9 @@ def install() -> None:
 class _Unused(ModuleType):
     """A module in which every name is an empty class."""
 
-    __path__: list[str] = []
+    def __init__(self, name: str):
+        super().__init__(name)
+        self.__path__: list[str] = []
 
     def __getattr__(self, name: str) -> type:
         if name.startswith("__"):

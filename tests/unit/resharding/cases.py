@@ -377,7 +377,13 @@ def vllm_shard(config: dict[str, Any], checkpoint: dict[str, torch.Tensor], tp: 
                 tensors[name] = tensor
         elif "_b_proj" in name or ("q_proj" in name and config["model_type"] == "deepseek_v3"):
             tensors[name] = tensor.chunk(tp)[rank]
-        elif "norm" in name or ".gate." in name or "shared_expert_gate" in name or "o_proj.bias" in name or "down_proj.bias" in name:
+        elif (
+            "norm" in name
+            or ".gate." in name
+            or "shared_expert_gate" in name
+            or "o_proj.bias" in name
+            or "down_proj.bias" in name
+        ):
             tensors[name] = tensor
         elif "o_proj" in name or "down_proj" in name:
             tensors[name] = tensor.chunk(tp, dim=1)[rank]

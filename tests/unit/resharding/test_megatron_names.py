@@ -84,6 +84,15 @@ PUBLISHED = (
     ("Moonlight-16B-A3B", layout_of(tp=4, pp=3, dp=4, ep=8, etp=2)),
     ("DeepSeek-V3", layout_of(tp=8, pp=16, dp=4, ep=32, etp=1, last=1)),
     ("DeepSeek-V3", layout_of(tp=4, pp=8, dp=32, ep=8, etp=4, first=7, last=6)),
+    ("Qwen3.5-0.8B", layout_of(tp=2, pp=2, cp=2)),
+    ("Qwen3.5-2B", layout_of(tp=2, pp=4, vpp=2)),
+    ("Qwen3.5-4B", layout_of(tp=4, pp=2)),
+    ("Qwen3.5-9B", layout_of(tp=4, pp=4, cp=2)),
+    ("Qwen3.5-27B", layout_of(tp=4, pp=8, vpp=2)),
+    ("Qwen3.5-35B-A3B", layout_of(tp=2, pp=5, dp=32, ep=64, etp=1)),
+    ("Qwen3.5-122B-A10B", layout_of(tp=2, pp=8, cp=2, dp=16, ep=64, etp=1)),
+    ("Qwen3.5-397B-A17B", layout_of(tp=2, pp=10, cp=2, dp=32, ep=128, etp=1)),
+    ("Qwen3-Next-80B-A3B", layout_of(tp=2, pp=6, dp=32, ep=64, etp=1)),
 )
 """Models with layouts of up to 1,024 ranks. All layouts of Qwen3-235B-A22B except the last were published for training
 runs of the model.
@@ -150,6 +159,9 @@ def test_transformer_engine_layers_match_the_holder():
         (CONFIGS["Qwen3-0.6B"] | four, layout_of(tp=2, pp=2), 3),
         (CONFIGS["Mixtral-8x7B"] | four, layout_of(tp=2, dp=8, ep=4, etp=4), 9),
         (CONFIGS["Qwen3-30B-A3B"] | four | {"mlp_only_layers": [0]}, layout_of(tp=2, dp=4, ep=8, etp=1), 3),
+        (CONFIGS["Qwen3.5-9B"] | four, layout_of(tp=4), 2),
+        (CONFIGS["Qwen3.5-35B-A3B"] | four, layout_of(tp=2, dp=2, ep=4, etp=1), 3),
+        (CONFIGS["Qwen3-Next-80B-A3B"] | four, layout_of(tp=2, pp=2), 1),
         (CONFIGS["Moonlight-16B-A3B"] | four, layout_of(tp=2, dp=2, ep=2), 0),
         (CONFIGS["DeepSeek-V3"], layout_of(tp=8, pp=16, dp=4, ep=32, etp=1, first=3, last=2), 40),
         (CONFIGS["DeepSeek-V3"], layout_of(tp=8, pp=16, dp=4, ep=32, etp=1, first=3, last=2), 0),

@@ -44,9 +44,7 @@ DEEPSEEK = dict(
     num_hidden_layers=4,
     rms_norm_eps=1e-6,
 )
-GATED_DELTA = dict(
-    **gated_delta_sizes(6, 2), full_attention_interval=2, num_key_value_heads=6, num_hidden_layers=4
-)
+GATED_DELTA = dict(**gated_delta_sizes(6, 2), full_attention_interval=2, num_key_value_heads=6, num_hidden_layers=4)
 GATED_DELTA_EXPERTS = GATED_DELTA | dict(
     num_experts=4, num_experts_per_tok=2, moe_intermediate_size=6, shared_expert_intermediate_size=6
 )
@@ -108,7 +106,9 @@ GRID = {
 def write_model(folder: Path, config: dict[str, Any], dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
     """Write random weights. Router biases are float32, as in DeepSeek's, and decays, as in Qwen3.5's."""
     tensors = random_checkpoint(config)
-    tensors = {name: tensor if "e_score" in name or "A_log" in name else tensor.to(dtype) for name, tensor in tensors.items()}
+    tensors = {
+        name: tensor if "e_score" in name or "A_log" in name else tensor.to(dtype) for name, tensor in tensors.items()
+    }
     return write_tensors(folder, config, tensors)
 
 
