@@ -545,7 +545,9 @@ def test_engine_after_two_refits_equals_fresh_engine(tmp_path, remotes, name, tp
     with pytest.raises(RuntimeError, match="Fix: refit it before it generates"):
         engine.call("sample", prompts())
 
-    model_bytes = [sum(ITEM_BYTES[one.dtypes[name]] * prod(shape) for name, shape in one.shapes.items()) for one in targets]
+    model_bytes = [
+        sum(ITEM_BYTES[one.dtypes[name]] * prod(shape) for name, shape in one.shapes.items()) for one in targets
+    ]
     engine.call("connect", plan, shared_memory, targets)
     trainers.call("prepare_refit")
     assert [worker.num_bytes for worker in engine.call("refit", 0)] == model_bytes
