@@ -17,7 +17,7 @@ from megarl.models.huggingface import (
     kv_heads,
     latent_attention,
     linear_attention,
-    rope_parameters,
+    rotary_channels,
     unsupported,
 )
 
@@ -36,8 +36,8 @@ class ModelShape:
 
     Attributes:
         kv_heads: number of key heads, equal to the number of value heads.
+        rotary_dim: number of channels per head with a rotary position embedding.
         tied: whether the output layer shares the embedding's weight.
-        rotary_share: fraction of a head's channels that have a rotary position embedding.
         fused: whether the checkpoint fuses the query, key and value projections, and the gate and up projections.
     """
 
@@ -47,6 +47,7 @@ class ModelShape:
     heads: int
     kv_heads: int
     head_dim: int
+    rotary_dim: int
     intermediate: int
     vocab: int
     tied: bool
@@ -58,7 +59,6 @@ class ModelShape:
     experts: Experts | None
     latent: LatentAttention | None
     linear: LinearAttention | None = None
-    rotary_share: float = 1.0
 
     @property
     def query(self) -> int:
@@ -77,11 +77,6 @@ class ModelShape:
     def key(self) -> int:
         """Number of rows in the key projection, and in the value projection."""
         return self.kv_heads * self.head_dim
-
-    @property
-    def rotary_dim(self) -> int:
-        """Number of channels per head with a rotary position embedding."""
-        return self.latent.position_dim if self.latent else int(self.head_dim * self.rotary_share)
 
     @property
     def gated_query(self) -> int:
@@ -121,27 +116,28 @@ class ModelShape:
         model = _checked(hf_config)
         hidden, heads = _number(model, "hidden_size"), _number(model, "num_attention_heads")
         family, latent, linear = model["model_type"], latent_attention(model), linear_attention(model)
+        # With latent attention, head_dim in config.json counts only the rotary channels of a head.
+        head_dim = latent.content_dim + latent.position_dim if latent else model["head_dim"] or hidden // heads
         return cls(
             model_type=family,
             num_layers=_number(model, "num_hidden_layers"),
             hidden=hidden,
             heads=heads,
             kv_heads=kv_heads(model),
-            # With latent attention, head_dim in config.json counts only the rotary channels of a head.
-            head_dim=latent.content_dim + latent.position_dim if latent else model["head_dim"] or hidden // heads,
+            head_dim=head_dim,
+            rotary_dim=latent.position_dim if latent else rotary_channels(model, head_dim),
             intermediate=_number(model, "intermediate_size"),
             vocab=_number(model, "vocab_size"),
             # A classifier's config may set this key, but a classifier has no LM head to tie.
             tied=bool(model["tie_word_embeddings"]) and score_head_of(hf_config) is None,
             qkv_bias=family == "qwen2" or model["attention_bias"],
-            attention_out_bias=family != "qwen2" and model["attention_bias"],
+            attention_out_bias=family not in ("glm4_moe", "qwen2") and model["attention_bias"],
             mlp_bias=model["mlp_bias"],
-            qk_norm=family in ("qwen3", "qwen3_moe") or linear is not None,
+            qk_norm=bool(linear or family in ("qwen3", "qwen3_moe") or (family == "glm4_moe" and model["use_qk_norm"])),
             fused=family == "phi3",
             experts=experts(model),
             latent=latent,
             linear=linear,
-            rotary_share=rope_parameters(model)["partial_rotary_factor"],
         )
 
 

@@ -87,6 +87,32 @@ GATED_DELTA = dict(
 GATED_DELTA_EXPERTS = dict(
     num_experts=8, num_experts_per_tok=3, moe_intermediate_size=20, shared_expert_intermediate_size=28
 )
+GLM = dict(
+    vocab_size=128,
+    hidden_size=48,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    head_dim=12,
+    num_hidden_layers=3,
+    intermediate_size=80,
+    max_position_embeddings=64,
+    first_k_dense_replace=1,
+    moe_intermediate_size=24,
+    n_routed_experts=8,
+    n_shared_experts=1,
+    num_experts_per_tok=3,
+    routed_scaling_factor=1.5,
+    attention_bias=True,
+    use_qk_norm=True,
+)
+ONE_GROUP = dict(n_group=1, topk_group=1)
+MOONLIGHT = ONE_GROUP | dict(q_lora_rank=None, rms_norm_eps=1e-2, routed_scaling_factor=2.446, num_experts_per_tok=3)
+KIMI_YARN = dict(rope_theta=50.0, factor=32.0, original_max_position_embeddings=16, beta_fast=1.0, beta_slow=1.0)
+KIMI = ONE_GROUP | dict(
+    rope_parameters=KIMI_YARN | dict(rope_type="yarn", mscale=1.0, mscale_all_dim=1.0),
+    n_shared_experts=1,
+    routed_scaling_factor=2.827,
+)
 YARN = dict(rope_type="yarn", rope_theta=1e3, factor=4.0, original_max_position_embeddings=16, beta_fast=4, beta_slow=1)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama 2": ("llama", {}),
@@ -115,8 +141,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3.5, tied": ("qwen3_5_text", dict(intermediate_size=72, tie_word_embeddings=True)),
     "Qwen3.5, experts": ("qwen3_5_moe_text", GATED_DELTA_EXPERTS),
     "Qwen3-Next": ("qwen3_next", GATED_DELTA_EXPERTS | dict(intermediate_size=72, mlp_only_layers=[1])),
+    "GLM-4.6": ("glm4_moe", {}),
+    "GLM-4.5-Air": ("glm4_moe", dict(use_qk_norm=False, routed_scaling_factor=1.0)),
+    "GLM, groups, no biases": (
+        "glm4_moe",
+        dict(attention_bias=False, num_experts_per_tok=4, n_group=4, topk_group=2, tie_word_embeddings=True),
+    ),
+    "Kimi K2": ("kimi_k2", KIMI),
+    "Kimi K2, large epsilon": ("kimi_k2", KIMI | dict(rms_norm_eps=1e-2)),
+    "Moonlight": ("deepseek_v3", MOONLIGHT),
 }
-SIZES = dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), GATED_DELTA) | {"deepseek_v3": DEEPSEEK}
+SIZES = dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), GATED_DELTA)
+SIZES |= {"deepseek_v3": DEEPSEEK, "glm4_moe": GLM, "kimi_k2": DEEPSEEK}
 """Sizes by model_type, DENSE for all others."""
 
 
@@ -178,7 +214,6 @@ VARIATIONS = (
 """Models whose parts all occur in other models."""
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize("folder", exhaustive_but(MODELS, *(MODELS.keys() - {*VARIATIONS})), indirect=True)
 def test_training_matches_transformers(folder):
     ranks = run_ranks(1, train, config_of(folder, "actor.tokens_per_microbatch=256"), folder, [GROUPS])
@@ -204,6 +239,18 @@ LAYOUTS = {
     "Qwen3.5, experts: EP2, CP2": "cp: 2, ep: 2",
     "Qwen3-Next: TP2, SP": "tp: 2, sequence_parallel: true",
     "Qwen3-Next: PP2, EP2": "pp: 2, dp: 2, ep: 2",
+    "GLM-4.6: TP2, SP": "tp: 2, sequence_parallel: true",
+    "GLM-4.6: PP2, EP2": "pp: 2, ep: 2, dp: 2, first_stage_layers: 2",
+    "GLM-4.5-Air: EP2, TP2, ETP1": "tp: 2, sequence_parallel: true, ep: 2, etp: 1",
+    "GLM, groups, no biases: CP2": "cp: 2",
+    "GLM, groups, no biases: CP2, TP2, SP, PP2": "cp: 2, tp: 2, sequence_parallel: true, pp: 2, first_stage_layers: 2",
+    "Kimi K2: TP2, SP": "tp: 2, sequence_parallel: true",
+    "Kimi K2: CP2, EP2": "cp: 2, ep: 2",
+    "Kimi K2, large epsilon: PP2, TP2, SP, EP2, ETP1": (
+        "pp: 2, tp: 2, sequence_parallel: true, ep: 2, etp: 1, first_stage_layers: 2"
+    ),
+    "Moonlight: EP2, TP2, ETP1": "tp: 2, sequence_parallel: true, ep: 2, etp: 1",
+    "Moonlight: CP2": "cp: 2",
 }
 """Cases in which a family's special parts are sharded."""
 

@@ -20,7 +20,8 @@ FORM = (
     *("moe_apply_probs_on_input", "moe_ffn_hidden_size", "moe_latent_size", "moe_layer_freq"),
     *("moe_router_enable_expert_bias", "moe_router_force_load_balancing", "moe_router_group_topk"),
     *("moe_router_num_groups", "moe_router_pre_softmax", "moe_router_score_function", "moe_router_topk"),
-    *("moe_router_topk_limited_devices", "moe_router_topk_scaling_factor", "moe_shared_expert_gate"),
+    *("moe_router_force_biased", "moe_router_topk_limited_devices", "moe_router_topk_scaling_factor"),
+    "moe_shared_expert_gate",
     *("moe_shared_expert_intermediate_size", "multi_latent_attention", "no_rope_freq", "num_moe_experts"),
     *("qk_l2_norm", "rotary_interleaved", "softmax_scale", "softmax_type", "window_attn_skip_freq", "window_size"),
 )
@@ -85,7 +86,7 @@ def _experts(shape: ModelShape, model: Mapping[str, Any]) -> dict[str, Any]:
         moe_router_pre_softmax=not model.get("norm_topk_prob", True),
         moe_shared_expert_intermediate_size=shape.experts.shared_intermediate or None,
         moe_shared_expert_gate=shape.linear is not None,
-        **(_deepseek_router(model) if model["model_type"] == "deepseek_v3" else {}),
+        **(_deepseek_router(model) if shape.experts.has_selection_bias else {}),
     )
 
 

@@ -1,4 +1,4 @@
-"""Grouped-query attention in Llama, Mistral, Phi-3 and Qwen."""
+"""Grouped-query attention in Llama, Mistral, Phi-3, Qwen and GLM-4.5."""
 
 from __future__ import annotations
 

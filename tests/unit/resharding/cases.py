@@ -69,17 +69,17 @@ def random_checkpoint(config: dict[str, Any], seed: int = 0) -> dict[str, torch.
         tensors[layer + "input_layernorm.weight"] = random(hidden)
         tensors[layer + "post_attention_layernorm.weight"] = random(hidden)
         is_delta_net = linear_attention(config, i)
-        if config["model_type"] == "deepseek_v3":
+        if config["model_type"] in LATENT_TYPES:
             tensors |= {f"{layer}{name}": random(*shape) for name, shape in latent_attention(config).items()}
         if is_delta_net:
             tensors |= {f"{layer}{name}": random(*shape) for name, shape in delta_net(config).items()}
-        has_heads = config["model_type"] != "deepseek_v3" and not is_delta_net
+        has_heads = config["model_type"] not in LATENT_TYPES and not is_delta_net
         gates = query if is_gated_delta(config) else 0
         for name, rows in (("q", query + gates), ("k", key), ("v", key)) if has_heads else ():
             tensors[layer + f"self_attn.{name}_proj.weight"] = random(rows, hidden)
             if config["model_type"] == "qwen2" or config.get("attention_bias"):
                 tensors[layer + f"self_attn.{name}_proj.bias"] = random(rows)
-            if config["model_type"].startswith("qwen3") and name != "v":
+            if (config["model_type"].startswith("qwen3") or config.get("use_qk_norm")) and name != "v":
                 tensors[layer + f"self_attn.{name}_norm.weight"] = random(config["head_dim"])
         if has_heads:
             tensors[layer + "self_attn.o_proj.weight"] = random(hidden, query)
@@ -87,7 +87,7 @@ def random_checkpoint(config: dict[str, Any], seed: int = 0) -> dict[str, torch.
             tensors[layer + "self_attn.o_proj.bias"] = random(hidden)
         if router := router_of(config, i):
             tensors[f"{layer}{router}.weight"] = random(NUM_EXPERTS, hidden)
-        if router and config["model_type"] == "deepseek_v3":
+        if router and config["model_type"] in BIASED_ROUTERS:
             tensors[f"{layer}mlp.gate.e_score_correction_bias"] = random(NUM_EXPERTS)
             shared = config["n_shared_experts"] * config["moe_intermediate_size"]
             for name, shape in (("gate", (shared, hidden)), ("up", (shared, hidden)), ("down", (hidden, shared))):
@@ -216,7 +216,7 @@ def router_of(config: dict[str, Any], layer: int) -> str | None:
     match config["model_type"]:
         case "mixtral":
             return "block_sparse_moe.gate"
-        case "deepseek_v3" if layer >= config["first_k_dense_replace"]:
+        case family if family in BIASED_ROUTERS and layer >= config["first_k_dense_replace"]:
             return "mlp.gate"
         case "qwen3_moe" | "qwen3_next" if layer not in config.get("mlp_only_layers", ()):
             return "mlp.gate"
@@ -299,7 +299,7 @@ def megatron_shard(
     for chunk, local, i in [(c, local, i) for c, layers in enumerate(chunks) for local, i in enumerate(layers)]:
         hf, megatron = f"model.layers.{i}.", f"chunk{chunk}.decoder.layers.{local}."
         tensors |= {megatron + local: checkpoint[hf + name] for local, name in RENAMED if hf + name in checkpoint}
-        if config["model_type"] == "deepseek_v3":
+        if config["model_type"] in LATENT_TYPES:
             split = [(local, checkpoint[hf + name]) for local, name in SPLIT_BY_ROWS if hf + name in checkpoint]
             tensors |= {megatron + local: tensor.chunk(tp)[tp_rank] for local, tensor in split}
         for kind in [kind for kind in ("weight", "bias") if f"{hf}self_attn.k_proj.{kind}" in checkpoint]:
@@ -375,7 +375,7 @@ def vllm_shard(config: dict[str, Any], checkpoint: dict[str, torch.Tensor], tp: 
         elif "kv_a_proj" in name:
             if config["q_lora_rank"] is None:
                 tensors[name] = tensor
-        elif "_b_proj" in name or ("q_proj" in name and config["model_type"] == "deepseek_v3"):
+        elif "_b_proj" in name or ("q_proj" in name and config["model_type"] in LATENT_TYPES):
             tensors[name] = tensor.chunk(tp)[rank]
         elif (
             "norm" in name
@@ -414,11 +414,8 @@ def _padded(tensor: torch.Tensor, multiple: int) -> torch.Tensor:
 
 
 NUM_EXPERTS = 4
-LATENT = dict(
-    kv_lora_rank=5,
-    qk_nope_head_dim=2,
-    qk_rope_head_dim=1,
-    v_head_dim=3,
+LATENT_TYPES, BIASED_ROUTERS = ("deepseek_v3", "kimi_k2"), ("deepseek_v3", "glm4_moe", "kimi_k2")
+BIASED = dict(
     first_k_dense_replace=1,
     n_routed_experts=NUM_EXPERTS,
     n_shared_experts=2,
@@ -426,6 +423,7 @@ LATENT = dict(
     n_group=1,
     topk_group=1,
 )
+LATENT = BIASED | dict(kv_lora_rank=5, qk_nope_head_dim=2, qk_rope_head_dim=1, v_head_dim=3)
 MODELS = [
     {"model_type": "llama"},
     {"model_type": "llama", "attention_bias": True},
@@ -442,6 +440,9 @@ MODELS = [
     {"model_type": "qwen3_5_text", "full_attention_interval": 2},
     {"model_type": "qwen3_5_moe_text", "full_attention_interval": 2, "num_experts": NUM_EXPERTS},
     {"model_type": "qwen3_next", "full_attention_interval": 2, "num_experts": NUM_EXPERTS, "mlp_only_layers": (1,)},
+    {"model_type": "kimi_k2", **LATENT, "q_lora_rank": 3},
+    {"model_type": "glm4_moe", **BIASED},
+    {"model_type": "glm4_moe", **BIASED, "attention_bias": True, "use_qk_norm": True},
 ]
 
 
