@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from megarl.config.load import load
-from megarl.megatron import packing
 from megarl.megatron.model import layer_spec
 from megarl.megatron.packing import packing_of
 from tests.paths import BASE
@@ -43,8 +42,7 @@ CASES = [
 
 @pytest.mark.parametrize(("layout", "transformer_engine", "changes"), CASES)
 def test_multiples_match_the_layout(monkeypatch, layout: str, transformer_engine: bool, changes: dict[str, Any]):
-    for module in (packing, layer_spec):
-        monkeypatch.setattr(module, "uses_transformer_engine", lambda: transformer_engine)
+    monkeypatch.setattr(layer_spec, "uses_transformer_engine", lambda: transformer_engine)
     config = load(BASE, ["model.path=m", "data.source=arithmetic", f"actor.layout={layout}"])
     requirements = packing_of(config.actor, LLAMA)
     assert {name: getattr(requirements, name) for name in ALONE} == ALONE | changes
