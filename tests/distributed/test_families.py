@@ -200,7 +200,7 @@ def folder(request, tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "folder", exhaustive_but(MODELS, "Llama 3, tied", "Phi-3", "Mixtral", "DeepSeek-V3, YaRN"), indirect=True
+    "folder", exhaustive_but(MODELS, "Llama 3, tied", "Phi-3", "Mixtral", "DeepSeek-V3, YaRN", "Qwen3.5"), indirect=True
 )
 def test_logits_match_transformers(folder):
     [actual] = run_ranks(1, logits, config_of(folder), folder, GROUPS)
@@ -261,6 +261,7 @@ LAYOUTS = {
         LAYOUTS,
         *("Llama, all biases: TP3, SP", "Phi-3: TP3, SP", "Qwen3: TP3"),
         *("DeepSeek-V3: PP2, TP2, SP", "DeepSeek-V3, YaRN: CP2"),
+        *("Qwen3.5: TP2", "Qwen3.5: CP2", "Qwen3-Next: PP2, EP2"),
     ),
 )
 def test_sharded_training_matches_transformers(tmp_path, case):

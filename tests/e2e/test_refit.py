@@ -475,9 +475,9 @@ OVER_TWO_WORKERS = (
     *("Llama, tied", "Llama, all biases", "Qwen3, experts", "Qwen3, experts that vLLM pads", "DeepSeek-V3"),
     "GLM-4.6",
 )
-EVERY_TIME = {("Qwen3, experts that vLLM pads", 1), ("Llama, tied", 1)}
-"""Padded experts, and tied dense weights with adapters. The other cases are exhaustive. An engine with two workers is
-in the cluster test of colocated PPO, and a refit of running requests in test_rollouts_ahead.py."""
+EVERY_TIME = {("Qwen3, experts that vLLM pads", 1), ("Llama, tied", 1), ("Qwen3.5", 1)}
+"""Padded experts, tied dense weights with adapters, and gated delta nets. The other cases are exhaustive. An engine with
+two workers is in the cluster test of colocated PPO, and a refit of running requests in test_rollouts_ahead.py."""
 
 CASES = [
     pytest.param(name, tp, marks=() if (name, tp) in EVERY_TIME else pytest.mark.exhaustive)
@@ -486,6 +486,8 @@ CASES = [
 IN_FLIGHT = [("Qwen3", 1), ("Llama, tied", 2)]
 REPLAYED = [("Qwen3, experts", 2), ("Qwen3, experts that vLLM pads", 1)]
 FLOAT16 = [("Mistral", 1), ("GLM-4.5-Air", 1)]
+BFLOAT16 = [("Qwen3-Next", 1)]
+"""vLLM would pack a convolution of this dtype for its CPU kernels."""
 ADAPTED = [("Llama, tied", 1), ("Qwen3, experts", 1)]
 """Cases that train adapters, which every refit merges. The same models with two workers train all weights."""
 
@@ -547,6 +549,7 @@ def test_engine_after_two_refits_equals_fresh_engine(tmp_path, remotes, name, tp
     adapters = ["actor.lora.rank=4"] if (name, tp) in ADAPTED else []
     scaled = "actor.megatron_overrides.optimizer.initial_loss_scale=256.0"
     float16 = ["model.dtype=float16", scaled] if (name, tp) in FLOAT16 else []
+    float16 += ["model.dtype=bfloat16"] if (name, tp) in BFLOAT16 else []
     config = config_of(folder, layout, tp, [*truncated, *routes, *adapters, *float16])
     hf_config, dtype, agreement = read_config(folder), config.model.dtype, ROUNDING[config.model.dtype]
     trainers = Trainers(remotes, config, folder, tmp_path / "store")
