@@ -476,8 +476,8 @@ OVER_TWO_WORKERS = (
     "GLM-4.6",
 )
 EVERY_TIME = {("Qwen3, experts that vLLM pads", 1), ("Llama, tied", 1), ("Qwen3.5", 1)}
-"""Padded experts, tied dense weights with adapters, and gated delta nets. The other cases are exhaustive. An engine with
-two workers is in the cluster test of colocated PPO, and a refit of running requests in test_rollouts_ahead.py."""
+"""Padded experts, tied dense weights with adapters, and gated delta nets. The others are exhaustive. An engine with two
+workers is in the cluster test of colocated PPO, and a refit of running requests in test_rollouts_ahead.py."""
 
 CASES = [
     pytest.param(name, tp, marks=() if (name, tp) in EVERY_TIME else pytest.mark.exhaustive)
