@@ -235,6 +235,22 @@ DEEPSEEK = _joined(
     "{% if ns.tool %}{{ '<｜tool▁outputs▁end｜>' }}{% elif add_generation_prompt %}{{ '<｜Assistant｜>' }}{% endif %}",
 )
 
+KIMI = _joined(
+    "{% if tools %}{{ '<|im_system|>tool_declare<|im_middle|>' + tools | tojson + '<|im_end|>' }}{% endif %}",
+    "{% for m in messages %}{% if loop.first and m.role != 'system' %}",
+    "{{ '<|im_system|>system<|im_middle|>You are a helpful assistant<|im_end|>' }}{% endif %}",
+    "{% set kind = m.role if m.role in ('user', 'assistant') else 'system' %}",
+    "{{ '<|im_' + kind + '|>' + m.role + '<|im_middle|>' }}",
+    "{% if m.role == 'assistant' and m.tool_calls %}{{ m.content or '' }}{{ '<|tool_calls_section_begin|>' }}",
+    "{% for call in m.tool_calls %}",
+    "{{ '<|tool_call_begin|>functions.' + call.function.name + ':' + loop.index0|string }}",
+    "{{ '<|tool_call_argument_begin|>' + call.function.arguments | tojson + '<|tool_call_end|>' }}{% endfor %}",
+    "{{ '<|tool_calls_section_end|>' }}",
+    "{% elif m.role == 'tool' %}{{ '## Return of ' + m.tool_call_id|string + '\\n' + m.content }}",
+    "{% else %}{{ m.content }}{% endif %}{{ '<|im_end|>' }}{% endfor %}",
+    "{% if add_generation_prompt %}{{ '<|im_assistant|>assistant<|im_middle|>' }}{% endif %}",
+)
+
 _CHATML = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _QWEN_TAGS = ("<tool_call>", "</tool_call>")
 _LLAMA3_TOKENS = (
@@ -254,6 +270,12 @@ _DEEPSEEK_TAGS = (
         "<｜tool▁calls▁end｜>",
     ),
     *("<｜tool▁outputs▁begin｜>", "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>", "<｜tool▁outputs▁end｜>"),
+)
+
+_KIMI_TOKENS = ("[BOS]", "[EOS]", "<|im_end|>", "<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>")
+_KIMI_TAGS = (
+    *("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>"),
+    *("<|tool_call_end|>", "<|tool_calls_section_end|>"),
 )
 
 FAMILIES: dict[str, Family] = {
@@ -292,6 +314,7 @@ FAMILIES: dict[str, Family] = {
         repeats_answers=False,
         has_tool_role=True,
     ),
+    "kimi": Family(KIMI, _KIMI_TOKENS, "<|im_end|>", added=_KIMI_TAGS, tool_format="kimi", has_tool_role=True),
 }
 
 

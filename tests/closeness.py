@@ -18,6 +18,8 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
+from megarl.run.diagnosis.plain import load_plain
+
 TOLERANCE = 1e-5
 LOSS_FLOOR = 1e-6
 """Smallest absolute tolerance of a loss, whose terms are about 1 and may cancel: eight times float32's precision."""
@@ -57,7 +59,7 @@ def float64() -> Iterator[None]:
 def load(kind: type, folder: Path, **keys: Any) -> torch.nn.Module:
     """Load a transformers model in the default dtype, with implementations that support float64."""
     eager = dict(attn_implementation="eager", experts_implementation="eager")
-    return kind.from_pretrained(folder, dtype=torch.get_default_dtype(), **eager, **keys)
+    return load_plain(kind, folder, dtype=torch.get_default_dtype(), **eager, **keys)
 
 
 class _Float64(TorchFunctionMode):

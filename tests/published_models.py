@@ -82,6 +82,23 @@ _DEEPSEEK = {
     "rms_norm_eps": 1e-06,
     "tie_word_embeddings": False,
 }
+_GLM = {
+    "model_type": "glm4_moe",
+    "architectures": ["Glm4MoeForCausalLM"],
+    "head_dim": 128,
+    "num_attention_heads": 96,
+    "num_key_value_heads": 8,
+    "attention_bias": True,
+    "partial_rotary_factor": 0.5,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "rms_norm_eps": 1e-05,
+    "vocab_size": 151552,
+    "tie_word_embeddings": False,
+}
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "SmolLM2-135M": _SMOLLM2
@@ -214,6 +231,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "topk_group": 1,
         "routed_scaling_factor": 2.446,
         "first_k_dense_replace": 1,
+        "rms_norm_eps": 1e-05,
         "max_position_embeddings": 8192,
         "vocab_size": 163840,
     },
@@ -236,9 +254,54 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 163840,
         "vocab_size": 129280,
     },
+    "Kimi-K2": _DEEPSEEK
+    | {
+        "model_type": "kimi_k2",
+        "hidden_size": 7168,
+        "num_hidden_layers": 61,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 64,
+        "q_lora_rank": 1536,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "n_routed_experts": 384,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 2.827,
+        "first_k_dense_replace": 1,
+        "max_position_embeddings": 131072,
+        "vocab_size": 163840,
+    },
+    "GLM-4.5-Air": _GLM
+    | {
+        "hidden_size": 4096,
+        "num_hidden_layers": 46,
+        "intermediate_size": 10944,
+        "moe_intermediate_size": 1408,
+        "n_routed_experts": 128,
+        "routed_scaling_factor": 1.0,
+        "first_k_dense_replace": 1,
+        "use_qk_norm": False,
+        "max_position_embeddings": 131072,
+    },
+    "GLM-4.6": _GLM
+    | {
+        "hidden_size": 5120,
+        "num_hidden_layers": 92,
+        "intermediate_size": 12288,
+        "moe_intermediate_size": 1536,
+        "n_routed_experts": 160,
+        "routed_scaling_factor": 2.5,
+        "first_k_dense_replace": 3,
+        "use_qk_norm": True,
+        "max_position_embeddings": 202752,
+    },
 }
-"""The published configs without keys that do not affect the weights (rotary scaling). DeepSeek-V3's also lacks its
-quantization and its multi-token prediction layer."""
+"""The published configs without keys that do not affect the weights (rotary scaling). DeepSeek-V3's and GLM's also lack
+their multi-token prediction layer, and DeepSeek-V3's and Kimi K2's their quantization. GLM-4.5 and GLM-4.7 have the
+weights' shapes of GLM-4.6."""
 
 Z_IMAGE = dict(
     _class_name="ZImageTransformer2DModel",
@@ -312,6 +375,10 @@ PARAMETERS: dict[str, int] = {
     "Qwen3-32B": 32_762_123_264,
     "Qwen3-30B-A3B": 30_532_122_624,
     "Qwen3-235B-A22B": 235_093_634_560,
+    "Moonlight-16B-A3B": 15_960_110_208,
     "DeepSeek-V3": 671_026_419_200,
+    "Kimi-K2": 1_026_408_232_448,
+    "GLM-4.5-Air": 106_852_251_264,
+    "GLM-4.6": 352_797_829_024,
 }
 """Parameter counts. Tied weights count once."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import string
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from megarl.models.huggingface import TRANSFORMERS_TYPES
 
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>", "<|system|>", "<|user|>", "<|assistant|>")
 PAD_ID, EOS_ID = 0, 1
@@ -72,12 +75,16 @@ def write_tiny_model(folder: Path, model_type: str, seed: int = 0, **config_json
     Args:
         config_json: keys of the family's config.json.
     """
+    known = TRANSFORMERS_TYPES.get(model_type, model_type)
     config = AutoConfig.for_model(
-        model_type, **config_json, bos_token_id=None, eos_token_id=EOS_ID, pad_token_id=PAD_ID, dtype="float32"
+        known, **config_json, bos_token_id=None, eos_token_id=EOS_ID, pad_token_id=PAD_ID, dtype="float32"
     )
     model = AutoModelForCausalLM.from_config(config)
     randomize(model, seed)
     model.save_pretrained(folder)
+    if known != model_type:
+        written = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(written | {"model_type": model_type}))
     tiny_tokenizer(config.vocab_size).save_pretrained(folder)
     return folder
 

@@ -150,10 +150,34 @@ def read_deepseek(turn: Sequence[Piece]) -> Iterator[Call]:
             yield _named(piece.text.strip(), following.text)
 
 
+KIMI_TAGS = (
+    *("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>"),
+    *("<|tool_call_end|>", "<|tool_calls_section_end|>"),
+)
+
+
+def read_kimi(turn: Sequence[Piece]) -> Iterator[Call]:
+    """Parse Kimi K2's `<|tool_call_begin|>functions.NAME:NUMBER<|tool_call_argument_begin|>{…}`. Tool results repeat
+    the text before the arguments."""
+    for place, piece in enumerate(turn):
+        if piece.tag != "<|tool_call_begin|>":
+            continue
+        following = turn[place + 1] if place + 1 < len(turn) else None
+        if following is None or following.tag != "<|tool_call_argument_begin|>":
+            yield MalformedCall(piece.text, "missing <|tool_call_argument_begin|> between name and arguments")
+            continue
+        number = piece.text.strip()
+        yield _named(number.removeprefix("functions.").partition(":")[0], following.text, number)
+
+
 HERMES_EXAMPLE = '<tool_call>\n{"name": "the name", "arguments": {"an argument": "its value"}}\n</tool_call>'
 DEEPSEEK_EXAMPLE = (
     "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>the name\n```json\n"
     '{"an argument": "its value"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
+)
+KIMI_EXAMPLE = (
+    "<|tool_calls_section_begin|><|tool_call_begin|>functions.the name:0<|tool_call_argument_begin|>"
+    '{"an argument": "its value"}<|tool_call_end|><|tool_calls_section_end|>'
 )
 
 FORMATS: Mapping[str, ToolFormat] = {
@@ -167,6 +191,7 @@ FORMATS: Mapping[str, ToolFormat] = {
         read_mistral,
     ),
     "deepseek": ToolFormat(DEEPSEEK_TAGS, DEEPSEEK_EXAMPLE, read_deepseek),
+    "kimi": ToolFormat(KIMI_TAGS, KIMI_EXAMPLE, read_kimi),
     "tagged": ToolFormat(HERMES_TAGS, HERMES_EXAMPLE, partial(read_hermes, lists=True)),
 }
 """Config name -> format. `tagged` is for models without a native format: a system message describes the tools, even if
@@ -180,6 +205,7 @@ def format_of(template: str) -> str | None:
         ("<function=", None),  # not JSON, despite the Hermes tags
         ("<arg_key>", None),
         ("<｜tool▁calls▁begin｜>", "deepseek"),
+        ("<|tool_calls_section_begin|>", "kimi"),
         ("[TOOL_CALLS]", "mistral"),
         ("<|python_tag|>", "llama3"),
         ("Environment: ipython", "llama3"),

@@ -296,6 +296,7 @@ def _layer_fields(
         heads=heads,
         kv_heads=heads,
         head_dim=hidden // heads,
+        rotary_dim=hidden // heads,
         vocab=0,
         tied=False,
         qkv_bias=has_bias,

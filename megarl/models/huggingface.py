@@ -23,26 +23,44 @@ _ANY = {
     "tie_word_embeddings": False,
 }
 
+_DEEPSEEK = _ANY | {
+    "first_k_dense_replace": 3,
+    "kv_lora_rank": 512,
+    "moe_intermediate_size": 2048,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_experts_per_tok": 8,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rope_interleave": True,
+    "routed_scaling_factor": 2.5,
+    "topk_group": 4,
+    "v_head_dim": 128,
+}
+
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
-    "deepseek_v3": _ANY
+    "deepseek_v3": _DEEPSEEK,
+    "glm4_moe": _ANY
     | {
-        "first_k_dense_replace": 3,
-        "kv_lora_rank": 512,
-        "moe_intermediate_size": 2048,
-        "n_group": 8,
-        "n_routed_experts": 256,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 1408,
+        "n_group": 1,
+        "n_routed_experts": 128,
         "n_shared_experts": 1,
         "norm_topk_prob": True,
         "num_experts_per_tok": 8,
-        "num_key_value_heads": 128,
-        "q_lora_rank": 1536,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "rope_interleave": True,
-        "routed_scaling_factor": 2.5,
-        "topk_group": 4,
-        "v_head_dim": 128,
+        "num_key_value_heads": 8,
+        "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1e-5,
+        "routed_scaling_factor": 1.0,
+        "topk_group": 1,
+        "use_qk_norm": False,
     },
+    "kimi_k2": _DEEPSEEK,
     "llama": _ANY,
     "mistral": _ANY | {"num_key_value_heads": 8, "sliding_window": 4096},
     "mixtral": _ANY
@@ -72,6 +90,15 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
 }
 """Supported `model_type` -> transformers' defaults for keys that config.json omits."""
 
+TRANSFORMERS_TYPES: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
+"""Supported `model_type` that transformers lacks -> the type of the same architecture in transformers."""
+
+_LATENT_ATTENTION = ("deepseek_v3", "kimi_k2")
+_DEEPSEEK_ROUTER = ("deepseek_v3", "glm4_moe", "kimi_k2")
+_PARTIAL_ROTATION = ("glm4_moe",)
+"""Families with multi-head latent attention, with DeepSeek's router, and with rotary embeddings on only some of the
+channels in a head."""
+
 ROPE_TYPES: Mapping[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -84,7 +111,7 @@ the types in LATENT_ROPE_TYPES."""
 FP8_BLOCK = 128
 """Number of rows, and of columns, per block with one scale in fp8 checkpoints."""
 
-_BIASES = {"llama": ("attention_bias", "mlp_bias"), "qwen2": ("attention_bias",)}
+_BIASES = {"glm4_moe": ("attention_bias",), "llama": ("attention_bias", "mlp_bias"), "qwen2": ("attention_bias",)}
 """Supported bias keys per model family. Qwen2 always has attention biases, regardless of the key's value."""
 
 
@@ -98,6 +125,8 @@ class Experts:
         shared_intermediate: number of rows in the shared experts' MLP, which processes every token; 0 without shared
             experts.
         layers: for each layer, whether it has experts; if not, it has a dense MLP.
+        has_selection_bias: whether the router is DeepSeek's: sigmoid scores, and a bias that affects only which experts
+            are selected.
     """
 
     count: int
@@ -105,6 +134,7 @@ class Experts:
     intermediate: int
     shared_intermediate: int
     layers: tuple[bool, ...]
+    has_selection_bias: bool = False
 
     @property
     def number_bytes(self) -> int:
@@ -136,7 +166,10 @@ _COUNTS = {
 }
 """Keys whose value must be a positive integer, because they have no default or are divisors."""
 
-_NUMBERS = ("factor", "high_freq_factor", "low_freq_factor", "original_max_position_embeddings", "rope_theta")
+_NUMBERS = (
+    *("factor", "high_freq_factor", "low_freq_factor", "original_max_position_embeddings", "partial_rotary_factor"),
+    "rope_theta",
+)
 """Parameters of rotary embeddings."""
 
 _NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
@@ -252,19 +285,20 @@ def experts(model: Mapping[str, Any]) -> Experts | None:
                 0,
                 tuple(layer not in dense and (layer + 1) % step == 0 for layer in layers),
             )
-        case "deepseek_v3":
+        case family if family in _DEEPSEEK_ROUTER:
             return Experts(
                 model["n_routed_experts"],
                 model["num_experts_per_tok"],
                 model["moe_intermediate_size"],
                 model["moe_intermediate_size"] * (model["n_shared_experts"] or 0),
                 tuple(layer >= model["first_k_dense_replace"] for layer in layers),
+                has_selection_bias=True,
             )
     return None
 
 
 def latent_attention(model: Mapping[str, Any]) -> LatentAttention | None:
-    if model["model_type"] != "deepseek_v3":
+    if model["model_type"] not in _LATENT_ATTENTION:
         return None
     return LatentAttention(
         query_rank=model["q_lora_rank"],
@@ -273,6 +307,11 @@ def latent_attention(model: Mapping[str, Any]) -> LatentAttention | None:
         position_dim=model["qk_rope_head_dim"],
         value_dim=model["v_head_dim"],
     )
+
+
+def rotary_channels(model: Mapping[str, Any], head_dim: int) -> int:
+    """Return the number of channels per head with a rotary embedding, given the number of channels in a head."""
+    return int(head_dim * rope_parameters(model)["partial_rotary_factor"])
 
 
 def untrained_part(hf_config: Mapping[str, Any]) -> str | None:
@@ -304,8 +343,10 @@ def _rope(model: Mapping[str, Any]) -> Iterator[str]:
         yield f"{key} with rope_type {kind}"
     elif missing := [name for name in known[kind] if name not in rope]:
         yield f"{key} with rope_type {kind} without {', '.join(missing)}"
-    if rope["partial_rotary_factor"] != 1:
-        yield f"partial_rotary_factor {rope['partial_rotary_factor']}"
+    factor = rope["partial_rotary_factor"]
+    partial = isinstance(factor, int | float) and 0 < factor < 1
+    if factor != 1 and not (partial and model["model_type"] in _PARTIAL_ROTATION):
+        yield f"partial_rotary_factor {factor}"
     if not rope.get("truncate", True):
         yield f"{key} with truncate false"
     if rope.get("attention_factor") is not None:
@@ -319,9 +360,6 @@ def _others(model: Mapping[str, Any]) -> Iterator[str]:
         yield f"hidden_act {model['hidden_act']}"
     if model["quantization_config"]:
         yield f"quantization_config with quant_method {model['quantization_config'].get('quant_method')}"
-    # transformers always uses this epsilon in the norms for latents.
-    if latent_attention(model) and model["rms_norm_eps"] != 1e-6:
-        yield f"rms_norm_eps {model['rms_norm_eps']}"
 
 
 def _experts(model: Mapping[str, Any]) -> Iterator[str]:
@@ -333,7 +371,7 @@ def _experts(model: Mapping[str, Any]) -> Iterator[str]:
     # After normalization, the weight of a single active expert is one, so the router has no gradient.
     if mixture.active == 1 and model.get("norm_topk_prob", True):
         yield "num_experts_per_tok 1"
-    if model["model_type"] == "deepseek_v3":
+    if mixture.has_selection_bias:
         yield from _deepseek_router(model)
 
 

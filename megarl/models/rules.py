@@ -375,10 +375,11 @@ def token_scores_require_sampled_tokens(config: Config, kind: str) -> Iterator[s
 
 
 def engine_router_keys_are_present(model: str, hf: Mapping[str, Any]) -> Iterator[str]:
-    """Require the keys for DeepSeek-V3's router that vLLM reads from config.json. transformers does not write them."""
+    """Require the keys for DeepSeek-V3's router that vLLM reads from config.json. transformers does not write them. For
+    GLM-4.5, vLLM does not read them."""
     required = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
     missing = [key for key in required if key not in hf]
-    if hf["model_type"] == "deepseek_v3" and missing:
+    if latent_attention(hf) and missing:
         yield (
             f"{model}: its config.json lacks {' and '.join(missing)}, so the engine would route with softmax and "
             f"without the bias. Fix: add {' and '.join(f'{key}: {required[key]}' for key in missing)} to config.json"

@@ -15,6 +15,7 @@ from megarl.models.huggingface import (
     experts,
     kv_heads,
     latent_attention,
+    rotary_channels,
     unsupported,
 )
 
@@ -25,6 +26,7 @@ class ModelShape:
 
     Attributes:
         kv_heads: number of key heads, equal to the number of value heads.
+        rotary_dim: number of channels per head with a rotary position embedding.
         tied: whether the output layer shares the embedding's weight.
         fused: whether the checkpoint fuses the query, key and value projections, and the gate and up projections.
     """
@@ -35,6 +37,7 @@ class ModelShape:
     heads: int
     kv_heads: int
     head_dim: int
+    rotary_dim: int
     intermediate: int
     vocab: int
     tied: bool
@@ -65,11 +68,6 @@ class ModelShape:
         return self.kv_heads * self.head_dim
 
     @property
-    def rotary_dim(self) -> int:
-        """Number of channels per head with a rotary position embedding."""
-        return self.latent.position_dim if self.latent else self.head_dim
-
-    @property
     def value(self) -> int:
         """Number of columns in the output projection."""
         return self.heads * (self.latent.value_dim if self.latent else self.head_dim)
@@ -94,22 +92,24 @@ class ModelShape:
         model = _checked(hf_config)
         hidden, heads = _number(model, "hidden_size"), _number(model, "num_attention_heads")
         family, latent = model["model_type"], latent_attention(model)
+        # With latent attention, head_dim in config.json counts only the rotary channels of a head.
+        head_dim = latent.content_dim + latent.position_dim if latent else model["head_dim"] or hidden // heads
         return cls(
             model_type=family,
             num_layers=_number(model, "num_hidden_layers"),
             hidden=hidden,
             heads=heads,
             kv_heads=kv_heads(model),
-            # With latent attention, head_dim in config.json counts only the rotary channels of a head.
-            head_dim=latent.content_dim + latent.position_dim if latent else model["head_dim"] or hidden // heads,
+            head_dim=head_dim,
+            rotary_dim=latent.position_dim if latent else rotary_channels(model, head_dim),
             intermediate=_number(model, "intermediate_size"),
             vocab=_number(model, "vocab_size"),
             # A classifier's config may set this key, but a classifier has no LM head to tie.
             tied=bool(model["tie_word_embeddings"]) and score_head_of(hf_config) is None,
             qkv_bias=family == "qwen2" or model["attention_bias"],
-            attention_out_bias=family != "qwen2" and model["attention_bias"],
+            attention_out_bias=family not in ("glm4_moe", "qwen2") and model["attention_bias"],
             mlp_bias=model["mlp_bias"],
-            qk_norm=family in ("qwen3", "qwen3_moe"),
+            qk_norm=family in ("qwen3", "qwen3_moe") or (family == "glm4_moe" and bool(model["use_qk_norm"])),
             fused=family == "phi3",
             experts=experts(model),
             latent=latent,

@@ -70,6 +70,32 @@ DEEPSEEK = dict(
     topk_group=2,
     routed_scaling_factor=2.5,
 )
+GLM = dict(
+    vocab_size=128,
+    hidden_size=48,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    head_dim=12,
+    num_hidden_layers=3,
+    intermediate_size=80,
+    max_position_embeddings=64,
+    first_k_dense_replace=1,
+    moe_intermediate_size=24,
+    n_routed_experts=8,
+    n_shared_experts=1,
+    num_experts_per_tok=3,
+    routed_scaling_factor=1.5,
+    attention_bias=True,
+    use_qk_norm=True,
+)
+ONE_GROUP = dict(n_group=1, topk_group=1)
+MOONLIGHT = ONE_GROUP | dict(q_lora_rank=None, rms_norm_eps=1e-2, routed_scaling_factor=2.446, num_experts_per_tok=3)
+KIMI_YARN = dict(rope_theta=50.0, factor=32.0, original_max_position_embeddings=16, beta_fast=1.0, beta_slow=1.0)
+KIMI = ONE_GROUP | dict(
+    rope_parameters=KIMI_YARN | dict(rope_type="yarn", mscale=1.0, mscale_all_dim=1.0),
+    n_shared_experts=1,
+    routed_scaling_factor=2.827,
+)
 YARN = dict(rope_type="yarn", rope_theta=1e3, factor=4.0, original_max_position_embeddings=16, beta_fast=4, beta_slow=1)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama 2": ("llama", {}),
@@ -94,6 +120,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "DeepSeek-V3, YaRN": ("deepseek_v3", dict(rope_parameters=YARN | dict(mscale=1.0, mscale_all_dim=0.7))),
     "DeepSeek-V3, YaRN without mscale": ("deepseek_v3", dict(rope_parameters=YARN)),
     "DeepSeek-V3, direct queries, any group": ("deepseek_v3", dict(q_lora_rank=None, n_group=1, topk_group=1)),
+    "GLM-4.6": ("glm4_moe", {}),
+    "GLM-4.5-Air": ("glm4_moe", dict(use_qk_norm=False, routed_scaling_factor=1.0)),
+    "GLM, groups, no biases": (
+        "glm4_moe",
+        dict(attention_bias=False, num_experts_per_tok=4, n_group=4, topk_group=2, tie_word_embeddings=True),
+    ),
+    "Kimi K2": ("kimi_k2", KIMI),
+    "Kimi K2, large epsilon": ("kimi_k2", KIMI | dict(rms_norm_eps=1e-2)),
+    "Moonlight": ("deepseek_v3", MOONLIGHT),
 }
 
 
@@ -132,7 +167,7 @@ def transformers_logits(folder: Path, groups: list[Group]) -> dict[str, torch.Te
 
 def write(folder: Path, name: str) -> Path:
     model_type, changes = MODELS[name]
-    sizes = DEEPSEEK if model_type == "deepseek_v3" else DENSE
+    sizes = {"deepseek_v3": DEEPSEEK, "glm4_moe": GLM, "kimi_k2": DEEPSEEK}.get(model_type, DENSE)
     return write_tiny_model(folder, model_type, **sizes | changes)
 
 
@@ -172,6 +207,18 @@ LAYOUTS = {
     "DeepSeek-V3, YaRN: EP2, TP2, ETP1": "tp: 2, sequence_parallel: true, ep: 2, etp: 1",
     "DeepSeek-V3, YaRN: CP2": "cp: 2",
     "DeepSeek-V3, direct queries, any group: TP2, SP": "tp: 2, sequence_parallel: true",
+    "GLM-4.6: TP2, SP": "tp: 2, sequence_parallel: true",
+    "GLM-4.6: PP2, EP2": "pp: 2, ep: 2, dp: 2, first_stage_layers: 2",
+    "GLM-4.5-Air: EP2, TP2, ETP1": "tp: 2, sequence_parallel: true, ep: 2, etp: 1",
+    "GLM, groups, no biases: CP2": "cp: 2",
+    "GLM, groups, no biases: CP2, TP2, SP, PP2": "cp: 2, tp: 2, sequence_parallel: true, pp: 2, first_stage_layers: 2",
+    "Kimi K2: TP2, SP": "tp: 2, sequence_parallel: true",
+    "Kimi K2: CP2, EP2": "cp: 2, ep: 2",
+    "Kimi K2, large epsilon: PP2, TP2, SP, EP2, ETP1": (
+        "pp: 2, tp: 2, sequence_parallel: true, ep: 2, etp: 1, first_stage_layers: 2"
+    ),
+    "Moonlight: EP2, TP2, ETP1": "tp: 2, sequence_parallel: true, ep: 2, etp: 1",
+    "Moonlight: CP2": "cp: 2",
 }
 """Cases in which a family's special parts are sharded."""
 

@@ -409,6 +409,14 @@ YARN = dict(
     mscale=1.0,
     mscale_all_dim=1.0,
 )
+GLM = dict(
+    moe_intermediate_size=64,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    attention_bias=True,
+    first_k_dense_replace=1,
+)
+KIMI_YARN = YARN | dict(rope_theta=50.0, factor=32.0, beta_fast=1.0, beta_slow=1.0)
 STAGES, ROWS = "{pp: 2}", "{tp: 2, sequence_parallel: true}"
 EXPERTS, EXPERTS_OF_ROWS = "{dp: 2, ep: 2}", "{tp: 2, sequence_parallel: true, ep: 2, etp: 1}"
 TWO_GROUPS = dict(num_attention_heads=4, num_key_value_heads=2)
@@ -436,11 +444,19 @@ MODELS = {
         LATENT | dict(q_lora_rank=None, rope_parameters=YARN),
         STAGES,
     ),
+    "GLM-4.6": ("glm4_moe", GLM | TWO_GROUPS | dict(use_qk_norm=True), EXPERTS_OF_ROWS),
+    "GLM-4.5-Air": ("glm4_moe", GLM, EXPERTS),
+    "Kimi K2": (
+        "kimi_k2",
+        LATENT | dict(q_lora_rank=24, rope_parameters=KIMI_YARN, rms_norm_eps=1e-2, routed_scaling_factor=2.827),
+        EXPERTS_OF_ROWS,
+    ),
 }
 """model_type, config.json keys in addition to SIZES, and the layout of the trainer's two ranks."""
 
 OVER_TWO_WORKERS = (
     *("Llama, tied", "Llama, all biases", "Qwen3, experts", "Qwen3, experts that vLLM pads", "DeepSeek-V3"),
+    "GLM-4.6",
 )
 EVERY_TIME = {("Qwen3, experts that vLLM pads", 1), ("Llama, tied", 1)}
 """Padded experts, and tied dense weights with adapters. The other cases are exhaustive. An engine with two workers is
@@ -452,7 +468,7 @@ CASES = [
 ]
 IN_FLIGHT = [("Qwen3", 1), ("Llama, tied", 2)]
 REPLAYED = [("Qwen3, experts", 2), ("Qwen3, experts that vLLM pads", 1)]
-FLOAT16 = [("Mistral", 1)]
+FLOAT16 = [("Mistral", 1), ("GLM-4.5-Air", 1)]
 ADAPTED = [("Llama, tied", 1), ("Qwen3, experts", 1)]
 """Cases that train adapters, which every refit merges. The same models with two workers train all weights."""
 
@@ -529,8 +545,9 @@ def test_engine_after_two_refits_equals_fresh_engine(tmp_path, remotes, name, tp
     with pytest.raises(RuntimeError, match="Fix: refit it before it generates"):
         engine.call("sample", prompts())
 
-    item_bytes = ITEM_BYTES[dtype]
-    model_bytes = [sum(item_bytes * prod(shape) for shape in target.shapes.values()) for target in targets]
+    model_bytes = [
+        sum(ITEM_BYTES[one.dtypes[name]] * prod(shape) for name, shape in one.shapes.items()) for one in targets
+    ]
     engine.call("connect", plan, shared_memory, targets)
     trainers.call("prepare_refit")
     assert [worker.num_bytes for worker in engine.call("refit", 0)] == model_bytes

@@ -212,10 +212,11 @@ CONFIG_JSON = {
     **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 256, "hidden_size": 64},
     **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
     **{"intermediate_size": 128, "max_position_embeddings": 256, "rms_norm_eps": 1e-6, "tie_word_embeddings": True},
-    **{"rope_scaling": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}, "id2label": {"0": "a"}},
+    **{"rope_scaling": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4, "partial_rotary_factor": 1.0}},
+    **{"id2label": {"0": "a"}},
     **{"hidden_act": "silu", "attention_bias": False, "sliding_window": None, "quantization_config": None},
 }
-SHAPES = ["llama", "qwen3_moe", "deepseek_v3", "mixtral"]
+SHAPES = ["llama", "qwen3_moe", "deepseek_v3", "glm4_moe", "mixtral"]
 
 
 def read_model(folder: Path, recipe: Config) -> None:

@@ -81,7 +81,7 @@ def _experts(shape: ModelShape, model: Mapping[str, Any]) -> dict[str, Any]:
         moe_router_topk=shape.experts.active,
         # Normalizing the top-k weights is equivalent to a softmax over the chosen experts only.
         moe_router_pre_softmax=not model.get("norm_topk_prob", True),
-        **(_deepseek_router(shape.experts, model) if model["model_type"] == "deepseek_v3" else {}),
+        **(_deepseek_router(shape.experts, model) if shape.experts.has_selection_bias else {}),
     )
 
 

@@ -176,6 +176,7 @@ def build_chunk(
         post_process=parallel.is_last_stage(virtual),
         share_embeddings_and_output_weights=shape.tied,
         position_embedding_type="rope",
+        rotary_percent=1.0 if shape.latent else shape.rotary_dim / shape.head_dim,
         vp_stage=virtual,
     )
     set_rotary(model, hf_config)

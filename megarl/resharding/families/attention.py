@@ -1,4 +1,4 @@
-"""Grouped-query attention in Llama, Mistral, Phi-3, Qwen2 and Qwen3."""
+"""Grouped-query attention in Llama, Mistral, Phi-3, Qwen2, Qwen3 and GLM-4.5."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mixture-of-experts layers in Mixtral, Qwen3 and DeepSeek-V3."""
+"""Mixture-of-experts layers in Mixtral, Qwen3, GLM-4.5, DeepSeek-V3 and Kimi K2."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ ROUTER_BIAS = renamed(_BIAS, ("experts.count",), "mlp.router.expert_bias", float
 
 def expert_parts(model: ModelShape) -> tuple[Part, ...]:
     assert model.experts is not None
-    match model.model_type:
-        case "mixtral":
-            return MIXTRAL
-        case "deepseek_v3":
-            return (*QWEN3, ROUTER_BIAS, *([SHARED] if model.experts.shared_intermediate else []))
-    return QWEN3
+    if model.model_type == "mixtral":
+        return MIXTRAL
+    norm, router, experts = QWEN3
+    parts = [norm, replace(router, engine_float32=True) if model.model_type == "glm4_moe" else router, experts]
+    parts += [ROUTER_BIAS] if model.experts.has_selection_bias else []
+    return (*parts, SHARED) if model.experts.shared_intermediate else tuple(parts)

@@ -1,4 +1,4 @@
-"""Multi-head latent attention in DeepSeek-V3."""
+"""Multi-head latent attention in DeepSeek-V3 and Kimi K2."""
 
 from __future__ import annotations
 

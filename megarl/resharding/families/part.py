@@ -19,6 +19,7 @@ class Part:
         megatron, vllm: local parameter -> its tiling.
         transformer_engine: Megatron tilings for Transformer Engine layers (None: same as `megatron`).
         float32: canonical tensors that stay in float32 regardless of the model's dtype.
+        engine_float32: whether vLLM's parameters are float32 regardless of the model's dtype.
         quantized: whether its matrices are quantized for engines with quantized weights.
         per_expert: whether it describes a single expert. {} is the expert's global index in canonical names and its
             index on the rank in Megatron names. A vLLM parameter stacks all experts of the worker.
@@ -29,6 +30,7 @@ class Part:
     vllm: Mapping[str, Tiling]
     transformer_engine: Mapping[str, Tiling] | None = None
     float32: tuple[str, ...] = ()
+    engine_float32: bool = False
     quantized: bool = True
     per_expert: bool = False
 

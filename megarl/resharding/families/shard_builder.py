@@ -32,13 +32,16 @@ class ShardBuilder:
         self._add(local, tiling, self._canonical.outer_shapes, "", share)
         self._dtypes[local] = self._dtype
 
-    def add_layer(self, layer: int, local_prefix: str, tilings: Mapping[str, Tiling], share: Share) -> None:
-        """Add parameters from the layer with global index `layer`."""
+    def add_layer(
+        self, layer: int, local_prefix: str, tilings: Mapping[str, Tiling], share: Share, dtype: str | None = None
+    ) -> None:
+        """Add parameters from the layer with global index `layer`. None as dtype means the model's dtype."""
         shapes, prefix = self._canonical.layer_shapes(layer), self._canonical.layer_prefix(layer)
         precise = self._canonical.float32(layer)
         for local, tiling in tilings.items():
             self._add(local_prefix + local, tiling, shapes, prefix, share)
-            self._dtypes[local_prefix + local] = "float32" if precise.issuperset(tiling.tensors) else self._dtype
+            is_precise = precise.issuperset(tiling.tensors)
+            self._dtypes[local_prefix + local] = "float32" if is_precise else dtype or self._dtype
 
     def build(self) -> Shard:
         return Shard(self._shapes, tuple(self._pieces), self._dtypes)

@@ -80,7 +80,8 @@ def _shard(
     for layer in range(model.num_layers):
         for part in canonical.layer_parts(layer):
             part_share = expert_share if part.per_expert else share
-            builder.add_layer(layer, canonical.layer_prefix(layer), part.vllm_tilings(experts, padded), part_share)
+            tilings, kept = part.vllm_tilings(experts, padded), "float32" if part.engine_float32 else None
+            builder.add_layer(layer, canonical.layer_prefix(layer), tilings, part_share, kept)
     builder.add(FINAL_NORM, Whole((FINAL_NORM,)), share)
     if not model.tied:
         builder.add(HEAD, Padded((HEAD,), padded=vocab), share)

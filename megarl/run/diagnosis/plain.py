@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from megarl.models.folder import read_config
+from megarl.models.huggingface import TRANSFORMERS_TYPES
 
 
 @torch.no_grad()
@@ -15,7 +19,7 @@ def layer_outputs(folder: Path, token_ids: Sequence[int]) -> dict[str, np.ndarra
     """Return the outputs of each stage in the order of the forward pass. The last stage contains the log-probs of all
     tokens except the first, as float32 [T − 1]. Each of the preceding stages contains hidden states for all tokens
     except the last, as float32 [T − 1, hidden]."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
+    model = load_plain(AutoModelForCausalLM, folder, dtype=torch.float32)
     outputs: dict[str, np.ndarray] = {}
 
     def keep(stage: str) -> Callable[..., None]:
@@ -32,3 +36,17 @@ def layer_outputs(folder: Path, token_ids: Sequence[int]) -> dict[str, np.ndarra
     ids = torch.tensor([list(token_ids)])
     log_probs = model(ids[:, :-1], use_cache=False).logits[0].log_softmax(-1)
     return outputs | {"log-probs": log_probs.gather(1, ids[0, 1:, None])[:, 0].numpy()}
+
+
+def load_plain(kind: type, folder: Path, **options: Any) -> torch.nn.Module:
+    """Load a model with the transformers class `kind`. This includes families that transformers knows under another
+    name. The options are those of `from_pretrained`."""
+    config = read_config(folder)
+    if alias := TRANSFORMERS_TYPES.get(config["model_type"]):
+        options["config"] = AutoConfig.for_model(alias, **{k: v for k, v in config.items() if k != "model_type"})
+    model = kind.from_pretrained(folder, trust_remote_code=False, **options)
+    for name, module in model.named_modules():
+        if name.endswith("_a_layernorm"):
+            # Megatron and vLLM use this epsilon for latents, while transformers always uses 1e-6.
+            module.variance_epsilon = model.config.rms_norm_eps
+    return model

@@ -81,6 +81,11 @@ def test_example_of_a_format_is_a_valid_call(name):
             [ToolCall("a", {}, "abcdefghi")],
         ),
         ("deepseek", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>a<｜tool▁sep｜>{}<｜tool▁call▁end｜>", "a"),
+        (
+            "kimi",
+            "<|tool_calls_section_begin|><|tool_call_begin|> functions.a:3 <|tool_call_argument_begin|> {}",
+            [ToolCall("a", {}, "functions.a:3")],
+        ),
     ],
 )
 def test_calls_are_parsed_as_models_write_them(name, content, expected):
@@ -94,6 +99,7 @@ CALLS = {
     "llama3": ("<|python_tag|>", '{"name": "add", "parameters": {}}; ', ""),
     "mistral": ("", '[TOOL_CALLS]add[ARGS]{"a": 3}', ""),
     "deepseek": ("", "<｜tool▁call▁begin｜>add<｜tool▁sep｜>{}<｜tool▁call▁end｜>", ""),
+    "kimi": ("", "<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{}<|tool_call_end|>", ""),
     "tagged": ("<tool_call>[", '{"name": "add", "arguments": {}}, ', "3]</tool_call>"),
 }
 
@@ -152,6 +158,8 @@ NESTED = '{"a": ' * 400 + "0" + "}" * 400
         ("mistral", "[TOOL_CALLS]", "the arguments are not valid JSON: "),
         ("mistral", '[TOOL_CALLS] [{"name": "add"}]', 'missing "arguments"'),
         ("deepseek", "<｜tool▁call▁begin｜>function", "missing <｜tool▁sep｜>"),
+        ("kimi", "<|tool_call_begin|>functions.add:0{}", "missing <|tool_call_argument_begin|>"),
+        ("kimi", "<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{", "the arguments are not valid JSON"),
         (
             "deepseek",
             "<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{\n```",
@@ -178,6 +186,7 @@ PARSERS = {
     "hermes": ("hermes_tool_parser", "Hermes2ProToolParser"),
     "llama3": ("llama_tool_parser", "Llama3JsonToolParser"),
     "deepseek": ("deepseekv3_tool_parser", "DeepSeekV3ToolParser"),
+    "kimi": ("kimi_k2_tool_parser", "KimiK2ToolParser"),
 }
 
 
@@ -197,6 +206,13 @@ def test_parser_finds_the_same_calls_as_vllm(name):
             content = "Well. " + "\n".join(f"<tool_call>\n{one}\n</tool_call>" for one in objects)
         elif name == "llama3":
             content = "<|python_tag|>" + "; ".join(objects)
+        elif name == "kimi":
+            names = [f"<|tool_call_begin|>functions.{tool}:{i}" for i, (tool, _) in enumerate(drawn)]
+            parts = [
+                f"{one}<|tool_call_argument_begin|>{json.dumps(a)}<|tool_call_end|>"
+                for one, (_, a) in zip(names, drawn, strict=True)
+            ]
+            content = f"<|tool_calls_section_begin|>{''.join(parts)}<|tool_calls_section_end|>"
         else:
             header = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>"
             parts = [f"{header}{tool}\n```json\n{json.dumps(a)}\n```<｜tool▁call▁end｜>" for tool, a in drawn]

@@ -281,7 +281,6 @@ DEEPSEEK = SMOLLM2 | {
         ({"norm_topk_prob": False}, "megarl does not support norm_topk_prob False"),
         ({"topk_group": 2}, "megarl does not support num_experts_per_tok 8 with topk_group 2"),
         ({"rope_interleave": False}, "megarl does not support rope_interleave false"),
-        ({"rms_norm_eps": 1e-5}, "megarl does not support rms_norm_eps 1e-05"),
         ({"rope_parameters": {"rope_type": "llama3"}}, "megarl does not support rope_parameters with rope_type llama3"),
         (
             {"rope_parameters": {"rope_type": "yarn"}},
@@ -299,14 +298,43 @@ DEEPSEEK = SMOLLM2 | {
     ],
 )
 def test_unsupported_features_of_deepseek_are_named(changed: dict[str, Any], message: str) -> None:
-    check_model(recipe(), DEEPSEEK)
-    (line,) = model_errors(DEEPSEEK | changed)
-    assert message in line
+    for model in (DEEPSEEK, DEEPSEEK | {"model_type": "kimi_k2"}):
+        check_model(recipe(), model)
+        (line,) = model_errors(model | changed)
+        assert message in line
 
 
-def test_missing_router_keys_for_the_engine_are_refused() -> None:
-    (line,) = model_errors({key: value for key, value in DEEPSEEK.items() if key != "topk_method"})
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "kimi_k2"])
+def test_missing_router_keys_for_the_engine_are_refused(model_type: str) -> None:
+    model = DEEPSEEK | {"model_type": model_type}
+    (line,) = model_errors({key: value for key, value in model.items() if key != "topk_method"})
     assert "lacks topk_method, so the engine would route with softmax and without the bias. Fix: add" in line
+
+
+GLM = SMOLLM2 | {"model_type": "glm4_moe", "num_key_value_heads": 3, "attention_bias": True, "use_qk_norm": True}
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (
+            {"num_experts_per_tok": 3, "n_group": 2, "topk_group": 1},
+            "megarl does not support num_experts_per_tok 3 with topk_group 1",
+        ),
+        ({"norm_topk_prob": False}, "megarl does not support norm_topk_prob False"),
+        ({"partial_rotary_factor": 1.5}, "megarl does not support partial_rotary_factor 1.5"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2}},
+            "megarl does not support rope_scaling with rope_type yarn",
+        ),
+        ({"mlp_bias": True}, "megarl does not support mlp_bias true"),
+    ],
+)
+def test_unsupported_features_of_glm_are_named(changed: dict[str, Any], message: str) -> None:
+    check_model(recipe(), GLM)
+    check_model(recipe(), GLM | {"num_experts_per_tok": 4, "n_group": 4, "topk_group": 2})
+    (line,) = model_errors(GLM | changed)
+    assert message in line
 
 
 def test_dense_mlp_rows_are_ignored_without_dense_layers() -> None:

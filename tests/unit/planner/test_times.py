@@ -138,6 +138,8 @@ def test_kv_cache_bytes_match_published_sizes():
     # With 16 ranks, each of the 8 heads is on two of them.
     assert kv_bytes(ModelParameters(CONFIGS["Llama-3.1-8B"]), 16, 2) == 16 * 2**10
     assert kv_bytes(ModelParameters(CONFIGS["DeepSeek-V3"]), 32, 2) == 61 * 576 * 2
+    assert kv_bytes(ModelParameters(CONFIGS["Kimi-K2"]), 32, 2) == 61 * 576 * 2
+    assert kv_bytes(ModelParameters(CONFIGS["GLM-4.6"]), 8, 2) == 92 * 2 * 128 * 2
 
 
 def test_decoding_one_sequence_reads_all_weights_per_token():
@@ -181,6 +183,16 @@ def test_models_on_separate_devices_train_concurrently(tmp_path, placement):
     else:
         assert times.seconds == pytest.approx(rest + max(passes) + max(updates))
         assert spans["actor: update"][0] == spans["critic: update"][0]
+
+
+def test_flops_per_token_follow_the_active_parameters():
+    """The model cards give 32, 32 and 12 billion active parameters. Moonlight's report (arXiv 2502.16982) gives 2.24
+    billion without the embedding and the head."""
+    for name, billions in (("Kimi-K2", 32), ("GLM-4.6", 32), ("GLM-4.5-Air", 12)):
+        flops = forward_flops(ModelShape.of(CONFIGS[name]), num_tokens=1, num_scored=1, num_attended=0)
+        assert flops / 2e9 == pytest.approx(billions, abs=0.8), name
+    moonlight = forward_flops(ModelShape.of(CONFIGS["Moonlight-16B-A3B"]), 1, num_scored=0, num_attended=0)
+    assert moonlight / 2e9 == pytest.approx(2.24, abs=0.005)
 
 
 @pytest.mark.parametrize("name", ["latent", "direct"])

@@ -68,21 +68,21 @@ def random_checkpoint(config: dict[str, Any], seed: int = 0) -> dict[str, torch.
         layer = f"model.layers.{i}."
         tensors[layer + "input_layernorm.weight"] = random(hidden)
         tensors[layer + "post_attention_layernorm.weight"] = random(hidden)
-        if config["model_type"] == "deepseek_v3":
+        if config["model_type"] in LATENT_TYPES:
             tensors |= {f"{layer}{name}": random(*shape) for name, shape in latent_attention(config).items()}
-        for name, rows in (("q", query), ("k", key), ("v", key)) if config["model_type"] != "deepseek_v3" else ():
+        for name, rows in (("q", query), ("k", key), ("v", key)) if config["model_type"] not in LATENT_TYPES else ():
             tensors[layer + f"self_attn.{name}_proj.weight"] = random(rows, hidden)
             if config["model_type"] == "qwen2" or config.get("attention_bias"):
                 tensors[layer + f"self_attn.{name}_proj.bias"] = random(rows)
-            if config["model_type"].startswith("qwen3") and name != "v":
+            if (config["model_type"].startswith("qwen3") or config.get("use_qk_norm")) and name != "v":
                 tensors[layer + f"self_attn.{name}_norm.weight"] = random(config["head_dim"])
-        if config["model_type"] != "deepseek_v3":
+        if config["model_type"] not in LATENT_TYPES:
             tensors[layer + "self_attn.o_proj.weight"] = random(hidden, query)
         if config["model_type"] == "llama" and config.get("attention_bias"):
             tensors[layer + "self_attn.o_proj.bias"] = random(hidden)
         if router := router_of(config, i):
             tensors[f"{layer}{router}.weight"] = random(NUM_EXPERTS, hidden)
-        if router and config["model_type"] == "deepseek_v3":
+        if router and config["model_type"] in BIASED_ROUTERS:
             tensors[f"{layer}mlp.gate.e_score_correction_bias"] = random(NUM_EXPERTS)
             shared = config["n_shared_experts"] * config["moe_intermediate_size"]
             for name, shape in (("gate", (shared, hidden)), ("up", (shared, hidden)), ("down", (hidden, shared))):
@@ -153,7 +153,7 @@ def router_of(config: dict[str, Any], layer: int) -> str | None:
     match config["model_type"]:
         case "mixtral":
             return "block_sparse_moe.gate"
-        case "deepseek_v3" if layer >= config["first_k_dense_replace"]:
+        case family if family in BIASED_ROUTERS and layer >= config["first_k_dense_replace"]:
             return "mlp.gate"
         case "qwen3_moe" if layer not in config.get("mlp_only_layers", ()):
             return "mlp.gate"
@@ -231,7 +231,7 @@ def megatron_shard(
     for chunk, local, i in [(c, local, i) for c, layers in enumerate(chunks) for local, i in enumerate(layers)]:
         hf, megatron = f"model.layers.{i}.", f"chunk{chunk}.decoder.layers.{local}."
         tensors |= {megatron + local: checkpoint[hf + name] for local, name in RENAMED if hf + name in checkpoint}
-        if config["model_type"] == "deepseek_v3":
+        if config["model_type"] in LATENT_TYPES:
             split = [(local, checkpoint[hf + name]) for local, name in SPLIT_BY_ROWS if hf + name in checkpoint]
             tensors |= {megatron + local: tensor.chunk(tp)[tp_rank] for local, tensor in split}
         for kind in [kind for kind in ("weight", "bias") if f"{hf}self_attn.k_proj.{kind}" in checkpoint]:
@@ -285,7 +285,7 @@ def vllm_shard(config: dict[str, Any], checkpoint: dict[str, torch.Tensor], tp: 
         elif "kv_a_proj" in name:
             if config["q_lora_rank"] is None:
                 tensors[name] = tensor
-        elif "_b_proj" in name or ("q_proj" in name and config["model_type"] == "deepseek_v3"):
+        elif "_b_proj" in name or ("q_proj" in name and config["model_type"] in LATENT_TYPES):
             tensors[name] = tensor.chunk(tp)[rank]
         elif "norm" in name or ".gate." in name or "o_proj.bias" in name or "down_proj.bias" in name:
             tensors[name] = tensor
@@ -318,11 +318,8 @@ def _padded(tensor: torch.Tensor, multiple: int) -> torch.Tensor:
 
 
 NUM_EXPERTS = 4
-LATENT = dict(
-    kv_lora_rank=5,
-    qk_nope_head_dim=2,
-    qk_rope_head_dim=1,
-    v_head_dim=3,
+LATENT_TYPES, BIASED_ROUTERS = ("deepseek_v3", "kimi_k2"), ("deepseek_v3", "glm4_moe", "kimi_k2")
+BIASED = dict(
     first_k_dense_replace=1,
     n_routed_experts=NUM_EXPERTS,
     n_shared_experts=2,
@@ -330,6 +327,7 @@ LATENT = dict(
     n_group=1,
     topk_group=1,
 )
+LATENT = BIASED | dict(kv_lora_rank=5, qk_nope_head_dim=2, qk_rope_head_dim=1, v_head_dim=3)
 MODELS = [
     {"model_type": "llama"},
     {"model_type": "llama", "attention_bias": True},
@@ -343,6 +341,9 @@ MODELS = [
     {"model_type": "qwen3_moe", "num_experts": NUM_EXPERTS, "mlp_only_layers": (0, 2)},
     {"model_type": "deepseek_v3", **LATENT, "q_lora_rank": None},
     {"model_type": "deepseek_v3", **LATENT, "q_lora_rank": 3},
+    {"model_type": "kimi_k2", **LATENT, "q_lora_rank": 3},
+    {"model_type": "glm4_moe", **BIASED},
+    {"model_type": "glm4_moe", **BIASED, "attention_bias": True, "use_qk_norm": True},
 ]
 
 

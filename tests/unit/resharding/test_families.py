@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megarl.config.load import load
 from megarl.config.rules.layout import check_layout
-from megarl.models.huggingface import FAMILIES
+from megarl.models.huggingface import FAMILIES, TRANSFORMERS_TYPES
 from megarl.models.rules import check_model
 from megarl.models.shape import ModelShape
 from megarl.resharding.families import huggingface_holder, megatron_holder, vllm_holder
@@ -43,10 +43,10 @@ def test_checkpoint_has_the_published_parameter_count(model):
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_checkpoint_size_matches_transformers(model_type):
     """Uses the default sizes in transformers, up to DeepSeek-V3 with 671 billion parameters."""
-    config = AutoConfig.for_model(model_type, sliding_window=None)
+    config = AutoConfig.for_model(TRANSFORMERS_TYPES.get(model_type, model_type), sliding_window=None)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    shapes = huggingface_holder(json.loads(config.to_json_string())).shapes
+    shapes = huggingface_holder(json.loads(config.to_json_string()) | {"model_type": model_type}).shapes
     assert sum(map(math.prod, shapes.values())) == sum(tensor.numel() for tensor in model.state_dict().values())
 
 

@@ -14,7 +14,7 @@ from megarl.resharding.families import megatron_holder
 from megarl.resharding.piece import Holder
 from tests.paths import ROOT
 from tests.published_models import CONFIGS
-from tests.unit.resharding.cases import LATENT, config_of, layout_of
+from tests.unit.resharding.cases import BIASED, LATENT, config_of, layout_of
 from tests.unit.resharding.megatron_world import real_rank
 
 MIXTRAL = {"model_type": "mixtral", "num_key_value_heads": 2, "num_local_experts": 4}
@@ -33,6 +33,7 @@ DEEPSEEK = {
     "moe_intermediate_size": 6,
     "rms_norm_eps": 1e-6,
 }
+GLM = {**BIASED, "model_type": "glm4_moe", "moe_intermediate_size": 6, "head_dim": 4}
 CASES = {
     "1 process": ({}, layout_of()),
     "1 process, tied": ({"tie_word_embeddings": True}, layout_of()),
@@ -48,6 +49,12 @@ CASES = {
     "experts, EP2, CP2, PP2": (QWEN3_MOE, layout_of(tp=2, cp=2, pp=2, ep=2, etp=1)),
     "latent attention, TP2, EP2, ETP1, PP2": (DEEPSEEK, layout_of(tp=2, pp=2, ep=2, etp=1)),
     "latent attention, direct queries, TP2": (DEEPSEEK | {"q_lora_rank": None}, layout_of(tp=2)),
+    "Kimi K2, TP2, EP4, ETP1": (DEEPSEEK | {"model_type": "kimi_k2"}, layout_of(tp=2, dp=2, ep=4, etp=1)),
+    "GLM, TP3, EP2, ETP3": (GLM, layout_of(tp=3, dp=2, ep=2)),
+    "GLM, biases, norms, PP2, EP2": (
+        GLM | {"attention_bias": True, "use_qk_norm": True, "n_shared_experts": 1},
+        layout_of(pp=2, dp=2, ep=2),
+    ),
     "PP2, uneven": ({"num_hidden_layers": 5}, layout_of(pp=2, last=1)),
     "PP2, uneven, tied": ({"num_hidden_layers": 5, "tie_word_embeddings": True}, layout_of(pp=2, first=2)),
     "PP2, VPP2": ({"num_hidden_layers": 8}, layout_of(pp=2, vpp=2)),
@@ -84,6 +91,9 @@ PUBLISHED = (
     ("Moonlight-16B-A3B", layout_of(tp=4, pp=3, dp=4, ep=8, etp=2)),
     ("DeepSeek-V3", layout_of(tp=8, pp=16, dp=4, ep=32, etp=1, last=1)),
     ("DeepSeek-V3", layout_of(tp=4, pp=8, dp=32, ep=8, etp=4, first=7, last=6)),
+    ("Kimi-K2", layout_of(tp=8, pp=16, dp=4, ep=32, etp=1, last=1)),
+    ("GLM-4.5-Air", layout_of(tp=4, pp=2, cp=2, dp=4, ep=16, etp=1)),
+    ("GLM-4.6", layout_of(tp=8, pp=4, dp=16, ep=32, etp=4)),
 )
 """Models with layouts of up to 1,024 ranks. All layouts of Qwen3-235B-A22B except the last were published for training
 runs of the model.
@@ -152,6 +162,9 @@ def test_transformer_engine_layers_match_the_holder():
         (CONFIGS["Moonlight-16B-A3B"] | four, layout_of(tp=2, dp=2, ep=2), 0),
         (CONFIGS["DeepSeek-V3"], layout_of(tp=8, pp=16, dp=4, ep=32, etp=1, first=3, last=2), 40),
         (CONFIGS["DeepSeek-V3"], layout_of(tp=8, pp=16, dp=4, ep=32, etp=1, first=3, last=2), 0),
+        (CONFIGS["Kimi-K2"] | four, layout_of(tp=8, dp=4, ep=32, etp=1), 9),
+        (CONFIGS["GLM-4.5-Air"] | four, layout_of(tp=4, dp=4, ep=16, etp=1), 5),
+        (CONFIGS["GLM-4.6"] | four, layout_of(tp=8, pp=2, dp=4, ep=32, etp=1), 40),
     ]
     process = subprocess.run(
         [sys.executable, "-m", "tests.unit.resharding.transformer_engine_world"],

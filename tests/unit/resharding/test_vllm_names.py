@@ -44,6 +44,9 @@ TINY = {
     "Qwen3, experts": ("Qwen3-30B-A3B", dict(num_experts=18, mlp_only_layers=[0])),
     "DeepSeek-V3": ("DeepSeek-V3", LATENT | dict(q_lora_rank=24)),
     "DeepSeek-V3, direct queries": ("DeepSeek-V3", LATENT | dict(q_lora_rank=None)),
+    "Kimi K2": ("Kimi-K2", LATENT | dict(q_lora_rank=24)),
+    "GLM-4.5-Air": ("GLM-4.5-Air", dict(n_routed_experts=18, n_shared_experts=2, max_position_embeddings=64)),
+    "GLM-4.6": ("GLM-4.6", dict(n_routed_experts=18, first_k_dense_replace=1, max_position_embeddings=64)),
 }
 """Changes to published models, in addition to SIZES."""
 
@@ -94,7 +97,7 @@ def test_largest_models_match_vllm_with_all_layers(name, tp, tmp_path):
         assert_declared(holder, model)
 
 
-@pytest.mark.parametrize("name", ["Mixtral-8x22B", "Qwen3-235B-A22B", "DeepSeek-V3"])
+@pytest.mark.parametrize("name", ["Mixtral-8x22B", "Qwen3-235B-A22B", "DeepSeek-V3", "GLM-4.6"])
 @pytest.mark.parametrize("tp", [2, 8])
 def test_expert_parallel_workers_match_vllm(name, tp, tmp_path):
     config = CONFIGS[name] | {"num_hidden_layers": 4}
@@ -115,7 +118,7 @@ def test_vllm_loads_every_element_where_declared(name, tp, tmp_path):
     check_loaded_elements(name, tp, TP[tp], tmp_path)
 
 
-@pytest.mark.parametrize("name", ["Mixtral", "Qwen3, experts", "DeepSeek-V3"])
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen3, experts", "DeepSeek-V3", "GLM-4.6"])
 def test_vllm_loads_whole_experts_where_declared(name, tmp_path):
     """18 experts on four workers: five on each of the first two, four on each of the other two."""
     check_loaded_elements(name, 4, range(4), tmp_path, expert_parallel=True)

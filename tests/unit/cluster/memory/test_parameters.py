@@ -9,7 +9,7 @@ from hypothesis import given, settings
 
 from megarl.cluster.memory.parameters import ModelParameters
 from tests.published_models import CONFIGS, PARAMETERS
-from tests.unit.resharding.cases import configs, layout_of
+from tests.unit.resharding.cases import BIASED_ROUTERS, configs, layout_of
 from tests.unit.resharding.megatron_world import real_rank
 
 
@@ -22,7 +22,7 @@ def test_counts_match_the_real_model_in_random_layouts(case):
     # Megatron's rotary embedding requires an even number of channels.
     even = {name: 2 * config[name] for name in ("hidden_size", "head_dim", "qk_rope_head_dim") if name in config}
     config = config | even | {"num_experts_per_tok": 2, "rms_norm_eps": 1e-6}
-    if config["model_type"] not in ("mixtral", "qwen3_moe", "deepseek_v3"):
+    if config["model_type"] not in ("mixtral", "qwen3_moe", *BIASED_ROUTERS):
         layout = layout.model_copy(update={"ep": 1, "etp": None})
     model = ModelParameters(config)
     ranks = layout.tp * layout.cp * layout.dp
@@ -34,13 +34,13 @@ def test_counts_match_the_real_model_in_random_layouts(case):
             assert held.experts == sum(prod(shape) for name, shape in shapes.items() if ".mlp.experts." in name)
 
 
-@pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "Qwen3-32B", "DeepSeek-V3"])
+@pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "Qwen3-32B", "DeepSeek-V3", "Kimi-K2", "GLM-4.6"])
 def test_ranks_together_hold_a_published_model_once(name):
     """The sum also contains the vocabulary's padding and the parameters that every rank holds: norms, routers and
     projections to latents."""
     layout = layout_of(tp=4, pp=4, dp=2, ep=8 if CONFIGS[name].get("num_experts_per_tok") else 1, etp=1, last=None)
     layout = layout if layout.ep > 1 else layout.model_copy(update={"etp": None})
-    if name == "DeepSeek-V3":
+    if name in ("DeepSeek-V3", "Kimi-K2"):
         layout = layout.model_copy(update={"last_stage_layers": 13})
     model = ModelParameters(CONFIGS[name])
     held = [model.of_stage(layout, stage) for stage in range(4)]

@@ -24,7 +24,7 @@ from megarl.resharding.execute import execute
 from megarl.resharding.transports.reused_memory import ReusedMemory
 from megarl.run.checkpoints import Checkpoints
 from tests.marks import exhaustive_but
-from tests.unit.resharding.cases import LATENT, config_of, layout_of, random_checkpoint
+from tests.unit.resharding.cases import BIASED, LATENT, config_of, layout_of, random_checkpoint
 
 MIXTRAL = dict(model_type="mixtral", num_key_value_heads=2, num_local_experts=4)
 QWEN3_MOE = dict(
@@ -43,6 +43,10 @@ DEEPSEEK = dict(
     moe_intermediate_size=6,
     num_hidden_layers=4,
     rms_norm_eps=1e-6,
+)
+KIMI = DEEPSEEK | dict(model_type="kimi_k2", rms_norm_eps=1e-5)
+GLM = BIASED | dict(
+    model_type="glm4_moe", moe_intermediate_size=6, num_hidden_layers=4, attention_bias=True, use_qk_norm=True
 )
 TIED = dict(tie_word_embeddings=True)
 GRID = {
@@ -80,6 +84,17 @@ GRID = {
         DEEPSEEK | dict(q_lora_rank=None, moe_intermediate_size=9),
         layout_of(dp=4, ep=4),
         layout_of(tp=3),
+    ),
+    "Kimi K2: PP2, EP4 and TP2, ETP1": (KIMI, layout_of(pp=2, dp=4, ep=4), layout_of(tp=2, dp=2, ep=4, etp=1)),
+    "GLM-4.6: TP3, ETP3, EP2 and PP2, VPP2, EP4": (
+        GLM,
+        layout_of(tp=3, dp=2, ep=2),
+        layout_of(pp=2, vpp=2, dp=4, ep=4),
+    ),
+    "GLM-4.5-Air: TP3, ETP1, EP2 and EP4": (
+        GLM | dict(use_qk_norm=False),
+        layout_of(tp=3, dp=2, ep=2, etp=1),
+        layout_of(dp=4, ep=4),
     ),
 }
 
@@ -126,6 +141,7 @@ def names_in(folder: Path) -> set[str]:
         "Llama, tied: TP3, PP2 and uneven PP3",
         "Mixtral: EP2, ETP2 and EP4, ETP1",
         "DeepSeek-V3: TP2, EP2, ETP1 and PP2, VPP2, EP2",
+        "GLM-4.6: TP3, ETP3, EP2 and PP2, VPP2, EP4",
     ),
 )
 def test_round_trip_through_two_layouts_is_bit_exact(tmp_path, case):
@@ -161,6 +177,9 @@ FAMILIES = {
     "Qwen3 with experts": QWEN3_MOE,
     "DeepSeek-V3, tied": TIED | DEEPSEEK,
     "DeepSeek-V3, direct queries": DEEPSEEK | dict(q_lora_rank=None),
+    "Kimi K2": KIMI,
+    "GLM-4.6": GLM,
+    "GLM-4.5-Air, tied": TIED | GLM | dict(use_qk_norm=False),
 }
 LAYOUTS = (layout_of(tp=2, pp=2), layout_of(pp=2, vpp=2), layout_of(tp=4), layout_of(tp=2, pp=3, first=2))
 EXPERT_LAYOUTS = (
@@ -273,13 +292,17 @@ def test_mixed_dtypes_in_a_parameter_require_a_cast(tmp_path):
         (TIED, ["lm_head.weight"]),
         ({}, ["model.layers.0.self_attn.rotary_emb.inv_freq"]),
         (DEEPSEEK | dict(num_nextn_predict_layers=1), ["model.layers.4.eh_proj.weight", "model.layers.4.enorm.weight"]),
+        (
+            GLM | dict(num_nextn_predict_layers=1),
+            [f"model.layers.4.{name}.weight" for name in ("eh_proj", "self_attn.q_norm", "shared_head.norm")],
+        ),
     ],
-    ids=["a copy of the tied head", "constants", "multi-token prediction layers"],
+    ids=["a copy of the tied head", "constants", "multi-token prediction layers", "GLM's prediction layers"],
 )
 def test_unused_tensors_are_dropped(tmp_path, changes, names):
     config = config_of(**changes)
     tensors = {name: tensor.bfloat16() for name, tensor in random_checkpoint(config).items()}
-    write_tensors(tmp_path / "hf", config, tensors | dict.fromkeys(names, torch.ones(2)))
+    write_tensors(tmp_path / "hf", config, tensors | {name: torch.ones(2) for name in names})
     huggingface_to_megatron(tmp_path / "hf", tmp_path / "out", layout_of())
     megatron_to_huggingface(tmp_path / "out", tmp_path / "back")
     assert_same(weights_of(tmp_path / "back"), tensors)
