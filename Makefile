@@ -3,10 +3,8 @@ SHELL := bash
 .SHELLFLAGS := -o pipefail -c
 PYTHON ?= python3.11
 LOCK := tools/environment/cpu-py311.lock
-NEWEST := tools/environment/newest-megatron.lock
 VENV := .venv
 DONE := $(VENV)/.installed
-NEWEST_DONE := $(VENV)/newest/.installed
 VERIFIERS := tools/environment/verifiers.lock
 VERIFIERS_DONE := $(VENV)/verifiers/.installed
 CONTAINER := launch/container/gpu-py312.lock
@@ -31,7 +29,7 @@ PIP := $(VENV)/bin/pip install --quiet --disable-pip-version-check --require-has
 BEHIND := nice -n 10
 
 .PHONY: help env quickstart test test-all test-runs test-ranks test-units ranks-then-units test-fast test-learn test-exhaustive exhaustive-runs \
-	exhaustive-ranks test-newest test-sandbox test-cluster test-browser test-gpu soak resolve-gpu docs lint types clean
+	exhaustive-ranks test-sandbox test-cluster test-browser test-gpu soak resolve-gpu docs lint types clean
 
 help:
 	@echo "make env         build $(VENV) from $(LOCK) (a second call builds nothing)"
@@ -46,7 +44,6 @@ help:
 	@echo "make test-exhaustive  layouts of up to 1,024 ranks, refits of all families, more end-to-end runs (an hour or more)"
 	@echo "                 for test-learn and test-exhaustive, PART=0/8 runs every eighth test,"
 	@echo "                 starting with the first, and PART=today runs the same sixteenth as .ci/run"
-	@echo "make test-newest  distributed tests with the newest supported megatron-core (3 minutes)"
 	@echo "make test-sandbox  escape attempts from bubblewrap sandboxes; installs bubblewrap (1 minute)"
 	@echo "make test-cluster  multi-node runs in network namespaces, and Slurm jobs; installs packages (15 minutes)"
 	@echo "make test-browser  report pages in Chromium; installs it (1 minute)"
@@ -80,7 +77,7 @@ ranks-then-units: test-ranks
 # .ci/run skips parts whose paths have not changed since the commit in .ci/verified: commit that file.
 test-all:
 	@commit=$$(git rev-parse HEAD) && before=$$(git status --porcelain) && \
-	$(MAKE) lint types test test-sandbox soak test-learn test-exhaustive test-newest test-browser resolve-gpu docs && \
+	$(MAKE) lint types test test-sandbox soak test-learn test-exhaustive test-browser resolve-gpu docs && \
 	if [ -z "$$before$$(git status --porcelain)" ] && [ "$$commit" = "$$(git rev-parse HEAD)" ]; \
 	then echo "$$commit" | tee .ci/verified; else echo "the working tree is not clean: .ci/verified is unchanged"; fi
 
@@ -107,13 +104,6 @@ exhaustive-runs: $(DONE)
 
 exhaustive-ranks: $(DONE)
 	@$(BEHIND) $(RUN) -m pytest --ignore=tests/e2e --ignore=tests/cluster --ignore=tests/sandbox --ignore=tests/browser -m exhaustive $(SLOWEST) $(SHARE) | sed --unbuffered 's/^/ranks | /'
-
-# The newest megatron-core requires a newer Python, but the modules in use also run on this one.
-$(NEWEST_DONE): $(DONE) $(NEWEST)
-	rm -rf $(VENV)/newest
-	$(PIP) --target $(VENV)/newest --ignore-requires-python --python-version 3.12 \
-		--platform manylinux_2_28_x86_64 --requirement $(NEWEST)
-	@touch $(NEWEST_DONE)
 
 # The Python part of Transformer Engine (1 MB), without the compiled part, which has no wheel. It is kept out of the
 # environment, where Megatron would assume that it is complete.
@@ -149,12 +139,6 @@ $(DOCS_DONE): $(DONE) $(DOCS)
 
 docs: $(DOCS_DONE)
 	NO_MKDOCS_2_WARNING=1 PYTHONPATH=$(VENV)/docs $(RUN) -m mkdocs build --strict --quiet
-
-test-newest: $(NEWEST_DONE) $(ENGINE_DONE)
-	@PYTHONPATH=$(VENV)/newest $(RUN) -W ignore -c 'import megatron.core as m; print("megatron-core", m.__version__); \
-		assert "megatron-core==" + m.__version__.split("+")[0] in open("$(NEWEST)").read()'
-	PYTHONPATH=$(VENV)/newest $(BEHIND) $(RUN) -m pytest tests/distributed tests/unit/megatron \
-		tests/unit/resharding/test_megatron_names.py -m newest $(SLOWEST)
 
 # Fails if bubblewrap is neither installed nor installable. As root, it also tests sandboxes of an ordinary user.
 test-sandbox: $(DONE)

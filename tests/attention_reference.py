@@ -12,14 +12,21 @@ def plain_attention(
     document_tokens: torch.Tensor,
     boundaries: torch.Tensor,
     scale: float,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the attention output, [T, heads, v], computed with a softmax under a dense mask over the whole pack. Each
-    token attends to itself and to the preceding tokens in its documents."""
+    token attends to itself and to the preceding tokens in its documents, up to `window` tokens in all. `sinks`,
+    [heads], are further logits in each softmax, whose weights are dropped."""
     num_tokens, heads_per_kv_head = query.shape[0], query.shape[1] // key.shape[1]
     visible = torch.zeros(num_tokens, num_tokens, dtype=torch.bool)
     for document in document_tokens.tensor_split(boundaries[1:-1].long()):
-        visible[document[:, None], document[None]] |= torch.ones(len(document), len(document)).tril().bool()
+        within = torch.ones(len(document), len(document)).tril().bool()
+        visible[document[:, None], document[None]] |= within if window is None else within.triu(1 - window)
     key, value = (x.repeat_interleave(heads_per_kv_head, dim=1) for x in (key, value))
     scores = torch.einsum("ihd,jhd->hij", query, key) * scale
-    weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+    scores = scores.masked_fill(~visible, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks[:, None, None].expand(-1, num_tokens, 1)), -1)
+    weights = scores.softmax(-1)[..., :num_tokens]
     return torch.einsum("hij,jhd->ihd", weights, value)

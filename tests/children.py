@@ -21,8 +21,18 @@ def matching(
     return found
 
 
-def children() -> list[psutil.Process]:
-    """Return this process's children, except multiprocessing's resource tracker, which any earlier test may have
-    started and which lives as long as this process."""
-    tracker = resource_tracker._resource_tracker._pid
-    return [child for child in psutil.Process().children() if child.pid != tracker]
+class Children:
+    """The children that this process starts after this object is created.
+
+    Earlier tests may have started others that live as long as this process, such as torch's compile workers.
+    """
+
+    def __init__(self) -> None:
+        self._before = set(psutil.Process().children(recursive=True))
+
+    def __call__(self, recursive: bool = False) -> list[psutil.Process]:
+        """Return them, with their own descendants if `recursive`. multiprocessing's resource tracker, which any test
+        may be the first to start, is omitted."""
+        tracker = resource_tracker._resource_tracker._pid
+        found = psutil.Process().children(recursive)
+        return [child for child in found if child.pid != tracker and child not in self._before]

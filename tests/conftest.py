@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.children import Children
+
 settings.register_profile("megarl", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("megarl")
 
@@ -79,6 +81,12 @@ def _process_state() -> dict[str, object]:
     handlers = {number.name: signal.getsignal(number) for number in numbers}
     others = {"folder": os.getcwd(), "arguments": [*sys.argv], "disabled log level": logging.root.manager.disable}
     return variables | handlers | others
+
+
+@pytest.fixture
+def children() -> Children:
+    """A function that returns the children that the test has started."""
+    return Children()
 
 
 @pytest.fixture(scope="session")

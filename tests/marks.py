@@ -1,4 +1,4 @@
-"""Marks of parametrized cases: those left to `make test-exhaustive`, and those that `make test-newest` runs."""
+"""Marks of parametrized cases that are left to `make test-exhaustive`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from _pytest.mark import ParameterSet
 
 
 def exhaustive_but(cases: Iterable[Any], *kept: str) -> list[Any]:
-    """Mark all cases but `kept` as exhaustive. They keep their other marks, such as newest_of's."""
+    """Mark all cases but `kept` as exhaustive. They keep their other marks."""
     params = [case if isinstance(case, ParameterSet) else pytest.param(case) for case in cases]
     names = [case.values[0] for case in params]
     assert set(kept) <= set(names)
@@ -32,9 +32,3 @@ def each_value(*axes: Sequence[Any]) -> list[Any]:
         )
         for indices in product(*(range(len(axis)) for axis in axes))
     ]
-
-
-def newest_of(cases: Iterable[str], *representatives: str) -> list[Any]:
-    """Mark the representatives for `make test-newest`."""
-    assert set(representatives) <= set(cases)
-    return [pytest.param(case, marks=pytest.mark.newest) if case in representatives else case for case in cases]

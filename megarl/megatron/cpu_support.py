@@ -13,7 +13,6 @@ from types import CodeType
 from typing import Any
 
 import torch
-from packaging.version import Version
 
 
 def import_uncompiled() -> None:
@@ -45,14 +44,13 @@ DEVICE_LITERALS = (
     "optimizer.grad_scaler:MegatronGradScaler.__init__",
     "optimizer.grad_scaler:DynamicGradScaler.__init__",
     "optimizer.optimizer:FP32Optimizer.__init__",
+    "optimizer.optimizer:MegatronOptimizer.has_grad_norm_group",
     "optimizer.optimizer:MixedPrecisionOptimizer.__init__",
     "optimizer.optimizer:Float16OptimizerWithFloat16Params.__init__",
     "optimizer.distrib_optimizer:DistributedOptimizer.__init__",
     "optimizer.distrib_optimizer:DistributedOptimizer._build_model_and_main_param_groups",
     "dist_checkpointing.exchange_utils:_get_empty_tensor_for_exchange",
 )
-# Literals that newer versions introduced: the version, and the function that contains the literal.
-NEWER_DEVICE_LITERALS = (("0.19", "optimizer.optimizer:MegatronOptimizer.has_grad_norm_group"),)
 
 _installed = False
 
@@ -77,8 +75,8 @@ def install() -> None:
 
 def device_queries() -> None:
     """Replace CUDA device queries. Megatron allocates buffers on torch.cuda.current_device(), and pipeline
-    communication synchronizes with the device. Since megatron-core 0.19, gradient reduction requests a stream, which
-    only CUDA graphs use. Under pipeline parallelism, Megatron calls cuda() on the weight of tied embeddings."""
+    communication synchronizes with the device. Gradient reduction requests a stream, which only CUDA graphs use. Under
+    pipeline parallelism, Megatron calls cuda() on the weight of tied embeddings."""
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.synchronize = lambda device=None: None
     torch.cuda.current_stream = lambda device=None: None
@@ -100,13 +98,9 @@ def device_literals() -> None:
     """Replace device literals in function constants in place. This also affects modules that imported the functions by
     name.
 
-    The assertion catches entries that a new megatron-core has made obsolete.
+    The assertion catches obsolete entries.
     """
-    import megatron.core
-
-    version = Version(megatron.core.__version__)
-    newer = (entry for since, entry in NEWER_DEVICE_LITERALS if version >= Version(since))
-    for entry in (*DEVICE_LITERALS, *newer):
+    for entry in DEVICE_LITERALS:
         function = _resolve(entry)
         constants = tuple(_on_cpu(constant) for constant in function.__code__.co_consts)
         assert constants != function.__code__.co_consts, (

@@ -30,9 +30,11 @@ weights to 0, where a norm's output vanishes."""
 
 DEFAULTS = (
     *("apply_wd_to_qk_layernorm", "decoupled_lr", "decoupled_min_lr", "fp16", "loss_scale", "timers"),
-    *("optimizer_cpu_offload", "overlap_param_gather_with_optimizer_step"),
+    *("grad_norm_skip_threshold", "optimizer_cpu_offload", "overlap_param_gather_with_optimizer_step"),
+    "use_layer_wise_distributed_optimizer",
 )
-"""OptimizerConfig fields on whose defaults the learning rates, loss, offload and checkpoints rely."""
+"""OptimizerConfig fields on whose defaults the learning rates, loss, offload and checkpoints rely. The trainer itself
+skips steps with a non-finite gradient."""
 
 
 def build_optimizer(

@@ -30,7 +30,8 @@ class Bucket:
     Attributes:
         keys: (D, S). Documents with fewer tokens repeat their last token.
         queries: (D, Q). Documents with fewer queries repeat their last query.
-        visible: bool [D, 1, Q, S], the keys that each query attends to. None means Q = S and a causal mask.
+        visible: bool [D, 1, Q, S], the keys that each query attends to. None means Q = S and a causal mask without a
+            window.
     """
 
     keys: tuple[int, int]
@@ -51,6 +52,7 @@ class Documents:
         boundaries: int32 [D + 1], the beginning of each document and the end of the last one; read only if the
             documents are separate.
         longest: number of tokens in the longest document.
+        window: number of tokens to which a token attends, including itself; None means all tokens before it.
     """
 
     buckets: tuple[Bucket, ...]
@@ -61,6 +63,7 @@ class Documents:
     are_in_order: bool
     boundaries: torch.Tensor
     longest: int
+    window: int | None = None
 
 
 def documents_of(
@@ -69,6 +72,7 @@ def documents_of(
     query_positions: torch.Tensor | None = None,
     key_positions: torch.Tensor | None = None,
     device: torch.device | None = None,
+    window: int | None = None,
 ) -> Documents:
     """Return the documents in a pack. Call it once per microbatch; all layers use the result.
 
@@ -81,6 +85,7 @@ def documents_of(
             tokens, in order.
         key_positions: int64 [T], the pack position of each row in keys and values. Required with `query_positions`.
         device: device of the attention's inputs; by default, that of `document_tokens`.
+        window: as in Documents.
     """
     # NumPy is faster: on machines with many cores, torch's threads slow down operations on such short arrays.
     device, tokens = device or document_tokens.device, document_tokens.cpu().numpy()
@@ -104,7 +109,7 @@ def documents_of(
     outputs[queries[kept]] = kept.nonzero()[0]
     are_separate = len(tokens) == num_tokens == len(outputs) and np.array_equal(keys, queries)
     return Documents(
-        tuple(_bucket(members, k, q, device) for members, (k, q) in zip(ordered, indices, strict=True)),
+        tuple(_bucket(members, k, q, device, window) for members, (k, q) in zip(ordered, indices, strict=True)),
         send(torch.from_numpy(keys), device),
         send(torch.from_numpy(queries), device),
         send(torch.from_numpy(outputs), device),
@@ -112,6 +117,7 @@ def documents_of(
         are_in_order=are_separate and np.array_equal(queries, np.arange(num_tokens)),
         boundaries=send(boundaries, device) if boundaries.device != device else boundaries,
         longest=max(map(len, documents)),
+        window=window,
     )
 
 
@@ -143,12 +149,17 @@ class _Document:
 
 
 def _bucket(
-    documents: list[_Document], keys: NDArray[np.int64], queries: NDArray[np.int64], device: torch.device
+    documents: list[_Document],
+    keys: NDArray[np.int64],
+    queries: NDArray[np.int64],
+    device: torch.device,
+    window: int | None,
 ) -> Bucket:
     visible = None
-    if not documents[0].is_whole:
-        positions = _padded([document.positions for document in documents])
-        visible = send(torch.from_numpy(np.arange(keys.shape[1]) <= positions[:, None, :, None]), device)
+    if window is not None or not documents[0].is_whole:
+        distances = _padded([document.positions for document in documents])[:, None, :, None] - np.arange(keys.shape[1])
+        is_visible = distances >= 0 if window is None else (distances >= 0) & (distances < window)
+        visible = send(torch.from_numpy(is_visible), device)
     return Bucket((keys.shape[0], keys.shape[1]), (queries.shape[0], queries.shape[1]), visible)
 
 
@@ -217,14 +228,16 @@ def packed_attention(
     documents: Documents,
     scale: float,
     dropout: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the attention output, [n, heads, v]. query is [n, heads, d], key [T, kv heads, d] and value [T, kv heads,
-    v]. The number of heads is a multiple of kv heads."""
+    v]. The number of heads is a multiple of kv heads. `sinks`, [heads], are logits that take part in each query's
+    softmax without a value, as in gpt-oss."""
     value_dim = value.shape[-1]
     # torch's fused kernels require equal channel counts; otherwise torch materializes all scores.
     value = F.pad(value, (0, max(0, query.shape[-1] - value_dim)))
     grouped = query.shape[1] != key.shape[1]
-    uses_flash_attention = _uses_flash_attention(query, documents, dropout)
+    uses_flash_attention = sinks is None and _uses_flash_attention(query, documents, dropout)
     if documents.are_in_order or uses_flash_attention:
         # The kernels save their inputs for the backward pass. A view would keep the fused projection alive.
         value = value.contiguous()
@@ -232,8 +245,9 @@ def packed_attention(
         from torch.nn.attention.varlen import varlen_attn  # imports torch's compiler
 
         bounds, longest = documents.boundaries, documents.longest
+        before = -1 if documents.window is None else documents.window - 1
         attended: Any = varlen_attn(  # annotated as a tensor or a tuple
-            query, key, value, bounds, bounds, longest, longest, scale=scale, window_size=(-1, 0)
+            query, key, value, bounds, bounds, longest, longest, scale=scale, window_size=(before, 0)
         )
         return attended[..., :value_dim]
     if not documents.are_in_order:
@@ -248,14 +262,36 @@ def packed_attention(
     queries = _split(query, [bucket.queries for bucket in buckets])
     keys, values = (_split(x, [bucket.keys for bucket in buckets]) for x in (key, value))
     for bucket, q, k, v in zip(buckets, queries, keys, values, strict=True):
+        rows, visible = tuple(x.transpose(1, 2) for x in (q, k, v)), bucket.visible
+        if sinks is not None:
+            rows, visible = _with_sink(*rows, visible, sinks / scale)
         attended = F.scaled_dot_product_attention(
-            *(x.transpose(1, 2) for x in (q, k, v)),
-            attn_mask=bucket.visible,
-            is_causal=bucket.visible is None,
+            *rows,
+            attn_mask=visible,
+            is_causal=visible is None,
             scale=scale,
             dropout_p=dropout,
             enable_gqa=grouped,
         )
-        outputs.append(attended.transpose(1, 2).flatten(0, 1))
+        outputs.append(attended[..., : value.shape[-1]].transpose(1, 2).flatten(0, 1))
     out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return (out if documents.are_in_order else _TakeOnce.apply(out, documents.outputs))[..., :value_dim]
+
+
+def _with_sink(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor | None, sinks: torch.Tensor
+) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    """Append a key whose product with a query of head h is sinks[h], and whose value is zero. query is [D, heads, Q,
+    d], key and value [D, kv heads, S, d].
+
+    The key is zero but for an additional channel, in which the queries have the sink. The channels are padded to a
+    multiple of eight, which torch's fused kernels require.
+    """
+    num_channels = query.shape[-1]
+    channel = sinks.to(query.dtype)[:, None, None].expand(*query.shape[:3], 1)
+    query = torch.cat((query, channel, query.new_zeros(*query.shape[:3], 7)), -1)
+    key, value = F.pad(key, (0, 8, 0, 1)), F.pad(value, (0, 8, 0, 1))
+    key[..., -1, num_channels] = 1
+    if visible is None:
+        visible = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool, device=query.device).tril()
+    return (query, key, value), F.pad(visible, (0, 1), value=True)

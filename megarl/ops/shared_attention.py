@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from megarl.core.device import send
 
@@ -18,7 +19,12 @@ BLOCK = 128
 """Number of queries, and number of keys, in a block of scores."""
 
 
-def pack_mask(document_tokens: torch.Tensor, boundaries: torch.Tensor, device: torch.device | None = None) -> BlockMask:
+def pack_mask(
+    document_tokens: torch.Tensor,
+    boundaries: torch.Tensor,
+    device: torch.device | None = None,
+    window: int | None = None,
+) -> BlockMask:
     """Return the attention mask for a pack. Call it once per microbatch; all layers use the result.
 
     Documents that share tokens form a tree, stored in the pack depth first: all continuations of a token directly
@@ -29,17 +35,23 @@ def pack_mask(document_tokens: torch.Tensor, boundaries: torch.Tensor, device: t
     Args:
         document_tokens, boundaries: as in TokenBatch.
         device: device of the attention's inputs; by default, that of `document_tokens`.
+        window: number of tokens to which a token attends, including itself; None means all tokens before it.
     """
     device, tokens, bounds = device or document_tokens.device, document_tokens.cpu(), boundaries.long().cpu()
     num_tokens, lengths = int(tokens.max()) + 1, bounds.diff()
     lasts = tokens[bounds[1:] - 1].repeat_interleave(lengths)
     ends = torch.zeros(num_tokens, dtype=torch.long).scatter_reduce(0, tokens, lasts + 1, "amax")
-    _check_order(tokens, bounds, ends)
+    positions = _positions(ends)
+    in_documents = torch.arange(len(tokens)) - bounds[:-1].repeat_interleave(lengths)
+    assert torch.equal(positions[tokens], in_documents), "documents are not packed depth first"
     some, every = _blocks(ends, -(-num_tokens // BLOCK))
-    ends = send(ends.int(), device)
+    if window is not None:
+        some, every = _in_window(some, every, positions, window)
+    ends, positions = send(ends.int(), device), send(positions.int(), device)
 
     def is_visible(_batch, _head, query, key):
-        return (key <= query) & (query < ends[key])
+        visible = (key <= query) & (query < ends[key])
+        return visible if window is None else visible & (positions[query] - positions[key] < window)
 
     rows = [*_listed(some & ~every), *_listed(every)]
     columns = [*_listed((some & ~every).T), *_listed(every.T)]
@@ -51,11 +63,11 @@ def pack_mask(document_tokens: torch.Tensor, boundaries: torch.Tensor, device: t
     )
 
 
-def _check_order(tokens: torch.Tensor, bounds: torch.Tensor, ends: torch.Tensor) -> None:
-    """Assert that documents are packed depth first: the token at position p in its document attends to p + 1 tokens."""
+def _positions(ends: torch.Tensor) -> torch.Tensor:
+    """Return each token's position in its documents, int64 [T], if they are packed depth first: the token at position p
+    attends to p + 1 tokens. `ends` is as in `_blocks`."""
     steps = torch.ones(len(ends) + 1, dtype=torch.long).index_add(0, ends, torch.tensor(-1).expand(len(ends)))
-    in_document = torch.arange(len(tokens)) - bounds[:-1].repeat_interleave(bounds.diff())
-    assert torch.equal(steps.cumsum(0)[tokens], in_document + 1), "documents are not packed depth first"
+    return steps.cumsum(0)[:-1] - 1
 
 
 def _blocks(ends: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -70,6 +82,15 @@ def _blocks(ends: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]
     some = _covered(begins // BLOCK, (stops - 1) // BLOCK + 1, count)
     every = _covered((begins - 1) // BLOCK + 1, stops // BLOCK, count)
     return some.tril(), every.tril(-1)
+
+
+def _in_window(
+    some: torch.Tensor, every: torch.Tensor, positions: torch.Tensor, window: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Restrict the masks of `_blocks` to blocks in which a distance, or every distance, may be within the window."""
+    blocks = positions.split(BLOCK)
+    least, most = (torch.stack([bound(block) for block in blocks]) for bound in (torch.min, torch.max))
+    return some & (least[:, None] - most < window), every & (most[:, None] - least < window)
 
 
 def _covered(begins: torch.Tensor, ends: torch.Tensor, count: int) -> torch.Tensor:
@@ -96,23 +117,36 @@ def _listed(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def shared_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: BlockMask, scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: BlockMask,
+    scale: float,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the attention output, [T, heads, v]. query is [T, heads, d], key [T, kv heads, d] and value [T, kv heads,
-    v]. The number of heads is a multiple of kv heads."""
-    out = _kernel(query.device.type)(
+    v]. The number of heads is a multiple of kv heads. `sinks`, [heads], are logits that take part in each query's
+    softmax without a value, as in gpt-oss."""
+    attended = _kernel(query.device.type)(
         *(x.transpose(0, 1)[None] for x in (query, key, value)),
         block_mask=mask,
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
         # Otherwise packs shorter than a block would use a separately compiled decoding kernel.
         kernel_options={"FORCE_USE_FLEX_ATTENTION": True},
+        return_aux=None if sinks is None else AuxRequest(lse=True),
     )
+    if sinks is None:
+        out = attended
+    else:
+        out, aux = attended
+        keys_share = (aux.lse - sinks.float()[:, None]).sigmoid()  # of the softmax's sum
+        out = out * keys_share[..., None].to(out.dtype)
     return out[0].transpose(0, 1)
 
 
 @cache
-def _kernel(device: str) -> Callable[..., torch.Tensor]:
+def _kernel(device: str) -> Callable[..., Any]:
     """Return FlexAttention, compiled once for packs of any length. On CPU, where FlexAttention has no backward kernel,
     return the eager version, which computes full matrix products over the whole pack."""
     return flex_attention if device == "cpu" else torch.compile(flex_attention, dynamic=True, fullgraph=True)

@@ -39,7 +39,7 @@ from tests import parity
 from tests.closeness import Expected
 from tests.distributed.test_families import DEEPSEEK
 from tests.forked import run_ranks
-from tests.marks import exhaustive_but, newest_of
+from tests.marks import exhaustive_but
 from tests.parity import (
     Outcome,
     RankResult,
@@ -211,21 +211,17 @@ def check_round_trip(model: Path, reference: Expected[Outcome], tmp_path: Path, 
     assert_same_weights(round_trip, uninterrupted)
 
 
-@pytest.mark.parametrize("pair", exhaustive_but(newest_of(PAIRS, "PP2, VPP2 and TP2, SP"), "PP2, VPP2 and TP2, SP"))
+@pytest.mark.parametrize("pair", exhaustive_but(PAIRS, "PP2, VPP2 and TP2, SP"))
 def test_checkpoints_survive_a_round_trip_of_layouts(model, reference, tmp_path, pair):
     check_round_trip(model, reference, tmp_path, PAIRS[pair])
 
 
-@pytest.mark.parametrize(
-    "pair", exhaustive_but(newest_of(PAIRS_WITH_EXPERTS, "EP2, TP2, ETP2 and DP2"), "EP2, TP2, ETP1 and PP2")
-)
+@pytest.mark.parametrize("pair", exhaustive_but(PAIRS_WITH_EXPERTS, "EP2, TP2, ETP1 and PP2"))
 def test_expert_checkpoints_survive_a_round_trip(experts, experts_reference, tmp_path, pair):
     check_round_trip(experts, experts_reference, tmp_path, PAIRS_WITH_EXPERTS[pair])
 
 
-@pytest.mark.parametrize(
-    "pair", exhaustive_but(newest_of(PAIRS_WITH_LATENT_ATTENTION, "CP2 and 1 process"), "CP2 and 1 process")
-)
+@pytest.mark.parametrize("pair", exhaustive_but(PAIRS_WITH_LATENT_ATTENTION, "CP2 and 1 process"))
 def test_latent_attention_checkpoints_survive_a_round_trip(latent, latent_reference, tmp_path, pair):
     check_round_trip(latent, latent_reference, tmp_path, PAIRS_WITH_LATENT_ATTENTION[pair])
 
@@ -280,7 +276,6 @@ def bytes_in_files(folder: Path) -> dict[tuple[str, str], int]:
     return sizes_by_file
 
 
-@pytest.mark.newest
 def test_ranks_write_and_read_only_their_own_range(model, tmp_path):
     """A parameter takes 2 bytes as a weight and 12 in the optimizer. Under another layout, a rank reads only the ranges
     that it needs."""
@@ -313,7 +308,6 @@ def test_optimizer_saved_in_whole_tensors_resumes(model, tmp_path):
     assert_same_weights(run_ranks(2, resume, config, model, converted), uninterrupted)
 
 
-@pytest.mark.newest
 def test_float16_resumes_its_main_weights_and_loss_scale(model, tmp_path):
     """The update after the save completes the window, so it doubles the scale."""
     scale = f"actor.megatron_overrides.optimizer={{initial_loss_scale: 1024.0, loss_scale_window: {SAVED_AFTER + 1}}}"
@@ -326,7 +320,6 @@ def test_float16_resumes_its_main_weights_and_loss_scale(model, tmp_path):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.newest
 def test_bfloat16_resumes_its_main_weights(model, tmp_path):
     config = config_of(model, "model.dtype=bfloat16", "actor.layout.dp=2")
     uninterrupted, checkpoint = saved_by(config, model, tmp_path)
@@ -413,7 +406,6 @@ def _optimizer_bytes(worker: ActorWorker) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in worker._offload._optimizer_tensors())
 
 
-@pytest.mark.newest
 def test_offloaded_optimizer_is_saved_while_offloaded(model, tmp_path):
     """With bfloat16, the optimizer includes main weights. The run used for comparison offloads nothing."""
     keys = ("model.dtype=bfloat16", "actor.layout.dp=2")

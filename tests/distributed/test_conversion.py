@@ -111,7 +111,6 @@ def save_with_megatron(store, rank: int, config: Config, model: Path, out: Path)
         child.kill()  # ranks exit without exit handlers, which would leave the process of Megatron's queue running
 
 
-@pytest.mark.newest
 def test_checkpoint_from_megatrons_own_writer_converts(tmp_path):
     folder = write(tmp_path / "hf", "qwen3", {})
     (tmp_path / "checkpoint").mkdir()
@@ -139,7 +138,6 @@ def train_and_save(store, rank: int, config: Config, model: Path, folder: Path):
     return result, worker[0].finish_checkpoint(folder)
 
 
-@pytest.mark.newest
 def test_run_checkpoint_exports_and_changes_layout(tmp_path):
     """Covers the trained weights, the optimizer state and the update count."""
     folder = write(tmp_path / "hf", "qwen2", dict(tie_word_embeddings=True))

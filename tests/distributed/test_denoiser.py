@@ -28,7 +28,7 @@ from megarl.resharding.transports.safetensors import SafetensorsFolder
 from tests.closeness import LOSS_FLOOR, Expected, assert_close, close_to, expected
 from tests.forked import run_ranks
 from tests.lora_reference import plain_name
-from tests.marks import exhaustive_but, newest_of
+from tests.marks import exhaustive_but
 from tests.parity import Outcome, RankResult, config_of, reduced_gradients, whole_tensors
 from tests.timing import WAIT_S
 from tests.tiny_denoiser import CONFIG, MODELS, SIZES, TARGETS, TinyDenoiser
@@ -186,7 +186,7 @@ QUICK = [
 ]
 
 
-@pytest.mark.parametrize("case", exhaustive_but(newest_of(CASES, *QUICK[2::4]), *QUICK))
+@pytest.mark.parametrize("case", exhaustive_but(CASES, *QUICK))
 def test_velocities_and_gradients_match_diffusers(folders, outcomes, case):
     name, overrides, per_microbatch = CASES[case]
     model, folder = MODELS[name], folders[name]

@@ -191,7 +191,6 @@ VARIATIONS = (
 """Models whose parts all occur in other models."""
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize("folder", exhaustive_but(MODELS, *(MODELS.keys() - {*VARIATIONS})), indirect=True)
 def test_training_matches_transformers(folder):
     ranks = run_ranks(1, train, config_of(folder, "actor.tokens_per_microbatch=256"), folder, [GROUPS])

@@ -16,8 +16,6 @@ from tests.marks import exhaustive_but
 from tests.parity import EPS, LR, TEMPERATURE, canonical, config_of, random_groups, train
 from tests.tiny_model import write_tiny_llama
 
-pytestmark = pytest.mark.newest
-
 FIRST_STAGE = ["model.embed_tokens.*", "model.layers.0.*", "model.layers.1.*"]
 LAST_STAGE = ["model.layers.2.*", "model.layers.3.*", "model.norm.*", "lm_head.*"]
 PP2 = "actor.layout.pp=2"

@@ -10,7 +10,7 @@ import pytest
 
 from tests.closeness import Expected
 from tests.forked import run_ranks
-from tests.marks import exhaustive_but, newest_of
+from tests.marks import exhaustive_but
 from tests.parity import (
     Outcome,
     assert_same_training,
@@ -148,26 +148,12 @@ EXPERTS_IN_TEST = (
 LATENT_IN_TEST = ("PP2, VPP2: packed, several microbatches", "CP2, EP2: selective recompute, padded")
 
 
-@pytest.mark.parametrize(
-    "pair",
-    exhaustive_but(
-        newest_of(pairs(DENSE), "TP2, PP2, VPP2, SP: packed, few microbatches", "CP2, DP2: full recompute"),
-        *DENSE_IN_TEST,
-    ),
-)
+@pytest.mark.parametrize("pair", exhaustive_but(pairs(DENSE), *DENSE_IN_TEST))
 def test_dense_model(dense, dense_outcome, pair):
     check(dense, dense_outcome, DENSE, pair)
 
 
-@pytest.mark.parametrize(
-    "pair",
-    exhaustive_but(
-        newest_of(
-            pairs(EXPERTS), "EP2, TP2, ETP2: packed, few microbatches", "EP2, PP2, VPP2: packed, several microbatches"
-        ),
-        *EXPERTS_IN_TEST,
-    ),
-)
+@pytest.mark.parametrize("pair", exhaustive_but(pairs(EXPERTS), *EXPERTS_IN_TEST))
 def test_mixture_of_experts(experts, expert_outcome, pair):
     check(experts, expert_outcome, EXPERTS, pair)
 
@@ -175,10 +161,7 @@ def test_mixture_of_experts(experts, expert_outcome, pair):
 @pytest.mark.parametrize(
     "pair",
     exhaustive_but(
-        newest_of(
-            pairs(LATENT, ("packed, several microbatches", "full recompute", "selective recompute, padded")),
-            "CP2, EP2: selective recompute, padded",
-        ),
+        pairs(LATENT, ("packed, several microbatches", "full recompute", "selective recompute, padded")),
         *LATENT_IN_TEST,
     ),
 )

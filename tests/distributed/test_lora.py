@@ -41,7 +41,7 @@ from megarl.run.checkpoints import Checkpoints
 from tests.closeness import LOSS_FLOOR, assert_close, close_to, expected
 from tests.forked import run_ranks
 from tests.lora_reference import MergedReference, PeftReference, write_adapters
-from tests.marks import exhaustive_but, newest_of
+from tests.marks import exhaustive_but
 from tests.parity import (
     EPS,
     LR,
@@ -169,9 +169,7 @@ def config_with(folder: Path, keys: list[str], layout: str, *overrides: str) -> 
     return config_of(folder, *keys, f"actor.layout={{{layout}}}", *overrides)
 
 
-@pytest.mark.parametrize(
-    "layout", exhaustive_but(newest_of(DENSE, "TP2, PP2, VPP2, SP", "CP2, DP2"), "TP2, PP2, VPP2, SP")
-)
+@pytest.mark.parametrize("layout", exhaustive_but(DENSE, "TP2, PP2, VPP2, SP"))
 def test_dense_model(dense, dense_adapters, dense_outcome, layout):
     check(dense, config_with(dense, keys_of(dense_adapters), DENSE[layout]), dense_outcome)
 
@@ -224,10 +222,8 @@ def merged_reference(experts: Path, factors: dict[str, torch.Tensor]) -> MergedR
 def expert_pairs() -> Iterator[ParameterSet]:
     """Yield the pairs of factors and layouts. `make test` runs one pair for each kind of factors."""
     for factors, layout in product(FACTORS, EXPERTS):
-        marks = [pytest.mark.newest] if layout in ("EP2, TP2, ETP2", "EP2, PP2, VPP2") else []
-        if (factors, layout) not in (("own factors", "EP2, TP2, ETP2"), ("shared factors", "EP2, CP2")):
-            marks.append(pytest.mark.exhaustive)
-        yield pytest.param(factors, layout, marks=marks)
+        is_in_test = (factors, layout) in (("own factors", "EP2, TP2, ETP2"), ("shared factors", "EP2, CP2"))
+        yield pytest.param(factors, layout, marks=() if is_in_test else pytest.mark.exhaustive)
 
 
 @pytest.mark.parametrize(("expert_case", "layout"), expert_pairs(), indirect=["expert_case"])

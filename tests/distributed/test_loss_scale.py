@@ -17,8 +17,6 @@ from tests.marks import exhaustive_but
 from tests.parity import config_of, local_batch, random_groups, rank_batches
 from tests.tiny_model import write_tiny_experts, write_tiny_llama
 
-pytestmark = pytest.mark.newest
-
 
 @dataclass(frozen=True)
 class Scaled:

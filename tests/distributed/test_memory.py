@@ -21,7 +21,7 @@ from megarl.megatron.workers.actor import ActorWorker
 from megarl.models.folder import read_config
 from megarl.models.shape import ModelShape
 from tests.forked import run_ranks
-from tests.marks import exhaustive_but, newest_of
+from tests.marks import exhaustive_but
 from tests.parity import config_of
 from tests.samples import training_ref
 from tests.tiny_model import write_tiny_model
@@ -144,7 +144,7 @@ FURTHER = (
 """Cases whose keys all occur in other cases."""
 
 
-@pytest.mark.parametrize("case", exhaustive_but(newest_of(CASES, "float32", "bfloat16"), *(CASES.keys() - {*FURTHER})))
+@pytest.mark.parametrize("case", exhaustive_but(CASES, *(CASES.keys() - {*FURTHER})))
 def test_closed_form_matches_measured_memory(folders, case):
     model, overrides = CASES[case]
     folder = folders[model]

@@ -19,8 +19,6 @@ from tests.grpo_reference import GrpoReference
 from tests.parity import EPS, LR, TEMPERATURE, Group, config_of, local_batch, random_groups, rank_batches
 from tests.tiny_model import write_tiny_llama
 
-pytestmark = pytest.mark.newest
-
 NUM_UPDATES = 2
 CONFIGS = {
     "old log-probs": [],

@@ -82,7 +82,7 @@ def undisturbed(store, rank: int, config: Config, folder: Path) -> str:
     return checksum(tensors(worker)["parameters"])
 
 
-@pytest.mark.parametrize("dp", [1, pytest.param(2, marks=pytest.mark.newest)])
+@pytest.mark.parametrize("dp", [1, 2])
 @pytest.mark.parametrize("dtype", BYTES)
 def test_all_parts_are_restored_bit_for_bit(folder, dtype, dp):
     config = config_of(folder, f"model.dtype={dtype}", f"actor.layout.dp={dp}")
@@ -102,7 +102,6 @@ def published(store, rank: int, config: Config, folder: Path) -> int:
     return offload.move_out("gradients")
 
 
-@pytest.mark.newest
 def test_published_parameters_are_not_offloaded(folder):
     [freed] = run_ranks(1, published, config_of(folder), folder)
     assert freed > 0

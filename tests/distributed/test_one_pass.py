@@ -31,8 +31,6 @@ from tests.forked import run_ranks
 from tests.parity import config_of, labelled, local_batch, random_groups, rank_batches
 from tests.tiny_model import write_tiny_llama
 
-pytestmark = pytest.mark.newest
-
 WAITING = (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero, torch.ops.aten.masked_select)
 """Operators that make the host wait for the device: `.item()`, and operators whose output size depends on values."""
 

@@ -22,8 +22,6 @@ from tests.grpo_reference import GrpoReference
 from tests.parity import canonical, config_of, local_batch, random_groups, rank_batches, train
 from tests.tiny_model import write_tiny_llama, write_tiny_model
 
-pytestmark = pytest.mark.newest
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:

@@ -22,8 +22,6 @@ from tests.forked import run_ranks
 from tests.parity import RankResult, canonical, config_of, local_batch, random_groups, rank_batches, train
 from tests.tiny_model import write_tiny_experts, write_tiny_llama
 
-pytestmark = pytest.mark.newest
-
 ULP = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 """Half a unit in the last place, relative to the lower end of the binade (the unit roundoff)."""
 

@@ -54,7 +54,6 @@ def refit_weights(store, rank: int, config: Config, folder: Path) -> tuple[Holde
     return worker.holder, {n: t.view(torch.uint8) if t.dtype == torch.float8_e4m3fn else t.clone() for n, t in weights}
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize(
     "layout",
     [

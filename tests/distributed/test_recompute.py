@@ -11,8 +11,6 @@ from tests.forked import run_ranks
 from tests.parity import config_of, random_groups, train
 from tests.tiny_model import write_tiny_model
 
-pytestmark = pytest.mark.newest
-
 DENSE = dict(
     vocab_size=128,
     hidden_size=48,

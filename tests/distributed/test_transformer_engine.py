@@ -22,8 +22,6 @@ from tests.parity import assert_same_training, branching_group, canonical, plain
 from tests.tiny_model import write_tiny_experts, write_tiny_llama
 from tests.transformer_engine_training import Trained, train_all
 
-pytestmark = pytest.mark.newest
-
 NAMES = MODELS.keys() - {
     *("Llama, linear rope", "Qwen3, tied", "Qwen3, experts", "Qwen3, experts, weights that add up to one"),
     "DeepSeek-V3, YaRN without mscale",

@@ -13,8 +13,6 @@ from tests.forked import run_ranks
 from tests.parity import config_of, local_batch, random_groups, rank_batches
 from tests.tiny_model import write_tiny_llama
 
-pytestmark = pytest.mark.newest
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:

@@ -36,6 +36,7 @@ if ! install_locked '^torch==' 2>/dev/null; then
     fi
 fi
 install_locked '^[^#]+(# kept)?$'
+install_locked '# any-python$' --ignore-requires-python
 install_locked '# source$' --no-build-isolation # builds with the setuptools of the lock file
 install --no-build-isolation --editable .
 "$venv/bin/python" -m compileall -q -j 0 "$venv/lib" >/dev/null || true  # some packages ship files for other Pythons

@@ -3,8 +3,9 @@
     python tools/environment/hashes.py LOCK...
 
 Each line `name==version` receives the hashes of PyPI's wheels for Linux on x86-64 and CPython 3.11 and 3.12. A package
-without such a wheel receives the hash of its source archive and the comment `# source`. Lines with the comment `# kept`
-are not changed: PyPI has no CPU build of torch.
+without such a wheel receives the hash of its source archive and the comment `# source`. The comment `# any-python` is
+kept: build.sh installs the package even if its metadata excludes Python 3.11. Lines with the comment `# kept` are not
+changed: PyPI has no CPU build of torch.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from packaging.utils import canonicalize_name, parse_wheel_filename
 INDEX = "https://pypi.org/simple"
 PYTHONS = (3, 11), (3, 12)
 NEWEST_GLIBC = 39
+ANY_PYTHON = "# any-python"
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in range(5, NEWEST_GLIBC + 1)]
 PLATFORMS += [f"{name}_x86_64" for name in ("manylinux2014", "manylinux2010", "manylinux1", "linux")]
 TAGS = {
@@ -58,7 +60,8 @@ def with_hashes(line: str) -> str:
     if not (wheels or sources):
         raise SystemExit(f"error: {INDEX} has no file of {found[0]} for these platforms")
     hashes = sorted(f"--hash=sha256:{file['hashes']['sha256']}" for file in wheels or sources)
-    return " ".join([found[0], *hashes, *([] if wheels else ["# source"])])
+    mark = ANY_PYTHON if line.endswith(ANY_PYTHON) else "# source" if not wheels else ""
+    return " ".join([found[0], *hashes, mark]).rstrip()
 
 
 def main() -> None:

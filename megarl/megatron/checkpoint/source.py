@@ -62,7 +62,8 @@ class CheckpointSource:
 
     @property
     def common(self) -> bytes:
-        """The content of the file with unsharded state, which newer Megatron versions store among the objects."""
+        """The unsharded state, as the content of a file. Megatron stores it among the objects, `megarl convert` in a
+        file of its own."""
         if COMMON_OBJECT not in self.folder.objects:
             try:
                 with open_regular(self.path / COMMON) as file:

@@ -18,7 +18,8 @@ FORM = (
     *("moe_apply_probs_on_input", "moe_ffn_hidden_size", "moe_latent_size", "moe_layer_freq"),
     *("moe_router_enable_expert_bias", "moe_router_force_load_balancing", "moe_router_group_topk"),
     *("moe_router_num_groups", "moe_router_pre_softmax", "moe_router_score_function", "moe_router_topk"),
-    *("moe_router_topk_limited_devices", "moe_router_topk_scaling_factor", "moe_shared_expert_gate"),
+    *("moe_router_force_biased", "moe_router_topk_limited_devices", "moe_router_topk_scaling_factor"),
+    "moe_shared_expert_gate",
     *("moe_shared_expert_intermediate_size", "multi_latent_attention", "no_rope_freq", "num_moe_experts"),
     *("qk_l2_norm", "rotary_interleaved", "softmax_scale", "softmax_type", "window_attn_skip_freq", "window_size"),
 )

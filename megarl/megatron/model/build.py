@@ -31,8 +31,12 @@ from megarl.resharding.families.megatron import VOCABULARY_MULTIPLE
 
 MODEL_DEFAULTS = (
     *("calculate_per_token_loss", "defer_embedding_wgrad_compute", "fp16", "fp4", "fp4_param", "fp8_param"),
-    *("init_model_with_meta_device", "microbatch_group_size_per_vp_stage", "moe_single_grouped_weight"),
-    *("mtp_num_layers", "overlap_moe_expert_parallel_comm", "use_mup"),
+    *("init_model_with_meta_device", "microbatch_group_size_per_vp_stage", "mtp_num_layers"),
+    *("overlap_moe_expert_parallel_comm", "use_mup"),
+    # These fields change the names of parameters or the order of their rows.
+    *("mla_down_proj_fusion", "moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_size"),
+    *("moe_single_grouped_bias", "moe_single_grouped_weight", "use_grouped_gemm_for_dense_mlp"),
+    *("use_grouped_gemm_for_shared_expert", "use_transformer_engine_op_fuser"),
     # Without perform_initialization, unmarked sharded parameters would be missing from the gradient norm. With
     # overlap_p2p_comm_warmup_flush, stages would deadlock.
     *("perform_initialization", "overlap_p2p_comm_warmup_flush"),
@@ -47,8 +51,10 @@ DDP_DEFAULTS = (
 PLACEMENT = (
     *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
     *("hierarchical_context_parallel_sizes", "hybrid_context_parallel", "pipeline_model_parallel_layout"),
+    *("gtp_weight_remat_size", "expert_gtp_weight_remat_size"),
+    *("tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards"),
 )
-"""TransformerConfig fields that would make the layers or tokens on a rank differ from the layout."""
+"""TransformerConfig fields that would make the layers, weights or tokens on a rank differ from the layout."""
 
 ROUTING = dict(moe_router_bias_update_rate=0.0)
 """Router bias updates are off: a bias that follows expert load would change the policy without a gradient."""

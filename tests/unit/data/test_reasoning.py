@@ -18,7 +18,7 @@ from megarl.core.errors import InfrastructureFailure, UserError
 from megarl.data.prompts import load_prompts
 from megarl.data.reasoning import Task, _make_rows, decode, encode, reasoning_rows
 from megarl.rewards.reasoning import ReasoningGym
-from tests.children import children
+from tests.children import Children
 from tests.paths import BASE, QUICKSTART
 from tests.tiny_model import tiny_tokenizer
 
@@ -94,21 +94,21 @@ def test_rows_depend_on_the_seed_only(rows, monkeypatch):
     assert list(_make_rows(stages, seed=5)) != list(_make_rows(stages, seed=6))
 
 
-def test_killed_row_process_is_replaced():
+def test_killed_row_process_is_replaced(children: Children):
     stages = [(Task("gcd", {}), 5000)]
     expected = list(_make_rows(stages, seed=5))
     rows = reasoning_rows(stages, seed=5)
     received = [next(rows), next(rows)]
-    [process] = [child for child in children() if "megarl.data.reasoning" in child.cmdline()]
+    [process] = children()
     process.kill()
     assert [*received, *rows] == expected
 
 
-def test_repeatedly_killed_row_process_is_not_a_user_error(monkeypatch):
+def test_repeatedly_killed_row_process_is_not_a_user_error(monkeypatch, children: Children):
     monkeypatch.setattr("megarl.data.reasoning.RESTARTS", 0)
     rows = reasoning_rows([(Task("gcd", {}), 5000)], seed=5)
     next(rows)
-    [process] = [child for child in children() if "megarl.data.reasoning" in child.cmdline()]
+    [process] = children()
     process.kill()
     with pytest.raises(InfrastructureFailure, match=r"reasoning-gym process was killed 1 times.* Fix: "):
         list(rows)

@@ -21,8 +21,6 @@ from tests.routes import random_routes
 from tests.samples import training_ref
 from tests.tiny_model import write_tiny_experts, write_tiny_model
 
-pytestmark = pytest.mark.newest
-
 TOKENS, COUNT, ACTIVE = 6, 8, 4
 GROUPS = dict(num_groups=4, group_topk=2)
 

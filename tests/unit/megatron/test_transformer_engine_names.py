@@ -9,11 +9,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 from tests.paths import ROOT, TRANSFORMER_ENGINE
-
-pytestmark = pytest.mark.newest
 
 MEGATRON = Path(next(iter(importlib.util.find_spec("megatron").submodule_search_locations))) / "core"
 LAYERS = "megatron.core.extensions.transformer_engine"
@@ -23,7 +19,6 @@ MISSING = {
     "transformer_engine.pytorch.attention._SplitAlongDim",  # torch.split instead
     "transformer_engine.pytorch.attention.apply_rotary_pos_emb",  # older versions only
     "transformer_engine.pytorch.cpp_extensions.cast_to_fp8",  # older versions only
-    "transformer_engine.pytorch.module.base.get_workspace",  # 0.16.1 then uses torch's product in the router
 }
 """Names that this Transformer Engine lacks and Megatron does not need."""
 

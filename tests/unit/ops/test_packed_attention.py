@@ -34,48 +34,48 @@ def tensors(documents: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 @pytest.mark.parametrize(("kv_heads", "value_dim"), [(1, 8), (2, 8), (6, 8), (6, 5), (2, 12)])
-def test_matches_masked_attention(name, kv_heads, value_dim):
+@pytest.mark.parametrize("window", [None, 1, 5])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_matches_masked_attention(name, kv_heads, value_dim, window, has_sinks):
     torch.manual_seed(0)
     tokens, boundaries = tensors(DOCUMENTS[name])
     num_tokens = int(tokens.max()) + 1
     query = torch.randn(num_tokens, 6, 8, requires_grad=True)
     key, value = (torch.randn(num_tokens, kv_heads, dim, requires_grad=True) for dim in (8, value_dim))
     gradient = torch.randn(num_tokens, 6, value_dim)
-    expected = plain_attention(query, key, value, tokens, boundaries, 0.3)
-    actual = packed_attention(query, key, value, documents_of(tokens, boundaries), 0.3)
+    sinks = torch.randn(6, requires_grad=True) if has_sinks else None
+    inputs = [x for x in (query, key, value, sinks) if x is not None]
+    expected = plain_attention(query, key, value, tokens, boundaries, 0.3, window, sinks)
+    documents = documents_of(tokens, boundaries, window=window)
+    actual = packed_attention(query, key, value, documents, 0.3, sinks=sinks)
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     for a, b in zip(
-        torch.autograd.grad(actual, (query, key, value), gradient),
-        torch.autograd.grad(expected, (query, key, value), gradient),
-        strict=True,
+        torch.autograd.grad(actual, inputs, gradient), torch.autograd.grad(expected, inputs, gradient), strict=True
     ):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 @pytest.mark.parametrize("size", [2, 3])
-def test_queries_on_several_ranks_match_masked_attention(name, size):
+@pytest.mark.parametrize("window", [None, 5])
+def test_queries_on_several_ranks_match_masked_attention(name, size, window):
     """The output of every token is the same on any rank and in any order."""
     torch.manual_seed(0)
     tokens, boundaries = tensors(DOCUMENTS[name])
     num_tokens = int(tokens.max()) + 1
     query, key, value = (torch.randn(num_tokens, 2, 8, requires_grad=True) for _ in range(3))
-    gradient = torch.randn(num_tokens, 2, 8)
-    expected = plain_attention(query, key, value, tokens, boundaries, 0.3)
+    gradient, sinks = torch.randn(num_tokens, 2, 8), torch.randn(2, requires_grad=True)
+    expected = plain_attention(query, key, value, tokens, boundaries, 0.3, window, sinks)
     key_positions = torch.randperm(num_tokens)
     actual = torch.zeros_like(expected)
     for query_positions in key_positions.tensor_split(min(size, num_tokens)):
-        documents = documents_of(tokens, boundaries, query_positions, key_positions)
-        actual = actual.index_copy(
-            0,
-            query_positions,
-            packed_attention(query[query_positions], key[key_positions], value[key_positions], documents, 0.3),
-        )
+        documents = documents_of(tokens, boundaries, query_positions, key_positions, window=window)
+        rows = query[query_positions], key[key_positions], value[key_positions]
+        actual = actual.index_copy(0, query_positions, packed_attention(*rows, documents, 0.3, sinks=sinks))
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    inputs = (query, key, value, sinks)
     for a, b in zip(
-        torch.autograd.grad(actual, (query, key, value), gradient),
-        torch.autograd.grad(expected, (query, key, value), gradient),
-        strict=True,
+        torch.autograd.grad(actual, inputs, gradient), torch.autograd.grad(expected, inputs, gradient), strict=True
     ):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 

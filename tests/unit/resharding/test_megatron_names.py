@@ -116,7 +116,6 @@ def label(value: str | Layout) -> str:
     )
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize("case", CASES)
 def test_holder_matches_the_built_model(case):
     changes, layout = CASES[case]

@@ -211,14 +211,13 @@ def test_long_and_unencodable_responses_are_delivered(pool, file):
     assert pool.call("exact_match", "", "\ud800", "\ud800").result().value == 1.0
 
 
-def test_hanging_import_is_reported_and_its_process_killed(tmp_path, monkeypatch):
+def test_hanging_import_is_reported_and_its_process_killed(tmp_path, monkeypatch, children):
     (tmp_path / "hangs.py").write_text(f"import time\ntime.sleep({HANG_S})\n")
-    before = set(psutil.Process().children())
     monkeypatch.setattr("megarl.rewards.pool.IMPORT_S", 0.5)
     refusal = rf"^rewards.functions: .*hangs.py:f: the import did not finish within {LIMIT_S} s\. Fix: move slow work"
     with pytest.raises(ValueError, match=refusal):
         FunctionPool([f"{tmp_path / 'hangs.py'}:f"], None, 1, LIMIT_S)
-    assert set(psutil.Process().children()) == before
+    assert not children()
 
 
 def test_missing_functions_are_rejected_before_any_call(file, tmp_path):
@@ -235,10 +234,9 @@ def test_missing_functions_are_rejected_before_any_call(file, tmp_path):
         FunctionPool([], f"{file}:f", 1, LIMIT_S)
 
 
-def test_closed_pool_resolves_calls_and_leaves_no_process(file):
-    before = set(psutil.Process().children())
+def test_closed_pool_resolves_calls_and_leaves_no_process(file, children):
     pool = FunctionPool([f"{file}:act"], None, 2, WAIT_S)
-    started = set(psutil.Process().children()) - before
+    started = children()
     hung = pool.call(f"{file}:act", "", f"time.sleep({HANG_S})", None)
     assert len(started) == 2
     pool.close()

@@ -15,7 +15,7 @@ from megarl.config.load import load
 from megarl.core.types import Completion, Sample, VersionRun
 from megarl.rollout.engine import SamplingRequest, TurnRequest
 from megarl.rollout.router import Aborted
-from tests.children import children, matching
+from tests.children import Children, matching
 from tests.paths import QUICKSTART
 from tests.timing import LIMIT_S, POLL_S, WAIT_S
 from tests.unit.cluster.groups.environment_actor import environment_actor, handle_of
@@ -142,12 +142,13 @@ def drive(tmp_path: Path):
     return run
 
 
-def grandchildren() -> list[psutil.Process]:
-    """Return the child processes of environments."""
-    return matching(psutil.Process().children(recursive=True), lambda child: child.name() == "sleep")
+@pytest.fixture
+def grandchildren(children: Children) -> Callable[[], list[psutil.Process]]:
+    """A function that returns the child processes of environments."""
+    return lambda: matching(children(recursive=True), lambda process: process.name() == "sleep")
 
 
-def test_abort_stops_turns_and_closes_environments(drive) -> None:
+def test_abort_stops_turns_and_closes_environments(drive, grandchildren) -> None:
     """One rollout has finished, one is sampling its first turn, and one is in a step that cannot be interrupted."""
 
     async def test(run: Run) -> None:
@@ -172,7 +173,7 @@ def test_abort_stops_turns_and_closes_environments(drive) -> None:
     drive(test)
 
 
-def test_aborted_rollout_may_restart_while_it_closes(drive) -> None:
+def test_aborted_rollout_may_restart_while_it_closes(drive, grandchildren) -> None:
     async def test(run: Run) -> None:
         rollouts = run.train("slow")
         await run.until(lambda: "slow step begins" in run.lines)
@@ -188,7 +189,7 @@ def test_aborted_rollout_may_restart_while_it_closes(drive) -> None:
     drive(test)
 
 
-def test_process_of_a_stuck_aborted_rollout_is_replaced(drive) -> None:
+def test_process_of_a_stuck_aborted_rollout_is_replaced(drive, grandchildren) -> None:
     async def test(run: Run) -> None:
         rollouts, [stuck] = run.train("stuck"), run.pool._hosts
         await run.until(lambda: "stuck step begins" in run.lines)
@@ -202,7 +203,7 @@ def test_process_of_a_stuck_aborted_rollout_is_replaced(drive) -> None:
     drive(test, timeout_s=LIMIT_S)
 
 
-def test_abort_during_the_start_of_a_process_leaks_nothing(drive) -> None:
+def test_abort_during_the_start_of_a_process_leaks_nothing(drive, children: Children) -> None:
     async def test(run: Run) -> None:
         [ended] = run.pool._hosts
         await ended.end()
@@ -238,7 +239,7 @@ def test_abort_closes_the_sessions_of_agents(drive) -> None:
 
 
 @pytest.mark.parametrize("is_aborted", [False, True])
-def test_lost_engine_ends_the_wait_and_closes_environments(drive, is_aborted: bool) -> None:
+def test_lost_engine_ends_the_wait_and_closes_environments(drive, grandchildren, is_aborted: bool) -> None:
     async def test(run: Run) -> None:
         run.engine.held = {"1.0.0"}
         rollouts = run.train("held", "slow")

@@ -19,7 +19,7 @@ from megarl.data.prompts import PromptSet
 from megarl.rollout.engine import TurnRequest
 from megarl.step import requests as training
 from megarl.step.evaluation import requests
-from tests.children import children
+from tests.children import Children
 from tests.paths import QUICKSTART
 from tests.unit.cluster.groups.environment_actor import environment_actor, handle_of
 from tests.unit.environments.test_runner import EOS_ID, TOKENIZER, prompt
@@ -142,7 +142,7 @@ def test_evaluation_concurrency_is_limited_to_a_training_step() -> None:
     assert len(rollouts) == 9 and engine.most_under_way == 4
 
 
-def test_failures_neither_end_the_run_nor_leak_processes() -> None:
+def test_failures_neither_end_the_run_nor_leak_processes(children: Children) -> None:
     settings, engine, left = config("Counter", {"name": "a"}, "environment.class=null"), Engine(), []
 
     async def run(actor: Any) -> list[list[Sample]]:

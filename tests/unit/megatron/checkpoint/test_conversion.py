@@ -515,7 +515,7 @@ def test_at_most_one_tensor_is_in_memory(tmp_path, monkeypatch, checkpoint):
 
 
 def store_common_state(checkpoint: Path, content: bytes) -> None:
-    """Store the unsharded state as newer Megatron versions do: among the tensors, without a file of its own."""
+    """Store the unsharded state as Megatron does: among the tensors, without a file of its own."""
     (checkpoint / "__9_0.distcp").write_bytes(b"something" + content)
     key = "common_state/shard_0_1"
     metadata = torch_checkpoint.FileSystemReader(checkpoint).read_metadata()
@@ -534,7 +534,7 @@ def saved(value: object) -> bytes:
     return stream.getvalue()
 
 
-def test_checkpoint_of_newer_megatron_is_read(tmp_path, checkpoint):
+def test_common_state_among_the_tensors_is_read(tmp_path, checkpoint):
     store_common_state(checkpoint, saved([{"iteration": 7}]))
     reshape(checkpoint, tmp_path / "out", layout_of(tp=3))
     assert torch.load(tmp_path / "out" / "common.pt") == {"iteration": 7}

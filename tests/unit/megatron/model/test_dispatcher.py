@@ -17,8 +17,6 @@ from megarl.megatron.model import build
 from tests.paths import BASE
 from tests.tiny_model import write_tiny_experts
 
-pytestmark = pytest.mark.newest
-
 Fields = Callable[..., TransformerConfig]
 FLEX = "actor.megatron_overrides.model={moe_token_dispatcher_type: flex}"
 

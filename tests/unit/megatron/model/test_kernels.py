@@ -6,8 +6,6 @@ import pytest
 
 from megarl.megatron.model import kernels
 
-pytestmark = pytest.mark.newest
-
 
 def test_kernels_are_torch_without_transformer_engine():
     assert kernels.describe() == "torch layers, torch's fused AdamW"

@@ -8,8 +8,6 @@ from megarl.core import device
 from megarl.megatron.model import precision
 from megarl.megatron.model.precision import check_fp8, token_multiple
 
-pytestmark = pytest.mark.newest
-
 
 def test_fp8_is_rejected_without_transformer_engine():
     with pytest.raises(ValueError, match=r"actor.fp8=delayed: fp8 requires a CUDA device .* set actor.fp8=null"):

@@ -11,8 +11,6 @@ from megarl.megatron import parallel
 from megarl.megatron.model.rope import DocumentRotary, DocumentYarn
 from tests.unit.resharding.cases import layout_of
 
-pytestmark = pytest.mark.newest
-
 LENGTHS = (9, 5, 16, 200, 33, 129)
 """Length of the longest document of each pack."""
 

@@ -14,7 +14,7 @@ from megarl.config.load import load
 from megarl.run.folder import RunFolder
 from megarl.run.trackers.backends import Settings
 from megarl.run.trackers.tracker import QUEUED_ROWS, Tracker, check_trackers, end_all, open_trackers
-from tests.children import children
+from tests.children import Children
 from tests.paths import BASE, ROOT
 from tests.timing import HANG_S, LIMIT_S, SHORT_S, WAIT_S, wait_until
 from tests.unit.run.test_context import prepare
@@ -83,7 +83,7 @@ def test_tracker_receives_all_finite_metrics(tmp_path: Path, fake_wandb, capfd) 
     assert capfd.readouterr() == ("", "")
 
 
-def test_hanging_tracker_does_not_block_the_run(tmp_path: Path, fake_wandb, capfd) -> None:
+def test_hanging_tracker_does_not_block_the_run(tmp_path: Path, fake_wandb, capfd, children: Children) -> None:
     logged = fake_wandb(log=HANGS)
     tracker = make_tracker(tmp_path, timeout_s=HANG_S)
     for step in range(1, 4 * QUEUED_ROWS):
@@ -130,7 +130,7 @@ def test_tracker_that_cannot_open_its_run_loses_all_rows(tmp_path: Path, fake_wa
     assert logged.read_text() == "" and "lost 1 of 1 steps" in capfd.readouterr().out
 
 
-def test_hanging_close_is_killed(tmp_path: Path, fake_wandb, capfd) -> None:
+def test_hanging_close_is_killed(tmp_path: Path, fake_wandb, capfd, children: Children) -> None:
     logged = fake_wandb(finish=HANGS)
     tracker = make_tracker(tmp_path)
     tracker.write(1, {"reward/mean": 1.0})
@@ -198,7 +198,9 @@ def test_missing_tracker_package_raises_with_the_command(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("failure", [HANGS, "raise OSError('no space left')", "os._exit(1)"])
-def test_run_completes_with_a_failing_tracker(tmp_path: Path, fake_wandb, monkeypatch, failure) -> None:
+def test_run_completes_with_a_failing_tracker(
+    tmp_path: Path, fake_wandb, monkeypatch, children: Children, failure: str
+) -> None:
     fake_wandb(log=failure)
     monkeypatch.setattr("megarl.run.context.print_run_summary", lambda *_: None)
     with prepare(
