@@ -15,7 +15,7 @@ from typing import Any
 from megarl.config.schema import Config
 from megarl.core.errors import UserError, install_extra
 from megarl.core.files import read_foreign_object
-from megarl.models.huggingface import wrong_type
+from megarl.models.huggingface import text_config, wrong_type
 from megarl.models.peft import CONFIG, DIFFUSERS
 
 PACKAGE_PREFIX = "package:"
@@ -122,7 +122,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 def read_config_file(path: Path, key: str = "") -> dict[str, Any]:
     """Return the contents of a config.json under any name, after the same checks as `read_config`."""
     fix = "copy the model's file again"
-    config = read_foreign_object(path, key, fix)
+    config = text_config(read_foreign_object(path, key, fix))
     if (problem := wrong_type(config)) is not None:
         raise UserError(f"{key}{path}: {problem}. Fix: {fix}")
     return config

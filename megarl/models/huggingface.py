@@ -23,6 +23,27 @@ _ANY = {
     "tie_word_embeddings": False,
 }
 
+_GATED_DELTA = _ANY | {
+    "attn_output_gate": True,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "layer_types": None,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "output_gate_type": "silu",
+    "partial_rotary_factor": 0.25,
+}
+"""Defaults of models with gated delta net layers."""
+
+_GATED_DELTA_EXPERTS = _GATED_DELTA | {
+    "moe_intermediate_size": 512,
+    "num_key_value_heads": 2,
+    "shared_expert_intermediate_size": 512,
+}
+
 _DEEPSEEK = _ANY | {
     "first_k_dense_replace": 3,
     "kv_lora_rank": 512,
@@ -87,15 +108,30 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "sliding_window": 4096,
         "use_sliding_window": False,
     },
+    "qwen3_5_text": _GATED_DELTA | {"num_key_value_heads": 4},
+    # Every layer has experts, so config.json has no size of a dense MLP.
+    "qwen3_5_moe_text": _GATED_DELTA_EXPERTS | {"intermediate_size": 0, "num_experts": 256, "num_experts_per_tok": 8},
+    "qwen3_next": _GATED_DELTA_EXPERTS
+    | {
+        "decoder_sparse_step": 1,
+        "intermediate_size": 5632,
+        "mlp_only_layers": None,
+        "norm_topk_prob": True,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+    },
 }
 """Supported `model_type` -> transformers' defaults for keys that config.json omits."""
+
+TEXT_MODELS: Mapping[str, str] = {"qwen3_5": "Qwen3_5ForCausalLM", "qwen3_5_moe": "Qwen3_5MoeForCausalLM"}
+"""`model_type` of a multimodal model -> the class of its text model, whose config is in `text_config`."""
 
 TRANSFORMERS_TYPES: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
 """Supported `model_type` that transformers lacks -> the type of the same architecture in transformers."""
 
 _LATENT_ATTENTION = ("deepseek_v3", "kimi_k2")
 _DEEPSEEK_ROUTER = ("deepseek_v3", "glm4_moe", "kimi_k2")
-_PARTIAL_ROTATION = ("glm4_moe",)
+_PARTIAL_ROTATION = ("glm4_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 """Families with multi-head latent attention, with DeepSeek's router, and with rotary embeddings on only some of the
 channels in a head."""
 
@@ -137,6 +173,11 @@ class Experts:
     has_selection_bias: bool = False
 
     @property
+    def gates(self) -> int:
+        """Number of rows in the projection to the shared experts' gate."""
+        return 1
+
+    @property
     def number_bytes(self) -> int:
         """Number of bytes per expert index in a route. An index of −1 means no expert."""
         return 1 if self.count <= 128 else 2
@@ -145,6 +186,64 @@ class Experts:
     def route_bytes(self) -> int:
         """Number of bytes in a token's route through all layers."""
         return sum(self.layers) * self.active * self.number_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class LinearAttention:
+    """Sizes of the gated delta net layers.
+
+    Attributes:
+        width: number of tokens that the causal convolution covers.
+        layers: for each layer, whether it is a gated delta net; if not, it has full attention.
+        is_grouped: whether the checkpoint stores the projections' rows by key head.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    width: int
+    layers: tuple[bool, ...]
+    is_grouped: bool
+
+    @property
+    def keys(self) -> int:
+        """Number of query rows, and of key rows."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """Number of value rows, and of gate rows."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Number of channels in the convolution: queries, keys and values."""
+        return 2 * self.keys + self.values
+
+    @property
+    def projected(self) -> int:
+        """Number of query, key, value and gate rows."""
+        return self.channels + self.values
+
+    @property
+    def per_token(self) -> int:
+        """Number of rows for a token's step size and decay, two for each value head."""
+        return 2 * self.value_heads
+
+    @property
+    def unconvolved(self) -> int:
+        """Size of a convolution's middle axis, which depthwise convolutions do not use."""
+        return 1
+
+    @property
+    def value_heads_per_key(self) -> int:
+        return self.value_heads // self.key_heads
+
+    @property
+    def value_rows_per_key(self) -> int:
+        """Number of value rows per key head."""
+        return self.value_heads_per_key * self.value_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +261,8 @@ class LatentAttention:
 
 _COUNTS = {
     *("decoder_sparse_step", "hidden_size", "intermediate_size", "max_position_embeddings", "num_attention_heads"),
-    *("num_hidden_layers", "topk_group", "vocab_size"),
+    *("num_hidden_layers", "topk_group", "vocab_size", "full_attention_interval", "linear_conv_kernel_dim"),
+    *("linear_key_head_dim", "linear_num_key_heads", "linear_num_value_heads", "linear_value_head_dim"),
 }
 """Keys whose value must be a positive integer, because they have no default or are divisors."""
 
@@ -176,11 +276,15 @@ _NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "tex
 _REQUIRED = {
     *("first_k_dense_replace", "kv_lora_rank", "moe_intermediate_size", "n_group", "n_routed_experts", "num_experts"),
     *("num_experts_per_tok", "num_local_experts", "qk_nope_head_dim", "qk_rope_head_dim", "rms_norm_eps"),
-    *("routed_scaling_factor", "v_head_dim"),
+    *("routed_scaling_factor", "shared_expert_intermediate_size", "v_head_dim"),
 }
 """Keys with a default that must not be null."""
 
-_OPTIONAL = {"head_dim": 1, "num_key_value_heads": 1, "num_nextn_predict_layers": 1, "sliding_window": 1}
+_OPTIONAL = {
+    **{"head_dim": 1, "mtp_num_hidden_layers": 1, "num_key_value_heads": 1, "num_nextn_predict_layers": 1},
+    "sliding_window": 1,
+}
+LAYER_TYPES = ("linear_attention", "full_attention")
 _OBJECTS = ("id2label", "quantization_config", "rope_parameters", "rope_scaling")
 
 LARGEST = 2**31 - 1
@@ -197,6 +301,9 @@ def wrong_type(hf_config: Mapping[str, Any]) -> str | None:
             return f"{key}={hf_config[key]!r}: expected an object"
     if not isinstance(hf_config.get("mlp_only_layers"), list | None):
         return f"mlp_only_layers={hf_config['mlp_only_layers']!r}: expected a list"
+    layer_types = hf_config.get("layer_types")
+    if not isinstance(layer_types, list | None) or not all(isinstance(name, str) for name in layer_types or ()):
+        return f"layer_types={layer_types!r}: expected a list of names"
     for section in ("rope_parameters", "rope_scaling"):
         for key in _NUMBERS:
             if type(value := (hf_config.get(section) or {}).get(key)) not in (int, float, type(None)):
@@ -228,6 +335,17 @@ def wrong_type(hf_config: Mapping[str, Any]) -> str | None:
     return None
 
 
+def text_config(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config of a multimodal model's text model, which is the part that is trained. `vision_config` is kept,
+    so that `untrained_part` can name the omitted part. Other configs are returned unchanged."""
+    text, architecture = hf_config.get("text_config"), TEXT_MODELS.get(str(hf_config.get("model_type")))
+    if architecture is None or not isinstance(text, dict):
+        return dict(hf_config)
+    shared = {key: hf_config[key] for key in ("tie_word_embeddings", "dtype", "torch_dtype") if key in hf_config}
+    vision = {"vision_config": hf_config["vision_config"]} if "vision_config" in hf_config else {}
+    return {**shared, **text, "architectures": [architecture], **vision}
+
+
 def completed(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config with defaults for the keys that config.json omits. Raise a UserError if the model family is not
     supported. The message lists the supported families."""
@@ -239,7 +357,7 @@ def completed(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 
 def unsupported(model: Mapping[str, Any]) -> list[str]:
     """Return the unsupported features in a completed config, each as its key and value."""
-    return [*_attention(model), *_rope(model), *_others(model), *_experts(model)]
+    return [*_attention(model), *_rope(model), *_others(model), *_experts(model), *_linear_attention(model)]
 
 
 def weights_dtype(hf_config: Mapping[str, Any]) -> str:
@@ -285,6 +403,15 @@ def experts(model: Mapping[str, Any]) -> Experts | None:
                 0,
                 tuple(layer not in dense and (layer + 1) % step == 0 for layer in layers),
             )
+        case "qwen3_5_moe_text" | "qwen3_next":
+            dense, step = model.get("mlp_only_layers") or (), model.get("decoder_sparse_step", 1)
+            return Experts(
+                model["num_experts"],
+                model["num_experts_per_tok"],
+                model["moe_intermediate_size"],
+                model["shared_expert_intermediate_size"],
+                tuple(layer not in dense and (layer + 1) % step == 0 for layer in layers),
+            )
         case family if family in _DEEPSEEK_ROUTER:
             return Experts(
                 model["n_routed_experts"],
@@ -309,6 +436,22 @@ def latent_attention(model: Mapping[str, Any]) -> LatentAttention | None:
     )
 
 
+def linear_attention(model: Mapping[str, Any]) -> LinearAttention | None:
+    if "linear_num_key_heads" not in FAMILIES[model["model_type"]]:
+        return None
+    interval, num_layers = model["full_attention_interval"], model["num_hidden_layers"]
+    kinds = model["layer_types"] or [LAYER_TYPES[(layer + 1) % interval == 0] for layer in range(num_layers)]
+    return LinearAttention(
+        key_heads=model["linear_num_key_heads"],
+        value_heads=model["linear_num_value_heads"],
+        key_dim=model["linear_key_head_dim"],
+        value_dim=model["linear_value_head_dim"],
+        width=model["linear_conv_kernel_dim"],
+        layers=tuple(kind == "linear_attention" for kind in kinds),
+        is_grouped=model["model_type"] == "qwen3_next",
+    )
+
+
 def rotary_channels(model: Mapping[str, Any], head_dim: int) -> int:
     """Return the number of channels per head with a rotary embedding, given the number of channels in a head."""
     return int(head_dim * rope_parameters(model)["partial_rotary_factor"])
@@ -316,13 +459,20 @@ def rotary_channels(model: Mapping[str, Any], head_dim: int) -> int:
 
 def untrained_part(hf_config: Mapping[str, Any]) -> str | None:
     """Describe the part of the checkpoint that is neither trained nor exported; None if there is no such part."""
-    layers = hf_config.get("num_nextn_predict_layers")
-    return f"multi-token prediction (num_nextn_predict_layers={layers})" if layers else None
+    keys = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+    parts = [f"multi-token prediction ({key}={hf_config[key]})" for key in keys if hf_config.get(key)]
+    if (
+        hf_config.get("model_type") == "qwen3_next"
+    ):  # its config.json does not tell whether the checkpoint has this part
+        parts.append("multi-token prediction (tensors mtp.*)")
+    parts += ["the vision encoder (vision_config)"] if "vision_config" in hf_config else []
+    return ", ".join(parts) or None
 
 
 def without_untrained_part(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config for a checkpoint without the part that `untrained_part` describes."""
-    return {**hf_config, **({"num_nextn_predict_layers": 0} if untrained_part(hf_config) else {})}
+    counts = {key: 0 for key in ("num_nextn_predict_layers", "mtp_num_hidden_layers") if hf_config.get(key)}
+    return {key: value for key, value in {**hf_config, **counts}.items() if key != "vision_config"}
 
 
 def _attention(model: Mapping[str, Any]) -> Iterator[str]:
@@ -353,6 +503,23 @@ def _rope(model: Mapping[str, Any]) -> Iterator[str]:
         yield f"{key} with attention_factor {rope['attention_factor']}"
     if not model.get("rope_interleave", True):
         yield "rope_interleave false"
+
+
+def _linear_attention(model: Mapping[str, Any]) -> Iterator[str]:
+    linear = linear_attention(model)
+    if linear is None:
+        return
+    kinds = model["layer_types"] or ()
+    if unknown := set(kinds) - set(LAYER_TYPES):
+        yield f"layer_types with {', '.join(sorted(unknown))}"
+    if len(linear.layers) != model["num_hidden_layers"]:
+        yield f"layer_types with {len(kinds)} layers for num_hidden_layers {model['num_hidden_layers']}"
+    if linear.value_heads % linear.key_heads:
+        yield f"linear_num_value_heads {linear.value_heads} with linear_num_key_heads {linear.key_heads}"
+    if not model["attn_output_gate"]:
+        yield "attn_output_gate false"
+    if model["output_gate_type"] not in ("silu", "swish"):
+        yield f"output_gate_type {model['output_gate_type']}"
 
 
 def _others(model: Mapping[str, Any]) -> Iterator[str]:

@@ -13,7 +13,7 @@ from megarl.config.schema import Config
 from megarl.core.errors import UserError
 from megarl.models.denoiser import DenoiserShape, is_denoiser, pixels_per_latent
 from megarl.models.folder import ModelNotLocal, read_config, read_local_config, resolve
-from megarl.models.huggingface import Experts, completed, experts, untrained_part
+from megarl.models.huggingface import Experts, completed, experts, linear_attention, untrained_part
 from megarl.models.peft import check_adapter_config
 from megarl.models.rules import (
     check_critic_model,
@@ -82,6 +82,12 @@ def find_models(config: Config) -> ModelFolders:
         implicit_reward=_implicit_reward(config, actor, hf_config),
     )
     _announce_untrained_parts(folders)
+    if not config.samples_images and linear_attention(completed(hf_config)) is not None:
+        print(
+            "model: gated delta nets carry a state along each sample, so samples do not share their prompt in "
+            f"training: each prompt is processed up to {config.trained_per_prompt} times per pass",
+            flush=True,
+        )
     return folders
 
 

@@ -1,4 +1,5 @@
-"""Patch vLLM's CPU build to support in-place refits, latent attention and fp8 blocks. No effect on GPU."""
+"""Patch vLLM's CPU build to support in-place refits, latent attention, gated delta nets and fp8 blocks. No effect on
+GPU."""
 
 from __future__ import annotations
 
@@ -12,6 +13,8 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.platforms import PlatformEnum
 
+from megarl.rollout.vllm import gated_delta
+
 _rotate = RotaryEmbedding.forward_cpu
 
 
@@ -20,6 +23,7 @@ def install() -> None:
     linear_layers.dispatch_cpu_unquantized_gemm = _keep_weight
     RotaryEmbedding.forward_cpu = _rotate_heads
     linear_kernels._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU] = [DequantizingKernel]
+    gated_delta.install()
 
 
 class DequantizingKernel(Fp8BlockScaledMMLinearKernel):
@@ -50,7 +54,8 @@ class DequantizingKernel(Fp8BlockScaledMMLinearKernel):
 
 
 def _keep_weight(layer: torch.nn.Module, remove_weight: bool) -> None:
-    """Keep the weight of a linear layer. vLLM would pack it for oneDNN and free it, preventing in-place writes."""
+    """Keep the weight of a linear layer or a convolution. vLLM would pack it for its kernels, preventing in-place
+    writes."""
     layer.cpu_linear = torch.nn.functional.linear  # pyright: ignore[reportArgumentType]  # vLLM stores functions here
 
 

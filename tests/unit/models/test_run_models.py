@@ -15,6 +15,7 @@ from megarl.models import run_models
 from megarl.models.folder import resolve_links
 from megarl.models.run_models import ModelFolders, find_models
 from tests.paths import BASE
+from tests.published_models import CONFIGS
 from tests.tiny_denoiser import CONFIG
 
 DEEPSEEK = dict(
@@ -73,6 +74,17 @@ def test_untrained_parts_of_models_are_announced(tmp_path, monkeypatch, capsys: 
     find_models(load(BASE, [f"model.path={predicting}", f"implicit_reward.path={plain}", *overrides]))
     said = capsys.readouterr().out.splitlines()
     assert said == [f"model: {part} is neither trained nor exported", f"critic: {part} is not used"]
+
+
+def test_unshared_prompts_of_recurrent_models_are_announced(tmp_path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "qwen"
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(CONFIGS["Qwen3.5-9B"]))
+    find_models(load(BASE, [f"model.path={path}", "data.source=arithmetic", "batch.samples_per_prompt=8"]))
+    assert capsys.readouterr().out == (
+        "model: gated delta nets carry a state along each sample, so samples do not share their prompt in training: "
+        "each prompt is processed up to 8 times per pass\n"
+    )
 
 
 @pytest.fixture
