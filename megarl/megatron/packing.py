@@ -9,12 +9,12 @@ from megarl.config.model_schema import Placed
 from megarl.data.packing import Packing
 from megarl.megatron.model.layer_spec import can_share_prompts, splits_documents
 from megarl.megatron.model.precision import token_multiple
-from megarl.models.shape import ModelShape
+from megarl.models.denoiser import shape_of
 from megarl.models.token_cost import TokenCost
 
 
 def packing_of(settings: Placed, hf_config: Mapping[str, Any]) -> Packing:
-    layout, is_recurrent = settings.layout, ModelShape.of(hf_config).linear is not None
+    layout, is_recurrent = settings.layout, shape_of(hf_config).linear is not None
     # Context parallelism gives each rank two chunks; sequence parallelism splits each rank's tokens into tp parts.
     chunks = 2 * layout.cp if layout.cp > 1 else 1
     return Packing(
