@@ -163,9 +163,9 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
     with torch.no_grad():
         biases = [(n, b) for n, b in model.named_buffers() if n.endswith("e_score_correction_bias")]
         for name, parameter in [*model.named_parameters(), *biases]:
-            initial = parameter.clone()
+            is_zero_centered = parameter.dim() == 1 and name.endswith("weight") and not parameter.any()
             parameter.normal_(std=0.1, generator=generator)
             if "conv1d" in name:
                 parameter.mul_(5)
-            if "norm" in name:
-                parameter.add_(initial)  # one, or zero if the weight is stored minus one
+            if "norm" in name and not is_zero_centered:
+                parameter.add_(1.0)

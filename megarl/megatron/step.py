@@ -109,7 +109,7 @@ def _run_on_tokens(chunk: DistributedDataParallel, item: ModelInput) -> torch.Te
     unwrapped = model_of(chunk)
     if unwrapped.post_process:
         head: LogProbHead | ScoreLayer = unwrapped.output_layer  # pyright: ignore[reportAssignmentType]  # ours
-        head.request = item.head
+        head.request = item.head  # pyright: ignore[reportArgumentType]  # Megatron declares submodules only
     with routed(unwrapped, item.routes):
         return chunk(
             input_ids=item.tokens,

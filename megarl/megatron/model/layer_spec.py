@@ -128,7 +128,7 @@ class LatentAttention(multi_latent_attention.MLASelfAttention):
     """Latent attention with the norms and projections from the layer spec. Megatron's own resolver requires a norm for
     queries if key-value latents have one, but queries without a latent have none."""
 
-    def _resolve_qk_norm_config(self, submodules: multi_latent_attention.MLASelfAttentionSubmodules) -> dict[str, type]:
+    def _resolve_qk_norm_config(self, submodules: multi_latent_attention.MLASelfAttentionSubmodules) -> dict[str, Any]:
         names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
         return {name: getattr(submodules, name) for name in names}
 
@@ -159,6 +159,7 @@ class DeltaNet(GatedDeltaNet):
 
     def forward(self, hidden_states, *args, packed_seq_params: PackedDocuments, **kwargs):
         bounds = packed_seq_params.boundaries
+        assert bounds is not None, "the microbatch was prepared for a model without recurrent states"
         documents = PackedSeqParams("thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
         return super().forward(hidden_states, *args, packed_seq_params=documents, **kwargs)
 

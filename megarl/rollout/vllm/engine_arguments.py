@@ -40,7 +40,7 @@ def engine_arguments(
     """Return the arguments of `vllm.LLM`. Raise UserError if vLLM does not have an argument, the model requires a
     different value, or vLLM does not support the model on this device. `extra` is the section's vllm_overrides, and
     `specific` are arguments for this kind of engine."""
-    arguments = dict(
+    arguments: dict[str, Any] = dict(
         model=str(folder),
         dtype=dtype,
         tensor_parallel_size=tp,
@@ -57,7 +57,8 @@ def engine_arguments(
         **specific,
     )
     required = _required_on_cpu(folder)
-    arguments["hf_overrides"] = _text_model(folder) | arguments.get("hf_overrides", {})
+    if text_model := _text_model(folder):
+        arguments["hf_overrides"] = text_model | arguments.get("hf_overrides", {})
     assert (arguments | required).keys() <= MANAGED[section].keys() | ADJUSTABLE, (
         "config/vllm_arguments.py does not list all arguments"
     )

@@ -6,6 +6,8 @@ so that refits could not write its weight in place.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 import vllm.model_executor.layers.mamba.ops.cpu.gdn_attention as cpu_attention
@@ -35,7 +37,7 @@ def attention_core(
     if context.attn_metadata is None:  # vLLM measures the memory that activations need
         return
     assert isinstance(context.attn_metadata, dict), "microbatches run on GPU only"
-    metadata = context.attn_metadata[layer.prefix]
+    metadata: Any = context.attn_metadata[layer.prefix]  # a GDNAttentionMetadata
     if metadata.num_actual_tokens == 0:
         return
     assert metadata.spec_sequence_masks is None, "speculative decoding needs a state for each draft token"

@@ -44,7 +44,7 @@ class _Unused(ModuleType):
 
     def __init__(self, name: str):
         super().__init__(name)
-        self.__path__: list[str] = []
+        self.__path__ = []
 
     def __getattr__(self, name: str) -> type:
         if name.startswith("__"):

@@ -94,7 +94,7 @@ class TwoStreamLayer(TransformerLayer):
             submodules = replace(submodules, linear_proj=IdentityOp)
         return SelfAttention(self.config, submodules, self.layer_number, pg_collection=self.pg_collection)
 
-    def forward(
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  # Megatron passes these arguments by keyword
         self, hidden_states: torch.Tensor, *, context: torch.Tensor, packed_seq_params: TwoStreams, **_
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the hidden states, [X/cp + Y/cp, 1, hidden], and the context, which Megatron passes to the next layer.
