@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import pytest
 
@@ -195,15 +196,17 @@ def check_rank(config: dict, layout: Layout, rank: int) -> None:
     holder = megatron_holder(config, layout, rank, transformer_engine=uses_transformer_engine())
     real = real_rank(config, layout, rank)
     assert holder.shapes == real.shapes, f"rank {rank}"
-    assert_columns(holder, real.layers, "self_attention.linear_proj.weight", "layers", real.tp_rank)
-    assert_columns(holder, real.experts, "linear_fc2.weight", "experts", real.expert_tp_rank)
+    output_projections = ("self_attention.linear_proj.weight", "self_attention.out_proj.weight")
+    assert_columns(holder, real.layers, output_projections, "layers", real.tp_rank)
+    assert_columns(holder, real.experts, ("linear_fc2.weight",), "experts", real.expert_tp_rank)
 
 
-def assert_columns(holder: Holder, indices: dict[str, int], name: str, kind: str, share: int) -> None:
-    """Assert that each parameter holds its share of the columns of the layer or expert with its index."""
+def assert_columns(holder: Holder, indices: dict[str, int], names: Sequence[str], kind: str, share: int) -> None:
+    """Assert that each layer or expert holds its share of the columns of the parameter with its index. Each has a
+    parameter of one of the names."""
     pieces = {piece.local: piece for piece in holder.pieces}
     for prefix, index in indices.items():
-        piece = pieces[prefix + name]
+        [piece] = [pieces[prefix + name] for name in names if prefix + name in pieces]
         assert f"{kind}.{index}." in piece.canonical, f"{holder.name}: {prefix} has {piece.canonical}"
         columns = holder.shapes[piece.local][1]
         assert piece.canonical_rectangle[1] == (share * columns, (share + 1) * columns), f"{holder.name}: {prefix}"
