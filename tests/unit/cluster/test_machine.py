@@ -187,10 +187,10 @@ def test_unsupported_config_on_eight_gpus_is_refused(overrides: tuple[str, ...],
 def test_gpu_engines_return_routes_with_the_v2_runner_only(monkeypatch, value: str | None, refused: bool) -> None:
     if value is not None:
         monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", value)
-    check_machine(config())
+    check_machine(config(*SHARING))
     message = "^actor.experts.replay_routes=true: only vLLM's Model Runner V2 .* VLLM_USE_V2_MODEL_RUNNER=0 selects V1"
     with pytest.raises(UserError, match=message) if refused else nullcontext():
-        check_machine(config("actor.experts.replay_routes=true"))
+        check_machine(config(*SHARING, "actor.experts.replay_routes=true"))
 
 
 def test_overfull_gpu_error_shows_the_sum() -> None:
