@@ -79,8 +79,9 @@ class TwoStreamLayer(TransformerLayer):
         self.caption_attention: Any = self._attention(has_output=not self.is_last)
         self.caption_mlp: Any = None
         if self.is_last:
-            # Captions are not updated, so their queries are not used.
-            self.caption_attention.q_layernorm.requires_grad_(False)
+            if shape.qk_norm:
+                # Captions are not updated, so their queries are not used.
+                self.caption_attention.q_layernorm.requires_grad_(False)
         else:
             size, matrices = config.ffn_hidden_size, submodules_of(self.submodules_config.mlp)
             self.caption_mlp = MLP(config, matrices, ffn_hidden_size=size, tp_group=self.tp_group)
