@@ -55,7 +55,7 @@ class ContextShares:
 
 
 def context_shares(batch: TokenBatch, splits_documents: bool) -> ContextShares:
-    """Return the shares of a pack. `splits_documents` cuts each document separately instead of the pack as a whole."""
+    """Return the shares of a pack. With `splits_documents`, each document is cut separately."""
     size, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
     if size == 1:
         return ContextShares(torch.arange(len(batch.tokens), device=batch.tokens.device)[None], rank)

@@ -126,7 +126,7 @@ def attention_weights(shape: ModelShape) -> int:
     latents instead."""
     latent, output = shape.latent, shape.value * shape.hidden
     if latent is None:
-        gate = shape.query if shape.linear else 0
+        gate = shape.query if shape.has_output_gate else 0
         return shape.hidden * (shape.query + gate + 2 * shape.key) + output
     rank = latent.query_rank
     query = shape.hidden * shape.query if rank is None else rank * (shape.hidden + shape.query)

@@ -163,6 +163,7 @@ class Experts:
         layers: for each layer, whether it has experts; if not, it has a dense MLP.
         has_selection_bias: whether the router is DeepSeek's: sigmoid scores, and a bias that affects only which experts
             are selected.
+        has_shared_gate: whether the shared experts' output is multiplied by a gate.
     """
 
     count: int
@@ -171,6 +172,7 @@ class Experts:
     shared_intermediate: int
     layers: tuple[bool, ...]
     has_selection_bias: bool = False
+    has_shared_gate: bool = False
 
     @property
     def gates(self) -> int:
@@ -393,24 +395,17 @@ def experts(model: Mapping[str, Any]) -> Experts | None:
         case "mixtral":
             size = model["intermediate_size"]
             return Experts(model["num_local_experts"], model["num_experts_per_tok"], size, 0, (True,) * len(layers))
-        case "qwen3_moe":
-            dense, step = model["mlp_only_layers"] or (), model["decoder_sparse_step"]
+        case "qwen3_moe" | "qwen3_next" | "qwen3_5_moe_text":
+            dense, step = model.get("mlp_only_layers") or (), model.get("decoder_sparse_step", 1)
+            has_shared = "shared_expert_intermediate_size" in FAMILIES[model["model_type"]]
             return Experts(
-                # transformers 5 writes this key.
+                # transformers 5 writes num_local_experts.
                 model.get("num_local_experts", model["num_experts"]),
                 model["num_experts_per_tok"],
                 model["moe_intermediate_size"],
-                0,
+                model["shared_expert_intermediate_size"] if has_shared else 0,
                 tuple(layer not in dense and (layer + 1) % step == 0 for layer in layers),
-            )
-        case "qwen3_5_moe_text" | "qwen3_next":
-            dense, step = model.get("mlp_only_layers") or (), model.get("decoder_sparse_step", 1)
-            return Experts(
-                model["num_experts"],
-                model["num_experts_per_tok"],
-                model["moe_intermediate_size"],
-                model["shared_expert_intermediate_size"],
-                tuple(layer not in dense and (layer + 1) % step == 0 for layer in layers),
+                has_shared_gate=has_shared,
             )
         case family if family in _DEEPSEEK_ROUTER:
             return Experts(

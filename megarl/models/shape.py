@@ -79,6 +79,12 @@ class ModelShape:
         return self.kv_heads * self.head_dim
 
     @property
+    def has_output_gate(self) -> bool:
+        """Whether softmax attention multiplies its output by a gate, a second half of the query projection. Models with
+        gated delta nets do."""
+        return self.linear is not None
+
+    @property
     def gated_query(self) -> int:
         """Number of rows in the projection to queries and output gates."""
         return 2 * self.query

@@ -62,6 +62,11 @@ def places(folder: Path) -> dict[str, Place]:
         with open_file(path, "numpy") as file:
             shape = file.get_slice(stored).get_shape()
         projections, prefix = STACKED[suffix], name.removesuffix(suffix)
+        # A damaged file may claim any number of experts if they have no elements.
+        if len(shape) != 3 or 0 in shape or shape[1] % len(projections):
+            raise UserError(
+                f"{path}: {stored} has shape {list(shape)}, which does not stack experts. Fix: download it again"
+            )
         size = shape[1] // len(projections)
         for expert in range(shape[0]):
             for part, projection in enumerate(projections):

@@ -23,7 +23,7 @@ NORM_EPS = 1e-6
 
 
 def normalized(x: torch.Tensor) -> torch.Tensor:
-    """Divide by the Euclidean norm over the last axis, as queries and keys must be."""
+    """Divide by the Euclidean norm over the last axis. The rule requires this of queries and keys."""
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + NORM_EPS)
 
 

@@ -259,7 +259,7 @@ def _attention(shape: ModelShape, layout: Layout, num_bytes: int) -> float:
     if not shape.qk_norm:
         return kept
     inputs = 2 * (shape.query + shape.key) * num_bytes
-    if shape.linear is not None:
+    if shape.has_output_gate:
         inputs += 2 * shape.query * num_bytes + shape.query * FLOAT32  # the gates, the gated output, the gates' sigmoid
     return kept + (inputs + (shape.heads + shape.kv_heads) * FLOAT32) / layout.tp
 

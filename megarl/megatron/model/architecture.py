@@ -16,12 +16,10 @@ FORM = (
     *("attention_output_gate", "experimental_attention_variant", "glu_linear_offset", "heterogeneous_block_specs"),
     *("is_hybrid_model", "kv_lora_rank", "layernorm_zero_centered_gamma", "linear_attention_freq"),
     *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_num_key_heads", "linear_num_value_heads"),
-    *("linear_value_head_dim",),
-    *("moe_apply_probs_on_input", "moe_ffn_hidden_size", "moe_latent_size", "moe_layer_freq"),
-    *("moe_router_enable_expert_bias", "moe_router_force_load_balancing", "moe_router_group_topk"),
-    *("moe_router_num_groups", "moe_router_pre_softmax", "moe_router_score_function", "moe_router_topk"),
-    *("moe_router_force_biased", "moe_router_topk_limited_devices", "moe_router_topk_scaling_factor"),
-    "moe_shared_expert_gate",
+    *("linear_value_head_dim", "moe_apply_probs_on_input", "moe_ffn_hidden_size", "moe_latent_size", "moe_layer_freq"),
+    *("moe_router_enable_expert_bias", "moe_router_force_biased", "moe_router_force_load_balancing"),
+    *("moe_router_group_topk", "moe_router_num_groups", "moe_router_pre_softmax", "moe_router_score_function"),
+    *("moe_router_topk", "moe_router_topk_limited_devices", "moe_router_topk_scaling_factor", "moe_shared_expert_gate"),
     *("moe_shared_expert_intermediate_size", "multi_latent_attention", "no_rope_freq", "num_moe_experts"),
     *("qk_l2_norm", "rotary_interleaved", "softmax_scale", "softmax_type", "window_attn_skip_freq", "window_size"),
 )
@@ -85,7 +83,7 @@ def _experts(shape: ModelShape, model: Mapping[str, Any]) -> dict[str, Any]:
         # Normalizing the top-k weights is equivalent to a softmax over the chosen experts only.
         moe_router_pre_softmax=not model.get("norm_topk_prob", True),
         moe_shared_expert_intermediate_size=shape.experts.shared_intermediate or None,
-        moe_shared_expert_gate=shape.linear is not None,
+        moe_shared_expert_gate=shape.experts.has_shared_gate,
         **(_deepseek_router(model) if shape.experts.has_selection_bias else {}),
     )
 
@@ -118,7 +116,7 @@ def _linear_attention(shape: ModelShape) -> dict[str, Any]:
         linear_value_head_dim=linear.value_dim,
         linear_num_key_heads=linear.key_heads,
         linear_num_value_heads=linear.value_heads,
-        attention_output_gate=True,
+        attention_output_gate=shape.has_output_gate,
         layernorm_zero_centered_gamma=True,
     )
 

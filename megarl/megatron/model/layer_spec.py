@@ -164,20 +164,6 @@ class DeltaNet(GatedDeltaNet):
         return super().forward(hidden_states, *args, packed_seq_params=documents, **kwargs)
 
 
-class ColumnLinear(ColumnParallelLinear):
-    """Megatron's linear layer, without the argument that only Transformer Engine's layers accept."""
-
-    def __init__(self, *args, name: str | None = None, **kwargs):
-        super().__init__(*args, **kwargs)
-
-
-class RowLinear(RowParallelLinear):
-    """The same for the output projection."""
-
-    def __init__(self, *args, name: str | None = None, **kwargs):
-        super().__init__(*args, **kwargs)
-
-
 def uses_transformer_engine() -> bool:
     """Return whether the model uses Transformer Engine's layers."""
     return device.on_cuda() and importlib.util.find_spec("transformer_engine") is not None
@@ -196,8 +182,8 @@ def splits_documents(is_recurrent: bool) -> bool:
 
 def can_share_prompts(context_ranks: int, is_recurrent: bool) -> bool:
     """Return whether documents in a pack may share a prompt. Under context parallelism only Transformer Engine's
-    attention splits documents over ranks, and it requires consecutive documents. A recurrent state flows along a
-    document, so that the model must process a shared prompt once for each document."""
+    attention splits documents over ranks, and it requires consecutive documents. A recurrent state depends
+    on the order of tokens in the pack, so each document needs its own copy of the prompt."""
     return not is_recurrent and (context_ranks == 1 or not uses_transformer_engine())
 
 
@@ -277,7 +263,7 @@ def _use_our_layers(layer: TransformerLayerSubmodules, shape: ModelShape, kind: 
     attention = submodules_of(layer.self_attention)
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     if kind.is_linear:
-        layer.self_attention = _delta_net(ColumnLinear, RowLinear)
+        layer.self_attention = _delta_net(ColumnParallelLinear, RowParallelLinear)
         return
     attention.core_attention = DocumentAttention
     if shape.latent:
@@ -296,7 +282,7 @@ def _delta_net(into: type, out: type) -> ModuleSpec:
 
 
 def _fused_delta_net() -> ModuleSpec:
-    """The layer before which Transformer Engine's spec has no norm: its projection normalizes the inputs."""
+    """Return the spec of a gated delta net with Transformer Engine's layers. The input projection contains the norm."""
     from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear, TERowParallelLinear
 
     return _delta_net(TELayerNormColumnParallelLinear, TERowParallelLinear)

@@ -56,5 +56,5 @@ QK_NORMS = [renamed(f"self_attn.{x}_norm.weight", ("head_dim",), f"self_attentio
 def attention_parts(model: ModelShape) -> list[Part]:
     optional = ((model.qkv_bias, [QKV_BIAS]), (model.attention_out_bias, [OUT_BIAS]), (model.qk_norm, QK_NORMS))
     present = (part for is_present, parts in optional if is_present for part in parts)
-    weights = GATED_WEIGHTS if model.linear else FUSED_WEIGHTS if model.fused else WEIGHTS
+    weights = GATED_WEIGHTS if model.has_output_gate else FUSED_WEIGHTS if model.fused else WEIGHTS
     return [NORM, weights, *present]

@@ -73,6 +73,6 @@ def expert_parts(model: ModelShape) -> tuple[Part, ...]:
     norm, router, experts = QWEN3
     parts = [norm, replace(router, engine_float32=True) if model.model_type == "glm4_moe" else router, experts]
     parts += [ROUTER_BIAS] if model.experts.has_selection_bias else []
-    if model.linear is not None:
+    if model.experts.has_shared_gate:
         return (*parts, *GATED_SHARED)
     return (*parts, SHARED) if model.experts.shared_intermediate else tuple(parts)

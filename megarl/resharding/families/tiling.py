@@ -140,7 +140,7 @@ class Ungrouped(Tiling):
 
     Attributes:
         heads: number of heads, as the name of a ModelShape attribute.
-        parts: number of rows per head in each part of each tensor, likewise.
+        parts: number of rows per head in each part of each tensor, as names of ModelShape attributes.
     """
 
     heads: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -112,3 +113,14 @@ def test_stacked_experts_and_prefixes_of_multimodal_checkpoints_are_read(tmp_pat
     assert read.keys() == expected.keys()
     assert all(torch.equal(read[name], expected[name]) for name in expected)
     assert torch.equal(part, gate_up[2, 5:7, 2:4])
+
+
+@pytest.mark.parametrize("shape", [(), (4,), (4, 6), (2**40, 2, 0), (2, 3, 4)])
+def test_tensor_that_does_not_stack_experts_is_an_error(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    """A damaged header without elements may claim more experts than could be listed."""
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    content = b"" if 0 in shape else bytes(4 * math.prod(shape))
+    header = json.dumps({name: {"dtype": "F32", "shape": shape, "data_offsets": [0, len(content)]}}).encode()
+    (tmp_path / SINGLE).write_bytes(len(header).to_bytes(8, "little") + header + content)
+    with pytest.raises(UserError, match=rf"{name} has shape .*, which does not stack experts. Fix: download"):
+        read_headers(tmp_path)
