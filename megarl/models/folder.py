@@ -15,7 +15,8 @@ from typing import Any
 from megarl.config.schema import Config
 from megarl.core.errors import UserError, install_extra
 from megarl.core.files import read_foreign_object
-from megarl.models.huggingface import text_config, wrong_type
+from megarl.models.config_types import wrong_type
+from megarl.models.huggingface import text_config
 from megarl.models.peft import CONFIG, DIFFUSERS
 
 PACKAGE_PREFIX = "package:"

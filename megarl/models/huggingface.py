@@ -1,8 +1,8 @@
-"""Interpret a Hugging Face config.json: model family, defaults for missing keys, and unsupported features."""
+"""Interpret a Hugging Face config.json: model family, defaults for missing keys, and the sizes of layers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,24 +131,13 @@ TRANSFORMERS_TYPES: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
 
 _LATENT_ATTENTION = ("deepseek_v3", "kimi_k2")
 _DEEPSEEK_ROUTER = ("deepseek_v3", "glm4_moe", "kimi_k2")
-_PARTIAL_ROTATION = ("glm4_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
-"""Families with multi-head latent attention, with DeepSeek's router, and with rotary embeddings on only some of the
-channels in a head."""
+"""Families with multi-head latent attention, and with DeepSeek's router."""
 
-ROPE_TYPES: Mapping[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-}
-LATENT_ROPE_TYPES: Mapping[str, tuple[str, ...]] = {"default": (), "yarn": ("factor",)}
-"""Supported type of rotary embeddings -> parameters that the type requires. Models with latent attention support only
-the types in LATENT_ROPE_TYPES."""
+LAYER_TYPES = ("linear_attention", "full_attention")
+"""Values of `layer_types` in models with gated delta nets."""
 
 FP8_BLOCK = 128
 """Number of rows, and of columns, per block with one scale in fp8 checkpoints."""
-
-_BIASES = {"glm4_moe": ("attention_bias",), "llama": ("attention_bias", "mlp_bias"), "qwen2": ("attention_bias",)}
-"""Supported bias keys per model family. Qwen2 always has attention biases, regardless of the key's value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,82 +250,6 @@ class LatentAttention:
     value_dim: int
 
 
-_COUNTS = {
-    *("decoder_sparse_step", "hidden_size", "intermediate_size", "max_position_embeddings", "num_attention_heads"),
-    *("num_hidden_layers", "topk_group", "vocab_size", "full_attention_interval", "linear_conv_kernel_dim"),
-    *("linear_key_head_dim", "linear_num_key_heads", "linear_num_value_heads", "linear_value_head_dim"),
-}
-"""Keys whose value must be a positive integer, because they have no default or are divisors."""
-
-_NUMBERS = (
-    *("factor", "high_freq_factor", "low_freq_factor", "original_max_position_embeddings", "partial_rotary_factor"),
-    "rope_theta",
-)
-"""Parameters of rotary embeddings."""
-
-_NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
-_REQUIRED = {
-    *("first_k_dense_replace", "kv_lora_rank", "moe_intermediate_size", "n_group", "n_routed_experts", "num_experts"),
-    *("num_experts_per_tok", "num_local_experts", "qk_nope_head_dim", "qk_rope_head_dim", "rms_norm_eps"),
-    *("routed_scaling_factor", "shared_expert_intermediate_size", "v_head_dim"),
-}
-"""Keys with a default that must not be null."""
-
-_OPTIONAL = {
-    **{"head_dim": 1, "mtp_num_hidden_layers": 1, "num_key_value_heads": 1, "num_nextn_predict_layers": 1},
-    "sliding_window": 1,
-}
-LAYER_TYPES = ("linear_attention", "full_attention")
-_OBJECTS = ("id2label", "quantization_config", "rope_parameters", "rope_scaling")
-
-LARGEST = 2**31 - 1
-MAX_LAYERS = 10_000
-
-
-def wrong_type(hf_config: Mapping[str, Any]) -> str | None:
-    """Describe the first value in config.json that has the wrong type for its key, or return None."""
-    architectures = hf_config.get("architectures")
-    if not isinstance(architectures, list | None) or not all(isinstance(name, str) for name in architectures or ()):
-        return f"architectures={architectures!r}: expected a list of names"
-    for key in _OBJECTS:
-        if not isinstance(hf_config.get(key), dict | None):
-            return f"{key}={hf_config[key]!r}: expected an object"
-    if not isinstance(hf_config.get("mlp_only_layers"), list | None):
-        return f"mlp_only_layers={hf_config['mlp_only_layers']!r}: expected a list"
-    layer_types = hf_config.get("layer_types")
-    if not isinstance(layer_types, list | None) or not all(isinstance(name, str) for name in layer_types or ()):
-        return f"layer_types={layer_types!r}: expected a list of names"
-    for section in ("rope_parameters", "rope_scaling"):
-        for key in _NUMBERS:
-            if type(value := (hf_config.get(section) or {}).get(key)) not in (int, float, type(None)):
-                return f"{section}.{key}={value!r}: expected a number"
-        for key in ("rope_type", "type"):
-            if not isinstance(value := (hf_config.get(section) or {}).get(key), str | None):
-                return f"{section}.{key}={value!r}: expected text"
-    model_type = hf_config.get("model_type")
-    defaults = FAMILIES.get(model_type, {}) if isinstance(model_type, str) else {}
-    if not defaults:
-        return None
-    for key in hf_config.keys() & _COUNTS:
-        limit = MAX_LAYERS if key == "num_hidden_layers" else LARGEST
-        if type(hf_config[key]) is not int or not 0 < hf_config[key] <= limit:
-            return f"{key}={hf_config[key]!r}: expected an integer from 1 to {limit}"
-    for key, default in {**defaults, **_OPTIONAL}.items():
-        value: Any = hf_config.get(key)
-        kinds = (int, float) if isinstance(default, float) else type(default)
-        if default is None or key in _COUNTS:
-            continue
-        if value is None:
-            if key in hf_config and key in _REQUIRED:
-                return f"{key}=null: expected {_NAMES[type(default)]}"
-            continue
-        if not isinstance(value, kinds) or (isinstance(value, bool) and not isinstance(default, bool)):
-            return f"{key}={value!r}: expected {_NAMES[type(default)]}"
-        if not isinstance(value, str) and not 0 <= value <= LARGEST:
-            return f"{key}={value!r}: expected a number from 0 to {LARGEST}"
-    return None
-
-
 def text_config(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config of a multimodal model's text model, which is the part that is trained. `vision_config` is kept,
     so that `untrained_part` can name the omitted part. Other configs are returned unchanged."""
@@ -355,11 +268,6 @@ def completed(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise UserError(f"model_type {model_type} is not supported. Fix: use a model of type {', '.join(FAMILIES)}")
     return {**FAMILIES[model_type], **hf_config}
-
-
-def unsupported(model: Mapping[str, Any]) -> list[str]:
-    """Return the unsupported features in a completed config, each as its key and value."""
-    return [*_attention(model), *_rope(model), *_others(model), *_experts(model), *_linear_attention(model)]
 
 
 def weights_dtype(hf_config: Mapping[str, Any]) -> str:
@@ -468,81 +376,3 @@ def without_untrained_part(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config for a checkpoint without the part that `untrained_part` describes."""
     counts = {key: 0 for key in ("num_nextn_predict_layers", "mtp_num_hidden_layers") if hf_config.get(key)}
     return {key: value for key, value in {**hf_config, **counts}.items() if key != "vision_config"}
-
-
-def _attention(model: Mapping[str, Any]) -> Iterator[str]:
-    supported = _BIASES.get(model["model_type"], ())
-    for key in ("attention_bias", "mlp_bias"):
-        if model[key] and key not in supported:
-            yield f"{key} true"
-    for key in ("attention_dropout", "resid_pdrop"):
-        if model.get(key):
-            yield f"{key} {model[key]}"
-
-
-def _rope(model: Mapping[str, Any]) -> Iterator[str]:
-    key = "rope_scaling" if model.get("rope_scaling") else "rope_parameters"
-    rope, known = rope_parameters(model), LATENT_ROPE_TYPES if latent_attention(model) else ROPE_TYPES
-    kind = rope["rope_type"]
-    if kind not in known:
-        yield f"{key} with rope_type {kind}"
-    elif missing := [name for name in known[kind] if name not in rope]:
-        yield f"{key} with rope_type {kind} without {', '.join(missing)}"
-    factor = rope["partial_rotary_factor"]
-    partial = isinstance(factor, int | float) and 0 < factor < 1
-    if factor != 1 and not (partial and model["model_type"] in _PARTIAL_ROTATION):
-        yield f"partial_rotary_factor {factor}"
-    if not rope.get("truncate", True):
-        yield f"{key} with truncate false"
-    if rope.get("attention_factor") is not None:
-        yield f"{key} with attention_factor {rope['attention_factor']}"
-    if not model.get("rope_interleave", True):
-        yield "rope_interleave false"
-
-
-def _linear_attention(model: Mapping[str, Any]) -> Iterator[str]:
-    linear = linear_attention(model)
-    if linear is None:
-        return
-    kinds = model["layer_types"] or ()
-    if unknown := set(kinds) - set(LAYER_TYPES):
-        yield f"layer_types with {', '.join(sorted(unknown))}"
-    if len(linear.layers) != model["num_hidden_layers"]:
-        yield f"layer_types with {len(kinds)} layers for num_hidden_layers {model['num_hidden_layers']}"
-    if linear.value_heads % linear.key_heads:
-        yield f"linear_num_value_heads {linear.value_heads} with linear_num_key_heads {linear.key_heads}"
-    if not model["attn_output_gate"]:
-        yield "attn_output_gate false"
-    if model["output_gate_type"] not in ("silu", "swish"):
-        yield f"output_gate_type {model['output_gate_type']}"
-
-
-def _others(model: Mapping[str, Any]) -> Iterator[str]:
-    if model["hidden_act"] != "silu":
-        yield f"hidden_act {model['hidden_act']}"
-    if model["quantization_config"]:
-        yield f"quantization_config with quant_method {model['quantization_config'].get('quant_method')}"
-
-
-def _experts(model: Mapping[str, Any]) -> Iterator[str]:
-    mixture = experts(model)
-    if mixture is None:
-        return
-    if model.get("router_jitter_noise"):
-        yield f"router_jitter_noise {model['router_jitter_noise']}"
-    # After normalization, the weight of a single active expert is one, so the router has no gradient.
-    if mixture.active == 1 and model.get("norm_topk_prob", True):
-        yield "num_experts_per_tok 1"
-    if mixture.has_selection_bias:
-        yield from _deepseek_router(model)
-
-
-def _deepseek_router(model: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the unsupported features of DeepSeek's router. DeepSeek scores a group of experts by its two best experts.
-    Megatron instead uses the average number of active experts per selected group, so this number must be two."""
-    for key, supported in (("norm_topk_prob", True), ("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
-        if model.get(key, supported) != supported:
-            yield f"{key} {model[key]}"
-    active, groups, selected = model["num_experts_per_tok"], model["n_group"], model["topk_group"]
-    if groups > selected and active // selected != 2:
-        yield f"num_experts_per_tok {active} with topk_group {selected}"

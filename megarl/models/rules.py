@@ -21,8 +21,8 @@ from megarl.models.huggingface import (
     kv_heads,
     latent_attention,
     linear_attention,
-    unsupported,
 )
+from megarl.models.unsupported import unsupported
 
 EXPERT_ROWS = "MLP rows of an expert"
 

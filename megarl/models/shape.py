@@ -18,8 +18,8 @@ from megarl.models.huggingface import (
     latent_attention,
     linear_attention,
     rotary_channels,
-    unsupported,
 )
+from megarl.models.unsupported import unsupported
 
 
 class LayerKind(NamedTuple):

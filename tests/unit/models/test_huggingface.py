@@ -9,10 +9,10 @@ from megarl.models.huggingface import (
     completed,
     linear_attention,
     text_config,
-    unsupported,
     untrained_part,
     without_untrained_part,
 )
+from megarl.models.unsupported import unsupported
 from tests.published_models import CONFIGS
 
 COMPUTED = {
