@@ -24,6 +24,7 @@ from megarl.launch.script import TEMPLATE, VARIABLES
 from tests.marks import exhaustive_but
 from tests.paths import ROOT
 from tests.published_models import CONFIGS
+from tests.tiny_image_model import write_tiny_image_model
 
 RECIPES = sorted(file for file in (ROOT / "configs").glob("*.yaml") if file.name != "base.yaml")
 ON_CPU = Request(nodes=1, time="1:00:00", gpus=0)
@@ -85,10 +86,13 @@ def test_every_recipe_becomes_a_job(recipe: Path, tmp_path: Path) -> None:
     rows.touch()
     config = load(recipe)
     own_data = [] if config.data.is_procedural else [f"data.source={rows}"]
-    # The RLHF recipe starts from the models that two other recipes write.
+    # The RLHF recipe starts from the models that two other recipes write, the image recipe from one that a tool writes.
     models = {key: getattr(config, key).path for key in ("model", "critic", "reward_model")}
-    write_model(tmp_path / "model", {})
-    own_models = [f"{key}.path={tmp_path}/model" for key, path in models.items() if path and "runs/" in path]
+    if config.rollout.engine == "diffusers":
+        write_tiny_image_model(tmp_path / "model")
+    else:
+        write_model(tmp_path / "model", {})
+    own_models = [f"{key}.path={tmp_path}/model" for key, path in models.items() if path and Path(path).is_absolute()]
     lines = launch(recipe, ON_CPU, f"run.folder={tmp_path}", *own_data, *own_models)
     assert lines[-1] == "dry run: nothing was submitted"
     run = tmp_path / config.run.name
