@@ -190,7 +190,10 @@ def test_transposed_stacks_of_experts_are_read(tmp_path: Path) -> None:
 
 
 MXFP4_DAMAGES = {
-    "missing scales": (lambda tensors: tensors.pop(f"{OSS_EXPERTS}.down_proj_scales"), "has no tensor .*down_proj_scal"),
+    "missing scales": (
+        lambda tensors: tensors.pop(f"{OSS_EXPERTS}.down_proj_scales"),
+        "has no tensor .*down_proj_scal",
+    ),
     "other scales": (
         lambda tensors: tensors.update({f"{OSS_EXPERTS}.down_proj_scales": torch.ones(2, 6, 3)}),
         "down_proj_scales are not bytes of MXFP4 blocks and their scales. Fix: download it again",
