@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from megarl.models.huggingface import (
     LAYER_TYPES,
+    WINDOW_LAYER_TYPES,
     experts,
     latent_attention,
     linear_attention,
     rope_parameters,
+    windowed_attention,
 )
 
 ROPE_TYPES: Mapping[str, tuple[str, ...]] = {
@@ -31,7 +33,8 @@ _PARTIAL_ROTATION = ("glm4_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next
 
 def unsupported(model: Mapping[str, Any]) -> list[str]:
     """Return the unsupported features in a completed config, each as its key and value."""
-    return [*_attention(model), *_rope(model), *_others(model), *_experts(model), *_linear_attention(model)]
+    parts = _attention, _windows, _rope, _others, _experts, _linear_attention
+    return [feature for part in parts for feature in part(model)]
 
 
 def _attention(model: Mapping[str, Any]) -> Iterator[str]:
@@ -42,6 +45,19 @@ def _attention(model: Mapping[str, Any]) -> Iterator[str]:
     for key in ("attention_dropout", "resid_pdrop"):
         if model.get(key):
             yield f"{key} {model[key]}"
+
+
+def _windows(model: Mapping[str, Any]) -> Iterator[str]:
+    if windowed_attention(model) is not None:
+        yield from _layer_types(model, WINDOW_LAYER_TYPES)
+
+
+def _layer_types(model: Mapping[str, Any], known: Collection[str]) -> Iterator[str]:
+    kinds, num_layers = model["layer_types"], model["num_hidden_layers"]
+    if unknown := set(kinds or ()) - set(known):
+        yield f"layer_types with {', '.join(sorted(unknown))}"
+    if kinds and len(kinds) != num_layers:
+        yield f"layer_types with {len(kinds)} layers for num_hidden_layers {num_layers}"
 
 
 def _rope(model: Mapping[str, Any]) -> Iterator[str]:
@@ -68,11 +84,7 @@ def _linear_attention(model: Mapping[str, Any]) -> Iterator[str]:
     linear = linear_attention(model)
     if linear is None:
         return
-    kinds = model["layer_types"] or ()
-    if unknown := set(kinds) - set(LAYER_TYPES):
-        yield f"layer_types with {', '.join(sorted(unknown))}"
-    if len(linear.layers) != model["num_hidden_layers"]:
-        yield f"layer_types with {len(kinds)} layers for num_hidden_layers {model['num_hidden_layers']}"
+    yield from _layer_types(model, LAYER_TYPES)
     if linear.value_heads % linear.key_heads:
         yield f"linear_num_value_heads {linear.value_heads} with linear_num_key_heads {linear.key_heads}"
     if not model["attn_output_gate"]:

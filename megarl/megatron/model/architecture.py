@@ -64,6 +64,7 @@ def _language_model(shape: ModelShape, model: Mapping[str, Any]) -> dict[str, An
         **_experts(shape, model),
         **_latent_attention(shape, model),
         **_linear_attention(shape),
+        **_windows_and_sinks(shape),
         layernorm_epsilon=model["rms_norm_eps"],
         gated_linear_unit=True,
         activation_func=F.silu,
@@ -119,6 +120,14 @@ def _linear_attention(shape: ModelShape) -> dict[str, Any]:
         attention_output_gate=shape.has_output_gate,
         layernorm_zero_centered_gamma=True,
     )
+
+
+def _windows_and_sinks(shape: ModelShape) -> dict[str, Any]:
+    fields: dict[str, Any] = dict(softmax_type="learnable") if shape.has_sinks else {}
+    if shape.windows is not None:
+        fields["window_size"] = (shape.windows.size - 1, 0)  # tokens before and after the query's own token
+        fields["window_attn_skip_freq"] = [int(is_windowed) for is_windowed in shape.windows.layers]
+    return fields
 
 
 def _latent_attention(shape: ModelShape, model: Mapping[str, Any]) -> dict[str, Any]:
