@@ -155,8 +155,13 @@ _LATENT_ATTENTION = ("deepseek_v3", "kimi_k2")
 _DEEPSEEK_ROUTER = ("deepseek_v3", "glm4_moe", "kimi_k2")
 """Families with multi-head latent attention, and with DeepSeek's router."""
 
+_WINDOWS = ("gpt_oss",)
+_SINKS = ("gpt_oss",)
+"""Families whose sliding windows the trainer computes, and with attention sinks."""
+
 LAYER_TYPES = ("linear_attention", "full_attention")
-"""Values of `layer_types` in models with gated delta nets."""
+WINDOW_LAYER_TYPES = ("full_attention", "sliding_attention")
+"""Values of `layer_types` in models with gated delta nets, and in models with sliding windows."""
 
 FP8_BLOCK = 128
 """Number of rows, and of columns, per block with one scale in fp8 checkpoints."""
@@ -268,6 +273,19 @@ class LinearAttention:
 
 
 @dataclass(frozen=True, slots=True)
+class WindowedAttention:
+    """Layers whose attention is restricted to a sliding window.
+
+    Attributes:
+        size: number of tokens to which a token attends, including itself.
+        layers: for each layer, whether it has a window; if not, a token attends to all tokens before it.
+    """
+
+    size: int
+    layers: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class LatentAttention:
     """Sizes of multi-head latent attention. Keys and values are projected from a low-rank latent; queries are as well,
     unless query_rank is None. Each head's query and key have position_dim channels with a rotary embedding and
@@ -329,7 +347,10 @@ def rope_parameters(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def attention_window(model: Mapping[str, Any]) -> int | None:
-    """Return the number of tokens to which a token attends, including itself; None for full causal attention."""
+    """Return the number of tokens to which a token attends in all layers, including itself; None for full causal
+    attention and for families whose windows the trainer computes, see `windowed_attention`."""
+    if model["model_type"] in _WINDOWS:
+        return None
     return model["sliding_window"] if model.get("use_sliding_window", True) else None
 
 
@@ -397,6 +418,19 @@ def linear_attention(model: Mapping[str, Any]) -> LinearAttention | None:
         layers=tuple(kind == "linear_attention" for kind in kinds),
         is_grouped=model["model_type"] == "qwen3_next",
     )
+
+
+def windowed_attention(model: Mapping[str, Any]) -> WindowedAttention | None:
+    if model["model_type"] not in _WINDOWS or model["sliding_window"] is None:
+        return None
+    layers = range(model["num_hidden_layers"])
+    kinds = model["layer_types"] or [WINDOW_LAYER_TYPES[(layer + 1) % 2] for layer in layers]
+    return WindowedAttention(model["sliding_window"], tuple(kind == "sliding_attention" for kind in kinds))
+
+
+def has_sinks(model: Mapping[str, Any]) -> bool:
+    """Return whether each attention head has a learned logit that takes part in its softmax without a value."""
+    return model["model_type"] in _SINKS
 
 
 def rotary_channels(model: Mapping[str, Any], head_dim: int) -> int:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from megarl.models.huggingface import (
     LAYER_TYPES,
+    WINDOW_LAYER_TYPES,
     experts,
     latent_attention,
     linear_attention,
     rope_parameters,
+    windowed_attention,
 )
 
 ROPE_TYPES: Mapping[str, tuple[str, ...]] = {
@@ -35,10 +37,8 @@ _ENGINE_VALUES = {
         "tie_word_embeddings": False,
     },
 }
-"""model_type -> keys that vLLM does not read, and the values that it assumes."""
-
-WINDOWED_TYPES = ("sliding_attention", "full_attention")
-"""Values of gpt-oss's `layer_types`, in their order."""
+"""model_type -> keys that vLLM does not read, and the values that it assumes. For gpt-oss, it does not read layer_types
+either."""
 
 _PARTIAL_ROTATION = ("glm4_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 """Families with rotary embeddings on only some of the channels in a head."""
@@ -46,7 +46,7 @@ _PARTIAL_ROTATION = ("glm4_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next
 
 def unsupported(model: Mapping[str, Any]) -> list[str]:
     """Return the unsupported features in a completed config, each as its key and value."""
-    parts = _attention, _rope, _others, _experts, _linear_attention, _windows, _engine_values
+    parts = _attention, _windows, _rope, _others, _experts, _linear_attention, _engine_values
     return [feature for part in parts for feature in part(model)]
 
 
@@ -58,6 +58,19 @@ def _attention(model: Mapping[str, Any]) -> Iterator[str]:
     for key in ("attention_dropout", "resid_pdrop"):
         if model.get(key):
             yield f"{key} {model[key]}"
+
+
+def _windows(model: Mapping[str, Any]) -> Iterator[str]:
+    if windowed_attention(model) is not None:
+        yield from _layer_types(model, WINDOW_LAYER_TYPES)
+
+
+def _layer_types(model: Mapping[str, Any], known: Collection[str]) -> Iterator[str]:
+    kinds, num_layers = model["layer_types"], model["num_hidden_layers"]
+    if unknown := set(kinds or ()) - set(known):
+        yield f"layer_types with {', '.join(sorted(unknown))}"
+    if kinds and len(kinds) != num_layers:
+        yield f"layer_types with {len(kinds)} layers for num_hidden_layers {num_layers}"
 
 
 def _rope(model: Mapping[str, Any]) -> Iterator[str]:
@@ -87,11 +100,7 @@ def _linear_attention(model: Mapping[str, Any]) -> Iterator[str]:
     linear = linear_attention(model)
     if linear is None:
         return
-    kinds = model["layer_types"] or ()
-    if unknown := set(kinds) - set(LAYER_TYPES):
-        yield f"layer_types with {', '.join(sorted(unknown))}"
-    if len(linear.layers) != model["num_hidden_layers"]:
-        yield f"layer_types with {len(kinds)} layers for num_hidden_layers {model['num_hidden_layers']}"
+    yield from _layer_types(model, LAYER_TYPES)
     if linear.value_heads % linear.key_heads:
         yield f"linear_num_value_heads {linear.value_heads} with linear_num_key_heads {linear.key_heads}"
     if not model["attn_output_gate"]:
@@ -100,17 +109,13 @@ def _linear_attention(model: Mapping[str, Any]) -> Iterator[str]:
         yield f"output_gate_type {model['output_gate_type']}"
 
 
-def _windows(model: Mapping[str, Any]) -> Iterator[str]:
-    """vLLM does not read gpt-oss's layer_types: it assumes that every second layer, from the first, has a window."""
-    kinds = model["layer_types"] if model["model_type"] == "gpt_oss" else None
-    if kinds and kinds != [WINDOWED_TYPES[layer % 2] for layer in range(model["num_hidden_layers"])]:
-        yield f"layer_types that do not alternate between {' and '.join(WINDOWED_TYPES)}"
-
-
 def _engine_values(model: Mapping[str, Any]) -> Iterator[str]:
     for key, value in _ENGINE_VALUES.get(model["model_type"], {}).items():
         if model[key] != value:
             yield f"{key} {str(model[key]).lower()}"
+    windows = windowed_attention(model) if model["model_type"] == "gpt_oss" else None
+    if windows is not None and windows.layers != tuple(layer % 2 == 0 for layer in range(len(windows.layers))):
+        yield "layer_types that do not alternate, starting with sliding_attention"
 
 
 def _others(model: Mapping[str, Any]) -> Iterator[str]:

@@ -87,6 +87,7 @@ def _language_model(shape: ModelShape, model: Mapping[str, Any]) -> dict[str, An
         **_experts(shape, model),
         **_latent_attention(shape, model),
         **_linear_attention(shape),
+        **_windows_and_sinks(shape),
         **_yarn(shape, model),
         layernorm_epsilon=model["rms_norm_eps"],
         gated_linear_unit=True,
@@ -143,6 +144,14 @@ def _linear_attention(shape: ModelShape) -> dict[str, Any]:
         attention_output_gate=shape.has_output_gate,
         layernorm_zero_centered_gamma=True,
     )
+
+
+def _windows_and_sinks(shape: ModelShape) -> dict[str, Any]:
+    fields: dict[str, Any] = dict(softmax_type="learnable") if shape.has_sinks else {}
+    if shape.windows is not None:
+        fields["window_size"] = (shape.windows.size - 1, 0)  # tokens before and after the query's own token
+        fields["window_attn_skip_freq"] = [int(is_windowed) for is_windowed in shape.windows.layers]
+    return fields
 
 
 def _yarn(shape: ModelShape, model: Mapping[str, Any]) -> dict[str, Any]:
