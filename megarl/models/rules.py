@@ -165,11 +165,12 @@ def expert_mlps_divide_by_tp(config: Config, placed: Placed, hf: Mapping[str, An
 
 def expert_biases_require_whole_experts(config: Config, placed: Placed, hf: Mapping[str, Any]) -> Iterator[str]:
     """Require etp=1 for experts with biases: every rank with a share of an expert would add the output's bias."""
-    mixture, ranks, section = experts(hf), placed.layout.expert_tp, placed.section
-    if mixture is not None and mixture.is_interleaved and ranks > 1:
+    mixture, layout, section = experts(hf), placed.layout, placed.section
+    if mixture is not None and mixture.is_interleaved and layout.expert_tp > 1:
+        parallel = f" and {section}.layout.ep to at least 2, or set {section}.layout.tp=1" if layout.ep == 1 else ""
         yield (
-            f"{section}.layout.etp={ranks}: the model's experts have biases, which Megatron does not support in sharded "
-            f"experts. Fix: set {section}.layout.etp=1, and {section}.layout.ep to split the experts over ranks"
+            f"{section}.layout.etp={layout.expert_tp}: the experts have biases, which Megatron does not support in "
+            f"sharded experts. Fix: set {section}.layout.etp=1{parallel}"
         )
 
 
