@@ -19,18 +19,13 @@ def forward_flops(shape: ModelShape, num_tokens: float, num_scored: float, num_a
     Args:
         num_tokens: number of tokens that the model processes.
         num_scored: number of rows that go through the language head.
-        num_attended: number of (query, key) pairs in attention: Σ n(n + 1) / 2 over documents with n tokens. Layers
-            with a sliding window compute at most one pair per token and key in the window.
+        num_attended: number of (query, key) pairs in attention: Σ n(n + 1) / 2 over documents with n tokens.
     """
-    windows = shape.windows
-    attended = shape.softmax_layers * num_attended
-    if windows is not None:
-        attended -= sum(windows.layers) * (num_attended - min(num_attended, windows.size * num_tokens))
     weights = shape.softmax_layers * attention_weights(shape) + shape.num_layers * mlp_weights(shape)
     return (
         (2 * weights + delta_net_flops(shape)) * num_tokens
         + 2 * shape.vocab * shape.hidden * num_scored
-        + 2 * (shape.query + shape.value) * attended  # q·k, and the weighted sum of values
+        + 2 * (shape.query + shape.value) * shape.softmax_layers * num_attended  # q·k, and the weighted sum of values
     )
 
 
