@@ -16,7 +16,7 @@ from megarl.config.schema import Config
 from megarl.core.errors import UserError, install_extra
 from megarl.core.files import read_foreign_object
 from megarl.models.config_types import wrong_type
-from megarl.models.huggingface import text_config
+from megarl.models.huggingface import dequantized, text_config
 from megarl.models.peft import CONFIG, DIFFUSERS
 
 PACKAGE_PREFIX = "package:"
@@ -126,7 +126,7 @@ def read_config_file(path: Path, key: str = "") -> dict[str, Any]:
     config = text_config(read_foreign_object(path, key, fix))
     if (problem := wrong_type(config)) is not None:
         raise UserError(f"{key}{path}: {problem}. Fix: {fix}")
-    return config
+    return dequantized(config)
 
 
 def default_cache() -> Path:

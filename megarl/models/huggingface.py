@@ -81,6 +81,28 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "topk_group": 1,
         "use_qk_norm": False,
     },
+    "gpt_oss": _ANY
+    | {
+        "attention_bias": True,
+        "head_dim": 64,
+        "layer_types": None,
+        "num_experts_per_tok": 4,
+        "num_key_value_heads": 8,
+        "num_local_experts": 128,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        "rope_theta": 150000.0,
+        "sliding_window": 128,
+        "swiglu_alpha": 1.702,
+        "swiglu_limit": 7.0,
+    },
     "kimi_k2": _DEEPSEEK,
     "llama": _ANY,
     "mistral": _ANY | {"num_key_value_heads": 8, "sliding_window": 4096},
@@ -158,6 +180,8 @@ class Experts:
         has_selection_bias: whether the router is DeepSeek's: sigmoid scores, and a bias that affects only which experts
             are selected.
         has_shared_gate: whether the shared experts' output is multiplied by a gate.
+        is_interleaved: whether experts and router are gpt-oss's: with biases, and with experts whose gate and up rows
+            alternate in one tensor.
     """
 
     count: int
@@ -167,11 +191,17 @@ class Experts:
     layers: tuple[bool, ...]
     has_selection_bias: bool = False
     has_shared_gate: bool = False
+    is_interleaved: bool = False
 
     @property
     def gates(self) -> int:
         """Number of rows in the projection to the shared experts' gate."""
         return 1
+
+    @property
+    def gate_and_up(self) -> int:
+        """Number of rows in one expert's projection to gate and up."""
+        return 2 * self.intermediate
 
     @property
     def number_bytes(self) -> int:
@@ -279,6 +309,16 @@ def text_config(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     return {**shared, **text, "architectures": [architecture], **vision}
 
 
+def dequantized(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config of the bfloat16 model that an MXFP4 checkpoint is read as. Other configs are returned
+    unchanged."""
+    method = (hf_config.get("quantization_config") or {}).get("quant_method")
+    if method != "mxfp4":
+        return dict(hf_config)
+    rest = {key: value for key, value in hf_config.items() if key not in ("quantization_config", "torch_dtype")}
+    return {**rest, "dtype": "bfloat16"}
+
+
 def completed(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config with defaults for the keys that config.json omits. Raise a UserError if the model family is not
     supported. The message lists the supported families."""
@@ -324,6 +364,10 @@ def experts(model: Mapping[str, Any]) -> Experts | None:
         case "mixtral":
             size = model["intermediate_size"]
             return Experts(model["num_local_experts"], model["num_experts_per_tok"], size, 0, (True,) * len(layers))
+        case "gpt_oss":
+            size, every = model["intermediate_size"], (True,) * len(layers)
+            count, active = model["num_local_experts"], model["num_experts_per_tok"]
+            return Experts(count, active, size, 0, every, is_interleaved=True)
         case "qwen3_moe" | "qwen3_next" | "qwen3_5_moe_text":
             dense, step = model.get("mlp_only_layers") or (), model.get("decoder_sparse_step", 1)
             has_shared = "shared_expert_intermediate_size" in FAMILIES[model["model_type"]]

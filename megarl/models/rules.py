@@ -163,6 +163,17 @@ def expert_mlps_divide_by_tp(config: Config, placed: Placed, hf: Mapping[str, An
         yield from _indivisible(f"{section}.layout.tp", layout.tp, sizes, divisors(shared))
 
 
+def expert_biases_require_whole_experts(config: Config, placed: Placed, hf: Mapping[str, Any]) -> Iterator[str]:
+    """Require etp=1 for experts with biases: every rank with a share of an expert would add the output's bias."""
+    mixture, layout, section = experts(hf), placed.layout, placed.section
+    if mixture is not None and mixture.is_interleaved and layout.expert_tp > 1:
+        parallel = f" and {section}.layout.ep to at least 2, or set {section}.layout.tp=1" if layout.ep == 1 else ""
+        yield (
+            f"{section}.layout.etp={layout.expert_tp}: the experts have biases, which Megatron does not support in "
+            f"sharded experts. Fix: set {section}.layout.etp=1{parallel}"
+        )
+
+
 def expert_keys_require_experts(config: Config, hf: Mapping[str, Any]) -> Iterator[str]:
     keys, model = config.actor.experts, _model(config, config.actor)
     if keys.replay_routes and experts(hf) is None:
@@ -413,6 +424,7 @@ _PLACED_MODEL_RULES = (
     delta_net_heads_divide_by_tp_and_cp,
     experts_divide_by_ep,
     expert_mlps_divide_by_tp,
+    expert_biases_require_whole_experts,
     experts_and_tensor_parallel_need_sequence_parallel,
     layers_tile_the_stages,
     context_fits_the_positions,

@@ -31,6 +31,7 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -44,6 +45,7 @@ from megarl.models.shape import LayerKind, ModelShape
 from megarl.ops.packed_attention import Documents, packed_attention
 from megarl.ops.shared_attention import shared_attention
 from megarl.ops.swiglu import swiglu
+from megarl.resharding.families.adapters import EXPERTS
 from megarl.resharding.families.canonical import parts_of_layer
 
 
@@ -99,6 +101,15 @@ class ReplicatedLinear(torch.nn.Linear):
 if importlib.util.find_spec("transformer_engine") is None:
     # Latent attention rejects unknown classes of down-projections. Without Transformer Engine, Linear is None.
     multi_latent_attention.Linear = ReplicatedLinear
+
+
+class ExpertOutput(RowParallelLinear):
+    """The second layer of an expert with biases. Megatron adds the bias to the output in place, which autograd rejects
+    for the view that a reduction over a single rank returns."""
+
+    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        output, bias = super().forward(input_)
+        return output.clone(), bias
 
 
 class DocumentAttention(torch.nn.Module):
@@ -267,7 +278,7 @@ def layer_spec(shape: ModelShape, kind: LayerKind, fused: bool) -> ModuleSpec:
     if shape.latent:
         submodules_of(layer).self_attention.module = LatentAttention
     if shape.attention_out_bias or shape.mlp_bias:
-        _drop_biases(submodules_of(layer), shape)
+        _drop_biases(submodules_of(layer), shape, has_experts)
     return layer
 
 
@@ -279,14 +290,15 @@ def fused_names(shape: ModelShape, kind: LayerKind) -> dict[str, str]:
     return {name: fused for part_pairs in pairs for name, fused in part_pairs}
 
 
-def _drop_biases(layer: TransformerLayerSubmodules, shape: ModelShape) -> None:
-    """Remove the biases that the model lacks. TransformerConfig adds biases to all linear layers or to none."""
+def _drop_biases(layer: TransformerLayerSubmodules, shape: ModelShape, has_experts: bool) -> None:
+    """Remove the biases that the model lacks. TransformerConfig adds biases to all linear layers or to none. Experts
+    occur only in models that lack none."""
     attention, mlp = submodules_of(layer.self_attention), submodules_of(layer.mlp)
     if not shape.qkv_bias:
         attention.linear_qkv = without_bias(attention.linear_qkv)
     if not shape.attention_out_bias:
         attention.linear_proj = without_bias(attention.linear_proj)
-    if not shape.mlp_bias:
+    if not shape.mlp_bias and not has_experts:
         mlp.linear_fc1, mlp.linear_fc2 = without_bias(mlp.linear_fc1), without_bias(mlp.linear_fc2)
 
 
@@ -312,6 +324,8 @@ def _use_our_layers(layer: TransformerLayerSubmodules, shape: ModelShape, kind: 
     if kind.is_linear:
         layer.self_attention = _delta_net(ColumnParallelLinear, RowParallelLinear)
         return
+    if kind.has_experts and shape.experts is not None and shape.experts.is_interleaved:
+        submodules_of(submodules_of(layer.mlp).experts).linear_fc2 = ExpertOutput
     attention.core_attention = DocumentAttention
     if shape.latent:
         attention.linear_q_down_proj = attention.linear_kv_down_proj = ReplicatedLinear
@@ -339,8 +353,16 @@ def replace_activations(model: torch.nn.Module, activation: Callable[[torch.Tens
     """Set our activation in all MLPs, including experts. Like Transformer Engine's activation, a gated one takes gate
     and up in one tensor; MLPs pass them this way if TransformerConfig.use_te_activation_func is set."""
     for module in model.modules():
-        if isinstance(module, MLP):
+        if isinstance(module, MLP | TEGroupedMLP):
             module.activation_func = activation
+
+
+def unmark_expert_biases(model: torch.nn.Module) -> None:
+    """Remove the mark for sequence parallelism from the biases of experts, whose layers are not sharded. Megatron would
+    otherwise sum their gradients over tensor-parallel ranks a second time, and over ranks with different experts."""
+    for name, parameter in model.named_parameters():
+        if EXPERTS in name and name.rpartition(".")[2].startswith("bias"):
+            parallel.mark(parameter, sequence_parallel=False)
 
 
 def _fused_attention() -> type:

@@ -1,4 +1,4 @@
-"""Grouped-query attention in Llama, Mistral, Phi-3, Qwen and GLM-4.5."""
+"""Grouped-query attention in Llama, Mistral, Phi-3, Qwen, GLM-4.5 and gpt-oss."""
 
 from __future__ import annotations
 
