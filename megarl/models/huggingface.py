@@ -284,6 +284,11 @@ class WindowedAttention:
     size: int
     layers: tuple[bool, ...]
 
+    @property
+    def share(self) -> float:
+        """Share of the layers that have a window."""
+        return sum(self.layers) / len(self.layers)
+
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention:

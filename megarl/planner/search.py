@@ -10,6 +10,7 @@ from megarl.cluster.memory.parameters import Models
 from megarl.cluster.memory.rank import Recompute, item_bytes
 from megarl.config.model_schema import Layout
 from megarl.config.schema import Config
+from megarl.models.flops import mean_context
 from megarl.planner.hardware import GIB, Cluster
 from megarl.planner.layouts import Sizes, broken_rules, replace_engine, training_layouts
 from megarl.planner.rollout_time import kv_bytes
@@ -184,7 +185,7 @@ def _with_engine(
     left = (cluster.memory_bytes - sampling) / GIB - SPARE_GIB
     if plan.problem is not None or left <= 0:
         return plan
-    longest = workload.prompt_tokens + workload.longest_response
+    longest = mean_context(models.actor.shape.windows, workload.prompt_tokens + workload.longest_response)
     filled = -(-workload.samples // replicas) * longest * kv_bytes(models.actor, tp, item_bytes(config)) / GIB
     cache = max(SMALLEST_CACHE_GIB, int(10 * min(SMALLEST_CACHE_GIB + left, filled + 0.1)) / 10)
     return plan_step(replace_engine(smallest, kv_cache_gib=cache), models, workload, cluster)

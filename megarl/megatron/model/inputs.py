@@ -92,7 +92,7 @@ def _attention(batch: TokenBatch, shares: ContextShares, window: int | None, req
     whole = torch.tensor([0, num_tokens], dtype=torch.int32, device=batch.tokens.device if is_fused else "cpu")
     parts = (shares.local, shares.all) if len(shares.places) > 1 else ()
     are_shared = len(batch.document_tokens) > num_tokens
-    uses_one_kernel = is_fused or (device.on_cuda() and (are_shared or requires_ours) and not parts)
+    uses_one_kernel = is_fused or (device.on_cuda() and (requires_ours or (are_shared and not parts)))
     describe = partial(
         pack_mask if uses_one_kernel else documents_of,
         batch.document_tokens,
