@@ -473,7 +473,7 @@ MODELS = {
 
 OVER_TWO_WORKERS = (
     *("Llama, tied", "Llama, all biases", "Qwen3, experts", "Qwen3, experts that vLLM pads", "DeepSeek-V3"),
-    "GLM-4.6",
+    *("GLM-4.6", "Qwen3.5", "Qwen3.5, experts", "Qwen3-Next"),
 )
 EVERY_TIME = {("Qwen3, experts that vLLM pads", 1), ("Llama, tied", 1), ("Qwen3.5", 1)}
 """Padded experts, tied dense weights with adapters, and gated delta nets. The others are exhaustive. An engine with two
@@ -486,9 +486,9 @@ CASES = [
 IN_FLIGHT = [("Qwen3", 1), ("Llama, tied", 2)]
 REPLAYED = [("Qwen3, experts", 2), ("Qwen3, experts that vLLM pads", 1)]
 FLOAT16 = [("Mistral", 1), ("GLM-4.5-Air", 1)]
-BFLOAT16 = [("Qwen3-Next", 1)]
+BFLOAT16 = [("Qwen3-Next", 1), ("Qwen3.5", 2)]
 """vLLM would pack a convolution of this dtype for its CPU kernels."""
-ADAPTED = [("Llama, tied", 1), ("Qwen3, experts", 1)]
+ADAPTED = [("Llama, tied", 1), ("Qwen3, experts", 1), ("Qwen3.5, experts", 1), ("GLM-4.6", 1)]
 """Cases that train adapters, which every refit merges. The same models with two workers train all weights."""
 
 
