@@ -207,7 +207,7 @@ def noised_steps(num_steps: int, within: range, seed: int, sample_id: str) -> li
     order.
 
     DiffusionNFT (https://arxiv.org/abs/2509.16117) trains on such images. Its published code draws 9 of 10 steps for
-    each image. Unlike `sde_window`, images need not share them: they have no effect on the rewards.
+    each image. Unlike the steps of `sde_window`, they may differ between images, because they do not affect rewards.
     """
     return sorted(random.Random(f"noised steps {seed} {sample_id}").sample(within, num_steps))
 
