@@ -1,4 +1,4 @@
-"""The actor's worker for image models: one rank of the trained transformer, whose actions are denoising steps."""
+"""The actor's worker for image models: one rank of the trained transformer. Its actions are denoising steps."""
 
 from __future__ import annotations
 
