@@ -173,8 +173,8 @@ def sigma_schedule(num_steps: int, shift: float) -> list[float]:
 
 
 def trained_sigma_schedule(num_steps: int, shift: float) -> list[float]:
-    """Return N + 1 values of σ, of which the first N are evenly spaced over the training schedule before they are
-    shifted: from 1 to its smallest noise level, t = 1/1000 shifted. The last is 0.
+    """Return N + 1 values of σ. The first N are evenly spaced over the training schedule, from 1 to its smallest noise
+    level (t = 1/1000, shifted), and then shifted. The last value is 0.
 
     Diffusers samples with these noise levels by default, and so do SD3's pipeline and Flow-GRPO's code.
     """
