@@ -85,7 +85,7 @@ def against_trl(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
 
 
 def packed_against_padded(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
-    """Compare megarl with packed samples and with samples padded to the longest one."""
+    """Compare packed samples in megarl with samples padded to the longest one."""
     case = case_of(arguments, mixed=True)
     packed = speed("megarl", case, work / "packed")
     padded = speed("megarl", replace(case, padded=True), work / "padded")
