@@ -155,7 +155,7 @@ def stage_memory(
     num_microbatches: int,
     recompute: Recompute = "none",
 ) -> RankMemory:
-    """Return the peak memory on a pipeline stage's rank with `held` parameters. See `rank_memory` for the rest."""
+    """Return the peak memory on a pipeline stage's rank with `held` parameters. See `rank_memory`."""
     rank_tokens, rank_rows = -(-num_tokens // layout.cp), -(-num_rows // layout.cp)
     in_flight = layers_in_flight(layout, stage, len(held.layers), num_microbatches)
     return RankMemory(
