@@ -367,7 +367,7 @@ def config_of(folder: Path, layout: str, tp: int, overrides: Sequence[str] = ())
 
 
 def prompts() -> list[Prompt]:
-    """Return prompts of different lengths, from less than one to several of the prefix cache's blocks of 32 tokens."""
+    """Return prompts that fill from less than one to several blocks of the prefix cache, which have 32 tokens each."""
     source = random.Random(0)
     lengths = [70, 70, 65, 33, 32, 5, 1, 40]
     return [Prompt(str(i), "", tuple(source.randrange(6, 120) for _ in range(n))) for i, n in enumerate(lengths)]
