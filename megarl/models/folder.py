@@ -120,6 +120,12 @@ def read_config(folder: Path) -> dict[str, Any]:
     return read_config_file(folder / "config.json")
 
 
+def is_dequantized(folder: Path) -> bool:
+    """Return whether the model's weights are stored in MXFP4, which megarl reads as bfloat16."""
+    stored = read_foreign_object(folder / "config.json")
+    return dequantized(stored) != stored
+
+
 def read_config_file(path: Path, key: str = "") -> dict[str, Any]:
     """Return the contents of a config.json under any name, after the same checks as `read_config`."""
     fix = "copy the model's file again"

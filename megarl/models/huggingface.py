@@ -363,6 +363,11 @@ def kv_heads(model: Mapping[str, Any]) -> int:
     return model["num_key_value_heads"] or model["num_attention_heads"]
 
 
+def replicates_kv_heads(model_type: str) -> bool:
+    """Return whether vLLM replicates KV heads if an engine has more workers than the model has KV heads."""
+    return model_type != "gpt_oss"
+
+
 def experts(model: Mapping[str, Any]) -> Experts | None:
     layers = range(model["num_hidden_layers"])
     match model["model_type"]:

@@ -21,6 +21,7 @@ from megarl.models.huggingface import (
     kv_heads,
     latent_attention,
     linear_attention,
+    replicates_kv_heads,
 )
 from megarl.models.unsupported import unsupported
 
@@ -237,9 +238,10 @@ def top_k_fits_the_vocabulary(config: Config, hf: Mapping[str, Any]) -> Iterator
 
 def engine_sizes_divide_by_tp(key: str, tp: int, hf: Mapping[str, Any]) -> Iterator[str]:
     """Require that the engine can split the model over its ranks. With more ranks than KV heads, it replicates KV
-    heads."""
+    heads, except for gpt-oss."""
     mixture, heads = experts(hf), kv_heads(hf)
-    sizes = {"attention heads": hf["num_attention_heads"]} | ({"KV heads": heads} if tp % heads else {})
+    is_divided = tp % heads != 0 or not replicates_kv_heads(hf["model_type"])
+    sizes = {"attention heads": hf["num_attention_heads"]} | ({"KV heads": heads} if is_divided else {})
     sizes |= _dense_rows(hf) | ({EXPERT_ROWS: mixture.intermediate} if mixture else {}) | _delta_net_heads(hf)
     yield from _indivisible(key, tp, sizes, _engine_sizes(hf))
 
@@ -491,8 +493,8 @@ def _delta_net_heads(hf: Mapping[str, Any]) -> dict[str, int]:
 def _engine_sizes(hf: Mapping[str, Any]) -> list[int]:
     mixture, heads = experts(hf), kv_heads(hf)
     rows = [*_dense_rows(hf).values(), *([mixture.intermediate] if mixture else []), *_delta_net_heads(hf).values()]
-    sizes = divisors(gcd(hf["num_attention_heads"], *rows))
-    return [tp for tp in sizes if heads % tp == 0 or tp % heads == 0]
+    sizes, has_copies = divisors(gcd(hf["num_attention_heads"], *rows)), replicates_kv_heads(hf["model_type"])
+    return [tp for tp in sizes if heads % tp == 0 or (has_copies and tp % heads == 0)]
 
 
 def _stage_fix(pp: int, num_layers: int) -> str:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from megarl.models.shape import ModelShape
 from megarl.resharding.families import mlp
 from megarl.resharding.families.part import Part, renamed
-from megarl.resharding.families.tiling import OnFirstRank, Pairs, Split, Whole
+from megarl.resharding.families.tiling import OnFirstRank, Split, Whole
 
 # Transformer Engine does not fuse the norm into the router.
 NORM = replace(mlp.NORM, transformer_engine=None)
@@ -46,7 +46,7 @@ _STACKED, _TORCH, _FUSED = "mlp.experts.routed_experts", "mlp.experts.local_expe
 def _interleaved() -> tuple[Part, ...]:
     """Return gpt-oss's parts. Trainer and engine keep the alternation of gate and up rows. The trainer does not shard
     an expert, so that the bias of its output is added once."""
-    into, into_bias = Pairs((f"{_INTO}.weight",)), Pairs((f"{_INTO}.bias",))
+    into, into_bias = Split((f"{_INTO}.weight",)), Split((f"{_INTO}.bias",))
     out, out_bias = Split((f"{_OUT}.weight",), axis=1), Whole((f"{_OUT}.bias",))
     router = [
         renamed("mlp.router.weight", ("experts.count", "hidden"), "mlp.router.weight", quantized=False),

@@ -84,13 +84,6 @@ class Split(Tiling):
         return [Block(None, size, self.padded)] if self.padded is not None and self.padded > size else []
 
 
-class Pairs(Split):
-    """The same for tensors whose rows alternate between gate and up, both of which are padded."""
-
-    def padded_to(self, size: int | None) -> Tiling:
-        return replace(self, padded=None if size is None else 2 * size)
-
-
 class Grouped(Tiling):
     """Query, key and value heads interleaved by KV head, as in Megatron: the query heads of a KV head, its key, its
     value, then the next KV head."""

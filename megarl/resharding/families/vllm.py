@@ -7,7 +7,7 @@ from typing import Any
 
 from megarl.config.divisors import divisibility_error, divisors
 from megarl.core.errors import UserError
-from megarl.models.huggingface import weights_dtype
+from megarl.models.huggingface import replicates_kv_heads, weights_dtype
 from megarl.models.shape import ModelShape
 from megarl.resharding.families.canonical import EMBEDDING, FINAL_NORM, HEAD, Canonical
 from megarl.resharding.families.shard_builder import ShardBuilder, Share
@@ -118,6 +118,8 @@ def _check_tp(model: ModelShape, padded_vocab: int, tp: int, expert_parallel: bo
         sizes["MLP rows of the shared experts"] = experts.shared_intermediate
     if model.linear is not None:
         sizes["key heads of the gated delta nets"] = model.linear.key_heads
+    if not replicates_kv_heads(model.model_type):
+        sizes["KV heads"] = model.kv_heads
     sizes[f"vocabulary rows (vocab_size padded to a multiple of {VOCABULARY_MULTIPLE})"] = padded_vocab
     for name, size in sizes.items():
         if message := divisibility_error("rollout.tp", tp, name, size, divisors(size)):
