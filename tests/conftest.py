@@ -68,7 +68,7 @@ VARIABLES = re.compile(r"MEGARL_.*|(?i:no_proxy)|CUDA_VISIBLE_DEVICES|HOME|PATH|
 
 @pytest.fixture(autouse=True)
 def _unchanged_process() -> Iterator[None]:
-    """Fail a test that leaves its process changed. The result of a later test would depend on their order."""
+    """Fail a test that leaves its process changed. Otherwise, the results of later tests would depend on the order."""
     before = _process_state().items()
     yield
     assert [item for item in _process_state().items() if item not in before] == []

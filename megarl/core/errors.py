@@ -10,7 +10,7 @@ from megarl.core.text import printable
 
 
 class OneStop(Exception):
-    """An error whose message may embed sentences, such as another program's error. If a full stop follows a sentence
+    """An error whose message may embed sentences, such as another program's error. If a period follows a sentence
     that already ends with one, only one is kept."""
 
     def __init__(self, message: object = "") -> None:
@@ -60,7 +60,7 @@ EXTRAS = {
         *("megatron", "torch", "ray", "aiohttp", "transformers", "jinja2", "safetensors", "tokenizers", "pyarrow"),
         *("rich", "bm25s", "httpx", "regex"),
     ),
-    "gpu": ("vllm", "transformer_engine"),
+    "gpu": ("vllm", "transformer_engine", "fla"),
     "rewards": ("math_verify", "latex2sympy2_extended", "antlr4", "sympy", "reasoning_gym"),
     "trackers": ("tensorboard", "wandb", "mlflow", "trackio"),
     "images": ("diffusers", "PIL"),

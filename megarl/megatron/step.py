@@ -129,8 +129,8 @@ def schedule(
     longest: int,
     forward_only: bool,
 ) -> Iterator[Callable[[], list[Any]]]:
-    """Return a context manager for this layout's Megatron schedule as a function without arguments, which returns the
-    second result of `compute` for each microbatch.
+    """Return a context manager that yields this layout's Megatron schedule: a function without arguments, which
+    returns the second result of `compute` for each microbatch.
 
     Args:
         prepare: for each microbatch, a function that returns the model's input.

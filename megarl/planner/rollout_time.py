@@ -58,10 +58,10 @@ class RolloutTime:
 
 
 def kv_bytes(model: ModelParameters, tp: int, num_bytes: int) -> float:
-    """Return the number of KV cache bytes per attended token on an engine rank: layers with a sliding window keep only
-    the window's tokens, see `mean_context`. KV heads are split over the ranks, and
+    """Return the number of KV cache bytes per token on an engine rank. KV heads are split over the ranks, and
     replicated if there are more ranks than heads. With latent attention, every rank holds the full latent vector. Gated
-    delta nets have a state per sequence, which is not counted, instead of keys and values."""
+    delta nets have a state per sequence, which is not counted, instead of keys and values. All layers are counted,
+    although layers with a sliding window cache only the window's tokens: see `mean_context`."""
     shape = model.shape
     if shape.latent is not None:
         return shape.num_layers * shape.latent_and_position * num_bytes

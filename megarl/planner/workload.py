@@ -81,7 +81,7 @@ def workload_of(
 
 
 def _counts(config: Config) -> dict[str, Any]:
-    """Return the fields that do not depend on what the policy samples."""
+    """Return the fields that are computed in the same way for text and for images."""
     batch = config.batch
     trained = batch.prompts_per_step * config.trained_per_prompt
     sampled = batch.prompts_per_step * (batch.samples_per_prompt + config.samples_greedily)

@@ -60,8 +60,7 @@ def against_transformers(arguments: argparse.Namespace, work: Path) -> dict[str,
 
 def against_trl(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
     """Compare a GRPO update on the same samples, with mixed and with equal lengths: seconds and, in separate runs, the
-    peak resident memory in excess of the memory before the model is built, the weights, the gradients and Adam's state.
-    """
+    peak resident memory minus the memory before the model is built, the weights, the gradients and Adam's state."""
     python, found = build_environment(work / "environment"), {}
     for mix in ("mixed", "equal"):
         folder = work / mix
@@ -87,7 +86,7 @@ def against_trl(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
 
 
 def packed_against_padded(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
-    """Compare megarl with packed samples and with samples padded to the longest one."""
+    """Compare packed samples in megarl with samples padded to the longest one."""
     case = case_of(arguments, mixed=True)
     packed = speed("megarl", case, work / "packed")
     padded = speed("megarl", replace(case, padded=True), work / "padded")

@@ -243,7 +243,7 @@ def case_of(
     mixed: bool = False,
 ) -> Case:
     """Return a case whose documents have 512 prompt tokens and 1,536 response tokens (16 and 48 on CPU). With
-    `mixed`, response lengths have a log-normal distribution and end at 6,144 tokens."""
+    `mixed`, response lengths follow a log-normal distribution and are at most 6,144 tokens."""
     prompt, response, tokens = pick((512, 1536, tokens), (16, 48, tokens // 32))
     count = microbatches * tokens // (prompt + response)
     lengths = mixed_lengths(count, prompt, 4 * response) if mixed else equal_lengths(count, prompt, response)

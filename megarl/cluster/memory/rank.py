@@ -32,7 +32,7 @@ def item_bytes(config: Config) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """A rank's peak memory in bytes, which it reaches in the second update's backward pass, when Adam's state exists.
+    """A rank's peak memory in bytes. The peak is in the backward pass of the second update, once Adam's state exists.
 
     Attributes:
         weights: P · b for P parameters with b bytes each, including vocabulary padding. With A adapter parameters,
@@ -64,8 +64,8 @@ class RankParameters:
         count: number of all parameters, including vocabulary padding.
         experts: number of parameters in routed experts.
         matrices: number of elements in the layers' weight matrices, without routers and modulations.
-        layers: the kind of each layer on the rank. A denoiser's refiners of images count as layers and
-            its refiners of captions do not, because together they process each token once.
+        layers: the kind of each layer on the rank. A denoiser's image refiners count as layers, but its caption
+            refiners do not, because the two together process each token once.
         is_last: whether the rank is on the last stage, which has the final norm or the output layer.
         adapters: number of adapter parameters, which are then the only trained ones; None without adapters.
         expert_adapters: number of adapter parameters for experts, without factors shared by all experts in a layer.
@@ -155,7 +155,7 @@ def stage_memory(
     num_microbatches: int,
     recompute: Recompute = "none",
 ) -> RankMemory:
-    """Return the peak memory on a pipeline stage's rank with `held` parameters. See `rank_memory` for the rest."""
+    """Return the peak memory on a pipeline stage's rank with `held` parameters. See `rank_memory`."""
     rank_tokens, rank_rows = -(-num_tokens // layout.cp), -(-num_rows // layout.cp)
     in_flight = layers_in_flight(layout, stage, len(held.layers), num_microbatches)
     return RankMemory(

@@ -114,7 +114,10 @@ def test_blocks_outside_a_window_are_skipped_on_every_rank():
     for positions in ranks:
         mask = pack_mask(tokens, boundaries, positions, torch.cat(ranks), window=128)
         assert whole(mask, "kv", "").sum(1).max() <= 3
-        assert whole(pack_mask(tokens, boundaries, positions, torch.cat(ranks)), "kv").any()
+        # Between two neighboring blocks, the largest distance is 255.
+        for window, has_full_blocks in ((255, False), (256, True)):
+            mask = pack_mask(tokens, boundaries, positions, torch.cat(ranks), window=window)
+            assert bool(whole(mask, "kv").any()) == has_full_blocks
 
 
 @pytest.mark.parametrize("name", PACKS)

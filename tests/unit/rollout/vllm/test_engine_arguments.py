@@ -13,6 +13,7 @@ import pytest
 
 from megarl.config.vllm_arguments import ADJUSTABLE, MANAGED, REFITTABLE
 from tests.paths import ROOT
+from tests.published_models import CONFIGS
 
 PROGRAM = """
 import pickle, sys
@@ -47,12 +48,15 @@ def collect_arguments(folder: Path) -> dict[str, object]:
         "defaults": {name: getattr(EngineArgs("model"), name) for name in REFITTABLE},
         "changed": engine_arguments(*common, {"enforce_eager": False, "block_size": 32}, load_format="dummy"),
         "refusals": refusals,
+        "linear": engine_arguments("rollout", folder / "linear", *common[2:], {}),
     }
 
 
 @pytest.mark.slow
 def test_overrides_are_passed_on_or_rejected_by_name(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "linear").mkdir()
+    (tmp_path / "linear" / "config.json").write_text(json.dumps(CONFIGS["Qwen3-Next-80B-A3B"]))
     subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path)], cwd=ROOT, check=True)
     collected = pickle.loads((tmp_path / "collected").read_bytes())
     assert {name for given in MANAGED.values() for name in given} | ADJUSTABLE <= collected["known"]
@@ -60,6 +64,8 @@ def test_overrides_are_passed_on_or_rejected_by_name(tmp_path):
     changed = collected["changed"]
     assert (changed["enforce_eager"], changed["block_size"], changed["load_format"]) == (False, 32, "dummy")
     assert changed["max_model_len"] == 64
+    assert collected["linear"]["mamba_ssm_cache_dtype"] == "float32"
+    assert "mamba_ssm_cache_dtype" not in changed
     unknown, misspelt = collected["refusals"]
     assert unknown.startswith("rollout.vllm_overrides.no_such_key=1: not a vLLM engine argument. Fix: ")
     assert misspelt.startswith(
