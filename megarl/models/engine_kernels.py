@@ -21,6 +21,18 @@ EXPERTS_MULTIPLE = 32
 
 REMEDY = "run this model on GPUs, or use a different model"
 
+GATED_DELTA_NET = "linear_num_value_heads"
+"""A key of config.json that only models with gated delta net layers have."""
+
+
+def check_cpu_speculation(folder: Path, hf_config: dict[str, Any], method: str) -> None:
+    """Raise a UserError if vLLM's CPU build cannot verify several draft tokens of the model at once."""
+    if GATED_DELTA_NET in hf_config.get("text_config", hf_config):
+        raise UserError(
+            f"rollout.speculative.method={method}: {folder} has gated delta net layers, whose kernels in vLLM's CPU "
+            "build do not support draft tokens. Fix: set rollout.speculative.method=null, or run this model on GPUs"
+        )
+
 
 def check_cpu_kernels(folder: Path, hf_config: dict[str, Any]) -> None:
     """Raise a UserError if vLLM's CPU build has no kernel for the model."""

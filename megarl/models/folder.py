@@ -83,10 +83,13 @@ def resolve_links(config: Config) -> Config:
     updates = {
         name: section.model_copy(update={"path": real_path(section.path)}) for name, section in with_path.items()
     }
-    lora = config.actor.lora
+    lora, speculative = config.actor.lora, config.rollout.speculative
     if lora.path is not None:
         adapters = lora.model_copy(update={"path": str(Path(lora.path).expanduser().resolve())})
         updates["actor"] = config.actor.model_copy(update={"lora": adapters})
+    if speculative.path is not None:
+        drafts = speculative.model_copy(update={"path": real_path(speculative.path)})
+        updates["rollout"] = config.rollout.model_copy(update={"speculative": drafts})
     return config.model_copy(update=updates)
 
 

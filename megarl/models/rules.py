@@ -125,6 +125,35 @@ def check_implicit_reward_model(
     raise_all([*_violations(config, placed, model), *covered])
 
 
+def check_draft_model(config: Config, hf_config: Mapping[str, Any], draft_hf_config: Mapping[str, Any]) -> None:
+    """Check the config against the config.json of the model that drafts tokens, as in `check_model`."""
+    key = f"rollout.speculative.path={config.rollout.speculative.path}"
+    if is_denoiser(draft_hf_config):
+        raise UserError(f"{key}: the model is an image model. Fix: use a language model")
+    try:
+        model = completed(draft_hf_config)
+    except ValueError as error:
+        raise UserError(f"{key}: {error}") from None
+    if score_head_of(model) is not None:
+        raise UserError(
+            f"{key}: its architecture is {', '.join(model['architectures'])}, which has no output layer to draft "
+            "tokens with. Fix: use a ...ForCausalLM model"
+        )
+    violations = _broken_by_engine("rollout.tp", config.rollout.tp, key, model)
+    raise_all([*violations, *draft_vocabulary_equals_actors(key, hf_config, model)])
+
+
+def draft_vocabulary_equals_actors(
+    key: str, hf_config: Mapping[str, Any], draft_hf_config: Mapping[str, Any]
+) -> Iterator[str]:
+    size, drafts = hf_config["vocab_size"], draft_hf_config["vocab_size"]
+    if size != drafts:
+        yield (
+            f"{key}: its vocab_size is {drafts}, but that of model.path is {size}, and vLLM requires equal sizes. Fix: "
+            "resize the embeddings of the draft model, or use another one"
+        )
+
+
 def sizes_divide_by_tp(config: Config, placed: Placed, hf: Mapping[str, Any]) -> Iterator[str]:
     sizes = {"attention heads": hf["num_attention_heads"], "KV heads": kv_heads(hf)} | _dense_rows(hf)
     legal = divisors(gcd(*sizes.values()))

@@ -10,7 +10,7 @@ from megarl.algorithms.value_loss import explained_variance
 from megarl.config.schema import Config
 from megarl.core.metrics import Metric
 from megarl.core.timing import Stopwatch
-from megarl.core.types import SampleRef
+from megarl.core.types import NO_DRAFTS, SampleRef
 from megarl.environments.protocol import StopReason
 
 
@@ -30,6 +30,7 @@ def step_metrics(
     else:
         rate = sum(sample.num_tokens for sample in samples) / seconds
         of_samples = _response_metrics(sampled) | _rollout_metrics(sampled) | {"throughput/tokens_per_second": rate}
+        of_samples |= _draft_metrics(sampled)
     return {
         **of_samples,
         **times,
@@ -93,6 +94,16 @@ def _response_metrics(samples: Sequence[SampleRef]) -> dict[str, float]:
         "response/length_min": min(lengths),
         "response/length_max": max(lengths),
         "response/truncated_frac": fmean(sample.finish_reason == "length" for sample in samples),
+    }
+
+
+def _draft_metrics(samples: Sequence[SampleRef]) -> dict[str, float]:
+    drafts = sum((sample.drafts for sample in samples), NO_DRAFTS)
+    if not drafts.num_passes:
+        return {}
+    return {
+        "rollout/draft_accepted_frac": drafts.accepted_share,
+        "rollout/accepted_length_mean": drafts.mean_length,
     }
 
 
