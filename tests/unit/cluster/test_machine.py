@@ -265,6 +265,18 @@ def test_reward_model_in_the_engine_is_checked(tmp_path: Path) -> None:
         check_engine_kernels(config("reward_model.path=m", "reward_model.engine=vllm"), models)
 
 
+@pytest.mark.usefixtures("no_cuda")
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_drafts_for_gated_delta_net_are_refused_on_cpu(tmp_path: Path, method: str) -> None:
+    path = tmp_path if method == "draft_model" else None
+    settings = config(f"rollout.speculative={{method: {method}, path: {path or 'null'}}}")
+    check_engine_kernels(settings, model_folders(tmp_path, **HEAD))
+    hybrid = model_folders(tmp_path, **HEAD, linear_num_value_heads=4)
+    check_engine_kernels(config(), hybrid)
+    with pytest.raises(UserError, match=f"rollout.speculative.method={method}: .* has gated delta net layers"):
+        check_engine_kernels(settings, hybrid)
+
+
 @pytest.mark.usefixtures("cuda")
 def test_gpus_support_any_size(tmp_path: Path) -> None:
     check_engine_kernels(config(), model_folders(tmp_path, **EXPERTS | dict(hidden_size=48, head_dim=18)))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from megarl.core.types import Prompt, RolloutInfo, SampleRef, Score
+from megarl.core.types import DraftCounts, Prompt, RolloutInfo, SampleRef, Score
 from megarl.data.prompts import PromptSet
 from megarl.step import requests as training
 from megarl.step.evaluation import requests, result, versions_of

@@ -43,7 +43,7 @@ from tests.unit.config.rules.recipes import errors, recipe
         ),
         (
             ["rollout.speculative={method: draft_model, path: m}", "rollout.sleep=true"],
-            "rollout.speculative.method=draft_model: with rollout.sleep=true, engines discard the draft model's weights",
+            "rollout.speculative.method=draft_model: with rollout.sleep=true, engines discard the draft model's",
         ),
         (
             ["rollout.speculative.method=ngram", "actor.experts.replay_routes=true"],
