@@ -39,15 +39,15 @@ SIZES = dict(
 TRUNCATED = dict(top_k=8, top_p=0.9)
 OUTCOMES, TOKENS = 4, 3
 """Tokens to choose from, and sampled tokens, of a response whose distribution is compared."""
-NUM_SAMPLES = 2000
+NUM_SAMPLES = 1000
 PROMPT = (*range(6, 120), 5)
 """Has every token that may follow, so that n-gram drafts exist after each of them."""
 STEPS_BEFORE_REFIT = 3
 LONG = 40
 
 
-def measure(method: str, folder: Path) -> dict[str, Any]:
-    """Start an engine without weights, refit it, sample, and return the comparisons with transformers."""
+def measure(method: str, folder: Path, found: dict[str, Any]) -> None:
+    """Start an engine without weights, refit it, sample, and store the comparisons with transformers in `found`."""
     from megarl.rollout.vllm.environment import environment
 
     os.environ.update(environment(1, threads=1, index=0))
@@ -71,7 +71,7 @@ def measure(method: str, folder: Path) -> dict[str, Any]:
     holders = [vllm_holder(read_config(first), 1, 0, 0, "float32")]
     channel = SharedMemory({source.name: publish(weights)})
     engine.connect(CompactPlan.of(make_plan([source], holders)), channel, holders, False)
-    found: dict[str, Any] = {"parameters": sorted(engine.parameters()[0])}
+    found["parameters"] = sorted(engine.parameters()[0])
     engine.refit(0)
     drafter = getattr(engine._llm.llm_engine.model_executor.driver_worker.worker.model_runner, "drafter", None)
 
@@ -130,7 +130,6 @@ def measure(method: str, folder: Path) -> dict[str, Any]:
         found["draft_difference"] = (held["model.norm.weight"] - saved["model.norm.weight"]).abs().max().item()
         rows = held["model.embed_tokens.weight"][: SIZES["vocab_size"]]
         found["draft_difference"] += (rows - saved["model.embed_tokens.weight"]).abs().max().item()
-    return found
 
 
 def changed(folder: Path, target: Path) -> Path:
@@ -217,6 +216,7 @@ def chi_square(samples: Sequence[Sample], model: torch.nn.Module) -> tuple[float
 
 if __name__ == "__main__":
     method, folder = sys.argv[1], Path(sys.argv[2])
-    result = measure(method, folder)
+    result: dict[str, Any] = {}
+    measure(method, folder, result)
     (folder / "found.json").write_text(json.dumps(result))
     os._exit(0)

@@ -1,4 +1,5 @@
-"""Patch vLLM's CPU build to support in-place refits, latent attention and fp8 blocks. No effect on GPU."""
+"""Patch vLLM's CPU build to support in-place refits, latent attention, fp8 blocks and speculative decoding. No effect on
+GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel impo
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
-from vllm.platforms import PlatformEnum
+from vllm.platforms import PlatformEnum, current_platform
+from vllm.v1.sample import rejection_sampler
 
 _rotate = RotaryEmbedding.forward_cpu
 
@@ -20,6 +22,8 @@ def install() -> None:
     linear_layers.dispatch_cpu_unquantized_gemm = _keep_weight
     RotaryEmbedding.forward_cpu = _rotate_heads
     linear_kernels._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU] = [DequantizingKernel]
+    if current_platform.is_cpu():
+        rejection_sampler.expand_batch_to_tokens = _expand_to_tokens
 
 
 class DequantizingKernel(Fp8BlockScaledMMLinearKernel):
@@ -47,6 +51,15 @@ class DequantizingKernel(Fp8BlockScaledMMLinearKernel):
         self, A: torch.Tensor, B: torch.Tensor, As: torch.Tensor, Bs: torch.Tensor
     ) -> torch.Tensor:
         raise AssertionError("apply_weights computes the whole product")
+
+
+def _expand_to_tokens(
+    x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+) -> torch.Tensor:
+    """Repeat a sampling parameter [requests] for the draft tokens of its request, as vLLM's function does. Its CPU
+    kernel writes into a copy of the output, so temperature, top-k and top-p of draft tokens would be uninitialized."""
+    counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
+    return torch.where(x == replace_from, replace_to, x).to(x.dtype).repeat_interleave(counts, output_size=num_tokens)
 
 
 def _keep_weight(layer: torch.nn.Module, remove_weight: bool) -> None:
