@@ -19,6 +19,9 @@ from megarl.models.engine_kernels import check_cpu_kernels, check_cpu_speculatio
 from megarl.models.folder import read_config
 from megarl.models.run_models import ModelFolders
 
+MODEL_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+"""The environment variable with which vLLM chooses between its model runners on GPUs. By default it uses V2."""
+
 
 def place_here(config: Config) -> Placement:
     """Place the run's processes on this machine or on several identical nodes. Raises UserError like `place`."""
@@ -164,7 +167,21 @@ def parts_of_an_engine_have_one_rank(config: Config) -> str | None:
     )
 
 
-_GPU_RULES: tuple[Callable[[Config], str | None], ...] = (gpus_suffice, *shared_gpu_rules.RULES)
+def model_runner_returns_routes(config: Config) -> str | None:
+    value = os.environ.get(MODEL_RUNNER)
+    if value != "0" or config.is_offline or not config.actor.experts.replay_routes:
+        return None
+    return (
+        f"actor.experts.replay_routes=true: only vLLM's Model Runner V2 returns routes, but the environment variable "
+        f"{MODEL_RUNNER}={value} selects V1. Fix: unset {MODEL_RUNNER}, or set actor.experts.replay_routes=false"
+    )
+
+
+_GPU_RULES: tuple[Callable[[Config], str | None], ...] = (
+    gpus_suffice,
+    model_runner_returns_routes,
+    *shared_gpu_rules.RULES,
+)
 
 _CPU_RULES: tuple[Callable[[Config], str | None], ...] = (
     parameters_can_move,

@@ -186,7 +186,7 @@ def test_logits_match_transformers(folder):
 
 VARIATIONS = (
     *("Llama, attention biases", "Llama, MLP biases", "Qwen3, tied", "Qwen3, experts"),
-    "DeepSeek-V3, YaRN without mscale",
+    *("DeepSeek-V3, YaRN without mscale", "GLM-4.5-Air", "Kimi K2", "Moonlight"),
 )
 """Models whose parts all occur in other models."""
 
@@ -228,7 +228,7 @@ LAYOUTS = {
     exhaustive_but(
         LAYOUTS,
         *("Llama, all biases: TP3, SP", "Phi-3: TP3, SP", "Qwen3: TP3"),
-        *("DeepSeek-V3: PP2, TP2, SP", "DeepSeek-V3, YaRN: CP2"),
+        *("DeepSeek-V3: PP2, TP2, SP", "DeepSeek-V3, YaRN: CP2", "GLM-4.5-Air: EP2, TP2, ETP1"),
     ),
 )
 def test_sharded_training_matches_transformers(tmp_path, case):

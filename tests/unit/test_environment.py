@@ -18,6 +18,7 @@ LOCK = f"""
 # The packages.
 attrs==26.1.0 --hash=sha256:a1 --hash=sha256:a2
 {TORCH} --hash=sha256:b # kept
+newer==1.0.0 --hash=sha256:d # any-python
 zss==1.2.0 --hash=sha256:c # source
 """
 
@@ -63,16 +64,17 @@ def test_configured_indexes_are_tried_first(build):
     done, calls, venv = build("configured", PYTORCH)
     assert (done.returncode, done.stderr) == (0, "")
     assert not any("--index-url" in call for call in calls)
-    assert [call.split(": ")[1] for call in calls] == ["torch ", "attrs torch ", "zss ", ""]
-    assert ["--require-hashes" in call for call in calls] == [True, True, True, False]
-    assert ["--no-build-isolation" in call for call in calls] == [False, False, True, True]
+    assert [call.split(": ")[1] for call in calls] == ["torch ", "attrs torch ", "newer ", "zss ", ""]
+    assert ["--require-hashes" in call for call in calls] == [True, True, True, True, False]
+    assert ["--ignore-requires-python" in call for call in calls] == [False, False, True, False, False]
+    assert ["--no-build-isolation" in call for call in calls] == [False, False, False, True, True]
     assert venv.is_dir()
 
 
 def test_pytorch_index_is_the_fallback(build):
     done, calls, venv = build(PYTORCH)
     assert (done.returncode, done.stderr) == (0, "")
-    assert [f"--index-url {PYTORCH} " in call for call in calls] == [False, True, False, False, False]
+    assert [f"--index-url {PYTORCH} " in call for call in calls] == [False, True, False, False, False, False]
     assert venv.is_dir()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from megarl.config.document import show
 from megarl.config.schema import Config
@@ -95,14 +96,29 @@ def router_overrides_allow_route_replay(config: Config) -> Iterator[str]:
         )
 
 
-def prefix_caching_allows_route_replay(config: Config) -> Iterator[str]:
+_V1 = "selects vLLM's Model Runner V1, but only V2 returns routes"
+_CACHE = "vLLM returns routes only with the prefix cache on GPUs, and only without it on CPU"
+
+WITHOUT_ROUTES: dict[str, tuple[Any, str]] = {
+    "enable_prefix_caching": (None, _CACHE),
+    "aux_output_config": (None, "megarl requests the routes itself"),
+    "enable_dbo": (False, _V1),
+    "ubatch_size": (0, _V1),
+    "decode_context_parallel_size": (1, "an engine with context parallelism does not return routes"),
+    "kv_transfer_config": (None, "an engine does not return routes of a transferred KV cache"),
+}
+"""Arguments in rollout.vllm_overrides -> the only value with which vLLM returns routes, and the reason. They are the
+conditions of vLLM's VllmConfig._verify_aux_output_compatibility. Pipeline-parallel engines are always rejected."""
+
+
+def engine_overrides_allow_route_replay(config: Config) -> Iterator[str]:
     extra = config.rollout.vllm_overrides
-    if config.actor.experts.replay_routes and "enable_prefix_caching" in extra:
-        yield (
-            f"rollout.vllm_overrides.enable_prefix_caching={show(extra['enable_prefix_caching'])}: megarl sets this "
-            "argument when actor.experts.replay_routes=true, because vLLM can return routes for cached prefixes on "
-            "GPUs but not on CPU. Fix: remove the override"
-        )
+    for name in extra if config.actor.experts.replay_routes else ():
+        if name in WITHOUT_ROUTES and extra[name] != WITHOUT_ROUTES[name][0]:
+            yield (
+                f"rollout.vllm_overrides.{name}={show(extra[name])}: {WITHOUT_ROUTES[name][1]}, which conflicts with "
+                "actor.experts.replay_routes=true. Fix: remove the override, or set actor.experts.replay_routes=false"
+            )
 
 
 RULES = (
@@ -113,5 +129,5 @@ RULES = (
     adapters_exclude_parameter_offload,
     adapters_exclude_model_overrides,
     router_overrides_allow_route_replay,
-    prefix_caching_allows_route_replay,
+    engine_overrides_allow_route_replay,
 )

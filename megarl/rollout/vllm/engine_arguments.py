@@ -103,10 +103,12 @@ def rollout_arguments(
             "rollout.batch_invariant=true: vLLM's batch-invariant kernels require a GPU with compute capability 9.0 or "
             "higher, such as an H100. Fix: set rollout.batch_invariant=false"
         )
-    if not returns_routes:
-        routes = {}
-    else:  # on CPU, RouteCapture reports them
-        routes = dict(enable_return_routed_experts=True) if device.on_cuda() else dict(enable_prefix_caching=False)
+    routes = {}
+    if returns_routes:
+        # vLLM requires the prefix cache, which it enables by default for some models only. On CPU, RouteCapture reports
+        # the routes, but not those of cached prefixes.
+        on_gpu = dict(enable_return_routed_experts=True, enable_prefix_caching=True)
+        routes = on_gpu if device.on_cuda() else dict(enable_prefix_caching=False)
     quantization = {} if config.quantization is None else _quantization(config.quantization, model_folder)
     return engine_arguments(
         "rollout",

@@ -182,6 +182,17 @@ def test_unsupported_config_on_eight_gpus_is_refused(overrides: tuple[str, ...],
     assert len(str(error.value).splitlines()) == 1
 
 
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize(("value", "refused"), [("0", True), ("1", False), (None, False)])
+def test_gpu_engines_return_routes_with_the_v2_runner_only(monkeypatch, value: str | None, refused: bool) -> None:
+    if value is not None:
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", value)
+    check_machine(config())
+    message = "^actor.experts.replay_routes=true: only vLLM's Model Runner V2 .* VLLM_USE_V2_MODEL_RUNNER=0 selects V1"
+    with pytest.raises(UserError, match=message) if refused else nullcontext():
+        check_machine(config("actor.experts.replay_routes=true"))
+
+
 def test_overfull_gpu_error_shows_the_sum() -> None:
     load = Load(
         "while the engine samples", {"actor: parameters": 30 * 2**30, "engine: weights": 1.5 * 2**30}, "do this"

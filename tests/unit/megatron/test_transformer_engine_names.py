@@ -19,6 +19,7 @@ MISSING = {
     "transformer_engine.pytorch.attention._SplitAlongDim",  # torch.split instead
     "transformer_engine.pytorch.attention.apply_rotary_pos_emb",  # older versions only
     "transformer_engine.pytorch.cpp_extensions.cast_to_fp8",  # older versions only
+    "transformer_engine.pytorch.module.base.get_workspace",  # older versions only
 }
 """Names that this Transformer Engine lacks and Megatron does not need."""
 

@@ -39,7 +39,7 @@ CLASSIFIERS = (CriticWorker, ClassifierWorker, RewardModelWorker)
 """Workers whose model has a score head in place of the language head."""
 
 
-LARGEST = ("deepseek-v3-512xh100-grpo", "qwen3-235b-a22b-256xh100-grpo")
+LARGEST = ("deepseek-v3-512xh100-grpo", "kimi-k2-768xh100-grpo", "qwen3-235b-a22b-256xh100-grpo")
 """Recipes whose models take seconds to build."""
 
 

@@ -30,11 +30,30 @@ def test_router_settings_that_ignore_routes_are_rejected(override, reason):
     recipe(key)
 
 
-def test_route_replay_determines_the_engines_cache():
-    key = "rollout.vllm_overrides={enable_prefix_caching: false}"
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("enable_prefix_caching: false", "vLLM returns routes only with the prefix cache on GPUs"),
+        ("enable_dbo: true", "selects vLLM's Model Runner V1, but only V2 returns routes"),
+        ("ubatch_size: 2", "selects vLLM's Model Runner V1, but only V2 returns routes"),
+        ("decode_context_parallel_size: 2", "an engine with context parallelism does not return routes"),
+        ("kv_transfer_config: {}", "an engine does not return routes of a transferred KV cache"),
+    ],
+)
+def test_engines_that_cannot_return_routes_are_rejected(override, reason):
+    key = f"rollout.vllm_overrides={{{override}}}"
     [error] = errors(REPLAY, key)
-    assert error.startswith("rollout.vllm_overrides.enable_prefix_caching=false: megarl sets this argument")
+    assert error.startswith(f"rollout.vllm_overrides.{override.replace(': ', '=')}: {reason}")
     recipe(key)
+
+
+def test_pipeline_parallel_engines_are_rejected_with_route_replay():
+    [error] = errors(REPLAY, "rollout.vllm_overrides={pipeline_parallel_size: 2}")
+    assert error.startswith("rollout.vllm_overrides.pipeline_parallel_size=2: ")
+
+
+def test_overrides_with_which_engines_return_routes_are_accepted():
+    recipe(REPLAY, "rollout.vllm_overrides={enable_dbo: false, decode_context_parallel_size: 1, block_size: 32}")
 
 
 def test_expert_keys_are_rejected_for_dense_models():

@@ -1,10 +1,12 @@
-"""Check GPU-only parts of vLLM that engines depend on by reading its sources, because CPU runs do not execute them."""
+"""Check GPU-only parts of vLLM that engines depend on by reading the sources of each supported release, because CPU
+runs do not execute them. Tests that call vLLM use the CPU build."""
 
 from __future__ import annotations
 
 import ast
 import importlib.util
 import re
+import tomllib
 from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
@@ -12,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from packaging.requirements import Requirement
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.kernels.linear import (
     CutlassFp8BlockScaledMMKernel,
@@ -24,34 +27,64 @@ from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend, conve
 from vllm.model_executor.layers.quantization.utils.fp8_utils import process_fp8_weight_block_strategy
 from vllm.usage.usage_lib import UsageContext
 
+from megarl.cluster.machine import MODEL_RUNNER
 from megarl.config.load import load
+from megarl.config.rules.actor import WITHOUT_ROUTES
+from megarl.config.vllm_arguments import ADJUSTABLE, MANAGED, REFITTABLE
 from megarl.core.errors import UserError
 from megarl.rollout.vllm import draft_weights, worker_extension
 from megarl.rollout.vllm.engine_arguments import rollout_arguments
-from tests.paths import BASE
+from megarl.rollout.vllm.environment import environment
+from megarl.rollout.vllm.part import part_arguments
+from tests.paths import BASE, ROOT, VLLM_GPU, VLLM_LOCK
 from tests.tiny_model import write_tiny_experts, write_tiny_llama
 
-VLLM = Path(importlib.util.find_spec("vllm").origin).parent
+INSTALLED = Path(importlib.util.find_spec("vllm").origin).parent
+RELEASES = re.findall(r"^vllm==(\S+)", VLLM_LOCK.read_text(), re.MULTILINE)
 RUNNERS = ("v1/worker/gpu_model_runner.py", "v1/worker/gpu/model_runner.py")
 """vLLM chooses one of these depending on the model and the configuration."""
 
+CALLS = {
+    ("entrypoints/llm.py", "LLM", "collective_rpc"): ["method", "args"],
+    ("entrypoints/llm.py", "LLM", "sleep"): ["level", "mode"],
+    ("entrypoints/llm.py", "LLM", "wake_up"): ["tags"],
+    ("entrypoints/llm.py", "LLM", "generate"): ["prompts", "sampling_params", "use_tqdm"],
+    ("v1/engine/llm_engine.py", "LLMEngine", "add_request"): ["request_id", "prompt", "params"],
+    ("v1/engine/llm_engine.py", "LLMEngine", "abort_request"): ["request_ids", "internal"],
+    ("v1/engine/llm_engine.py", "LLMEngine", "reset_prefix_cache"): ["reset_running_requests"],
+    ("v1/engine/llm_engine.py", "LLMEngine", "set_weight_version"): ["weight_version"],
+    ("v1/engine/llm_engine.py", "LLMEngine", "step"): [],
+    ("v1/executor/multiproc_executor.py", "MultiprocExecutor", "register_failure_callback"): ["callback"],
+    ("engine/arg_utils.py", "EngineArgs", "create_engine_config"): ["usage_context", "headless"],
+    ("model_executor/layers/fused_moe/router/base_router.py", "BaseRouter", "set_capture_fn"): ["capture_fn"],
+}
+"""(file, class, method) -> parameters that megarl passes."""
+
+
+@pytest.fixture(params=RELEASES)
+def vllm(request) -> Path:
+    """Return the folder with the sources of a release for GPUs."""
+    folder = VLLM_GPU / request.param / "vllm"
+    assert folder.is_dir(), f"{folder} is missing. Fix: make .venv/vllm-gpu/.installed"
+    return folder
+
 
 @cache
-def tree(file: str) -> ast.Module:
-    return ast.parse((VLLM / file).read_text(encoding="utf-8"))
+def tree(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
 
 
-def class_of(file: str, name: str) -> ast.ClassDef:
+def class_of(file: Path, name: str) -> ast.ClassDef:
     [node] = [node for node in tree(file).body if isinstance(node, ast.ClassDef) and node.name == name]
     return node
 
 
-def parameters(file: str, name: str, method: str) -> list[str]:
+def parameters(file: Path, name: str, method: str) -> list[str]:
     [function] = [n for n in class_of(file, name).body if isinstance(n, ast.FunctionDef) and n.name == method]
     return [argument.arg for argument in (*function.args.args, *function.args.kwonlyargs)]
 
 
-def strings(file: str, name: str) -> set[str]:
+def strings(file: Path, name: str) -> set[str]:
     """Return the strings in the value that a module assigns to this name."""
     assignments = [node for node in tree(file).body if isinstance(node, ast.Assign | ast.AnnAssign)]
     [value] = [node.value for node in assignments if ast.unparse(_target(node)) == name]
@@ -62,17 +95,118 @@ def _target(node: ast.Assign | ast.AnnAssign) -> ast.expr:
     return node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
 
 
-@pytest.mark.parametrize("runner", RUNNERS)
-def test_runners_have_the_attributes_that_refits_use(runner: str) -> None:
-    assert parameters(runner, "GPUModelRunner", "get_model") == ["self"]
-    assigned = {
-        ast.unparse(n.targets[0]) for n in ast.walk(class_of(runner, "GPUModelRunner")) if isinstance(n, ast.Assign)
+def imported() -> set[tuple[str, str | None]]:
+    """Return the modules of vLLM that megarl imports, each with an imported name or None."""
+    nodes = [node for file in (ROOT / "megarl").rglob("*.py") for node in ast.walk(tree(file))]
+    modules = {(alias.name, None) for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names = {
+        (n.module, alias.name) for n in nodes if isinstance(n, ast.ImportFrom) and n.level == 0 for alias in n.names
     }
+    return {(module, name) for module, name in modules | names if f"{module}.".startswith("vllm.")}
+
+
+def defined(module: ast.Module) -> set[str]:
+    """Return the names that a module defines or imports, including those that vllm/__init__.py imports lazily."""
+    names: set[str] = set()
+    for node in ast.walk(module):
+        match node:
+            case ast.ClassDef() | ast.FunctionDef():
+                names.add(node.name)
+            case ast.Assign() | ast.AnnAssign():
+                names.add(ast.unparse(_target(node)))
+            case ast.Import() | ast.ImportFrom():
+                names |= {alias.asname or alias.name for alias in node.names}
+            case ast.Dict():
+                names |= {key.value for key in node.keys if isinstance(key, ast.Constant)}
+    return names
+
+
+def test_there_are_sources_of_each_supported_release() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    [supported] = [r.specifier for r in map(Requirement, extras["gpu"]) if r.name == "vllm"]
+    assert [release for release in (f"0.{minor}.0" for minor in range(100)) if release in supported] == RELEASES
+
+
+def test_releases_define_the_names_that_megarl_imports(vllm: Path) -> None:
+    names = imported()
+    assert ("vllm.v1.executor.multiproc_executor", "MultiprocExecutor") in names and len(names) > 25
+    missing = []
+    for module, name in sorted(names, key=str):
+        place = vllm.parent / module.replace(".", "/")
+        files = [file for file in (place / "__init__.py", place.with_suffix(".py")) if file.is_file()]
+        if not files or not (name is None or name in defined(tree(files[0]))):
+            missing.append(f"{module}.{name}")
+    assert not missing
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: f"{call[1]}.{call[2]}")
+def test_releases_accept_the_arguments_that_megarl_passes(vllm: Path, call: tuple[str, str, str]) -> None:
+    file, name, method = call
+    assert set(CALLS[call]) <= {*parameters(vllm / file, name, method)}
+
+
+def test_releases_have_the_engine_arguments_that_megarl_sets(vllm: Path) -> None:
+    fields = {
+        ast.unparse(node.target)
+        for node in class_of(vllm / "engine/arg_utils.py", "EngineArgs").body
+        if isinstance(node, ast.AnnAssign)
+    }
+    assert {name for given in MANAGED.values() for name in given} | ADJUSTABLE | REFITTABLE.keys() <= fields
+
+
+def test_releases_read_the_environment_variables_that_megarl_sets(vllm: Path) -> None:
+    variables = environment(1, 1, 0) | environment(1, 1, 0, on_gpu=True, batch_invariant=True)
+    own = {name for name in (*variables, MODEL_RUNNER) if name.startswith("VLLM_")}
+    assert len(own) > 5
+    assert own <= strings(vllm / "envs.py", "environment_variables")
+
+
+def test_engines_on_several_nodes_use_the_multiprocessing_executor(vllm: Path) -> None:
+    """Parts run without Ray's executors, which differ between releases."""
+    [get_class] = [
+        node
+        for node in class_of(vllm / "v1/executor/abstract.py", "Executor").body
+        if isinstance(node, ast.FunctionDef) and node.name == "get_class"
+    ]
+    assert part_arguments(0, 2, "host", 1)["distributed_executor_backend"] == "mp"
+    branches = re.findall(r"backend == .(\w+).:\s+from vllm.v1.executor.\w+ import (\w+)", ast.unparse(get_class))
+    assert dict(branches)["mp"] == "MultiprocExecutor"
+
+
+def test_route_replay_rules_are_the_conditions_of_vllm(vllm: Path) -> None:
+    [verify] = [
+        node
+        for node in class_of(vllm / "config/vllm.py", "VllmConfig").body
+        if isinstance(node, ast.FunctionDef) and node.name == "_verify_aux_output_compatibility"
+    ]
+    conditions = [ast.unparse(node.test) for node in ast.walk(verify) if isinstance(node, ast.If)]
+    assert len(conditions) == 10
+    for part in (
+        *("use_v2_model_runner", "cache_config.enable_prefix_caching", "pipeline_parallel_size > 1"),
+        *("decode_context_parallel_size > 1", "prefill_context_parallel_size > 1", "kv_transfer_config is not None"),
+        *("runner_type != 'generate'", "is_moe", "enable_adaptive_verification"),
+    ):
+        assert any(part in condition for condition in conditions), part
+    assert {"pipeline_parallel_size", "prefill_context_parallel_size"} <= MANAGED["rollout"].keys()
+    assert {"enable_prefix_caching", "decode_context_parallel_size", "kv_transfer_config"} <= WITHOUT_ROUTES.keys()
+    [ubatching] = [
+        node
+        for node in class_of(vllm / "config/parallel.py", "ParallelConfig").body
+        if isinstance(node, ast.FunctionDef) and node.name == "use_ubatching"
+    ]
+    assert ast.unparse(ubatching.body[-1]) == "return self.enable_dbo or self.ubatch_size > 1"
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_runners_have_the_attributes_that_refits_use(vllm: Path, runner: str) -> None:
+    assert parameters(vllm / runner, "GPUModelRunner", "get_model") == ["self"]
+    runner_class = class_of(vllm / runner, "GPUModelRunner")
+    assigned = {ast.unparse(n.targets[0]) for n in ast.walk(runner_class) if isinstance(n, ast.Assign)}
     assert {"self.vllm_config", "self.model_config"} <= assigned
 
 
-def test_workers_sleep_by_level_and_wake_by_tag() -> None:
-    worker = "v1/worker/gpu_worker.py"
+def test_workers_sleep_by_level_and_wake_by_tag(vllm: Path) -> None:
+    worker = vllm / "v1/worker/gpu_worker.py"
     assert parameters(worker, "Worker", "sleep") == ["self", "level"]
     assert parameters(worker, "Worker", "wake_up") == ["self", "tags"]
     calls = [node for node in ast.walk(tree(worker)) if isinstance(node, ast.Call)]
@@ -83,23 +217,23 @@ def test_workers_sleep_by_level_and_wake_by_tag() -> None:
     }
     assert {"weights", "kv_cache"} <= pools  # VllmEngine wakes these tags separately
     # Other tags would never be woken.
-    assert strings("v1/executor/abstract.py", "SLEEP_TAGS") == {"weights", "kv_cache"}
+    assert strings(vllm / "v1/executor/abstract.py", "SLEEP_TAGS") == {"weights", "kv_cache"}
 
 
-def test_other_memory_is_woken_with_weights_or_cache() -> None:
+def test_other_memory_is_woken_with_weights_or_cache(vllm: Path) -> None:
     """Graphs and buffers of a worker must be woken with the weights; they have no tag of their own."""
-    assert strings("device_allocator/__init__.py", "DEFERRABLE_TAGS") == {"weights", "kv_cache"}
+    assert strings(vllm / "device_allocator/__init__.py", "DEFERRABLE_TAGS") == {"weights", "kv_cache"}
 
 
-def test_moe_backend_without_repacking_exists() -> None:
-    assert "triton" in strings("config/kernel.py", "MoEBackend")
+def test_moe_backend_without_repacking_exists(vllm: Path) -> None:
+    assert "triton" in strings(vllm / "config/kernel.py", "MoEBackend")
 
 
-def test_float32_head_multiplies_bfloat16_on_cuda() -> None:
+def test_float32_head_multiplies_bfloat16_on_cuda(vllm: Path) -> None:
     """Otherwise each step would copy the head's weight."""
     [apply] = [
         node
-        for node in class_of("model_executor/layers/logits_processor.py", "LogitsProcessor").body
+        for node in class_of(vllm / "model_executor/layers/logits_processor.py", "LogitsProcessor").body
         if isinstance(node, ast.FunctionDef) and node.name == "_apply_head"
     ]
     assert "torch.mm(flat, lm_head.weight.t(), out_dtype=self.head_dtype)" in ast.unparse(apply)
@@ -117,12 +251,12 @@ def test_engines_use_the_head_dtype_of_the_recipe(tmp_path: Path, head_dtype, dt
     assert str(engine_config.model_config.head_dtype) == f"torch.{dtype}" == f"torch.{config.model.logits_dtype}"
 
 
-def test_request_seeds_are_stored_in_a_tensor() -> None:
+def test_request_seeds_are_stored_in_a_tensor(vllm: Path) -> None:
     """The V2 runner samples all requests in one kernel. The V1 runner, vLLM's fallback for unsupported features, loops
     over one generator per seed in every step."""
-    states = ast.unparse(class_of("v1/worker/gpu/sample/states.py", "SamplingStates"))
+    states = ast.unparse(class_of(vllm / "v1/worker/gpu/sample/states.py", "SamplingStates"))
     assert "self.seeds = UvaBackedTensor(max_num_reqs, dtype=torch.int64)" in states
-    sampler = (VLLM / "v1/worker/gpu/sample").glob("*.py")
+    sampler = (vllm / "v1/worker/gpu/sample").glob("*.py")
     assert not [file.name for file in sampler if "Generator" in file.read_text(encoding="utf-8")]
 
 
@@ -171,7 +305,9 @@ def test_experts_in_fp8_blocks_need_a_gpu(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("capability", [(0, 0), (8, 9), (9, 0)])
 def test_batch_invariant_engines_need_a_supported_gpu(monkeypatch, tmp_path: Path, capability) -> None:
-    [needed] = re.findall(r"Requires NVIDIA GPU with compute capability >= (\d)\.(\d)", (VLLM / "envs.py").read_text())
+    [needed] = re.findall(
+        r"Requires NVIDIA GPU with compute capability >= (\d)\.(\d)", (INSTALLED / "envs.py").read_text()
+    )
     folder = write_tiny_llama(tmp_path)
     keys = [f"model.path={folder}", "data.source=arithmetic", "rollout.context_length=64", "rollout.max_new_tokens=32"]
     rollout = load(BASE, [*keys, "rollout.batch_invariant=true"]).rollout
