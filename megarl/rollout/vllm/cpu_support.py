@@ -1,4 +1,4 @@
-"""Patch vLLM's CPU build to support in-place refits, latent attention, fp8 blocks and draft tokens. No effect on GPU."""
+"""Patch vLLM's CPU build to support in-place refits, latent attention, fp8 blocks and drafts. No effect on GPU."""
 
 from __future__ import annotations
 
