@@ -139,8 +139,9 @@ def check_draft_model(config: Config, hf_config: Mapping[str, Any], draft_hf_con
             f"{key}: its architecture is {', '.join(model['architectures'])}, which has no output layer to draft "
             "tokens with. Fix: use a ...ForCausalLM model"
         )
-    violations = _broken_by_engine("rollout.tp", config.rollout.tp, key, model)
-    raise_all([*violations, *draft_vocabulary_equals_actors(key, hf_config, model)])
+    violations = [f"{key}: {line}" for line in engine_sizes_divide_by_tp("rollout.tp", config.rollout.tp, model)]
+    violations += [*engine_router_keys_are_present(key, model), *draft_vocabulary_equals_actors(key, hf_config, model)]
+    raise_all(violations)
 
 
 def draft_vocabulary_equals_actors(

@@ -79,7 +79,7 @@ def test_untrained_parts_of_models_are_announced(tmp_path, monkeypatch, capsys: 
     ("changes", "message"),
     [
         (dict(vocab_size=192), "its vocab_size is 192, but that of model.path is 128, and vLLM requires equal sizes"),
-        (dict(num_attention_heads=3), "rollout.tp=2: * 3 attention heads"),
+        (dict(num_attention_heads=3), "rollout.speculative.path=*: rollout.tp=2: 3 attention heads"),
         (dict(architectures=["DeepseekV3ForSequenceClassification"]), "has no output layer to draft tokens with"),
         ({}, None),
     ],
