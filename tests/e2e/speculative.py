@@ -93,7 +93,7 @@ def measure(method: str, folder: Path, found: dict[str, Any]) -> None:
     found["reproduced"] = [a.response_ids.tolist() == b.response_ids.tolist() for a, b in pairs]
 
     stopping = sample(requests(stop=("7",)))
-    found["stopped"] = [(item.text, item.drafts.num_passes) for item in stopping if item.finish_reason == "stop"]
+    found["stopped"] = [(item.text, item.drafts.num_passes) for item in stopping if "7" in item.text]
     found["stop_logprobs"] = [worst(models[0], item, {}) for item in stopping]
 
     many = [

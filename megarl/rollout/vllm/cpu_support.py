@@ -12,8 +12,10 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.platforms import PlatformEnum, current_platform
 from vllm.v1.sample import rejection_sampler
+from vllm.v1.sample.ops import topk_topp_sampler
 
 _rotate = RotaryEmbedding.forward_cpu
+_truncate = topk_topp_sampler.apply_top_k_top_p
 
 
 def install() -> None:
@@ -23,6 +25,7 @@ def install() -> None:
     linear_kernels._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU] = [DequantizingKernel]
     if current_platform.is_cpu():
         rejection_sampler.expand_batch_to_tokens = _expand_to_tokens
+        rejection_sampler.apply_top_k_top_p = _truncate_drafts
 
 
 class DequantizingKernel(Fp8BlockScaledMMLinearKernel):
@@ -59,6 +62,12 @@ def _expand_to_tokens(
     kernel writes into a copy of the output, so temperature, top-k and top-p of draft tokens would be uninitialized."""
     counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
     return torch.where(x == replace_from, replace_to, x).to(x.dtype).repeat_interleave(counts, output_size=num_tokens)
+
+
+def _truncate_drafts(logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | None) -> torch.Tensor:
+    """Apply top-k and top-p to the logits of draft tokens [tokens, vocabulary]. vLLM's function fails on a step in which
+    all requests verify no draft tokens, such as before their last token."""
+    return _truncate(logits, k, p) if len(logits) else logits
 
 
 def _keep_weight(layer: torch.nn.Module, remove_weight: bool) -> None:
