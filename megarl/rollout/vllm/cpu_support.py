@@ -65,8 +65,8 @@ def _expand_to_tokens(
 
 
 def _truncate_drafts(logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | None) -> torch.Tensor:
-    """Apply top-k and top-p to the logits of draft tokens [tokens, vocabulary]. vLLM's function fails on a step in which
-    all requests verify no draft tokens, such as before their last token."""
+    """Apply top-k and top-p to the logits of draft tokens [tokens, vocabulary]. vLLM's function fails on a step
+    in which no request verifies draft tokens, such as before the last tokens."""
     return _truncate(logits, k, p) if len(logits) else logits
 
 
