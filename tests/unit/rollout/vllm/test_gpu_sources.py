@@ -326,9 +326,9 @@ DRAFTERS = [
 
 
 @pytest.mark.parametrize(("file", "name"), DRAFTERS)
-def test_draft_weights_load_with_the_patched_prefix(file: str, name: str) -> None:
+def test_draft_weights_load_with_the_patched_prefix(vllm: Path, file: str, name: str) -> None:
     """Both runners load a draft model in the engine's load format, and only the prefix distinguishes the two models."""
-    calls = [node for node in ast.walk(class_of(file, name)) if isinstance(node, ast.Call)]
+    calls = [node for node in ast.walk(class_of(vllm / file, name)) if isinstance(node, ast.Call)]
     [call] = [call for call in calls if ast.unparse(call.func) == "get_model"]
     arguments = {keyword.arg: keyword.value for keyword in call.keywords}
     assert isinstance(prefix := arguments["prefix"], ast.Constant) and prefix.value == draft_weights.PREFIX
