@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, TopKLogitsWarper, TopPLogitsWarper
 
 from megarl.config.load import load
-from megarl.core.types import Prompt, Sample
+from megarl.core.types import NO_DRAFTS, Prompt, Sample
 from megarl.models.folder import read_config
 from megarl.resharding.families import huggingface_holder, vllm_holder
 from megarl.resharding.planning.compact import CompactPlan
@@ -84,7 +84,7 @@ def measure(method: str, folder: Path, found: dict[str, Any]) -> None:
     whole, cut = sample(requests()), sample(requests(**TRUNCATED))
     found["whole"] = [worst(models[0], item, {}) for item in whole]
     found["truncated"] = [worst(models[0], item, TRUNCATED) for item in cut]
-    counts = sum((item.drafts for item in whole[1:]), whole[0].drafts)
+    counts = sum((item.drafts for item in (*greedy, *whole)), NO_DRAFTS)
     found["drafts"] = [counts.num_passes, counts.num_drafted, counts.num_accepted]
     found["versions"] = [[(run.version, run.count) for run in item.versions] for item in whole]
 
