@@ -100,6 +100,31 @@ _GLM = {
     "tie_word_embeddings": False,
 }
 
+_QWEN3_NEXT = {
+    "model_type": "qwen3_next",
+    "architectures": ["Qwen3NextForCausalLM"],
+    "head_dim": 256,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "max_position_embeddings": 262144,
+    "rms_norm_eps": 1e-06,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25},
+    "tie_word_embeddings": False,
+}
+_QWEN35 = _QWEN3_NEXT | {
+    "model_type": "qwen3_5_text",
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "vocab_size": 248320,
+}
+_QWEN35_MOE = _QWEN35 | {
+    "model_type": "qwen3_5_moe_text",
+    "architectures": ["Qwen3_5MoeForCausalLM"],
+    "num_key_value_heads": 2,
+}
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "SmolLM2-135M": _SMOLLM2
     | {
@@ -254,6 +279,101 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 163840,
         "vocab_size": 129280,
     },
+    "Qwen3-Next-80B-A3B": _QWEN3_NEXT
+    | {
+        "hidden_size": 2048,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "linear_num_value_heads": 32,
+        "intermediate_size": 5120,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "vocab_size": 151936,
+    },
+    "Qwen3.5-0.8B": _QWEN35
+    | {
+        "hidden_size": 1024,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "linear_num_value_heads": 16,
+        "intermediate_size": 3584,
+        "tie_word_embeddings": True,
+    },
+    "Qwen3.5-2B": _QWEN35
+    | {
+        "hidden_size": 2048,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "linear_num_value_heads": 16,
+        "intermediate_size": 6144,
+        "tie_word_embeddings": True,
+    },
+    "Qwen3.5-4B": _QWEN35
+    | {
+        "hidden_size": 2560,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "linear_num_value_heads": 32,
+        "intermediate_size": 9216,
+        "tie_word_embeddings": True,
+    },
+    "Qwen3.5-9B": _QWEN35
+    | {
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "linear_num_value_heads": 32,
+        "intermediate_size": 12288,
+    },
+    "Qwen3.5-27B": _QWEN35
+    | {
+        "hidden_size": 5120,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 4,
+        "linear_num_value_heads": 48,
+        "intermediate_size": 17408,
+    },
+    "Qwen3.5-35B-A3B": _QWEN35_MOE
+    | {
+        "hidden_size": 2048,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 16,
+        "linear_num_value_heads": 32,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+    },
+    "Qwen3.5-122B-A10B": _QWEN35_MOE
+    | {
+        "hidden_size": 3072,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "linear_num_value_heads": 64,
+        "moe_intermediate_size": 1024,
+        "shared_expert_intermediate_size": 1024,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+    },
+    "Qwen3.5-397B-A17B": _QWEN35_MOE
+    | {
+        "hidden_size": 4096,
+        "num_hidden_layers": 60,
+        "num_attention_heads": 32,
+        "linear_num_value_heads": 64,
+        "moe_intermediate_size": 1024,
+        "shared_expert_intermediate_size": 1024,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+    },
     "Kimi-K2": _DEEPSEEK
     | {
         "model_type": "kimi_k2",
@@ -301,7 +421,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 """The published configs without keys that do not affect the weights (rotary scaling). DeepSeek-V3's and GLM's also lack
 their multi-token prediction layer, and DeepSeek-V3's and Kimi K2's their quantization. GLM-4.5 and GLM-4.7 have the
-weights' shapes of GLM-4.6."""
+weights' shapes of GLM-4.6. Those of Qwen3.5 are the text models' (text_config)."""
 
 Z_IMAGE = dict(
     _class_name="ZImageTransformer2DModel",
@@ -377,6 +497,15 @@ PARAMETERS: dict[str, int] = {
     "Qwen3-235B-A22B": 235_093_634_560,
     "Moonlight-16B-A3B": 15_960_110_208,
     "DeepSeek-V3": 671_026_419_200,
+    "Qwen3-Next-80B-A3B": 79_674_391_296,
+    "Qwen3.5-0.8B": 752_393_024,
+    "Qwen3.5-2B": 1_881_825_088,
+    "Qwen3.5-4B": 4_205_751_296,
+    "Qwen3.5-9B": 8_953_803_264,
+    "Qwen3.5-27B": 26_895_998_464,
+    "Qwen3.5-35B-A3B": 34_660_610_688,
+    "Qwen3.5-122B-A10B": 122_111_526_912,
+    "Qwen3.5-397B-A17B": 396_346_350_336,
     "Kimi-K2": 1_026_408_232_448,
     "GLM-4.5-Air": 106_852_251_264,
     "GLM-4.6": 352_797_829_024,

@@ -157,12 +157,15 @@ def merging_tokenizer(*merges: str, vocab_size: int = 300) -> PreTrainedTokenize
 
 def randomize(model: torch.nn.Module, seed: int) -> None:
     """Set all weights to random values with std 0.1: logits then have std near 1, so that rounding does not change an
-    argmax.
+    argmax. Convolutions have std 0.5: their outputs are normalized, which amplifies the rounding of small values.
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         biases = [(n, b) for n, b in model.named_buffers() if n.endswith("e_score_correction_bias")]
         for name, parameter in [*model.named_parameters(), *biases]:
+            is_zero_centered = parameter.dim() == 1 and name.endswith("weight") and not parameter.any()
             parameter.normal_(std=0.1, generator=generator)
-            if "norm" in name:
+            if "conv1d" in name:
+                parameter.mul_(5)
+            if "norm" in name and not is_zero_centered:
                 parameter.add_(1.0)

@@ -92,8 +92,7 @@ def check_engine_kernels(config: Config, models: ModelFolders) -> None:
     for folder in sorted(in_engines):
         check_cpu_kernels(folder, read_config(folder))
     if (method := config.rollout.speculative.method) is not None:
-        for folder in (models.actor, *([] if models.draft is None else [models.draft])):
-            check_cpu_speculation(folder, read_config(folder), method)
+        check_cpu_speculation(models.actor, read_config(models.actor), method)
 
 
 def fits(gpu: int, memory_bytes: int, load: Load) -> str | None:

@@ -68,6 +68,7 @@ ADJUSTABLE = frozenset(
         "enable_prefix_caching",
         "enforce_eager",
         "gpu_memory_utilization",
+        "hf_overrides",
         "load_format",
         "max_num_batched_tokens",
     }

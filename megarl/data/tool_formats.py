@@ -136,18 +136,26 @@ DEEPSEEK_TAGS = (
 def read_deepseek(turn: Sequence[Piece]) -> Iterator[Call]:
     """Parse DeepSeek V3 calls, with the name and a JSON block after <｜tool▁sep｜>, and V3.1 calls, with the name
     before the tag and plain JSON after it."""
+
+    def read(name: str, text: str) -> Call:
+        return _named(*(_block(text) or (name, text)))
+
+    return _read_separated(turn, "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", read)
+
+
+def _read_separated(
+    turn: Sequence[Piece], begin: str, separator: str, read: Callable[[str, str], Call]
+) -> Iterator[Call]:
+    """Yield the calls of a format with one tag before a call and one between its name and its arguments. `read` parses
+    the texts after the two tags."""
     for place, piece in enumerate(turn):
-        if piece.tag != "<｜tool▁call▁begin｜>":
+        if piece.tag != begin:
             continue
         following = turn[place + 1] if place + 1 < len(turn) else None
-        if following is None or following.tag != "<｜tool▁sep｜>":
-            yield MalformedCall(piece.text, "missing <｜tool▁sep｜> between name and arguments")
-            continue
-        block = _block(following.text)
-        if block is not None:
-            yield _named(*block)
+        if following is None or following.tag != separator:
+            yield MalformedCall(piece.text, f"missing {separator} between name and arguments")
         else:
-            yield _named(piece.text.strip(), following.text)
+            yield read(piece.text.strip(), following.text)
 
 
 KIMI_TAGS = (
@@ -159,15 +167,11 @@ KIMI_TAGS = (
 def read_kimi(turn: Sequence[Piece]) -> Iterator[Call]:
     """Parse Kimi K2's `<|tool_call_begin|>functions.NAME:NUMBER<|tool_call_argument_begin|>{…}`. Tool results repeat
     the text before the arguments."""
-    for place, piece in enumerate(turn):
-        if piece.tag != "<|tool_call_begin|>":
-            continue
-        following = turn[place + 1] if place + 1 < len(turn) else None
-        if following is None or following.tag != "<|tool_call_argument_begin|>":
-            yield MalformedCall(piece.text, "missing <|tool_call_argument_begin|> between name and arguments")
-            continue
-        number = piece.text.strip()
-        yield _named(number.removeprefix("functions.").partition(":")[0], following.text, number)
+
+    def read(number: str, text: str) -> Call:
+        return _named(number.removeprefix("functions.").partition(":")[0], text, number)
+
+    return _read_separated(turn, "<|tool_call_begin|>", "<|tool_call_argument_begin|>", read)
 
 
 HERMES_EXAMPLE = '<tool_call>\n{"name": "the name", "arguments": {"an argument": "its value"}}\n</tool_call>'

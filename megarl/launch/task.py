@@ -114,7 +114,8 @@ def main(run: Path) -> int:
     send_report(preflight, check_connection(report, first[0]) if first else report)
     member = subprocess.Popen([*MEGARL, "join", str(run), f"--wait={JOIN_S + REPORT_TIMEOUT_S:g}"])
     signal.signal(signal.SIGTERM, lambda *_: member.terminate())
-    status = member.wait()
+    while (status := member.poll()) is None:
+        time.sleep(POLL_S)  # Python would handle a signal that arrives just before a blocking wait only after it
     if status:
         time.sleep(VERDICT_S)
     return status

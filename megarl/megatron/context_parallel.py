@@ -14,7 +14,6 @@ from megatron.core import parallel_state
 
 from megarl.core import device
 from megarl.core.token_batch import TokenBatch
-from megarl.megatron.model.layer_spec import uses_transformer_engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +54,12 @@ class ContextShares:
         return numbers, token_index[numbers]
 
 
-def context_shares(batch: TokenBatch) -> ContextShares:
+def context_shares(batch: TokenBatch, splits_documents: bool) -> ContextShares:
+    """Return the shares of a pack. With `splits_documents`, each document is cut separately."""
     size, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
     if size == 1:
         return ContextShares(torch.arange(len(batch.tokens), device=batch.tokens.device)[None], rank)
-    places = shares_of_documents(batch, size) if uses_transformer_engine() else shares_of_pack(batch, size)
+    places = shares_of_documents(batch, size) if splits_documents else shares_of_pack(batch, size)
     return ContextShares(places, rank)
 
 
@@ -71,7 +71,7 @@ def consecutive_shares(num_tokens: int) -> ContextShares:
 
 def shares_of_documents(batch: TokenBatch, size: int) -> torch.Tensor:
     """Return each rank's pack positions, int64 [size, T/size]. Each document is cut into chunks separately, as in
-    Transformer Engine. Document lengths must be multiples of 2 · size."""
+    Transformer Engine and Megatron's gated delta net. Document lengths must be multiples of 2 · size."""
     documents = batch.document_tokens.tensor_split(batch.boundaries[1:-1].long())
     cut = [document.chunk(2 * size) for document in documents]
     places = [torch.cat([half for chunks in cut for half in (chunks[r], chunks[-1 - r])]) for r in range(size)]

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from megarl.ops.gated_delta import gated_delta_rule, normalized, packed_convolution
+
 
 def import_uncompiled() -> None:
     """Import megatron.core for the first time, without torch's compiler. No-op where CUDA is available.
@@ -68,6 +70,7 @@ def install() -> None:
         lone_ranks,
         expert_dispatch,
         rotary_shares,
+        gated_delta_net,
     ):
         patch()
     _installed = True
@@ -176,6 +179,22 @@ def expert_dispatch() -> None:
     replacements = {"cuda_dtoh_stream": object(), "_maybe_dtoh_and_synchronize": on_host}
     for name, replacement in replacements.items():
         setattr(MoEAlltoAllTokenDispatcher, name, replacement)
+
+
+def gated_delta_net() -> None:
+    """Replace the kernels of flash-linear-attention, which need a GPU, in gated delta net layers. Megatron refuses to
+    build these layers without the package."""
+    from megatron.core.ssm.gated_delta_net import common, gdn
+
+    def convolve(x, weight, cu_seqlens, **_):
+        return packed_convolution(x[0], weight, cu_seqlens)[None], None
+
+    def rule(q, k, v, g, beta, cu_seqlens, **_):
+        out, _ = gated_delta_rule(q[0], k[0], v[0], g[0], beta[0], cu_seqlens)
+        return out[None], None
+
+    common.HAVE_FLA, common.l2norm = True, normalized
+    gdn.causal_conv1d, gdn.chunk_gated_delta_rule = convolve, rule
 
 
 def _resolve(entry: str) -> Callable[..., Any]:

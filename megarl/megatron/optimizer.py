@@ -54,6 +54,8 @@ def build_optimizer(
         config_overrides={WITHOUT_DECAY: {"wd_mult": 0.0}},  # pyright: ignore[reportArgumentType]  # a partial override
         use_gloo_process_groups=False,
     )
+    for part in parts_of(optimizer):
+        _number_main_weights(part)
     if kernels.adam() == kernels.TORCH_ADAM:
         _use_fused_kernel(optimizer)
         if device.on_cuda():
@@ -95,6 +97,15 @@ def parts_of(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
     the experts. Parts without parameters are omitted."""
     parts = optimizer.chained_optimizers  # pyright: ignore[reportAttributeAccessIssue]  # a ChainedOptimizer
     return [part for part in parts if part.optimizer is not None]
+
+
+def _number_main_weights(part: DistributedOptimizer) -> None:
+    """Correct the numbers by which a parameter's main weights and state are found in a model with parameters of two
+    dtypes. Megatron numbers the main weights of a parameter group buffer by buffer, but lists those of float32
+    parameters first."""
+    for index, group in enumerate(part.opt_group_ranges):
+        listed = sorted(group["params"], key=lambda parameter: parameter.dtype is not torch.float32)
+        part.model_param_group_index_map |= {parameter: (index, place) for place, parameter in enumerate(listed)}
 
 
 def set_rates(optimizer: MegatronOptimizer, lr: float, weight_decay: float) -> None:

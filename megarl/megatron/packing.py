@@ -7,21 +7,21 @@ from typing import Any
 
 from megarl.config.model_schema import Placed
 from megarl.data.packing import Packing
-from megarl.megatron.model.layer_spec import can_share_prompts, uses_transformer_engine
+from megarl.megatron.model.layer_spec import can_share_prompts, splits_documents
 from megarl.megatron.model.precision import token_multiple
+from megarl.models.denoiser import shape_of
 from megarl.models.token_cost import TokenCost
 
 
 def packing_of(settings: Placed, hf_config: Mapping[str, Any]) -> Packing:
-    layout = settings.layout
+    layout, is_recurrent = settings.layout, shape_of(hf_config).linear is not None
     # Context parallelism gives each rank two chunks; sequence parallelism splits each rank's tokens into tp parts.
     chunks = 2 * layout.cp if layout.cp > 1 else 1
     return Packing(
         token_budget=settings.tokens_per_microbatch * layout.cp,
         num_ranks=layout.dp,
-        shares_prompts=can_share_prompts(layout.cp),
-        # Transformer Engine splits each document across ranks; our attention splits the pack as a whole.
-        document_multiple=chunks if uses_transformer_engine() else 1,
+        shares_prompts=can_share_prompts(layout.cp, is_recurrent),
+        document_multiple=chunks if splits_documents(is_recurrent) else 1,
         pack_multiple=chunks * (layout.tp if layout.sequence_parallel else 1) * token_multiple(settings.fp8),
         # The interleaved schedule processes pp microbatches at a time and does not support a remainder.
         microbatch_multiple=layout.pp if layout.vpp > 1 else 1,

@@ -101,7 +101,7 @@ def context_group() -> dist.ProcessGroup:
     return parallel_state.get_context_parallel_group()  # pyright: ignore[reportReturnType]
 
 
-def mark(parameter: torch.Tensor, **marks: bool) -> None:
+def mark(parameter: torch.Tensor, **marks: bool | int) -> None:
     """Set the attributes that tell Megatron how a parameter is sharded and how its gradient is reduced."""
     for name, value in marks.items():
         setattr(parameter, name, value)

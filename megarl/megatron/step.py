@@ -21,6 +21,7 @@ from megarl.megatron.losses import Loss
 from megarl.megatron.metric_sums import Sums
 from megarl.megatron.model.head import LogProbHead, ScoreLayer
 from megarl.megatron.model.inputs import ModelInput
+from megarl.megatron.model.layer_spec import is_recurrent, splits_documents
 from megarl.megatron.routes import model_of, routed
 
 Item = TypeVar("Item")
@@ -92,10 +93,11 @@ def _token_schedule(
     forward_only: bool,
 ) -> AbstractContextManager[Callable[[], list[Any]]]:
     """Return the `schedule` of a language model."""
-    sequence_parallel = chunks[0].config.sequence_parallel
+    config = chunks[0].config
+    options = config.sequence_parallel, splits_documents(is_recurrent(config))
     return schedule(
         chunks,
-        [partial(ModelInput.of, batch, sequence_parallel) for batch in batches],
+        [partial(ModelInput.of, batch, *options) for batch in batches],
         _run_on_tokens,
         compute,
         longest=max(len(batch.tokens) for batch in batches),
@@ -107,7 +109,7 @@ def _run_on_tokens(chunk: DistributedDataParallel, item: ModelInput) -> torch.Te
     unwrapped = model_of(chunk)
     if unwrapped.post_process:
         head: LogProbHead | ScoreLayer = unwrapped.output_layer  # pyright: ignore[reportAssignmentType]  # ours
-        head.request = item.head
+        head.request = item.head  # pyright: ignore[reportArgumentType]  # Megatron declares submodules only
     with routed(unwrapped, item.routes):
         return chunk(
             input_ids=item.tokens,

@@ -21,12 +21,23 @@ def forward_flops(shape: ModelShape, num_tokens: float, num_scored: float, num_a
         num_scored: number of rows that go through the language head.
         num_attended: number of (query, key) pairs in attention: Σ n(n + 1) / 2 over documents with n tokens.
     """
-    linear = shape.num_layers * (attention_weights(shape) + 3 * shape.hidden * shape.active_intermediate)
+    weights = shape.softmax_layers * attention_weights(shape) + shape.num_layers * mlp_weights(shape)
     return (
-        2 * linear * num_tokens
+        (2 * weights + delta_net_flops(shape)) * num_tokens
         + 2 * shape.vocab * shape.hidden * num_scored
-        + 2 * (shape.query + shape.value) * shape.num_layers * num_attended  # q·k, and the weighted sum of the values
+        + 2 * (shape.query + shape.value) * shape.softmax_layers * num_attended  # q·k, and the weighted sum of values
     )
+
+
+def delta_net_flops(shape: ModelShape) -> int:
+    """Return the number of operations per token in all gated delta net layers: projections, convolution, and three
+    products with each head's state (the value under a key, its correction, and the value under a query)."""
+    linear = shape.linear
+    if linear is None:
+        return 0
+    projections = shape.hidden * (linear.projected + linear.per_token + linear.values)
+    states = 3 * linear.key_dim * linear.values
+    return 2 * (projections + linear.width * linear.channels + states) * sum(linear.layers)
 
 
 def mlp_weights(shape: ModelShape) -> float:
@@ -110,11 +121,13 @@ def expert_flops(shape: ModelShape, num_tokens: float) -> float:
 
 
 def attention_weights(shape: ModelShape) -> int:
-    """Return the number of weights in a layer's attention projections. These are the query, key, value and output
-    projections. Latent attention has down- and up-projections for its latents instead."""
+    """Return the number of weights in the projections of a layer with softmax attention. These are the query, key,
+    value and output projections, and the gate's if there is one. Latent attention has down- and up-projections for its
+    latents instead."""
     latent, output = shape.latent, shape.value * shape.hidden
     if latent is None:
-        return shape.hidden * (shape.query + 2 * shape.key) + output
+        gate = shape.query if shape.has_output_gate else 0
+        return shape.hidden * (shape.query + gate + 2 * shape.key) + output
     rank = latent.query_rank
     query = shape.hidden * shape.query if rank is None else rank * (shape.hidden + shape.query)
     return query + shape.hidden * shape.latent_and_position + latent.kv_rank * shape.latent_keys_and_values + output

@@ -15,14 +15,18 @@ from typing import Any
 from megarl.config.schema import Config
 from megarl.core.errors import UserError, install_extra
 from megarl.core.files import read_foreign_object
-from megarl.models.huggingface import wrong_type
+from megarl.models.config_types import wrong_type
+from megarl.models.huggingface import text_config
 from megarl.models.peft import CONFIG, DIFFUSERS
 
 PACKAGE_PREFIX = "package:"
 CONVERSION_TIMEOUT_S = 3600
 
 MODEL_SECTIONS = ("model", "critic", "reward_model", "implicit_reward")
-"""Config sections in which the key `path` identifies a model."""
+"""Config sections in which the key `path` identifies a model that determines what is trained."""
+
+DRAFT_KEY = "rollout.speculative.path"
+"""Config key of the model that drafts tokens in the engines."""
 
 
 def resolve(path: str, cache: Path | None = None, key: str = "model.path", revision: str | None = None) -> Path:
@@ -70,9 +74,15 @@ def real_path(path: str) -> str:
 
 
 def model_paths(config: Config) -> dict[str, str]:
-    """Return the model paths in the config: config key -> path."""
+    """Return the paths of the models that determine what is trained: config key -> path."""
     paths = {f"{name}.path": getattr(config, name).path for name in MODEL_SECTIONS}
     return {key: path for key, path in paths.items() if path is not None}
+
+
+def all_model_paths(config: Config) -> dict[str, str]:
+    """Return the paths of all models, as in `model_paths`."""
+    draft = config.rollout.speculative.path
+    return model_paths(config) | ({} if draft is None else {DRAFT_KEY: draft})
 
 
 def resolve_links(config: Config) -> Config:
@@ -125,7 +135,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 def read_config_file(path: Path, key: str = "") -> dict[str, Any]:
     """Return the contents of a config.json under any name, after the same checks as `read_config`."""
     fix = "copy the model's file again"
-    config = read_foreign_object(path, key, fix)
+    config = text_config(read_foreign_object(path, key, fix))
     if (problem := wrong_type(config)) is not None:
         raise UserError(f"{key}{path}: {problem}. Fix: {fix}")
     return config

@@ -20,8 +20,9 @@ from megarl.models.huggingface import (
     experts,
     kv_heads,
     latent_attention,
-    unsupported,
+    linear_attention,
 )
+from megarl.models.unsupported import unsupported
 
 EXPERT_ROWS = "MLP rows of an expert"
 
@@ -42,6 +43,7 @@ def check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
     model = _completed(config, actor, hf_config)
     violations = [*_violations(config, actor, model), *expert_keys_require_experts(config, model)]
     violations += trust_region_requires_dense_model(config, model)
+    violations += delta_nets_are_not_quantized(config, model)
     if not config.is_offline:
         violations += _broken_by_engine("rollout.tp", config.rollout.tp, _model(config, actor), model)
         violations += top_k_fits_the_vocabulary(config, model)
@@ -125,40 +127,22 @@ def check_implicit_reward_model(
     raise_all([*_violations(config, placed, model), *covered])
 
 
-def check_draft_model(config: Config, hf_config: Mapping[str, Any], draft_hf_config: Mapping[str, Any]) -> None:
-    """Check the config against the config.json of the model that drafts tokens, as in `check_model`."""
-    key = f"rollout.speculative.path={config.rollout.speculative.path}"
-    if is_denoiser(draft_hf_config):
-        raise UserError(f"{key}: the model is an image model. Fix: use a language model")
-    try:
-        model = completed(draft_hf_config)
-    except ValueError as error:
-        raise UserError(f"{key}: {error}") from None
-    if score_head_of(model) is not None:
-        raise UserError(
-            f"{key}: its architecture is {', '.join(model['architectures'])}, which has no output layer to draft "
-            "tokens with. Fix: use a ...ForCausalLM model"
-        )
-    violations = [f"{key}: {line}" for line in engine_sizes_divide_by_tp("rollout.tp", config.rollout.tp, model)]
-    violations += [*engine_router_keys_are_present(key, model), *draft_vocabulary_equals_actors(key, hf_config, model)]
-    raise_all(violations)
-
-
-def draft_vocabulary_equals_actors(
-    key: str, hf_config: Mapping[str, Any], draft_hf_config: Mapping[str, Any]
-) -> Iterator[str]:
-    size, drafts = hf_config["vocab_size"], draft_hf_config["vocab_size"]
-    if size != drafts:
-        yield (
-            f"{key}: its vocab_size is {drafts}, but that of model.path is {size}, and vLLM requires equal sizes. Fix: "
-            "resize the embeddings of the draft model, or use another one"
-        )
-
-
 def sizes_divide_by_tp(config: Config, placed: Placed, hf: Mapping[str, Any]) -> Iterator[str]:
     sizes = {"attention heads": hf["num_attention_heads"], "KV heads": kv_heads(hf)} | _dense_rows(hf)
     legal = divisors(gcd(*sizes.values()))
     yield from _indivisible(f"{placed.section}.layout.tp", placed.layout.tp, sizes, legal)
+
+
+def delta_net_heads_divide_by_tp_and_cp(config: Config, placed: Placed, hf: Mapping[str, Any]) -> Iterator[str]:
+    """Require that the key heads of gated delta nets split evenly: context-parallel ranks exchange tokens for heads."""
+    linear, layout, role = linear_attention(hf), placed.layout, placed.section
+    ranks = layout.tp * layout.cp
+    if linear is not None and linear.key_heads % ranks:
+        yield (
+            f"{role}.layout.tp={layout.tp}, cp={layout.cp}: {linear.key_heads} key heads of the gated delta nets "
+            f"cannot be split over tp x cp = {layout.tp} x {layout.cp} = {ranks} ranks. Fix: set {role}.layout.tp and "
+            f"{role}.layout.cp so that their product is {listed(divisors(linear.key_heads))}"
+        )
 
 
 def experts_divide_by_ep(config: Config, placed: Placed, hf: Mapping[str, Any]) -> Iterator[str]:
@@ -245,7 +229,7 @@ def engine_sizes_divide_by_tp(key: str, tp: int, hf: Mapping[str, Any]) -> Itera
     heads."""
     mixture, heads = experts(hf), kv_heads(hf)
     sizes = {"attention heads": hf["num_attention_heads"]} | ({"KV heads": heads} if tp % heads else {})
-    sizes |= _dense_rows(hf) | ({EXPERT_ROWS: mixture.intermediate} if mixture else {})
+    sizes |= _dense_rows(hf) | ({EXPERT_ROWS: mixture.intermediate} if mixture else {}) | _delta_net_heads(hf)
     yield from _indivisible(key, tp, sizes, _engine_sizes(hf))
 
 
@@ -268,6 +252,14 @@ def engine_shards_keep_blocks_whole(config: Config, hf: Mapping[str, Any]) -> It
         yield (
             f"rollout.quantization={config.rollout.quantization}: with rollout.tp={tp} an engine rank has {size} "
             f"{name}, which is not a multiple of the block size {FP8_BLOCK}. Fix: {fix}"
+        )
+
+
+def delta_nets_are_not_quantized(config: Config, hf: Mapping[str, Any]) -> Iterator[str]:
+    if config.rollout.quantization is not None and linear_attention(hf) is not None:
+        yield (
+            f"rollout.quantization={config.rollout.quantization}: vLLM's gated delta nets keep the projection to step "
+            "sizes and decays unquantized, which refits do not support. Fix: set rollout.quantization=null"
         )
 
 
@@ -418,6 +410,7 @@ def engine_router_keys_are_present(model: str, hf: Mapping[str, Any]) -> Iterato
 
 _PLACED_MODEL_RULES = (
     sizes_divide_by_tp,
+    delta_net_heads_divide_by_tp_and_cp,
     experts_divide_by_ep,
     expert_mlps_divide_by_tp,
     experts_and_tensor_parallel_need_sequence_parallel,
@@ -478,9 +471,14 @@ def _dense_rows(hf: Mapping[str, Any]) -> dict[str, int]:
     return {"MLP rows (intermediate_size)": hf["intermediate_size"]} if has_dense_layers else {}
 
 
+def _delta_net_heads(hf: Mapping[str, Any]) -> dict[str, int]:
+    linear = linear_attention(hf)
+    return {"key heads of the gated delta nets": linear.key_heads} if linear else {}
+
+
 def _engine_sizes(hf: Mapping[str, Any]) -> list[int]:
     mixture, heads = experts(hf), kv_heads(hf)
-    rows = [*_dense_rows(hf).values(), *([mixture.intermediate] if mixture else [])]
+    rows = [*_dense_rows(hf).values(), *([mixture.intermediate] if mixture else []), *_delta_net_heads(hf).values()]
     sizes = divisors(gcd(hf["num_attention_heads"], *rows))
     return [tp for tp in sizes if heads % tp == 0 or tp % heads == 0]
 

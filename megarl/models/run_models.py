@@ -12,12 +12,12 @@ from megarl.config.model_schema import Role
 from megarl.config.schema import Config
 from megarl.core.errors import UserError
 from megarl.models.denoiser import DenoiserShape, is_denoiser, pixels_per_latent
-from megarl.models.folder import ModelNotLocal, read_config, read_local_config, resolve
-from megarl.models.huggingface import Experts, completed, experts, untrained_part
+from megarl.models.draft_rules import check_draft_model
+from megarl.models.folder import DRAFT_KEY, ModelNotLocal, read_config, read_local_config, resolve
+from megarl.models.huggingface import Experts, completed, experts, linear_attention, untrained_part
 from megarl.models.peft import check_adapter_config
 from megarl.models.rules import (
     check_critic_model,
-    check_draft_model,
     check_images,
     check_implicit_reward_model,
     check_model,
@@ -26,8 +26,6 @@ from megarl.models.rules import (
 from megarl.models.tokenizer import load_tokenizer
 from megarl.models.trained_model import trained_hf_config
 from megarl.models.weights_hash import weights_hash
-
-DRAFT_KEY = "rollout.speculative.path"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +85,12 @@ def find_models(config: Config) -> ModelFolders:
         draft=_draft(config, actor, hf_config),
     )
     _announce_untrained_parts(folders)
+    if not config.samples_images and linear_attention(completed(hf_config)) is not None:
+        print(
+            "model: gated delta nets carry a state along each sample, so samples do not share their prompt in "
+            f"training: each prompt is processed up to {config.trained_per_prompt} times per pass",
+            flush=True,
+        )
     return folders
 
 

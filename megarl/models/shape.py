@@ -4,20 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from megarl.core.errors import UserError
 from megarl.models.classifier import score_head_of
 from megarl.models.huggingface import (
     Experts,
     LatentAttention,
+    LinearAttention,
     completed,
     experts,
     kv_heads,
     latent_attention,
+    linear_attention,
     rotary_channels,
-    unsupported,
 )
+from megarl.models.unsupported import unsupported
+
+
+class LayerKind(NamedTuple):
+    """The properties in which a model's layers differ: whether the MLP is a mixture of experts, and whether attention
+    is linear."""
+
+    has_experts: bool
+    is_linear: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +58,7 @@ class ModelShape:
     fused: bool
     experts: Experts | None
     latent: LatentAttention | None
+    linear: LinearAttention | None = None
 
     @property
     def query(self) -> int:
@@ -68,6 +79,22 @@ class ModelShape:
         return self.kv_heads * self.head_dim
 
     @property
+    def has_output_gate(self) -> bool:
+        """Whether softmax attention multiplies its output by a gate, a second half of the query projection. Models with
+        gated delta nets do."""
+        return self.linear is not None
+
+    @property
+    def gated_query(self) -> int:
+        """Number of rows in the projection to queries and output gates."""
+        return 2 * self.query
+
+    @property
+    def softmax_layers(self) -> int:
+        """Number of layers whose attention compares every pair of tokens."""
+        return self.num_layers - (sum(self.linear.layers) if self.linear else 0)
+
+    @property
     def value(self) -> int:
         """Number of columns in the output projection."""
         return self.heads * (self.latent.value_dim if self.latent else self.head_dim)
@@ -85,13 +112,16 @@ class ModelShape:
     def has_experts(self, layer: int) -> bool:
         return self.experts is not None and self.experts.layers[layer]
 
+    def kind(self, layer: int) -> LayerKind:
+        return LayerKind(self.has_experts(layer), self.linear is not None and self.linear.layers[layer])
+
     @classmethod
     def of(cls, hf_config: Mapping[str, Any]) -> ModelShape:
         """Build the shape from a Hugging Face config.json. Raise a UserError if the model family is unknown, a key is
         missing or a feature is not supported."""
         model = _checked(hf_config)
         hidden, heads = _number(model, "hidden_size"), _number(model, "num_attention_heads")
-        family, latent = model["model_type"], latent_attention(model)
+        family, latent, linear = model["model_type"], latent_attention(model), linear_attention(model)
         # With latent attention, head_dim in config.json counts only the rotary channels of a head.
         head_dim = latent.content_dim + latent.position_dim if latent else model["head_dim"] or hidden // heads
         return cls(
@@ -109,10 +139,11 @@ class ModelShape:
             qkv_bias=family == "qwen2" or model["attention_bias"],
             attention_out_bias=family not in ("glm4_moe", "qwen2") and model["attention_bias"],
             mlp_bias=model["mlp_bias"],
-            qk_norm=family in ("qwen3", "qwen3_moe") or (family == "glm4_moe" and bool(model["use_qk_norm"])),
+            qk_norm=bool(linear or family in ("qwen3", "qwen3_moe") or (family == "glm4_moe" and model["use_qk_norm"])),
             fused=family == "phi3",
             experts=experts(model),
             latent=latent,
+            linear=linear,
         )
 
 

@@ -28,6 +28,53 @@ class Header(NamedTuple):
     shape: tuple[int, ...]
 
 
+class Place(NamedTuple):
+    """Where a folder stores a tensor: in a stored tensor of the same or another name.
+
+    Attributes:
+        expert: index on the first axis of a tensor that stacks all experts; None if the stored tensor is not stacked.
+        rows: the part of the rows that belongs to this tensor; None for all rows.
+    """
+
+    path: Path
+    stored: str
+    expert: int | None = None
+    rows: tuple[int, int] | None = None
+
+
+TEXT_PREFIX = "model.language_model."
+"""Prefix of the text model's tensors in the checkpoints of multimodal models, instead of "model."."""
+
+STACKED = {".experts.gate_up_proj": ("gate_proj", "up_proj"), ".experts.down_proj": ("down_proj",)}
+"""Suffix of a tensor that stacks all experts, [experts, rows, columns] -> the projections that its rows fuse."""
+
+
+def places(folder: Path) -> dict[str, Place]:
+    """Return the place of each tensor, by its name in the checkpoint of a text model with separate experts. Raise a
+    UserError if files are missing or damaged."""
+    found: dict[str, Place] = {}
+    for stored, path in files_by_tensor(folder).items():
+        name = f"model.{stored.removeprefix(TEXT_PREFIX)}" if stored.startswith(TEXT_PREFIX) else stored
+        suffix = next((suffix for suffix in STACKED if name.endswith(suffix)), None)
+        if suffix is None:
+            found[name] = Place(path, stored)
+            continue
+        with open_file(path, "numpy") as file:
+            shape = file.get_slice(stored).get_shape()
+        projections, prefix = STACKED[suffix], name.removesuffix(suffix)
+        # A damaged file may claim any number of experts if they have no elements.
+        if len(shape) != 3 or 0 in shape or shape[1] % len(projections):
+            raise UserError(
+                f"{path}: {stored} has shape {list(shape)}, which does not stack experts. Fix: download it again"
+            )
+        size = shape[1] // len(projections)
+        for expert in range(shape[0]):
+            for part, projection in enumerate(projections):
+                rows = (part * size, (part + 1) * size)
+                found[f"{prefix}.experts.{expert}.{projection}.weight"] = Place(path, stored, expert, rows)
+    return found
+
+
 def files_by_tensor(folder: Path) -> dict[str, Path]:
     """Return each tensor's file, by name. Raise a UserError if the folder has no safetensors weights or lacks files."""
     index, single = _index_and_single(folder)
@@ -77,16 +124,24 @@ def open_file(path: Path, framework: str) -> Any:
 
 
 def read_headers(folder: Path) -> dict[str, Header]:
-    """Return the headers of all tensors in the folder, by name. Raise a UserError if files are missing or damaged."""
-    files = files_by_tensor(folder)
-    headers = {}
-    for path in sorted(set(files.values())):
+    """Return the headers of all tensors in the folder, by name as in `places`. Raise a UserError if files are missing
+    or damaged."""
+    files = places(folder)
+    stored: dict[tuple[Path, str], Header] = {}
+    for path in sorted({place.path for place in files.values()}):
         with open_file(path, "numpy") as opened:
             for name in map(str, opened.keys()):
                 tensor = opened.get_slice(name)
-                headers[name] = Header(tensor.get_dtype(), tuple(tensor.get_shape()))
-    require_names(folder, headers.keys(), files)
-    return headers
+                stored[path, name] = Header(tensor.get_dtype(), tuple(tensor.get_shape()))
+    require_names(folder, [name for _, name in stored], [place.stored for place in files.values()])
+    return {name: _header(place, stored[place.path, place.stored]) for name, place in files.items()}
+
+
+def _header(place: Place, stored: Header) -> Header:
+    if place.rows is None:
+        return stored
+    start, stop = place.rows
+    return Header(stored.dtype, (stop - start, *stored.shape[2:]))
 
 
 def require_tensors(folder: Path, headers: Mapping[str, Header], shapes: Mapping[str, tuple[int, ...]]) -> None:

@@ -59,11 +59,12 @@ class RolloutTime:
 
 def kv_bytes(model: ModelParameters, tp: int, num_bytes: int) -> float:
     """Return the number of KV cache bytes per token on an engine rank. KV heads are split over the ranks, and
-    replicated if there are more ranks than heads. With latent attention, every rank holds the full latent vector."""
+    replicated if there are more ranks than heads. With latent attention, every rank holds the full latent vector. Gated
+    delta nets have a state per sequence, which is not counted, instead of keys and values."""
     shape = model.shape
     if shape.latent is not None:
         return shape.num_layers * shape.latent_and_position * num_bytes
-    return shape.num_layers * 2 * max(1, shape.kv_heads / tp) * shape.head_dim * num_bytes
+    return shape.softmax_layers * 2 * max(1, shape.kv_heads / tp) * shape.head_dim * num_bytes
 
 
 def engine_kv_bytes(config: Config, model: ModelParameters, draft: ModelParameters | None) -> float:

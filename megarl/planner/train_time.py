@@ -184,19 +184,24 @@ def _layers(
 
     Args:
         tensor: all-gather and reduce-scatter around attention and MLP: tokens · h · b · (tp − 1) / tp each.
-        context: all-gather of keys and values: (cp − 1) · tokens · 2 k / tp · b.
+        context: all-gather of keys and values: (cp − 1) · tokens · 2 k / tp · b. Gated delta nets exchange tokens for
+            heads and back instead: (cp − 1) / cp · tokens · rows / tp · b.
         expert: all-to-all that sends each token to its active experts and back. Ranks that share an expert gather its
             tokens: 2 · tokens / tp · active · h · b · ((ep − 1) / ep + etp − 1).
         pipeline: hidden states sent to the next stage, once per virtual stage.
     """
     shape, tp = model.shape, layout.tp
     hidden = tokens * shape.hidden * num_bytes
-    mixed = sum(held.layers)
+    mixed = sum(kind.has_experts for kind in held.layers)
+    linear = sum(kind.is_linear for kind in held.layers)
     plain = 2 * len(held.layers) - mixed  # attention and dense MLPs
     keys = shape.latent_and_position * tp if shape.latent else 2 * shape.key
+    gathered = (len(held.layers) - linear) * keys
+    if shape.linear is not None:
+        gathered += linear * (shape.linear.projected + shape.linear.per_token + shape.linear.values) / layout.cp
     volume = {
         "tensor": 2 * plain * hidden * (tp - 1) / tp,
-        "context": len(held.layers) * (layout.cp - 1) * tokens * keys / tp * num_bytes,
+        "context": (layout.cp - 1) * tokens * gathered / tp * num_bytes,
         "expert": 0.0,
         "pipeline": layout.vpp * hidden / tp if layout.pp > 1 else 0.0,
     }

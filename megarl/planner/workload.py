@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megarl.config.model_schema import Trained
@@ -74,7 +74,8 @@ def workload_of(
     """Return the work in one step of a recipe. See `TextWorkload.of` and `ImageWorkload.of`."""
     if isinstance(shape, DenoiserShape):
         return ImageWorkload.of(config, shape, prompt_tokens)
-    return TextWorkload.of(config, prompt_tokens, response_tokens)
+    workload = TextWorkload.of(config, prompt_tokens, response_tokens)
+    return replace(workload, is_recurrent=shape.linear is not None)
 
 
 def _counts(config: Config) -> dict[str, Any]:
@@ -102,12 +103,14 @@ class TextWorkload(Workload):
         context: maximum number of tokens per sample.
         longest_response: number of tokens in the longest response, for which the step waits.
         sharing: number of trained samples per prompt. A microbatch processes their common prompt only once.
+        is_recurrent: whether the model has recurrent states, so that each sample needs a copy of its prompt.
     """
 
     context: int
     response_tokens: float
     longest_response: float
     sharing: int
+    is_recurrent: bool = False
 
     @classmethod
     def of(
@@ -151,7 +154,8 @@ class TextWorkload(Workload):
         replica_samples = self.trained / self.updates / layout.dp
         capacity = (budget - self.prompt_tokens) / max(1.0, self.response_tokens)
         # With context parallelism, attention in Transformer Engine needs a copy of the prompt for each sample.
-        per_prompt = max(1.0, min(self.sharing, capacity, replica_samples)) if layout.cp == 1 else 1.0
+        shares = layout.cp == 1 and not self.is_recurrent
+        per_prompt = max(1.0, min(self.sharing, capacity, replica_samples)) if shares else 1.0
         prompt, response = self.prompt_tokens, self.response_tokens
         tokens = prompt / per_prompt + response
         count = max(1, -(-int(replica_samples * tokens) // budget))

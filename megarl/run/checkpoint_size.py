@@ -29,6 +29,9 @@ CUTS = 3
 """Number of extra parts of a matrix if a rank's range ends within a row. The matrix is then saved in four parts: the
 rows before, the two parts of that row, and the rows after."""
 
+SAVED_APART = {".linear_fc1.weight": 2, ".in_proj.weight": 6, ".conv1d.weight": 3}
+"""Suffix of a Megatron parameter that fuses several matrices -> their number. They are saved separately."""
+
 LOGGED_BYTES = 15
 """Bytes per response token in a rollout log: its text and its log-prob."""
 
@@ -80,11 +83,14 @@ def _model_bytes(config: Config, settings: Trained, hf_config: Mapping[str, Any]
         whole = config.algorithm.kl.renew_share == 1
         num_bytes += holder.shard.num_bytes if whole else sum(elements.values()) * FLOAT32
         copies = {name: number + 1 for name, number in copies.items()}
-    # Gate and up projections are a single parameter in Megatron but are saved separately.
-    parts = {name: elements[name] // rank[name] * (2 if ".linear_fc1.weight" in name else 1) for name in elements}
+    parts = {name: elements[name] // rank[name] * _num_matrices(name) for name in elements}
     ends = layout.world_size - layout.tp * layout.pp
     entries = sum(parts[name] * number for name, number in copies.items()) + ends * CUTS * (1 + ADAM_STATES)
     return num_bytes + entries * ENTRY_BYTES + layout.world_size * RANK_BYTES
+
+
+def _num_matrices(parameter: str) -> int:
+    return next((number for suffix, number in SAVED_APART.items() if suffix in parameter), 1)
 
 
 def _adapter_bytes(config: Config, layout: Layout, lora: Lora, hf_config: Mapping[str, Any]) -> int:

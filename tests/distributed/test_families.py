@@ -70,6 +70,23 @@ DEEPSEEK = dict(
     topk_group=2,
     routed_scaling_factor=2.5,
 )
+GATED_DELTA = dict(
+    vocab_size=128,
+    hidden_size=48,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    num_hidden_layers=4,
+    max_position_embeddings=64,
+    linear_num_key_heads=4,
+    linear_num_value_heads=8,
+    linear_key_head_dim=6,
+    linear_value_head_dim=10,
+    rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.25),
+)
+GATED_DELTA_EXPERTS = dict(
+    num_experts=8, num_experts_per_tok=3, moe_intermediate_size=20, shared_expert_intermediate_size=28
+)
 GLM = dict(
     vocab_size=128,
     hidden_size=48,
@@ -120,6 +137,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "DeepSeek-V3, YaRN": ("deepseek_v3", dict(rope_parameters=YARN | dict(mscale=1.0, mscale_all_dim=0.7))),
     "DeepSeek-V3, YaRN without mscale": ("deepseek_v3", dict(rope_parameters=YARN)),
     "DeepSeek-V3, direct queries, any group": ("deepseek_v3", dict(q_lora_rank=None, n_group=1, topk_group=1)),
+    "Qwen3.5": ("qwen3_5_text", dict(intermediate_size=72)),
+    "Qwen3.5, tied": ("qwen3_5_text", dict(intermediate_size=72, tie_word_embeddings=True)),
+    "Qwen3.5, experts": ("qwen3_5_moe_text", GATED_DELTA_EXPERTS),
+    "Qwen3-Next": ("qwen3_next", GATED_DELTA_EXPERTS | dict(intermediate_size=72, mlp_only_layers=[1])),
     "GLM-4.6": ("glm4_moe", {}),
     "GLM-4.5-Air": ("glm4_moe", dict(use_qk_norm=False, routed_scaling_factor=1.0)),
     "GLM, groups, no biases": (
@@ -130,6 +151,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Kimi K2, large epsilon": ("kimi_k2", KIMI | dict(rms_norm_eps=1e-2)),
     "Moonlight": ("deepseek_v3", MOONLIGHT),
 }
+SIZES = dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), GATED_DELTA)
+SIZES |= {"deepseek_v3": DEEPSEEK, "glm4_moe": GLM, "kimi_k2": DEEPSEEK}
+"""Sizes by model_type, DENSE for all others."""
 
 
 def logits(store, rank: int, config: Config, folder: Path, groups: list[Group]) -> dict[str, torch.Tensor]:
@@ -167,8 +191,7 @@ def transformers_logits(folder: Path, groups: list[Group]) -> dict[str, torch.Te
 
 def write(folder: Path, name: str) -> Path:
     model_type, changes = MODELS[name]
-    sizes = {"deepseek_v3": DEEPSEEK, "glm4_moe": GLM, "kimi_k2": DEEPSEEK}.get(model_type, DENSE)
-    return write_tiny_model(folder, model_type, **sizes | changes)
+    return write_tiny_model(folder, model_type, **SIZES.get(model_type, DENSE) | changes)
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +200,7 @@ def folder(request, tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "folder", exhaustive_but(MODELS, "Llama 3, tied", "Phi-3", "Mixtral", "DeepSeek-V3, YaRN"), indirect=True
+    "folder", exhaustive_but(MODELS, "Llama 3, tied", "Phi-3", "Mixtral", "DeepSeek-V3, YaRN", "Qwen3.5"), indirect=True
 )
 def test_logits_match_transformers(folder):
     [actual] = run_ranks(1, logits, config_of(folder), folder, GROUPS)
@@ -207,6 +230,15 @@ LAYOUTS = {
     "DeepSeek-V3, YaRN: EP2, TP2, ETP1": "tp: 2, sequence_parallel: true, ep: 2, etp: 1",
     "DeepSeek-V3, YaRN: CP2": "cp: 2",
     "DeepSeek-V3, direct queries, any group: TP2, SP": "tp: 2, sequence_parallel: true",
+    "Qwen3.5: TP2": "tp: 2",
+    "Qwen3.5: TP2, SP": "tp: 2, sequence_parallel: true",
+    "Qwen3.5, tied: PP2": "pp: 2",
+    "Qwen3.5: CP2": "cp: 2",
+    "Qwen3.5: TP2, CP2, SP": "tp: 2, cp: 2, sequence_parallel: true",
+    "Qwen3.5, experts: EP2, TP2, ETP1": "tp: 2, sequence_parallel: true, ep: 2, etp: 1",
+    "Qwen3.5, experts: EP2, CP2": "cp: 2, ep: 2",
+    "Qwen3-Next: TP2, SP": "tp: 2, sequence_parallel: true",
+    "Qwen3-Next: PP2, EP2": "pp: 2, dp: 2, ep: 2",
     "GLM-4.6: TP2, SP": "tp: 2, sequence_parallel: true",
     "GLM-4.6: PP2, EP2": "pp: 2, ep: 2, dp: 2, first_stage_layers: 2",
     "GLM-4.5-Air: EP2, TP2, ETP1": "tp: 2, sequence_parallel: true, ep: 2, etp: 1",
@@ -228,6 +260,7 @@ LAYOUTS = {
     exhaustive_but(
         LAYOUTS,
         *("Llama, all biases: TP3, SP", "Phi-3: TP3, SP", "Qwen3: TP3"),
+        *("Qwen3.5: TP2", "Qwen3.5: CP2", "Qwen3-Next: PP2, EP2"),
         *("DeepSeek-V3: PP2, TP2, SP", "DeepSeek-V3, YaRN: CP2", "GLM-4.5-Air: EP2, TP2, ETP1"),
     ),
 )

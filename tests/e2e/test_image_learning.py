@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,9 +18,11 @@ import pytest
 from tests.e2e.run import MEGARL
 from tests.paths import CONFIGS, OCR, ROOT
 from tests.tiny_flow import tiny_flow_model
+from tools.benchmarks import figures
+from tools.benchmarks.benchmark import machine
 
 pytestmark = [pytest.mark.slow, pytest.mark.learn, pytest.mark.timeout(3600)]
-LEARNING_S = 3000
+LEARNING_S, SEEDS = 3000, range(3)
 CASES = {
     "window": (),
     "window, KL": ("algorithm.kl.coefficient=0.02",),
@@ -56,6 +60,18 @@ class Judged(NamedTuple):
     ocr: tuple[float, float]
 
 
+@pytest.fixture(scope="module")
+def table() -> Iterator[dict[str, dict[int, Judged]]]:
+    """Case -> seed -> result. When all have run, write image_learning.json and the documentation's tables."""
+    rows: dict[str, dict[int, Judged]] = {name: {} for name in (*CASES, *OBJECTIVES)}
+    yield rows
+    if all(len(rows[case]) == len(SEEDS) for case in CASES) and all(rows[name] for name in OBJECTIVES):
+        runs = {name: [judged._asdict() for _, judged in sorted(seeds.items())] for name, seeds in rows.items()}
+        result = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "machine": machine(), "runs": runs}
+        (figures.RESULTS / "image_learning.json").write_text(json.dumps(result, indent=2) + "\n")
+        figures.write()
+
+
 def trained(folder: Path, seed: int, *overrides: str) -> Judged:
     """Run the recipe in a folder and evaluate it before and after."""
     (folder / "tiny-flow").symlink_to(tiny_flow_model())
@@ -76,10 +92,10 @@ def trained(folder: Path, seed: int, *overrides: str) -> Judged:
     return judged
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("case", CASES)
-def test_images_improve(tmp_path, case, seed):
-    judged = trained(tmp_path, seed, *CASES[case])
+def test_images_improve(tmp_path, table, case, seed):
+    judged = table[case][seed] = trained(tmp_path, seed, *CASES[case])
     gains = judged.rule[1] - judged.rule[0], judged.ocr[1] - judged.ocr[0]
     if case == "permuted rewards":
         assert max(gains) < 0.08
@@ -88,6 +104,6 @@ def test_images_improve(tmp_path, case, seed):
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_objective_improves_images(tmp_path, name):
-    judged = trained(tmp_path, 0, *OBJECTIVES[name])
+def test_objective_improves_images(tmp_path, table, name):
+    judged = table[name][0] = trained(tmp_path, 0, *OBJECTIVES[name])
     assert min(judged.rule[1] - judged.rule[0], judged.ocr[1] - judged.ocr[0]) > 0.12

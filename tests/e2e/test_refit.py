@@ -409,6 +409,20 @@ YARN = dict(
     mscale=1.0,
     mscale_all_dim=1.0,
 )
+# vLLM's CPU kernels for experts need a hidden size that is a multiple of 32.
+GATED_DELTA = dict(
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    num_hidden_layers=4,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=24,
+    linear_value_head_dim=16,
+    rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.25),
+)
+GATED_DELTA_EXPERTS = GATED_DELTA | dict(
+    num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32
+)
 GLM = dict(
     moe_intermediate_size=64,
     n_routed_experts=4,
@@ -444,6 +458,9 @@ MODELS = {
         LATENT | dict(q_lora_rank=None, rope_parameters=YARN),
         STAGES,
     ),
+    "Qwen3.5": ("qwen3_5_text", GATED_DELTA, ROWS),
+    "Qwen3.5, experts": ("qwen3_5_moe_text", GATED_DELTA_EXPERTS, EXPERTS_OF_ROWS),
+    "Qwen3-Next": ("qwen3_next", GATED_DELTA_EXPERTS, STAGES),
     "GLM-4.6": ("glm4_moe", GLM | TWO_GROUPS | dict(use_qk_norm=True), EXPERTS_OF_ROWS),
     "GLM-4.5-Air": ("glm4_moe", GLM, EXPERTS),
     "Kimi K2": (
@@ -458,9 +475,9 @@ OVER_TWO_WORKERS = (
     *("Llama, tied", "Llama, all biases", "Qwen3, experts", "Qwen3, experts that vLLM pads", "DeepSeek-V3"),
     "GLM-4.6",
 )
-EVERY_TIME = {("Qwen3, experts that vLLM pads", 1), ("Llama, tied", 1)}
-"""Padded experts, and tied dense weights with adapters. The other cases are exhaustive. An engine with two workers is
-in the cluster test of colocated PPO, and a refit of running requests in test_rollouts_ahead.py."""
+EVERY_TIME = {("Qwen3, experts that vLLM pads", 1), ("Llama, tied", 1), ("Qwen3.5", 1)}
+"""Padded experts, tied dense weights with adapters, and gated delta nets. The others are exhaustive. An engine with two
+workers is in the cluster test of colocated PPO, and a refit of running requests in test_rollouts_ahead.py."""
 
 CASES = [
     pytest.param(name, tp, marks=() if (name, tp) in EVERY_TIME else pytest.mark.exhaustive)
@@ -469,6 +486,8 @@ CASES = [
 IN_FLIGHT = [("Qwen3", 1), ("Llama, tied", 2)]
 REPLAYED = [("Qwen3, experts", 2), ("Qwen3, experts that vLLM pads", 1)]
 FLOAT16 = [("Mistral", 1), ("GLM-4.5-Air", 1)]
+BFLOAT16 = [("Qwen3-Next", 1)]
+"""vLLM would pack a convolution of this dtype for its CPU kernels."""
 ADAPTED = [("Llama, tied", 1), ("Qwen3, experts", 1)]
 """Cases that train adapters, which every refit merges. The same models with two workers train all weights."""
 
@@ -530,6 +549,7 @@ def test_engine_after_two_refits_equals_fresh_engine(tmp_path, remotes, name, tp
     adapters = ["actor.lora.rank=4"] if (name, tp) in ADAPTED else []
     scaled = "actor.megatron_overrides.optimizer.initial_loss_scale=256.0"
     float16 = ["model.dtype=float16", scaled] if (name, tp) in FLOAT16 else []
+    float16 += ["model.dtype=bfloat16"] if (name, tp) in BFLOAT16 else []
     config = config_of(folder, layout, tp, [*truncated, *routes, *adapters, *float16])
     hf_config, dtype, agreement = read_config(folder), config.model.dtype, ROUNDING[config.model.dtype]
     trainers = Trainers(remotes, config, folder, tmp_path / "store")

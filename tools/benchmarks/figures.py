@@ -29,7 +29,7 @@ RESULTS = FOLDER / "results"
 WIDTH = 120
 PAGES: dict[str, tuple[str, ...]] = {
     "README.md": ("headlines",),
-    "configs/README.md": ("learning", "published", "recipes"),
+    "configs/README.md": ("learning", "image_learning", "published", "recipes"),
     "tools/benchmarks/README.md": ("figures", "gpu"),
 }
 """Page -> its blocks, each with a template."""

@@ -39,11 +39,11 @@ from megarl.step.dispatch import dispatch
 from tests.tiny_image_model import PIXELS_PER_LATENT, load_pipeline, write_tiny_image_model
 
 TRANSFORMER = {
-    "dim": 512,
+    "dim": 256,
     "n_layers": 6,
     "n_heads": 8,
     "n_kv_heads": 8,
-    "axes_dims": [16, 24, 24],
+    "axes_dims": [8, 12, 12],
     "axes_lens": [1024, 64, 64],
 }
 LATENTS, PATCH = 32, 2

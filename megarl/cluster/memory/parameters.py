@@ -35,7 +35,7 @@ class ModelParameters:
     def of_stage(self, layout: Layout, stage: int) -> RankParameters:
         """Return the parameter counts of a pipeline stage's ranks. Raise UserError for an uneven split of the model."""
         layers = [layer for chunk in self._chunks(layout) for layer in chunk[stage]]
-        kinds = tuple(self.shape.has_experts(layer) for layer in layers)
+        kinds = tuple(self.shape.kind(layer) for layer in layers)
         key = (layout.tp, layout.ep, layout.expert_tp, kinds, stage == 0, stage == layout.pp - 1)
         if key not in self._stages:
             rank = stage * layout.tp * layout.cp * layout.dp

@@ -11,8 +11,8 @@ from typing import Any, Literal
 from megarl.config.model_schema import Layout, Lora
 from megarl.config.schema import Config
 from megarl.models.denoiser import DenoiserShape, StableDiffusion3Shape, shape_of
-from megarl.models.huggingface import Experts, LatentAttention
-from megarl.models.shape import ModelShape
+from megarl.models.huggingface import Experts, LatentAttention, LinearAttention
+from megarl.models.shape import LayerKind, ModelShape
 from megarl.ops.tile import TILE
 from megarl.resharding.families import megatron_holder
 from megarl.resharding.families.adapters import EXPERTS, NOT_ADAPTED, SHARED, adapter_holder
@@ -20,6 +20,9 @@ from megarl.resharding.families.z_image import CAPTION_STACK
 
 Recompute = Literal["none", "selective", "full"]
 FLOAT32 = 4
+
+DECAY = ".self_attention.A_log"
+"""Suffix of a parameter that only gated delta nets have."""
 
 
 def item_bytes(config: Config) -> int:
@@ -61,7 +64,7 @@ class RankParameters:
         count: number of all parameters, including vocabulary padding.
         experts: number of parameters in routed experts.
         matrices: number of elements in the layers' weight matrices, without routers and modulations.
-        layers: for each layer on the rank, whether it has experts. A denoiser's refiners of images count as layers and
+        layers: the kind of each layer on the rank. A denoiser's refiners of images count as layers and
             its refiners of captions do not, because together they process each token once.
         is_last: whether the rank is on the last stage, which has the final norm or the output layer.
         adapters: number of adapter parameters, which are then the only trained ones; None without adapters.
@@ -72,7 +75,7 @@ class RankParameters:
     count: int
     experts: int
     matrices: int
-    layers: tuple[bool, ...]
+    layers: tuple[LayerKind, ...]
     is_last: bool
     adapters: int | None = None
     expert_adapters: int = 0
@@ -102,7 +105,7 @@ class RankParameters:
             adapters = sum(map(prod, factors.values()))
             expert_adapters = sum(prod(s) for name, s in factors.items() if EXPERTS in name and SHARED not in name)
         sizes = {name: prod(size) for name, size in holder.shapes.items()}
-        matrices = [name for name, size in holder.shapes.items() if ".layers." in name and len(size) > 1]
+        matrices = [name for name, size in holder.shapes.items() if ".layers." in name and len(size) == 2]
         return cls(
             count=sum(sizes.values()),
             experts=sum(size for name, size in sizes.items() if EXPERTS in name),
@@ -183,14 +186,19 @@ def forward_bytes(
     """Return the memory in bytes that a forward-only pass needs on a rank: the largest layer's activations, input and
     output and, on the last stage, the head's tensors."""
     rank_tokens, sequence = -(-num_tokens // layout.cp), layout.tp if layout.sequence_parallel else 1
-    layers = [layer_bytes(shape, layout, num_bytes, has_experts=mixed) for mixed in set(held.layers)]
+    layers = [layer_bytes(shape, layout, num_bytes, "none", *kind) for kind in set(held.layers)]
     hidden = 2 * shape.hidden * num_bytes / sequence
     head = _head(shape, layout, rank_tokens, -(-num_rows // layout.cp), num_bytes) if held.is_last else 0
     return round(rank_tokens * (max(layers, default=0) + hidden)) + head
 
 
 def layer_bytes(
-    shape: ModelShape, layout: Layout, num_bytes: int, recompute: Recompute = "none", has_experts: bool = False
+    shape: ModelShape,
+    layout: Layout,
+    num_bytes: int,
+    recompute: Recompute = "none",
+    has_experts: bool = False,
+    is_linear: bool = False,
 ) -> float:
     """Return the number of bytes that a layer keeps per token until its backward pass.
 
@@ -224,6 +232,8 @@ def layer_bytes(
     if recompute == "full":
         return shape.hidden * num_bytes / sequence
     attention = _attention if shape.latent is None else partial(_latent_attention, shape.latent)
+    if is_linear and shape.linear is not None:
+        attention = partial(_linear_attention, shape.linear)
     kept = norms + linear + attention(shape, layout, num_bytes)
     if is_sd3 and shape.dual_layers:
         share = len(shape.dual_layers) / shape.num_layers if layout.pp == 1 else 1.0
@@ -249,7 +259,26 @@ def _attention(shape: ModelShape, layout: Layout, num_bytes: int) -> float:
     if not shape.qk_norm:
         return kept
     inputs = 2 * (shape.query + shape.key) * num_bytes
+    if shape.has_output_gate:
+        inputs += 2 * shape.query * num_bytes + shape.query * FLOAT32  # the gates, the gated output, the gates' sigmoid
     return kept + (inputs + (shape.heads + shape.kv_heads) * FLOAT32) / layout.tp
+
+
+def _linear_attention(linear: LinearAttention, shape: ModelShape, layout: Layout, num_bytes: int) -> float:
+    """Return the bytes per token in a gated delta net.
+
+    With k key rows, v value rows, c = 2k + v channels and n value heads of d key channels each:
+
+    (3c + v) · b                inputs and outputs of the convolution and of the norm of queries and keys, and gates
+    (2nd + v) · b + 64n · b     inputs of the delta rule, with queries and keys for every value head, and the inverse of
+                                the system of each chunk of 64 tokens
+    2v · b + v · 4 + 3n · 4     outputs of the delta rule and of the gated norm, the gates' SiLU, decays and step sizes
+
+    Context parallelism splits the heads instead of the tokens, which amounts to the same number of bytes.
+    """
+    rows = 3 * linear.channels + 4 * linear.values + linear.value_heads * (2 * linear.key_dim + 64)
+    precise = linear.values + 3 * linear.value_heads
+    return (rows * num_bytes + precise * FLOAT32) / layout.tp
 
 
 def _latent_attention(latent: LatentAttention, shape: ModelShape, layout: Layout, num_bytes: int) -> float:
@@ -296,26 +325,27 @@ def layers_in_flight(layout: Layout, stage: int, num_layers: int, num_microbatch
     return num_layers / layout.vpp * min(ahead, num_microbatches * layout.vpp)
 
 
-def _layers(names: Iterable[str]) -> list[bool]:
-    """Return whether each layer has experts, for the layers to which the named parameters belong."""
-    layers: dict[str, bool] = {}
+def _layers(names: Iterable[str]) -> list[LayerKind]:
+    """Return the kind of each layer to which the named parameters belong."""
+    layers: dict[str, LayerKind] = {}
     for name in names:
         before, _, after = name.partition(".layers.")
         if after and CAPTION_STACK not in before:
             layer = f"{before}.{after.partition('.')[0]}"
-            layers[layer] = layers.get(layer, False) or EXPERTS in name
+            mixed, linear = layers.get(layer, LayerKind(False, False))
+            layers[layer] = LayerKind(mixed or EXPERTS in name, linear or DECAY in name)
     return list(layers.values())
 
 
-def _activations(shape, layout, has_experts, in_flight, rank_tokens, num_bytes, recompute) -> int:
-    """Return the size of the activations in a stage's layers, in bytes. `has_experts` has one flag per layer. With
+def _activations(shape, layout, layers, in_flight, rank_tokens, num_bytes, recompute) -> int:
+    """Return the size of the activations in a stage's layers, in bytes. `layers` has one kind per layer. With
     recomputation, only one layer at a time holds the activations that it would keep without recomputation."""
-    if not has_experts:
+    if not layers:
         return 0
-    kinds = set(has_experts)
-    kept = {mixed: layer_bytes(shape, layout, num_bytes, recompute, mixed) for mixed in kinds}
-    recomputed = max(layer_bytes(shape, layout, num_bytes, has_experts=mixed) - kept[mixed] for mixed in kinds)
-    return round(rank_tokens * (sum(kept[mixed] for mixed in has_experts) / len(has_experts) * in_flight + recomputed))
+    kinds = set(layers)
+    kept = {kind: layer_bytes(shape, layout, num_bytes, recompute, *kind) for kind in kinds}
+    recomputed = max(layer_bytes(shape, layout, num_bytes, "none", *kind) - kept[kind] for kind in kinds)
+    return round(rank_tokens * (sum(kept[kind] for kind in layers) / len(layers) * in_flight + recomputed))
 
 
 def _head(shape, layout, rank_tokens, rank_rows, num_bytes) -> int:

@@ -25,6 +25,10 @@ from megarl.core.proxies import LOOPBACK, bypass_proxies
 DEADLINE_S = 15
 """Seconds from the end of an interrupt's grace period until the child is killed, because a call may hang."""
 
+POLL_S = 0.1
+"""Interval at which the parent looks whether the child has exited. Python handles a signal that arrives just before a
+blocking call only after the call, so the parent must not block until the child exits."""
+
 INTERRUPTED = "interrupted; stopping the run"
 
 
@@ -109,11 +113,12 @@ def _guard(child: int, scratch: Path, signals: Collection[int], grace_s: float) 
     if signal.getsignal(signal.SIGTSTP) != signal.SIG_IGN:
         signal.signal(signal.SIGTSTP, stop)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
-    _, status = os.waitpid(child, 0)
+    while not (exited := os.waitpid(child, os.WNOHANG))[0]:
+        time.sleep(POLL_S)
     for number in (*signals, signal.SIGALRM):
         signal.signal(number, signal.SIG_IGN)
     _end(scratch)
-    code = os.waitstatus_to_exitcode(status)
+    code = os.waitstatus_to_exitcode(exited[1])
     if signaled_at and code in (-signal.SIGINT, -signal.SIGTERM, -signal.SIGHUP):
         _print_error(INTERRUPTED)  # the child received the signal before it could handle it
         return 130

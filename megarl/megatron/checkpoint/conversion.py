@@ -169,9 +169,10 @@ def _is_unused(name: str, hf_config: Mapping[str, Any]) -> bool:
     head, constants, and parts of omitted layers."""
     model = canonical_of(hf_config).model
     tied_head = name == HEAD and (model.tied or score_head_of(hf_config) is not None)
-    layer = name.removeprefix("model.layers.").split(".")[0]
-    beyond = untrained_part(hf_config) is not None and layer.isdecimal() and int(layer) >= model.num_layers
-    return tied_head or beyond or name.endswith("rotary_emb.inv_freq")
+    layer, has_other_parts = name.removeprefix("model.layers.").split(".")[0], untrained_part(hf_config) is not None
+    beyond = layer.isdecimal() and int(layer) >= model.num_layers
+    other_part = has_other_parts and (beyond or name.startswith(("mtp.", "model.visual.")))
+    return tied_head or other_part or name.endswith("rotary_emb.inv_freq")
 
 
 def _checked_plan(source: Holder, destination: Holder) -> Plan:

@@ -232,7 +232,7 @@ class ThreadStrategy(TorchDistSaveShardedStrategy):
     """A save strategy that writes from a thread. Megatron's own strategy forks, which is unsafe in a process with torch
     and Ray threads, and it keeps one manager process per rank."""
 
-    def async_save(self, sharded_state_dict, checkpoint_dir, *_) -> AsyncRequest:
+    def async_save(self, sharded_state_dict, checkpoint_dir, async_strategy="mcore") -> AsyncRequest:
         """Return a request that writes the tensors. They are in host memory and do not change."""
         keyed, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
         state = mcore_to_pyt_state_dict(keyed)

@@ -8,18 +8,18 @@ from typing import Any
 import torch.nn.functional as F
 
 from megarl.models.denoiser import DenoiserShape, StableDiffusion3Shape, shape_of
-from megarl.models.huggingface import Experts, completed, rope_parameters
+from megarl.models.huggingface import completed, rope_parameters
 from megarl.models.shape import ModelShape
 
 FORM = (
     *("activation_func_clamp_value", "apply_query_key_layer_scaling", "apply_residual_connection_post_layernorm"),
     *("attention_output_gate", "experimental_attention_variant", "glu_linear_offset", "heterogeneous_block_specs"),
     *("is_hybrid_model", "kv_lora_rank", "layernorm_zero_centered_gamma", "linear_attention_freq"),
-    *("moe_apply_probs_on_input", "moe_ffn_hidden_size", "moe_latent_size", "moe_layer_freq"),
-    *("moe_router_enable_expert_bias", "moe_router_force_load_balancing", "moe_router_group_topk"),
-    *("moe_router_num_groups", "moe_router_pre_softmax", "moe_router_score_function", "moe_router_topk"),
-    *("moe_router_force_biased", "moe_router_topk_limited_devices", "moe_router_topk_scaling_factor"),
-    "moe_shared_expert_gate",
+    *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_num_key_heads", "linear_num_value_heads"),
+    *("linear_value_head_dim", "moe_apply_probs_on_input", "moe_ffn_hidden_size", "moe_latent_size", "moe_layer_freq"),
+    *("moe_router_enable_expert_bias", "moe_router_force_biased", "moe_router_force_load_balancing"),
+    *("moe_router_group_topk", "moe_router_num_groups", "moe_router_pre_softmax", "moe_router_score_function"),
+    *("moe_router_topk", "moe_router_topk_limited_devices", "moe_router_topk_scaling_factor", "moe_shared_expert_gate"),
     *("moe_shared_expert_intermediate_size", "multi_latent_attention", "no_rope_freq", "num_moe_experts"),
     *("qk_l2_norm", "rotary_interleaved", "softmax_scale", "softmax_type", "window_attn_skip_freq", "window_size"),
 )
@@ -63,6 +63,7 @@ def _language_model(shape: ModelShape, model: Mapping[str, Any]) -> dict[str, An
     return dict(
         **_experts(shape, model),
         **_latent_attention(shape, model),
+        **_linear_attention(shape),
         layernorm_epsilon=model["rms_norm_eps"],
         gated_linear_unit=True,
         activation_func=F.silu,
@@ -81,11 +82,13 @@ def _experts(shape: ModelShape, model: Mapping[str, Any]) -> dict[str, Any]:
         moe_router_topk=shape.experts.active,
         # Normalizing the top-k weights is equivalent to a softmax over the chosen experts only.
         moe_router_pre_softmax=not model.get("norm_topk_prob", True),
-        **(_deepseek_router(shape.experts, model) if shape.experts.has_selection_bias else {}),
+        moe_shared_expert_intermediate_size=shape.experts.shared_intermediate or None,
+        moe_shared_expert_gate=shape.experts.has_shared_gate,
+        **(_deepseek_router(model) if shape.experts.has_selection_bias else {}),
     )
 
 
-def _deepseek_router(experts: Experts, model: Mapping[str, Any]) -> dict[str, Any]:
+def _deepseek_router(model: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields for DeepSeek's router: sigmoid scores, with a bias that affects only the selection. The router
     first selects expert groups, then experts within them (arXiv 2412.19437)."""
     limited = model["n_group"] > model["topk_group"]
@@ -96,7 +99,25 @@ def _deepseek_router(experts: Experts, model: Mapping[str, Any]) -> dict[str, An
         moe_router_num_groups=model["n_group"] if limited else None,
         moe_router_group_topk=model["topk_group"] if limited else None,
         moe_router_dtype="fp32",
-        moe_shared_expert_intermediate_size=experts.shared_intermediate or None,
+    )
+
+
+def _linear_attention(shape: ModelShape) -> dict[str, Any]:
+    """Return the fields for models with gated delta net layers. Their full attention has an output gate, and all norms
+    except the one after the delta rule store their weight minus one."""
+    linear = shape.linear
+    if linear is None:
+        return {}
+    return dict(
+        experimental_attention_variant="gated_delta_net",
+        linear_attention_freq=[int(is_linear) for is_linear in linear.layers],
+        linear_conv_kernel_dim=linear.width,
+        linear_key_head_dim=linear.key_dim,
+        linear_value_head_dim=linear.value_dim,
+        linear_num_key_heads=linear.key_heads,
+        linear_num_value_heads=linear.value_heads,
+        attention_output_gate=shape.has_output_gate,
+        layernorm_zero_centered_gamma=True,
     )
 
 

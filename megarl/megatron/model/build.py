@@ -84,6 +84,7 @@ def build_model(
         attach: function that adds modules to the chunks before DDP wraps them.
         logits_dtype: logits dtype in a language model's head, as in log_prob_and_entropy.
     """
+    check_delta_net_kernels(settings.section, ModelShape.of(hf_config))
     config = transformer_config(settings, hf_config, dtype)
     chunks = [build_chunk(config, hf_config, stage, context_length) for stage in range(settings.layout.vpp)]
     for chunk in chunks:
@@ -230,6 +231,15 @@ def check_dispatcher(key: str, fields: dict[str, Any], layout: Layout) -> None:
         wrong = "each rank in the layout has all experts (ep=1, etp=1), so there are no tokens to dispatch"
     if wrong is not None:
         raise UserError(f"{key}.moe_token_dispatcher_type=flex: {wrong}. Fix: remove the key to use alltoall")
+
+
+def check_delta_net_kernels(section: str, shape: ModelShape) -> None:
+    """Raise a UserError if the model has gated delta nets and this GPU's environment lacks their kernels."""
+    if shape.linear is not None and device.on_cuda() and importlib.util.find_spec("fla") is None:
+        raise UserError(
+            f"{section}: the model's gated delta net layers require the package flash-linear-attention on a GPU. Fix: "
+            "run pip install flash-linear-attention"
+        )
 
 
 def data_parallel_config(settings: Placed) -> DistributedDataParallelConfig:

@@ -172,7 +172,8 @@ def replace_output_layer(
     layer. `temperature` and `logits_dtype` apply to a language model's head, as in log_prob_and_entropy."""
     if not model.post_process:
         return
-    score_head, layer = score_head_of(hf_config), model.output_layer
+    score_head = score_head_of(hf_config)
+    layer: Any = model.output_layer  # one of Megatron's classes or Transformer Engine's
     if score_head is not None:
         scores = ScoreLayer(score_head, model.config, layer.tp_group)
         model.output_layer = scores  # pyright: ignore[reportAttributeAccessIssue]  # inferred from Megatron's assignment

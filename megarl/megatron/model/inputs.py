@@ -40,8 +40,9 @@ class ModelInput:
     num_rows: int
 
     @classmethod
-    def of(cls, batch: TokenBatch, sequence_parallel: bool) -> ModelInput:
-        shares = context_shares(batch)
+    def of(cls, batch: TokenBatch, sequence_parallel: bool, splits_documents: bool) -> ModelInput:
+        """Prepare a microbatch. `splits_documents`: see `context_shares`."""
+        shares = context_shares(batch, splits_documents)
         numbers, places = shares.rows(batch)
         rows = batch.take_rows(numbers)
         return cls(
@@ -72,7 +73,7 @@ def _attention(batch: TokenBatch, shares: ContextShares) -> PackedDocuments:
     num_tokens, is_fused = len(batch.tokens), uses_transformer_engine()
     if is_fused and len(batch.document_tokens) == num_tokens:
         longest, bounds = int(batch.boundaries.diff().max()), device.send(batch.boundaries, batch.tokens.device)
-        return PackedDocuments("thd", bounds, bounds, max_seqlen_q=longest, max_seqlen_kv=longest)
+        return PackedDocuments("thd", bounds, bounds, max_seqlen_q=longest, max_seqlen_kv=longest, boundaries=bounds)
     # Megatron's rotary embedding reads the boundaries on the host, for queries and keys in every layer.
     whole = torch.tensor([0, num_tokens], dtype=torch.int32, device=batch.tokens.device if is_fused else "cpu")
     parts = (shares.local, shares.all) if len(shares.places) > 1 else ()
@@ -86,4 +87,5 @@ def _attention(batch: TokenBatch, shares: ContextShares) -> PackedDocuments:
         max_seqlen_kv=num_tokens,
         documents=describe(batch.document_tokens, batch.boundaries, *parts, device=batch.tokens.device),
         positions=batch.positions[shares.sequence],
+        boundaries=device.send(batch.boundaries, batch.tokens.device),
     )

@@ -14,12 +14,19 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
@@ -31,7 +38,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from megarl.core import device
 from megarl.megatron import parallel
-from megarl.models.shape import ModelShape
+from megarl.models.shape import LayerKind, ModelShape
 from megarl.ops.packed_attention import Documents, packed_attention
 from megarl.ops.shared_attention import shared_attention
 from megarl.ops.swiglu import swiglu
@@ -46,18 +53,28 @@ class PackedDocuments(PackedSeqParams):
         documents: input to our attention, built once for all layers; None if Transformer Engine's attention is used.
         positions: int64 [T], token positions for the rotary embedding, in the order in which Megatron splits the pack
             over context-parallel ranks; None derives them from the document boundaries.
+        boundaries: int32 [D + 1], the documents' boundaries for layers with a recurrent state.
     """
 
     documents: Documents | BlockMask | None = None
     positions: torch.Tensor | None = None
+    boundaries: torch.Tensor | None = None
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm, marked so that Megatron sums the weight's gradient over sequence-parallel ranks."""
+    """torch's RMSNorm, marked so that Megatron sums the weight's gradient over sequence-parallel ranks. If the config
+    says so, the weight is stored minus one."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.is_zero_centered = config.layernorm_zero_centered_gamma
         parallel.mark(self.weight, sequence_parallel=config.sequence_parallel)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.is_zero_centered:
+            return super().forward(x)
+        # As in transformers, the sum is not rounded to the model's dtype.
+        return F.rms_norm(x.float(), self.normalized_shape, 1.0 + self.weight.float(), self.eps).type_as(x)
 
 
 class ReplicatedLinear(torch.nn.Linear):
@@ -111,9 +128,40 @@ class LatentAttention(multi_latent_attention.MLASelfAttention):
     """Latent attention with the norms and projections from the layer spec. Megatron's own resolver requires a norm for
     queries if key-value latents have one, but queries without a latent have none."""
 
-    def _resolve_qk_norm_config(self, submodules: multi_latent_attention.MLASelfAttentionSubmodules) -> dict[str, type]:
+    def _resolve_qk_norm_config(self, submodules: multi_latent_attention.MLASelfAttentionSubmodules) -> dict[str, Any]:
         names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
         return {name: getattr(submodules, name) for name in names}
+
+
+class HeadNorm(torch.nn.RMSNorm):
+    """The norm of a gated delta net's heads, whose weight is not stored minus one. Each tensor-parallel rank normalizes
+    other heads, so the weight's gradient is summed over these ranks, with or without sequence parallelism."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_):
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = copy_to_tensor_model_parallel_region(self.weight, group=parallel.tensor_group(is_expert=False))
+        return F.rms_norm(x, self.normalized_shape, weight, self.eps)
+
+
+class DeltaNet(GatedDeltaNet):
+    """Megatron's gated delta net, whose states start at zero in each document of a pack and whose decay is float32.
+
+    On CPU, megarl.megatron.cpu_support replaces flash-linear-attention's kernels. Context-parallel ranks exchange
+    tokens for heads, so that each rank processes whole documents.
+    """
+
+    def __init__(self, config: TransformerConfig, *args, **kwargs):
+        super().__init__(config, *args, **kwargs)
+        self.A_log = torch.nn.Parameter(self.A_log.detach().float())
+        parallel.mark(self.A_log, tensor_model_parallel=True, partition_dim=0)
+
+    def forward(self, hidden_states, *args, packed_seq_params: PackedDocuments, **kwargs):
+        bounds = packed_seq_params.boundaries
+        assert bounds is not None, "the microbatch was prepared for a model without recurrent states"
+        documents = PackedSeqParams("thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds)
+        return super().forward(hidden_states, *args, packed_seq_params=documents, **kwargs)
 
 
 def uses_transformer_engine() -> bool:
@@ -121,10 +169,22 @@ def uses_transformer_engine() -> bool:
     return device.on_cuda() and importlib.util.find_spec("transformer_engine") is not None
 
 
-def can_share_prompts(context_ranks: int) -> bool:
+def is_recurrent(config: TransformerConfig) -> bool:
+    """Return whether the model has layers with a recurrent state."""
+    return config.experimental_attention_variant == "gated_delta_net"
+
+
+def splits_documents(is_recurrent: bool) -> bool:
+    """Return whether context parallelism cuts each document separately, which requires document lengths that are
+    multiples of 2 · cp. Our attention alone cuts the pack as a whole."""
+    return is_recurrent or uses_transformer_engine()
+
+
+def can_share_prompts(context_ranks: int, is_recurrent: bool) -> bool:
     """Return whether documents in a pack may share a prompt. Under context parallelism only Transformer Engine's
-    attention splits documents over ranks, and it requires consecutive documents."""
-    return context_ranks == 1 or not uses_transformer_engine()
+    attention splits documents over ranks, and it requires consecutive documents. A recurrent state depends
+    on the order of tokens in the pack, so each document needs its own copy of the prompt."""
+    return not is_recurrent and (context_ranks == 1 or not uses_transformer_engine())
 
 
 def block_spec(
@@ -134,25 +194,29 @@ def block_spec(
     is the virtual stage; None if the pipeline stage is not divided. `fused` selects Transformer Engine's layers."""
     first = get_transformer_layer_offset(config, vp_stage=virtual)
     numbers = range(first, first + get_num_layers_to_build(config, vp_stage=virtual))
-    specs = {mixed: layer_spec(shape, mixed, fused) for mixed in {shape.has_experts(number) for number in numbers}}
-    layers = [specs[shape.has_experts(number)] for number in numbers]
+    specs = {kind: layer_spec(shape, kind, fused) for kind in {shape.kind(number) for number in numbers}}
+    layers = [specs[shape.kind(number)] for number in numbers]
     norm: Any = RMSNorm  # Megatron's annotation omits types
     if fused:
         from megatron.core.extensions.transformer_engine import TENorm as norm
     return TransformerBlockSubmodules(layers, layer_norm=norm)
 
 
-def layer_spec(shape: ModelShape, has_experts: bool, fused: bool) -> ModuleSpec:
+def layer_spec(shape: ModelShape, kind: LayerKind, fused: bool) -> ModuleSpec:
+    has_experts = kind.has_experts
     num_experts = shape.experts.count if shape.experts and has_experts else None
     latent, has_norms = shape.latent is not None, bool(shape.latent or shape.qk_norm)
     attention: dict[str, Any] = dict(multi_latent_attention=latent, qk_layernorm=has_norms)
     if fused:
         layer = get_gpt_layer_with_transformer_engine_spec(num_experts, moe_grouped_gemm=has_experts, **attention)
+        if kind.is_linear:
+            submodules_of(layer).self_attention = _fused_delta_net()
+            return layer
         submodules_of(submodules_of(layer).self_attention).core_attention = _fused_attention()
     else:
         layer = get_gpt_layer_local_spec(num_experts, normalization="RMSNorm", **attention)
-        _use_our_layers(submodules_of(layer), shape)
-        submodules_of(layer).sharded_state_dict_keys_map = fused_names(shape, has_experts)
+        _use_our_layers(submodules_of(layer), shape, kind)
+        submodules_of(layer).sharded_state_dict_keys_map = fused_names(shape, kind)
     if shape.latent:
         submodules_of(layer).self_attention.module = LatentAttention
     if shape.attention_out_bias or shape.mlp_bias:
@@ -160,10 +224,10 @@ def layer_spec(shape: ModelShape, has_experts: bool, fused: bool) -> ModuleSpec:
     return layer
 
 
-def fused_names(shape: ModelShape, has_experts: bool) -> dict[str, str]:
+def fused_names(shape: ModelShape, kind: LayerKind) -> dict[str, str]:
     """Return parameter name in our layers -> name in Transformer Engine's layers. Checkpoints use the latter, so that
     either implementation can load them."""
-    parts = (part for part in parts_of_layer(shape, has_experts) if not part.per_expert)
+    parts = (part for part in parts_of_layer(shape, kind) if not part.per_expert)
     pairs = (zip(part.megatron, part.transformer_engine, strict=True) for part in parts if part.transformer_engine)
     return {name: fused for part_pairs in pairs for name, fused in part_pairs}
 
@@ -195,9 +259,12 @@ def without_bias(linear: type) -> type:
     return WithoutBias
 
 
-def _use_our_layers(layer: TransformerLayerSubmodules, shape: ModelShape) -> None:
+def _use_our_layers(layer: TransformerLayerSubmodules, shape: ModelShape, kind: LayerKind) -> None:
     attention = submodules_of(layer.self_attention)
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    if kind.is_linear:
+        layer.self_attention = _delta_net(ColumnParallelLinear, RowParallelLinear)
+        return
     attention.core_attention = DocumentAttention
     if shape.latent:
         attention.linear_q_down_proj = attention.linear_kv_down_proj = ReplicatedLinear
@@ -205,6 +272,20 @@ def _use_our_layers(layer: TransformerLayerSubmodules, shape: ModelShape) -> Non
         attention.q_layernorm = RMSNorm if shape.latent.query_rank else IdentityOp
     elif shape.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
+
+
+def _delta_net(into: type, out: type) -> ModuleSpec:
+    """Return the spec of a gated delta net, given its linear layers."""
+    return ModuleSpec(
+        module=DeltaNet, submodules=GatedDeltaNetSubmodules(in_proj=into, out_norm=HeadNorm, out_proj=out)
+    )
+
+
+def _fused_delta_net() -> ModuleSpec:
+    """Return the spec of a gated delta net with Transformer Engine's layers. The input projection contains the norm."""
+    from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear, TERowParallelLinear
+
+    return _delta_net(TELayerNormColumnParallelLinear, TERowParallelLinear)
 
 
 def replace_activations(model: torch.nn.Module, activation: Callable[[torch.Tensor], torch.Tensor] = swiglu) -> None:

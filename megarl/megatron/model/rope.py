@@ -60,8 +60,8 @@ class DocumentYarn(YarnRotaryEmbedding):
 @cache
 def fuse_rotation() -> None:
     """On GPU, let Megatron rotate queries and keys with our kernel wherever it would use plain torch. This includes all
-    models if Transformer Engine is not installed. Interleaved channels, as in latent attention, still use plain
-    torch."""
+    models if Transformer Engine is not installed. Interleaved channels, as in latent attention, and heads of which only
+    some channels rotate still use plain torch."""
     if not device.on_cuda():
         return
     from megarl.ops.rotary_triton import rotate
@@ -69,7 +69,7 @@ def fuse_rotation() -> None:
     in_torch, documents_in_torch = rope_utils._apply_rotary_pos_emb_bshd, rope_utils._apply_rotary_pos_emb_thd
 
     def rotated(x: torch.Tensor, angles: torch.Tensor, *, mscale: float = 1.0, **interleaved: bool) -> torch.Tensor:
-        if any(interleaved.values()) or x.shape[1] != 1:
+        if any(interleaved.values()) or x.shape[1] != 1 or x.shape[-1] != angles.shape[-1]:
             return in_torch(x, angles, mscale=mscale, **interleaved)
         return rotate(x, angles[: len(x)], mscale)
 

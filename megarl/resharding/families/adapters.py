@@ -27,7 +27,7 @@ EXPERTS, SHARED = ".mlp.experts.", "shared_factors"
 """Substrings of local parameter names: of expert parameters, and of factors shared by all experts in a layer."""
 
 _LAYER = ".layers."
-NOT_ADAPTED = (".mlp.router.", ".modulation.", ".caption_modulation.")
+NOT_ADAPTED = (".mlp.router.", ".shared_experts.gate_weight", ".modulation.", ".caption_modulation.")
 """Substrings of the names of weights in layers that have no adapters."""
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")
@@ -64,8 +64,9 @@ def is_factor(name: str) -> bool:
 
 def adapted_weights(holder: Holder, share_experts: bool) -> list[AdaptedWeight]:
     """Return the adapted weights: those of all linear layers in the model's layers, including an image model's
-    refiners, except routers and modulations by the noise level. With `share_experts`, the experts in a layer share the
-    factor next to the hidden states: A for gate and up projections, B for down projections."""
+    refiners, except routers, gates of shared experts and modulations by the noise level. With `share_experts`, the
+    experts in a layer share the factor next to the hidden states: A for gate and up projections, B for down
+    projections."""
     return [
         _adapted(name, pieces, share_experts)
         for name, pieces in holder.shard.by_parameter().items()
@@ -141,7 +142,7 @@ def peft_holder(hf_config: Mapping[str, Any], rank: int, share_experts: bool) ->
     canonical = canonical_of(hf_config)
     shapes: dict[str, tuple[int, ...]] = {}
     for layer in range(canonical.num_layers):
-        linear = canonical.quantized(layer)  # all matrices except routers and modulations
+        linear = canonical.quantized(layer)  # all matrices except routers, their gates and modulations
         for name, (rows, columns) in ((name, canonical.layer_shapes(layer)[name]) for name in sorted(linear)):
             projection = canonical.layer_prefix(layer) + name
             shared = _shared_factor(projection) if share_experts else None

@@ -1,4 +1,4 @@
-"""Grouped-query attention in Llama, Mistral, Phi-3, Qwen2, Qwen3 and GLM-4.5."""
+"""Grouped-query attention in Llama, Mistral, Phi-3, Qwen and GLM-4.5."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from megarl.models.shape import ModelShape
 from megarl.resharding.families.part import Part, norm, renamed
-from megarl.resharding.families.tiling import Fused, Grouped, Heads, Split
+from megarl.resharding.families.tiling import Fused, GatedGroups, Grouped, Heads, Split
 
 _QKV = tuple(f"self_attn.{x}_proj.weight" for x in "qkv")
 _QKV_BIAS = tuple(f"self_attn.{x}_proj.bias" for x in "qkv")
@@ -35,9 +35,14 @@ FUSED_WEIGHTS = replace(
     tensors={_FUSED: (_QKV_ROWS, "hidden"), "self_attn.o_proj.weight": ("hidden", "query")},
     megatron={
         **WEIGHTS.megatron,
-        "self_attention.linear_qkv.weight": Fused(tensors=(_FUSED,), tiling=Grouped(()), parts=_QKV_ROWS),
+        "self_attention.linear_qkv.weight": Fused(tensors=(_FUSED,), tiling=Grouped(()), parts=(_QKV_ROWS,)),
     },
-    vllm={**WEIGHTS.vllm, _FUSED: Fused(tensors=(_FUSED,), tiling=Heads(()), parts=_QKV_ROWS)},
+    vllm={**WEIGHTS.vllm, _FUSED: Fused(tensors=(_FUSED,), tiling=Heads(()), parts=(_QKV_ROWS,))},
+)
+GATED_WEIGHTS = replace(
+    WEIGHTS,
+    tensors={**WEIGHTS.tensors, "self_attn.q_proj.weight": ("gated_query", "hidden")},
+    megatron={**WEIGHTS.megatron, "self_attention.linear_qkv.weight": GatedGroups(_QKV)},
 )
 QKV_BIAS = Part(
     tensors=dict(zip(_QKV_BIAS, [("query",), ("key",), ("key",)], strict=True)),
@@ -51,4 +56,5 @@ QK_NORMS = [renamed(f"self_attn.{x}_norm.weight", ("head_dim",), f"self_attentio
 def attention_parts(model: ModelShape) -> list[Part]:
     optional = ((model.qkv_bias, [QKV_BIAS]), (model.attention_out_bias, [OUT_BIAS]), (model.qk_norm, QK_NORMS))
     present = (part for is_present, parts in optional if is_present for part in parts)
-    return [NORM, FUSED_WEIGHTS if model.fused else WEIGHTS, *present]
+    weights = GATED_WEIGHTS if model.has_output_gate else FUSED_WEIGHTS if model.fused else WEIGHTS
+    return [NORM, weights, *present]

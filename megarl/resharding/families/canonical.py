@@ -7,11 +7,12 @@ from typing import Any, NamedTuple, Self
 
 from megarl.models.classifier import score_head_of
 from megarl.models.denoiser import DenoiserShape, StableDiffusion3Shape, ZImageShape, is_denoiser
-from megarl.models.shape import ModelShape
+from megarl.models.shape import LayerKind, ModelShape
 from megarl.models.value_head import value_head_shapes
 from megarl.resharding.families import stable_diffusion_3, z_image
 from megarl.resharding.families.attention import attention_parts
 from megarl.resharding.families.experts import expert_parts
+from megarl.resharding.families.gated_delta import gated_delta_parts
 from megarl.resharding.families.latent_attention import latent_attention_parts
 from megarl.resharding.families.mlp import mlp_parts
 from megarl.resharding.families.part import Part
@@ -45,7 +46,7 @@ class Canonical:
             self.outer_shapes[HEAD] = (self.model.vocab, self.model.hidden)
         self.value_head = value_head_shapes(hf_config)
         self.outer_shapes |= self.value_head
-        self._layers: dict[bool, _Layer] = {}
+        self._layers: dict[LayerKind, _Layer] = {}
 
     @property
     def head(self) -> str:
@@ -104,10 +105,10 @@ class Canonical:
         return self._layer(layer).quantized
 
     def _layer(self, layer: int) -> _Layer:
-        has_experts = self.model.has_experts(layer)
-        if has_experts not in self._layers:
-            self._layers[has_experts] = _Layer.of(self.model, parts_of_layer(self.model, has_experts))
-        return self._layers[has_experts]
+        kind = self.model.kind(layer)
+        if kind not in self._layers:
+            self._layers[kind] = _Layer.of(self.model, parts_of_layer(self.model, kind))
+        return self._layers[kind]
 
 
 class StableDiffusion3Canonical(Canonical):
@@ -205,6 +206,9 @@ class _Layer(NamedTuple):
         )
 
 
-def parts_of_layer(model: ModelShape, has_experts: bool) -> list[Part]:
-    attention = latent_attention_parts(model) if model.latent else attention_parts(model)
-    return [*attention, *(expert_parts(model) if has_experts else mlp_parts(model))]
+def parts_of_layer(model: ModelShape, kind: LayerKind) -> list[Part]:
+    if kind.is_linear:
+        attention = gated_delta_parts(model)
+    else:
+        attention = latent_attention_parts(model) if model.latent else attention_parts(model)
+    return [*attention, *(expert_parts(model) if kind.has_experts else mlp_parts(model))]

@@ -1,4 +1,4 @@
-"""Mixture-of-experts layers in Mixtral, Qwen3, GLM-4.5, DeepSeek-V3 and Kimi K2."""
+"""Mixture-of-experts layers in Mixtral, Qwen, GLM-4.5, DeepSeek-V3 and Kimi K2."""
 
 from __future__ import annotations
 
@@ -43,22 +43,25 @@ MIXTRAL = (NORM, *routed("block_sparse_moe", "w1", "w3", "w2"))
 QWEN3 = (NORM, *routed("mlp", "gate_proj", "up_proj", "down_proj"))
 
 
-_SHARED = tuple(f"mlp.shared_experts.{name}_proj.weight" for name in ("gate", "up", "down"))
-_BIAS = "mlp.gate.e_score_correction_bias"
+_BIAS, _SHARED_GATE = "mlp.gate.e_score_correction_bias", "mlp.shared_expert_gate.weight"
 
-SHARED = Part(
-    tensors={
-        **dict.fromkeys(_SHARED[:2], ("experts.shared_intermediate", "hidden")),
-        _SHARED[2]: ("hidden", "experts.shared_intermediate"),
-    },
-    megatron={
-        "mlp.shared_experts.linear_fc1.weight": Split(_SHARED[:2]),
-        "mlp.shared_experts.linear_fc2.weight": Split(_SHARED[2:], axis=1),
-    },
-    vllm={
-        "mlp.shared_experts.gate_up_proj.weight": Split(_SHARED[:2]),
-        "mlp.shared_experts.down_proj.weight": Split(_SHARED[2:], axis=1),
-    },
+
+def shared(prefix: str) -> Part:
+    """Return the part for the shared experts, given the prefix of their projections."""
+    *into, out = (f"{prefix}.{name}_proj.weight" for name in ("gate", "up", "down"))
+    rows, columns = Split(tuple(into)), Split((out,), axis=1)
+    sizes = ("experts.shared_intermediate", "hidden")
+    return Part(
+        tensors={**dict.fromkeys(into, sizes), out: sizes[::-1]},
+        megatron={"mlp.shared_experts.linear_fc1.weight": rows, "mlp.shared_experts.linear_fc2.weight": columns},
+        vllm={f"{prefix}.gate_up_proj.weight": rows, f"{prefix}.down_proj.weight": columns},
+    )
+
+
+SHARED = shared("mlp.shared_experts")
+GATED_SHARED = (
+    shared("mlp.shared_expert"),
+    renamed(_SHARED_GATE, ("experts.gates", "hidden"), "mlp.shared_experts.gate_weight", quantized=False),
 )
 ROUTER_BIAS = renamed(_BIAS, ("experts.count",), "mlp.router.expert_bias", float32=(_BIAS,))
 
@@ -70,4 +73,6 @@ def expert_parts(model: ModelShape) -> tuple[Part, ...]:
     norm, router, experts = QWEN3
     parts = [norm, replace(router, engine_float32=True) if model.model_type == "glm4_moe" else router, experts]
     parts += [ROUTER_BIAS] if model.experts.has_selection_bias else []
+    if model.experts.has_shared_gate:
+        return (*parts, *GATED_SHARED)
     return (*parts, SHARED) if model.experts.shared_intermediate else tuple(parts)

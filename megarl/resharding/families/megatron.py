@@ -157,6 +157,8 @@ def _check_sizes(model: ModelShape, layout: Layout) -> None:
         sizes.append(("ep", layout.ep, "experts", experts.count))
         sizes.append(("etp", layout.expert_tp, "MLP rows of an expert", experts.intermediate))
         sizes.append(("tp", tp, "MLP rows of the shared experts", experts.shared_intermediate))
+    if model.linear is not None:
+        sizes.append(("tp", tp, "key heads of the gated delta nets", model.linear.key_heads))
     for key, ranks, name, size in sizes:
         if message := divisibility_error(key, ranks, name, size, divisors(size)):
             raise UserError(message)

@@ -25,7 +25,7 @@ WEIGHTS = Part(
     },
     vllm={"mlp.gate_up_proj.weight": Split(_GATE_UP), "mlp.down_proj.weight": Split(("mlp.down_proj.weight",), axis=1)},
 )
-_FUSED_GATE_UP = Fused(tensors=(_FUSED,), tiling=Split(()), parts=_ROWS)
+_FUSED_GATE_UP = Fused(tensors=(_FUSED,), tiling=Split(()), parts=(_ROWS,))
 FUSED_WEIGHTS = replace(
     WEIGHTS,
     tensors={_FUSED: (_ROWS, "hidden"), "mlp.down_proj.weight": ("hidden", "intermediate")},

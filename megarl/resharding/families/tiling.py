@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 if TYPE_CHECKING:
@@ -110,20 +111,64 @@ class Padded(Tiling):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fused(Tiling):
-    """Applies `tiling` to the consecutive parts of one fused tensor, as if each part were a separate tensor. `parts`
-    contains the number of rows in each part, as names of ModelShape attributes."""
+    """Applies `tiling` to the consecutive parts of fused tensors, as if each part were a separate tensor. `parts`
+    contains the number of rows in each part of each tensor, as names of ModelShape attributes."""
 
     tiling: Tiling
-    parts: tuple[str, ...]
+    parts: tuple[tuple[str, ...], ...]
 
     def blocks(self, sizes: Sequence[int], model: ModelShape, tp: int, rank: int) -> list[Block]:
-        rows = [getattr(model, part) for part in self.parts]
-        starts = list(accumulate(rows, initial=0))
-        parts = self.tiling.blocks(rows, model, tp, rank)
+        rows = [[attrgetter(part)(model) for part in parts] for parts in self.parts]
+        places = [
+            (tensor, start)
+            for tensor, sides in enumerate(rows)
+            for start in list(accumulate(sides, initial=0))[: len(sides)]
+        ]
+        parts = self.tiling.blocks([size for sides in rows for size in sides], model, tp, rank)
         return [
-            Block(None, start, stop) if part is None else Block(0, starts[part] + start, starts[part] + stop)
+            Block(None, start, stop)
+            if part is None
+            else Block(places[part][0], places[part][1] + start, places[part][1] + stop)
             for part, start, stop in parts
         ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ungrouped(Tiling):
+    """The rank's share of each part of tensors whose rows are grouped by head: the part's rows of all heads, then the
+    next part.
+
+    Attributes:
+        heads: number of heads, as the name of a ModelShape attribute.
+        parts: number of rows per head in each part of each tensor, as names of ModelShape attributes.
+    """
+
+    heads: str
+    parts: tuple[tuple[str, ...], ...]
+
+    def blocks(self, sizes: Sequence[int], model: ModelShape, tp: int, rank: int) -> list[Block]:
+        _, first, last = _share(0, attrgetter(self.heads)(model), tp, rank)
+        blocks = []
+        for tensor, parts in enumerate(self.parts):
+            starts = list(accumulate((attrgetter(part)(model) for part in parts), initial=0))
+            each = starts[-1]
+            for start, stop in pairwise(starts):
+                blocks += [Block(tensor, head * each + start, head * each + stop) for head in range(first, last)]
+        return blocks
+
+
+class GatedGroups(Tiling):
+    """Queries, output gates, keys and values by KV head, as in Megatron: the queries of a KV head, their gates, the
+    key, the value, then the next KV head. The first tensor has, for each query head, the query and then its gate."""
+
+    def blocks(self, sizes: Sequence[int], model: ModelShape, tp: int, rank: int) -> list[Block]:
+        _, first, last = _share(0, model.kv_heads, tp, rank)
+        dim, queries, blocks = model.head_dim, model.heads // model.kv_heads, []
+        for kv_head in range(first, last):
+            heads = range(kv_head * queries, (kv_head + 1) * queries)
+            blocks += [Block(0, (2 * h + part) * dim, (2 * h + part + 1) * dim) for part in range(2) for h in heads]
+            blocks += [Block(tensor, kv_head * dim, (kv_head + 1) * dim) for tensor in (1, 2)]
+        return blocks
 
 
 def _share(tensor: int, size: int, parts: int, part: int) -> Block:

@@ -103,6 +103,8 @@ def _check_tp(model: ModelShape, padded_vocab: int, tp: int, expert_parallel: bo
         sizes["MLP rows of an expert"] = experts.intermediate
     if experts:
         sizes["MLP rows of the shared experts"] = experts.shared_intermediate
+    if model.linear is not None:
+        sizes["key heads of the gated delta nets"] = model.linear.key_heads
     sizes[f"vocabulary rows (vocab_size padded to a multiple of {VOCABULARY_MULTIPLE})"] = padded_vocab
     for name, size in sizes.items():
         if message := divisibility_error("rollout.tp", tp, name, size, divisors(size)):

@@ -13,8 +13,8 @@ import torch
 
 from megarl.models.weight_files import (
     DTYPES,
-    files_by_tensor,
     open_file,
+    places,
     read_headers,
     require_dtype,
     require_names,
@@ -36,7 +36,7 @@ class SafetensorsFolder(Readable):
     def __init__(self, folder: Path):
         """Raise a UserError if the folder has no safetensors weights, or if shards are missing."""
         self._folder = folder
-        self._files = files_by_tensor(folder)
+        self._places = places(folder)
         self._open: dict[Path, Any] = {}
         self._stack = ExitStack()
 
@@ -55,22 +55,28 @@ class SafetensorsFolder(Readable):
 
     def unexpected(self, holder: Holder) -> list[str]:
         """Return the names of tensors that are in the files but not in the holder."""
-        return sorted(self._files.keys() - holder.shapes.keys())
+        return sorted(self._places.keys() - holder.shapes.keys())
 
     def dtype(self, source: str, parameter: str) -> torch.dtype:
-        name = self._slice(parameter).get_dtype()
+        name = self._stored(parameter).get_dtype()
         require_dtype(self._folder, parameter, name)
         return TORCH_DTYPES[name]
 
     def read(self, source: str, parameter: str, rectangle: Rectangle) -> torch.Tensor:
-        return self._slice(parameter)[tuple(slice(start, stop) for start, stop in rectangle)]
+        stored, place = self._stored(parameter), self._places[parameter]
+        if place.rows is None:
+            return stored[tuple(slice(start, stop) for start, stop in rectangle)]
+        (first, last), *columns = rectangle
+        sides = (first + place.rows[0], last + place.rows[0]), *columns
+        return stored[(place.expert, *(slice(start, stop) for start, stop in sides))]
 
-    def _slice(self, parameter: str) -> Any:
-        require_names(self._folder, self._files, [parameter])
-        path = self._files[parameter]
+    def _stored(self, parameter: str) -> Any:
+        """Return the stored tensor that contains the parameter."""
+        require_names(self._folder, self._places, [parameter])
+        path, name, *_ = self._places[parameter]
         if path not in self._open:
             self._open[path] = self._stack.enter_context(open_file(path, "pt"))
-        return self._open[path].get_slice(parameter)
+        return self._open[path].get_slice(name)
 
 
 def write_file(

@@ -1,4 +1,5 @@
-"""Patch vLLM's CPU build to support in-place refits, latent attention, fp8 blocks and drafts. No effect on GPU."""
+"""Patch vLLM's CPU build to support in-place refits, latent attention, gated delta nets, fp8 blocks and drafts. No
+effect on GPU."""
 
 from __future__ import annotations
 
@@ -14,6 +15,8 @@ from vllm.platforms import PlatformEnum, current_platform
 from vllm.v1.sample import rejection_sampler
 from vllm.v1.sample.ops import topk_topp_sampler
 
+from megarl.rollout.vllm import gated_delta
+
 _rotate = RotaryEmbedding.forward_cpu
 _truncate = topk_topp_sampler.apply_top_k_top_p
 
@@ -23,6 +26,7 @@ def install() -> None:
     linear_layers.dispatch_cpu_unquantized_gemm = _keep_weight
     RotaryEmbedding.forward_cpu = _rotate_heads
     linear_kernels._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU] = [DequantizingKernel]
+    gated_delta.install()
     if current_platform.is_cpu():
         rejection_sampler.expand_batch_to_tokens = _expand_to_tokens
         rejection_sampler.apply_top_k_top_p = _truncate_drafts
@@ -71,7 +75,8 @@ def _truncate_drafts(logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tens
 
 
 def _keep_weight(layer: torch.nn.Module, remove_weight: bool) -> None:
-    """Keep the weight of a linear layer. vLLM would pack it for oneDNN and free it, preventing in-place writes."""
+    """Keep the weight of a linear layer or a convolution. vLLM would pack it for its kernels, preventing in-place
+    writes."""
     layer.cpu_linear = torch.nn.functional.linear  # pyright: ignore[reportArgumentType]  # vLLM stores functions here
 
 

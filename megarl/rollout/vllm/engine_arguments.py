@@ -16,7 +16,7 @@ from megarl.core import device
 from megarl.core.errors import UserError
 from megarl.models.engine_kernels import check_cpu_kernels
 from megarl.models.folder import read_config, resolve
-from megarl.models.huggingface import completed, experts, latent_attention
+from megarl.models.huggingface import completed, experts, latent_attention, linear_attention
 from megarl.resharding.families.quantized import quantization_config
 
 INVARIANT_KERNELS = (9, 0)
@@ -43,7 +43,7 @@ def engine_arguments(
     """Return the arguments of `vllm.LLM`. Raise UserError if vLLM does not have an argument, the model requires a
     different value, or vLLM does not support the model on this device. `extra` is the section's vllm_overrides, and
     `specific` are arguments for this kind of engine."""
-    arguments = dict(
+    arguments: dict[str, Any] = dict(
         model=str(folder),
         dtype=dtype,
         tensor_parallel_size=tp,
@@ -59,19 +59,21 @@ def engine_arguments(
         **(dict(gpu_memory_utilization=FREE_SHARE) if device.on_cuda() else {}),
         **specific,
     )
-    latent = _latent_attention_arguments(folder)
-    assert (arguments | latent).keys() <= MANAGED[section].keys() | ADJUSTABLE, (
+    required = _required_on_cpu(folder)
+    if text_model := _text_model(folder):
+        arguments["hf_overrides"] = text_model | arguments.get("hf_overrides", {})
+    assert (arguments | required).keys() <= MANAGED[section].keys() | ADJUSTABLE, (
         "config/vllm_arguments.py does not list all arguments"
     )
     assert not MANAGED[section].keys() & extra.keys(), "a config rule must reject these overrides"
-    _check_extra(section, extra, latent)
-    return {**arguments, **latent, **extra}
+    _check_extra(section, extra, required)
+    return {**arguments, **required, **extra}
 
 
-def _check_extra(section: EngineSection, extra: Mapping[str, Any], latent: Mapping[str, Any]) -> None:
-    for name in latent.keys() & extra.keys():
-        required = f"on this device, the model's attention requires {latent[name]}"
-        raise UserError(f"{section}.vllm_overrides.{name}={extra[name]}: {required}. Fix: remove {name}")
+def _check_extra(section: EngineSection, extra: Mapping[str, Any], required: Mapping[str, Any]) -> None:
+    for name in required.keys() & extra.keys():
+        reason = f"on this device, the model's attention requires {required[name]}"
+        raise UserError(f"{section}.vllm_overrides.{name}={extra[name]}: {reason}. Fix: remove {name}")
     known = [field.name for field in dataclasses.fields(EngineArgs)]
     for name in extra.keys() - known:
         near = difflib.get_close_matches(name, known)
@@ -79,13 +81,22 @@ def _check_extra(section: EngineSection, extra: Mapping[str, Any], latent: Mappi
         raise UserError(f"{section}.vllm_overrides.{name}={extra[name]}: not a vLLM engine argument. Fix: {remedy}")
 
 
-def _latent_attention_arguments(folder: Path) -> dict[str, Any]:
-    """Return the argument that selects a CPU kernel for latent attention that supports in-place writes of kv_b_proj.
-    Raise UserError if vLLM's CPU build has no kernel for the model."""
+def _text_model(folder: Path) -> dict[str, Any]:
+    """Return the override that makes vLLM load only the text model of a multimodal checkpoint."""
+    hf_config = read_config(folder)
+    return {"architectures": hf_config["architectures"]} if "vision_config" in hf_config else {}
+
+
+def _required_on_cpu(folder: Path) -> dict[str, Any]:
+    """Return the arguments that the model's attention requires on CPU: for latent attention, a kernel that supports
+    in-place writes of kv_b_proj; for gated delta nets no prefix cache, which would split prompts as chunked prefill
+    does. Raise UserError if vLLM's CPU build has no kernel for the model."""
     if device.on_cuda():
         return {}
     check_cpu_kernels(folder, hf_config := read_config(folder))
-    return {} if latent_attention(completed(hf_config)) is None else dict(attention_backend="CPU_MLA")
+    model = completed(hf_config)
+    latent = {} if latent_attention(model) is None else dict(attention_backend="CPU_MLA")
+    return latent if linear_attention(model) is None else latent | dict(enable_prefix_caching=False)
 
 
 def rollout_arguments(
@@ -145,7 +156,6 @@ def _speculative_arguments(config: Rollout) -> dict[str, Any]:
     else:
         assert speculative.path is not None, "a config rule must reject a draft model without a path"
         folder = resolve(speculative.path, key="rollout.speculative.path")
-        _latent_attention_arguments(folder)
         drafts = dict(model=str(folder))
     common = dict(method=speculative.method, num_speculative_tokens=speculative.tokens)
     # Metrics by request, because training and evaluation requests may run at the same time.

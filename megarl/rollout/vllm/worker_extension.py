@@ -35,7 +35,7 @@ from megarl.resharding.planning.compact import CompactPlan
 from megarl.resharding.transports.transport import Channel, dtype_name
 from megarl.resharding.verification import Checksum, Region, check_weights, differing_regions
 from megarl.rollout.engine import SyncStats
-from megarl.rollout.vllm import cpu_support, draft_weights
+from megarl.rollout.vllm import cpu_support, draft_weights, text_models
 from megarl.rollout.vllm.environment import ENDS_WITH_PARENT
 from megarl.rollout.vllm.route_capture import RouteCapture
 from megarl.rollout.worker import WeightReceiver, describe_arithmetic, hashes, shapes_and_dtypes
@@ -47,8 +47,12 @@ if TYPE_CHECKING:
 stacks.write_on_request()
 cpu_support.install()
 draft_weights.install()
+text_models.install()
 if ENDS_WITH_PARENT in os.environ:
     signal_with_parent(signal.SIGKILL)
+
+EXPERTS = ".routed_experts."
+"""Substring of the names of stacked expert weights."""
 
 DERIVED = ("W_UV", "W_UK_T")
 """Names of the parameters that latent attention derives from kv_b_proj."""
@@ -207,7 +211,7 @@ class RefitExtension:
         """Return the parameters by name. Stacked expert weights are flattened to two axes, as in the holder."""
         weights = {name: p.data for name, p in self.model_runner.get_model().named_parameters()}
         return {
-            name: weight.view(-1, weight.shape[-1]) if weight.dim() == 3 else weight
+            name: weight.view(-1, weight.shape[-1]) if EXPERTS in name else weight
             for name, weight in weights.items()
             if not name.endswith(DERIVED)
         }

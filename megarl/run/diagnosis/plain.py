@@ -38,7 +38,7 @@ def layer_outputs(folder: Path, token_ids: Sequence[int]) -> dict[str, np.ndarra
     return outputs | {"log-probs": log_probs.gather(1, ids[0, 1:, None])[:, 0].numpy()}
 
 
-def load_plain(kind: type, folder: Path, **options: Any) -> torch.nn.Module:
+def load_plain(kind: Any, folder: Path, **options: Any) -> Any:
     """Load a model with the transformers class `kind`. This includes families that transformers knows under another
     name. The options are those of `from_pretrained`."""
     config = read_config(folder)

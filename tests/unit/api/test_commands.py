@@ -14,7 +14,7 @@ import megarl
 from megarl.api import commands
 from megarl.run.folder import RunFolder
 from tests.paths import QUICKSTART
-from tests.timing import HANG_S, POLL_S
+from tests.timing import POLL_S
 
 START = """
 import json, os, signal, sys, time
@@ -41,14 +41,15 @@ send(event="step", step=2, metrics={"reward/mean": 1.0, "evaluation/gsm8k/avg@1"
 print("a line of output")
 """
 
-WAITS = f"""
+WAITS = """
 def end(*_):
     (folder / "interrupted").touch()
     sys.exit(130)
 
 signal.signal(signal.SIGINT, end)
-send(event="step", step=1, metrics={{}})
-time.sleep({HANG_S})
+send(event="step", step=1, metrics={})
+while True:
+    time.sleep(0.1)  # a signal just before a long sleep would be handled only after it
 """
 
 

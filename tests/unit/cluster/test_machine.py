@@ -29,6 +29,7 @@ from megarl.core.errors import UserError
 from megarl.models.run_models import ModelFolders
 from megarl.train import run
 from tests.paths import BASE
+from tests.published_models import CONFIGS
 from tests.tiny_model import write_tiny_llama
 from tests.unit.resharding.cases import config_of
 
@@ -187,10 +188,10 @@ def test_unsupported_config_on_eight_gpus_is_refused(overrides: tuple[str, ...],
 def test_gpu_engines_return_routes_with_the_v2_runner_only(monkeypatch, value: str | None, refused: bool) -> None:
     if value is not None:
         monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", value)
-    check_machine(config())
+    check_machine(config(*SHARING))
     message = "^actor.experts.replay_routes=true: only vLLM's Model Runner V2 .* VLLM_USE_V2_MODEL_RUNNER=0 selects V1"
     with pytest.raises(UserError, match=message) if refused else nullcontext():
-        check_machine(config("actor.experts.replay_routes=true"))
+        check_machine(config(*SHARING, "actor.experts.replay_routes=true"))
 
 
 def test_overfull_gpu_error_shows_the_sum() -> None:
@@ -277,15 +278,24 @@ def test_reward_model_in_the_engine_is_checked(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_cuda")
-@pytest.mark.parametrize("method", ["ngram", "draft_model"])
-def test_drafts_for_gated_delta_net_are_refused_on_cpu(tmp_path: Path, method: str) -> None:
-    path = tmp_path if method == "draft_model" else None
-    settings = config(f"rollout.speculative={{method: {method}, path: {path or 'null'}}}")
+def test_drafts_for_gated_delta_nets_are_refused_on_cpu(tmp_path: Path) -> None:
+    settings = config("rollout.speculative.method=ngram")
     check_engine_kernels(settings, model_folders(tmp_path, **HEAD))
-    hybrid = model_folders(tmp_path, **HEAD, linear_num_value_heads=4)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["Qwen3.5-9B"]))
+    hybrid = ModelFolders(tmp_path, None, None, None)
     check_engine_kernels(config(), hybrid)
-    with pytest.raises(UserError, match=f"rollout.speculative.method={method}: .* has gated delta net layers"):
+    with pytest.raises(UserError, match="rollout.speculative.method=ngram: .* has gated delta nets"):
         check_engine_kernels(settings, hybrid)
+
+
+@pytest.mark.usefixtures("no_cuda")
+def test_draft_model_in_the_engine_is_checked(tmp_path: Path) -> None:
+    for name, size in (("actor", 64), ("draft", 18)):
+        (tmp_path / name).mkdir()
+        model_folders(tmp_path / name, head_dim=size)
+    models = ModelFolders(tmp_path / "actor", None, None, None, draft=tmp_path / "draft")
+    with pytest.raises(UserError, match="draft: head_dim=18, but"):
+        check_engine_kernels(config("rollout.speculative={method: draft_model, path: m}"), models)
 
 
 @pytest.mark.usefixtures("cuda")

@@ -24,6 +24,7 @@ from megarl.launch.script import TEMPLATE, VARIABLES
 from tests.marks import exhaustive_but
 from tests.paths import ROOT
 from tests.published_models import CONFIGS
+from tests.tiny_image_model import write_tiny_image_model
 
 RECIPES = sorted(file for file in (ROOT / "configs").glob("*.yaml") if file.name != "base.yaml")
 ON_CPU = Request(nodes=1, time="1:00:00", gpus=0)
@@ -85,10 +86,13 @@ def test_every_recipe_becomes_a_job(recipe: Path, tmp_path: Path) -> None:
     rows.touch()
     config = load(recipe)
     own_data = [] if config.data.is_procedural else [f"data.source={rows}"]
-    # The RLHF recipe starts from the models that two other recipes write.
+    # The RLHF recipe starts from the models that two other recipes write, the image recipe from one that a tool writes.
     models = {key: getattr(config, key).path for key in ("model", "critic", "reward_model")}
-    write_model(tmp_path / "model", {})
-    own_models = [f"{key}.path={tmp_path}/model" for key, path in models.items() if path and "runs/" in path]
+    if config.rollout.engine == "diffusers":
+        write_tiny_image_model(tmp_path / "model")
+    else:
+        write_model(tmp_path / "model", {})
+    own_models = [f"{key}.path={tmp_path}/model" for key, path in models.items() if path and Path(path).is_absolute()]
     lines = launch(recipe, ON_CPU, f"run.folder={tmp_path}", *own_data, *own_models)
     assert lines[-1] == "dry run: nothing was submitted"
     run = tmp_path / config.run.name
@@ -257,10 +261,12 @@ def test_paths_local_to_this_machine_are_rejected(monkeypatch: pytest.MonkeyPatc
 def test_missing_files_are_rejected(tmp_path: Path) -> None:
     functions = "[{function: /no/such.py:f}, {function: exact_match}]"
     keys = ["model.path=/no/model", "data.source=prompts.txt", f"rewards.functions={functions}"]
+    keys += ["rollout.speculative={method: draft_model, path: /no/draft}"]
     with pytest.raises(UserError) as refused:
         launch(ROOT / "configs/quickstart.yaml", ON_CPU, f"run.folder={tmp_path}", "rewards.judge=/no/j.py:f", *keys)
     assert [line.split(". Fix: ")[0] for line in str(refused.value).splitlines()] == [
         "model.path=/no/model: the folder does not exist",
+        "rollout.speculative.path=/no/draft: the folder does not exist",
         f"data.source={Path.cwd()}/prompts.txt: the file does not exist",
         "rewards.functions=/no/such.py: the file does not exist",
         "rewards.judge=/no/j.py: the file does not exist",
@@ -273,15 +279,19 @@ def test_model_folders_must_be_complete(on_h100s: Path, tmp_path: Path) -> None:
     (tmp_path / "model/tokenizer.json").unlink()
     (tmp_path / "critic").mkdir()
     critic = ("algorithm.advantage.estimator=gae", "critic.layout={pp: 1, tp: 4, dp: 2}")
+    draft = ("rollout.speculative.method=draft_model", f"rollout.speculative.path={tmp_path}/critic")
     with pytest.raises(UserError) as refused:
-        launch(on_h100s, ON_CPU, *critic, f"critic.path={tmp_path}/critic")
+        launch(on_h100s, ON_CPU, *critic, f"critic.path={tmp_path}/critic", *draft)
     assert str(refused.value).splitlines() == [
         f"{tmp_path}/model: contains neither model.safetensors nor model.safetensors.index.json. Fix: save the weights "
         "as safetensors",
         f"model.path={tmp_path}/model: the folder has no tokenizer. Fix: copy the model's tokenizer files into the "
         "folder",
-        f"critic.path={tmp_path}/critic: has no config.json. Fix: use the folder that contains config.json and "
-        "*.safetensors",
+        *(
+            f"{key}={tmp_path}/critic: has no config.json. Fix: use the folder that contains config.json and "
+            "*.safetensors"
+            for key in ("critic.path", "rollout.speculative.path")
+        ),
     ]
     assert not (tmp_path / "runs").exists()
     (tmp_path / "model/model.safetensors.index.json").write_text('{"weight_map": {"a": "a.safetensors"}}')

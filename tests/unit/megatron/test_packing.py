@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from megarl.config.load import load
-from megarl.megatron import packing
 from megarl.megatron.model import layer_spec
 from megarl.megatron.packing import packing_of
 from tests.paths import BASE
+from tests.published_models import CONFIGS
 
 LLAMA = dict(
     model_type="llama",
@@ -42,11 +42,20 @@ CASES = [
 
 @pytest.mark.parametrize(("layout", "transformer_engine", "changes"), CASES)
 def test_multiples_match_the_layout(monkeypatch, layout: str, transformer_engine: bool, changes: dict[str, Any]):
-    for module in (packing, layer_spec):
-        monkeypatch.setattr(module, "uses_transformer_engine", lambda: transformer_engine)
+    monkeypatch.setattr(layer_spec, "uses_transformer_engine", lambda: transformer_engine)
     config = load(BASE, ["model.path=m", "data.source=arithmetic", f"actor.layout={layout}"])
     requirements = packing_of(config.actor, LLAMA)
     assert {name: getattr(requirements, name) for name in ALONE} == ALONE | changes
+
+
+@pytest.mark.parametrize(
+    ("layout", "multiple"), [("{}", 1), ("{tp: 2, sequence_parallel: true}", 1), ("{cp: 2}", 4), ("{cp: 4}", 8)]
+)
+def test_recurrent_models_split_documents_and_share_no_prompts(layout: str, multiple: int):
+    config = load(BASE, ["model.path=m", "data.source=arithmetic", f"actor.layout={layout}"])
+    requirements = packing_of(config.actor, CONFIGS["Qwen3.5-27B"])
+    assert not requirements.shares_prompts
+    assert requirements.document_multiple == multiple and requirements.pack_multiple % multiple == 0
 
 
 def test_budget_is_per_rank_and_fp8_fills_blocks():

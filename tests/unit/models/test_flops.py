@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
-from megarl.models.flops import training_flops
+from megarl.models.flops import forward_flops, training_flops
 from megarl.models.huggingface import TRANSFORMERS_TYPES
 from megarl.models.shape import ModelShape
 
@@ -56,3 +56,27 @@ def test_flops_match_torchs_counts(model_type):
     shape = ModelShape.of(sizes | {"model_type": model_type})
     ours = training_flops(shape, num_tokens, num_tokens, num_attended=num_tokens**2)
     assert ours == pytest.approx(counter.get_total_flops(), rel=0.01)
+
+
+def test_flops_of_gated_delta_nets_match_torchs_counts():
+    """The delta rule's own products are left out: torch would count those of the chunked form."""
+    sizes = SIZES | dict(num_hidden_layers=4, head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4)
+    sizes |= dict(linear_key_head_dim=16, linear_value_head_dim=16, pad_token_id=None)
+    model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**sizes, attn_implementation="eager"))
+    shape, num_tokens = ModelShape.of(sizes | {"model_type": "qwen3_5_text"}), 24
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        for name, module in model.named_modules():
+            if name.endswith("linear_attn"):
+                module.forward = lambda hidden_states, module=module, **_: projections(module, hidden_states)
+        model(torch.arange(num_tokens)[None])
+    linear = shape.linear
+    products = 2 * 3 * linear.key_dim * linear.values * sum(linear.layers) * num_tokens
+    ours = forward_flops(shape, num_tokens, num_tokens, num_attended=num_tokens**2)
+    assert ours - products == pytest.approx(counter.get_total_flops(), rel=0.01)
+
+
+def projections(layer: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    """Return the layer's output without the delta rule."""
+    mixed = layer.conv1d(layer.in_proj_qkv(hidden).mT)[..., : hidden.shape[1]].mT
+    gate = layer.in_proj_z(hidden) + (layer.in_proj_a(hidden) + layer.in_proj_b(hidden)).sum() + mixed.sum()
+    return layer.out_proj(gate)

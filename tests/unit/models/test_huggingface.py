@@ -3,7 +3,23 @@ from __future__ import annotations
 import pytest
 from transformers import AutoConfig
 
-from megarl.models.huggingface import FAMILIES, TRANSFORMERS_TYPES, completed, untrained_part, without_untrained_part
+from megarl.models.huggingface import (
+    FAMILIES,
+    TRANSFORMERS_TYPES,
+    completed,
+    linear_attention,
+    text_config,
+    untrained_part,
+    without_untrained_part,
+)
+from megarl.models.unsupported import unsupported
+from tests.published_models import CONFIGS
+
+COMPUTED = {
+    **{"attn_output_gate": True, "full_attention_interval": 4, "output_gate_type": "silu"},
+    "intermediate_size": 0,
+}
+"""Defaults of models with gated delta nets that are not class attributes in transformers."""
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -13,7 +29,9 @@ def test_defaults_match_transformers(model_type: str) -> None:
     theirs = type(known)
     for key in ours.keys() - {"model_type", "rope_theta", "partial_rotary_factor"}:
         # Class attributes are the defaults; instances have derived values. Keys that a family lacks are off.
-        assert ours[key] == getattr(theirs, key, FAMILIES["llama"].get(key)), key
+        off = FAMILIES["llama"].get(key)
+        absent = COMPUTED.get(key, off) if "linear_key_head_dim" in ours else off
+        assert ours[key] == getattr(theirs, key, absent), key
     for key in ("rope_theta", "partial_rotary_factor"):
         assert ours[key] == known.rope_parameters.get(key, FAMILIES["llama"][key])
 
@@ -24,3 +42,39 @@ def test_multi_token_prediction_is_removed_and_described() -> None:
     assert without_untrained_part(config) == {"model_type": "deepseek_v3", "num_nextn_predict_layers": 0}
     assert untrained_part(without_untrained_part(config)) is None
     assert without_untrained_part({"model_type": "llama"}) == {"model_type": "llama"}
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"])
+def test_layer_types_and_rotary_share_match_transformers(model_type: str) -> None:
+    theirs = AutoConfig.for_model(model_type, num_hidden_layers=9)
+    model = completed({"model_type": model_type, "num_hidden_layers": 9})
+    assert linear_attention(model).layers == tuple(kind == "linear_attention" for kind in theirs.layer_types)
+    assert model["partial_rotary_factor"] == theirs.rope_parameters["partial_rotary_factor"]
+    explicit = model | {"layer_types": ["full_attention", *["linear_attention"] * 8]}
+    assert linear_attention(explicit).layers == (False, *(True,) * 8)
+
+
+def test_text_model_of_a_multimodal_checkpoint_is_used() -> None:
+    text = CONFIGS["Qwen3.5-27B"] | {"mtp_num_hidden_layers": 1}
+    outer = {"model_type": "qwen3_5", "architectures": ["Qwen3_5ForConditionalGeneration"], "dtype": "bfloat16"}
+    config = text_config(outer | {"text_config": text, "vision_config": {"depth": 27}})
+    assert config == text | {"dtype": "bfloat16", "vision_config": {"depth": 27}}
+    assert untrained_part(config) == (
+        "multi-token prediction (mtp_num_hidden_layers=1), the vision encoder (vision_config)"
+    )
+    assert without_untrained_part(config) == text | {"dtype": "bfloat16", "mtp_num_hidden_layers": 0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attn_output_gate": False}, "attn_output_gate false"),
+        ({"output_gate_type": "sigmoid"}, "output_gate_type sigmoid"),
+        ({"linear_num_value_heads": 24}, "linear_num_value_heads 24 with linear_num_key_heads 16"),
+        ({"layer_types": ["full_attention"]}, "layer_types with 1 layers for num_hidden_layers 64"),
+        ({"layer_types": ["sliding_attention"] * 64}, "layer_types with sliding_attention"),
+    ],
+)
+def test_other_gated_delta_nets_are_refused(changes, message) -> None:
+    assert unsupported(completed(CONFIGS["Qwen3.5-27B"])) == []
+    assert unsupported(completed(CONFIGS["Qwen3.5-27B"] | changes)) == [message]

@@ -264,6 +264,26 @@ def test_experts_that_do_not_fit_are_refused(model: dict[str, Any], overrides: l
     assert message in line
 
 
+def test_delta_net_heads_must_divide_over_tp_and_cp() -> None:
+    model = CONFIGS["Qwen3.5-27B"]
+    check_model(recipe("actor.layout={tp: 4, cp: 4}"), model)
+    lines = model_errors(model, "actor.layout={tp: 2, cp: 3}")
+    assert lines == [
+        "actor.layout.tp=2, cp=3: 16 key heads of the gated delta nets cannot be split over tp x cp = 2 x 3 = 6 ranks. "
+        "Fix: set actor.layout.tp and actor.layout.cp so that their product is 1, 2, 4, 8 or 16"
+    ]
+    lines = model_errors(model | {"linear_num_key_heads": 6, "linear_num_value_heads": 6}, "rollout.tp=4")
+    assert lines == [
+        "rollout.tp=4: 6 key heads of the gated delta nets are not divisible by 4 (6 / 4 = 1.5). Fix: set rollout.tp "
+        "to 1 or 2"
+    ]
+
+
+def test_gated_delta_nets_are_not_quantized() -> None:
+    [line] = model_errors(CONFIGS["Qwen3.5-27B"], "rollout.quantization=fp8_block", "model.dtype=bfloat16")
+    assert line.startswith("rollout.quantization=fp8_block: vLLM's gated delta nets keep") and "=null" in line
+
+
 DEEPSEEK = SMOLLM2 | {
     "model_type": "deepseek_v3",
     "num_key_value_heads": 9,
@@ -526,7 +546,10 @@ def test_text_reward_model_has_its_own_vocabulary_and_length() -> None:
     )
 
 
-@pytest.mark.parametrize(("name", "whole_experts"), each_value([*CONFIGS], [False, True]))
+QUANTIZABLE = [name for name, hf_config in CONFIGS.items() if "linear_num_key_heads" not in hf_config]
+
+
+@pytest.mark.parametrize(("name", "whole_experts"), each_value(QUANTIZABLE, [False, True]))
 def test_engine_tp_that_splits_fp8_blocks_is_refused(name: str, whole_experts: bool) -> None:
     """The rule accepts exactly the tensor-parallel sizes whose shards start and end at block boundaries."""
     model = completed(CONFIGS[name] | {"num_hidden_layers": 4})

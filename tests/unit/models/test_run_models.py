@@ -15,6 +15,7 @@ from megarl.models import run_models
 from megarl.models.folder import resolve_links
 from megarl.models.run_models import ModelFolders, check_local_models, find_models
 from tests.paths import BASE
+from tests.published_models import CONFIGS
 from tests.tiny_denoiser import CONFIG
 
 DEEPSEEK = dict(
@@ -81,6 +82,7 @@ def test_untrained_parts_of_models_are_announced(tmp_path, monkeypatch, capsys: 
         (dict(vocab_size=192), "its vocab_size is 192, but that of model.path is 128, and vLLM requires equal sizes"),
         (dict(num_attention_heads=3), "rollout.speculative.path=*: rollout.tp=2: 3 attention heads"),
         (dict(architectures=["DeepseekV3ForSequenceClassification"]), "has no output layer to draft tokens with"),
+        (CONFIGS["Qwen3.5-9B"], "rollout.speculative.path=*: the model has gated delta nets"),
         ({}, None),
     ],
 )
@@ -97,6 +99,17 @@ def test_draft_model_fits_the_actor(changes, message, tmp_path: Path, monkeypatc
         with pytest.raises(UserError) as refusal:
             find(config)
         assert fnmatchcase(str(refusal.value), f"*{message}*")
+
+
+def test_unshared_prompts_of_recurrent_models_are_announced(tmp_path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "qwen"
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(CONFIGS["Qwen3.5-9B"]))
+    find_models(load(BASE, [f"model.path={path}", "data.source=arithmetic", "batch.samples_per_prompt=8"]))
+    assert capsys.readouterr().out == (
+        "model: gated delta nets carry a state along each sample, so samples do not share their prompt in training: "
+        "each prompt is processed up to 8 times per pass\n"
+    )
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -18,6 +19,8 @@ from megarl.core.errors import UserError
 from megarl.models.folder import read_config
 from megarl.models.weight_files import INDEX, SINGLE, Header, read_headers, require_tensors
 from megarl.resharding.families import huggingface_holder
+from megarl.resharding.piece import whole
+from megarl.resharding.transports.safetensors import SafetensorsFolder
 from tests.tiny_model import write_tiny_llama
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 538090408\n"
@@ -87,3 +90,37 @@ def test_headers_match_the_safetensors_library(model: Path) -> None:
 def test_bfloat16_needs_no_torch(tmp_path: Path) -> None:
     save_file({"w": torch.zeros(2, 3, dtype=torch.bfloat16)}, tmp_path / SINGLE)
     assert read_headers(tmp_path) == {"w": Header("BF16", (2, 3))}
+
+
+def test_stacked_experts_and_prefixes_of_multimodal_checkpoints_are_read(tmp_path: Path) -> None:
+    """Each expert is read as if it were stored separately, under the text model's names."""
+    gate_up, down = torch.randn(3, 8, 5), torch.randn(3, 5, 4)
+    experts = "model.language_model.layers.1.mlp.experts"
+    stored = {f"{experts}.gate_up_proj": gate_up, f"{experts}.down_proj": down}
+    stored |= {"model.language_model.norm.weight": torch.randn(5), "mtp.fc.weight": torch.randn(2)}
+    save_file(stored, tmp_path / SINGLE)
+    headers = read_headers(tmp_path)
+    with SafetensorsFolder(tmp_path) as folder:
+        read = {name: folder.read("", name, whole(header.shape)) for name, header in headers.items()}
+        part = folder.read("", "model.layers.1.mlp.experts.2.up_proj.weight", ((1, 3), (2, 4)))
+    expected = {
+        "model.norm.weight": stored["model.language_model.norm.weight"],
+        "mtp.fc.weight": stored["mtp.fc.weight"],
+    }
+    for i in range(3):
+        rows = {"gate_proj": gate_up[i, :4], "up_proj": gate_up[i, 4:], "down_proj": down[i]}
+        expected |= {f"model.layers.1.mlp.experts.{i}.{name}.weight": value for name, value in rows.items()}
+    assert read.keys() == expected.keys()
+    assert all(torch.equal(read[name], expected[name]) for name in expected)
+    assert torch.equal(part, gate_up[2, 5:7, 2:4])
+
+
+@pytest.mark.parametrize("shape", [(), (4,), (4, 6), (2**40, 2, 0), (2, 3, 4)])
+def test_tensor_that_does_not_stack_experts_is_an_error(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    """A damaged header without elements may claim more experts than could be listed."""
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    content = b"" if 0 in shape else bytes(4 * math.prod(shape))
+    header = json.dumps({name: {"dtype": "F32", "shape": shape, "data_offsets": [0, len(content)]}}).encode()
+    (tmp_path / SINGLE).write_bytes(len(header).to_bytes(8, "little") + header + content)
+    with pytest.raises(UserError, match=rf"{name} has shape .*, which does not stack experts. Fix: download"):
+        read_headers(tmp_path)

@@ -68,15 +68,20 @@ def random_checkpoint(config: dict[str, Any], seed: int = 0) -> dict[str, torch.
         layer = f"model.layers.{i}."
         tensors[layer + "input_layernorm.weight"] = random(hidden)
         tensors[layer + "post_attention_layernorm.weight"] = random(hidden)
+        is_delta_net = linear_attention(config, i)
         if config["model_type"] in LATENT_TYPES:
             tensors |= {f"{layer}{name}": random(*shape) for name, shape in latent_attention(config).items()}
-        for name, rows in (("q", query), ("k", key), ("v", key)) if config["model_type"] not in LATENT_TYPES else ():
+        if is_delta_net:
+            tensors |= {f"{layer}{name}": random(*shape) for name, shape in delta_net(config).items()}
+        has_heads = config["model_type"] not in LATENT_TYPES and not is_delta_net
+        gates = query if is_gated_delta(config) else 0
+        for name, rows in (("q", query + gates), ("k", key), ("v", key)) if has_heads else ():
             tensors[layer + f"self_attn.{name}_proj.weight"] = random(rows, hidden)
             if config["model_type"] == "qwen2" or config.get("attention_bias"):
                 tensors[layer + f"self_attn.{name}_proj.bias"] = random(rows)
             if (config["model_type"].startswith("qwen3") or config.get("use_qk_norm")) and name != "v":
                 tensors[layer + f"self_attn.{name}_norm.weight"] = random(config["head_dim"])
-        if config["model_type"] not in LATENT_TYPES:
+        if has_heads:
             tensors[layer + "self_attn.o_proj.weight"] = random(hidden, query)
         if config["model_type"] == "llama" and config.get("attention_bias"):
             tensors[layer + "self_attn.o_proj.bias"] = random(hidden)
@@ -87,6 +92,11 @@ def random_checkpoint(config: dict[str, Any], seed: int = 0) -> dict[str, torch.
             shared = config["n_shared_experts"] * config["moe_intermediate_size"]
             for name, shape in (("gate", (shared, hidden)), ("up", (shared, hidden)), ("down", (hidden, shared))):
                 tensors[f"{layer}mlp.shared_experts.{name}_proj.weight"] = random(*shape)
+        if router and is_gated_delta(config):
+            shared = config["shared_expert_intermediate_size"]
+            tensors[f"{layer}mlp.shared_expert_gate.weight"] = random(1, hidden)
+            for name, shape in (("gate", (shared, hidden)), ("up", (shared, hidden)), ("down", (hidden, shared))):
+                tensors[f"{layer}mlp.shared_expert.{name}_proj.weight"] = random(*shape)
         rows = config["moe_intermediate_size"] if router == "mlp.gate" else inner
         for mlp in mlps(config, i):
             for name, shape in zip(mlp, ((rows, hidden), (rows, hidden), (hidden, rows)), strict=True):
@@ -94,6 +104,59 @@ def random_checkpoint(config: dict[str, Any], seed: int = 0) -> dict[str, torch.
                 if config.get("mlp_bias"):
                     tensors[f"{layer}{name}.bias"] = random(shape[0])
     return fused(tensors) if config["model_type"] == "phi3" else tensors
+
+
+def is_gated_delta(config: dict[str, Any]) -> bool:
+    return config["model_type"] in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+
+
+def linear_attention(config: dict[str, Any], layer: int) -> bool:
+    """Return whether a layer is a gated delta net: all but every second one in these tests."""
+    return is_gated_delta(config) and (layer + 1) % config["full_attention_interval"] != 0
+
+
+def delta_net(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a gated delta net's tensors (transformers' Qwen3_5GatedDeltaNet, Qwen3NextGatedDeltaNet)."""
+    hidden, heads = config["hidden_size"], config["linear_num_value_heads"]
+    keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
+    values = heads * config["linear_value_head_dim"]
+    if config["model_type"] == "qwen3_next":
+        projections = {"in_proj_qkvz": 2 * keys + 2 * values, "in_proj_ba": 2 * heads}
+    else:
+        projections = {"in_proj_qkv": 2 * keys + values, "in_proj_z": values, "in_proj_b": heads, "in_proj_a": heads}
+    shapes = {f"{name}.weight": (rows, hidden) for name, rows in projections.items()}
+    shapes |= {"conv1d.weight": (2 * keys + values, 1, config["linear_conv_kernel_dim"])}
+    shapes |= {"A_log": (heads,), "dt_bias": (heads,), "norm.weight": (config["linear_value_head_dim"],)}
+    return {f"linear_attn.{name}": shape for name, shape in (shapes | {"out_proj.weight": (hidden, values)}).items()}
+
+
+def delta_net_parts(config: dict[str, Any], checkpoint: dict[str, torch.Tensor], layer: str) -> list[torch.Tensor]:
+    """Return the projections to queries, keys, values, gates, step sizes and decays, each by head."""
+    key_heads, value_heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    key_dim, copies = config["linear_key_head_dim"], value_heads // key_heads
+    values = copies * config["linear_value_head_dim"]
+    get = {name: checkpoint.get(f"{layer}linear_attn.in_proj_{name}.weight") for name in ("qkvz", "ba", "qkv", *"zba")}
+    if config["model_type"] == "qwen3_next":
+        parts = get["qkvz"].unflatten(0, (key_heads, -1)).split([key_dim, key_dim, values, values], 1)
+        parts += get["ba"].unflatten(0, (key_heads, -1)).split([copies, copies], 1)
+        return [part.flatten(0, 1) for part in parts]
+    keys = key_heads * key_dim
+    return [*get["qkv"].split([keys, keys, key_heads * values]), get["z"], get["b"], get["a"]]
+
+
+def delta_net_shard(config: dict[str, Any], checkpoint: dict[str, torch.Tensor], layer: str, tp: int, rank: int):
+    """Return the tensors that trainer and engine split alike, by their names in the checkpoint."""
+    keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
+    values = config["linear_num_value_heads"] * config["linear_value_head_dim"]
+    get = {name: checkpoint[f"{layer}linear_attn.{name}"] for name in ("A_log", "dt_bias", "norm.weight")}
+    channels = checkpoint[f"{layer}linear_attn.conv1d.weight"].split([keys, keys, values])
+    return {
+        "A_log": get["A_log"].chunk(tp)[rank],
+        "dt_bias": get["dt_bias"].chunk(tp)[rank],
+        "norm.weight": get["norm.weight"],
+        "conv1d.weight": torch.cat([part.chunk(tp)[rank] for part in channels]),
+        "out_proj.weight": checkpoint[f"{layer}linear_attn.out_proj.weight"].chunk(tp, 1)[rank],
+    }
 
 
 def fused(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -155,7 +218,9 @@ def router_of(config: dict[str, Any], layer: int) -> str | None:
             return "block_sparse_moe.gate"
         case family if family in BIASED_ROUTERS and layer >= config["first_k_dense_replace"]:
             return "mlp.gate"
-        case "qwen3_moe" if layer not in config.get("mlp_only_layers", ()):
+        case "qwen3_moe" | "qwen3_next" if layer not in config.get("mlp_only_layers", ()):
+            return "mlp.gate"
+        case "qwen3_5_moe_text":
             return "mlp.gate"
     return None
 
@@ -184,6 +249,7 @@ RENAMED = (
     ("self_attention.q_layernorm.weight", "self_attn.q_a_layernorm.weight"),
     ("self_attention.linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa.weight"),
     ("self_attention.kv_layernorm.weight", "self_attn.kv_a_layernorm.weight"),
+    ("mlp.shared_experts.gate_weight", "mlp.shared_expert_gate.weight"),
 )
 """(Megatron name, Hugging Face name) of tensors in a layer that every rank holds completely."""
 
@@ -219,6 +285,8 @@ def megatron_shard(
     def qkv(layer: str, kind: str) -> torch.Tensor:
         parts = [checkpoint[f"{layer}self_attn.{x}_proj.{kind}"] for x in "qkv"]
         heads = [part.reshape(kv_heads, -1, head_dim, *part.shape[1:]) for part in parts]
+        if is_gated_delta(config):  # each query head is followed by its gate
+            heads = [heads[0][:, ::2], heads[0][:, 1::2], *heads[1:]]
         interleaved = torch.cat(heads, dim=1)
         return interleaved.chunk(tp)[tp_rank].reshape(-1, *parts[0].shape[1:])
 
@@ -236,9 +304,20 @@ def megatron_shard(
             tensors |= {megatron + local: tensor.chunk(tp)[tp_rank] for local, tensor in split}
         for kind in [kind for kind in ("weight", "bias") if f"{hf}self_attn.k_proj.{kind}" in checkpoint]:
             tensors[f"{megatron}self_attention.linear_qkv.{kind}"] = qkv(hf, kind)
+        if linear_attention(config, i):
+            parts = [part.chunk(tp)[tp_rank] for part in delta_net_parts(config, checkpoint, hf)]
+            tensors[megatron + "self_attention.in_proj.weight"] = torch.cat(parts)
+            shard = delta_net_shard(config, checkpoint, hf, tp, tp_rank)
+            named = {name.replace("norm.", "out_norm."): tensor for name, tensor in shard.items()}
+            tensors |= {f"{megatron}self_attention.{name}": tensor for name, tensor in named.items()}
         router = router_of(config, i)
         if f"{hf}mlp.shared_experts.up_proj.weight" in checkpoint:
             gate, up, down = (checkpoint[f"{hf}mlp.shared_experts.{x}_proj.weight"] for x in ("gate", "up", "down"))
+            halves = [half.chunk(tp)[tp_rank] for half in (gate, up)]
+            tensors[megatron + "mlp.shared_experts.linear_fc1.weight"] = torch.cat(halves)
+            tensors[megatron + "mlp.shared_experts.linear_fc2.weight"] = down.chunk(tp, 1)[tp_rank]
+        if f"{hf}mlp.shared_expert.up_proj.weight" in checkpoint:
+            gate, up, down = (checkpoint[f"{hf}mlp.shared_expert.{x}_proj.weight"] for x in ("gate", "up", "down"))
             halves = [half.chunk(tp)[tp_rank] for half in (gate, up)]
             tensors[megatron + "mlp.shared_experts.linear_fc1.weight"] = torch.cat(halves)
             tensors[megatron + "mlp.shared_experts.linear_fc2.weight"] = down.chunk(tp, 1)[tp_rank]
@@ -252,8 +331,8 @@ def megatron_shard(
                 halves = [checkpoint[f"{hf}{name}.{kind}"].chunk(parts)[part] for name in (gate, up)]
                 tensors[f"{mlp}.linear_fc1.{kind}"] = torch.cat(halves)
             tensors[f"{mlp}.linear_fc2.weight"] = checkpoint[f"{hf}{down}.weight"].chunk(parts, 1)[part]
-        attention_out = checkpoint[hf + "self_attn.o_proj.weight"]
-        tensors[megatron + "self_attention.linear_proj.weight"] = attention_out.chunk(tp, dim=1)[tp_rank]
+        if (attention_out := checkpoint.get(hf + "self_attn.o_proj.weight")) is not None:
+            tensors[megatron + "self_attention.linear_proj.weight"] = attention_out.chunk(tp, dim=1)[tp_rank]
     if last:
         tensors[f"chunk{len(chunks) - 1}.decoder.final_layernorm.weight"] = checkpoint["model.norm.weight"]
         if not config["tie_word_embeddings"]:
@@ -274,8 +353,19 @@ def vllm_shard(config: dict[str, Any], checkpoint: dict[str, torch.Tensor], tp: 
         return heads.chunk(tp)[rank].flatten(0, 1)
 
     tensors = expert_stacks(config, checkpoint, tp, rank)
+    for i in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{i}."
+        if linear_attention(config, i):
+            shard = delta_net_shard(config, checkpoint, layer, tp, rank)
+            if config["model_type"] == "qwen3_next":
+                for name in ("in_proj_qkvz.weight", "in_proj_ba.weight"):
+                    shard[name] = checkpoint[f"{layer}linear_attn.{name}"].chunk(tp)[rank]
+            else:
+                parts = [part.chunk(tp)[rank] for part in delta_net_parts(config, checkpoint, layer)]
+                shard["in_proj_qkvz.weight"], shard["in_proj_ba.weight"] = torch.cat(parts[:4]), torch.cat(parts[4:])
+            tensors |= {f"{layer}linear_attn.{name}": tensor for name, tensor in shard.items()}
     for name, tensor in checkpoint.items():
-        if ".experts." in name:
+        if ".experts." in name or ".linear_attn." in name:
             continue
         if name in ("model.embed_tokens.weight", "lm_head.weight"):
             tensors[name] = _padded(tensor, 64).chunk(tp)[rank]
@@ -287,7 +377,13 @@ def vllm_shard(config: dict[str, Any], checkpoint: dict[str, torch.Tensor], tp: 
                 tensors[name] = tensor
         elif "_b_proj" in name or ("q_proj" in name and config["model_type"] in LATENT_TYPES):
             tensors[name] = tensor.chunk(tp)[rank]
-        elif "norm" in name or ".gate." in name or "o_proj.bias" in name or "down_proj.bias" in name:
+        elif (
+            "norm" in name
+            or ".gate." in name
+            or "shared_expert_gate" in name
+            or "o_proj.bias" in name
+            or "down_proj.bias" in name
+        ):
             tensors[name] = tensor
         elif "o_proj" in name or "down_proj" in name:
             tensors[name] = tensor.chunk(tp, dim=1)[rank]
@@ -341,10 +437,19 @@ MODELS = [
     {"model_type": "qwen3_moe", "num_experts": NUM_EXPERTS, "mlp_only_layers": (0, 2)},
     {"model_type": "deepseek_v3", **LATENT, "q_lora_rank": None},
     {"model_type": "deepseek_v3", **LATENT, "q_lora_rank": 3},
+    {"model_type": "qwen3_5_text", "full_attention_interval": 2},
+    {"model_type": "qwen3_5_moe_text", "full_attention_interval": 2, "num_experts": NUM_EXPERTS},
+    {"model_type": "qwen3_next", "full_attention_interval": 2, "num_experts": NUM_EXPERTS, "mlp_only_layers": (1,)},
     {"model_type": "kimi_k2", **LATENT, "q_lora_rank": 3},
     {"model_type": "glm4_moe", **BIASED},
     {"model_type": "glm4_moe", **BIASED, "attention_bias": True, "use_qk_norm": True},
 ]
+
+
+def gated_delta_sizes(key_heads: int, copies: int) -> dict[str, int]:
+    """Return sizes in which keys, values and the convolution's width differ."""
+    heads = dict(linear_num_key_heads=key_heads, linear_num_value_heads=copies * key_heads)
+    return heads | dict(linear_key_head_dim=2, linear_value_head_dim=3, linear_conv_kernel_dim=4)
 
 
 @st.composite
@@ -370,6 +475,8 @@ def configs(draw: st.DrawFn) -> tuple[dict[str, Any], Layout, int]:
         vocab_size=draw(st.integers(1, 100)),
         moe_intermediate_size=lcm(tp, vllm_tp) * draw(st.integers(1, 3)),
         tie_word_embeddings=draw(st.booleans()),
+        **gated_delta_sizes(lcm(tp, vllm_tp) * draw(st.sampled_from([1, 3])), draw(st.integers(1, 2))),
+        shared_expert_intermediate_size=lcm(tp, vllm_tp) * draw(st.integers(1, 3)),
     )
     dp = draw(st.integers(1, 2))
     etp, ep = draw(st.sampled_from([(e, n) for e in (1, tp) for n in (1, 2, 4) if tp * dp % (e * n) == 0]))

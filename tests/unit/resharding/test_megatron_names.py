@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import pytest
 
@@ -91,6 +92,15 @@ PUBLISHED = (
     ("Moonlight-16B-A3B", layout_of(tp=4, pp=3, dp=4, ep=8, etp=2)),
     ("DeepSeek-V3", layout_of(tp=8, pp=16, dp=4, ep=32, etp=1, last=1)),
     ("DeepSeek-V3", layout_of(tp=4, pp=8, dp=32, ep=8, etp=4, first=7, last=6)),
+    ("Qwen3.5-0.8B", layout_of(tp=2, pp=2, cp=2)),
+    ("Qwen3.5-2B", layout_of(tp=2, pp=4, vpp=2)),
+    ("Qwen3.5-4B", layout_of(tp=4, pp=2)),
+    ("Qwen3.5-9B", layout_of(tp=4, pp=4, cp=2)),
+    ("Qwen3.5-27B", layout_of(tp=4, pp=8, vpp=2)),
+    ("Qwen3.5-35B-A3B", layout_of(tp=2, pp=5, dp=32, ep=64, etp=1)),
+    ("Qwen3.5-122B-A10B", layout_of(tp=2, pp=8, cp=2, dp=16, ep=64, etp=1)),
+    ("Qwen3.5-397B-A17B", layout_of(tp=2, pp=10, cp=2, dp=32, ep=128, etp=1)),
+    ("Qwen3-Next-80B-A3B", layout_of(tp=2, pp=6, dp=32, ep=64, etp=1)),
     ("Kimi-K2", layout_of(tp=8, pp=16, dp=4, ep=32, etp=1, last=1)),
     ("GLM-4.5-Air", layout_of(tp=4, pp=2, cp=2, dp=4, ep=16, etp=1)),
     ("GLM-4.6", layout_of(tp=8, pp=4, dp=16, ep=32, etp=4)),
@@ -159,6 +169,9 @@ def test_transformer_engine_layers_match_the_holder():
         (CONFIGS["Qwen3-0.6B"] | four, layout_of(tp=2, pp=2), 3),
         (CONFIGS["Mixtral-8x7B"] | four, layout_of(tp=2, dp=8, ep=4, etp=4), 9),
         (CONFIGS["Qwen3-30B-A3B"] | four | {"mlp_only_layers": [0]}, layout_of(tp=2, dp=4, ep=8, etp=1), 3),
+        (CONFIGS["Qwen3.5-9B"] | four, layout_of(tp=4), 2),
+        (CONFIGS["Qwen3.5-35B-A3B"] | four, layout_of(tp=2, dp=2, ep=4, etp=1), 3),
+        (CONFIGS["Qwen3-Next-80B-A3B"] | four, layout_of(tp=2, pp=2), 1),
         (CONFIGS["Moonlight-16B-A3B"] | four, layout_of(tp=2, dp=2, ep=2), 0),
         (CONFIGS["DeepSeek-V3"], layout_of(tp=8, pp=16, dp=4, ep=32, etp=1, first=3, last=2), 40),
         (CONFIGS["DeepSeek-V3"], layout_of(tp=8, pp=16, dp=4, ep=32, etp=1, first=3, last=2), 0),
@@ -183,15 +196,17 @@ def check_rank(config: dict, layout: Layout, rank: int) -> None:
     holder = megatron_holder(config, layout, rank, transformer_engine=uses_transformer_engine())
     real = real_rank(config, layout, rank)
     assert holder.shapes == real.shapes, f"rank {rank}"
-    assert_columns(holder, real.layers, "self_attention.linear_proj.weight", "layers", real.tp_rank)
-    assert_columns(holder, real.experts, "linear_fc2.weight", "experts", real.expert_tp_rank)
+    output_projections = ("self_attention.linear_proj.weight", "self_attention.out_proj.weight")
+    assert_columns(holder, real.layers, output_projections, "layers", real.tp_rank)
+    assert_columns(holder, real.experts, ("linear_fc2.weight",), "experts", real.expert_tp_rank)
 
 
-def assert_columns(holder: Holder, indices: dict[str, int], name: str, kind: str, share: int) -> None:
-    """Assert that each parameter holds its share of the columns of the layer or expert with its index."""
+def assert_columns(holder: Holder, indices: dict[str, int], names: Sequence[str], kind: str, share: int) -> None:
+    """Assert that each layer or expert holds its share of the columns of the parameter with its index. Each has a
+    parameter of one of the names."""
     pieces = {piece.local: piece for piece in holder.pieces}
     for prefix, index in indices.items():
-        piece = pieces[prefix + name]
+        [piece] = [pieces[prefix + name] for name in names if prefix + name in pieces]
         assert f"{kind}.{index}." in piece.canonical, f"{holder.name}: {prefix} has {piece.canonical}"
         columns = holder.shapes[piece.local][1]
         assert piece.canonical_rectangle[1] == (share * columns, (share + 1) * columns), f"{holder.name}: {prefix}"

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import pytest
 import torch
+from vllm.model_executor.models.registry import ModelRegistry
 
 from megarl.resharding.families import huggingface_holder, vllm_holder
 from megarl.resharding.piece import Holder
 from megarl.resharding.transports.transport import view
+from megarl.rollout.vllm import text_models
 from tests.marks import exhaustive_but
 from tests.published_models import CONFIGS
 from tests.unit.resharding.vllm_world import weights, worker
+
+text_models.install()
 
 LATENT = dict(
     kv_lora_rank=512,
@@ -31,6 +36,13 @@ LATENT = dict(
     num_key_value_heads=48,
     max_position_embeddings=64,
 )
+GATED_DELTA = dict(
+    full_attention_interval=2,
+    linear_num_key_heads=48,
+    linear_num_value_heads=96,
+    linear_key_head_dim=2,
+    linear_value_head_dim=3,
+)
 TINY = {
     "Llama": ("Llama-3.1-8B", {}),
     "Llama, tied": ("Llama-3.2-1B", {}),
@@ -44,6 +56,12 @@ TINY = {
     "Qwen3, experts": ("Qwen3-30B-A3B", dict(num_experts=18, mlp_only_layers=[0])),
     "DeepSeek-V3": ("DeepSeek-V3", LATENT | dict(q_lora_rank=24)),
     "DeepSeek-V3, direct queries": ("DeepSeek-V3", LATENT | dict(q_lora_rank=None)),
+    "Qwen3.5": ("Qwen3.5-9B", GATED_DELTA),
+    "Qwen3.5, experts": ("Qwen3.5-35B-A3B", GATED_DELTA | dict(num_experts=18, shared_expert_intermediate_size=48)),
+    "Qwen3-Next": (
+        "Qwen3-Next-80B-A3B",
+        GATED_DELTA | dict(num_experts=18, shared_expert_intermediate_size=48, mlp_only_layers=[1]),
+    ),
     "Kimi K2": ("Kimi-K2", LATENT | dict(q_lora_rank=24)),
     "GLM-4.5-Air": ("GLM-4.5-Air", dict(n_routed_experts=18, n_shared_experts=2, max_position_embeddings=64)),
     "GLM-4.6": ("GLM-4.6", dict(n_routed_experts=18, first_k_dense_replace=1, max_position_embeddings=64)),
@@ -122,6 +140,12 @@ def test_vllm_loads_every_element_where_declared(name, tp, tmp_path):
 def test_vllm_loads_whole_experts_where_declared(name, tmp_path):
     """18 experts on four workers: five on each of the first two, four on each of the other two."""
     check_loaded_elements(name, 4, range(4), tmp_path, expert_parallel=True)
+
+
+def test_torchvision_stand_in_is_removed():
+    """transformers would otherwise consider torchvision installed."""
+    assert ModelRegistry.models["Qwen3_5ForCausalLM"].load_model_cls().__name__ == "Qwen3_5ForCausalLM"
+    assert not [name for name in sys.modules if name.partition(".")[0] == "torchvision"]
 
 
 def check_loaded_elements(name, tp, ranks, folder, expert_parallel=False):

@@ -80,6 +80,6 @@ def expert_map_on_host(*args, **kwargs):
 def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the parameters by name; stacked experts are flattened to two axes, as refits see them."""
     return {
-        name: parameter.data.flatten(0, 1) if parameter.dim() == 3 else parameter.data
+        name: parameter.data.flatten(0, 1) if ".routed_experts." in name else parameter.data
         for name, parameter in model.named_parameters()
     }

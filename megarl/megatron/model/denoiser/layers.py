@@ -45,12 +45,17 @@ class FullAttention(torch.nn.Module):
 class SandwichLayer(TransformerLayer):
     """A layer with norms before and after both the attention and the MLP: x + norm(attention(norm(x)))."""
 
+    input_layernorm: Any
+    self_attention: Any
+    pre_mlp_layernorm: Any
+    mlp: Any
+
     def __init__(self, config: TransformerConfig, **options: Any):
         super().__init__(config, **options)
         size, eps = config.hidden_size, config.layernorm_epsilon
         self.post_attention_layernorm, self.post_mlp_layernorm = RMSNorm(config, size, eps), RMSNorm(config, size, eps)
 
-    def forward(
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  # Megatron passes these arguments by keyword
         self,
         hidden_states: torch.Tensor,
         *,

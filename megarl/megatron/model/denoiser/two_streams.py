@@ -79,8 +79,9 @@ class TwoStreamLayer(TransformerLayer):
         self.caption_attention: Any = self._attention(has_output=not self.is_last)
         self.caption_mlp: Any = None
         if self.is_last:
-            # Captions are not updated, so their queries are not used.
-            self.caption_attention.q_layernorm.requires_grad_(False)
+            if shape.qk_norm:
+                # Captions are not updated, so their queries are not used.
+                self.caption_attention.q_layernorm.requires_grad_(False)
         else:
             size, matrices = config.ffn_hidden_size, submodules_of(self.submodules_config.mlp)
             self.caption_mlp = MLP(config, matrices, ffn_hidden_size=size, tp_group=self.tp_group)
@@ -94,7 +95,7 @@ class TwoStreamLayer(TransformerLayer):
             submodules = replace(submodules, linear_proj=IdentityOp)
         return SelfAttention(self.config, submodules, self.layer_number, pg_collection=self.pg_collection)
 
-    def forward(
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  # Megatron passes these arguments by keyword
         self, hidden_states: torch.Tensor, *, context: torch.Tensor, packed_seq_params: TwoStreams, **_
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the hidden states, [X/cp + Y/cp, 1, hidden], and the context, which Megatron passes to the next layer.

@@ -42,6 +42,21 @@ with supervisor.supervised({grace_s}) as scratch:
     {body}
 """
 
+LATE_WAITPID = """
+#define _GNU_SOURCE
+#include <sys/syscall.h>
+#include <sys/types.h>
+#include <time.h>
+#include <unistd.h>
+
+pid_t waitpid(pid_t pid, int *status, int options) {
+    struct timespec left = {1, 0};
+    while (nanosleep(&left, &left)) {}  /* a signal interrupts the sleep */
+    return syscall(SYS_wait4, pid, status, options, NULL);
+}
+"""
+"""A waitpid that begins one second late."""
+
 
 @dataclass(frozen=True)
 class Program:
@@ -89,7 +104,11 @@ def program(
         start_new_session=True,
     ) as process:
         child, helper, scratch = process.stdout.readline().split()
-        yield Program(process, int(child), int(helper), Path(scratch))
+        try:
+            yield Program(process, int(child), int(helper), Path(scratch))
+        except BaseException:
+            process.kill()  # on exit, Popen waits for the process
+            raise
 
 
 @pytest.mark.parametrize(
@@ -111,6 +130,17 @@ def test_parent_exits_with_the_childs_status(body: str, code: int, last_line: st
 def test_signal_to_the_parent_interrupts(number: int) -> None:
     with program("wait()") as run:
         os.kill(run.process.pid, number)
+        assert run.end() == (130, "megarl: error: interrupted; stopping the run\n")
+
+
+def test_signal_just_before_waiting_interrupts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python has received the signal but cannot handle it before the parent calls waitpid."""
+    source, library = tmp_path / "late.c", tmp_path / "late.so"
+    source.write_text(LATE_WAITPID)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
+    monkeypatch.setenv("LD_PRELOAD", str(library))
+    with program("wait()") as run:
+        os.kill(run.process.pid, signal.SIGTERM)
         assert run.end() == (130, "megarl: error: interrupted; stopping the run\n")
 
 

@@ -84,8 +84,8 @@ interrupts.listen([signal.SIGTERM])
 try:
     with interrupts.grace(HANG_S, is_awaited=True):
         os.killpg(0, signal.SIGTERM)
-        time.sleep(HANG_S)
-        print("goes on")
+        while True:
+            time.sleep(0.1)  # a signal just before a long sleep would be handled only after it
 except KeyboardInterrupt:
     watchdog.stop()
     print("interrupted")

@@ -24,7 +24,7 @@ from megarl.resharding.execute import execute
 from megarl.resharding.transports.reused_memory import ReusedMemory
 from megarl.run.checkpoints import Checkpoints
 from tests.marks import exhaustive_but
-from tests.unit.resharding.cases import BIASED, LATENT, config_of, layout_of, random_checkpoint
+from tests.unit.resharding.cases import BIASED, LATENT, config_of, gated_delta_sizes, layout_of, random_checkpoint
 
 MIXTRAL = dict(model_type="mixtral", num_key_value_heads=2, num_local_experts=4)
 QWEN3_MOE = dict(
@@ -43,6 +43,10 @@ DEEPSEEK = dict(
     moe_intermediate_size=6,
     num_hidden_layers=4,
     rms_norm_eps=1e-6,
+)
+GATED_DELTA = dict(**gated_delta_sizes(6, 2), full_attention_interval=2, num_key_value_heads=6, num_hidden_layers=4)
+GATED_DELTA_EXPERTS = GATED_DELTA | dict(
+    num_experts=4, num_experts_per_tok=2, moe_intermediate_size=6, shared_expert_intermediate_size=6
 )
 KIMI = DEEPSEEK | dict(model_type="kimi_k2", rms_norm_eps=1e-5)
 GLM = BIASED | dict(
@@ -85,6 +89,21 @@ GRID = {
         layout_of(dp=4, ep=4),
         layout_of(tp=3),
     ),
+    "Qwen3.5: TP3, PP2 and TP2": (
+        GATED_DELTA | dict(model_type="qwen3_5_text"),
+        layout_of(tp=3, pp=2),
+        layout_of(tp=2),
+    ),
+    "Qwen3.5, experts: TP2, EP2, ETP1 and PP2, EP2": (
+        GATED_DELTA_EXPERTS | dict(model_type="qwen3_5_moe_text"),
+        layout_of(tp=2, ep=2, etp=1),
+        layout_of(pp=2, dp=2, ep=2),
+    ),
+    "Qwen3-Next: TP3 and TP2, PP2": (
+        GATED_DELTA_EXPERTS | dict(model_type="qwen3_next", mlp_only_layers=[1]),
+        layout_of(tp=3),
+        layout_of(tp=2, pp=2),
+    ),
     "Kimi K2: PP2, EP4 and TP2, ETP1": (KIMI, layout_of(pp=2, dp=4, ep=4), layout_of(tp=2, dp=2, ep=4, etp=1)),
     "GLM-4.6: TP3, ETP3, EP2 and PP2, VPP2, EP4": (
         GLM,
@@ -100,9 +119,11 @@ GRID = {
 
 
 def write_model(folder: Path, config: dict[str, Any], dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
-    """Write random weights. Router biases are float32, as in DeepSeek's."""
+    """Write random weights. Router biases are float32, as in DeepSeek's, and decays, as in Qwen3.5's."""
     tensors = random_checkpoint(config)
-    tensors = {name: tensor if "e_score" in name else tensor.to(dtype) for name, tensor in tensors.items()}
+    tensors = {
+        name: tensor if "e_score" in name or "A_log" in name else tensor.to(dtype) for name, tensor in tensors.items()
+    }
     return write_tensors(folder, config, tensors)
 
 

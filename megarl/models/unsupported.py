@@ -1,0 +1,112 @@
+"""Find the features in a Hugging Face config.json that megarl does not support."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megarl.models.huggingface import (
+    LAYER_TYPES,
+    experts,
+    latent_attention,
+    linear_attention,
+    rope_parameters,
+)
+
+ROPE_TYPES: Mapping[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}
+LATENT_ROPE_TYPES: Mapping[str, tuple[str, ...]] = {"default": (), "yarn": ("factor",)}
+"""Supported type of rotary embeddings -> parameters that the type requires. Models with latent attention support only
+the types in LATENT_ROPE_TYPES."""
+
+_BIASES = {"glm4_moe": ("attention_bias",), "llama": ("attention_bias", "mlp_bias"), "qwen2": ("attention_bias",)}
+"""Supported bias keys per model family. Qwen2 always has attention biases, regardless of the key's value."""
+
+_PARTIAL_ROTATION = ("glm4_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+"""Families with rotary embeddings on only some of the channels in a head."""
+
+
+def unsupported(model: Mapping[str, Any]) -> list[str]:
+    """Return the unsupported features in a completed config, each as its key and value."""
+    return [*_attention(model), *_rope(model), *_others(model), *_experts(model), *_linear_attention(model)]
+
+
+def _attention(model: Mapping[str, Any]) -> Iterator[str]:
+    supported = _BIASES.get(model["model_type"], ())
+    for key in ("attention_bias", "mlp_bias"):
+        if model[key] and key not in supported:
+            yield f"{key} true"
+    for key in ("attention_dropout", "resid_pdrop"):
+        if model.get(key):
+            yield f"{key} {model[key]}"
+
+
+def _rope(model: Mapping[str, Any]) -> Iterator[str]:
+    key = "rope_scaling" if model.get("rope_scaling") else "rope_parameters"
+    rope, known = rope_parameters(model), LATENT_ROPE_TYPES if latent_attention(model) else ROPE_TYPES
+    kind = rope["rope_type"]
+    if kind not in known:
+        yield f"{key} with rope_type {kind}"
+    elif missing := [name for name in known[kind] if name not in rope]:
+        yield f"{key} with rope_type {kind} without {', '.join(missing)}"
+    factor = rope["partial_rotary_factor"]
+    partial = isinstance(factor, int | float) and 0 < factor < 1
+    if factor != 1 and not (partial and model["model_type"] in _PARTIAL_ROTATION):
+        yield f"partial_rotary_factor {factor}"
+    if not rope.get("truncate", True):
+        yield f"{key} with truncate false"
+    if rope.get("attention_factor") is not None:
+        yield f"{key} with attention_factor {rope['attention_factor']}"
+    if not model.get("rope_interleave", True):
+        yield "rope_interleave false"
+
+
+def _linear_attention(model: Mapping[str, Any]) -> Iterator[str]:
+    linear = linear_attention(model)
+    if linear is None:
+        return
+    kinds = model["layer_types"] or ()
+    if unknown := set(kinds) - set(LAYER_TYPES):
+        yield f"layer_types with {', '.join(sorted(unknown))}"
+    if len(linear.layers) != model["num_hidden_layers"]:
+        yield f"layer_types with {len(kinds)} layers for num_hidden_layers {model['num_hidden_layers']}"
+    if linear.value_heads % linear.key_heads:
+        yield f"linear_num_value_heads {linear.value_heads} with linear_num_key_heads {linear.key_heads}"
+    if not model["attn_output_gate"]:
+        yield "attn_output_gate false"
+    if model["output_gate_type"] not in ("silu", "swish"):
+        yield f"output_gate_type {model['output_gate_type']}"
+
+
+def _others(model: Mapping[str, Any]) -> Iterator[str]:
+    if model["hidden_act"] != "silu":
+        yield f"hidden_act {model['hidden_act']}"
+    if model["quantization_config"]:
+        yield f"quantization_config with quant_method {model['quantization_config'].get('quant_method')}"
+
+
+def _experts(model: Mapping[str, Any]) -> Iterator[str]:
+    mixture = experts(model)
+    if mixture is None:
+        return
+    if model.get("router_jitter_noise"):
+        yield f"router_jitter_noise {model['router_jitter_noise']}"
+    # After normalization, the weight of a single active expert is one, so the router has no gradient.
+    if mixture.active == 1 and model.get("norm_topk_prob", True):
+        yield "num_experts_per_tok 1"
+    if mixture.has_selection_bias:
+        yield from _deepseek_router(model)
+
+
+def _deepseek_router(model: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the unsupported features of DeepSeek's router. DeepSeek scores a group of experts by its two best experts.
+    Megatron instead uses the average number of active experts per selected group, so this number must be two."""
+    for key, supported in (("norm_topk_prob", True), ("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
+        if model.get(key, supported) != supported:
+            yield f"{key} {model[key]}"
+    active, groups, selected = model["num_experts_per_tok"], model["n_group"], model["topk_group"]
+    if groups > selected and active // selected != 2:
+        yield f"num_experts_per_tok {active} with topk_group {selected}"
