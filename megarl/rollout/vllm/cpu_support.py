@@ -6,14 +6,14 @@ from __future__ import annotations
 import torch
 import vllm.model_executor.kernels.linear as linear_kernels
 import vllm.model_executor.layers.utils as linear_layers
+import vllm.v1.sample.ops.topk_topp_sampler as topk_topp_sampler
+import vllm.v1.sample.rejection_sampler as rejection_sampler
 from vllm._custom_ops import cpu_prepack_moe_weight
 from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.platforms import PlatformEnum, current_platform
-from vllm.v1.sample import rejection_sampler
-from vllm.v1.sample.ops import topk_topp_sampler
 
 from megarl.rollout.vllm import gated_delta
 

@@ -284,7 +284,7 @@ def test_drafts_for_gated_delta_nets_are_refused_on_cpu(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS["Qwen3.5-9B"]))
     hybrid = ModelFolders(tmp_path, None, None, None)
     check_engine_kernels(config(), hybrid)
-    with pytest.raises(UserError, match="rollout.speculative.method=ngram: .* has gated delta nets"):
+    with pytest.raises(UserError, match=r"^rollout.speculative.method=ngram: .* has gated delta nets"):
         check_engine_kernels(settings, hybrid)
 
 

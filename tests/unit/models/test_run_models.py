@@ -88,7 +88,7 @@ def test_untrained_parts_of_models_are_announced(tmp_path, monkeypatch, capsys: 
 )
 def test_draft_model_fits_the_actor(changes, message, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_models, "_check_tokenizer", lambda *_: None)
-    actor, draft = folder(tmp_path / "actor"), folder(tmp_path / "draft", num_hidden_layers=1, **changes)
+    actor, draft = folder(tmp_path / "actor"), folder(tmp_path / "draft", **dict(num_hidden_layers=1) | changes)
     keys = [f"model.path={actor}", "data.source=arithmetic", "rollout.tp=2"]
     config = load(BASE, [*keys, f"rollout.speculative={{method: draft_model, path: {draft}}}"])
     if message is None:
