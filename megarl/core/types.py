@@ -140,14 +140,15 @@ class DraftCounts:
             self.num_accepted + other.num_accepted,
         )
 
-    @property
-    def accepted_share(self) -> float:
-        return self.num_accepted / self.num_drafted
-
-    @property
-    def mean_length(self) -> float:
-        """Mean number of tokens that a pass added to the response."""
-        return 1 + self.num_accepted / self.num_passes
+    def metrics(self) -> dict[str, float]:
+        """Return the accepted fraction of the draft tokens and the mean number of tokens that a pass added to the
+        response; empty if no draft token was verified."""
+        if not self.num_passes:
+            return {}
+        return {
+            "draft_accepted_frac": self.num_accepted / self.num_drafted,
+            "accepted_length_mean": 1 + self.num_accepted / self.num_passes,
+        }
 
 
 NO_DRAFTS = DraftCounts()

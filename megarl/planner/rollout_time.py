@@ -68,7 +68,7 @@ def kv_bytes(model: ModelParameters, tp: int, num_bytes: int) -> float:
 
 
 def engine_kv_bytes(config: Config, model: ModelParameters, draft: ModelParameters | None) -> float:
-    """Return the same for all models of an engine. A draft model caches every token of its own."""
+    """Return the KV cache's bytes per token for all models of an engine. A draft model has its own keys and values."""
     models = [model] if draft is None else [model, draft]
     return sum(kv_bytes(each, config.rollout.tp, item_bytes(config)) for each in models)
 

@@ -216,15 +216,8 @@ def lengths(rollouts: Sequence[ScoredRollout]) -> dict[str, float]:
         "truncated_frac": fmean(rollout.is_truncated for rollout in whole),
         "length_mean": fmean(rollout.num_tokens for rollout in whole),
         **({"turns_mean": fmean(turns)} if turns else {}),
-        **_draft_shares([sample for rollout in rollouts for sample in rollout.samples]),
+        **sum((sample.drafts for rollout in rollouts for sample in rollout.samples), NO_DRAFTS).metrics(),
     }
-
-
-def _draft_shares(samples: Sequence[SampleRef]) -> dict[str, float]:
-    drafts = sum((sample.drafts for sample in samples), NO_DRAFTS)
-    if not drafts.num_passes:
-        return {}
-    return {"draft_accepted_frac": drafts.accepted_share, "accepted_length_mean": drafts.mean_length}
 
 
 def _shown(estimate: Estimate) -> str:

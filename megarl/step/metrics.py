@@ -30,7 +30,8 @@ def step_metrics(
     else:
         rate = sum(sample.num_tokens for sample in samples) / seconds
         of_samples = _response_metrics(sampled) | _rollout_metrics(sampled) | {"throughput/tokens_per_second": rate}
-        of_samples |= _draft_metrics(sampled)
+        drafts = sum((sample.drafts for sample in sampled), NO_DRAFTS)
+        of_samples |= {f"rollout/{name}": value for name, value in drafts.metrics().items()}
     return {
         **of_samples,
         **times,
@@ -94,16 +95,6 @@ def _response_metrics(samples: Sequence[SampleRef]) -> dict[str, float]:
         "response/length_min": min(lengths),
         "response/length_max": max(lengths),
         "response/truncated_frac": fmean(sample.finish_reason == "length" for sample in samples),
-    }
-
-
-def _draft_metrics(samples: Sequence[SampleRef]) -> dict[str, float]:
-    drafts = sum((sample.drafts for sample in samples), NO_DRAFTS)
-    if not drafts.num_passes:
-        return {}
-    return {
-        "rollout/draft_accepted_frac": drafts.accepted_share,
-        "rollout/accepted_length_mean": drafts.mean_length,
     }
 
 

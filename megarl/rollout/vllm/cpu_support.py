@@ -69,8 +69,8 @@ def _expand_to_tokens(
 
 
 def _truncate_drafts(logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | None) -> torch.Tensor:
-    """Apply top-k and top-p to the logits of draft tokens [tokens, vocabulary]. vLLM's function fails on a step
-    in which no request verifies draft tokens, such as before the last tokens."""
+    """Apply top-k and top-p to the logits of draft tokens [tokens, vocabulary]. vLLM's function fails in a step without
+    draft tokens, for example if one token is left of each request."""
     return _truncate(logits, k, p) if len(logits) else logits
 
 
