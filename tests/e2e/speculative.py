@@ -24,7 +24,7 @@ from megarl.resharding.planning.planner import make_plan
 from megarl.resharding.transports.shared_memory import SharedMemory, publish
 from megarl.rollout.engine import SamplingRequest
 from tests.paths import BASE
-from tests.tiny_model import write_tiny_model
+from tests.tiny_model import EOS_ID, write_tiny_model
 
 SIZES = dict(
     vocab_size=128,
@@ -42,6 +42,8 @@ OUTCOMES, TOKENS = 4, 3
 NUM_SAMPLES = 1000
 PROMPT = (*range(6, 120), 5)
 """Has every token that may follow, so that n-gram drafts exist after each of them."""
+STOP = "7"
+"""A stop string, which is a part of several tokens."""
 STEPS_BEFORE_REFIT = 3
 LONG = 40
 
@@ -92,8 +94,12 @@ def measure(method: str, folder: Path, found: dict[str, Any]) -> None:
     pairs = zip(whole, again, strict=True)
     found["reproduced"] = [a.response_ids.tolist() == b.response_ids.tolist() for a, b in pairs]
 
-    stopping = sample(requests(stop=("7",)))
-    found["stopped"] = [(item.text, item.drafts.num_passes) for item in stopping if "7" in item.text]
+    stopping = sample(requests(stop=(STOP,)))
+    ended = [item for item in stopping if item.finish_reason == "stop" and item.response_ids[-1] != EOS_ID]
+    found["stopped"] = [
+        (*(STOP in engine._tokenizer.decode(ids.tolist()) for ids in (ended_ids, ended_ids[:-1])), passes)
+        for ended_ids, passes in ((item.response_ids, item.drafts.num_passes) for item in ended)
+    ]
     found["stop_logprobs"] = [worst(models[0], item, {}) for item in stopping]
 
     many = [
@@ -190,11 +196,12 @@ def continued(models: Sequence[torch.nn.Module], sample: Sample) -> float:
 @torch.no_grad()
 def chi_square(samples: Sequence[Sample], model: torch.nn.Module) -> tuple[float, int]:
     """Return the statistic of Pearson's test against the exact distribution of responses, and its degrees of freedom.
-    Responses that are expected fewer than five times are counted together."""
+    Responses that are expected fewer than five times are counted together. The requests have fixed seeds, so only
+    rounding changes the statistic."""
     settings = {"top_k": OUTCOMES}
     exact: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(TOKENS):
-        heads = [head for head in exact if not head or head[-1] != 1]  # 1 ends a response
+        heads = [head for head in exact if not head or head[-1] != EOS_ID]
         ended = {head: p for head, p in exact.items() if head not in heads}
         logits = model(torch.tensor([[*PROMPT, *head] for head in heads])).logits[:, -1]
         rows = log_probs(logits, settings).exp().double()

@@ -31,9 +31,9 @@ def test_samples_have_the_distribution_of_the_model(method, tmp_path):
     statistic, freedom = found["chi_square"]
     assert statistic < quantile(freedom), (statistic, freedom)
 
-    assert found["stopped"], "no sample contains the stop string"
-    assert all(text.endswith("7") and text.count("7") == 1 for text, _ in found["stopped"])
-    assert any(passes for _, passes in found["stopped"]), "a stop string ends a response after drafts were verified"
+    assert found["stopped"], "no stop string ends a response"
+    assert all(is_inside and not is_before for is_inside, is_before, _ in found["stopped"]), "the wrong token is last"
+    assert any(passes for *_, passes in found["stopped"]), "no stop string ends a response after drafts were verified"
 
     assert all(versions == [[0, count]] for versions in found["versions"] for _, count in versions)
     mixed = [versions for versions in found["mixed_versions"] if len(versions) > 1]
