@@ -9,8 +9,8 @@ VERIFIERS := tools/environment/verifiers.lock
 VERIFIERS_DONE := $(VENV)/verifiers/.installed
 CONTAINER := launch/container/gpu-py312.lock
 ENGINE_DONE := $(VENV)/transformer-engine/.installed
-VLLM := tools/environment/vllm-gpu.lock
-VLLM_DONE := $(VENV)/vllm-gpu/.installed
+SOURCES := tools/environment/gpu-sources.lock
+SOURCES_DONE := $(VENV)/gpu-sources/.installed
 TRACKERS := tools/environment/trackers.lock
 TRACKERS_DONE := $(VENV)/trackers/.installed
 OCR := tools/environment/ocr.lock
@@ -89,10 +89,10 @@ test-runs: $(DONE)
 test-ranks: $(DONE) $(ENGINE_DONE)
 	@$(BEHIND) $(RUN) -m pytest tests/distributed -m "not exhaustive" $(SLOWEST) | sed --unbuffered 's/^/ranks | /'
 
-test-units: $(DONE) $(ENGINE_DONE) $(VLLM_DONE) $(VERIFIERS_DONE) $(TRACKERS_DONE) $(OCR_DONE)
+test-units: $(DONE) $(ENGINE_DONE) $(SOURCES_DONE) $(VERIFIERS_DONE) $(TRACKERS_DONE) $(OCR_DONE)
 	@$(BEHIND) $(RUN) -m pytest tests/unit tests/gpu -m "not exhaustive" --numprocesses=3 $(BY_FILE) $(SLOWEST) | sed --unbuffered 's/^/units | /'
 
-test-fast: $(DONE) $(ENGINE_DONE) $(VLLM_DONE) $(VERIFIERS_DONE) $(TRACKERS_DONE) $(OCR_DONE)
+test-fast: $(DONE) $(ENGINE_DONE) $(SOURCES_DONE) $(VERIFIERS_DONE) $(TRACKERS_DONE) $(OCR_DONE)
 	$(RUN) -m pytest tests/unit -m "not slow and not exhaustive" --numprocesses=2 $(BY_FILE) $(SLOWEST)
 
 test-learn: $(DONE) $(VERIFIERS_DONE) $(OCR_DONE)
@@ -115,10 +115,10 @@ $(ENGINE_DONE): $(DONE) $(CONTAINER)
 	@touch $(ENGINE_DONE)
 
 # The Python files of vLLM's wheels for GPUs (60 MB), without the compiled parts: downloads 660 MB.
-$(VLLM_DONE): $(DONE) $(VLLM) tools/environment/sources.py
-	rm -rf $(VENV)/vllm-gpu
-	$(RUN) tools/environment/sources.py $(VLLM) $(VENV)/vllm-gpu
-	@touch $(VLLM_DONE)
+$(SOURCES_DONE): $(DONE) $(SOURCES) tools/environment/sources.py
+	rm -rf $(VENV)/gpu-sources
+	$(RUN) tools/environment/sources.py $(SOURCES) $(VENV)/gpu-sources
+	@touch $(SOURCES_DONE)
 
 # verifiers needs other package versions than vLLM. pip compiles bytecode, because each verifiers process imports 3,000
 # files.

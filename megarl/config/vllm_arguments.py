@@ -70,6 +70,7 @@ ADJUSTABLE = frozenset(
         "gpu_memory_utilization",
         "hf_overrides",
         "load_format",
+        "mamba_ssm_cache_dtype",
         "max_num_batched_tokens",
     }
 )

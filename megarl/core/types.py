@@ -140,15 +140,12 @@ class DraftCounts:
             self.num_accepted + other.num_accepted,
         )
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self, fraction: str, length: str) -> dict[str, float]:
         """Return the accepted fraction of the draft tokens and the mean number of tokens that a pass added to the
-        response; empty if no draft token was verified."""
+        response, under these names; empty if no draft token was verified."""
         if not self.num_passes:
             return {}
-        return {
-            "draft_accepted_frac": self.num_accepted / self.num_drafted,
-            "accepted_length_mean": 1 + self.num_accepted / self.num_passes,
-        }
+        return {fraction: self.num_accepted / self.num_drafted, length: 1 + self.num_accepted / self.num_passes}
 
 
 NO_DRAFTS = DraftCounts()

@@ -216,7 +216,9 @@ def lengths(rollouts: Sequence[ScoredRollout]) -> dict[str, float]:
         "truncated_frac": fmean(rollout.is_truncated for rollout in whole),
         "length_mean": fmean(rollout.num_tokens for rollout in whole),
         **({"turns_mean": fmean(turns)} if turns else {}),
-        **sum((sample.drafts for rollout in rollouts for sample in rollout.samples), NO_DRAFTS).metrics(),
+        **sum((sample.drafts for rollout in rollouts for sample in rollout.samples), NO_DRAFTS).metrics(
+            "draft_accepted_frac", "accepted_length_mean"
+        ),
     }
 
 

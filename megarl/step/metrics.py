@@ -31,7 +31,7 @@ def step_metrics(
         rate = sum(sample.num_tokens for sample in samples) / seconds
         of_samples = _response_metrics(sampled) | _rollout_metrics(sampled) | {"throughput/tokens_per_second": rate}
         drafts = sum((sample.drafts for sample in sampled), NO_DRAFTS)
-        of_samples |= {f"rollout/{name}": value for name, value in drafts.metrics().items()}
+        of_samples |= drafts.metrics("rollout/draft_accepted_frac", "rollout/accepted_length_mean")
     return {
         **of_samples,
         **times,

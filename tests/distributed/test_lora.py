@@ -53,7 +53,7 @@ from tests.parity import (
     reduced_gradients,
     whole_tensors,
 )
-from tests.tiny_model import write_tiny_experts, write_tiny_llama
+from tests.tiny_model import write_tiny_experts, write_tiny_llama, write_tiny_model
 from tests.unit.test_convert import convert
 
 UPDATES = [[*random_groups(seed), branching_group(seed)] for seed in range(2)]
@@ -174,6 +174,42 @@ def test_dense_model(dense, dense_adapters, dense_outcome, layout):
     check(dense, config_with(dense, keys_of(dense_adapters), DENSE[layout]), dense_outcome)
 
 
+GATED_DELTA = {"one process": "dp: 1", "TP2, PP2, SP": "tp: 2, pp: 2, sequence_parallel: true", "CP2": "cp: 2"}
+
+
+@pytest.fixture(scope="module")
+def gated_delta(tmp_path_factory) -> Path:
+    return write_tiny_model(
+        tmp_path_factory.mktemp("gated"),
+        "qwen3_5_text",
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=96,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_hidden_layers=4,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=16,
+        rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.25),
+    )
+
+
+@pytest.fixture(scope="module")
+def gated_delta_outcome(tmp_path_factory, gated_delta: Path):
+    adapters = write_adapters(tmp_path_factory.mktemp("adapters"), gated_delta, RANK, ALPHA)
+    return adapters, expected(lambda: outcome_of(dense_reference(gated_delta, adapters), UPDATES[:1]))
+
+
+@pytest.mark.parametrize("layout", exhaustive_but(GATED_DELTA, "TP2, PP2, SP"))
+def test_gated_delta_nets(gated_delta, gated_delta_outcome, layout):
+    """After one update: in the second one, transformers itself loses 1e-4 of the gradients in float32."""
+    adapters, outcome = gated_delta_outcome
+    check(gated_delta, config_with(gated_delta, keys_of(adapters), GATED_DELTA[layout]), outcome, UPDATES[:1])
+
+
 @pytest.mark.parametrize(
     "override",
     exhaustive_but(["actor.recompute=full", "actor.overlap_communication=false"], "actor.recompute=full"),
@@ -238,9 +274,9 @@ def outcome_of(reference: PeftReference | MergedReference, updates: Sequence[lis
     return loss, norm, gradients, reference.factors(), reference.merged()
 
 
-def check(folder: Path, config: Config, outcome) -> None:
+def check(folder: Path, config: Config, outcome, updates: Sequence[list] = UPDATES) -> None:
     """Train, and compare the ranks with the outcome of one plain process."""
-    assert_same(folder, run_ranks(config.actor.layout.world_size, train_adapters, config, folder, UPDATES), outcome)
+    assert_same(folder, run_ranks(config.actor.layout.world_size, train_adapters, config, folder, updates), outcome)
 
 
 def assert_same(folder: Path, ranks: list[AdapterResult], outcome) -> None:

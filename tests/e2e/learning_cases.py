@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from tests.e2e.environment_tasks import Calculation, Letters, Search
 from tests.e2e.knights import Knights
@@ -33,6 +34,24 @@ CRITIC = ("critic.optimizer.lr=0.003", "critic.tokens_per_microbatch=1024", "cri
 
 
 EVEN_DIGITS = EvenDigits()
+COMMON_SIZES = dict(
+    vocab_size=128,
+    hidden_size=64,
+    intermediate_size=128,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    head_dim=32,
+    max_position_embeddings=256,
+    tie_word_embeddings=True,
+)
+QWEN35 = dict(
+    num_hidden_layers=4,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=24,
+    linear_value_head_dim=16,
+    rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.25),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +59,7 @@ class Case:
     """A learning run.
 
     Attributes:
+        family: the model's type and keys of its config.json, if it is not the tiny Llama of all other cases.
         has_control: whether it has a control run. At least one case of each task has one.
         start: upper bound of the share of the optimum at the start.
         learned: lower bound of the share at the end.
@@ -48,6 +68,7 @@ class Case:
     overrides: tuple[str, ...]
     steps: int = 20
     task: Task = EVEN_DIGITS
+    family: tuple[str, dict[str, Any]] | None = None
     has_control: bool = False
     start: float = 0.2
     learned: float = 0.9
@@ -87,6 +108,7 @@ CASES: dict[str, Case] = {
     "RLOO": estimator("rloo"),
     "ReMax": estimator("remax", "batch.samples_per_prompt=4"),
     "GRPO": estimator("grpo", has_control=True),
+    "GRPO, Qwen3.5": estimator("grpo", family=("qwen3_5_text", COMMON_SIZES | QWEN35)),
     "GRPO, rollouts a step ahead": estimator("grpo", *ahead(1, APART)),
     "GRPO, rollouts four steps ahead": estimator("grpo", *ahead(4, APART)),
     "GRPO, rollouts ahead in turns": estimator("grpo", *ahead(1, "rollout.kv_cache_on_update=recompute", FEW_AT_ONCE)),

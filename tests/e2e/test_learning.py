@@ -16,6 +16,7 @@ import pytest
 from tests.e2e.learning_cases import CASES, Case
 from tests.e2e.series import Series
 from tests.e2e.test_train import write_recipe
+from tests.tiny_model import write_tiny_model
 from tools.benchmarks import figures
 from tools.benchmarks.benchmark import machine
 
@@ -80,6 +81,9 @@ def runs(request, tmp_path_factory, model) -> Iterator[dict[str, Runs]]:
 
 def prepared(folder: Path, model: Path, case: Case, shuffled: bool) -> list[str | Path]:
     """Write the run's recipe and data into the folder. Return the run's arguments."""
+    if case.family is not None:
+        model_type, config_json = case.family
+        model = write_tiny_model(folder / "model", model_type, **config_json)
     task_overrides = case.task.overrides(folder, shuffled)
     return [write_recipe(folder, model), f"run.steps={case.steps}", *COMMON, *task_overrides, *case.overrides]
 

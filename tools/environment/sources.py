@@ -1,4 +1,4 @@
-"""Download the wheels in a lock file, and extract their Python files into FOLDER/VERSION for tests that read them.
+"""Download the wheels in a lock file, and extract their Python files into FOLDER/NAME-VERSION for tests that read them.
 
 python tools/environment/sources.py LOCK FOLDER
 """
@@ -37,7 +37,7 @@ def main() -> None:
     lock, folder = map(Path, sys.argv[1:])
     for line in lock.read_text().splitlines():
         if not line.startswith("#"):
-            extract(line, folder / line.split()[0].partition("==")[2])
+            extract(line, folder / line.split()[0].replace("==", "-"))
 
 
 if __name__ == "__main__":

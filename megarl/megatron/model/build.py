@@ -238,7 +238,7 @@ def check_delta_net_kernels(section: str, shape: ModelShape) -> None:
     if shape.linear is not None and device.on_cuda() and importlib.util.find_spec("fla") is None:
         raise UserError(
             f"{section}: the model's gated delta net layers require the package flash-linear-attention on a GPU. Fix: "
-            "run pip install flash-linear-attention"
+            "run pip install 'flash-linear-attention>=0.5,<0.6'"
         )
 
 

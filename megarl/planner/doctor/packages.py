@@ -22,6 +22,7 @@ class Package:
         distributions: distribution names to look for. The first installed distribution is checked.
         fix: one line that describes how to install a tested version.
         on_gpu: whether the package is needed on GPU machines only.
+        only_for: the models that need the package, if most models do not.
         compiled: the package's module, and a compiled extension that the module imports and that may be missing.
     """
 
@@ -30,6 +31,7 @@ class Package:
     distributions: tuple[str, ...]
     fix: str
     on_gpu: bool = False
+    only_for: str = ""
     compiled: tuple[str, str] | None = None
 
 
@@ -58,6 +60,14 @@ PACKAGES = (
         "pip install --no-build-isolation 'transformer-engine[pytorch]>=2.8,<3' (needs nvcc and wheel)",
         on_gpu=True,
         compiled=("transformer_engine", "transformer_engine_torch"),
+    ),
+    Package(
+        "flash-linear-attention",
+        ">=0.5,<0.6",
+        ("flash-linear-attention",),
+        "pip install 'flash-linear-attention>=0.5,<0.6'",
+        on_gpu=True,
+        only_for="Qwen3.5 and Qwen3-Next",
     ),
     Package(
         "NCCL",
@@ -97,11 +107,12 @@ def python(found: str) -> Finding:
 
 def check_package(tested: Package, has_gpu: bool) -> Finding:
     found = installed(tested.distributions)
-    needed = has_gpu or not tested.on_gpu
+    needed = (has_gpu or not tested.on_gpu) and not tested.only_for
     if found is None:
         if needed:
             return Finding(tested.name, "problem", "not installed", tested.versions, tested.fix)
-        return Finding(tested.name, "note", "not installed; needed on GPUs", tested.versions)
+        models = f" for {tested.only_for}" if tested.only_for else ""
+        return Finding(tested.name, "note", f"not installed; needed on GPUs{models}", tested.versions)
     # Ignore the local part of versions such as 2.13.0+cpu. Development versions are compared unchanged.
     if found.partition("+")[0] in SpecifierSet(tested.versions, prereleases=True):
         if tested.compiled is not None and not is_compiled(*tested.compiled):

@@ -59,6 +59,9 @@ def engine_arguments(
         **(dict(gpu_memory_utilization=FREE_SHARE) if device.on_cuda() else {}),
         **specific,
     )
+    if linear_attention(completed(read_config(folder))) is not None:
+        # The trainer's kernels sum the state in float32, but vLLM's default for Qwen3-Next is the model's dtype.
+        arguments["mamba_ssm_cache_dtype"] = "float32"
     required = _required_on_cpu(folder)
     if text_model := _text_model(folder):
         arguments["hf_overrides"] = text_model | arguments.get("hf_overrides", {})

@@ -40,7 +40,7 @@ def test_pyproject_requires_the_tested_ranges():
     extras = project["optional-dependencies"]
     asked = {r.name: r.specifier for r in map(Requirement, (*extras["run"], *extras["gpu"]))}
     named = [tested for tested in PACKAGES if tested.name in asked]
-    assert len(named) == 6
+    assert len(named) == 7
     assert {tested.name: asked[tested.name] for tested in named} == {t.name: SpecifierSet(t.versions) for t in named}
     assert Requirement(f"python{project['requires-python']}").specifier.contains("3.12")
     assert SpecifierSet(PYTHON).contains("3.12.9")
@@ -69,6 +69,12 @@ def test_missing_gpu_package_is_a_problem_only_with_gpus(has_gpu, state):
     finding = check_package(Package("kernels", ">=1", ("no-such-thing",), "build them", on_gpu=True), has_gpu)
     assert finding.state == state
     assert bool(finding.fix) == has_gpu
+
+
+def test_missing_package_of_some_models_is_a_note():
+    package = Package("kernels", ">=1", ("no-such-thing",), "build them", on_gpu=True, only_for="Some and Others")
+    finding = check_package(package, has_gpu=True)
+    assert (finding.state, finding.found) == ("note", "not installed; needed on GPUs for Some and Others")
 
 
 @pytest.mark.parametrize(

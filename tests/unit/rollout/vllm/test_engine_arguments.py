@@ -13,6 +13,7 @@ import pytest
 
 from megarl.config.vllm_arguments import ADJUSTABLE, MANAGED, REFITTABLE
 from tests.paths import ROOT
+from tests.published_models import CONFIGS
 
 PROGRAM = """
 import pickle, sys
@@ -59,12 +60,15 @@ def collect_arguments(folder: Path) -> dict[str, object]:
                 [f"rollout.speculative={{method: draft_model, tokens: 2, path: {folder}}}"],
             )
         ],
+        "linear": engine_arguments("rollout", folder / "linear", *common[2:], {}),
     }
 
 
 @pytest.mark.slow
 def test_overrides_are_passed_on_or_rejected_by_name(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "linear").mkdir()
+    (tmp_path / "linear" / "config.json").write_text(json.dumps(CONFIGS["Qwen3-Next-80B-A3B"]))
     subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path)], cwd=ROOT, check=True)
     collected = pickle.loads((tmp_path / "collected").read_bytes())
     assert {name for given in MANAGED.values() for name in given} | ADJUSTABLE <= collected["known"]
@@ -76,6 +80,8 @@ def test_overrides_are_passed_on_or_rejected_by_name(tmp_path):
     assert without is None
     assert ngram == dict(method="ngram", num_speculative_tokens=5, prompt_lookup_min=2, prompt_lookup_max=4)
     assert draft_model == dict(method="draft_model", num_speculative_tokens=2, model=str(tmp_path))
+    assert collected["linear"]["mamba_ssm_cache_dtype"] == "float32"
+    assert "mamba_ssm_cache_dtype" not in changed
     unknown, misspelt = collected["refusals"]
     assert unknown.startswith("rollout.vllm_overrides.no_such_key=1: not a vLLM engine argument. Fix: ")
     assert misspelt.startswith(

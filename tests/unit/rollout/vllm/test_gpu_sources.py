@@ -36,11 +36,11 @@ from megarl.rollout.vllm import draft_weights, worker_extension
 from megarl.rollout.vllm.engine_arguments import rollout_arguments
 from megarl.rollout.vllm.environment import environment
 from megarl.rollout.vllm.part import part_arguments
-from tests.paths import BASE, ROOT, VLLM_GPU, VLLM_LOCK
+from tests.paths import BASE, GPU_SOURCES, GPU_SOURCES_LOCK, ROOT
 from tests.tiny_model import write_tiny_experts, write_tiny_llama
 
 INSTALLED = Path(importlib.util.find_spec("vllm").origin).parent
-RELEASES = re.findall(r"^vllm==(\S+)", VLLM_LOCK.read_text(), re.MULTILINE)
+RELEASES = re.findall(r"^vllm==(\S+)", GPU_SOURCES_LOCK.read_text(), re.MULTILINE)
 RUNNERS = ("v1/worker/gpu_model_runner.py", "v1/worker/gpu/model_runner.py")
 """vLLM chooses one of these depending on the model and the configuration."""
 
@@ -64,8 +64,8 @@ CALLS = {
 @pytest.fixture(params=RELEASES)
 def vllm(request) -> Path:
     """Return the folder with the sources of a release for GPUs."""
-    folder = VLLM_GPU / request.param / "vllm"
-    assert folder.is_dir(), f"{folder} is missing. Fix: make .venv/vllm-gpu/.installed"
+    folder = GPU_SOURCES / f"vllm-{request.param}" / "vllm"
+    assert folder.is_dir(), f"{folder} is missing. Fix: make .venv/gpu-sources/.installed"
     return folder
 
 
