@@ -226,7 +226,5 @@ def test_parser_finds_the_same_calls_as_vllm(name):
 
 def test_harmony_is_not_mistaken_for_another_format():
     """gpt-oss writes a call as a message to a recipient, which no parser reads."""
-    call = (
-        "<|start|>assistant<|channel|>commentary to=functions.add<|message|>{{ arguments }}<|call|>"
-    )
+    call = "<|start|>assistant<|channel|>commentary to=functions.add<|message|>{{ arguments }}<|call|>"
     assert tool_formats.format_of(call + "{# <tool_call> #}") is None
