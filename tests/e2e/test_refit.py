@@ -504,8 +504,8 @@ IN_FLIGHT = [("Qwen3", 1), ("Llama, tied", 2)]
 REPLAYED = [("Qwen3, experts", 2), ("Qwen3, experts that vLLM pads", 1), ("Qwen3-Next", 1)]
 """In bfloat16, near-ties of the router would send some tokens to other experts in the trainer."""
 FLOAT16 = [("Mistral", 1), ("GLM-4.5-Air", 1)]
-BFLOAT16 = [("Qwen3-Next", 1), ("Qwen3.5", 2)]
-"""vLLM would pack a convolution of this dtype for its CPU kernels."""
+BFLOAT16 = [("Qwen3-Next", 1), ("Qwen3.5", 2), ("gpt-oss, MXFP4", 1)]
+"""vLLM would pack a convolution of this dtype for its CPU kernels. MXFP4 is read and exported in this dtype."""
 ADAPTED = [("Llama, tied", 1), ("Qwen3, experts", 1), ("Qwen3.5, experts", 1), ("GLM-4.6", 1)]
 """Cases that train adapters, which every refit merges. The same models with two workers train all weights."""
 
