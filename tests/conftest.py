@@ -24,6 +24,7 @@ settings.load_profile("megarl")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", metavar="I/N", help="run every Nth selected test or unit, starting at the Ith (from 0)")
+    parser.addoption("--record", action="store_true", help="write the results of learning runs into the documentation")
 
 
 @pytest.hookimpl(trylast=True)  # after -m has deselected tests

@@ -15,7 +15,7 @@ from megarl.config.rules import shared_gpu as shared_gpu_rules
 from megarl.config.schema import Config
 from megarl.config.violations import raise_all
 from megarl.core import device
-from megarl.models.engine_kernels import check_cpu_kernels
+from megarl.models.engine_kernels import check_cpu_kernels, check_cpu_speculation
 from megarl.models.folder import read_config
 from megarl.models.run_models import ModelFolders
 
@@ -39,12 +39,12 @@ def check_gpu_memory(config: Config, models: ModelFolders) -> None:
     if not device.on_cuda() or not config.is_colocated or config.is_offline:
         return
     trained = models.trained(config)
-    reward = None if models.reward_model is None else read_config(models.reward_model)
+    reward, draft = (None if path is None else read_config(path) for path in (models.reward_model, models.draft))
     num_gpus, spans = device.num_gpus(), device_spans(config)
     # Nodes have equal loads except where a model begins or ends. gpus_suffice reports missing GPUs.
     ends = {end for span in spans.values() for end in (span.start, span.stop - 1)}
     for gpu in sorted(ends.union(range(num_gpus)).intersection(spans[ENGINE])):
-        load = fullest_phase(config, models.hf_config, trained, reward, gpu, num_gpus)
+        load = fullest_phase(config, models.hf_config, trained, reward, gpu, num_gpus, draft)
         raise_all([fits(gpu, device.memory_bytes(gpu % num_gpus), load)])
 
 
@@ -57,9 +57,9 @@ def check_host_memory(config: Config, models: ModelFolders) -> None:
 
 def host_parts(config: Config, models: ModelFolders) -> dict[str, int]:
     """Return the host memory in bytes that the run holds at all times, by purpose."""
-    return min_host_bytes(
-        config, Models.of(models.trained(config), lora=config.actor.adapters), ModelParameters(models.hf_config)
-    )
+    draft = None if models.draft is None else read_config(models.draft)
+    held = Models.of(models.trained(config), lora=config.actor.adapters, draft=draft)
+    return min_host_bytes(config, held, ModelParameters(models.hf_config))
 
 
 def host_suffices(memory_bytes: int, parts: Mapping[str, int], num_nodes: int = 1) -> str | None:
@@ -87,8 +87,12 @@ def check_engine_kernels(config: Config, models: ModelFolders) -> None:
     in_engines = {models.actor}
     if models.reward_model is not None and config.reward_model.engine == "vllm":
         in_engines.add(models.reward_model)
+    if models.draft is not None:
+        in_engines.add(models.draft)
     for folder in sorted(in_engines):
         check_cpu_kernels(folder, read_config(folder))
+    if (method := config.rollout.speculative.method) is not None:
+        check_cpu_speculation(models.actor, read_config(models.actor), method)
 
 
 def fits(gpu: int, memory_bytes: int, load: Load) -> str | None:

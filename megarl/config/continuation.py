@@ -47,6 +47,7 @@ FREE = (
     "batch.oversampling",
     "rollout.kv_cache_on_update",
     "rollout.batch_invariant",
+    "rollout.speculative.*",
     "rollout.sleep",
     "rollout.transport",
     "rollout.refit_*",

@@ -21,7 +21,15 @@ SHIPPED = Path(__file__).with_name("recipes").resolve()
 """The directory of megarl's own recipes, including base.yaml. In a checkout, `recipes` is a link to configs/. In an
 installed package, it is a copy."""
 
-OPTIONAL = ("evaluation", "environment", "reward_model", "implicit_reward", "run.profile", "actor.lora")
+OPTIONAL = (
+    "evaluation",
+    "environment",
+    "reward_model",
+    "implicit_reward",
+    "run.profile",
+    "actor.lora",
+    "rollout.speculative",
+)
 """Sections that are off by default. The value null restores the defaults."""
 
 OVERRIDES = "overrides"

@@ -10,6 +10,9 @@ from megarl.algorithms.transition import TransitionKind, noised_steps, sde_windo
 from megarl.config.fields import Section, Text
 from megarl.core.ranges import NonNegativeInt, PositiveFloat, PositiveInt
 
+MAX_DRAFT_TOKENS = 128
+"""Maximum number of draft tokens that vLLM verifies at once (MAX_SPEC_LEN in v1/sample/rejection_sampler.py)."""
+
 
 class DenoisingSettings(Section):
     height: PositiveInt
@@ -52,6 +55,12 @@ class DenoisingSettings(Section):
         return len(self.within) if self.sde_steps is None else self.sde_steps
 
 
+class Speculative(Section):
+    method: Literal["ngram", "draft_model"] | None
+    tokens: Annotated[int, Field(ge=1, le=MAX_DRAFT_TOKENS)]
+    path: Text | None
+
+
 class Rollout(Section):
     engine: Literal["vllm", "diffusers"]
     replicas: PositiveInt
@@ -74,9 +83,15 @@ class Rollout(Section):
     verify_refit: Literal["off", "first", "always"]
     quantization: Literal["fp8_block"] | None
     batch_invariant: bool
+    speculative: Speculative
     threads: PositiveInt | None
     vllm_overrides: dict[str, Any]
     denoising: DenoisingSettings
+
+    @property
+    def has_draft_model(self) -> bool:
+        """Whether each engine has a second model that drafts tokens."""
+        return self.speculative.method == "draft_model"
 
     @property
     def has_whole_experts(self) -> bool:

@@ -34,6 +34,11 @@ MANAGED: dict[EngineSection, dict[str, str | None]] = {
         "max_logprobs": "rollout.top_k",
         "enable_sleep_mode": "rollout.sleep",
         "enable_return_routed_experts": "actor.experts.replay_routes",
+        "speculative_config": "rollout.speculative.method",
+        "spec_method": "rollout.speculative.method",
+        "spec_model": "rollout.speculative.path",
+        "spec_tokens": "rollout.speculative.tokens",
+        "per_request_spec_decode_metrics": "rollout.speculative.method",
         "logprobs_mode": None,
         "moe_backend": None,
         "hf_overrides": None,
@@ -47,6 +52,10 @@ MANAGED: dict[EngineSection, dict[str, str | None]] = {
         "max_num_batched_tokens": "reward_model.tokens_per_microbatch",
         "runner": None,
         "pooler_config": None,
+        "speculative_config": None,
+        "spec_method": None,
+        "spec_model": None,
+        "spec_tokens": None,
     },
 }
 """Arguments that megarl sets, for each section with vllm_overrides: argument -> the key that determines it, or None

@@ -50,6 +50,7 @@ def is_declared(name: str) -> bool:
 STALENESS, OFFLINE, ENVIRONMENT = "rollout.max_staleness > 0", "offline data", "environment"
 GAE, PREFERENCES, LABELS = "estimator=gae", "preference objectives", "data.format=labels"
 CORRECTION, TOP_K, CANARIES = "algorithm.correction", "rollout.top_k", "logprob_check.canaries=refits"
+SPECULATIVE = "rollout.speculative.method"
 
 METRICS = (
     Declaration("reward/mean", "mean reward of the step's rollouts"),
@@ -112,6 +113,10 @@ METRICS = (
     ),
     Declaration("rollout/aborted_samples", "dropped samples that were not finished", "", "rollout.on_stale=drop"),
     Declaration("rollout/aborted_tokens", "tokens of aborted samples", "tokens", "rollout.on_stale=drop"),
+    Declaration("rollout/draft_accepted_frac", "fraction of draft tokens that were accepted", "", SPECULATIVE),
+    Declaration(
+        "rollout/accepted_length_mean", "mean tokens of a forward pass that verified drafts", "tokens", SPECULATIVE
+    ),
     Declaration("policy/loss", "loss of an update, mean over the step's updates"),
     Declaration("policy/entropy", "mean entropy of the policy", "nats/token"),
     Declaration("policy/ratio_mean", "mean ratio of the policy to the old policy, per token"),
@@ -228,5 +233,12 @@ METRICS = (
     Declaration("evaluation/SET/failed_frac", "fraction of samples that could not be scored", "", "evaluation"),
     Declaration("evaluation/SET/truncated_frac", "fraction of responses that reached a limit", "", "evaluation"),
     Declaration("evaluation/SET/length_mean", "mean number of policy tokens", "tokens", "evaluation"),
+    Declaration("evaluation/SET/draft_accepted_frac", "fraction of draft tokens that were accepted", "", SPECULATIVE),
+    Declaration(
+        "evaluation/SET/accepted_length_mean",
+        "mean tokens of a forward pass that verified drafts",
+        "tokens",
+        SPECULATIVE,
+    ),
     Declaration("evaluation/SET/turns_mean", "mean number of turns", "", "sets in an environment"),
 )

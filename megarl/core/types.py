@@ -121,6 +121,36 @@ class CandidateIds(HoldsArrays):
         return iter(np.split(self.ids, self.offsets[1:-1])) if len(self) else iter(())
 
 
+@dataclass(frozen=True, slots=True)
+class DraftCounts:
+    """Draft tokens that an engine verified, and the forward passes in which it did so.
+
+    Attributes:
+        num_accepted: draft tokens that became part of the response. Each pass adds one more token, which is sampled.
+    """
+
+    num_passes: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+
+    def __add__(self, other: DraftCounts) -> DraftCounts:
+        return DraftCounts(
+            self.num_passes + other.num_passes,
+            self.num_drafted + other.num_drafted,
+            self.num_accepted + other.num_accepted,
+        )
+
+    def metrics(self, fraction: str, length: str) -> dict[str, float]:
+        """Return the accepted fraction of the draft tokens and the mean number of tokens that a pass added to the
+        response, under these names; empty if no draft token was verified."""
+        if not self.num_passes:
+            return {}
+        return {fraction: self.num_accepted / self.num_drafted, length: 1 + self.num_accepted / self.num_passes}
+
+
+NO_DRAFTS = DraftCounts()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Completion(HoldsArrays):
     """R tokens sampled by an engine in one request, including the end-of-sequence token if it was sampled.
@@ -131,6 +161,7 @@ class Completion(HoldsArrays):
         stop: the stop string at the end of the completion, which ended it; None if a token or a limit ended it.
         num_cached_tokens: number of preceding tokens that were in the engine's KV cache.
         routes: routes of the preceding tokens and of the completion.
+        drafts: draft tokens that the engine verified.
     """
 
     token_ids: NDArray[np.int32]
@@ -141,6 +172,7 @@ class Completion(HoldsArrays):
     stop: str | None = None
     num_cached_tokens: int = 0
     routes: NDArray[np.signedinteger] | None = None
+    drafts: DraftCounts = NO_DRAFTS
 
     def __post_init__(self) -> None:
         self._freeze("token_ids", np.int32)
@@ -229,6 +261,7 @@ class Sample(HoldsArrays):
             those of the last token, which was never an input. None if the run does not replay routes.
         labels: float32 [R] in [0, 1], labels of the response tokens from the data, NaN for unlabeled tokens. None
             unless the data has labels.
+        drafts: draft tokens that the engine verified, summed over turns.
     """
 
     id: str
@@ -244,6 +277,7 @@ class Sample(HoldsArrays):
     episode: Episode | None = None
     routes: NDArray[np.signedinteger] | None = None
     labels: NDArray[np.float32] | None = None
+    drafts: DraftCounts = NO_DRAFTS
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rollout_id", self.rollout_id or self.id)
@@ -298,13 +332,14 @@ class Sample(HoldsArrays):
             rollout_id=self.rollout_id,
             rollout=None if self.episode is None else self.episode.info,
             beginning=_prefix_checksum(self),
+            drafts=self.drafts,
         )
 
     def __reduce__(self) -> tuple:
         return _unpack_sample, (
             np.packbits(self.response_mask),
             *(self.id, self.prompt, self.response_ids, self.response_logprobs, self.versions, self.finish_reason),
-            *(self.text, self.candidate_ids, self.rollout_id, self.episode, self.routes, self.labels),
+            *(self.text, self.candidate_ids, self.rollout_id, self.episode, self.routes, self.labels, self.drafts),
         )
 
     @property
@@ -399,6 +434,7 @@ class SampleRef:
         rollout: statistics of its rollout; None without an environment.
         beginning: checksum of the prompt's tokens if an environment may vary them between samples of one prompt, and
             of their routes if the engine reports routes. Samples with equal values can share their prompt.
+        drafts: as in Sample.
         sample: reference to the Sample or LatentSample in Ray's object store; in a rank, the sample itself. Of an
             image, it has only the part for training.
         pictured: reference to the image's part for rewards; None for a text.
@@ -436,6 +472,7 @@ class SampleRef:
     rollout_id: str = ""
     rollout: RolloutInfo | None = None
     beginning: int = 0
+    drafts: DraftCounts = NO_DRAFTS
     sample: Any = None
     pictured: Any = None
     tokens_per_step: int = 0

@@ -10,7 +10,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.core.types import NO_ROUTE, CandidateIds, Completion, Episode, FinishReason, Prompt, Sample, VersionRun
+from megarl.core.types import (
+    NO_DRAFTS,
+    NO_ROUTE,
+    CandidateIds,
+    Completion,
+    Episode,
+    FinishReason,
+    Prompt,
+    Sample,
+    VersionRun,
+)
 
 
 class Transcript:
@@ -91,6 +101,7 @@ class Transcript:
             rollout_id=rollout_id,
             episode=episode,
             routes=self._routes(end),
+            drafts=sum((turn.drafts for _, turn in self._turns), NO_DRAFTS),
         )
 
     def _routes(self, end: int) -> NDArray[np.signedinteger] | None:

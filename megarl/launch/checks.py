@@ -18,7 +18,7 @@ from megarl.core.errors import UserError
 from megarl.launch.named_files import NamedPath, named_files
 from megarl.launch.request import CONTAINERS, HANDLING_S, Request
 from megarl.launch.script import mounts
-from megarl.models.folder import model_paths, resolve
+from megarl.models.folder import DRAFT_KEY, all_model_paths, resolve
 from megarl.models.tokenizer import require_tokenizer
 from megarl.models.weight_files import require_files
 from megarl.planner.hardware import read_cluster
@@ -115,8 +115,9 @@ def _model_errors(request: Request, config: Config) -> Iterator[str]:
         "critic.path": config.has_critic,
         "reward_model.path": config.has_reward_model,
         "implicit_reward.path": config.has_implicit_reward,
+        DRAFT_KEY: config.rollout.has_draft_model,
     }
-    for key, path in model_paths(config).items():
+    for key, path in all_model_paths(config).items():
         host_path = _host_path(path, request, config) if used[key] else None
         if host_path is None or not Path(host_path).expanduser().is_dir():
             continue

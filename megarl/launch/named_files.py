@@ -9,7 +9,7 @@ from megarl.config.algorithm_schema import Advantage, Objective
 from megarl.config.data_schema import is_procedural
 from megarl.config.schema import Config
 from megarl.core.user_file import is_in_file
-from megarl.models.folder import model_paths
+from megarl.models.folder import all_model_paths
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class NamedPath:
 def named_files(config: Config) -> list[NamedPath]:
     """Return the paths that a recipe names: model folders (not Hub ids or packages), data files, and files with user
     functions."""
-    paths = {key: path for key, path in model_paths(config).items() if path.startswith(("/", ".", "~"))}
+    paths = {key: path for key, path in all_model_paths(config).items() if path.startswith(("/", ".", "~"))}
     models = [NamedPath(key, path, is_folder=True) for key, path in paths.items()]
     sources = [("data.source", config.data.source)]
     sources += [("data.more_sources", source) for source in config.data.more_sources]

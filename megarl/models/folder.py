@@ -23,7 +23,10 @@ PACKAGE_PREFIX = "package:"
 CONVERSION_TIMEOUT_S = 3600
 
 MODEL_SECTIONS = ("model", "critic", "reward_model", "implicit_reward")
-"""Config sections in which the key `path` identifies a model."""
+"""Config sections in which the key `path` identifies a model that determines what is trained."""
+
+DRAFT_KEY = "rollout.speculative.path"
+"""Config key of the model that drafts tokens in the engines."""
 
 
 def resolve(path: str, cache: Path | None = None, key: str = "model.path", revision: str | None = None) -> Path:
@@ -71,9 +74,15 @@ def real_path(path: str) -> str:
 
 
 def model_paths(config: Config) -> dict[str, str]:
-    """Return the model paths in the config: config key -> path."""
+    """Return the paths of the models that determine what is trained: config key -> path."""
     paths = {f"{name}.path": getattr(config, name).path for name in MODEL_SECTIONS}
     return {key: path for key, path in paths.items() if path is not None}
+
+
+def all_model_paths(config: Config) -> dict[str, str]:
+    """Return the paths of all models, as in `model_paths`."""
+    draft = config.rollout.speculative.path
+    return model_paths(config) | ({} if draft is None else {DRAFT_KEY: draft})
 
 
 def resolve_links(config: Config) -> Config:
@@ -84,10 +93,13 @@ def resolve_links(config: Config) -> Config:
     updates = {
         name: section.model_copy(update={"path": real_path(section.path)}) for name, section in with_path.items()
     }
-    lora = config.actor.lora
+    lora, speculative = config.actor.lora, config.rollout.speculative
     if lora.path is not None:
         adapters = lora.model_copy(update={"path": str(Path(lora.path).expanduser().resolve())})
         updates["actor"] = config.actor.model_copy(update={"lora": adapters})
+    if speculative.path is not None:
+        drafts = speculative.model_copy(update={"path": real_path(speculative.path)})
+        updates["rollout"] = config.rollout.model_copy(update={"speculative": drafts})
     return config.model_copy(update=updates)
 
 

@@ -12,7 +12,8 @@ from megarl.config.model_schema import Role
 from megarl.config.schema import Config
 from megarl.core.errors import UserError
 from megarl.models.denoiser import DenoiserShape, is_denoiser, pixels_per_latent
-from megarl.models.folder import ModelNotLocal, read_config, read_local_config, resolve
+from megarl.models.draft_rules import check_draft_model
+from megarl.models.folder import DRAFT_KEY, ModelNotLocal, read_config, read_local_config, resolve
 from megarl.models.huggingface import Experts, completed, experts, linear_attention, untrained_part
 from megarl.models.peft import check_adapter_config
 from megarl.models.rules import (
@@ -35,6 +36,7 @@ class ModelFolders:
     critic: Path | None
     reward_model: Path | None
     implicit_reward: Path | None
+    draft: Path | None = None
 
     @property
     def others(self) -> dict[str, Path]:
@@ -80,6 +82,7 @@ def find_models(config: Config) -> ModelFolders:
         critic=_critic(config, actor, hf_config),
         reward_model=_reward_model(config, actor, hf_config),
         implicit_reward=_implicit_reward(config, actor, hf_config),
+        draft=_draft(config, actor, hf_config),
     )
     _announce_untrained_parts(folders)
     if not config.samples_images and linear_attention(completed(hf_config)) is not None:
@@ -130,6 +133,8 @@ def check_local_models(config: Config) -> tuple[list[str], dict[Role, dict[str, 
             model = check_path(f"{placed.section}.path", placed.path, partial(check, config, actor))
             if model is not None:
                 configs[placed.section] = model
+    if (path := config.rollout.speculative.path) is not None:
+        check_path(DRAFT_KEY, path, partial(check_draft_model, config, actor))
     return lines, {role: trained_hf_config(config, role, configs[role]) for role in get_args(Role) if role in configs}
 
 
@@ -193,6 +198,16 @@ def _implicit_reward(config: Config, actor: Path, hf_config: Mapping[str, Any]) 
     if path is not None:
         fix = "use a model with the actor's tokenizer"
         _check_tokenizer(config, "implicit_reward.path", path, folder, actor, fix)
+    return folder
+
+
+def _draft(config: Config, actor: Path, hf_config: Mapping[str, Any]) -> Path | None:
+    path = config.rollout.speculative.path
+    if path is None:
+        return None
+    folder = resolve(path, key=DRAFT_KEY)
+    check_draft_model(config, hf_config, read_config(folder))
+    _check_tokenizer(config, DRAFT_KEY, path, folder, actor, "use a smaller model of the actor's family")
     return folder
 
 

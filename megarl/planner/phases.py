@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from megarl.cluster.memory.parameters import ModelParameters, Models
+from megarl.cluster.memory.parameters import ModelParameters, Models, draft_parts
 from megarl.cluster.memory.rank import RankMemory, forward_bytes, item_bytes, saved_bytes, stage_memory
 from megarl.cluster.memory.reserves import (
     FRAGMENT_BYTES,
@@ -171,6 +171,7 @@ def _engine(
     weights = actor.engine_bytes(config)
     awake = staging_parts(config, weights, cluster.gpus_per_node) | _reward(config, models, ENGINE)
     awake |= awake_reserve(config, actor.shape)
+    awake |= draft_parts(config, None if models.draft is None else models.draft.hf_config)
     spans = device_spans(config)
     fullest: dict[Role, dict[str, float]] = {
         role: max(of_role, key=lambda sizes: sum(sizes.values()))

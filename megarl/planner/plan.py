@@ -203,8 +203,12 @@ def _models(config: Config, actor: Mapping[str, Any]) -> Models:
     for role, path in paths.items():
         initial = actor if path is None else _config_json(f"{role}.path", path)
         trained[role] = trained_hf_config(config, role, initial)
-    path = config.reward_model.path
-    return Models.of(trained, None if path is None else _config_json("reward_model.path", path), config.actor.adapters)
+    others = {
+        "reward_model.path": config.reward_model.path,
+        "rollout.speculative.path": config.rollout.speculative.path,
+    }
+    reward, draft = (None if path is None else _config_json(key, path) for key, path in others.items())
+    return Models.of(trained, reward, config.actor.adapters, draft)
 
 
 def _config_json(key: str, path: str, revision: str | None = None) -> dict[str, Any]:

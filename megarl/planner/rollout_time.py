@@ -68,15 +68,32 @@ def kv_bytes(model: ModelParameters, tp: int, num_bytes: int) -> float:
     return shape.softmax_layers * 2 * max(1, shape.kv_heads / tp) * shape.head_dim * num_bytes
 
 
-def rollout_time(config: Config, model: ModelParameters, workload: TextWorkload, cluster: Cluster) -> RolloutTime:
+def engine_kv_bytes(config: Config, model: ModelParameters, draft: ModelParameters | None, num_tokens: float) -> float:
+    """Return the KV cache's bytes for a sequence in all models of an engine. A draft model has its own keys and values.
+    Layers with a sliding window cache only the window's tokens."""
+    models = [model] if draft is None else [model, draft]
+    return sum(
+        kv_bytes(each, config.rollout.tp, item_bytes(config)) * mean_context(each.shape.windows, num_tokens)
+        for each in models
+    )
+
+
+def rollout_time(
+    config: Config,
+    model: ModelParameters,
+    workload: TextWorkload,
+    cluster: Cluster,
+    draft: ModelParameters | None = None,
+) -> RolloutTime:
     """Return the time until the longest response has finished. The fraction of responses longer than t is assumed to be
     (1 − t / L)^(L / r − 1). L is the maximum length and r the mean length. An engine whose samples do not all fit at
-    once runs full batches until its last sample has started. Its batch then shrinks according to this formula."""
+    once runs full batches until its last sample has started. Its batch then shrinks according to this formula. The time
+    that draft tokens save depends on their acceptance and is not estimated."""
     step = _Step(config, model, cluster)
     windows, samples = model.shape.windows, workload.samples / config.rollout.replicas
     mean, longest = workload.response_tokens, workload.longest_response
-    token, cache = kv_bytes(model, config.rollout.tp, step.num_bytes), config.rollout.kv_cache_gib * GIB
-    concurrent = int(cache / token / mean_context(windows, workload.prompt_tokens + mean / 2))
+    cache = config.rollout.kv_cache_gib * GIB
+    concurrent = int(cache / engine_kv_bytes(config, model, draft, workload.prompt_tokens + mean / 2))
     batch = max(1, min(samples, concurrent, max_sequences(config.rollout)))
     parts: dict[str, float] = defaultdict(float)
     full_steps = (samples - batch) * mean / batch
@@ -93,7 +110,7 @@ def rollout_time(config: Config, model: ModelParameters, workload: TextWorkload,
     prefill = forward_flops(model.shape, prompts, 0, pairs) / (engines * step.flops_per_second)
     parts["prompts"] = prefill
     always_full = sum(step.parts(batch, workload.prompt_tokens + mean / 2).values()) * samples * mean / batch + prefill
-    guaranteed = int(cache / token / mean_context(windows, config.rollout.context_length))
+    guaranteed = int(cache / engine_kv_bytes(config, model, draft, config.rollout.context_length))
     return RolloutTime(dict(parts), min(always_full, sum(parts.values())), concurrent, guaranteed)
 
 

@@ -211,7 +211,7 @@ def step_times(config: Config, models: Models, workload: Workload, cluster: Clus
         rollout = image_rollout_time(config, actor.shape, workload, cluster)
     else:
         assert isinstance(workload, TextWorkload), f"{type(workload).__name__} is not sampled"
-        rollout = rollout_time(config, actor, workload, cluster)
+        rollout = rollout_time(config, actor, workload, cluster, models.draft)
     return StepTimes(rollout, training, refit_time(config, actor, cluster), moving, not any(beside.values()))
 
 

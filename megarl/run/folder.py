@@ -25,7 +25,7 @@ from megarl.core.files import is_plain, numbered, parse_json, read_object, read_
 from megarl.core.jsonl import read_objects
 from megarl.core.text import printable
 from megarl.core.versions import installed_versions
-from megarl.models.folder import model_paths
+from megarl.models.folder import all_model_paths
 from megarl.models.paths import Models
 from megarl.rewards.rollout_images import GRID, image_folder
 from megarl.run.code import MEGARL, Record, changes, git_state, projects, record_code
@@ -360,7 +360,7 @@ class RunFolder:
 
 
 def _move_aside(path: Path, config: Config) -> Path:
-    for key, used in model_paths(config).items():
+    for key, used in all_model_paths(config).items():
         if Path(used).is_relative_to(path.resolve()):
             raise UserError(
                 f"{key}={used}: the model is inside {path}, which this run would move aside. Fix: set a different "

@@ -165,7 +165,8 @@ def _find_models(config: Config) -> ModelFolders:
 def _check_weights(config: Config, models: ModelFolders) -> None:
     """Check the headers of all weight files, which a failed download may have left incomplete."""
     with _all_errors() as attempt:
-        for folder in dict.fromkeys((models.actor, *models.others.values())):
+        others = [*models.others.values(), *([] if models.draft is None else [models.draft])]
+        for folder in dict.fromkeys((models.actor, *others)):
             headers = attempt(read_headers, folder)
             if headers is not None and folder != models.reward_model:  # a reward model's tensors may have other names
                 attempt(require_tensors, folder, headers, huggingface_holder(read_config(folder)).shapes)

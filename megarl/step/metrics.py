@@ -10,7 +10,7 @@ from megarl.algorithms.value_loss import explained_variance
 from megarl.config.schema import Config
 from megarl.core.metrics import Metric
 from megarl.core.timing import Stopwatch
-from megarl.core.types import SampleRef
+from megarl.core.types import NO_DRAFTS, SampleRef
 from megarl.environments.protocol import StopReason
 
 
@@ -30,6 +30,8 @@ def step_metrics(
     else:
         rate = sum(sample.num_tokens for sample in samples) / seconds
         of_samples = _response_metrics(sampled) | _rollout_metrics(sampled) | {"throughput/tokens_per_second": rate}
+        drafts = sum((sample.drafts for sample in sampled), NO_DRAFTS)
+        of_samples |= drafts.metrics("rollout/draft_accepted_frac", "rollout/accepted_length_mean")
     return {
         **of_samples,
         **times,

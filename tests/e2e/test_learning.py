@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from queue import SimpleQueue
 from statistics import fmean
@@ -18,7 +16,6 @@ from tests.e2e.series import Series
 from tests.e2e.test_train import write_recipe
 from tests.tiny_model import write_tiny_model
 from tools.benchmarks import figures
-from tools.benchmarks.benchmark import machine
 
 pytestmark = [pytest.mark.slow, pytest.mark.learn]
 LEARNED, NOT_LEARNED = 0.9, 0.5
@@ -32,14 +29,12 @@ COMMON = (
 
 
 @pytest.fixture(scope="module")
-def table():
-    """Result rows by case. When all cases have one, write them to learning.json and the documentation's tables."""
+def table(request: pytest.FixtureRequest) -> Iterator[dict[str, dict]]:
+    """Result rows by case. With --record, they are written to learning.json and the documentation's tables."""
     rows: dict[str, dict] = {}
     yield rows
-    if rows.keys() == CASES.keys():
-        result = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "machine": machine(), "runs": rows}
-        (figures.RESULTS / "learning.json").write_text(json.dumps(result, indent=2) + "\n")
-        figures.write()
+    if request.config.getoption("--record"):
+        figures.record("learning", rows, CASES)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,8 @@ from megarl.resharding.families import diffusers_holders, huggingface_holder, qu
 from megarl.resharding.families.megatron import chunk_layers
 from megarl.resharding.piece import Holder
 
+DRAFT = "engine: draft model"
+
 
 class ModelParameters:
     """One model's shard sizes on trainer and engine ranks. All ranks in a pipeline stage hold the same number of
@@ -63,12 +65,21 @@ def engine_holder(config: Config, hf_config: Mapping[str, Any], rank: int) -> Ho
     return holder if rollout.quantization is None else quantized_destinations(hf_config, [holder])[0]
 
 
+def draft_parts(config: Config, draft: Mapping[str, Any] | None) -> dict[str, int]:
+    """Return the size in bytes of the draft model's weights on an engine rank; empty without a draft model. Its KV
+    cache is part of rollout.kv_cache_gib."""
+    if draft is None:
+        return {}
+    return {DRAFT: vllm_holder(draft, config.rollout.tp, 0, 0, config.model.dtype).shard.num_bytes}
+
+
 @dataclass(frozen=True, slots=True)
 class Models:
-    """The trained models in a run, and the reward model's config.json."""
+    """The trained models in a run, the reward model's config.json, and the model that drafts tokens in the engines."""
 
     trained: Mapping[Role, ModelParameters]
     reward: Mapping[str, Any] | None = None
+    draft: ModelParameters | None = None
 
     @classmethod
     def of(
@@ -76,10 +87,12 @@ class Models:
         trained: Mapping[Role, Mapping[str, Any]],
         reward: Mapping[str, Any] | None = None,
         lora: Lora | None = None,
+        draft: Mapping[str, Any] | None = None,
     ) -> Models:
         """Create the models from their config.json files, which include heads. `lora` describes the actor's
         adapters."""
-        return cls({role: ModelParameters(c, lora if role == "actor" else None) for role, c in trained.items()}, reward)
+        parameters = {role: ModelParameters(c, lora if role == "actor" else None) for role, c in trained.items()}
+        return cls(parameters, reward, None if draft is None else ModelParameters(draft))
 
     @property
     def actor(self) -> ModelParameters:
@@ -117,4 +130,7 @@ def min_host_bytes(config: Config, models: Models, policy: ModelParameters) -> d
         parts["actor: fp8 copy for the engines"] = layout.tp * layout.cp * layout.dp * matrices
     if not config.is_offline and rollout.vllm_overrides.get("quantization") is None:  # otherwise the size is unknown
         parts["engines: weights"] = rollout.replicas * rollout.tp * policy.engine_bytes(config)
+    if not config.is_offline and models.draft is not None:
+        [size] = draft_parts(config, models.draft.hf_config).values()
+        parts["engines: draft models"] = rollout.replicas * rollout.tp * size
     return parts

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.cluster.memory.parameters import engine_holder
+from megarl.cluster.memory.parameters import draft_parts, engine_holder
 from megarl.cluster.memory.rank import RankMemory, RankParameters, item_bytes, rank_memory
 from megarl.cluster.memory.reserves import GIB, awake_reserve, gpu_reserve, sampling_reserve
 from megarl.config.device_spans import ENGINE, NAMES, device_spans
@@ -45,6 +45,7 @@ def fullest_phase(
     reward: Mapping[str, Any] | None,
     gpu: int,
     gpus_per_node: int,
+    draft: Mapping[str, Any] | None = None,
 ) -> Load:
     """Return the phase with the largest load among those with an awake engine. See rank_memory for training, during
     which the engine sleeps.
@@ -53,6 +54,7 @@ def fullest_phase(
         hf_config: the actor's config.json in the form that the engines load.
         trained: config.json of each trained model, including its head.
         reward: the reward model's config.json, None without a reward model.
+        draft: config.json of the model that drafts tokens, None without one.
     """
     models: dict[Role, Mapping[str, float]] = {
         role: _states(config, config.placed(role), model_config, gpu) for role, model_config in trained.items()
@@ -60,6 +62,7 @@ def fullest_phase(
     always = {} if reward is None else reward_model_parts(config, reward, gpu)
     weights, shape = _engine_weights(config, hf_config, gpu), shape_of(hf_config)
     always |= staging_parts(config, weights, gpus_per_node) | awake_reserve(config, shape)
+    always |= draft_parts(config, draft)
     always |= _reserve(config, shape, trained, reward, gpu, gpus_per_node)
     loads = engine_loads(config, models, weights, always, sampling_reserve(config, shape))
     return max(loads, key=lambda load: load.total)

@@ -137,6 +137,33 @@ def stopping_requires_fresh_samples(config: Config) -> Iterator[str]:
         )
 
 
+def draft_model_has_a_path(config: Config) -> Iterator[str]:
+    if config.rollout.has_draft_model and config.rollout.speculative.path is None:
+        yield (
+            "rollout.speculative.method=draft_model: rollout.speculative.path=null. Fix: set rollout.speculative.path "
+            "to a smaller model with the same tokenizer, or set rollout.speculative.method=ngram"
+        )
+
+
+def sleeping_engines_have_no_draft_model(config: Config) -> Iterator[str]:
+    """vLLM's sleep mode discards the weights of both models, and a refit writes only the policy's."""
+    if config.rollout.has_draft_model and config.rollout.sleep:
+        yield (
+            "rollout.speculative.method=draft_model: with rollout.sleep=true, engines discard the draft model's "
+            "weights, and a refit does not restore them. Fix: set rollout.sleep=false, or set "
+            "rollout.speculative.method=ngram"
+        )
+
+
+def routes_are_not_speculative(config: Config) -> Iterator[str]:
+    if config.rollout.speculative.method is not None and config.actor.experts.replay_routes:
+        yield (
+            f"rollout.speculative.method={config.rollout.speculative.method}: with actor.experts.replay_routes=true, "
+            "the engines would also report the routes of rejected draft tokens. Fix: set "
+            "rollout.speculative.method=null or actor.experts.replay_routes=false"
+        )
+
+
 def sde_steps_are_denoising_steps(config: Config) -> Iterator[str]:
     denoising = config.rollout.denoising
     within, end, reason = denoising.noised_within, denoising.num_steps, ""
@@ -170,5 +197,8 @@ RULES = (
     masking_requires_trainer_logprobs,
     masking_requires_token_losses,
     stopping_requires_fresh_samples,
+    draft_model_has_a_path,
+    sleeping_engines_have_no_draft_model,
+    routes_are_not_speculative,
     sde_steps_are_denoising_steps,
 )

@@ -1,21 +1,24 @@
-"""Patch vLLM's CPU build to support in-place refits, latent attention, gated delta nets and fp8 blocks. No effect on
-GPU."""
+"""Patch vLLM's CPU build to support in-place refits, latent attention, gated delta nets, fp8 blocks and drafts. No
+effect on GPU."""
 
 from __future__ import annotations
 
 import torch
 import vllm.model_executor.kernels.linear as linear_kernels
 import vllm.model_executor.layers.utils as linear_layers
+import vllm.v1.sample.ops.topk_topp_sampler as topk_topp_sampler
+import vllm.v1.sample.rejection_sampler as rejection_sampler
 from vllm._custom_ops import cpu_prepack_moe_weight
 from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
-from vllm.platforms import PlatformEnum
+from vllm.platforms import PlatformEnum, current_platform
 
 from megarl.rollout.vllm import gated_delta
 
 _rotate = RotaryEmbedding.forward_cpu
+_truncate = topk_topp_sampler.apply_top_k_top_p
 
 
 def install() -> None:
@@ -24,6 +27,9 @@ def install() -> None:
     RotaryEmbedding.forward_cpu = _rotate_heads
     linear_kernels._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU] = [DequantizingKernel]
     gated_delta.install()
+    if current_platform.is_cpu():
+        rejection_sampler.expand_batch_to_tokens = _expand_to_tokens
+        rejection_sampler.apply_top_k_top_p = _truncate_drafts
 
 
 class DequantizingKernel(Fp8BlockScaledMMLinearKernel):
@@ -51,6 +57,21 @@ class DequantizingKernel(Fp8BlockScaledMMLinearKernel):
         self, A: torch.Tensor, B: torch.Tensor, As: torch.Tensor, Bs: torch.Tensor
     ) -> torch.Tensor:
         raise AssertionError("apply_weights computes the whole product")
+
+
+def _expand_to_tokens(
+    x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+) -> torch.Tensor:
+    """Repeat a sampling parameter [requests] for the draft tokens of its request, as vLLM's function does. Its CPU
+    kernel writes into a copy of the output, so temperature, top-k and top-p of draft tokens would be uninitialized."""
+    counts = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
+    return torch.where(x == replace_from, replace_to, x).to(x.dtype).repeat_interleave(counts, output_size=num_tokens)
+
+
+def _truncate_drafts(logits: torch.Tensor, k: torch.Tensor | None, p: torch.Tensor | None) -> torch.Tensor:
+    """Apply top-k and top-p to the logits of draft tokens [tokens, vocabulary]. vLLM's function fails in a step without
+    draft tokens, for example if one token is left of each request."""
+    return _truncate(logits, k, p) if len(logits) else logits
 
 
 def _keep_weight(layer: torch.nn.Module, remove_weight: bool) -> None:

@@ -16,10 +16,11 @@ from vllm.inputs import tokens_input
 from vllm.logprobs import FlatLogprobs
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 
 from megarl.config.rollout_schema import Rollout
 from megarl.core import device
-from megarl.core.types import CandidateIds, Completion, Sample, VersionRun
+from megarl.core.types import NO_DRAFTS, CandidateIds, Completion, DraftCounts, Sample, VersionRun
 from megarl.models.folder import read_config
 from megarl.models.huggingface import completed, experts
 from megarl.models.tokenizer import response_text
@@ -36,19 +37,39 @@ from megarl.rollout.vllm.worker_extension import Failed, RefitExtension
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, slots=True)
+class _Submitted:
+    """A request's id in vLLM, and vLLM's record of its draft tokens; None without speculative decoding."""
+
+    vllm_id: str
+    drafts: RequestSpecDecodeMetrics | None
+
+    @property
+    def draft_counts(self) -> DraftCounts:
+        if self.drafts is None:
+            return NO_DRAFTS
+        passes = self.drafts.histogram  # by number of accepted tokens
+        accepted = sum(number * count for number, count in enumerate(passes))
+        return DraftCounts(sum(passes), self.drafts.num_draft_tokens, accepted)
+
+
 @dataclass(slots=True)
 class _PendingRequest:
-    """A request that has been submitted to vLLM, with its vLLM request id and the future for its completion."""
+    """A request that has been submitted to vLLM, and the future for its completion."""
 
     token_ids: list[int]
     request: SamplingRequest | TurnRequest
-    vllm_id: str
+    submitted: _Submitted
     completion: asyncio.Future[Completion]
+
+    @property
+    def vllm_id(self) -> str:
+        return self.submitted.vllm_id
 
 
 class VllmEngine(SteppedEngine[SamplingRequest, Sample]):
     """A vLLM engine, which starts without weights (`version` is None) and receives them through `refit`. A step samples
-    one token for every running request."""
+    one token for every running request, or several with speculative decoding."""
 
     def __init__(self, config: Rollout, arguments: Mapping[str, Any], returns_routes: bool = False):
         """`arguments` is the result of `rollout_arguments` for the same `returns_routes`."""
@@ -178,12 +199,21 @@ class VllmEngine(SteppedEngine[SamplingRequest, Sample]):
                 raise result.error
         return results
 
-    def _submit(self, name: str, token_ids: list[int], request: Sampling) -> str:
-        """Submit a request to vLLM and return its vLLM request id. The cache salt separates prefix-cache entries by
+    def _submit(self, name: str, token_ids: list[int], request: Sampling) -> _Submitted:
+        """Submit a request to vLLM. The cache salt separates prefix-cache entries by
         refit and purpose. A request must not reuse entries from older weights, which stay in the cache because
         interrupted samples still use and extend them."""
         prompt = tokens_input(token_ids, cache_salt=f"{self._num_refits}{request.purpose}")
-        return self._llm.llm_engine.add_request(name, prompt, self._sampling(request))
+        vllm_id = self._llm.llm_engine.add_request(name, prompt, self._sampling(request))
+        return _Submitted(vllm_id, self._draft_record(vllm_id))
+
+    def _draft_record(self, vllm_id: str) -> RequestSpecDecodeMetrics | None:
+        """Return the record that the scheduler, which runs in this process, updates for a request. Outputs contain it
+        only if a token or a limit ended them, not if a stop string did."""
+        if self._config.speculative.method is None:
+            return None
+        core = self._llm.llm_engine.engine_core.engine_core  # pyright: ignore[reportAttributeAccessIssue]
+        return core.scheduler.requests[vllm_id].spec_decode_metrics
 
     def _abort(self, names: Sequence[str]) -> None:
         self._llm.llm_engine.abort_request([self._pending[name].vllm_id for name in names], internal=True)
@@ -194,7 +224,7 @@ class VllmEngine(SteppedEngine[SamplingRequest, Sample]):
         for output, routes in zip(outputs, self._routes_of(outputs), strict=True):
             item = self._pending[output.request_id]
             if not item.completion.done():
-                item.completion.set_result(_completion(output, routes))
+                item.completion.set_result(_completion(output, routes, item.submitted.draft_counts))
 
     @property
     def _captures_routes(self) -> bool:
@@ -234,6 +264,7 @@ class VllmEngine(SteppedEngine[SamplingRequest, Sample]):
             ),
             candidate_ids=completion.candidate_ids,
             routes=completion.routes,
+            drafts=completion.drafts,
         )
 
     def _finish_steps(self) -> None:
@@ -249,7 +280,7 @@ class VllmEngine(SteppedEngine[SamplingRequest, Sample]):
         tokenless = {name: item for name, item in unfinished.items() if not self._num_tokens(item)}
         self._abort(list(tokenless))
         for name, item in tokenless.items():
-            item.vllm_id = self._submit(name, item.token_ids, item.request)
+            item.submitted = self._submit(name, item.token_ids, item.request)
 
     def _sampling(self, request: Sampling) -> SamplingParams:
         stop = [*self._config.stop, *request.stop]
@@ -276,7 +307,9 @@ def _value_or(value: T | None, default: T) -> T:
     return default if value is None else value
 
 
-def _completion(output: RequestOutput, routes: NDArray[np.signedinteger] | None) -> Completion:
+def _completion(
+    output: RequestOutput, routes: NDArray[np.signedinteger] | None, drafts: DraftCounts = NO_DRAFTS
+) -> Completion:
     [sampled] = output.outputs
     assert sampled.finish_reason in ("stop", "length"), f"request {output.request_id}: {sampled.finish_reason}"
     logprobs = sampled.logprobs  # each position has the sampled token first, then the most likely tokens
@@ -291,6 +324,7 @@ def _completion(output: RequestOutput, routes: NDArray[np.signedinteger] | None)
         stop=sampled.stop_reason if isinstance(sampled.stop_reason, str) else None,
         num_cached_tokens=output.num_cached_tokens or 0,
         routes=routes,
+        drafts=drafts,
     )
 
 

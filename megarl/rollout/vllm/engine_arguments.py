@@ -15,7 +15,7 @@ from megarl.config.vllm_arguments import ADJUSTABLE, MANAGED, EngineSection, bat
 from megarl.core import device
 from megarl.core.errors import UserError
 from megarl.models.engine_kernels import check_cpu_kernels
-from megarl.models.folder import is_dequantized, read_config
+from megarl.models.folder import is_dequantized, read_config, resolve
 from megarl.models.huggingface import completed, experts, latent_attention, linear_attention
 from megarl.resharding.families.quantized import quantization_config
 
@@ -25,6 +25,9 @@ INVARIANT_KERNELS = (9, 0)
 FREE_SHARE = 0.01
 """Fraction of GPU memory that vLLM requires to be free at startup. vLLM's default is nearly all of it, which fails on
 shared GPUs. cluster/memory/shared_gpu.py checks beforehand that the engine fits, and the KV cache has a fixed size."""
+
+NGRAM_LENGTHS = (2, 4)
+"""Minimum and maximum number of last tokens that rollout.speculative.method=ngram looks up in the context."""
 
 
 def engine_arguments(
@@ -144,7 +147,24 @@ def rollout_arguments(
         enable_sleep_mode=config.sleep and device.on_cuda(),
         seed=seed,
         **routes,
+        **_speculative_arguments(config),
     )
+
+
+def _speculative_arguments(config: Rollout) -> dict[str, Any]:
+    speculative = config.speculative
+    if speculative.method is None:
+        return {}
+    if speculative.method == "ngram":
+        lookup_min, lookup_max = NGRAM_LENGTHS
+        drafts: dict[str, Any] = dict(prompt_lookup_min=lookup_min, prompt_lookup_max=lookup_max)
+    else:
+        assert speculative.path is not None, "a config rule must reject a draft model without a path"
+        folder = resolve(speculative.path, key="rollout.speculative.path")
+        drafts = dict(model=str(folder))
+    common = dict(method=speculative.method, num_speculative_tokens=speculative.tokens)
+    # Metrics by request, because training and evaluation requests may run at the same time.
+    return dict(speculative_config=common | drafts, per_request_spec_decode_metrics="summary")
 
 
 def _quantization(name: str, model_folder: Path) -> dict[str, Any]:

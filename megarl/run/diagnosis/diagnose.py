@@ -113,9 +113,11 @@ def on_one_rank(config: Config, num_tokens: int) -> Config:
     single_rank = with_engines_only(config)
     overrides = {name: value for name, value in single_rank.rollout.vllm_overrides.items() if name in KEPT_OVERRIDES}
     budget = max(single_rank.actor.tokens_per_microbatch, num_tokens)
+    no_drafts = single_rank.rollout.speculative.model_copy(update={"method": None, "path": None})
+    one_token = {"top_k": None, "top_p": 1.0, "speculative": no_drafts}
     changes: dict[str, dict[str, Any]] = {
         "actor": {"tokens_per_microbatch": budget, "threads": None},
-        "rollout": {"tp": 1, "replicas": 1, "top_k": None, "top_p": 1.0, "vllm_overrides": overrides},
+        "rollout": {"tp": 1, "replicas": 1, "vllm_overrides": overrides} | one_token,
     }
     sections = {name: getattr(single_rank, name).model_copy(update=update) for name, update in changes.items()}
     return single_rank.model_copy(update=sections)

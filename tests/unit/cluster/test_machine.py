@@ -29,6 +29,7 @@ from megarl.core.errors import UserError
 from megarl.models.run_models import ModelFolders
 from megarl.train import run
 from tests.paths import BASE
+from tests.published_models import CONFIGS
 from tests.tiny_model import write_tiny_llama
 from tests.unit.resharding.cases import config_of
 
@@ -274,6 +275,27 @@ def test_reward_model_in_the_engine_is_checked(tmp_path: Path) -> None:
     check_engine_kernels(config("reward_model.path=m"), models)
     with pytest.raises(UserError, match=r"reward: head_dim=18, but"):
         check_engine_kernels(config("reward_model.path=m", "reward_model.engine=vllm"), models)
+
+
+@pytest.mark.usefixtures("no_cuda")
+def test_drafts_for_gated_delta_nets_are_refused_on_cpu(tmp_path: Path) -> None:
+    settings = config("rollout.speculative.method=ngram")
+    check_engine_kernels(settings, model_folders(tmp_path, **HEAD))
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["Qwen3.5-9B"]))
+    hybrid = ModelFolders(tmp_path, None, None, None)
+    check_engine_kernels(config(), hybrid)
+    with pytest.raises(UserError, match=r"^rollout.speculative.method=ngram: .* has gated delta nets"):
+        check_engine_kernels(settings, hybrid)
+
+
+@pytest.mark.usefixtures("no_cuda")
+def test_draft_model_in_the_engine_is_checked(tmp_path: Path) -> None:
+    for name, size in (("actor", 64), ("draft", 18)):
+        (tmp_path / name).mkdir()
+        model_folders(tmp_path / name, head_dim=size)
+    models = ModelFolders(tmp_path / "actor", None, None, None, draft=tmp_path / "draft")
+    with pytest.raises(UserError, match="draft: head_dim=18, but"):
+        check_engine_kernels(config("rollout.speculative={method: draft_model, path: m}"), models)
 
 
 @pytest.mark.usefixtures("cuda")

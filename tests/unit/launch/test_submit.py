@@ -261,10 +261,12 @@ def test_paths_local_to_this_machine_are_rejected(monkeypatch: pytest.MonkeyPatc
 def test_missing_files_are_rejected(tmp_path: Path) -> None:
     functions = "[{function: /no/such.py:f}, {function: exact_match}]"
     keys = ["model.path=/no/model", "data.source=prompts.txt", f"rewards.functions={functions}"]
+    keys += ["rollout.speculative={method: draft_model, path: /no/draft}"]
     with pytest.raises(UserError) as refused:
         launch(ROOT / "configs/quickstart.yaml", ON_CPU, f"run.folder={tmp_path}", "rewards.judge=/no/j.py:f", *keys)
     assert [line.split(". Fix: ")[0] for line in str(refused.value).splitlines()] == [
         "model.path=/no/model: the folder does not exist",
+        "rollout.speculative.path=/no/draft: the folder does not exist",
         f"data.source={Path.cwd()}/prompts.txt: the file does not exist",
         "rewards.functions=/no/such.py: the file does not exist",
         "rewards.judge=/no/j.py: the file does not exist",
@@ -277,15 +279,19 @@ def test_model_folders_must_be_complete(on_h100s: Path, tmp_path: Path) -> None:
     (tmp_path / "model/tokenizer.json").unlink()
     (tmp_path / "critic").mkdir()
     critic = ("algorithm.advantage.estimator=gae", "critic.layout={pp: 1, tp: 4, dp: 2}")
+    draft = ("rollout.speculative.method=draft_model", f"rollout.speculative.path={tmp_path}/critic")
     with pytest.raises(UserError) as refused:
-        launch(on_h100s, ON_CPU, *critic, f"critic.path={tmp_path}/critic")
+        launch(on_h100s, ON_CPU, *critic, f"critic.path={tmp_path}/critic", *draft)
     assert str(refused.value).splitlines() == [
         f"{tmp_path}/model: contains neither model.safetensors nor model.safetensors.index.json. Fix: save the weights "
         "as safetensors",
         f"model.path={tmp_path}/model: the folder has no tokenizer. Fix: copy the model's tokenizer files into the "
         "folder",
-        f"critic.path={tmp_path}/critic: has no config.json. Fix: use the folder that contains config.json and "
-        "*.safetensors",
+        *(
+            f"{key}={tmp_path}/critic: has no config.json. Fix: use the folder that contains config.json and "
+            "*.safetensors"
+            for key in ("critic.path", "rollout.speculative.path")
+        ),
     ]
     assert not (tmp_path / "runs").exists()
     (tmp_path / "model/model.safetensors.index.json").write_text('{"weight_map": {"a": "a.safetensors"}}')

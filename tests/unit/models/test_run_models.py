@@ -13,7 +13,7 @@ from megarl.config.load import load
 from megarl.core.errors import UserError
 from megarl.models import run_models
 from megarl.models.folder import resolve_links
-from megarl.models.run_models import ModelFolders, find_models
+from megarl.models.run_models import ModelFolders, check_local_models, find_models
 from tests.paths import BASE
 from tests.published_models import CONFIGS
 from tests.tiny_denoiser import CONFIG
@@ -74,6 +74,31 @@ def test_untrained_parts_of_models_are_announced(tmp_path, monkeypatch, capsys: 
     find_models(load(BASE, [f"model.path={predicting}", f"implicit_reward.path={plain}", *overrides]))
     said = capsys.readouterr().out.splitlines()
     assert said == [f"model: {part} is neither trained nor exported", f"critic: {part} is not used"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(vocab_size=192), "its vocab_size is 192, but that of model.path is 128, and vLLM requires equal sizes"),
+        (dict(num_attention_heads=3), "rollout.speculative.path=*: rollout.tp=2: 3 attention heads"),
+        (dict(architectures=["DeepseekV3ForSequenceClassification"]), "has no output layer to draft tokens with"),
+        (CONFIGS["Qwen3.5-9B"], "rollout.speculative.path=*: the model has gated delta nets"),
+        ({}, None),
+    ],
+)
+def test_draft_model_fits_the_actor(changes, message, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_models, "_check_tokenizer", lambda *_: None)
+    actor, draft = folder(tmp_path / "actor"), folder(tmp_path / "draft", **dict(num_hidden_layers=1) | changes)
+    keys = [f"model.path={actor}", "data.source=arithmetic", "rollout.tp=2"]
+    config = load(BASE, [*keys, f"rollout.speculative={{method: draft_model, path: {draft}}}"])
+    if message is None:
+        assert find_models(config).draft == draft
+        assert check_local_models(config)[0][-1].startswith(f"rollout.speculative.path={draft}: config.json is compat")
+        return
+    for find in (find_models, check_local_models):
+        with pytest.raises(UserError) as refusal:
+            find(config)
+        assert fnmatchcase(str(refusal.value), f"*{message}*")
 
 
 def test_unshared_prompts_of_recurrent_models_are_announced(tmp_path, capsys: pytest.CaptureFixture[str]):

@@ -293,13 +293,13 @@ def test_all_functions_that_cannot_be_loaded_are_reported(
     assert second.startswith("megarl: error: rewards.functions: unknown function 'math_mach'. Fix: use math_match")
 
 
-@pytest.mark.parametrize("name", ["model", "critic"])
+@pytest.mark.parametrize("name", ["model", "critic", "rollout.speculative"])
 def test_damaged_weights_fail_the_check(recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture, name: str) -> None:
     model = shutil.copytree(recipe.parent / "model", tmp_path / name)
     os.truncate(model / "model.safetensors", 5000)
-    line = fail(
-        recipe, tmp_path, capfd, "algorithm.advantage.estimator=gae", "critic.layout.pp=1", f"{name}.path={model}"
-    )
+    gae = ["algorithm.advantage.estimator=gae", "critic.layout.pp=1"]
+    keys = ["rollout.speculative.method=draft_model"] if name == "rollout.speculative" else gae
+    line = fail(recipe, tmp_path, capfd, *keys, f"{name}.path={model}")
     assert line.startswith(f"megarl: error: {model}/model.safetensors: is not a complete safetensors file")
 
 

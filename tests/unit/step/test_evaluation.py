@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from megarl.core.types import Prompt, RolloutInfo, SampleRef, Score
+from megarl.core.types import DraftCounts, Prompt, RolloutInfo, SampleRef, Score
 from megarl.data.prompts import PromptSet
 from megarl.step import requests as training
 from megarl.step.evaluation import requests, result, versions_of
@@ -114,3 +116,11 @@ def test_set_with_only_failures_reports_only_these() -> None:
 def test_rollout_without_tokens_has_no_version() -> None:
     empty = SampleRef("0.0", "p", 0, 0, 0, "stop", 0, 0)
     assert versions_of([[empty, *played("0.1", 3)]]) == {3} and versions_of([[empty]]) == set()
+
+
+def test_draft_tokens_of_a_set_are_counted() -> None:
+    [given, _] = recipe(SETS).evaluation.sets
+    samples = [replace(info("0.0", 2, "stop"), drafts=DraftCounts(2, 6, 3))]
+    metrics = result(given, [samples], [Score(1.0, {}, None)]).metrics()
+    assert metrics["evaluation/a/draft_accepted_frac"] == 0.5
+    assert metrics["evaluation/a/accepted_length_mean"] == 2.5

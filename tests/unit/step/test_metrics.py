@@ -1,5 +1,6 @@
 """Metrics of a step whose samples contain tokens of several weight versions."""
 
+from dataclasses import replace
 from statistics import fmean
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from megarl.config.load import load
 from megarl.core.metrics import Metric, merge, values
 from megarl.core.timing import Stopwatch
-from megarl.core.types import Prompt, Sample, SampleRef, VersionRun
+from megarl.core.types import DraftCounts, Prompt, Sample, SampleRef, VersionRun
 from megarl.step.metrics import add_effective_sample_size, step_metrics, update_rate
 from tests.paths import QUICKSTART
 
@@ -58,3 +59,13 @@ def test_effective_sample_size_is_kongs_over_all_tokens() -> None:
     expected = sum(weights) ** 2 / (len(weights) * sum(w * w for w in weights))
     assert values(found) == {"mismatch/effective_frac": pytest.approx(expected)}
     assert add_effective_sample_size({"policy/loss": Metric(1.0)}) == {"policy/loss": Metric(1.0)}
+
+
+def test_draft_metrics_weight_samples_by_their_passes():
+    one, two, three = (remote_sample((6, 4)) for _ in range(3))
+    groups = [[replace(one, drafts=DraftCounts(4, 10, 2)), replace(two, drafts=DraftCounts(1, 2, 2))], [three]]
+    metrics = step_metrics(load(QUICKSTART), groups, Stopwatch(), version=7)
+    assert metrics["rollout/draft_accepted_frac"] == pytest.approx(4 / 12)
+    assert metrics["rollout/accepted_length_mean"] == pytest.approx(1 + 4 / 5)
+    without = step_metrics(load(QUICKSTART), [[one]], Stopwatch(), version=7)
+    assert not any("draft" in name or "accepted" in name for name in without)

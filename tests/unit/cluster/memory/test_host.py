@@ -79,3 +79,11 @@ def test_fp8_engine_and_its_copy_of_the_weights():
 
 def test_engine_with_its_own_quantization_is_skipped():
     assert ENGINES not in parts("model.dtype=float32", "rollout.vllm_overrides={quantization: fp8}")
+
+
+def test_each_rank_of_an_engine_holds_a_draft_model() -> None:
+    hf_config = HF_CONFIG.to_dict() | {"architectures": ["LlamaForCausalLM"]}
+    config = load(BASE, ["model.path=m", "data.source=arithmetic", "rollout.replicas=3", "model.dtype=float32"])
+    models = Models.of({"actor": hf_config}, draft=hf_config)
+    found = min_host_bytes(config, models, ModelParameters(hf_config))
+    assert found["engines: draft models"] == 3 * 4 * COUNT == found[ENGINES]

@@ -112,3 +112,9 @@ def test_reward_model_remains_unless_offloaded(settings: str, parts: dict[str, f
 def test_uncertain_memory_is_not_counted(extra: str):
     load = fullest(extra, "rollout.vllm_overrides={quantization: fp8}", "rollout.kv_cache_gib=60")
     assert load.parts == {"actor: parameters": 2 * PARAMETERS, "engine: weights": 0, "engine: KV cache": 60 * GIB}
+
+
+def test_draft_model_adds_its_weights():
+    drafted = fullest_phase(config(), QWEN_1_5B, {"actor": QWEN_1_5B}, None, 0, 8, draft=QWEN_1_5B)
+    assert drafted.parts["engine: draft model"] == 2 * PARAMETERS
+    assert drafted.total == fullest_phase(config(), QWEN_1_5B, {"actor": QWEN_1_5B}, None, 0, 8).total + 2 * PARAMETERS

@@ -38,6 +38,30 @@ from tests.unit.config.rules.recipes import errors, recipe
             "rollout.on_stale=drop: has no effect unless rollout.max_staleness=1 or batch.oversampling=1.25. Fix",
         ),
         (
+            ["rollout.speculative.method=draft_model"],
+            "rollout.speculative.method=draft_model: rollout.speculative.path=null. Fix: set rollout.speculative.path",
+        ),
+        (
+            ["rollout.speculative={method: draft_model, path: m}", "rollout.sleep=true"],
+            "rollout.speculative.method=draft_model: with rollout.sleep=true, engines discard the draft model's",
+        ),
+        (
+            ["rollout.speculative.method=ngram", "actor.experts.replay_routes=true"],
+            "rollout.speculative.method=ngram: with actor.experts.replay_routes=true, the engines would also report",
+        ),
+        (
+            ["rollout.speculative.tokens=5"],
+            "rollout.speculative.tokens=5: has no effect unless rollout.speculative.method=ngram. Fix",
+        ),
+        (
+            ["rollout.speculative={method: ngram, path: m}"],
+            "rollout.speculative.path=m: has no effect unless rollout.speculative.method=draft_model. Fix",
+        ),
+        (
+            ["rollout.speculative={method: ngram, tokens: 129}"],
+            "rollout.speculative.tokens=129",
+        ),
+        (
             ["rollout.max_new_tokens=256"],
             "rollout.max_new_tokens=256: 256 - 256 = 0 of rollout.context_length=256 tokens",
         ),
@@ -52,6 +76,9 @@ def test_broken_rule_is_reported_alone(overrides: list[str], message: str) -> No
     "overrides",
     [
         ["rollout.max_new_tokens=255"],
+        ["rollout.speculative=null"],
+        ["rollout.speculative.method=ngram", "rollout.max_staleness=1", "rollout.top_k=20"],
+        ["rollout.speculative={method: draft_model, path: m, tokens: 128}"],
         ["rollout.top_p=0.9", "rollout.top_k=20"],
         ["rollout.top_k=1"],
         ["rollout.max_staleness=1", "cluster.placement=disaggregated"],

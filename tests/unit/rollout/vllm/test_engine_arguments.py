@@ -34,7 +34,9 @@ LLAMA = {
 def collect_arguments(folder: Path) -> dict[str, object]:
     from vllm import EngineArgs
 
-    from megarl.rollout.vllm.engine_arguments import engine_arguments
+    from megarl.config.load import load
+    from megarl.rollout.vllm.engine_arguments import engine_arguments, rollout_arguments
+    from tests.paths import BASE
 
     common = ("rollout", folder, "float32", 1, 64, 0.5)
     refusals = []
@@ -48,6 +50,16 @@ def collect_arguments(folder: Path) -> dict[str, object]:
         "defaults": {name: getattr(EngineArgs("model"), name) for name in REFITTABLE},
         "changed": engine_arguments(*common, {"enforce_eager": False, "block_size": 32}, load_format="dummy"),
         "refusals": refusals,
+        "speculative": [
+            rollout_arguments(
+                load(BASE, [f"model.path={folder}", "data.source=arithmetic", *keys]).rollout, folder, "float32", 0
+            ).get("speculative_config")
+            for keys in (
+                [],
+                ["rollout.speculative={method: ngram, tokens: 5}"],
+                [f"rollout.speculative={{method: draft_model, tokens: 2, path: {folder}}}"],
+            )
+        ],
         "linear": engine_arguments("rollout", folder / "linear", *common[2:], {}),
     }
 
@@ -64,6 +76,10 @@ def test_overrides_are_passed_on_or_rejected_by_name(tmp_path):
     changed = collected["changed"]
     assert (changed["enforce_eager"], changed["block_size"], changed["load_format"]) == (False, 32, "dummy")
     assert changed["max_model_len"] == 64
+    without, ngram, draft_model = collected["speculative"]
+    assert without is None
+    assert ngram == dict(method="ngram", num_speculative_tokens=5, prompt_lookup_min=2, prompt_lookup_max=4)
+    assert draft_model == dict(method="draft_model", num_speculative_tokens=2, model=str(tmp_path))
     assert collected["linear"]["mamba_ssm_cache_dtype"] == "float32"
     assert "mamba_ssm_cache_dtype" not in changed
     unknown, misspelt = collected["refusals"]

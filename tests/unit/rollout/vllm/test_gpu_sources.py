@@ -32,7 +32,7 @@ from megarl.config.load import load
 from megarl.config.rules.actor import WITHOUT_ROUTES
 from megarl.config.vllm_arguments import ADJUSTABLE, MANAGED, REFITTABLE
 from megarl.core.errors import UserError
-from megarl.rollout.vllm import worker_extension
+from megarl.rollout.vllm import draft_weights, worker_extension
 from megarl.rollout.vllm.engine_arguments import rollout_arguments
 from megarl.rollout.vllm.environment import environment
 from megarl.rollout.vllm.part import part_arguments
@@ -317,3 +317,19 @@ def test_batch_invariant_engines_need_a_supported_gpu(monkeypatch, tmp_path: Pat
     )
     with nullcontext() if capability >= tuple(map(int, needed)) else refusal:
         assert rollout_arguments(rollout, folder, "bfloat16", seed=0)["model"] == str(folder)
+
+
+DRAFTERS = [
+    ("v1/spec_decode/draft_model.py", "DraftModelProposer"),
+    ("v1/worker/gpu/spec_decode/standalone_ar/speculator.py", "StandaloneARSpeculator"),
+]
+
+
+@pytest.mark.parametrize(("file", "name"), DRAFTERS)
+def test_draft_weights_load_with_the_patched_prefix(vllm: Path, file: str, name: str) -> None:
+    """Both runners load a draft model in the engine's load format, and only the prefix distinguishes the two models."""
+    calls = [node for node in ast.walk(class_of(vllm / file, name)) if isinstance(node, ast.Call)]
+    [call] = [call for call in calls if ast.unparse(call.func) == "get_model"]
+    arguments = {keyword.arg: keyword.value for keyword in call.keywords}
+    assert isinstance(prefix := arguments["prefix"], ast.Constant) and prefix.value == draft_weights.PREFIX
+    assert "load_config" not in arguments

@@ -1,0 +1,229 @@
+"""Samples of a live engine with speculative decoding, and what transformers computes for them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, TopKLogitsWarper, TopPLogitsWarper
+
+from megarl.config.load import load
+from megarl.core.types import NO_DRAFTS, Prompt, Sample
+from megarl.models.folder import read_config
+from megarl.resharding.families import huggingface_holder, vllm_holder
+from megarl.resharding.planning.compact import CompactPlan
+from megarl.resharding.planning.planner import make_plan
+from megarl.resharding.transports.shared_memory import SharedMemory, publish
+from megarl.rollout.engine import SamplingRequest
+from tests.paths import BASE
+from tests.tiny_model import EOS_ID, write_tiny_model
+
+SIZES = dict(
+    vocab_size=128,
+    hidden_size=64,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=32,
+    num_hidden_layers=2,
+    intermediate_size=128,
+    max_position_embeddings=256,
+)
+TRUNCATED = dict(top_k=8, top_p=0.9)
+OUTCOMES, TOKENS = 4, 3
+"""Tokens to choose from, and sampled tokens, of a response whose distribution is compared."""
+NUM_SAMPLES = 1000
+PROMPT = (*range(6, 120), 5)
+"""Has every token that may follow, so that n-gram drafts exist after each of them."""
+STOP = "7"
+"""A stop string, which is a part of several tokens."""
+STEPS_BEFORE_REFIT = 3
+LONG = 40
+
+
+def measure(method: str, folder: Path, found: dict[str, Any]) -> None:
+    """Start an engine without weights, refit it, sample, and store the comparisons with transformers in `found`."""
+    from megarl.rollout.vllm.environment import environment
+
+    os.environ.update(environment(1, threads=1, index=0))
+    from megarl.rollout.vllm import engine_arguments
+    from megarl.rollout.vllm.engine import VllmEngine
+
+    first = write_tiny_model(folder / "first", "llama", **SIZES)
+    second = changed(first, folder / "second")
+    # The draft model is the first version of the policy, so that it is right often, but not always.
+    drafts = {"method": method, "tokens": 3, "path": str(first) if method == "draft_model" else None}
+    overrides = [f"model.path={first}", "model.dtype=float32", "data.source=arithmetic", "rollout.context_length=200"]
+    overrides += [f"rollout.max_new_tokens={LONG}", "rollout.kv_cache_gib=0.05"]
+    overrides += [f"rollout.speculative={json.dumps(drafts)}"]
+    config = load(BASE, overrides)
+    engine_arguments.NGRAM_LENGTHS = (1, 3)
+    engine = VllmEngine(config.rollout, engine_arguments.rollout_arguments(config.rollout, first, "float32", 0))
+    models = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (first, second)]
+
+    source, weights = huggingface_holder(read_config(first), "float32"), load_file(first / "model.safetensors")
+    weights = {name: weights[name] for name in source.shapes}
+    holders = [vllm_holder(read_config(first), 1, 0, 0, "float32")]
+    channel = SharedMemory({source.name: publish(weights)})
+    engine.connect(CompactPlan.of(make_plan([source], holders)), channel, holders, False)
+    found["parameters"] = sorted(engine.parameters()[0])
+    engine.refit(0)
+    drafter = getattr(engine._llm.llm_engine.model_executor.driver_worker.worker.model_runner, "drafter", None)
+
+    def sample(requests: Sequence[SamplingRequest]) -> list[Sample]:
+        return asyncio.run(engine.generate(requests))
+
+    greedy = sample(requests(greedy=True))
+    found["greedy"] = [worst(models[0], item, {}) for item in greedy]
+    found["greedy_tokens"] = [item.response_ids.tolist() == most_likely(models[0], item) for item in greedy]
+    whole, cut = sample(requests()), sample(requests(**TRUNCATED))
+    found["whole"] = [worst(models[0], item, {}) for item in whole]
+    found["truncated"] = [worst(models[0], item, TRUNCATED) for item in cut]
+    counts = sum((item.drafts for item in (*greedy, *whole)), NO_DRAFTS)
+    found["drafts"] = [counts.num_passes, counts.num_drafted, counts.num_accepted]
+    found["versions"] = [[(run.version, run.count) for run in item.versions] for item in whole]
+
+    again = [*sample(requests()[:1]), *sample(requests()[1:])]
+    pairs = zip(whole, again, strict=True)
+    found["reproduced"] = [a.response_ids.tolist() == b.response_ids.tolist() for a, b in pairs]
+
+    stopping = sample(requests(stop=(STOP,)))
+    ended = [item for item in stopping if item.finish_reason == "stop" and item.response_ids[-1] != EOS_ID]
+    found["stopped"] = [
+        (*(STOP in engine._tokenizer.decode(ids.tolist()) for ids in (ended_ids, ended_ids[:-1])), passes)
+        for ended_ids, passes in ((item.response_ids, item.drafts.num_passes) for item in ended)
+    ]
+    found["stop_logprobs"] = [worst(models[0], item, {}) for item in stopping]
+
+    many = [
+        SamplingRequest(f"{i}", Prompt("p", "", PROMPT), seed=i, max_new_tokens=TOKENS, top_k=OUTCOMES)
+        for i in range(NUM_SAMPLES)
+    ]
+    responses = sample(many)
+    found["accepted_in_distribution"] = sum(item.drafts.num_accepted for item in responses)
+    found["chi_square"] = chi_square(responses, models[0])
+
+    with torch.no_grad():
+        for name, tensor in load_file(second / "model.safetensors").items():
+            if name in weights:
+                weights[name].copy_(tensor)
+
+    async def through_a_refit() -> list[Sample]:
+        steps, step = [], engine._step
+        engine._step = lambda: steps.append(step())
+        running = asyncio.create_task(engine.generate(requests()))
+        while len(steps) < STEPS_BEFORE_REFIT:
+            await asyncio.sleep(0)
+        engine._step = step
+        engine.refit(1)
+        return await running
+
+    mixed = asyncio.run(through_a_refit())
+    found["mixed_versions"] = [[(run.version, run.count) for run in item.versions] for item in mixed]
+    found["mixed"] = [continued(models, item) for item in mixed]
+    later = sample(requests())
+    found["later"] = [worst(models[1], item, {}) for item in later]
+    if method == "draft_model":
+        saved = load_file(first / "model.safetensors")
+        held = dict(drafter.model.named_parameters())
+        found["draft_difference"] = (held["model.norm.weight"] - saved["model.norm.weight"]).abs().max().item()
+        rows = held["model.embed_tokens.weight"][: SIZES["vocab_size"]]
+        found["draft_difference"] += (rows - saved["model.embed_tokens.weight"]).abs().max().item()
+
+
+def changed(folder: Path, target: Path) -> Path:
+    """Write a copy of a model with other weights."""
+    target.mkdir()
+    for path in folder.iterdir():
+        (target / path.name).write_bytes(path.read_bytes())
+    generator = torch.Generator().manual_seed(1)
+    weights = load_file(folder / "model.safetensors")
+    noisy = {name: w + 0.3 * w.std() * torch.randn(w.shape, generator=generator) for name, w in weights.items()}
+    save_file(noisy, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+def requests(**settings: Any) -> list[SamplingRequest]:
+    prompts = [PROMPT, (*range(20, 60), 21), (9, 8, 9, 8, 9), (30,)]
+    return [SamplingRequest(f"{i}", Prompt(f"{i}", "", p), seed=i, **settings) for i, p in enumerate(prompts)]
+
+
+@torch.no_grad()
+def log_probs(logits: torch.Tensor, settings: dict[str, Any]) -> torch.Tensor:
+    for warper in ([TopKLogitsWarper(settings["top_k"])] if "top_k" in settings else []) + (
+        [TopPLogitsWarper(settings["top_p"])] if "top_p" in settings else []
+    ):
+        logits = warper(None, logits)
+    return logits.log_softmax(-1)
+
+
+@torch.no_grad()
+def worst(model: torch.nn.Module, sample: Sample, settings: dict[str, Any]) -> float:
+    """Return the largest difference of a response's log-probs."""
+    ids, start = torch.tensor(sample.token_ids[None]).long(), len(sample.prompt.token_ids)
+    expected = log_probs(model(ids).logits[0, start - 1 : -1], settings).gather(1, ids[0, start:, None])[:, 0]
+    return (expected - torch.tensor(sample.response_logprobs)).abs().max().item()
+
+
+@torch.no_grad()
+def most_likely(model: torch.nn.Module, sample: Sample) -> list[int]:
+    ids = torch.tensor(sample.token_ids[None]).long()
+    return model(ids).logits[0, len(sample.prompt.token_ids) - 1 : -1].argmax(-1).tolist()
+
+
+@torch.no_grad()
+def continued(models: Sequence[torch.nn.Module], sample: Sample) -> float:
+    """Return the largest difference of the log-probs of a response that a second model continued with the keys and
+    values of the first. The second is the first to process the last token that the first sampled."""
+    ids, start = torch.tensor(sample.token_ids[None]).long(), len(sample.prompt.token_ids)
+    if len(sample.versions) == 1:
+        return worst(models[0], sample, {})
+    read = start + sample.versions[0].count - 1
+    before = models[0](ids[:, :read], use_cache=True)
+    after = models[1](ids[:, read:-1], past_key_values=before.past_key_values, use_cache=True)
+    logits = torch.cat((before.logits, after.logits), 1)[0, start - 1 :]
+    expected = logits.log_softmax(-1).gather(1, ids[0, start:, None])[:, 0]
+    return (expected - torch.tensor(sample.response_logprobs)).abs().max().item()
+
+
+@torch.no_grad()
+def chi_square(samples: Sequence[Sample], model: torch.nn.Module) -> tuple[float, int]:
+    """Return the statistic of Pearson's test against the exact distribution of responses, and its degrees of freedom.
+    Responses that are expected fewer than five times are counted together. The requests have fixed seeds, so only
+    rounding changes the statistic."""
+    settings = {"top_k": OUTCOMES}
+    exact: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(TOKENS):
+        heads = [head for head in exact if not head or head[-1] != EOS_ID]
+        ended = {head: p for head, p in exact.items() if head not in heads}
+        logits = model(torch.tensor([[*PROMPT, *head] for head in heads])).logits[:, -1]
+        rows = log_probs(logits, settings).exp().double()
+        exact = ended | {
+            (*head, token): exact[head] * row[token].item()
+            for head, row in zip(heads, rows, strict=True)
+            for token in row.nonzero()[:, 0].tolist()
+        }
+    assert abs(sum(exact.values()) - 1) < 1e-5
+    observed = Counter(tuple(sample.response_ids.tolist()) for sample in samples)
+    assert observed.keys() <= exact.keys(), "a sampled token is not among the most likely ones"
+    counts = {response: (observed[response], p * len(samples)) for response, p in exact.items()}
+    rare = [pair for pair in counts.values() if pair[1] < 5]
+    cells = [pair for pair in counts.values() if pair[1] >= 5]
+    if rare:
+        cells.append((sum(o for o, _ in rare), sum(e for _, e in rare)))
+    return sum((o - e) ** 2 / e for o, e in cells), len(cells) - 1
+
+
+if __name__ == "__main__":
+    method, folder = sys.argv[1], Path(sys.argv[2])
+    result: dict[str, Any] = {}
+    measure(method, folder, result)
+    (folder / "found.json").write_text(json.dumps(result))
+    os._exit(0)

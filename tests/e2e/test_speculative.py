@@ -1,0 +1,50 @@
+"""Speculative decoding leaves tokens, log-probs and weight versions as they are without it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.e2e.speculative import LONG
+from tests.paths import ROOT
+from tests.timing import RUN_S
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_samples_have_the_distribution_of_the_model(method, tmp_path):
+    command = [sys.executable, "-m", "tests.e2e.speculative", method, str(tmp_path)]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=RUN_S)
+    assert run.returncode == 0, run.stderr[-4000:]
+    found = json.loads((tmp_path / "found.json").read_text())
+
+    passes, drafted, accepted = found["drafts"]
+    assert 0 < accepted < drafted and drafted <= 3 * passes
+    assert max(found["greedy"] + found["whole"] + found["truncated"] + found["stop_logprobs"]) < 1e-5
+    assert all(found["greedy_tokens"])
+    assert all(found["reproduced"]), "the seeds gave other tokens in another batch"
+    assert found["accepted_in_distribution"] > 0
+    statistic, freedom = found["chi_square"]
+    assert statistic < quantile(freedom), (statistic, freedom)
+
+    assert found["stopped"], "no stop string ends a response"
+    assert all(is_inside and not is_before for is_inside, is_before, _ in found["stopped"]), "the wrong token is last"
+    assert any(passes for *_, passes in found["stopped"]), "no stop string ends a response after drafts were verified"
+
+    assert all(versions == [[0, count]] for versions in found["versions"] for _, count in versions)
+    mixed = [versions for versions in found["mixed_versions"] if len(versions) > 1]
+    assert mixed and all([version for version, _ in versions] == [0, 1] for versions in mixed)
+    assert all(sum(count for _, count in versions) <= LONG for versions in mixed)
+    assert max(found["mixed"] + found["later"]) < 1e-5
+    assert not any("draft" in name for name in found["parameters"])
+    assert found.get("draft_difference", 0.0) == 0.0, "the draft model has other weights than its folder"
+
+
+def quantile(freedom: int) -> float:
+    """Return the quantile 0.999 of the chi-square distribution, by Wilson and Hilferty's formula (an error of less
+    than 0.1 % above 10 degrees of freedom)."""
+    return freedom * (1 - 2 / (9 * freedom) + 3.0902 * (2 / (9 * freedom)) ** 0.5) ** 3
