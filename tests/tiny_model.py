@@ -157,7 +157,8 @@ def merging_tokenizer(*merges: str, vocab_size: int = 300) -> PreTrainedTokenize
 
 def randomize(model: torch.nn.Module, seed: int) -> None:
     """Set all weights to random values with std 0.1: logits then have std near 1, so that rounding does not change an
-    argmax. Convolutions have std 0.5: their outputs are normalized, which amplifies the rounding of small values.
+    argmax. Convolutions have std 0.5: their outputs are normalized, which amplifies the rounding of small values. The
+    biases before gpt-oss's activations have std 5, so that some channels exceed the activation's limits.
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -167,5 +168,7 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
             parameter.normal_(std=0.1, generator=generator)
             if "conv1d" in name:
                 parameter.mul_(5)
+            if name.endswith("gate_up_proj_bias"):
+                parameter.mul_(50)
             if "norm" in name and not is_zero_centered:
                 parameter.add_(1.0)

@@ -12,12 +12,15 @@ from megarl.models.huggingface import (
     Experts,
     LatentAttention,
     LinearAttention,
+    WindowedAttention,
     completed,
     experts,
+    has_sinks,
     kv_heads,
     latent_attention,
     linear_attention,
     rotary_channels,
+    windowed_attention,
 )
 from megarl.models.unsupported import unsupported
 
@@ -39,6 +42,8 @@ class ModelShape:
         rotary_dim: number of channels per head with a rotary position embedding.
         tied: whether the output layer shares the embedding's weight.
         fused: whether the checkpoint fuses the query, key and value projections, and the gate and up projections.
+        windows: the layers with a sliding window; None if all softmax attention is full.
+        has_sinks: whether each attention head has a learned logit that takes part in its softmax without a value.
     """
 
     model_type: str
@@ -59,6 +64,8 @@ class ModelShape:
     experts: Experts | None
     latent: LatentAttention | None
     linear: LinearAttention | None = None
+    windows: WindowedAttention | None = None
+    has_sinks: bool = False
 
     @property
     def query(self) -> int:
@@ -144,6 +151,8 @@ class ModelShape:
             experts=experts(model),
             latent=latent,
             linear=linear,
+            windows=windowed_attention(model),
+            has_sinks=has_sinks(model),
         )
 
 

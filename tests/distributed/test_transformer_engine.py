@@ -6,13 +6,14 @@ process whose Megatron imports it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from tests import dense_gpt_oss
 from tests.closeness import assert_close, expected
 from tests.distributed import test_lora as lora
 from tests.distributed.test_families import MODELS, write
@@ -78,8 +79,15 @@ def adapted(tmp_path_factory) -> dict[str, Adapted]:
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory) -> dict[str, Path]:
+def folders(tmp_path_factory) -> Iterator[dict[str, Path]]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        dense_gpt_oss.register(monkeypatch)
+        yield written(tmp_path_factory)
+
+
+def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folders = {name: write(tmp_path_factory.mktemp("model"), name) for name in NAMES & IN_TEST}
+    folders[dense_gpt_oss.NAME] = dense_gpt_oss.write(tmp_path_factory.mktemp("model"))
     return folders | {"bfloat16": write_tiny_llama(tmp_path_factory.mktemp("bfloat16"))}
 
 
@@ -99,7 +107,8 @@ def other_trained(other_folders, adapted, tmp_path_factory) -> dict[str, Trained
 def trained(folders, adapted, tmp_path_factory) -> dict[str, Trained]:
     cases = {name: (str(folder), [], {}) for name, folder in folders.items() if name in IN_TEST}
     apart = dict(shares_prompts=False)
-    cases |= {f"{name}, prompts apart": (str(folders[name]), [], apart) for name in APART}
+    cases[dense_gpt_oss.NAME] = str(folders[dense_gpt_oss.NAME]), [], {}
+    cases |= {f"{name}, prompts apart": (str(folders[name]), [], apart) for name in (*APART, dense_gpt_oss.NAME)}
     cases |= {name: (str(case.folder), case.keys, {}) for name, case in adapted.items() if name in IN_TEST}
     half = str(folders["bfloat16"]), ["model.dtype=bfloat16"], {}
     cases["bfloat16"] = half
@@ -135,6 +144,16 @@ def test_packs_without_shared_prompts_train_equally(trained, folders, name):
     for what in ("gradients", "weights"):
         actual, expected = (canonical(folders[name], [case.rank], what) for case in (apart, shared))
         assert_close(actual, expected, expected, what)
+
+
+@pytest.mark.parametrize("case", [dense_gpt_oss.NAME, f"{dense_gpt_oss.NAME}, prompts apart"])
+def test_windows_and_sinks_use_our_attention(trained, folders, case):
+    """Transformer Engine has no sinks for packed documents, so its attention is not used even without shared
+    prompts."""
+    result, folder = trained[case], folders[dense_gpt_oss.NAME]
+    assert result.kernels.startswith("Transformer Engine layers") and not result.attended
+    groups = [*random_groups(0), branching_group(0)]
+    assert_same_training(folder, [result.rank], plain_training(folder, [groups], kl_coefficient=0.0))
 
 
 @pytest.mark.parametrize("recipe", FP8)

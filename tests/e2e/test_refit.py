@@ -430,10 +430,25 @@ GLM = dict(
     attention_bias=True,
     first_k_dense_replace=1,
 )
+TWO_GROUPS = dict(num_attention_heads=4, num_key_value_heads=2)
+GPT_OSS = TWO_GROUPS | dict(
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    sliding_window=24,
+    rms_norm_eps=1e-5,
+    rope_parameters=dict(
+        rope_type="yarn",
+        rope_theta=10000.0,
+        factor=4.0,
+        original_max_position_embeddings=64,
+        beta_fast=32.0,
+        beta_slow=1.0,
+        truncate=False,
+    ),
+)
 KIMI_YARN = YARN | dict(rope_theta=50.0, factor=32.0, beta_fast=1.0, beta_slow=1.0)
 STAGES, ROWS = "{pp: 2}", "{tp: 2, sequence_parallel: true}"
 EXPERTS, EXPERTS_OF_ROWS = "{dp: 2, ep: 2}", "{tp: 2, sequence_parallel: true, ep: 2, etp: 1}"
-TWO_GROUPS = dict(num_attention_heads=4, num_key_value_heads=2)
 MODELS = {
     "Llama, tied": ("llama", dict(tie_word_embeddings=True), STAGES),
     "Llama, all biases": ("llama", dict(attention_bias=True, mlp_bias=True) | TWO_GROUPS, ROWS),
@@ -468,12 +483,13 @@ MODELS = {
         LATENT | dict(q_lora_rank=24, rope_parameters=KIMI_YARN, rms_norm_eps=1e-2, routed_scaling_factor=2.827),
         EXPERTS_OF_ROWS,
     ),
+    "gpt-oss": ("gpt_oss", GPT_OSS, EXPERTS_OF_ROWS),
 }
 """model_type, config.json keys in addition to SIZES, and the layout of the trainer's two ranks."""
 
 OVER_TWO_WORKERS = (
     *("Llama, tied", "Llama, all biases", "Qwen3, experts", "Qwen3, experts that vLLM pads", "DeepSeek-V3"),
-    *("GLM-4.6", "Qwen3.5", "Qwen3.5, experts", "Qwen3-Next"),
+    *("GLM-4.6", "Qwen3.5", "Qwen3.5, experts", "Qwen3-Next", "gpt-oss"),
 )
 EVERY_TIME = {("Qwen3, experts that vLLM pads", 1), ("Llama, tied", 1), ("Qwen3.5", 1)}
 """Padded experts, tied dense weights with adapters, and gated delta nets. The others are exhaustive. An engine with two

@@ -27,6 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megarl.models.flops import training_flops
 from megarl.models.shape import ModelShape
+from megarl.models.token_cost import TokenCost
 
 PEAK_TFLOPS = 989.5
 """Peak of an H100 SXM and of an H200 in bfloat16 without sparsity."""
@@ -137,7 +138,7 @@ def flops_of(case: Case) -> float:
         ModelShape.of(case.hf_config),
         num_tokens=case.num_tokens,
         num_scored=sum(response for _, response in case.lengths),
-        num_attended=sum(n * (n + 1) // 2 for n in lengths),
+        num_attended=sum(map(TokenCost.of_model(case.hf_config).pairs, lengths)),
     )
 
 

@@ -6,10 +6,14 @@ from transformers import AutoConfig
 from megarl.models.huggingface import (
     FAMILIES,
     TRANSFORMERS_TYPES,
+    WindowedAttention,
+    attention_window,
     completed,
+    has_sinks,
     linear_attention,
     text_config,
     untrained_part,
+    windowed_attention,
     without_untrained_part,
 )
 from megarl.models.unsupported import unsupported
@@ -52,6 +56,23 @@ def test_layer_types_and_rotary_share_match_transformers(model_type: str) -> Non
     assert model["partial_rotary_factor"] == theirs.rope_parameters["partial_rotary_factor"]
     explicit = model | {"layer_types": ["full_attention", *["linear_attention"] * 8]}
     assert linear_attention(explicit).layers == (False, *(True,) * 8)
+
+
+def test_windowed_layers_match_transformers() -> None:
+    theirs = AutoConfig.for_model("gpt_oss", num_hidden_layers=5).to_dict()
+    windows = windowed_attention(theirs)
+    assert windows is not None and windows.size == theirs["sliding_window"] == 128
+    assert windows.layers == tuple(kind == "sliding_attention" for kind in theirs["layer_types"])
+    assert windowed_attention(theirs | {"layer_types": None}) == windows
+    explicit = theirs | {"layer_types": ["full_attention", *["sliding_attention"] * 4]}
+    assert windowed_attention(explicit) == WindowedAttention(128, (False, *(True,) * 4))
+    assert windowed_attention(theirs | {"sliding_window": None}) is None
+    assert attention_window(theirs) is None and has_sinks(theirs)
+
+
+def test_models_without_windowed_layers_keep_full_attention() -> None:
+    mistral = completed({"model_type": "mistral", "num_hidden_layers": 5, "layer_types": ["sliding_attention"] * 5})
+    assert windowed_attention(mistral) is None and attention_window(mistral) == 4096 and not has_sinks(mistral)
 
 
 def test_text_model_of_a_multimodal_checkpoint_is_used() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from megarl.cluster.memory.parameters import ModelParameters
 from megarl.config.model_schema import Layout
 from megarl.models.flops import attention_weights, forward_flops
+from megarl.models.huggingface import WindowedAttention
 from megarl.models.shape import ModelShape
 from megarl.planner.hardware import DENSE_SHARE, MEMORY_SHARE, read_cluster
 from megarl.planner.plan import plan_recipe
@@ -140,6 +142,29 @@ def test_kv_cache_bytes_match_published_sizes():
     assert kv_bytes(ModelParameters(CONFIGS["DeepSeek-V3"]), 32, 2) == 61 * 576 * 2
     assert kv_bytes(ModelParameters(CONFIGS["Kimi-K2"]), 32, 2) == 61 * 576 * 2
     assert kv_bytes(ModelParameters(CONFIGS["GLM-4.6"]), 8, 2) == 92 * 2 * 128 * 2
+
+
+@pytest.mark.parametrize(("dp", "cp"), [(8, 1), (4, 2)])
+def test_windows_limit_the_pairs_in_training(dp, cp):
+    """With cp=1, a prompt of 16 samples is computed once."""
+    lengths = dict(prompt_tokens=1000.0, response_tokens=500.0)
+    plan = plan_of(DENSE, "8xH100", *layout_keys(dp=dp, cp=cp), *ENGINE, *BATCH, **lengths)
+    packed = replace(plan.workload, windows=WindowedAttention(128, (True, False, False))).packed(plan.config.actor)
+    samples, shared = 64 * 16 / dp, 16 if cp == 1 else 1
+    in_prompt, in_response = (
+        sum(min(n, 128) / 3 + 2 * n / 3 for n in tokens) for tokens in (range(1, 1001), range(1001, 1501))
+    )
+    pairs = packed.microbatches * packed.tokens * packed.pairs_per_token
+    assert pairs == pytest.approx(samples * (in_prompt / shared + in_response), rel=2e-3)
+
+
+def test_windows_limit_the_kv_cache():
+    """Half of gpt-oss's 24 layers cache 128 tokens per sequence. The longest sequence has 8,192 here."""
+    keys = (*layout_keys(dp=8, tp=1), *ENGINE, *BATCH, "rollout.context_length=8192", "rollout.max_new_tokens=4096")
+    plan = plan_of("gpt-oss-20b", "8xH100", *keys)
+    per_layer_and_token = 2 * 8 * 64 * 2
+    sequence = 12 * (8192 + 128) * per_layer_and_token
+    assert plan.times.rollout.guaranteed == int(20 * 2**30 / sequence)
 
 
 def test_decoding_one_sequence_reads_all_weights_per_token():
