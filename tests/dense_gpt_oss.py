@@ -13,7 +13,7 @@ from megarl.models import huggingface, unsupported
 from tests.tiny_model import write_tiny_model
 
 NAME = "dense_gpt_oss"
-SIZES = dict(
+SIZES: dict[str, Any] = dict(
     vocab_size=128,
     hidden_size=48,
     num_attention_heads=8,
@@ -34,8 +34,8 @@ class DenseConfig(GptOssConfig):
 
 
 class DenseMLP(LlamaMLP):
-    def forward(self, hidden):
-        return super().forward(hidden), None  # gpt-oss's MLP also returns the router's scores
+    def forward(self, x):  # pyright: ignore[reportIncompatibleMethodOverride]  # gpt-oss's MLP also returns scores
+        return super().forward(x), None
 
 
 class DenseGptOss(GptOssForCausalLM):
@@ -52,8 +52,8 @@ def register(monkeypatch: pytest.MonkeyPatch) -> None:
     AutoConfig.register(NAME, DenseConfig, exist_ok=True)
     AutoModelForCausalLM.register(DenseConfig, DenseGptOss, exist_ok=True)
     defaults = {"attention_bias": True, "layer_types": None, "sliding_window": 128}
-    monkeypatch.setitem(huggingface.FAMILIES, NAME, huggingface.FAMILIES["llama"] | defaults)  # pyright: ignore
-    monkeypatch.setitem(unsupported._BIASES, NAME, ("attention_bias",))  # pyright: ignore
+    monkeypatch.setitem(huggingface.FAMILIES, NAME, {**huggingface.FAMILIES["llama"], **defaults})
+    monkeypatch.setitem(unsupported._BIASES, NAME, ("attention_bias",))
     for families in ("_WINDOWS", "_SINKS"):
         monkeypatch.setattr(huggingface, families, (NAME,))
 

@@ -10,7 +10,6 @@ from megarl.cluster.memory.parameters import Models
 from megarl.cluster.memory.rank import Recompute
 from megarl.config.model_schema import Layout
 from megarl.config.schema import Config
-from megarl.models.flops import mean_context
 from megarl.planner.hardware import GIB, Cluster
 from megarl.planner.layouts import Sizes, broken_rules, replace_engine, training_layouts
 from megarl.planner.rollout_time import engine_kv_bytes
@@ -185,7 +184,8 @@ def _with_engine(
     left = (cluster.memory_bytes - sampling) / GIB - SPARE_GIB
     if plan.problem is not None or left <= 0:
         return plan
-    longest = mean_context(models.actor.shape.windows, workload.prompt_tokens + workload.longest_response)
-    filled = -(-workload.samples // replicas) * longest * engine_kv_bytes(smallest, models.actor, models.draft) / GIB
+    longest = workload.prompt_tokens + workload.longest_response
+    sequence = engine_kv_bytes(smallest, models.actor, models.draft, longest)
+    filled = -(-workload.samples // replicas) * sequence / GIB
     cache = max(SMALLEST_CACHE_GIB, int(10 * min(SMALLEST_CACHE_GIB + left, filled + 0.1)) / 10)
     return plan_step(replace_engine(smallest, kv_cache_gib=cache), models, workload, cluster)

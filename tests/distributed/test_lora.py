@@ -179,8 +179,12 @@ GATED_DELTA = {"one process": "dp: 1", "TP2, PP2, SP": "tp: 2, pp: 2, sequence_p
 
 @pytest.fixture(scope="module")
 def gated_delta(tmp_path_factory) -> Path:
+    return write_gated_delta(tmp_path_factory.mktemp("gated"))
+
+
+def write_gated_delta(folder: Path) -> Path:
     return write_tiny_model(
-        tmp_path_factory.mktemp("gated"),
+        folder,
         "qwen3_5_text",
         vocab_size=128,
         hidden_size=64,

@@ -35,6 +35,8 @@ IN_TEST = {
 }
 """Models and adapters that together cover all parts. `make test-exhaustive` runs the others."""
 
+ADAPTED = "dense", "zero-centered norms", *lora.FACTORS
+
 APART = {"Qwen3", "DeepSeek-V3, YaRN"}
 """Models that are also trained on packs without shared prompts, for which Transformer Engine's attention is used."""
 
@@ -63,6 +65,11 @@ def adapted(tmp_path_factory) -> dict[str, Adapted]:
     dense = lora.write_dense(path / "dense")
     adapters = write_adapters(path / "adapters", dense, lora.RANK, lora.ALPHA)
     by_name = {"dense": Adapted(dense, lora.keys_of(adapters), partial(lora.dense_reference, dense, adapters))}
+    linear = lora.write_gated_delta(path / "linear")
+    adapters = write_adapters(path / "of linear", linear, lora.RANK, lora.ALPHA)
+    by_name["zero-centered norms"] = Adapted(
+        linear, lora.keys_of(adapters), partial(lora.dense_reference, linear, adapters)
+    )
     experts = write_tiny_experts(path / "experts", num_layers=4)
     for name, shares in lora.FACTORS.items():
         factors = lora.random_factors(experts, shares)
@@ -120,7 +127,7 @@ def test_training_matches_transformers(request, name):
     assert_same_training(folder, [result.rank], plain)
 
 
-@pytest.mark.parametrize("name", exhaustive_but(["dense", *lora.FACTORS], "dense", "own factors"))
+@pytest.mark.parametrize("name", exhaustive_but([*ADAPTED], "dense", "own factors"))
 def test_adapters_match_peft_and_plain_torch(request, adapted, name):
     """Norms are part of Transformer Engine's linear layers, and two modules hold all experts of a rank."""
     result = request.getfixturevalue("trained" if name in IN_TEST else "other_trained")[name]

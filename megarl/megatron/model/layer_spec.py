@@ -123,6 +123,8 @@ class DocumentAttention(torch.nn.Module):
         is_windowed: whether this layer has a sliding window.
     """
 
+    softmax_offset: torch.nn.Parameter | None
+
     def __init__(self, config: TransformerConfig, layer_number: int, softmax_scale: float | None = None, **_):
         super().__init__()
         assert config.kv_channels is not None, "Megatron has not derived kv_channels"

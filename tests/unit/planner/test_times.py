@@ -15,7 +15,7 @@ from megarl.models.shape import ModelShape
 from megarl.planner.hardware import DENSE_SHARE, MEMORY_SHARE, read_cluster
 from megarl.planner.plan import plan_recipe
 from megarl.planner.refit_time import min_refit_time
-from megarl.planner.rollout_time import kv_bytes, recompute_seconds
+from megarl.planner.rollout_time import kv_bytes, recompute_seconds, state_bytes
 from megarl.resharding.families import vllm_holder
 from megarl.resharding.planning.schedule import Bandwidth
 from megarl.resharding.planning.side import _fields
@@ -165,6 +165,15 @@ def test_windows_limit_the_kv_cache():
     per_layer_and_token = 2 * 8 * 64 * 2
     sequence = 12 * (8192 + 128) * per_layer_and_token
     assert plan.times.rollout.guaranteed == int(20 * 2**30 / sequence)
+
+
+def test_states_of_gated_delta_nets_match_vllms_shapes():
+    """30 of the 40 layers of Qwen3.5-35B-A3B have a state of 32 × 128 × 128 and three inputs of 8,192 channels."""
+    shape = ModelShape.of(CONFIGS["Qwen3.5-35B-A3B"])
+    states, inputs = 30 * 32 * 128 * 128 * 4, 30 * 3 * 8192 * 2
+    assert state_bytes(shape, 1, 2) == states + inputs
+    assert state_bytes(shape, 4, 2) == (states + inputs) / 4
+    assert state_bytes(ModelShape.of(CONFIGS["Llama-3.1-8B"]), 1, 2) == 0
 
 
 def test_decoding_one_sequence_reads_all_weights_per_token():
