@@ -109,7 +109,7 @@ def test_it_learns(runs, model, table, name):
     learned = shares(model, case, runs[name].learning)
     is_per_step = len(learned) == case.steps
     until = next((i for i, share in enumerate(learned, start=1) if share >= LEARNED), None) if is_per_step else None
-    table[name] = {
+    row = {
         "first": learned[0],
         "last": last(learned, case),
         "steps": case.steps,
@@ -117,7 +117,8 @@ def test_it_learns(runs, model, table, name):
         "control_last": last(shares(model, case, runs[name].control), case) if case.has_control else None,
         "parts": parts(case, runs[name].learning[0]),
     }
-    print(name, table[name])
+    print(name, row)
     assert learned[0] <= case.start
-    assert table[name]["last"] >= case.learned
-    assert not case.has_control or table[name]["control_last"] < NOT_LEARNED
+    assert row["last"] >= case.learned
+    assert not case.has_control or row["control_last"] < NOT_LEARNED
+    table[name] = row

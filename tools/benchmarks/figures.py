@@ -57,6 +57,8 @@ def write() -> None:
 
 def record(name: str, runs: Mapping[str, Any], known: Iterable[str]) -> None:
     """Replace runs in a result, keep the others if they are `known`, in that order, and update the pages."""
+    if not runs:
+        return
     found = result(name)["runs"] | runs
     merged = {run: found[run] for run in known if run in found}
     content = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "machine": machine(), "runs": merged}
