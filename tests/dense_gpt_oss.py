@@ -55,7 +55,7 @@ def register(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(huggingface.FAMILIES, NAME, {**huggingface.FAMILIES["llama"], **defaults})
     monkeypatch.setitem(unsupported._BIASES, NAME, ("attention_bias",))
     for families in ("_WINDOWS", "_SINKS"):
-        monkeypatch.setattr(huggingface, families, (NAME,))
+        monkeypatch.setattr(huggingface, families, (*getattr(huggingface, families), NAME))
 
 
 def write(folder: Path, **changes: Any) -> Path:

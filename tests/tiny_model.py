@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -87,6 +88,20 @@ def write_tiny_model(folder: Path, model_type: str, seed: int = 0, **config_json
         (folder / "config.json").write_text(json.dumps(written | {"model_type": model_type}))
     tiny_tokenizer(config.vocab_size).save_pretrained(folder)
     return folder
+
+
+def store_as_mxfp4(folder: Path, seed: int = 0) -> None:
+    """Replace the experts' weights in a folder of gpt-oss with random MXFP4 blocks of about the same size."""
+    generator, tensors = torch.Generator().manual_seed(seed), load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, columns, rows = tensors.pop(name).shape
+        blocks, scales = (experts, rows, columns // 32, 16), (experts, rows, columns // 32)
+        tensors[f"{name}_blocks"] = torch.randint(0, 256, blocks, dtype=torch.uint8, generator=generator)
+        tensors[f"{name}_scales"] = torch.randint(121, 124, scales, dtype=torch.uint8, generator=generator)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def write_tiny_experts(folder: Path, num_layers: int = 2, dense_layers: Sequence[int] = (1,)) -> Path:

@@ -134,10 +134,11 @@ def _norm_linear(self, inp, **_):
 
 def _grouped_linear(self, inp, m_splits, **_):
     _observe(self, inp)
-    assert not self.use_bias
     parts = inp.split([int(size) for size in m_splits])
-    out = torch.cat([F.linear(part, getattr(self, f"weight{i}")) for i, part in enumerate(parts)])
-    return (out, []) if self.return_bias else out
+    biases = [getattr(self, f"bias{i}") for i in range(len(parts))] if self.use_bias else []
+    added = [None] * len(parts) if self.return_bias or not biases else biases
+    out = torch.cat([F.linear(part, getattr(self, f"weight{i}"), added[i]) for i, part in enumerate(parts)])
+    return (out, biases) if self.return_bias else out
 
 
 def _with_bias(layer, out: torch.Tensor, bias: torch.Tensor):

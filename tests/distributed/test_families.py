@@ -126,7 +126,7 @@ GPT_OSS = dict(
     num_local_experts=8,
     num_experts_per_tok=3,
     sliding_window=5,
-    rope_parameters=YARN | dict(beta_slow=1.0, beta_fast=3.3, truncate=False),
+    rope_parameters=YARN | dict(beta_fast=1.0, beta_slow=0.16, truncate=False),
 )
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama 2": ("llama", {}),
@@ -225,7 +225,7 @@ def test_logits_match_transformers(folder):
 
 VARIATIONS = (
     *("Llama, attention biases", "Llama, MLP biases", "Qwen3, tied", "Qwen3, experts"),
-    *("DeepSeek-V3, YaRN without mscale", "GLM-4.5-Air", "Kimi K2", "Moonlight"),
+    *("DeepSeek-V3, YaRN without mscale", "GLM-4.5-Air", "Kimi K2", "Moonlight", "gpt-oss, rounded YaRN"),
 )
 """Models whose parts all occur in other models."""
 
@@ -284,6 +284,7 @@ LAYOUTS = {
         *("Llama, all biases: TP3, SP", "Phi-3: TP3, SP", "Qwen3: TP3"),
         *("Qwen3.5: TP2", "Qwen3.5: CP2", "Qwen3-Next: PP2, EP2"),
         *("DeepSeek-V3: PP2, TP2, SP", "DeepSeek-V3, YaRN: CP2", "GLM-4.5-Air: EP2, TP2, ETP1"),
+        "gpt-oss: TP2, SP, EP2, ETP1",
     ),
 )
 def test_sharded_training_matches_transformers(tmp_path, case):

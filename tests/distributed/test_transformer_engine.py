@@ -31,7 +31,7 @@ NAMES = MODELS.keys() - {
 
 IN_TEST = {
     *("Llama 3, tied", "Llama, all biases", "Phi-3", "Qwen3", "Mixtral", "Qwen3, experts in some layers"),
-    *("DeepSeek-V3, YaRN", "dense", "own factors"),
+    *("DeepSeek-V3, YaRN", "dense", "own factors", "gpt-oss"),
 }
 """Models and adapters that together cover all parts. `make test-exhaustive` runs the others."""
 

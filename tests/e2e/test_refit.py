@@ -58,7 +58,7 @@ from tests.paths import BASE
 from tests.routes import Replayed
 from tests.samples import training_ref
 from tests.timing import QUIET_S, RUN_S, SHORT_S, WAIT_S
-from tests.tiny_model import write_tiny_model
+from tests.tiny_model import store_as_mxfp4, write_tiny_model
 
 pytestmark = pytest.mark.slow
 STACKS = "stacks.txt"
@@ -484,6 +484,7 @@ MODELS = {
         EXPERTS_OF_ROWS,
     ),
     "gpt-oss": ("gpt_oss", GPT_OSS, EXPERTS_OF_ROWS),
+    "gpt-oss, MXFP4": ("gpt_oss", GPT_OSS, EXPERTS),
 }
 """model_type, config.json keys in addition to SIZES, and the layout of the trainer's two ranks."""
 
@@ -500,11 +501,14 @@ CASES = [
     for name, tp in [*((name, 1) for name in MODELS), *((name, 2) for name in OVER_TWO_WORKERS)]
 ]
 IN_FLIGHT = [("Qwen3", 1), ("Llama, tied", 2)]
-REPLAYED = [("Qwen3, experts", 2), ("Qwen3, experts that vLLM pads", 1), ("Qwen3-Next", 1)]
+REPLAYED = [
+    *[("Qwen3, experts", 2), ("Qwen3, experts that vLLM pads", 1), ("Qwen3-Next", 1)],
+    ("gpt-oss, MXFP4", 1),
+]
 """In bfloat16, near-ties of the router would send some tokens to other experts in the trainer."""
 FLOAT16 = [("Mistral", 1), ("GLM-4.5-Air", 1)]
-BFLOAT16 = [("Qwen3-Next", 1), ("Qwen3.5", 2)]
-"""vLLM would pack a convolution of this dtype for its CPU kernels."""
+BFLOAT16 = [("Qwen3-Next", 1), ("Qwen3.5", 2), ("gpt-oss, MXFP4", 1)]
+"""vLLM would pack a convolution of this dtype for its CPU kernels. MXFP4 is read and exported in this dtype."""
 ADAPTED = [("Llama, tied", 1), ("Qwen3, experts", 1), ("Qwen3.5, experts", 1), ("GLM-4.6", 1)]
 """Cases that train adapters, which every refit merges. The same models with two workers train all weights."""
 
@@ -561,6 +565,8 @@ class Trainers:
 def test_engine_after_two_refits_equals_fresh_engine(tmp_path, remotes, name, tp):
     model_type, changes, layout = MODELS[name]
     folder = write_tiny_model(tmp_path / "model", model_type, **SIZES | changes)
+    if "MXFP4" in name:
+        store_as_mxfp4(folder)
     truncated = [] if (name, tp) in IN_FLIGHT else ["rollout.top_k=7", "rollout.top_p=0.8"]
     routes = ["actor.experts.replay_routes=true"] if (name, tp) in REPLAYED else []
     adapters = ["actor.lora.rank=4"] if (name, tp) in ADAPTED else []

@@ -196,7 +196,8 @@ class EngineGroup(ReplicaGroup):
         if stacks(self.whole_model.shapes):
             raise UserError(
                 f"rollout.vllm_overrides: the engines must load whole tensors, because {reason}: {names[0]}, but "
-                "megarl sends this model's stacked experts separately. Fix: remove overrides that change the engines' weights"
+                "megarl sends this model's stacked experts separately. Fix: remove overrides that change the engines' "
+                "weights"
             )
         print(
             "refit: loading whole tensors through vLLM's own loader, which is slower than writing in place, because "

@@ -356,6 +356,8 @@ def replace_activations(model: torch.nn.Module, activation: Callable[[torch.Tens
     and up in one tensor; MLPs pass them this way if TransformerConfig.use_te_activation_func is set."""
     for module in model.modules():
         if isinstance(module, MLP | TEGroupedMLP):
+            if isinstance(module.activation_func, torch.nn.Module):
+                del module.activation_func  # torch does not replace a module, here Transformer Engine's, by a function
             module.activation_func = activation
 
 

@@ -208,10 +208,11 @@ class RefitExtension:
         return hashes(self._parameters())
 
     def _parameters(self) -> dict[str, torch.Tensor]:
-        """Return the parameters by name. Stacked expert weights are flattened to two axes, as in the holder."""
+        """Return the parameters by name. The first two axes of stacked expert weights are flattened, as in the
+        holder."""
         weights = {name: p.data for name, p in self.model_runner.get_model().named_parameters()}
         return {
-            name: weight.view(-1, weight.shape[-1]) if EXPERTS in name else weight
+            name: weight.view(-1, *weight.shape[2:]) if EXPERTS in name else weight
             for name, weight in weights.items()
             if not name.endswith(DERIVED)
         }

@@ -220,11 +220,14 @@ def test_models_on_separate_devices_train_concurrently(tmp_path, placement):
 
 
 def test_flops_per_token_follow_the_active_parameters():
-    """The model cards give 32, 32 and 12 billion active parameters. Moonlight's report (arXiv 2502.16982) gives 2.24
-    billion without the embedding and the head."""
+    """The model cards give 32, 32, 12, 5.1 and 3.6 billion active parameters. Moonlight's report (arXiv 2502.16982)
+    gives 2.24 billion without the embedding and the head."""
     for name, billions in (("Kimi-K2", 32), ("GLM-4.6", 32), ("GLM-4.5-Air", 12)):
         flops = forward_flops(ModelShape.of(CONFIGS[name]), num_tokens=1, num_scored=1, num_attended=0)
         assert flops / 2e9 == pytest.approx(billions, abs=0.8), name
+    for name, billions in (("gpt-oss-120b", 5.13), ("gpt-oss-20b", 3.61)):
+        flops = forward_flops(ModelShape.of(CONFIGS[name]), num_tokens=1, num_scored=1, num_attended=0)
+        assert flops / 2e9 == pytest.approx(billions, abs=0.02), name
     moonlight = forward_flops(ModelShape.of(CONFIGS["Moonlight-16B-A3B"]), 1, num_scored=0, num_attended=0)
     assert moonlight / 2e9 == pytest.approx(2.24, abs=0.005)
 
