@@ -107,7 +107,7 @@ class ExpertOutput(RowParallelLinear):
     """The second layer of an expert with biases. Megatron adds the bias to the output in place, which autograd rejects
     for the view that a reduction over a single rank returns."""
 
-    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         output, bias = super().forward(input_)
         return output.clone(), bias
 
