@@ -19,6 +19,7 @@ from megarl.models.huggingface import (
     linear_attention,
     rotary_channels,
 )
+from megarl.models.mtp import num_mtp_layers
 from megarl.models.unsupported import unsupported
 
 
@@ -39,6 +40,7 @@ class ModelShape:
         rotary_dim: number of channels per head with a rotary position embedding.
         tied: whether the output layer shares the embedding's weight.
         fused: whether the checkpoint fuses the query, key and value projections, and the gate and up projections.
+        mtp_layers: number of layers for multi-token prediction, which follow the other layers.
     """
 
     model_type: str
@@ -59,6 +61,7 @@ class ModelShape:
     experts: Experts | None
     latent: LatentAttention | None
     linear: LinearAttention | None = None
+    mtp_layers: int = 0
 
     @property
     def query(self) -> int:
@@ -113,6 +116,8 @@ class ModelShape:
         return self.experts is not None and self.experts.layers[layer]
 
     def kind(self, layer: int) -> LayerKind:
+        """Return the kind of a layer. Layers for multi-token prediction have the kind of the last layer before them."""
+        layer = min(layer, self.num_layers - 1)
         return LayerKind(self.has_experts(layer), self.linear is not None and self.linear.layers[layer])
 
     @classmethod
@@ -144,6 +149,7 @@ class ModelShape:
             experts=experts(model),
             latent=latent,
             linear=linear,
+            mtp_layers=num_mtp_layers(hf_config),
         )
 
 

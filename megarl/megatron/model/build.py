@@ -20,6 +20,7 @@ from megarl.megatron.model import kernels
 from megarl.megatron.model.architecture import FORM, architecture
 from megarl.megatron.model.head import replace_output_layer
 from megarl.megatron.model.layer_spec import block_spec, replace_activations, uses_transformer_engine
+from megarl.megatron.model.mtp import MtpBlock
 from megarl.megatron.model.precision import precision
 from megarl.megatron.model.rope import fuse_rotation, set_rotary
 from megarl.megatron.overrides import build, checked, describe_settings
@@ -167,7 +168,8 @@ def build_chunk(
     shape = ModelShape.of(hf_config)
     multiple = VOCABULARY_MULTIPLE * config.tensor_model_parallel_size
     virtual = stage if config.virtual_pipeline_model_parallel_size else None
-    spec: Any = block_spec(config, shape, virtual, uses_transformer_engine() if fused is None else fused)
+    fused = uses_transformer_engine() if fused is None else fused
+    spec: Any = block_spec(config, shape, virtual, fused)
     model = GPTModel(
         config,
         spec,  # Megatron's annotation omits specs of whole blocks
@@ -180,6 +182,8 @@ def build_chunk(
         rotary_percent=1.0 if shape.latent else shape.rotary_dim / shape.head_dim,
         vp_stage=virtual,
     )
+    if shape.mtp_layers and model.post_process:
+        model.mtp = MtpBlock(config, shape, fused)
     set_rotary(model, hf_config)
     fuse_rotation()
     if config.use_te_activation_func:

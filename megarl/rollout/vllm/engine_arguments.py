@@ -153,9 +153,12 @@ def _speculative_arguments(config: Rollout) -> dict[str, Any]:
     speculative = config.speculative
     if speculative.method is None:
         return {}
-    if speculative.method == "ngram":
+    drafts: dict[str, Any]
+    if speculative.method == "mtp":
+        drafts = {}
+    elif speculative.method == "ngram":
         lookup_min, lookup_max = NGRAM_LENGTHS
-        drafts: dict[str, Any] = dict(prompt_lookup_min=lookup_min, prompt_lookup_max=lookup_max)
+        drafts = dict(prompt_lookup_min=lookup_min, prompt_lookup_max=lookup_max)
     else:
         assert speculative.path is not None, "a config rule must reject a draft model without a path"
         folder = resolve(speculative.path, key="rollout.speculative.path")
