@@ -70,7 +70,9 @@ def kv_bytes(model: ModelParameters, tp: int, num_bytes: int) -> float:
 def engine_kv_bytes(config: Config, model: ModelParameters, draft: ModelParameters | None) -> float:
     """Return the KV cache's bytes per token for all models of an engine. A draft model has its own keys and values."""
     models = [model] if draft is None else [model, draft]
-    return sum(kv_bytes(each, config.rollout.tp, item_bytes(config)) for each in models)
+    total = sum(kv_bytes(each, config.rollout.tp, item_bytes(config)) for each in models)
+    predicting = model.shape.mtp_layers / model.shape.num_layers if config.rollout.drafts_with_mtp else 0.0
+    return total + predicting * kv_bytes(model, config.rollout.tp, item_bytes(config))
 
 
 def rollout_time(

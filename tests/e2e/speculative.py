@@ -18,13 +18,15 @@ from transformers import AutoModelForCausalLM, TopKLogitsWarper, TopPLogitsWarpe
 from megarl.config.load import load
 from megarl.core.types import NO_DRAFTS, Prompt, Sample
 from megarl.models.folder import read_config
+from megarl.models.trained_model import policy_hf_config
 from megarl.resharding.families import huggingface_holder, vllm_holder
+from megarl.resharding.families.vllm import DRAFTER, padded_experts
 from megarl.resharding.planning.compact import CompactPlan
 from megarl.resharding.planning.planner import make_plan
 from megarl.resharding.transports.shared_memory import SharedMemory, publish
 from megarl.rollout.engine import SamplingRequest
 from tests.paths import BASE
-from tests.tiny_model import EOS_ID, write_tiny_model
+from tests.tiny_model import EOS_ID, add_mtp_layer, write_tiny_model
 
 SIZES = dict(
     vocab_size=128,
@@ -35,6 +37,14 @@ SIZES = dict(
     num_hidden_layers=2,
     intermediate_size=128,
     max_position_embeddings=256,
+)
+GLM = SIZES | dict(
+    first_k_dense_replace=1,
+    moe_intermediate_size=32,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    attention_bias=True,
+    use_qk_norm=True,
 )
 TRUNCATED = dict(top_k=8, top_p=0.9)
 OUTCOMES, TOKENS = 4, 3
@@ -56,24 +66,32 @@ def measure(method: str, folder: Path, found: dict[str, Any]) -> None:
     from megarl.rollout.vllm import engine_arguments
     from megarl.rollout.vllm.engine import VllmEngine
 
-    first = write_tiny_model(folder / "first", "llama", **SIZES)
+    if method == "mtp":
+        first = add_mtp_layer(write_tiny_model(folder / "first", "glm4_moe", **GLM))
+    else:
+        first = write_tiny_model(folder / "first", "llama", **SIZES)
     second = changed(first, folder / "second")
     # The draft model is the first version of the policy, so that it is right often, but not always.
     drafts = {"method": method, "tokens": 3, "path": str(first) if method == "draft_model" else None}
     overrides = [f"model.path={first}", "model.dtype=float32", "data.source=arithmetic", "rollout.context_length=200"]
     overrides += [f"rollout.max_new_tokens={LONG}", "rollout.kv_cache_gib=0.05"]
     overrides += [f"rollout.speculative={json.dumps(drafts)}"]
+    overrides += ["actor.mtp.loss_coefficient=0.0"] if method == "mtp" else []
     config = load(BASE, overrides)
     engine_arguments.NGRAM_LENGTHS = (1, 3)
     engine = VllmEngine(config.rollout, engine_arguments.rollout_arguments(config.rollout, first, "float32", 0))
     models = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (first, second)]
 
-    source, weights = huggingface_holder(read_config(first), "float32"), load_file(first / "model.safetensors")
+    hf_config = policy_hf_config(config, read_config(first))
+    source, weights = huggingface_holder(hf_config, "float32"), load_file(first / "model.safetensors")
     weights = {name: weights[name] for name in source.shapes}
-    holders = [vllm_holder(read_config(first), 1, 0, 0, "float32")]
+    [parameters] = engine.parameters()
+    holders = [
+        vllm_holder(hf_config, 1, 0, 0, "float32", padded_experts=padded_experts(parameters), drafts=method == "mtp")
+    ]
+    found["mismatched"] = holders[0].shard.mismatched_params(parameters)
     channel = SharedMemory({source.name: publish(weights)})
     engine.connect(CompactPlan.of(make_plan([source], holders)), channel, holders, False)
-    found["parameters"] = sorted(engine.parameters()[0])
     engine.refit(0)
     drafter = getattr(engine._llm.llm_engine.model_executor.driver_worker.worker.model_runner, "drafter", None)
 
@@ -136,6 +154,14 @@ def measure(method: str, folder: Path, found: dict[str, Any]) -> None:
         found["draft_difference"] = (held["model.norm.weight"] - saved["model.norm.weight"]).abs().max().item()
         rows = held["model.embed_tokens.weight"][: SIZES["vocab_size"]]
         found["draft_difference"] += (rows - saved["model.embed_tokens.weight"]).abs().max().item()
+    if method == "mtp":
+        own = {DRAFTER + name: p.data for name, p in drafter.model.named_parameters() if DRAFTER + name in parameters}
+        refitted = {name: weight.clone() for name, weight in own.items()}
+        for weight in own.values():
+            weight.zero_()
+        drafter.model.load_weights(iter(load_file(second / "model.safetensors").items()))
+        found["draft_difference"] = max((refitted[name] - weight).abs().max().item() for name, weight in own.items())
+        found["num_drafter_parameters"] = len(own)
 
 
 def changed(folder: Path, target: Path) -> Path:
