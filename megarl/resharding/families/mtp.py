@@ -12,6 +12,9 @@ from megarl.resharding.families.tiling import Split, Tiling, Whole
 MTP = ".mtp.layers."
 """Substring of the names of Megatron's parameters."""
 
+COPIES = (".embed_tokens.weight", ".shared_head.head.weight")
+"""Suffixes of the copies in checkpoints."""
+
 MEGATRON_LAYER, VLLM_LAYER = "mtp_model_layer.", "mtp_block."
 """Prefixes of the decoder layer inside an MTP layer."""
 
