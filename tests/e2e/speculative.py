@@ -63,7 +63,7 @@ def measure(method: str, folder: Path, found: dict[str, Any]) -> None:
     from megarl.rollout.vllm.environment import environment
 
     os.environ.update(environment(1, threads=1, index=0))
-    from megarl.rollout.vllm import engine_arguments
+    from megarl.rollout.vllm import engine_arguments, worker_extension
     from megarl.rollout.vllm.engine import VllmEngine
 
     if method == "mtp":
@@ -160,7 +160,9 @@ def measure(method: str, folder: Path, found: dict[str, Any]) -> None:
         for weight in own.values():
             weight.zero_()
         drafter.model.load_weights(iter(load_file(second / "model.safetensors").items()))
-        found["draft_difference"] = max((refitted[name] - weight).abs().max().item() for name, weight in own.items())
+        worker_extension._process_weights(drafter.model, torch.float32)
+        differences = {name: (refitted[name] - weight).abs().max().item() for name, weight in own.items()}
+        found["draft_difference"] = max(differences.values())
         found["num_drafter_parameters"] = len(own)
 
 
