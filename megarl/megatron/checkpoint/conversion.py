@@ -25,13 +25,12 @@ from megarl.models.classifier import score_head_of
 from megarl.models.denoiser import is_denoiser
 from megarl.models.folder import read_config, resolve
 from megarl.models.huggingface import completed, untrained_part
-from megarl.models.mtp import add_mtp, num_mtp_layers, why_no_mtp
+from megarl.models.mtp import add_mtp, why_no_mtp
 from megarl.models.value_head import without_value_head
 from megarl.resharding.checkpoint import checkpoint_holder
 from megarl.resharding.execute import execute
 from megarl.resharding.families import huggingface_holder
 from megarl.resharding.families.canonical import HEAD, canonical_of
-from megarl.resharding.families.mtp import COPIES as MTP_COPIES
 from megarl.resharding.folder import SHARD_BYTES, write_description, write_folder
 from megarl.resharding.piece import Holder
 from megarl.resharding.planning.check import check_plan
@@ -180,13 +179,13 @@ def _has_mtp(transport: SafetensorsFolder, hf_config: Mapping[str, Any]) -> bool
 def _is_unused(name: str, hf_config: Mapping[str, Any]) -> bool:
     """Return whether the model does not use this tensor from a Hugging Face folder. Such tensors are copies of the tied
     head, constants, and parts of omitted layers."""
-    model = canonical_of(hf_config).model
-    copies = num_mtp_layers(hf_config) > 0 and name.endswith(MTP_COPIES)
+    canonical = canonical_of(hf_config)
+    model = canonical.model
     tied_head = name == HEAD and (model.tied or score_head_of(hf_config) is not None)
     layer, has_other_parts = name.removeprefix("model.layers.").split(".")[0], untrained_part(hf_config) is not None
     beyond = layer.isdecimal() and int(layer) >= model.num_layers
     other_part = has_other_parts and (beyond or name.startswith(("mtp.", "model.visual.")))
-    return tied_head or other_part or (beyond and copies) or name.endswith("rotary_emb.inv_freq")
+    return tied_head or other_part or name in canonical.copies() or name.endswith("rotary_emb.inv_freq")
 
 
 def _checked_plan(source: Holder, destination: Holder) -> Plan:

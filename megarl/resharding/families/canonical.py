@@ -15,7 +15,7 @@ from megarl.resharding.families.experts import expert_parts
 from megarl.resharding.families.gated_delta import gated_delta_parts
 from megarl.resharding.families.latent_attention import latent_attention_parts
 from megarl.resharding.families.mlp import mlp_parts
-from megarl.resharding.families.mtp import mtp_parts
+from megarl.resharding.families.mtp import EMBEDDING_COPY, HEAD_COPY, mtp_parts
 from megarl.resharding.families.part import Part
 from megarl.resharding.families.tiling import Padded, Tiling, Whole
 
@@ -33,9 +33,12 @@ class Canonical:
 
     model: ModelShape
     outer_shapes: dict[str, Shape]
+    mtp_layers: int = 0
+    """Number of layers for multi-token prediction."""
 
     def __init__(self, hf_config: Mapping[str, Any]):
         self.model = ModelShape.of(hf_config)
+        self.mtp_layers = self.model.mtp_layers
         self.outer_shapes = {
             EMBEDDING: (self.model.vocab, self.model.hidden),
             FINAL_NORM: (self.model.hidden,),
@@ -58,7 +61,7 @@ class Canonical:
     @property
     def num_layers(self) -> int:
         """Number of layers, including those before and after the main stack."""
-        return self.model.num_layers + self.model.mtp_layers
+        return self.model.num_layers + self.mtp_layers
 
     def preceding_layers(self) -> dict[str, int]:
         """Return Megatron's prefix -> layer for the layers before the main stack, all on the first pipeline stage."""
@@ -66,7 +69,13 @@ class Canonical:
 
     def following_layers(self) -> dict[str, int]:
         """Return Megatron's prefix -> layer for the layers after the main stack, all on the last pipeline stage."""
-        return {f"mtp.layers.{i}.": self.model.num_layers + i for i in range(self.model.mtp_layers)}
+        return {f"mtp.layers.{i}.": self.model.num_layers + i for i in range(self.mtp_layers)}
+
+    def copies(self) -> dict[str, str]:
+        """Return copy -> original for the tensors that a checkpoint contains twice."""
+        prefixes = [self.layer_prefix(layer) for layer in self.following_layers().values()]
+        originals = {EMBEDDING_COPY: EMBEDDING, HEAD_COPY: self.head} if prefixes else {}
+        return {prefix + copy: original for prefix in prefixes for copy, original in originals.items()}
 
     def tilings_before_layers(self, is_first: bool, vocab_multiple: int) -> dict[str, Tiling]:
         """Return Megatron's parameter -> tiling for a model chunk's parameters before its layers.

@@ -1,5 +1,5 @@
-"""Layers for multi-token prediction in DeepSeek-V3 and GLM-4.5. Checkpoints also have copies of the embedding and the
-output layer in these layers. They are neither read nor written, because all models share the originals."""
+"""Layers for multi-token prediction in DeepSeek-V3 and GLM-4.5. In Hugging Face folders, these layers also have copies
+of the embedding and the output layer. Trainers and engines share the originals."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from megarl.resharding.families.tiling import Split, Tiling, Whole
 MTP = ".mtp.layers."
 """Substring of the names of Megatron's parameters."""
 
-COPIES = (".embed_tokens.weight", ".shared_head.head.weight")
-"""Suffixes of the copies in checkpoints."""
+EMBEDDING_COPY, HEAD_COPY = "embed_tokens.weight", "shared_head.head.weight"
+"""Copies of the embedding and of the output layer in checkpoints."""
 
 MEGATRON_LAYER, VLLM_LAYER = "mtp_model_layer.", "mtp_block."
 """Prefixes of the decoder layer inside an MTP layer."""
