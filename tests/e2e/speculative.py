@@ -38,14 +38,30 @@ SIZES = dict(
     intermediate_size=128,
     max_position_embeddings=256,
 )
-GLM = SIZES | dict(
-    first_k_dense_replace=1,
-    moe_intermediate_size=32,
-    n_routed_experts=4,
-    num_experts_per_tok=2,
-    attention_bias=True,
-    use_qk_norm=True,
+EXPERTS = dict(
+    first_k_dense_replace=1, moe_intermediate_size=32, n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2
 )
+# vLLM's CPU kernel requires these values of kv_lora_rank and qk_rope_head_dim.
+LATENT = dict(
+    head_dim=64,
+    num_key_value_heads=2,
+    q_lora_rank=24,
+    kv_lora_rank=512,
+    qk_rope_head_dim=64,
+    qk_nope_head_dim=16,
+    v_head_dim=24,
+    n_group=1,
+    topk_group=1,
+    scoring_func="sigmoid",
+    topk_method="noaux_tc",
+)
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "n-grams": ("ngram", "llama", {}),
+    "draft model": ("draft_model", "llama", {}),
+    "GLM-4.6's MTP": ("mtp", "glm4_moe", EXPERTS | dict(attention_bias=True, use_qk_norm=True)),
+    "DeepSeek-V3's MTP": ("mtp", "deepseek_v3", EXPERTS | LATENT),
+}
+"""Method, and the policy's model_type and config.json keys in addition to SIZES."""
 TRUNCATED = dict(top_k=8, top_p=0.9)
 OUTCOMES, TOKENS = 4, 3
 """Tokens to choose from, and sampled tokens, of a response whose distribution is compared."""
@@ -58,7 +74,7 @@ STEPS_BEFORE_REFIT = 3
 LONG = 40
 
 
-def measure(method: str, folder: Path, found: dict[str, Any]) -> None:
+def measure(case: str, folder: Path, found: dict[str, Any]) -> None:
     """Start an engine without weights, refit it, sample, and store the comparisons with transformers in `found`."""
     from megarl.rollout.vllm.environment import environment
 
@@ -66,10 +82,10 @@ def measure(method: str, folder: Path, found: dict[str, Any]) -> None:
     from megarl.rollout.vllm import engine_arguments, worker_extension
     from megarl.rollout.vllm.engine import VllmEngine
 
+    method, model_type, keys = CASES[case]
+    first = write_tiny_model(folder / "first", model_type, **SIZES | keys)
     if method == "mtp":
-        first = add_mtp_layer(write_tiny_model(folder / "first", "glm4_moe", **GLM))
-    else:
-        first = write_tiny_model(folder / "first", "llama", **SIZES)
+        add_mtp_layer(first)
     second = changed(first, folder / "second")
     # The draft model is the first version of the policy, so that it is right often, but not always.
     drafts = {"method": method, "tokens": 3, "path": str(first) if method == "draft_model" else None}
@@ -250,8 +266,8 @@ def chi_square(samples: Sequence[Sample], model: torch.nn.Module) -> tuple[float
 
 
 if __name__ == "__main__":
-    method, folder = sys.argv[1], Path(sys.argv[2])
+    case, folder = sys.argv[1], Path(sys.argv[2])
     result: dict[str, Any] = {}
-    measure(method, folder, result)
+    measure(case, folder, result)
     (folder / "found.json").write_text(json.dumps(result))
     os._exit(0)
