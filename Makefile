@@ -42,7 +42,8 @@ help:
 	@echo "make test-ranks  distributed tests in one process tree"
 	@echo "make test-units  unit tests"
 	@echo "make test-fast   fast unit tests, for the inner loop (3 minutes)"
-	@echo "make test-learn  the quickstart, all estimators and all objectives improve the reward (15 minutes)"
+	@echo "make test-learn  the quickstart, all estimators and all objectives improve the reward (15 minutes);"
+	@echo "                 RECORD=1 writes the results into the documentation"
 	@echo "make test-exhaustive  layouts of up to 1,024 ranks, refits of all families, more end-to-end runs (an hour or more)"
 	@echo "                 for test-learn and test-exhaustive, PART=0/8 runs every eighth test,"
 	@echo "                 starting with the first, and PART=today runs the same sixteenth as .ci/run"
@@ -96,7 +97,7 @@ test-fast: $(DONE) $(ENGINE_DONE) $(SOURCES_DONE) $(VERIFIERS_DONE) $(TRACKERS_D
 	$(RUN) -m pytest tests/unit -m "not slow and not exhaustive" --numprocesses=2 $(BY_FILE) $(SLOWEST)
 
 test-learn: $(DONE) $(VERIFIERS_DONE) $(OCR_DONE)
-	@$(RUN) -m pytest tests/e2e -m learn $(SLOWEST) $(SHARE) | sed --unbuffered 's/^/learn | /'
+	@$(RUN) -m pytest tests/e2e -m learn $(SLOWEST) $(SHARE) $(if $(RECORD),--record) | sed --unbuffered 's/^/learn | /'
 
 # In parallel with --jobs=2.
 test-exhaustive: exhaustive-runs exhaustive-ranks

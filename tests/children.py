@@ -12,7 +12,8 @@ import psutil
 def matching(
     processes: Iterable[psutil.Process], condition: Callable[[psutil.Process], object]
 ) -> list[psutil.Process]:
-    """Return the processes that meet the condition. One that exits while it is examined does not meet it."""
+    """Return the processes that meet the condition. A process that exits while it is examined does not
+    meet it."""
     found = []
     for process in processes:
         with suppress(psutil.NoSuchProcess, ProcessLookupError):
@@ -31,8 +32,8 @@ class Children:
         self._before = set(psutil.Process().children(recursive=True))
 
     def __call__(self, recursive: bool = False) -> list[psutil.Process]:
-        """Return them, with their own descendants if `recursive`. multiprocessing's resource tracker, which any test
-        may be the first to start, is omitted."""
+        """Return the children, with their own descendants if `recursive`. multiprocessing's resource tracker, which any
+        test may be the first to start, is omitted."""
         tracker = resource_tracker._resource_tracker._pid
         found = psutil.Process().children(recursive)
         return [child for child in found if child.pid != tracker and child not in self._before]

@@ -24,6 +24,7 @@ settings.load_profile("megarl")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", metavar="I/N", help="run every Nth selected test or unit, starting at the Ith (from 0)")
+    parser.addoption("--record", action="store_true", help="write the results of learning runs into the documentation")
 
 
 @pytest.hookimpl(trylast=True)  # after -m has deselected tests
@@ -68,7 +69,7 @@ VARIABLES = re.compile(r"MEGARL_.*|(?i:no_proxy)|CUDA_VISIBLE_DEVICES|HOME|PATH|
 
 @pytest.fixture(autouse=True)
 def _unchanged_process() -> Iterator[None]:
-    """Fail a test that leaves its process changed. The result of a later test would depend on their order."""
+    """Fail a test that leaves its process changed. Otherwise, the results of later tests would depend on the order."""
     before = _process_state().items()
     yield
     assert [item for item in _process_state().items() if item not in before] == []

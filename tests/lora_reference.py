@@ -10,6 +10,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 
 from tests.grpo_reference import GrpoReference
+from tests.parity import separate_experts
 
 
 class PeftReference(GrpoReference):
@@ -66,7 +67,8 @@ class MergedReference(GrpoReference):
         super().__init__(folder, lr, eps, temperature)
         self.base, self.model, self.scale = self.model, self._forward, scale
         dtype = torch.get_default_dtype()
-        self.stored = {name: weight.to(dtype) for name, weight in load_file(folder / "model.safetensors").items()}
+        stored = separate_experts(load_file(folder / "model.safetensors"))
+        self.stored = {name: weight.to(dtype) for name, weight in stored.items()}
         self.trained = {name: factor.to(dtype, copy=True).requires_grad_() for name, factor in factors.items()}
         self.optimizer = torch.optim.AdamW(self.trained.values(), lr=lr, betas=(0.9, 0.999), eps=eps, weight_decay=0.0)
 
@@ -99,6 +101,13 @@ class MergedReference(GrpoReference):
         layers = {name.partition(".experts.")[0] for name in weights if ".experts." in name}
         for layer in layers:
             experts = f"{layer}.experts."
+            if f"{experts}0.gate_up_proj.weight" in weights:  # gpt-oss
+                count = len({name for name in weights if name.startswith(experts)}) // 4
+                for part in ("gate_up_proj", "down_proj"):
+                    for kind, suffix in (("weight", ""), ("bias", "_bias")):
+                        stack = [weights.pop(f"{experts}{i}.{part}.{kind}").t() for i in range(count)]
+                        weights[f"{experts}{part}{suffix}"] = torch.stack(stack)
+                continue
             count = len({name for name in weights if name.startswith(experts) and "gate_proj" in name})
             gate, up, down = (
                 torch.stack([weights.pop(f"{experts}{i}.{part}_proj.weight") for i in range(count)])

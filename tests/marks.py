@@ -22,8 +22,8 @@ def exhaustive_but(cases: Iterable[Any], *kept: str) -> list[Any]:
 
 
 def each_value(*axes: Sequence[Any]) -> list[Any]:
-    """Return the product of the axes. All cases are exhaustive, except a few that cover each value of each axis: as
-    many as the longest axis has values."""
+    """Return the product of the axes. A few cases cover each value of each axis: as many as the longest axis has
+    values. All other cases are marked as exhaustive."""
     kept = {tuple(i % len(axis) for axis in axes) for i in range(max(map(len, axes)))}
     return [
         pytest.param(

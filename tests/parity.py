@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -287,5 +288,18 @@ def plain_outcome(reference: GrpoReference, updates: list[list[Group]], kl_coeff
         loss, gradients, norm = reference.update(groups, kl_coefficient, clip_norm=1.0)
     weights = reference.model.state_dict()
     # transformers stacks the experts; a checkpoint has separate tensors.
-    gradients, weights = (revert_weight_conversion(reference.model, tensors) for tensors in (gradients, weights))
+    gradients, weights = (
+        separate_experts(revert_weight_conversion(reference.model, tensors)) for tensors in (gradients, weights)
+    )
     return Outcome(loss, norm, gradients, weights)
+
+
+def separate_experts(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors with gpt-oss's stacks, [experts, columns, rows], as separate experts with [rows, columns]."""
+    found = {}
+    for name, tensor in tensors.items():
+        match = re.fullmatch(r"(.*\.experts)\.(\w+?_proj)(_bias)?", name)
+        kind = "bias" if match and match[3] else "weight"
+        parts = {f"{match[1]}.{i}.{match[2]}.{kind}": part.t() for i, part in enumerate(tensor)} if match else {}
+        found |= parts or {name: tensor}
+    return found

@@ -125,6 +125,33 @@ _QWEN35_MOE = _QWEN35 | {
     "num_key_value_heads": 2,
 }
 
+_GPT_OSS = {
+    "model_type": "gpt_oss",
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "head_dim": 64,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 150000,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 201088,
+}
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "SmolLM2-135M": _SMOLLM2
     | {
@@ -418,10 +445,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "use_qk_norm": True,
         "max_position_embeddings": 202752,
     },
+    "gpt-oss-20b": _GPT_OSS | {"num_hidden_layers": 24, "num_local_experts": 32},
+    "gpt-oss-120b": _GPT_OSS | {"num_hidden_layers": 36, "num_local_experts": 128},
 }
 """The published configs without keys that do not affect the weights (rotary scaling). DeepSeek-V3's and GLM's also lack
-their multi-token prediction layer, and DeepSeek-V3's and Kimi K2's their quantization. GLM-4.5 and GLM-4.7 have the
-weights' shapes of GLM-4.6. Those of Qwen3.5 are the text models' (text_config)."""
+their multi-token prediction layer, and DeepSeek-V3's, Kimi K2's and gpt-oss's their quantization. GLM-4.5 and GLM-4.7
+have the weights' shapes of GLM-4.6. Those of Qwen3.5 are the text models' (text_config)."""
 
 Z_IMAGE = dict(
     _class_name="ZImageTransformer2DModel",
@@ -509,5 +538,7 @@ PARAMETERS: dict[str, int] = {
     "Kimi-K2": 1_026_408_232_448,
     "GLM-4.5-Air": 106_852_251_264,
     "GLM-4.6": 352_797_829_024,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
 }
 """Parameter counts. Tied weights count once."""

@@ -112,6 +112,20 @@ def add_mtp_layer(folder: Path) -> Path:
     return folder
 
 
+def store_as_mxfp4(folder: Path, seed: int = 0) -> None:
+    """Replace the experts' weights in a folder of gpt-oss with random MXFP4 blocks of about the same size."""
+    generator, tensors = torch.Generator().manual_seed(seed), load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, columns, rows = tensors.pop(name).shape
+        blocks, scales = (experts, rows, columns // 32, 16), (experts, rows, columns // 32)
+        tensors[f"{name}_blocks"] = torch.randint(0, 256, blocks, dtype=torch.uint8, generator=generator)
+        tensors[f"{name}_scales"] = torch.randint(121, 124, scales, dtype=torch.uint8, generator=generator)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 def write_tiny_experts(folder: Path, num_layers: int = 2, dense_layers: Sequence[int] = (1,)) -> Path:
     """Write a mixture-of-experts model with some dense layers, by default the second."""
     return write_tiny_model(
@@ -180,7 +194,8 @@ def merging_tokenizer(*merges: str, vocab_size: int = 300) -> PreTrainedTokenize
 
 def randomize(model: torch.nn.Module, seed: int) -> None:
     """Set all weights to random values with std 0.1: logits then have std near 1, so that rounding does not change an
-    argmax. Convolutions have std 0.5: their outputs are normalized, which amplifies the rounding of small values.
+    argmax. Convolutions have std 0.5: their outputs are normalized, which amplifies the rounding of small values. The
+    biases before gpt-oss's activations have std 5, so that some channels exceed the activation's limits.
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -190,5 +205,7 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
             parameter.normal_(std=0.1, generator=generator)
             if "conv1d" in name:
                 parameter.mul_(5)
+            if name.endswith("gate_up_proj_bias"):
+                parameter.mul_(50)
             if "norm" in name and not is_zero_centered:
                 parameter.add_(1.0)

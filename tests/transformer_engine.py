@@ -128,16 +128,17 @@ def _linear(self, inp, **_):
 
 def _norm_linear(self, inp, **_):
     _observe(self, inp)
-    normed = F.rms_norm(inp, inp.shape[-1:], self.layer_norm_weight, self.eps)
+    normed = _rms_norm(self, inp, self.layer_norm_weight)
     return _with_bias(self, F.linear(normed, self.weight), self.bias)
 
 
 def _grouped_linear(self, inp, m_splits, **_):
     _observe(self, inp)
-    assert not self.use_bias
     parts = inp.split([int(size) for size in m_splits])
-    out = torch.cat([F.linear(part, getattr(self, f"weight{i}")) for i, part in enumerate(parts)])
-    return (out, []) if self.return_bias else out
+    biases = [getattr(self, f"bias{i}") for i in range(len(parts))] if self.use_bias else []
+    added = [None] * len(parts) if self.return_bias or not biases else biases
+    out = torch.cat([F.linear(part, getattr(self, f"weight{i}"), added[i]) for i, part in enumerate(parts)])
+    return (out, biases) if self.return_bias else out
 
 
 def _with_bias(layer, out: torch.Tensor, bias: torch.Tensor):
@@ -148,7 +149,11 @@ def _with_bias(layer, out: torch.Tensor, bias: torch.Tensor):
 
 
 def _norm(self, input, **_):
-    return F.rms_norm(input, input.shape[-1:], self.weight, self.eps)
+    return _rms_norm(self, input, self.weight)
+
+
+def _rms_norm(layer, inputs: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return F.rms_norm(inputs, inputs.shape[-1:], weight + 1 if layer.zero_centered_gamma else weight, layer.eps)
 
 
 def _attention(

@@ -56,13 +56,16 @@ def main() -> None:
 
     layer_spec.uses_transformer_engine = lambda: True  # before other modules import the name
     device.capability = lambda: (10, 0)
+    import pytest
     import torch.distributed as dist
 
     from megarl.megatron import parallel
     from megarl.megatron.model import kernels
+    from tests import dense_gpt_oss
     from tests.distributed.test_lora import train_adapters
     from tests.parity import branching_group, config_of, random_groups, train
 
+    dense_gpt_oss.register(pytest.MonkeyPatch())
     folder = Path(sys.argv[1])
     trained = {}
     for name, (model, overrides, packing) in json.loads((folder / "cases.json").read_text()).items():

@@ -322,7 +322,7 @@ class PolicyObjective(ObjectiveSpec):
 
     @property
     def actions(self) -> tuple[Action, ...]:
-        """Denoising steps have no sequence-level log-probs, and tokens no exact KL."""
+        """Denoising steps have no sequence-level log-probs, and tokens have no exact KL."""
         if self.discrete or "samples" in self.inputs or self.selects_tokens:
             return ("tokens",)
         return ("steps",) if {"std", "divergence"} & {*self.inputs} else ("tokens", "steps")

@@ -173,8 +173,8 @@ def sigma_schedule(num_steps: int, shift: float) -> list[float]:
 
 
 def trained_sigma_schedule(num_steps: int, shift: float) -> list[float]:
-    """Return N + 1 values of σ, of which the first N are evenly spaced over the training schedule before they are
-    shifted: from 1 to its smallest noise level, t = 1/1000 shifted. The last is 0.
+    """Return N + 1 values of σ. The first N are evenly spaced over the training schedule, from 1 to its smallest noise
+    level (t = 1/1000, shifted), and then shifted. The last value is 0.
 
     Diffusers samples with these noise levels by default, and so do SD3's pipeline and Flow-GRPO's code.
     """
@@ -207,7 +207,7 @@ def noised_steps(num_steps: int, within: range, seed: int, sample_id: str) -> li
     order.
 
     DiffusionNFT (https://arxiv.org/abs/2509.16117) trains on such images. Its published code draws 9 of 10 steps for
-    each image. Unlike `sde_window`, images need not share them: they have no effect on the rewards.
+    each image. Unlike the steps of `sde_window`, they may differ between images, because they do not affect rewards.
     """
     return sorted(random.Random(f"noised steps {seed} {sample_id}").sample(within, num_steps))
 

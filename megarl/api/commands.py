@@ -235,7 +235,8 @@ def _interrupt(process: subprocess.Popen[str]) -> None:
 
 
 def _receive(pipe: Iterable[str], received: SimpleQueue[str | None]) -> None:
-    """Put the lines of the pipe into the queue, so that the run never waits for a callback, and None at its end."""
+    """Put the pipe's lines into the queue, then None. The run never waits for a callback, because this thread keeps
+    reading."""
     try:
         for line in pipe:
             received.put(line)

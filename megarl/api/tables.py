@@ -87,9 +87,9 @@ def read_rollouts(folder: str | Path, steps: Sequence[int] | None = None) -> pya
 
     files = RunFolder(Path(folder)).rollout_files()
     if not files:
-        raise UserError(f"{folder}: has no rollouts. Fix: pass the folder of an RL run, such as runs/latest")
+        raise UserError(f"{folder}: the run has no rollouts. Fix: pass the folder of an RL run, such as runs/latest")
     if missing := [step for step in steps or () if step not in files]:
-        raise UserError(f"{folder}: has no rollouts of step {missing[0]}. Fix: use steps from {sorted(files)}")
+        raise UserError(f"{folder}: the run has no rollouts of step {missing[0]}. Fix: use steps from {sorted(files)}")
     rows = [row for step in (files if steps is None else steps) for row in _rows(files[step])]
     names = dict.fromkeys(name for row in rows for name in row if name != PARTS)
     columns = {name: _column(name, [row.get(name) for row in rows]) for name in names}

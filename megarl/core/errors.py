@@ -10,7 +10,7 @@ from megarl.core.text import printable
 
 
 class OneStop(Exception):
-    """An error whose message may embed sentences, such as another program's error. If a full stop follows a sentence
+    """An error whose message may embed sentences, such as another program's error. If a period follows a sentence
     that already ends with one, only one is kept."""
 
     def __init__(self, message: object = "") -> None:

@@ -155,7 +155,7 @@ def read_text(path: Path) -> str:
 def _read_bytes(path: Path) -> bytes:
     with open_regular(path) as file:
         if (size := os.fstat(file.fileno()).st_size) > MAX_BYTES:
-            raise UserError(f"{path}: has more than {MAX_BYTES:,} bytes. Fix: remove the file")
+            raise UserError(f"{path}: larger than {MAX_BYTES:,} bytes. Fix: remove the file")
         return file.read(size)
 
 
@@ -177,11 +177,11 @@ def open_regular(path: Path) -> BinaryIO:
     except OSError as error:
         reason = "a symbolic link" if error.errno == errno.ELOOP else f"not readable ({error.strerror})"
         raise UserError(
-            f"{printable(str(path))}: is {reason}. Fix: replace it with a regular file, or remove it"
+            f"{printable(str(path))}: {reason}. Fix: replace it with a regular file, or remove it"
         ) from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise UserError(f"{printable(str(path))}: is not a regular file. Fix: remove it")
+        raise UserError(f"{printable(str(path))}: not a regular file. Fix: remove it")
     return os.fdopen(descriptor, "rb")
 
 
@@ -191,14 +191,14 @@ def read_json(path: Path) -> Any:
     try:
         return parse_json(read_text(path))
     except ValueError as error:
-        raise UserError(f"{path}: is not valid JSON: {error}. Fix: restore or remove the file") from None
+        raise UserError(f"{path}: not valid JSON: {error}. Fix: restore or remove the file") from None
 
 
 def read_object(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file. Raise the errors of `read_json`, or a UserError for any other JSON value."""
     value = read_json(path)
     if not isinstance(value, dict):
-        raise UserError(f"{path}: is not a JSON object. Fix: restore or remove the file")
+        raise UserError(f"{path}: not a JSON object. Fix: restore or remove the file")
     return value
 
 

@@ -67,8 +67,8 @@ class LatentSample(HoldsArrays):
         logprobs: float32 [K], log-probs of the stored latents under the rollout policy, the mean over elements; empty
             if the trainer adds the noise.
         versions: runs of denoising steps with the same weight version; their counts sum to N.
-        embedding: the caption as it was sampled with.
-        empty_embedding: the empty caption; None without guidance.
+        embedding: the caption's embedding, as used for sampling.
+        empty_embedding: the empty caption's embedding; None without guidance.
         num_tokens: number of tokens that the model processes for one denoising step, with padding and, if guidance is
             used, for both branches.
         final: float32 [channels, height, width], the latents at σ = 0; None unless requested.
@@ -189,8 +189,8 @@ class VelocityInput(HoldsArrays):
 def canaries(
     channels: int, caption_channels: int, patch: int, pooled_channels: int | None = None
 ) -> list[VelocityInput]:
-    """Return fixed inputs that are the same in every process. Their sizes cover images and captions that need padding
-    and some that do not."""
+    """Return fixed inputs that are the same in every process. Their sizes cover images and captions with and without
+    padding."""
     random = np.random.Generator(np.random.Philox(0))
     # Numbers of rows and columns of image tokens, and number of caption tokens. Z-Image pads to multiples of 32.
     sizes = ((4, 8, 32, 1.0), (4, 8, 5, 0.75), (3, 5, 32, 0.5), (3, 5, 5, 0.25), (1, 1, 1, 0.0))

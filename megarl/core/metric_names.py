@@ -54,7 +54,7 @@ SPECULATIVE = "rollout.speculative.method"
 
 METRICS = (
     Declaration("reward/mean", "mean reward of the step's rollouts"),
-    Declaration("reward/std", "population standard deviation of these rewards"),
+    Declaration("reward/std", "population standard deviation of the rewards of the step's rollouts"),
     Declaration("reward/failed_frac", "fraction of rollouts without a reward because of a failure"),
     Declaration("reward/infrastructure_failed_frac", "fraction of rollouts without a reward because of an outage"),
     Declaration("reward/zero_std_groups", "fraction of groups whose rewards are all equal"),
@@ -78,8 +78,8 @@ METRICS = (
     Declaration("throughput/images_per_second", "images of the step / time/step", "images/s", "image models"),
     Declaration("throughput/tokens_per_second", "prompt and response tokens of the step / time/step", "tokens/s"),
     Declaration("time/step", "duration of the step", "s"),
-    Declaration("time/rollout", "time waiting for rollouts and submitting them", "s"),
-    Declaration("time/reward", "time waiting for rewards after the last rollout", "s"),
+    Declaration("time/rollout", "time spent submitting rollouts and waiting for them", "s"),
+    Declaration("time/reward", "time spent waiting for rewards after the last rollout", "s"),
     Declaration("time/train", "passes and updates of all models", "s"),
     Declaration("time/refit", "weight sync, including log-prob checks after it", "s"),
     Declaration("time/evaluation", "duration of the step's evaluations", "s", "steps with an evaluation"),
@@ -92,7 +92,7 @@ METRICS = (
     Declaration("engines/alive", "number of running engines"),
     Declaration("reward_models/alive", "number of running reward model engines", "", "reward_model.engine=vllm"),
     Declaration("memory/peak_pss_gb", "peak memory of the run's processes on the fullest node so far, as PSS", "GB"),
-    Declaration("memory/peak_rss_gb", "the same, measured as RSS, which counts shared pages once per process", "GB"),
+    Declaration("memory/peak_rss_gb", "peak memory as RSS, which counts shared pages once per process", "GB"),
     Declaration("memory/ROLE_STATE_offloaded_gb", "host memory of offloaded state", "GB", "ROLE.offload"),
     Declaration("refit/gb", "weights that engines received", "GB"),
     Declaration("refit/sent_gb", "weights sent between processes", "GB", "p2p transport, or several nodes"),
@@ -104,9 +104,13 @@ METRICS = (
     Declaration("rollout/prompts", "prompts sampled in all rounds"),
     Declaration("rollout/rounds", "rounds of dynamic sampling; 1 without it"),
     Declaration("rollout/groups_ahead", "groups in flight beyond the step", "", STALENESS),
-    Declaration("rollout/groups_ahead_finished", "finished groups among them", "", STALENESS),
+    Declaration(
+        "rollout/groups_ahead_finished", "finished groups among those in flight beyond the step", "", STALENESS
+    ),
     Declaration("rollout/dropped_samples", "samples that were dropped as stale", "", "rollout.on_stale=drop"),
-    Declaration("rollout/dropped_tokens", "tokens of these samples", "tokens", "rollout.on_stale=drop"),
+    Declaration(
+        "rollout/dropped_tokens", "tokens of samples that were dropped as stale", "tokens", "rollout.on_stale=drop"
+    ),
     Declaration("rollout/aborted_samples", "dropped samples that were not finished", "", "rollout.on_stale=drop"),
     Declaration("rollout/aborted_tokens", "tokens of aborted samples", "tokens", "rollout.on_stale=drop"),
     Declaration("rollout/draft_accepted_frac", "fraction of draft tokens that were accepted", "", SPECULATIVE),
@@ -116,14 +120,16 @@ METRICS = (
     Declaration("policy/loss", "loss of an update, mean over the step's updates"),
     Declaration("policy/entropy", "mean entropy of the policy", "nats/token"),
     Declaration("policy/ratio_mean", "mean ratio of the policy to the old policy, per token"),
-    Declaration("policy/ratio_max", "largest ratio"),
+    Declaration("policy/ratio_max", "largest ratio of the policy to the old policy"),
     Declaration("policy/clip_low_frac", "fraction of tokens that the objective clips at the lower bound"),
     Declaration("policy/clip_high_frac", "fraction of tokens that the objective clips at the upper bound"),
     Declaration("policy/kl_old", "KL(old policy ‖ policy), by k3; exact for denoising steps", "nats/token"),
     Declaration(
         "policy/drift_abs_mean", "mean |log-prob − log-prob at the start of the step|", "nats", "several updates"
     ),
-    Declaration("policy/drift_abs_max", "maximum of the same", "nats", "several updates"),
+    Declaration(
+        "policy/drift_abs_max", "maximum |log-prob − log-prob at the start of the step|", "nats", "several updates"
+    ),
     Declaration(
         "policy/velocity_change",
         "mean squared change of the velocity since the start of the step",
@@ -163,21 +169,23 @@ METRICS = (
         "mean |trainer log-prob − engine log-prob| before the updates, excluding stale samples",
         "nats",
     ),
-    Declaration("mismatch/logprob_abs_max", "maximum of the same", "nats"),
+    Declaration(
+        "mismatch/logprob_abs_max", "maximum |trainer log-prob − engine log-prob|, excluding stale samples", "nats"
+    ),
     Declaration("mismatch/kl", "KL(engine ‖ trainer), excluding stale samples, estimated by k3", "nats/token"),
     Declaration("mismatch/outlier_frac", "fraction of all tokens above logprob_check.threshold"),
     Declaration("mismatch/effective_frac", "effective sample size of the engine's tokens under the trainer's policy"),
     Declaration("policy_lag/logprob_abs_mean", "mismatch/logprob_abs_mean on stale samples", "nats", STALENESS),
-    Declaration("policy_lag/logprob_abs_max", "maximum of the same", "nats", STALENESS),
+    Declaration("policy_lag/logprob_abs_max", "mismatch/logprob_abs_max on stale samples", "nats", STALENESS),
     Declaration("policy_lag/kl", "KL(sampling policy ‖ trained policy) on stale samples", "nats/token", STALENESS),
     Declaration("mismatch/masked_frac", "fraction of tokens without loss", "", "logprob_check.action=mask"),
-    Declaration("mismatch/canary_greedy_abs_mean", "mean difference on greedy canaries", "nats", CANARIES),
+    Declaration("mismatch/canary_greedy_abs_mean", "mean log-prob difference on greedy canaries", "nats", CANARIES),
     Declaration(
         "mismatch/canary_velocity",
         "images: largest relative velocity difference on canaries",
         present=CANARIES,
     ),
-    Declaration("mismatch/canary_sampled_abs_mean", "mean difference on sampled canaries", "nats", CANARIES),
+    Declaration("mismatch/canary_sampled_abs_mean", "mean log-prob difference on sampled canaries", "nats", CANARIES),
     Declaration("value/loss", "critic loss of an update, mean over the step's updates", "", GAE),
     Declaration("value/mean", "mean value", "", GAE),
     Declaration("value/return_mean", "mean return", "", GAE),
@@ -185,7 +193,9 @@ METRICS = (
     Declaration("value/clip_frac", "fraction of tokens with a clipped value", "", GAE),
     Declaration("value/explained_variance", "explained variance of the values before the step", "", GAE),
     Declaration("implicit_reward/loss", "loss of the implicit reward model", "", "implicit_reward"),
-    Declaration("implicit_reward/accuracy", "fraction of samples whose success it predicts", "", "implicit_reward"),
+    Declaration(
+        "implicit_reward/accuracy", "fraction of samples whose success the model predicts", "", "implicit_reward"
+    ),
     Declaration("implicit_reward/mean", "mean implicit reward of a sample", "", "implicit_reward"),
     Declaration("reward_model/loss", "loss of an update, mean over the step's updates", "", "training a reward model"),
     Declaration("preference/loss", "mean loss per pair", "", PREFERENCES),
@@ -211,7 +221,9 @@ METRICS = (
     Declaration("data/trained_tokens", "trained tokens of the step's rows", "tokens", OFFLINE),
     Declaration("data/dropped_rows", "rows dropped because they are too long (data.overlong)"),
     Declaration("data/seen_frac", "fraction of prompts sampled so far", "", "data.solved_weight"),
-    Declaration("data/solve_rate_mean", "mean solve rate of these prompts when last sampled", "", "data.solved_weight"),
+    Declaration(
+        "data/solve_rate_mean", "mean solve rate of the sampled prompts, when last sampled", "", "data.solved_weight"
+    ),
     Declaration("evaluation/version", "weight version that was evaluated", "", "steps with an evaluation"),
     Declaration("evaluation/SET/avg@K", "mean score of the K samples of a prompt, mean over prompts", "", "evaluation"),
     Declaration("evaluation/SET/pass@K", "probability that at least one of K samples succeeds", "", "evaluation"),

@@ -17,8 +17,8 @@ RESERVED_BYTES = 2**28
 
 
 class OptionalLog:
-    """An optional log, which may span several files. Rows are dropped while the disk is full, and written again once
-    there is room."""
+    """An optional log, which may span several files. Rows are dropped while the disk is full, and logging resumes
+    once there is space."""
 
     def __init__(self, rows: str):
         """rows: plural noun for the log's contents, used in messages."""

@@ -29,10 +29,10 @@ def step_number(item: SampleRef) -> StepNumber:
 
 
 def collate_steps(items: Sequence[SampleRef], step_weights: Mapping[int, float]) -> StepBatch:
-    """Return the microbatch of these steps, which may be empty, as the engine sampled them, in host memory.
+    """Return a microbatch of these steps in host memory, as the engine sampled them.
 
     Args:
-        items: references to denoising steps, with the samples in place of their references.
+        items: references to denoising steps, with the samples in place of their references; may be empty.
         step_weights: factor of the loss by denoising step; see transition.step_weights.
     """
     samples, indices, numbers = _steps(items)
@@ -47,8 +47,8 @@ def collate_steps(items: Sequence[SampleRef], step_weights: Mapping[int, float])
 
 
 def collate_noised_steps(items: Sequence[SampleRef], seed: int) -> StepBatch:
-    """Return the microbatch of these steps, which may be empty, for an objective that adds noise: x is the sampled
-    image x' = x0 with new noise, and σ' = 0. The noise follows from the seed, the sample and the step."""
+    """Return a microbatch of these steps for an objective that adds noise: x is the sampled image x' = x0 with new
+    noise, and σ' = 0. The noise depends only on the seed, the sample and the step. `items` may be empty."""
     samples, _, numbers = _steps(items)
     images = _stack([_final(sample) for sample in samples])
     noise = [
@@ -79,7 +79,7 @@ def _steps(items: Sequence[SampleRef]) -> tuple[list[LatentSample], list[int], l
 
 
 def _batch(items: Sequence[SampleRef], **fields: torch.Tensor | None) -> StepBatch:
-    """Return the microbatch with these fields and those that do not depend on how x and x' were made."""
+    """Return the microbatch with these fields and the fields that do not depend on how x and x' were computed."""
     samples, _, numbers = _steps(items)
     rows, mask = torch.arange(len(items)), torch.ones(len(items), dtype=torch.bool)
     empty = samples[0].empty_embedding if samples else None

@@ -134,7 +134,7 @@ class _Counts:
     samples: list[int]
     num_tokens: int
     num_scored: int
-    num_attended: int
+    num_attended: float
 
     @classmethod
     def of(cls, unit: Sequence[int], lengths: Sequence[Lengths], packing: Packing) -> _Counts:
@@ -144,7 +144,7 @@ class _Counts:
             total = sample.num_tokens
             num_tokens += sample.response_tokens if packing.shares_prompts else packing.padded(total)
             num_scored += sample.response_tokens
-            num_attended += total * (total + 1) // 2
+            num_attended += packing.cost.pairs(total)
         prompt_tokens = lengths[unit[0]].prompt_tokens if packing.shares_prompts else 0
         return cls([*unit], prompt_tokens + num_tokens, num_scored, num_attended)
 

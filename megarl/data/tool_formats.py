@@ -208,6 +208,7 @@ def format_of(template: str) -> str | None:
     marks = (
         ("<function=", None),  # not JSON, despite the Hermes tags
         ("<arg_key>", None),
+        ("<|channel|>", None),  # gpt-oss's harmony, whose calls are messages to a recipient
         ("<｜tool▁calls▁begin｜>", "deepseek"),
         ("<|tool_calls_section_begin|>", "kimi"),
         ("[TOOL_CALLS]", "mistral"),

@@ -29,8 +29,8 @@ class HostFailure(Exception):
     Attributes:
         stack: stack trace of the environment's exception, or "".
         is_infrastructure: whether the cause lies outside the environment's code: its process was killed, or a service
-            is unavailable. False if the process exited or crashed by itself, because the environment's code is then at
-            fault, although the kind is also "lost".
+            is unavailable. False if the process exited or crashed by itself: its kind is also "lost", but the
+            environment's code is at fault.
     """
 
     def __init__(self, reason: str, stack: str = "", kind: Kind = "error", is_infrastructure: bool = False):

@@ -100,9 +100,8 @@ def parts_of(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
 
 
 def _number_main_weights(part: DistributedOptimizer) -> None:
-    """Correct the numbers by which a parameter's main weights and state are found in a model with parameters of two
-    dtypes. Megatron numbers the main weights of a parameter group buffer by buffer, but lists those of float32
-    parameters first."""
+    """Correct the indices that map parameters to their main weights and state in a model with parameters of two dtypes.
+    Megatron numbers the main weights of a parameter group buffer by buffer, but lists float32 parameters first."""
     for index, group in enumerate(part.opt_group_ranges):
         listed = sorted(group["params"], key=lambda parameter: parameter.dtype is not torch.float32)
         part.model_param_group_index_map |= {parameter: (index, place) for place, parameter in enumerate(listed)}

@@ -21,7 +21,7 @@ from megarl.megatron.losses import Loss
 from megarl.megatron.metric_sums import Sums
 from megarl.megatron.model.head import LogProbHead, ScoreLayer
 from megarl.megatron.model.inputs import ModelInput
-from megarl.megatron.model.layer_spec import is_recurrent, splits_documents
+from megarl.megatron.model.layer_spec import is_recurrent, requires_our_attention, splits_documents
 from megarl.megatron.routes import model_of, routed
 
 Item = TypeVar("Item")
@@ -94,10 +94,11 @@ def _token_schedule(
 ) -> AbstractContextManager[Callable[[], list[Any]]]:
     """Return the `schedule` of a language model."""
     config = chunks[0].config
-    options = config.sequence_parallel, splits_documents(is_recurrent(config))
+    window = None if config.window_size is None else config.window_size[0] + 1
+    attention = splits_documents(is_recurrent(config)), window, requires_our_attention(config)
     return schedule(
         chunks,
-        [partial(ModelInput.of, batch, *options) for batch in batches],
+        [partial(ModelInput.of, batch, config.sequence_parallel, *attention) for batch in batches],
         _run_on_tokens,
         compute,
         longest=max(len(batch.tokens) for batch in batches),
@@ -128,8 +129,8 @@ def schedule(
     longest: int,
     forward_only: bool,
 ) -> Iterator[Callable[[], list[Any]]]:
-    """Return a context manager for this layout's Megatron schedule as a function without arguments, which returns the
-    second result of `compute` for each microbatch.
+    """Return a context manager that yields this layout's Megatron schedule: a function without arguments, which
+    returns the second result of `compute` for each microbatch.
 
     Args:
         prepare: for each microbatch, a function that returns the model's input.

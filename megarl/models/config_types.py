@@ -15,8 +15,8 @@ _COUNTS = {
 """Keys whose value must be a positive integer, because they have no default or are divisors."""
 
 _NUMBERS = (
-    *("factor", "high_freq_factor", "low_freq_factor", "original_max_position_embeddings", "partial_rotary_factor"),
-    "rope_theta",
+    *("beta_fast", "beta_slow", "factor", "high_freq_factor", "low_freq_factor", "original_max_position_embeddings"),
+    *("partial_rotary_factor", "rope_theta"),
 )
 """Parameters of rotary embeddings."""
 
@@ -69,7 +69,7 @@ def wrong_type(hf_config: Mapping[str, Any]) -> str | None:
     for key, default in {**defaults, **_OPTIONAL}.items():
         value: Any = hf_config.get(key)
         kinds = (int, float) if isinstance(default, float) else type(default)
-        if default is None or key in _COUNTS:
+        if default is None or key in _COUNTS or key in _OBJECTS:
             continue
         if value is None:
             if key in hf_config and key in _REQUIRED:

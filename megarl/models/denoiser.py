@@ -201,7 +201,9 @@ class StableDiffusion3Shape(DenoiserShape):
         heads, dual, grid = model["num_attention_heads"], model["dual_attention_layers"], model["pos_embed_max_size"]
         hidden = heads * model["attention_head_dim"]
         if not isinstance(dual, list | tuple) or not all(is_plain(layer, int) for layer in dual):
-            raise UserError(f"config.json: dual_attention_layers={shown(dual)}: expected integers. Fix: copy it again")
+            raise UserError(
+                f"config.json: dual_attention_layers={shown(dual)}: expected integers. Fix: copy the file again"
+            )
         _refuse(
             model,
             {
@@ -321,7 +323,7 @@ def _check(
     wrong |= {key: "positive integers" for key in lists if not is_list(model[key])}
     wrong |= {key: "a positive number" for key in numbers if not (is_plain(model[key], float) and model[key] > 0)}
     for key, expected in wrong.items():
-        raise UserError(f"config.json: {key}={shown(model[key])}: expected {expected}. Fix: copy it again")
+        raise UserError(f"config.json: {key}={shown(model[key])}: expected {expected}. Fix: copy the file again")
 
 
 def _refuse(model: Mapping[str, Any], is_unsupported: Mapping[str, bool]) -> None:

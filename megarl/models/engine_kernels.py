@@ -17,7 +17,8 @@ LATENT_SIZE = 576
 """Number of channels per token in the KV cache for DeepSeek-V3's attention: 512 latent and 64 rotary channels."""
 
 EXPERTS_MULTIPLE = 32
-"""The expert kernels require a hidden size that is a multiple of this. They pad only intermediate sizes."""
+"""The expert kernels require a hidden size that is a multiple of this. They pad only intermediate sizes, and not those
+of gpt-oss."""
 
 REMEDY = "run this model on GPUs, or use a different model"
 
@@ -36,6 +37,11 @@ def check_cpu_kernels(folder: Path, hf_config: dict[str, Any]) -> None:
         raise UserError(
             f"{folder}: head_dim={shape.head_dim}, but vLLM's CPU build only supports "
             f"{', '.join(map(str, HEAD_DIMS))}. Fix: {REMEDY}"
+        )
+    if shape.experts is not None and shape.experts.is_interleaved and shape.experts.intermediate % EXPERTS_MULTIPLE:
+        raise UserError(
+            f"{folder}: intermediate_size={shape.experts.intermediate} is not a multiple of {EXPERTS_MULTIPLE}, which "
+            f"vLLM's CPU kernels for experts with alternating gate and up rows require. Fix: {REMEDY}"
         )
     if experts(completed(hf_config)) is not None and shape.hidden % EXPERTS_MULTIPLE:
         raise UserError(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from megarl.models.denoiser import TIME_CHANNELS, DenoiserShape, StableDiffusion3Shape, ZImageShape
+from megarl.models.huggingface import WindowedAttention
 from megarl.models.shape import ModelShape
 
 
-def training_flops(shape: ModelShape, num_tokens: int, num_scored: int, num_attended: int) -> float:
+def training_flops(shape: ModelShape, num_tokens: int, num_scored: int, num_attended: float) -> float:
     """Return the number of operations for one forward and backward pass. See `forward_flops` for the arguments. The
     backward pass takes twice as many operations as the forward pass. Recomputation is not counted (PaLM,
     arXiv:2204.02311, appendix B)."""
@@ -19,7 +20,8 @@ def forward_flops(shape: ModelShape, num_tokens: float, num_scored: float, num_a
     Args:
         num_tokens: number of tokens that the model processes.
         num_scored: number of rows that go through the language head.
-        num_attended: number of (query, key) pairs in attention: Σ n(n + 1) / 2 over documents with n tokens.
+        num_attended: number of (query, key) pairs in attention: Σ n(n + 1) / 2 over documents with n tokens, minus
+            `pairs_outside_window`.
     """
     weights = shape.softmax_layers * attention_weights(shape) + shape.num_layers * mlp_weights(shape)
     return (
@@ -27,6 +29,20 @@ def forward_flops(shape: ModelShape, num_tokens: float, num_scored: float, num_a
         + 2 * shape.vocab * shape.hidden * num_scored
         + 2 * (shape.query + shape.value) * shape.softmax_layers * num_attended  # q·k, and the weighted sum of values
     )
+
+
+def pairs_outside_window(windows: WindowedAttention | None, num_tokens: float) -> float:
+    """Return the number of (query, key) pairs in a document's causal attention that sliding windows leave out, averaged
+    over the layers."""
+    if windows is None:
+        return 0
+    outside = max(0, num_tokens - windows.size)
+    return windows.share * outside * (outside + 1) / 2
+
+
+def mean_context(windows: WindowedAttention | None, num_tokens: float) -> float:
+    """Return the number of tokens to which a document's last token attends, averaged over the layers."""
+    return num_tokens if windows is None else num_tokens - windows.share * max(0, num_tokens - windows.size)
 
 
 def delta_net_flops(shape: ModelShape) -> int:

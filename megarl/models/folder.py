@@ -16,7 +16,7 @@ from megarl.config.schema import Config
 from megarl.core.errors import UserError, install_extra
 from megarl.core.files import read_foreign_object
 from megarl.models.config_types import wrong_type
-from megarl.models.huggingface import text_config
+from megarl.models.huggingface import dequantized, text_config
 from megarl.models.peft import CONFIG, DIFFUSERS
 
 PACKAGE_PREFIX = "package:"
@@ -132,13 +132,19 @@ def read_config(folder: Path) -> dict[str, Any]:
     return read_config_file(folder / "config.json")
 
 
+def is_dequantized(folder: Path) -> bool:
+    """Return whether the model's weights are stored in MXFP4, which megarl reads as bfloat16."""
+    stored = read_foreign_object(folder / "config.json")
+    return dequantized(stored) != stored
+
+
 def read_config_file(path: Path, key: str = "") -> dict[str, Any]:
     """Return the contents of a config.json under any name, after the same checks as `read_config`."""
     fix = "copy the model's file again"
     config = text_config(read_foreign_object(path, key, fix))
     if (problem := wrong_type(config)) is not None:
         raise UserError(f"{key}{path}: {problem}. Fix: {fix}")
-    return config
+    return dequantized(config)
 
 
 def default_cache() -> Path:

@@ -82,6 +82,28 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "topk_group": 1,
         "use_qk_norm": False,
     },
+    "gpt_oss": _ANY
+    | {
+        "attention_bias": True,
+        "head_dim": 64,
+        "layer_types": None,
+        "num_experts_per_tok": 4,
+        "num_key_value_heads": 8,
+        "num_local_experts": 128,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        "rope_theta": 150000.0,
+        "sliding_window": 128,
+        "swiglu_alpha": 1.702,
+        "swiglu_limit": 7.0,
+    },
     "kimi_k2": _DEEPSEEK,
     "llama": _ANY,
     "mistral": _ANY | {"num_key_value_heads": 8, "sliding_window": 4096},
@@ -134,8 +156,13 @@ _LATENT_ATTENTION = ("deepseek_v3", "kimi_k2")
 _DEEPSEEK_ROUTER = ("deepseek_v3", "glm4_moe", "kimi_k2")
 """Families with multi-head latent attention, and with DeepSeek's router."""
 
+_WINDOWS = ("gpt_oss",)
+_SINKS = ("gpt_oss",)
+"""Families whose sliding windows the trainer computes, and with attention sinks."""
+
 LAYER_TYPES = ("linear_attention", "full_attention")
-"""Values of `layer_types` in models with gated delta nets."""
+WINDOW_LAYER_TYPES = ("full_attention", "sliding_attention")
+"""Values of `layer_types` in models with gated delta nets, and in models with sliding windows."""
 
 FP8_BLOCK = 128
 """Number of rows, and of columns, per block with one scale in fp8 checkpoints."""
@@ -154,6 +181,8 @@ class Experts:
         has_selection_bias: whether the router is DeepSeek's: sigmoid scores, and a bias that affects only which experts
             are selected.
         has_shared_gate: whether the shared experts' output is multiplied by a gate.
+        is_interleaved: whether experts and router are gpt-oss's: with biases, and with experts whose gate and up rows
+            alternate in one tensor.
     """
 
     count: int
@@ -163,11 +192,17 @@ class Experts:
     layers: tuple[bool, ...]
     has_selection_bias: bool = False
     has_shared_gate: bool = False
+    is_interleaved: bool = False
 
     @property
     def gates(self) -> int:
         """Number of rows in the projection to the shared experts' gate."""
         return 1
+
+    @property
+    def gate_and_up(self) -> int:
+        """Number of rows in one expert's projection to gate and up."""
+        return 2 * self.intermediate
 
     @property
     def number_bytes(self) -> int:
@@ -239,6 +274,24 @@ class LinearAttention:
 
 
 @dataclass(frozen=True, slots=True)
+class WindowedAttention:
+    """Layers whose attention is restricted to a sliding window.
+
+    Attributes:
+        size: number of tokens to which a token attends, including itself.
+        layers: for each layer, whether it has a window; if not, a token attends to all tokens before it.
+    """
+
+    size: int
+    layers: tuple[bool, ...]
+
+    @property
+    def share(self) -> float:
+        """Share of the layers that have a window."""
+        return sum(self.layers) / len(self.layers)
+
+
+@dataclass(frozen=True, slots=True)
 class LatentAttention:
     """Sizes of multi-head latent attention. Keys and values are projected from a low-rank latent; queries are as well,
     unless query_rank is None. Each head's query and key have position_dim channels with a rotary embedding and
@@ -260,6 +313,16 @@ def text_config(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     shared = {key: hf_config[key] for key in ("tie_word_embeddings", "dtype", "torch_dtype") if key in hf_config}
     vision = {"vision_config": hf_config["vision_config"]} if "vision_config" in hf_config else {}
     return {**shared, **text, "architectures": [architecture], **vision}
+
+
+def dequantized(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config of the bfloat16 model that an MXFP4 checkpoint is read as. Other configs are returned
+    unchanged."""
+    method = (hf_config.get("quantization_config") or {}).get("quant_method")
+    if method != "mxfp4":
+        return dict(hf_config)
+    rest = {key: value for key, value in hf_config.items() if key not in ("quantization_config", "torch_dtype")}
+    return {**rest, "dtype": "bfloat16"}
 
 
 def completed(hf_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -290,12 +353,20 @@ def rope_parameters(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def attention_window(model: Mapping[str, Any]) -> int | None:
-    """Return the number of tokens to which a token attends, including itself; None for full causal attention."""
+    """Return the number of tokens to which a token attends in all layers, including itself; None for full causal
+    attention and for families whose windows the trainer computes, see `windowed_attention`."""
+    if model["model_type"] in _WINDOWS:
+        return None
     return model["sliding_window"] if model.get("use_sliding_window", True) else None
 
 
 def kv_heads(model: Mapping[str, Any]) -> int:
     return model["num_key_value_heads"] or model["num_attention_heads"]
+
+
+def replicates_kv_heads(model_type: str) -> bool:
+    """Return whether vLLM replicates KV heads if an engine has more workers than the model has KV heads."""
+    return model_type != "gpt_oss"
 
 
 def experts(model: Mapping[str, Any]) -> Experts | None:
@@ -304,6 +375,10 @@ def experts(model: Mapping[str, Any]) -> Experts | None:
         case "mixtral":
             size = model["intermediate_size"]
             return Experts(model["num_local_experts"], model["num_experts_per_tok"], size, 0, (True,) * len(layers))
+        case "gpt_oss":
+            size, every = model["intermediate_size"], (True,) * len(layers)
+            count, active = model["num_local_experts"], model["num_experts_per_tok"]
+            return Experts(count, active, size, 0, every, is_interleaved=True)
         case "qwen3_moe" | "qwen3_next" | "qwen3_5_moe_text":
             dense, step = model.get("mlp_only_layers") or (), model.get("decoder_sparse_step", 1)
             has_shared = "shared_expert_intermediate_size" in FAMILIES[model["model_type"]]
@@ -354,6 +429,19 @@ def linear_attention(model: Mapping[str, Any]) -> LinearAttention | None:
         layers=tuple(kind == "linear_attention" for kind in kinds),
         is_grouped=model["model_type"] == "qwen3_next",
     )
+
+
+def windowed_attention(model: Mapping[str, Any]) -> WindowedAttention | None:
+    if model["model_type"] not in _WINDOWS or model["sliding_window"] is None:
+        return None
+    layers = range(model["num_hidden_layers"])
+    kinds = model["layer_types"] or [WINDOW_LAYER_TYPES[(layer + 1) % 2] for layer in layers]
+    return WindowedAttention(model["sliding_window"], tuple(kind == "sliding_attention" for kind in kinds))
+
+
+def has_sinks(model: Mapping[str, Any]) -> bool:
+    """Return whether each attention head has a learned logit that takes part in its softmax without a value."""
+    return model["model_type"] in _SINKS
 
 
 def rotary_channels(model: Mapping[str, Any], head_dim: int) -> int:

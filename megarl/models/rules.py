@@ -21,6 +21,7 @@ from megarl.models.huggingface import (
     kv_heads,
     latent_attention,
     linear_attention,
+    replicates_kv_heads,
 )
 from megarl.models.mtp import why_no_mtp
 from megarl.models.unsupported import unsupported
@@ -173,6 +174,17 @@ def expert_mlps_divide_by_tp(config: Config, placed: Placed, hf: Mapping[str, An
         yield from _indivisible(f"{section}.layout.tp", layout.tp, sizes, divisors(shared))
 
 
+def expert_biases_require_whole_experts(config: Config, placed: Placed, hf: Mapping[str, Any]) -> Iterator[str]:
+    """Require etp=1 for experts with biases: every rank with a share of an expert would add the output's bias."""
+    mixture, layout, section = experts(hf), placed.layout, placed.section
+    if mixture is not None and mixture.is_interleaved and layout.expert_tp > 1:
+        parallel = f" and {section}.layout.ep to at least 2, or set {section}.layout.tp=1" if layout.ep == 1 else ""
+        yield (
+            f"{section}.layout.etp={layout.expert_tp}: the experts have biases, which Megatron does not support in "
+            f"sharded experts. Fix: set {section}.layout.etp=1{parallel}"
+        )
+
+
 def expert_keys_require_experts(config: Config, hf: Mapping[str, Any]) -> Iterator[str]:
     keys, model = config.actor.experts, _model(config, config.actor)
     if keys.replay_routes and experts(hf) is None:
@@ -236,9 +248,10 @@ def top_k_fits_the_vocabulary(config: Config, hf: Mapping[str, Any]) -> Iterator
 
 def engine_sizes_divide_by_tp(key: str, tp: int, hf: Mapping[str, Any]) -> Iterator[str]:
     """Require that the engine can split the model over its ranks. With more ranks than KV heads, it replicates KV
-    heads."""
+    heads, except for gpt-oss."""
     mixture, heads = experts(hf), kv_heads(hf)
-    sizes = {"attention heads": hf["num_attention_heads"]} | ({"KV heads": heads} if tp % heads else {})
+    is_divided = tp % heads != 0 or not replicates_kv_heads(hf["model_type"])
+    sizes = {"attention heads": hf["num_attention_heads"]} | ({"KV heads": heads} if is_divided else {})
     sizes |= _dense_rows(hf) | ({EXPERT_ROWS: mixture.intermediate} if mixture else {}) | _delta_net_heads(hf)
     yield from _indivisible(key, tp, sizes, _engine_sizes(hf))
 
@@ -423,6 +436,7 @@ _PLACED_MODEL_RULES = (
     delta_net_heads_divide_by_tp_and_cp,
     experts_divide_by_ep,
     expert_mlps_divide_by_tp,
+    expert_biases_require_whole_experts,
     experts_and_tensor_parallel_need_sequence_parallel,
     layers_tile_the_stages,
     context_fits_the_positions,
@@ -489,8 +503,8 @@ def _delta_net_heads(hf: Mapping[str, Any]) -> dict[str, int]:
 def _engine_sizes(hf: Mapping[str, Any]) -> list[int]:
     mixture, heads = experts(hf), kv_heads(hf)
     rows = [*_dense_rows(hf).values(), *([mixture.intermediate] if mixture else []), *_delta_net_heads(hf).values()]
-    sizes = divisors(gcd(hf["num_attention_heads"], *rows))
-    return [tp for tp in sizes if heads % tp == 0 or tp % heads == 0]
+    sizes, has_copies = divisors(gcd(hf["num_attention_heads"], *rows)), replicates_kv_heads(hf["model_type"])
+    return [tp for tp in sizes if heads % tp == 0 or (has_copies and tp % heads == 0)]
 
 
 def _stage_fix(pp: int, num_layers: int) -> str:

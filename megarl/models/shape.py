@@ -12,12 +12,15 @@ from megarl.models.huggingface import (
     Experts,
     LatentAttention,
     LinearAttention,
+    WindowedAttention,
     completed,
     experts,
+    has_sinks,
     kv_heads,
     latent_attention,
     linear_attention,
     rotary_channels,
+    windowed_attention,
 )
 from megarl.models.mtp import num_mtp_layers
 from megarl.models.unsupported import unsupported
@@ -41,6 +44,8 @@ class ModelShape:
         tied: whether the output layer shares the embedding's weight.
         fused: whether the checkpoint fuses the query, key and value projections, and the gate and up projections.
         mtp_layers: number of layers for multi-token prediction, which follow the other layers.
+        windows: the layers with a sliding window; None if all softmax attention is full.
+        has_sinks: whether each attention head has a learned logit that takes part in its softmax without a value.
     """
 
     model_type: str
@@ -62,6 +67,8 @@ class ModelShape:
     latent: LatentAttention | None
     linear: LinearAttention | None = None
     mtp_layers: int = 0
+    windows: WindowedAttention | None = None
+    has_sinks: bool = False
 
     @property
     def query(self) -> int:
@@ -150,6 +157,8 @@ class ModelShape:
             latent=latent,
             linear=linear,
             mtp_layers=num_mtp_layers(hf_config),
+            windows=windowed_attention(model),
+            has_sinks=has_sinks(model),
         )
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.models.denoiser import shape_of
-from megarl.models.flops import training_flops
+from megarl.models.flops import pairs_outside_window, training_flops
+from megarl.models.huggingface import WindowedAttention
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,12 +18,18 @@ class TokenCost:
     Attributes:
         attended: cost of one (query, key) pair in attention.
         scored: cost of one token whose log-prob is computed.
+        windows: the layers with a sliding window.
     """
 
     attended: float
     scored: float
+    windows: WindowedAttention | None = None
 
-    def of(self, num_tokens: int, num_scored: int, num_attended: int) -> float:
+    def pairs(self, num_tokens: int) -> float:
+        """Return the number of (query, key) pairs in a document, averaged over the layers with attention."""
+        return num_tokens * (num_tokens + 1) // 2 - pairs_outside_window(self.windows, num_tokens)
+
+    def of(self, num_tokens: int, num_scored: int, num_attended: float) -> float:
         return num_tokens + self.scored * num_scored + self.attended * num_attended
 
     @classmethod
@@ -32,4 +39,5 @@ class TokenCost:
         return cls(
             attended=training_flops(shape, num_tokens=0, num_scored=0, num_attended=1) / token,
             scored=training_flops(shape, num_tokens=0, num_scored=1, num_attended=0) / token,
+            windows=shape.windows,
         )

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from megarl.models.huggingface import (
     LAYER_TYPES,
+    WINDOW_LAYER_TYPES,
     experts,
     latent_attention,
     linear_attention,
     rope_parameters,
+    windowed_attention,
 )
 
 ROPE_TYPES: Mapping[str, tuple[str, ...]] = {
@@ -19,11 +21,24 @@ ROPE_TYPES: Mapping[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
 LATENT_ROPE_TYPES: Mapping[str, tuple[str, ...]] = {"default": (), "yarn": ("factor",)}
+GPT_OSS_ROPE_TYPES: Mapping[str, tuple[str, ...]] = {"yarn": ("factor", "beta_fast", "beta_slow")}
 """Supported type of rotary embeddings -> parameters that the type requires. Models with latent attention support only
-the types in LATENT_ROPE_TYPES."""
+the types in LATENT_ROPE_TYPES, and gpt-oss only the one in GPT_OSS_ROPE_TYPES."""
 
-_BIASES = {"glm4_moe": ("attention_bias",), "llama": ("attention_bias", "mlp_bias"), "qwen2": ("attention_bias",)}
+_BIASES = {
+    **{"glm4_moe": ("attention_bias",), "gpt_oss": ("attention_bias",), "qwen2": ("attention_bias",)},
+    "llama": ("attention_bias", "mlp_bias"),
+}
 """Supported bias keys per model family. Qwen2 always has attention biases, regardless of the key's value."""
+
+_ENGINE_VALUES = {
+    "gpt_oss": {
+        **{"attention_bias": True, "rms_norm_eps": 1e-5, "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+        "tie_word_embeddings": False,
+    },
+}
+"""model_type -> keys that vLLM does not read, and the values that it assumes. For gpt-oss, it does not read layer_types
+either."""
 
 _PARTIAL_ROTATION = ("glm4_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 """Families with rotary embeddings on only some of the channels in a head."""
@@ -31,7 +46,8 @@ _PARTIAL_ROTATION = ("glm4_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next
 
 def unsupported(model: Mapping[str, Any]) -> list[str]:
     """Return the unsupported features in a completed config, each as its key and value."""
-    return [*_attention(model), *_rope(model), *_others(model), *_experts(model), *_linear_attention(model)]
+    parts = _attention, _windows, _rope, _others, _experts, _linear_attention, _engine_values
+    return [feature for part in parts for feature in part(model)]
 
 
 def _attention(model: Mapping[str, Any]) -> Iterator[str]:
@@ -44,9 +60,24 @@ def _attention(model: Mapping[str, Any]) -> Iterator[str]:
             yield f"{key} {model[key]}"
 
 
+def _windows(model: Mapping[str, Any]) -> Iterator[str]:
+    if windowed_attention(model) is not None:
+        yield from _layer_types(model, WINDOW_LAYER_TYPES)
+
+
+def _layer_types(model: Mapping[str, Any], known: Collection[str]) -> Iterator[str]:
+    kinds, num_layers = model["layer_types"], model["num_hidden_layers"]
+    if unknown := set(kinds or ()) - set(known):
+        yield f"layer_types with {', '.join(sorted(unknown))}"
+    if kinds and len(kinds) != num_layers:
+        yield f"layer_types with {len(kinds)} layers for num_hidden_layers {num_layers}"
+
+
 def _rope(model: Mapping[str, Any]) -> Iterator[str]:
     key = "rope_scaling" if model.get("rope_scaling") else "rope_parameters"
-    rope, known = rope_parameters(model), LATENT_ROPE_TYPES if latent_attention(model) else ROPE_TYPES
+    is_gpt_oss = model["model_type"] == "gpt_oss"
+    known = GPT_OSS_ROPE_TYPES if is_gpt_oss else LATENT_ROPE_TYPES if latent_attention(model) else ROPE_TYPES
+    rope = rope_parameters(model)
     kind = rope["rope_type"]
     if kind not in known:
         yield f"{key} with rope_type {kind}"
@@ -56,10 +87,11 @@ def _rope(model: Mapping[str, Any]) -> Iterator[str]:
     partial = isinstance(factor, int | float) and 0 < factor < 1
     if factor != 1 and not (partial and model["model_type"] in _PARTIAL_ROTATION):
         yield f"partial_rotary_factor {factor}"
-    if not rope.get("truncate", True):
+    if not rope.get("truncate", True) and not is_gpt_oss:
         yield f"{key} with truncate false"
-    if rope.get("attention_factor") is not None:
-        yield f"{key} with attention_factor {rope['attention_factor']}"
+    for name in ("attention_factor", *(("mscale", "mscale_all_dim") if is_gpt_oss else ())):
+        if rope.get(name) is not None:
+            yield f"{key} with {name} {rope[name]}"
     if not model.get("rope_interleave", True):
         yield "rope_interleave false"
 
@@ -68,17 +100,22 @@ def _linear_attention(model: Mapping[str, Any]) -> Iterator[str]:
     linear = linear_attention(model)
     if linear is None:
         return
-    kinds = model["layer_types"] or ()
-    if unknown := set(kinds) - set(LAYER_TYPES):
-        yield f"layer_types with {', '.join(sorted(unknown))}"
-    if len(linear.layers) != model["num_hidden_layers"]:
-        yield f"layer_types with {len(kinds)} layers for num_hidden_layers {model['num_hidden_layers']}"
+    yield from _layer_types(model, LAYER_TYPES)
     if linear.value_heads % linear.key_heads:
         yield f"linear_num_value_heads {linear.value_heads} with linear_num_key_heads {linear.key_heads}"
     if not model["attn_output_gate"]:
         yield "attn_output_gate false"
     if model["output_gate_type"] not in ("silu", "swish"):
         yield f"output_gate_type {model['output_gate_type']}"
+
+
+def _engine_values(model: Mapping[str, Any]) -> Iterator[str]:
+    for key, value in _ENGINE_VALUES.get(model["model_type"], {}).items():
+        if model[key] != value:
+            yield f"{key} {str(model[key]).lower()}"
+    windows = windowed_attention(model) if model["model_type"] == "gpt_oss" else None
+    if windows is not None and windows.layers != tuple(layer % 2 == 0 for layer in range(len(windows.layers))):
+        yield "layer_types that do not alternate, starting with sliding_attention"
 
 
 def _others(model: Mapping[str, Any]) -> Iterator[str]:

@@ -3,6 +3,7 @@ headers."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -34,12 +35,29 @@ class Place(NamedTuple):
     Attributes:
         expert: index on the first axis of a tensor that stacks all experts; None if the stored tensor is not stacked.
         rows: the part of the rows that belongs to this tensor; None for all rows.
+        is_transposed: whether the stored tensor has the columns before the rows.
+        scales: file and name of the scales of an MXFP4 tensor; None for other dtypes.
     """
 
     path: Path
     stored: str
     expert: int | None = None
     rows: tuple[int, int] | None = None
+    is_transposed: bool = False
+    scales: tuple[Path, str] | None = None
+
+
+class Stack(NamedTuple):
+    """A stored tensor that stacks a tensor of each expert, in order.
+
+    Attributes:
+        shape: shape of the stored tensor.
+        is_transposed: as in Place.
+    """
+
+    shape: tuple[int, ...]
+    experts: tuple[str, ...]
+    is_transposed: bool
 
 
 TEXT_PREFIX = "model.language_model."
@@ -48,19 +66,35 @@ TEXT_PREFIX = "model.language_model."
 STACKED = {".experts.gate_up_proj": ("gate_proj", "up_proj"), ".experts.down_proj": ("down_proj",)}
 """Suffix of a tensor that stacks all experts, [experts, rows, columns] -> the projections that its rows fuse."""
 
+MXFP4_BLOCK, MXFP4_BYTES = 32, 16
+"""Number of consecutive elements in a row with one scale in MXFP4 checkpoints, and the bytes that store them."""
+
+DEQUANTIZED = "BF16"
+"""The dtype as which MXFP4 tensors are read."""
+
+BLOCKS, SCALES, BIAS = "_blocks", "_scales", "_bias"
+"""Suffixes of gpt-oss's stacked tensors: MXFP4 elements, uint8 [experts, rows, blocks, 16], their scales, uint8
+[experts, rows, blocks], and biases. Without a suffix, they are [experts, columns, rows]."""
+
+_EXPERT_TENSOR = re.compile(r"(.*\.experts)\.(\d+)\.(gate_up_proj|down_proj)\.(weight|bias)")
+
 
 def places(folder: Path) -> dict[str, Place]:
     """Return the place of each tensor, by its name in the checkpoint of a text model with separate experts. Raise a
     UserError if files are missing or damaged."""
     found: dict[str, Place] = {}
-    for stored, path in files_by_tensor(folder).items():
+    files = files_by_tensor(folder)
+    for stored, path in files.items():
         name = f"model.{stored.removeprefix(TEXT_PREFIX)}" if stored.startswith(TEXT_PREFIX) else stored
+        experts, _, last = stored.rpartition(".")
+        if f"{experts}.down_proj{BIAS}" in files and last.startswith(("gate_up_proj", "down_proj")):
+            found |= _stacked_with_biases(files, stored)
+            continue
         suffix = next((suffix for suffix in STACKED if name.endswith(suffix)), None)
         if suffix is None:
             found[name] = Place(path, stored)
             continue
-        with open_file(path, "numpy") as file:
-            shape = file.get_slice(stored).get_shape()
+        shape = _stored_header(path, stored).shape
         projections, prefix = STACKED[suffix], name.removesuffix(suffix)
         # A damaged file may claim any number of experts if they have no elements.
         if len(shape) != 3 or 0 in shape or shape[1] % len(projections):
@@ -73,6 +107,56 @@ def places(folder: Path) -> dict[str, Place]:
                 rows = (part * size, (part + 1) * size)
                 found[f"{prefix}.experts.{expert}.{projection}.weight"] = Place(path, stored, expert, rows)
     return found
+
+
+def _stacked_with_biases(files: Mapping[str, Path], stored: str) -> dict[str, Place]:
+    """Return the places of each expert's tensor in one of gpt-oss's stacked tensors; empty for scales."""
+    if stored.endswith(SCALES):
+        return {}
+    path, (dtype, shape) = files[stored], _stored_header(files[stored], stored)
+    is_bias, is_packed = stored.endswith(BIAS), stored.endswith(BLOCKS)
+    scales = stored.removesuffix(BLOCKS) + SCALES if is_packed else None
+    has_axes = len(shape) == (2 if is_bias else 4 if is_packed else 3) and 0 not in shape
+    if not has_axes:
+        raise UserError(
+            f"{path}: {stored} has shape {list(shape)}, which does not stack experts. Fix: download it again"
+        )
+    if scales is not None:
+        require_names(path, files, [scales])
+        expected = Header("U8", (*shape[:3], MXFP4_BYTES)), Header("U8", shape[:3])
+        if expected != (Header(dtype, shape), _stored_header(files[scales], scales)):
+            raise UserError(
+                f"{path}: {stored} and {scales} are not bytes of MXFP4 blocks and their scales. Fix: download it again"
+            )
+    experts, _, last = stored.rpartition(".")
+    name = f"{last.removesuffix(BIAS)}.bias" if is_bias else f"{last.removesuffix(BLOCKS)}.weight"
+    is_transposed = not is_bias and not is_packed
+    rows = (0, shape[2] if is_transposed else shape[1])
+    place = Place(path, stored, 0, rows, is_transposed, None if scales is None else (files[scales], scales))
+    return {f"{experts}.{expert}.{name}": place._replace(expert=expert) for expert in range(shape[0])}
+
+
+def stacks(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Stack]:
+    """Return stored tensor -> stack for experts that checkpoints store in stacks, as gpt-oss's do: those with biases.
+    `shapes` maps the names of all tensors, as in `places`, to their shapes."""
+    members: dict[str, dict[int, str]] = {}
+    for name in shapes:
+        match = _EXPERT_TENSOR.fullmatch(name)
+        if match is not None and f"{match[1]}.{match[2]}.down_proj.bias" in shapes:
+            stored = f"{match[1]}.{match[3]}{BIAS if match[4] == 'bias' else ''}"
+            members.setdefault(stored, {})[int(match[2])] = name
+    found = {}
+    for stored, experts in members.items():
+        names = tuple(experts[number] for number in range(len(experts)))
+        found[stored] = Stack((len(names), *reversed(shapes[names[0]])), names, not stored.endswith(BIAS))
+    return found
+
+
+def _stored_header(path: Path, stored: str) -> Header:
+    with open_file(path, "numpy") as file:
+        require_names(path, list(map(str, file.keys())), [stored])
+        tensor = file.get_slice(stored)
+        return Header(tensor.get_dtype(), tuple(tensor.get_shape()))
 
 
 def files_by_tensor(folder: Path) -> dict[str, Path]:
@@ -141,7 +225,9 @@ def _header(place: Place, stored: Header) -> Header:
     if place.rows is None:
         return stored
     start, stop = place.rows
-    return Header(stored.dtype, (stop - start, *stored.shape[2:]))
+    if place.scales is not None:
+        return Header(DEQUANTIZED, (stop - start, stored.shape[2] * MXFP4_BLOCK))
+    return Header(stored.dtype, (stop - start, *(stored.shape[1:2] if place.is_transposed else stored.shape[2:])))
 
 
 def require_tensors(folder: Path, headers: Mapping[str, Header], shapes: Mapping[str, tuple[int, ...]]) -> None:

@@ -65,8 +65,8 @@ def gated_delta_rule(
     """Return the outputs, [T, heads, values], and the documents' final states, [D, heads, keys, values] in float32 or
     float64.
 
-    The documents are cut into chunks, of which all products that do not involve a state are batched. Inputs of lower
-    precision are computed in float32.
+    The documents are cut into chunks. Products that do not involve a state are batched over all chunks. Inputs of
+    lower precision are computed in float32.
 
     Args:
         query, key: [T, heads, keys], normalized.
@@ -117,8 +117,8 @@ class _Chunks:
 
     @cached_property
     def rounds(self) -> list[tuple[list[int], list[int]]]:
-        """The chunks that can be processed together, first those at the beginning of each document: the numbers of the
-        documents and of their chunks."""
+        """The numbers of the documents and of their chunks that can be processed together, round by round. The first
+        round has the first chunk of each document."""
         starts = [sum(self.counts[:i]) for i in range(len(self.counts))]
         longer = [[i for i, count in enumerate(self.counts) if count > turn] for turn in range(max(self.counts))]
         return [(documents, [starts[i] + turn for i in documents]) for turn, documents in enumerate(longer)]

@@ -22,6 +22,8 @@ BLOCK = 128
 def pack_mask(
     document_tokens: torch.Tensor,
     boundaries: torch.Tensor,
+    query_positions: torch.Tensor | None = None,
+    key_positions: torch.Tensor | None = None,
     device: torch.device | None = None,
     window: int | None = None,
 ) -> BlockMask:
@@ -34,6 +36,9 @@ def pack_mask(
 
     Args:
         document_tokens, boundaries: as in TokenBatch.
+        query_positions: int64 [n ≥ 1], pack positions of the tokens that are queries on this rank; None means all
+            tokens, in order.
+        key_positions: int64 [T], the pack position of each row in keys and values. Required with `query_positions`.
         device: device of the attention's inputs; by default, that of `document_tokens`.
         window: number of tokens to which a token attends, including itself; None means all tokens before it.
     """
@@ -44,19 +49,28 @@ def pack_mask(
     positions = _positions(ends)
     in_documents = torch.arange(len(tokens)) - bounds[:-1].repeat_interleave(lengths)
     assert torch.equal(positions[tokens], in_documents), "documents are not packed depth first"
-    some, every = _blocks(ends, -(-num_tokens // BLOCK))
+    is_whole = query_positions is None
+    queries, keys = (torch.arange(num_tokens) if x is None else x.cpu() for x in (query_positions, key_positions))
+    ends_of_keys, query_offsets, key_offsets = ends[keys], positions[queries], positions[keys]
+    if is_whole:
+        some, every = _blocks(ends, -(-num_tokens // BLOCK))
+    else:
+        some, every = _blocks_of_rows(ends_of_keys, queries, keys)
     if window is not None:
-        some, every = _in_window(some, every, positions, window)
-    ends, positions = send(ends.int(), device), send(positions.int(), device)
+        some, every = _in_window(some, every, query_offsets, key_offsets, window)
+    ends, query_places, key_places, query_offsets, key_offsets = (
+        send(x.int(), device) for x in (ends_of_keys, queries, keys, query_offsets, key_offsets)
+    )
 
     def is_visible(_batch, _head, query, key):
-        visible = (key <= query) & (query < ends[key])
-        return visible if window is None else visible & (positions[query] - positions[key] < window)
+        query_place, key_place = (query, key) if is_whole else (query_places[query], key_places[key])
+        visible = (key_place <= query_place) & (query_place < ends[key])
+        return visible if window is None else visible & (query_offsets[query] - key_offsets[key] < window)
 
     rows = [*_listed(some & ~every), *_listed(every)]
     columns = [*_listed((some & ~every).T), *_listed(every.T)]
     return BlockMask(
-        (num_tokens, num_tokens),
+        (len(queries), num_tokens),
         *(send(x, device) for x in rows + columns),
         BLOCK_SIZE=(BLOCK, BLOCK),
         mask_mod=is_visible,
@@ -84,13 +98,34 @@ def _blocks(ends: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]
     return some.tril(), every.tril(-1)
 
 
+def _blocks_of_rows(ends: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the masks of `_blocks` for rows in any order. The first mask may include blocks without a visible pair,
+    because only the smallest and largest values in a block are compared.
+
+    Args:
+        ends: int64 [T], as in `_blocks`, by row of the keys.
+        queries, keys: int64 [n] and int64 [T], the pack position of each row.
+    """
+    (first, last), (first_key, last_key), (first_end, last_end) = (_bounds(x) for x in (queries, keys, ends))
+    first, last = first[:, None], last[:, None]
+    some = (first_key <= last) & (first < last_end)
+    every = (last_key <= first) & (last < first_end)
+    every[len(queries) // BLOCK :] = every[:, len(keys) // BLOCK :] = False  # blocks with fewer rows
+    return some, every
+
+
 def _in_window(
-    some: torch.Tensor, every: torch.Tensor, positions: torch.Tensor, window: int
+    some: torch.Tensor, every: torch.Tensor, query_offsets: torch.Tensor, key_offsets: torch.Tensor, window: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Restrict the masks of `_blocks` to blocks in which a distance, or every distance, may be within the window."""
-    blocks = positions.split(BLOCK)
-    least, most = (torch.stack([bound(block) for block in blocks]) for bound in (torch.min, torch.max))
-    return some & (least[:, None] - most < window), every & (most[:, None] - least < window)
+    (least, most), (least_key, most_key) = _bounds(query_offsets), _bounds(key_offsets)
+    return some & (least[:, None] - most_key < window), every & (most[:, None] - least_key < window)
+
+
+def _bounds(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the smallest and the largest value in each block."""
+    least, most = ([bound(block) for block in rows.split(BLOCK)] for bound in (torch.min, torch.max))
+    return torch.stack(least), torch.stack(most)
 
 
 def _covered(begins: torch.Tensor, ends: torch.Tensor, count: int) -> torch.Tensor:

@@ -166,7 +166,7 @@ def _details(plan: StepPlan, used: int) -> list[tuple[str, str]]:
 
 def _overlapped(plan: StepPlan) -> float | None:
     """Return the duration of a step in which rollout and training overlap, or None for runs that cannot sample ahead:
-    those on offline data, and those of image models."""
+    runs on offline data, and runs of image models."""
     return None if plan.config.samples_images else plan.times.overlapped(plan.config.is_colocated)
 
 

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from functools import cache
 
 from megarl.cluster.memory.parameters import ModelParameters
-from megarl.cluster.memory.rank import item_bytes
+from megarl.cluster.memory.rank import FLOAT32, item_bytes
 from megarl.cluster.memory.reserves import max_sequences
 from megarl.config.schema import Config
-from megarl.models.flops import forward_flops
+from megarl.models.flops import forward_flops, mean_context, pairs_outside_window
+from megarl.models.shape import ModelShape
 from megarl.planner.hardware import DENSE_SHARE, GIB, MEMORY_SHARE, Cluster
 from megarl.planner.workload import TextWorkload
 
@@ -60,19 +61,34 @@ class RolloutTime:
 def kv_bytes(model: ModelParameters, tp: int, num_bytes: int) -> float:
     """Return the number of KV cache bytes per token on an engine rank. KV heads are split over the ranks, and
     replicated if there are more ranks than heads. With latent attention, every rank holds the full latent vector. Gated
-    delta nets have a state per sequence, which is not counted, instead of keys and values."""
+    delta nets have a state per sequence instead: see `state_bytes`. All other layers are counted, although layers with
+    a sliding window cache only the window's tokens: see `mean_context`."""
     shape = model.shape
     if shape.latent is not None:
         return shape.num_layers * shape.latent_and_position * num_bytes
     return shape.softmax_layers * 2 * max(1, shape.kv_heads / tp) * shape.head_dim * num_bytes
 
 
-def engine_kv_bytes(config: Config, model: ModelParameters, draft: ModelParameters | None) -> float:
-    """Return the KV cache's bytes per token for all models of an engine. A draft model has its own keys and values."""
-    models = [model] if draft is None else [model, draft]
-    total = sum(kv_bytes(each, config.rollout.tp, item_bytes(config)) for each in models)
-    predicting = model.shape.mtp_layers / model.shape.num_layers if config.rollout.drafts_with_mtp else 0.0
-    return total + predicting * kv_bytes(model, config.rollout.tp, item_bytes(config))
+def state_bytes(shape: ModelShape, tp: int, num_bytes: int) -> float:
+    """Return the number of bytes that the gated delta nets of an engine rank keep for a sequence, in its KV cache: the
+    state [keys, values] of each head in float32, and the inputs of the convolution."""
+    linear = shape.linear
+    if linear is None:
+        return 0
+    states = linear.key_dim * linear.values * FLOAT32
+    return sum(linear.layers) * (states + (linear.width - 1) * linear.channels * num_bytes) / tp
+
+
+def engine_kv_bytes(config: Config, model: ModelParameters, draft: ModelParameters | None, num_tokens: float) -> float:
+    """Return the KV cache's bytes for a sequence in all models of an engine. A draft model has its own keys and values.
+    Layers with a sliding window cache only the window's tokens."""
+    models, tp, num_bytes = [model] if draft is None else [model, draft], config.rollout.tp, item_bytes(config)
+    drafting = model.shape.mtp_layers / model.shape.num_layers if config.rollout.drafts_with_mtp else 0.0
+    return drafting * kv_bytes(model, tp, num_bytes) * num_tokens + sum(
+        kv_bytes(each, tp, num_bytes) * mean_context(each.shape.windows, num_tokens)
+        + state_bytes(each.shape, tp, num_bytes)
+        for each in models
+    )
 
 
 def rollout_time(
@@ -87,10 +103,10 @@ def rollout_time(
     once runs full batches until its last sample has started. Its batch then shrinks according to this formula. The time
     that draft tokens save depends on their acceptance and is not estimated."""
     step = _Step(config, model, cluster)
-    samples = workload.samples / config.rollout.replicas
+    windows, samples = model.shape.windows, workload.samples / config.rollout.replicas
     mean, longest = workload.response_tokens, workload.longest_response
-    token, cache = engine_kv_bytes(config, model, draft), config.rollout.kv_cache_gib * GIB
-    concurrent = int(cache / token / (workload.prompt_tokens + mean / 2))
+    cache = config.rollout.kv_cache_gib * GIB
+    concurrent = int(cache / engine_kv_bytes(config, model, draft, workload.prompt_tokens + mean / 2))
     batch = max(1, min(samples, concurrent, max_sequences(config.rollout)))
     parts: dict[str, float] = defaultdict(float)
     full_steps = (samples - batch) * mean / batch
@@ -102,11 +118,12 @@ def rollout_time(
         _add(parts, step.parts(active, workload.prompt_tokens + done * longest), longest / POINTS)
     prompts = workload.prompts * workload.prompt_tokens
     pairs = prompts * workload.prompt_tokens / 2
+    pairs -= workload.prompts * pairs_outside_window(windows, workload.prompt_tokens)
     engines = config.rollout.replicas * config.rollout.tp
     prefill = forward_flops(model.shape, prompts, 0, pairs) / (engines * step.flops_per_second)
     parts["prompts"] = prefill
     always_full = sum(step.parts(batch, workload.prompt_tokens + mean / 2).values()) * samples * mean / batch + prefill
-    guaranteed = int(cache / token / config.rollout.context_length)
+    guaranteed = int(cache / engine_kv_bytes(config, model, draft, config.rollout.context_length))
     return RolloutTime(dict(parts), min(always_full, sum(parts.values())), concurrent, guaranteed)
 
 
@@ -128,7 +145,8 @@ def recompute_seconds(
 
     def seconds(response_tokens: float) -> float:
         tokens = prompt_tokens + response_tokens
-        return forward_flops(model.shape, tokens, 0, tokens * tokens / 2) / flops_per_second
+        pairs = tokens * tokens / 2 - pairs_outside_window(model.shape.windows, tokens)
+        return forward_flops(model.shape, tokens, 0, pairs) / flops_per_second
 
     return seconds
 
@@ -146,6 +164,7 @@ class _Step:
         self.num_bytes = item_bytes(config)
         self.tp, self.shape = rollout.tp, shape
         self.token = kv_bytes(model, rollout.tp, self.num_bytes)
+        self.state = state_bytes(shape, rollout.tp, self.num_bytes)
         weights = model.engine_bytes(config)
         self.experts = 0.0
         self.kernel_latency = shape.num_layers * LAYER_SECONDS
@@ -166,8 +185,9 @@ class _Step:
         experts = self.shape.experts
         touched = 1 - (1 - experts.active / experts.count) ** batch if experts else 0.0
         reading = (self.dense + self.experts * touched) / self.bandwidth
-        products = forward_flops(self.shape, batch, batch, batch * context) / self.tp / self.flops_per_second
-        caching = batch * context * self.token / self.bandwidth
+        attended = batch * mean_context(self.shape.windows, context)
+        products = forward_flops(self.shape, batch, batch, attended) / self.tp / self.flops_per_second
+        caching = (attended * self.token + 2 * batch * self.state) / self.bandwidth  # a step also writes the states
         parts = {
             "engine loop": STEP_SECONDS + SEQUENCE_SECONDS * batch,
             "kernel latency": self.kernel_latency,

@@ -185,6 +185,7 @@ def _with_engine(
     if plan.problem is not None or left <= 0:
         return plan
     longest = workload.prompt_tokens + workload.longest_response
-    filled = -(-workload.samples // replicas) * longest * engine_kv_bytes(smallest, models.actor, models.draft) / GIB
+    sequence = engine_kv_bytes(smallest, models.actor, models.draft, longest)
+    filled = -(-workload.samples // replicas) * sequence / GIB
     cache = max(SMALLEST_CACHE_GIB, int(10 * min(SMALLEST_CACHE_GIB + left, filled + 0.1)) / 10)
     return plan_step(replace_engine(smallest, kv_cache_gib=cache), models, workload, cluster)

@@ -8,6 +8,8 @@ from typing import Any
 from megarl.config.model_schema import Trained
 from megarl.config.schema import Config
 from megarl.models.denoiser import DenoiserShape
+from megarl.models.flops import pairs_outside_window
+from megarl.models.huggingface import WindowedAttention
 from megarl.models.shape import ModelShape
 from megarl.step.needed_passes import passes
 
@@ -75,11 +77,11 @@ def workload_of(
     if isinstance(shape, DenoiserShape):
         return ImageWorkload.of(config, shape, prompt_tokens)
     workload = TextWorkload.of(config, prompt_tokens, response_tokens)
-    return replace(workload, is_recurrent=shape.linear is not None)
+    return replace(workload, is_recurrent=shape.linear is not None, windows=shape.windows)
 
 
 def _counts(config: Config) -> dict[str, Any]:
-    """Return the fields that do not depend on what the policy samples."""
+    """Return the fields that are computed in the same way for text and for images."""
     batch = config.batch
     trained = batch.prompts_per_step * config.trained_per_prompt
     sampled = batch.prompts_per_step * (batch.samples_per_prompt + config.samples_greedily)
@@ -104,6 +106,7 @@ class TextWorkload(Workload):
         longest_response: number of tokens in the longest response, for which the step waits.
         sharing: number of trained samples per prompt. A microbatch processes their common prompt only once.
         is_recurrent: whether the model has recurrent states, so that each sample needs a copy of its prompt.
+        windows: the model's layers with a sliding window.
     """
 
     context: int
@@ -111,6 +114,7 @@ class TextWorkload(Workload):
     longest_response: float
     sharing: int
     is_recurrent: bool = False
+    windows: WindowedAttention | None = None
 
     @classmethod
     def of(
@@ -159,11 +163,14 @@ class TextWorkload(Workload):
         prompt, response = self.prompt_tokens, self.response_tokens
         tokens = prompt / per_prompt + response
         count = max(1, -(-int(replica_samples * tokens) // budget))
+        pairs = (prompt**2 / per_prompt + 2 * prompt * response + response**2) / 2
+        in_prompt, in_sample = (pairs_outside_window(self.windows, n) for n in (prompt, prompt + response))
+        pairs -= in_prompt / per_prompt + in_sample - in_prompt
         return Packed(
             microbatches=count,
             tokens=replica_samples * tokens / count,
             scored_share=response / tokens,
-            pairs_per_token=(prompt**2 / per_prompt + 2 * prompt * response + response**2) / 2 / tokens,
+            pairs_per_token=pairs / tokens,
         )
 
     def describe(self) -> str:

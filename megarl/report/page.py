@@ -97,7 +97,7 @@ def _config_of(path: Path, text: str) -> dict[str, Any]:
         if not isinstance(config, dict) or not isinstance(config.get("run", {}), dict):
             raise ValueError("not a mapping")
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise UserError(f"{path}: is not a config: {error}. Fix: restore or remove the file") from None
+        raise UserError(f"{path}: not a config: {error}. Fix: restore or remove the file") from None
     return config
 
 
@@ -112,7 +112,7 @@ def _manifest_of(path: Path, text: str) -> dict[str, Any]:
         if not isinstance(manifest, dict):
             raise ValueError("not an object")
     except ValueError as error:
-        raise UserError(f"{path}: is not a run's manifest: {error}. Fix: restore or remove the file") from None
+        raise UserError(f"{path}: not a run's manifest: {error}. Fix: restore or remove the file") from None
     return manifest
 
 

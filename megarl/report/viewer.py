@@ -22,7 +22,7 @@ FIELDS = (
     *("num_response_tokens", "advantage", "prompt_id", "rollout_id", "stop_reason"),
 )
 MAX_DETAILED = 24  # samples per step with token details
-MAX_IMAGES = 96  # samples per step that are preferred because of their images
+MAX_IMAGES = 96  # maximum number of samples per step that are selected because they have images
 MAX_TOKENS = 800  # leading tokens with details, per sample
 DIGITS = 3
 ARRAYS = {"logprobs": "rollout_logprobs", "differences": "logprob_differences", "advantages": "token_advantages"}

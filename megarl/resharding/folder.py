@@ -13,7 +13,7 @@ import torch
 from megarl.core.files import Progress, new_folder, no_progress
 from megarl.models.denoiser import is_denoiser
 from megarl.models.huggingface import without_untrained_part
-from megarl.models.weight_files import DIFFUSERS_INDEX, DIFFUSERS_SINGLE, INDEX, SINGLE
+from megarl.models.weight_files import DIFFUSERS_INDEX, DIFFUSERS_SINGLE, INDEX, SINGLE, Stack, stacks
 from megarl.resharding.execute import execute, planned_shapes
 from megarl.resharding.families.canonical import canonical_of
 from megarl.resharding.piece import num_bytes, whole
@@ -54,8 +54,11 @@ def write_folder(
     copies = canonical_of(hf_config).copies()
     for copy, original in copies.items():
         shapes[copy], dtypes[copy] = shapes[original], dtypes[original]
-    sizes = {name: num_bytes(shape, dtypes[name]) for name, shape in shapes.items()}
-    total, memory = sum(sizes.values()), ReusedMemory(max(sizes.values()))
+    largest = max(num_bytes(shape, dtypes[name]) for name, shape in shapes.items())
+    stacked = stacks(shapes)
+    stored_shapes, stored_dtypes = _stored(shapes, dtypes, stacked)
+    sizes = {name: num_bytes(shape, stored_dtypes[name]) for name, shape in stored_shapes.items()}
+    total, memory = sum(sizes.values()), ReusedMemory(largest)
     checksums: dict[str, int] = {}
 
     def tensor(name: str) -> torch.Tensor:
@@ -75,7 +78,7 @@ def write_folder(
         stem = single.removesuffix(".safetensors")
         files = [f"{stem}-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)] if count > 1 else [single]
         for file, shard in zip(files, shards, strict=True):
-            write_file(folder / file, {name: shapes[name] for name in shard}, dtypes, tensor)
+            write_file(folder / file, {name: stored_shapes[name] for name in shard}, stored_dtypes, tensor, stacked)
         if count > 1:
             file_of = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
             content = {"metadata": {"total_size": total}, "weight_map": file_of}
@@ -100,6 +103,20 @@ def write_description(hf_config: Mapping[str, Any], dtype: str, source: Path, fo
         # transformers < 5 calls the key torch_dtype.
         config["torch_dtype" if "torch_dtype" in hf_config else "dtype"] = dtype
     (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+
+
+def _stored(
+    shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, str], stacked: Mapping[str, Stack]
+) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    """Return the shapes and dtypes of the stored tensors: each stack in the place of its first member."""
+    stack_of = {name: (stored, stack) for stored, stack in stacked.items() for name in stack.experts}
+    stored_shapes: dict[str, tuple[int, ...]] = {}
+    stored_dtypes: dict[str, str] = {}
+    for name, shape in shapes.items():
+        stored, stack = stack_of.get(name, (name, None))
+        stored_shapes[stored] = shape if stack is None else stack.shape
+        assert stored_dtypes.setdefault(stored, dtypes[name]) == dtypes[name], f"{stored} has several dtypes"
+    return stored_shapes, stored_dtypes
 
 
 def _shards(sizes: Mapping[str, int], limit: int) -> list[list[str]]:

@@ -95,9 +95,10 @@ async def code_tests(
     The tests and the program run in separate sandboxes. The program receives the arguments of calls and the import
     statements of `test_setup_code`, but neither the tests nor the expected values. It returns plain data, or references
     to its objects, which the tests can call and inspect (see code_tester). A response can still pass without solving
-    the task if it recognizes the arguments, or if the tests compare the program's results only with each other
-    (`decode(encode(x)) == x`), pass expected values to its helper functions, read arguments after the program could
-    modify them, or accept NaN or empty results (`not abs(f(x) - 4) > 1e-6`, `zip(f(x), expected)`, `np.allclose`).
+    the task by recognizing the arguments. It can also exploit tests that compare the program's results only with each
+    other (`decode(encode(x)) == x`), pass expected values to the program's helper functions, read arguments that the
+    program could modify, or accept NaN or empty results (`not abs(f(x) - 4) > 1e-6`, `zip(f(x), expected)`,
+    `np.allclose`).
 
     Raise ValueError if the answer has no tests, or if the tests are not valid Python or need a missing module.
     """

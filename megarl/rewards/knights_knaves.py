@@ -22,7 +22,8 @@ def _expected_roles(answer: Any) -> dict[str, str]:
     expected = _roles(str(answer))
     if not expected:
         raise ValueError(
-            f"knights_knaves: the answer {answer!r} does not state who is a knight or a knave. Fix: name each"
+            f"knights_knaves: the answer {answer!r} does not state who is a knight or a knave. Fix: state each "
+            "person's role, as in 'Zoey is a knave'"
         )
     return expected
 

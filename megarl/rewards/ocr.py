@@ -17,16 +17,16 @@ HEIGHT = 48
 
 
 class OcrExact:
-    """Reward 1 if the text in the image equals the answer, else 0, read by PP-OCRv4's recognizer
-    (https://github.com/PaddlePaddle/PaddleOCR), which the package rapidocr-onnxruntime contains.
+    """Reward 1 if the text in the image equals the answer, else 0. The text is read by PP-OCRv4's recognizer
+    (https://github.com/PaddlePaddle/PaddleOCR) from the package rapidocr-onnxruntime.
 
     Text and answer are compared without spaces and after Unicode's compatibility normalization. A single line of text
     must fill the image, because the recognizer does not locate text.
     """
 
     def __init__(self, characters: str | None = None):
-        """characters: the only characters that can be read, such as "0123456789", which excludes the letter O. None:
-        all."""
+        """characters: the characters that the recognizer may return, such as "0123456789" to exclude the letter O; None
+        allows all."""
         import onnxruntime  # pyright: ignore[reportMissingImports]
 
         # Importing the package would import OpenCV, whose wheel requires graphics libraries.

@@ -118,7 +118,7 @@ class FunctionPool:
 
     def call(self, function: str, *arguments: Any, columns: Mapping[str, Any] = NO_COLUMNS) -> Future[Result]:
         """Call the function as soon as a process is free. Calls start in the order of submission. The function receives
-        those of the data row's columns that its parameters name."""
+        the data row's columns that its parameters name."""
 
         def results(_: Sequence[int]) -> list[Result]:
             return [Result(**self._run(function, arguments, dict(columns)))]

@@ -135,9 +135,9 @@ class Reader:
         return self._typed.ids_and_spans(marked, add_special_tokens=self._settings.input_format == "text")
 
     def _render(self, prompt: Prompt, response: str) -> _Rendered:
-        """Return the text to score. The response is inserted verbatim with input_format=text, and if the chat template
-        rejects it or changes it so that a token classifier's scores cannot be attributed to its text. Otherwise, the
-        template renders it."""
+        """Return the text to score. The chat template renders the response unless input_format=text, or the template
+        rejects the response or changes it so that a token classifier's scores cannot be attributed to its text. In
+        these cases, the response is inserted verbatim."""
         if self._settings.input_format == "text":
             marked = self._typed.mark(text_of(self._actor_tokenizer, prompt.token_ids.tolist()))
             return self._inserted(marked, response, "", None)

@@ -147,8 +147,8 @@ class GenerativeJudge:
 
     async def _ask(self, client: httpx.AsyncClient, content: str) -> str:
         """Return the judge's answer. Raise ServiceUnavailable if the server is unavailable, Unanswered if the question
-        may be the reason, Rejected if it rejects the question, and a ValueError that quotes its response if the
-        response contains no answer."""
+        may have caused the failure, Rejected if the server rejects the question, and a ValueError that quotes the
+        server's response if it contains no answer."""
         import httpx
 
         body, failure = self._question | {"messages": [{"role": "user", "content": content}]}, ""

@@ -64,7 +64,7 @@ def require_prompts(prompts: Sequence[Prompt], check: Callable[[Prompt], object]
 
 
 def _problem_lines(pool: FunctionPool, prompts: Sequence[Prompt]) -> list[tuple[str, int]]:
-    """Return one line for each function that cannot score some rows, and the number of these rows."""
+    """Return (line, number of rows) for each function that cannot score some rows."""
     found = ((function, _problems(pool, function, prompts)) for function in pool.row_checks)
     return [(_describe(problems), len(problems)) for _, problems in found if problems]
 

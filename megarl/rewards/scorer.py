@@ -56,12 +56,16 @@ class Scorer:
     ) -> tuple[Score, list[float] | None]:
         """Return the sample's score and its per-token rewards.
 
-        The score's value is the weighted sum of the results from the functions (keyed by name), the reward model and
-        the judge (None if the run has none). It is None if any of them failed. A per-turn function contributes the sum
-        over turns. In an environment rollout, each sample's value includes the sum of all turn rewards in the rollout.
+        The score's value is the weighted sum of the rewards from the functions, the reward model and the judge, or
+        None if any of them failed. A per-turn function contributes the sum over turns. In an environment rollout, each
+        sample's value includes the sum of all turn rewards in the rollout.
 
         The per-token rewards are R values, NaN for tokens without a reward. They are already included in the score's
         value. They are None if no reward is assigned to individual tokens.
+
+        Args:
+            results: results of the functions, by name.
+            model_reward, verdict: None if the run has no reward model or no judge.
         """
         if sample.episode is not None and sample.episode.failure is not None:
             is_lost = sample.episode.info.stop_reason == LOST
@@ -118,8 +122,8 @@ class Scorer:
 
 
 def require_ratings(scores: Sequence[Score]) -> list[Score]:
-    """Return a step's scores. If a judge did not rate most of the responses, and at least two, its settings are at
-    fault rather than the responses, and the scores of the unrated ones become failures."""
+    """Return a step's scores. If a judge left most of the responses, and at least two, unrated, its settings are
+    considered at fault rather than the responses, and the scores of the unrated responses become failures."""
     required = list(scores)
     for name in sorted({name for score in scores for name in score.issues if name.endswith(f"_{UNRATED}")}):
         component = name.removesuffix(f"_{UNRATED}")

@@ -254,7 +254,7 @@ class RunContext:
         self.saver.finish()
 
     def export(self, write: Callable[[Path], None]) -> None:
-        """Export the model with `write` if run.export is set, else remove an earlier one. Mark the run finished."""
+        """Export the model with `write` if run.export is set, else remove an earlier export. Mark the run finished."""
         if self.config.run.export:
             with self.folder.new_model() as path:
                 write(path)

@@ -84,7 +84,7 @@ class Finished:
 
 class Sandbox(AbstractAsyncContextManager):
     """A running sandbox. Programs run one at a time. Files persist between programs, processes do not. Concurrent calls
-    are serialized. After a call fails or is cancelled, the sandbox can no longer be used."""
+    are serialized. After a call fails or is canceled, the sandbox can no longer be used."""
 
     def __init__(self, command: Command, limits: schema.Sandbox, python: str, deadline_s: float | None):
         """python: path of the interpreter for programs. deadline_s: the sandbox's lifetime in seconds."""

@@ -50,8 +50,8 @@ class Answers:
 
 @dataclass(frozen=True, slots=True)
 class Canaries:
-    """The canary prompts in a run. `limit` is the largest mean log-prob difference per token, in nats, between an
-    engine and the trainer that rounding can explain."""
+    """The canary prompts in a run. `limit` is the largest difference between an engine and the trainer that rounding
+    can explain: the mean log-prob difference per token, in nats."""
 
     config: Config
     workers: Workers

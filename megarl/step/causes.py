@@ -39,7 +39,7 @@ class Evidence:
         differing: one line for each weight region that differs from the trainer's; None: not comparable.
         num_regions: number of compared weight regions.
         head_dtypes: dtype of the head's logits in the trainer, and in the engine.
-        other_tokens: the prompts, among the num_texts compared ones, that the engine's tokenizer tokenizes differently.
+        other_tokens: prompts that the engine's tokenizer tokenizes differently, out of num_texts compared prompts.
         other_routes: mean difference if the trainer computes expert routes itself; None: routes are not replayed.
         has_experts: whether the model has experts.
         kernels: descriptions of the kernels in the trainer, and in the engine.

@@ -138,7 +138,7 @@ def excess(config: Config, metrics: Mapping[str, Metric]) -> str | None:
 
 
 def _unit(config: Config) -> str:
-    """Return what has a log-prob."""
+    """Return the noun for an action of the policy."""
     return "denoising step" if config.samples_images else "token"
 
 

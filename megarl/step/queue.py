@@ -48,8 +48,8 @@ class Group:
 
 @dataclass(slots=True)
 class Dropped:
-    """Counts of the samples and tokens in dropped stale rollouts, and in those of them that were aborted before they
-    finished."""
+    """Numbers of samples and tokens in dropped stale rollouts: in total, and in the rollouts that were aborted before
+    they finished."""
 
     samples: int = 0
     tokens: int = 0

@@ -114,6 +114,20 @@ KIMI = ONE_GROUP | dict(
     routed_scaling_factor=2.827,
 )
 YARN = dict(rope_type="yarn", rope_theta=1e3, factor=4.0, original_max_position_embeddings=16, beta_fast=4, beta_slow=1)
+GPT_OSS = dict(
+    vocab_size=128,
+    hidden_size=48,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=8,
+    num_hidden_layers=4,
+    intermediate_size=40,
+    max_position_embeddings=64,
+    num_local_experts=8,
+    num_experts_per_tok=3,
+    sliding_window=5,
+    rope_parameters=YARN | dict(beta_fast=1.0, beta_slow=0.16, truncate=False),
+)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama 2": ("llama", {}),
     "Llama 3, tied": ("llama", dict(tie_word_embeddings=True, rope_parameters=LLAMA3_ROPE)),
@@ -150,9 +164,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Kimi K2": ("kimi_k2", KIMI),
     "Kimi K2, large epsilon": ("kimi_k2", KIMI | dict(rms_norm_eps=1e-2)),
     "Moonlight": ("deepseek_v3", MOONLIGHT),
+    "gpt-oss": ("gpt_oss", {}),
+    "gpt-oss, rounded YaRN": ("gpt_oss", dict(rope_parameters=GPT_OSS["rope_parameters"] | dict(truncate=True))),
 }
 SIZES = dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), GATED_DELTA)
-SIZES |= {"deepseek_v3": DEEPSEEK, "glm4_moe": GLM, "kimi_k2": DEEPSEEK}
+SIZES |= {"deepseek_v3": DEEPSEEK, "glm4_moe": GLM, "gpt_oss": GPT_OSS, "kimi_k2": DEEPSEEK}
 """Sizes by model_type, DENSE for all others."""
 
 
@@ -209,7 +225,7 @@ def test_logits_match_transformers(folder):
 
 VARIATIONS = (
     *("Llama, attention biases", "Llama, MLP biases", "Qwen3, tied", "Qwen3, experts"),
-    *("DeepSeek-V3, YaRN without mscale", "GLM-4.5-Air", "Kimi K2", "Moonlight"),
+    *("DeepSeek-V3, YaRN without mscale", "GLM-4.5-Air", "Kimi K2", "Moonlight", "gpt-oss, rounded YaRN"),
 )
 """Models whose parts all occur in other models."""
 
@@ -251,6 +267,12 @@ LAYOUTS = {
     ),
     "Moonlight: EP2, TP2, ETP1": "tp: 2, sequence_parallel: true, ep: 2, etp: 1",
     "Moonlight: CP2": "cp: 2",
+    "gpt-oss: TP2, SP, EP2, ETP1": "tp: 2, sequence_parallel: true, ep: 2, etp: 1",
+    "gpt-oss: PP2": "pp: 2",
+    "gpt-oss: CP2": "cp: 2",
+    "gpt-oss: EP2": "dp: 2, ep: 2",
+    "gpt-oss: CP2, TP2, SP, EP2, ETP1": "cp: 2, tp: 2, sequence_parallel: true, ep: 2, etp: 1",
+    "gpt-oss, rounded YaRN: PP2, VPP2, EP2": "pp: 2, vpp: 2, dp: 2, ep: 2",
 }
 """Cases in which a family's special parts are sharded."""
 
@@ -262,6 +284,7 @@ LAYOUTS = {
         *("Llama, all biases: TP3, SP", "Phi-3: TP3, SP", "Qwen3: TP3"),
         *("Qwen3.5: TP2", "Qwen3.5: CP2", "Qwen3-Next: PP2, EP2"),
         *("DeepSeek-V3: PP2, TP2, SP", "DeepSeek-V3, YaRN: CP2", "GLM-4.5-Air: EP2, TP2, ETP1"),
+        "gpt-oss: TP2, SP, EP2, ETP1",
     ),
 )
 def test_sharded_training_matches_transformers(tmp_path, case):

@@ -51,6 +51,7 @@ from tests.parity import (
     own_batch,
     random_groups,
     reduced_gradients,
+    separate_experts,
     whole_tensors,
 )
 from tests.tiny_model import write_tiny_experts, write_tiny_llama, write_tiny_model
@@ -179,8 +180,12 @@ GATED_DELTA = {"one process": "dp: 1", "TP2, PP2, SP": "tp: 2, pp: 2, sequence_p
 
 @pytest.fixture(scope="module")
 def gated_delta(tmp_path_factory) -> Path:
+    return write_gated_delta(tmp_path_factory.mktemp("gated"))
+
+
+def write_gated_delta(folder: Path) -> Path:
     return write_tiny_model(
-        tmp_path_factory.mktemp("gated"),
+        folder,
         "qwen3_5_text",
         vocab_size=128,
         hidden_size=64,
@@ -268,6 +273,31 @@ def test_mixture_of_experts(experts, expert_case, layout):
     check(experts, config_with(experts, keys_of(adapters, shares), EXPERTS[layout]), outcome)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("factors", FACTORS)
+def test_experts_with_biases(tmp_path, factors):
+    shares = FACTORS[factors]
+    folder = write_tiny_model(
+        tmp_path / "model",
+        "gpt_oss",
+        vocab_size=128,
+        hidden_size=48,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_hidden_layers=2,
+        intermediate_size=40,
+        max_position_embeddings=64,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=8,
+    )
+    random = random_factors(folder, shares)
+    adapters = write_factors(tmp_path / "peft", folder, random, shares)
+    outcome = expected(lambda: outcome_of(merged_reference(folder, random)))
+    check(folder, config_with(folder, keys_of(adapters, shares), EXPERTS["EP2, TP2, ETP1"]), outcome)
+
+
 def outcome_of(reference: PeftReference | MergedReference, updates: Sequence[list] = UPDATES):
     for groups in updates:
         loss, gradients, norm = reference.update(groups, KL, clip_norm=1.0)
@@ -288,7 +318,7 @@ def assert_same(folder: Path, ranks: list[AdapterResult], outcome) -> None:
     assert_close(whole_factors(ranks, "gradients"), *gradients, "gradient")
     assert_close(whole_factors(ranks, "factors"), *factors, "factor")
     [weights] = folder.glob("*.safetensors")
-    hf_config, start = read_config(folder), load_file(weights)
+    hf_config, start = read_config(folder), separate_experts(load_file(weights))
     assert all(torch.equal(weight, start[name]) for name, weight in whole_tensors(hf_config, ranks, "base").items())
     assert_close(whole_tensors(hf_config, ranks, "weights"), *merged, "merged weight")
 

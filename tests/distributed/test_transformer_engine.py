@@ -6,13 +6,14 @@ process whose Megatron imports it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from tests import dense_gpt_oss
 from tests.closeness import assert_close, expected
 from tests.distributed import test_lora as lora
 from tests.distributed.test_families import MODELS, write
@@ -30,9 +31,11 @@ NAMES = MODELS.keys() - {
 
 IN_TEST = {
     *("Llama 3, tied", "Llama, all biases", "Phi-3", "Qwen3", "Mixtral", "Qwen3, experts in some layers"),
-    *("DeepSeek-V3, YaRN", "dense", "own factors"),
+    *("DeepSeek-V3, YaRN", "dense", "own factors", "gpt-oss"),
 }
 """Models and adapters that together cover all parts. `make test-exhaustive` runs the others."""
+
+ADAPTED = "dense", "zero-centered norms", *lora.FACTORS
 
 APART = {"Qwen3", "DeepSeek-V3, YaRN"}
 """Models that are also trained on packs without shared prompts, for which Transformer Engine's attention is used."""
@@ -62,6 +65,11 @@ def adapted(tmp_path_factory) -> dict[str, Adapted]:
     dense = lora.write_dense(path / "dense")
     adapters = write_adapters(path / "adapters", dense, lora.RANK, lora.ALPHA)
     by_name = {"dense": Adapted(dense, lora.keys_of(adapters), partial(lora.dense_reference, dense, adapters))}
+    linear = lora.write_gated_delta(path / "linear")
+    adapters = write_adapters(path / "of linear", linear, lora.RANK, lora.ALPHA)
+    by_name["zero-centered norms"] = Adapted(
+        linear, lora.keys_of(adapters), partial(lora.dense_reference, linear, adapters)
+    )
     experts = write_tiny_experts(path / "experts", num_layers=4)
     for name, shares in lora.FACTORS.items():
         factors = lora.random_factors(experts, shares)
@@ -71,8 +79,15 @@ def adapted(tmp_path_factory) -> dict[str, Adapted]:
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory) -> dict[str, Path]:
+def folders(tmp_path_factory) -> Iterator[dict[str, Path]]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        dense_gpt_oss.register(monkeypatch)
+        yield written(tmp_path_factory)
+
+
+def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folders = {name: write(tmp_path_factory.mktemp("model"), name) for name in NAMES & IN_TEST}
+    folders[dense_gpt_oss.NAME] = dense_gpt_oss.write(tmp_path_factory.mktemp("model"))
     return folders | {"bfloat16": write_tiny_llama(tmp_path_factory.mktemp("bfloat16"))}
 
 
@@ -92,7 +107,8 @@ def other_trained(other_folders, adapted, tmp_path_factory) -> dict[str, Trained
 def trained(folders, adapted, tmp_path_factory) -> dict[str, Trained]:
     cases = {name: (str(folder), [], {}) for name, folder in folders.items() if name in IN_TEST}
     apart = dict(shares_prompts=False)
-    cases |= {f"{name}, prompts apart": (str(folders[name]), [], apart) for name in APART}
+    cases[dense_gpt_oss.NAME] = str(folders[dense_gpt_oss.NAME]), [], {}
+    cases |= {f"{name}, prompts apart": (str(folders[name]), [], apart) for name in (*APART, dense_gpt_oss.NAME)}
     cases |= {name: (str(case.folder), case.keys, {}) for name, case in adapted.items() if name in IN_TEST}
     half = str(folders["bfloat16"]), ["model.dtype=bfloat16"], {}
     cases["bfloat16"] = half
@@ -111,7 +127,7 @@ def test_training_matches_transformers(request, name):
     assert_same_training(folder, [result.rank], plain)
 
 
-@pytest.mark.parametrize("name", exhaustive_but(["dense", *lora.FACTORS], "dense", "own factors"))
+@pytest.mark.parametrize("name", exhaustive_but([*ADAPTED], "dense", "own factors"))
 def test_adapters_match_peft_and_plain_torch(request, adapted, name):
     """Norms are part of Transformer Engine's linear layers, and two modules hold all experts of a rank."""
     result = request.getfixturevalue("trained" if name in IN_TEST else "other_trained")[name]
@@ -128,6 +144,16 @@ def test_packs_without_shared_prompts_train_equally(trained, folders, name):
     for what in ("gradients", "weights"):
         actual, expected = (canonical(folders[name], [case.rank], what) for case in (apart, shared))
         assert_close(actual, expected, expected, what)
+
+
+@pytest.mark.parametrize("case", [dense_gpt_oss.NAME, f"{dense_gpt_oss.NAME}, prompts apart"])
+def test_windows_and_sinks_use_our_attention(trained, folders, case):
+    """Transformer Engine has no sinks for packed documents, so its attention is not used even without shared
+    prompts."""
+    result, folder = trained[case], folders[dense_gpt_oss.NAME]
+    assert result.kernels.startswith("Transformer Engine layers") and not result.attended
+    groups = [*random_groups(0), branching_group(0)]
+    assert_same_training(folder, [result.rank], plain_training(folder, [groups], kl_coefficient=0.0))
 
 
 @pytest.mark.parametrize("recipe", FP8)

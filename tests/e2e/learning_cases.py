@@ -52,6 +52,23 @@ QWEN35 = dict(
     linear_value_head_dim=16,
     rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.25),
 )
+GPT_OSS = dict(
+    num_hidden_layers=2,
+    intermediate_size=64,
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    sliding_window=4,  # shorter than the samples
+    tie_word_embeddings=False,
+    rope_parameters=dict(
+        rope_type="yarn",
+        rope_theta=1e4,
+        factor=4.0,
+        original_max_position_embeddings=64,
+        beta_fast=32.0,
+        beta_slow=1.0,
+        truncate=False,
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +126,7 @@ CASES: dict[str, Case] = {
     "ReMax": estimator("remax", "batch.samples_per_prompt=4"),
     "GRPO": estimator("grpo", has_control=True),
     "GRPO, Qwen3.5": estimator("grpo", family=("qwen3_5_text", COMMON_SIZES | QWEN35)),
+    "GRPO, gpt-oss": estimator("grpo", family=("gpt_oss", COMMON_SIZES | GPT_OSS)),
     "GRPO, rollouts a step ahead": estimator("grpo", *ahead(1, APART)),
     "GRPO, rollouts four steps ahead": estimator("grpo", *ahead(4, APART)),
     "GRPO, rollouts ahead in turns": estimator("grpo", *ahead(1, "rollout.kv_cache_on_update=recompute", FEW_AT_ONCE)),

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from queue import SimpleQueue
 from statistics import fmean
@@ -18,7 +16,6 @@ from tests.e2e.series import Series
 from tests.e2e.test_train import write_recipe
 from tests.tiny_model import write_tiny_model
 from tools.benchmarks import figures
-from tools.benchmarks.benchmark import machine
 
 pytestmark = [pytest.mark.slow, pytest.mark.learn]
 LEARNED, NOT_LEARNED = 0.9, 0.5
@@ -32,14 +29,12 @@ COMMON = (
 
 
 @pytest.fixture(scope="module")
-def table():
-    """Result rows by case. When all cases have one, write them to learning.json and the documentation's tables."""
+def table(request: pytest.FixtureRequest) -> Iterator[dict[str, dict]]:
+    """Result rows by case. With --record, they are written to learning.json and the documentation's tables."""
     rows: dict[str, dict] = {}
     yield rows
-    if rows.keys() == CASES.keys():
-        result = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "machine": machine(), "runs": rows}
-        (figures.RESULTS / "learning.json").write_text(json.dumps(result, indent=2) + "\n")
-        figures.write()
+    if request.config.getoption("--record"):
+        figures.record("learning", rows, CASES)
 
 
 @dataclass(frozen=True)
@@ -114,7 +109,7 @@ def test_it_learns(runs, model, table, name):
     learned = shares(model, case, runs[name].learning)
     is_per_step = len(learned) == case.steps
     until = next((i for i, share in enumerate(learned, start=1) if share >= LEARNED), None) if is_per_step else None
-    table[name] = {
+    row = {
         "first": learned[0],
         "last": last(learned, case),
         "steps": case.steps,
@@ -122,7 +117,8 @@ def test_it_learns(runs, model, table, name):
         "control_last": last(shares(model, case, runs[name].control), case) if case.has_control else None,
         "parts": parts(case, runs[name].learning[0]),
     }
-    print(name, table[name])
+    print(name, row)
     assert learned[0] <= case.start
-    assert table[name]["last"] >= case.learned
-    assert not case.has_control or table[name]["control_last"] < NOT_LEARNED
+    assert row["last"] >= case.learned
+    assert not case.has_control or row["control_last"] < NOT_LEARNED
+    table[name] = row

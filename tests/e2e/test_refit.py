@@ -58,7 +58,7 @@ from tests.paths import BASE
 from tests.routes import Replayed
 from tests.samples import training_ref
 from tests.timing import QUIET_S, RUN_S, SHORT_S, WAIT_S
-from tests.tiny_model import write_tiny_model
+from tests.tiny_model import store_as_mxfp4, write_tiny_model
 
 pytestmark = pytest.mark.slow
 STACKS = "stacks.txt"
@@ -367,7 +367,7 @@ def config_of(folder: Path, layout: str, tp: int, overrides: Sequence[str] = ())
 
 
 def prompts() -> list[Prompt]:
-    """Return prompts of different lengths, from less than one to several of the prefix cache's blocks of 32 tokens."""
+    """Return prompts that fill from less than one to several blocks of the prefix cache, which have 32 tokens each."""
     source = random.Random(0)
     lengths = [70, 70, 65, 33, 32, 5, 1, 40]
     return [Prompt(str(i), "", tuple(source.randrange(6, 120) for _ in range(n))) for i, n in enumerate(lengths)]
@@ -430,10 +430,25 @@ GLM = dict(
     attention_bias=True,
     first_k_dense_replace=1,
 )
+TWO_GROUPS = dict(num_attention_heads=4, num_key_value_heads=2)
+GPT_OSS = TWO_GROUPS | dict(
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    sliding_window=24,
+    rms_norm_eps=1e-5,
+    rope_parameters=dict(
+        rope_type="yarn",
+        rope_theta=10000.0,
+        factor=4.0,
+        original_max_position_embeddings=64,
+        beta_fast=32.0,
+        beta_slow=1.0,
+        truncate=False,
+    ),
+)
 KIMI_YARN = YARN | dict(rope_theta=50.0, factor=32.0, beta_fast=1.0, beta_slow=1.0)
 STAGES, ROWS = "{pp: 2}", "{tp: 2, sequence_parallel: true}"
 EXPERTS, EXPERTS_OF_ROWS = "{dp: 2, ep: 2}", "{tp: 2, sequence_parallel: true, ep: 2, etp: 1}"
-TWO_GROUPS = dict(num_attention_heads=4, num_key_value_heads=2)
 MODELS = {
     "Llama, tied": ("llama", dict(tie_word_embeddings=True), STAGES),
     "Llama, all biases": ("llama", dict(attention_bias=True, mlp_bias=True) | TWO_GROUPS, ROWS),
@@ -468,12 +483,14 @@ MODELS = {
         LATENT | dict(q_lora_rank=24, rope_parameters=KIMI_YARN, rms_norm_eps=1e-2, routed_scaling_factor=2.827),
         EXPERTS_OF_ROWS,
     ),
+    "gpt-oss": ("gpt_oss", GPT_OSS, EXPERTS_OF_ROWS),
+    "gpt-oss, MXFP4": ("gpt_oss", GPT_OSS, EXPERTS),
 }
 """model_type, config.json keys in addition to SIZES, and the layout of the trainer's two ranks."""
 
 OVER_TWO_WORKERS = (
     *("Llama, tied", "Llama, all biases", "Qwen3, experts", "Qwen3, experts that vLLM pads", "DeepSeek-V3"),
-    *("GLM-4.6", "Qwen3.5", "Qwen3.5, experts", "Qwen3-Next"),
+    *("GLM-4.6", "Qwen3.5", "Qwen3.5, experts", "Qwen3-Next", "gpt-oss"),
 )
 EVERY_TIME = {("Qwen3, experts that vLLM pads", 1), ("Llama, tied", 1), ("Qwen3.5", 1)}
 """Padded experts, tied dense weights with adapters, and gated delta nets. The others are exhaustive. An engine with two
@@ -484,11 +501,14 @@ CASES = [
     for name, tp in [*((name, 1) for name in MODELS), *((name, 2) for name in OVER_TWO_WORKERS)]
 ]
 IN_FLIGHT = [("Qwen3", 1), ("Llama, tied", 2)]
-REPLAYED = [("Qwen3, experts", 2), ("Qwen3, experts that vLLM pads", 1), ("Qwen3-Next", 1)]
+REPLAYED = [
+    *[("Qwen3, experts", 2), ("Qwen3, experts that vLLM pads", 1), ("Qwen3-Next", 1)],
+    ("gpt-oss, MXFP4", 1),
+]
 """In bfloat16, near-ties of the router would send some tokens to other experts in the trainer."""
 FLOAT16 = [("Mistral", 1), ("GLM-4.5-Air", 1)]
-BFLOAT16 = [("Qwen3-Next", 1), ("Qwen3.5", 2)]
-"""vLLM would pack a convolution of this dtype for its CPU kernels."""
+BFLOAT16 = [("Qwen3-Next", 1), ("Qwen3.5", 2), ("gpt-oss, MXFP4", 1)]
+"""vLLM would pack a convolution of this dtype for its CPU kernels. MXFP4 is read and exported in this dtype."""
 ADAPTED = [("Llama, tied", 1), ("Qwen3, experts", 1), ("Qwen3.5, experts", 1), ("GLM-4.6", 1)]
 """Cases that train adapters, which every refit merges. The same models with two workers train all weights."""
 
@@ -545,6 +565,8 @@ class Trainers:
 def test_engine_after_two_refits_equals_fresh_engine(tmp_path, remotes, name, tp):
     model_type, changes, layout = MODELS[name]
     folder = write_tiny_model(tmp_path / "model", model_type, **SIZES | changes)
+    if "MXFP4" in name:
+        store_as_mxfp4(folder)
     truncated = [] if (name, tp) in IN_FLIGHT else ["rollout.top_k=7", "rollout.top_p=0.8"]
     routes = ["actor.experts.replay_routes=true"] if (name, tp) in REPLAYED else []
     adapters = ["actor.lora.rank=4"] if (name, tp) in ADAPTED else []

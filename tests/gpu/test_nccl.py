@@ -53,7 +53,7 @@ class Rank:
         self.transport = rendezvous.open(self.holder.name, self.weights, self._part)
 
     def refit(self, factor: float) -> None:
-        """Run a refit and check the received weights: the expected ones times the factor."""
+        """Run a refit, and check that the received weights are the expected weights times the factor."""
         if self.receives:
             execute(self._writes, self.weights, self.transport)
             assert torch.cuda.current_stream().query(), "execute returned before all weights were written"

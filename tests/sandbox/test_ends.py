@@ -128,7 +128,7 @@ def test_stopping_a_busy_sandbox_leaves_nothing(provider):
         asyncio.run(stop_while_running())
 
 
-def test_cancelled_call_ends_its_sandbox(provider):
+def test_canceled_call_ends_its_sandbox(provider):
     async def cancel() -> None:
         sandbox = await provider.start()
         with pytest.raises(TimeoutError):

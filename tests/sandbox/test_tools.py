@@ -51,7 +51,7 @@ def test_files_persist_only_in_a_shared_sandbox(provider):
     )
 
 
-def test_cancelled_call_is_followed_by_a_new_sandbox(provider):
+def test_canceled_call_is_followed_by_a_new_sandbox(provider):
     async def run() -> str:
         async with CodeTools(provider) as tools:
             try:

@@ -216,7 +216,7 @@ CONFIG_JSON = {
     **{"id2label": {"0": "a"}},
     **{"hidden_act": "silu", "attention_bias": False, "sliding_window": None, "quantization_config": None},
 }
-SHAPES = ["llama", "qwen3_moe", "deepseek_v3", "glm4_moe", "mixtral"]
+SHAPES = ["llama", "qwen3_moe", "deepseek_v3", "glm4_moe", "gpt_oss", "mixtral"]
 
 
 def read_model(folder: Path, recipe: Config) -> None:

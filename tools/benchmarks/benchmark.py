@@ -129,8 +129,8 @@ def run_logged(
     *commands: Sequence[str], log: Path, environment: Mapping[str, str] = MappingProxyType({})
 ) -> dict[str, float]:
     """Run commands concurrently, and exit with the end of their log if one fails. Return their seconds, and the
-    percentage of the machine's CPU time that they did not use (that of other processes and, on a virtual machine, of
-    its neighbors)."""
+    percentage of the machine's CPU time that other processes used, including other virtual machines on the same
+    host."""
     variables = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     variables |= {"PYTHONPATH": str(ROOT), **environment}
     start, machine_before, own = time.perf_counter(), machine_cpu_seconds(), {}

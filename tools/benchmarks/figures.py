@@ -9,7 +9,8 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from statistics import mean, median
 from textwrap import fill
@@ -22,7 +23,7 @@ FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[1]
 sys.path.append(str(ROOT))  # this file is run as a script and imported by tests
 
-from tools.benchmarks.benchmark import QUIET_PERCENT
+from tools.benchmarks.benchmark import QUIET_PERCENT, machine
 from tools.benchmarks.predictions import FACTOR
 
 RESULTS = FOLDER / "results"
@@ -52,6 +53,17 @@ def write() -> None:
     for page in PAGES:
         path = ROOT / page
         path.write_text(rendered(page, path.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def record(name: str, runs: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Replace runs in a result, keep the others if they are `known`, in that order, and update the pages."""
+    if not runs:
+        return
+    found = result(name)["runs"] | runs
+    merged = {run: found[run] for run in known if run in found}
+    content = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "machine": machine(), "runs": merged}
+    (RESULTS / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
+    write()
 
 
 def rendered(page: str, content: str) -> str:

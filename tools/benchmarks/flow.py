@@ -128,8 +128,8 @@ def run(
     samples: Sequence[LatentSample],
     state_bytes: int,
 ) -> dict[str, Any]:
-    """Return the seconds of each measurement, and the peak resident memory in excess of the memory before the model is
-    built and its state."""
+    """Return the seconds of each measurement, and the peak resident memory minus the memory before the model is built
+    and the model's state."""
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     before = psutil.Process().memory_info().rss
     work = prepare(case, samples)

@@ -1,4 +1,4 @@
-"""Predict steps with `megarl plan`: those whose times other trainers have published, and those of the H100 recipes.
+"""Predict steps with `megarl plan`: steps whose times other trainers have published, and steps of the H100 recipes.
 
 .venv/bin/python tools/benchmarks/predictions.py published --out tools/benchmarks/results/published_steps.json
 .venv/bin/python tools/benchmarks/predictions.py recipes --out tools/benchmarks/results/recipes.json

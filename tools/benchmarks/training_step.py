@@ -27,6 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megarl.models.flops import training_flops
 from megarl.models.shape import ModelShape
+from megarl.models.token_cost import TokenCost
 
 PEAK_TFLOPS = 989.5
 """Peak of an H100 SXM and of an H200 in bfloat16 without sparsity."""
@@ -59,8 +60,7 @@ def against_transformers(arguments: argparse.Namespace, work: Path) -> dict[str,
 
 def against_trl(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
     """Compare a GRPO update on the same samples, with mixed and with equal lengths: seconds and, in separate runs, the
-    peak resident memory in excess of the memory before the model is built, the weights, the gradients and Adam's state.
-    """
+    peak resident memory minus the memory before the model is built, the weights, the gradients and Adam's state."""
     python, found = build_environment(work / "environment"), {}
     for mix in ("mixed", "equal"):
         folder = work / mix
@@ -86,7 +86,7 @@ def against_trl(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
 
 
 def packed_against_padded(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
-    """Compare megarl with packed samples and with samples padded to the longest one."""
+    """Compare packed samples in megarl with samples padded to the longest one."""
     case = case_of(arguments, mixed=True)
     packed = speed("megarl", case, work / "packed")
     padded = speed("megarl", replace(case, padded=True), work / "padded")
@@ -138,7 +138,7 @@ def flops_of(case: Case) -> float:
         ModelShape.of(case.hf_config),
         num_tokens=case.num_tokens,
         num_scored=sum(response for _, response in case.lengths),
-        num_attended=sum(n * (n + 1) // 2 for n in lengths),
+        num_attended=sum(map(TokenCost.of_model(case.hf_config).pairs, lengths)),
     )
 
 

@@ -70,7 +70,7 @@ def containers(library: mmap.mmap, start: int, size: int) -> Iterator[list[Entry
 
 
 def empty(library: mmap.mmap, entry: Entry, cubin: bytes) -> bool:
-    """Replace an entry's payload by an empty cubin for its architecture. Return whether there was room for it."""
+    """Replace an entry's payload with an empty cubin for its architecture. Return whether there was room for it."""
     assert entry.kind == CUBIN, "only cubins can be emptied"
     original, sizes = bytes(library[entry.payload : entry.payload + entry.size]), (0, 0)
     if entry.flags & IS_ZSTD:

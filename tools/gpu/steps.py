@@ -41,6 +41,7 @@ from megarl.megatron.optimizer import parts_of
 from megarl.models.flops import training_flops
 from megarl.models.folder import read_config
 from megarl.models.shape import ModelShape
+from megarl.models.token_cost import TokenCost
 from megarl.ops import linear_head
 from megarl.ops.linear_head import log_prob_and_entropy, plain_log_prob_and_entropy
 from megarl.ops.packed_attention import documents_of, packed_attention
@@ -242,7 +243,7 @@ def case_of(
     mixed: bool = False,
 ) -> Case:
     """Return a case whose documents have 512 prompt tokens and 1,536 response tokens (16 and 48 on CPU). With
-    `mixed`, response lengths have a log-normal distribution and end at 6,144 tokens."""
+    `mixed`, response lengths follow a log-normal distribution and are at most 6,144 tokens."""
     prompt, response, tokens = pick((512, 1536, tokens), (16, 48, tokens // 32))
     count = microbatches * tokens // (prompt + response)
     lengths = mixed_lengths(count, prompt, 4 * response) if mixed else equal_lengths(count, prompt, response)
@@ -292,7 +293,9 @@ def _update(case: Case, profiles: bool = True) -> Figures:
         shape = ModelShape.of(case.hf_config)
         sizes = [prompt + response for prompt, response in case.lengths]
         scored = sum(response for _, response in case.lengths)
-        operations = training_flops(shape, sum(sizes), scored, sum(n * (n + 1) // 2 for n in sizes))
+        operations = training_flops(
+            shape, sum(sizes), scored, sum(map(TokenCost.of_model(case.hf_config).pairs, sizes))
+        )
         figures["mfu_of_h100"] = operations / seconds / H100_FLOPS
         figures["tokens_per_second"] = case.num_tokens / seconds
         figures["forward_seconds"] = seconds_of(score, 3)

@@ -1,6 +1,6 @@
 """TRL's objectives, aggregations and pairwise losses, computed by its trainers' code on given log-probs.
 
-The trainers' model and accelerator are stubs, and the functions call the method that computes the loss in every step.
+The trainers' model and accelerator are stubs. The functions call the loss method that the trainers call in every step.
 """
 
 from __future__ import annotations

@@ -21,10 +21,12 @@ from megarl.cluster.placement import Process
 from megarl.cluster.session import Session
 from megarl.config.schema import Config
 from megarl.core import device
+from megarl.core.errors import UserError
 from megarl.core.latents import VelocityInput
 from megarl.core.types import SampleRef
 from megarl.models.folder import read_config
 from megarl.models.trained_model import policy_hf_config
+from megarl.models.weight_files import stacks
 from megarl.resharding.families import (
     diffusers_holders,
     huggingface_holder,
@@ -192,7 +194,14 @@ class EngineGroup(ReplicaGroup):
         return done.then(lambda answers: self.drop(answers.lost, "rollout"))
 
     def _switch_to_loader(self, reason: str, names: Sequence[str]) -> None:
-        """Make every worker receive whole checkpoint tensors, because of the named parameters or kernels."""
+        """Make every worker receive whole checkpoint tensors, because of the named parameters or kernels. Raise a
+        UserError if the checkpoint stacks experts, which refits send separately."""
+        if stacks(self.whole_model.shapes):
+            raise UserError(
+                f"rollout.vllm_overrides: the engines must load whole tensors, because {reason}: {names[0]}, but "
+                "megarl sends this model's stacked experts separately. Fix: remove overrides that change the engines' "
+                "weights"
+            )
         print(
             "refit: loading whole tensors through vLLM's own loader, which is slower than writing in place, because "
             f"{reason}: {'; '.join(names[:MAX_NAMED])}{'; …' if len(names) > MAX_NAMED else ''}",

@@ -1,4 +1,4 @@
-"""Engine replicas: Ray actors to which a router assigns work, and each of which may be lost without ending the run."""
+"""Engine replicas: Ray actors to which a router assigns work. Any of them may be lost without ending the run."""
 
 from __future__ import annotations
 

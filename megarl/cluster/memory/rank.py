@@ -33,7 +33,7 @@ def item_bytes(config: Config) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """A rank's peak memory in bytes, which it reaches in the second update's backward pass, when Adam's state exists.
+    """A rank's peak memory in bytes. The peak is in the backward pass of the second update, once Adam's state exists.
 
     Attributes:
         weights: P · b for P parameters with b bytes each, including vocabulary padding. With A adapter parameters,
@@ -65,8 +65,8 @@ class RankParameters:
         count: number of all parameters, including vocabulary padding.
         experts: number of parameters in routed experts.
         matrices: number of elements in the layers' weight matrices, without routers and modulations.
-        layers: the kind of each layer on the rank. A denoiser's refiners of images count as layers and
-            its refiners of captions do not, because together they process each token once.
+        layers: the kind of each layer on the rank. A denoiser's image refiners count as layers, but its caption
+            refiners do not, because the two together process each token once.
         is_last: whether the rank is on the last stage, which has the final norm or the output layer.
         adapters: number of adapter parameters, which are then the only trained ones; None without adapters.
         expert_adapters: number of adapter parameters for experts, without factors shared by all experts in a layer.
@@ -159,7 +159,7 @@ def stage_memory(
     num_microbatches: int,
     recompute: Recompute = "none",
 ) -> RankMemory:
-    """Return the peak memory on a pipeline stage's rank with `held` parameters. See `rank_memory` for the rest."""
+    """Return the peak memory on a pipeline stage's rank with `held` parameters. See `rank_memory`."""
     rank_tokens, rank_rows = -(-num_tokens // layout.cp), -(-num_rows // layout.cp)
     in_flight = layers_in_flight(layout, stage, len(held.layers), num_microbatches)
     return RankMemory(
@@ -257,9 +257,12 @@ def _attention(shape: ModelShape, layout: Layout, num_bytes: int) -> float:
                                       cosines and sines; the kernel's log-sum-exp
     (2q + 2k) · b + heads · 4         query and key norms, if the model has them: the queries, the first projection's
                                       output (the keys are a view of it), and the scales
+    heads · (b + 4)                   sinks, if the model has them: the keys' share of the softmax in two dtypes
     """
     rows = (3 * shape.query + 2 * shape.key * layout.cp) / layout.tp + 4 * shape.head_dim
     kept = rows * num_bytes + shape.heads / layout.tp * FLOAT32
+    if shape.has_sinks:
+        kept += shape.heads / layout.tp * (num_bytes + FLOAT32)
     if not shape.qk_norm:
         return kept
     inputs = 2 * (shape.query + shape.key) * num_bytes

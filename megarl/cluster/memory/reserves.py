@@ -210,7 +210,7 @@ def engine_reserve(config: Config, shape: ModelShape, gpus_per_node: int) -> dic
 
 
 def frozen_bytes(config: Config, shape: DenoiserShape) -> int:
-    """Return the size of an image engine's text encoders and VAE in bytes, assuming the published ones."""
+    """Return the size of an image engine's text encoders and VAE in bytes, assuming the published models."""
     return (shape.text_encoder_parameters + shape.decoder_parameters) * item_bytes(config)
 
 
@@ -292,8 +292,8 @@ def sampling_reserve(config: Config, shape: ModelShape) -> dict[str, float]:
 
 
 def _denoising_reserve(config: Config, shape: DenoiserShape) -> dict[str, float]:
-    """Return the same for an image engine. If the text encoder and the VAE are offloaded, they are never on the GPU
-    while the transformer runs, so their weights do not add to its activations."""
+    """Return `sampling_reserve` for an image engine. If the text encoder and the VAE are offloaded, they are never on
+    the GPU while the transformer runs, so their weights do not add to its activations."""
     denoising, num_bytes = config.rollout.denoising, item_bytes(config)
     tokens = denoising.max_batch * (shape.image_tokens(denoising.height, denoising.width) + shape.max_caption_tokens)
     pixels = DECODER_CHANNELS * denoising.height * denoising.width

@@ -149,7 +149,7 @@ class SessionServer:
             async with asyncio.timeout(BODY_S):
                 data = await request.read()
             session.check_num_bytes(len(data))
-            # Short requests are parsed at once, which keeps concurrent requests in order. Seeds depend on the order.
+            # Parsing short requests in the event loop keeps concurrent requests in order, on which their seeds depend.
             return await asyncio.to_thread(self._parse, data) if len(data) > LONG_REQUEST else self._parse(data)
         except TimeoutError:
             raise ApiError(408, "request_timeout", f"the request body did not arrive within {BODY_S:g} s") from None

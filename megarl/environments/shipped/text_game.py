@@ -93,7 +93,7 @@ class TextGameEnvironment(Environment):
     async def step(self, turn: Turn) -> Step:
         command = read_command(turn.text)
         if command is None:
-            return Step(f"That is no command. The commands are {', '.join(COMMANDS)}.", reward=0.0)
+            return Step(f"That is not a command. The commands are {', '.join(COMMANDS)}.", reward=0.0)
         if command in WAYS:
             return self._go(command)
         return self._take() if command == "take" else self._open()

@@ -10,17 +10,16 @@ import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, is_main_replica
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megarl.config.model_schema import Layout
 from megarl.megatron import parallel
 from megarl.megatron.checkpoint.extents import extents_of
-from megarl.megatron.model.architecture import architecture
+from megarl.megatron.model.architecture import architecture, config_class
 from megarl.megatron.model.build import DISPATCHER, build_chunk, parallelism, tensors_of
 from megarl.megatron.model.denoiser.build import build_chunks
 from megarl.megatron.model.head import replace_output_layer
 from megarl.megatron.overrides import build
-from megarl.models.denoiser import is_denoiser, shape_of
+from megarl.models.denoiser import is_denoiser
 from megarl.resharding.checkpoint import Extent
 from megarl.resharding.families import megatron_holder
 from megarl.resharding.piece import Holder
@@ -69,8 +68,8 @@ def _chunks(hf_config: Mapping[str, Any], layout: Layout) -> list[MegatronModule
     initialization = dict.fromkeys(("init_method", "output_layer_init_method"), torch.nn.init.zeros_)
     fields = parallelism(layout) | DISPATCHER | unfused | initialization
     fields |= dict(use_cpu_initialization=True, pipeline_dtype=torch.float32)
-    config_class = TransformerConfig if shape_of(hf_config).latent is None else MLATransformerConfig
-    config = build("layout", config_class, architecture(hf_config) | fields)
+    form = architecture(hf_config)
+    config = build("layout", config_class(form), form | fields)
     with torch.device("meta"):
         if is_denoiser(hf_config):
             return [*build_chunks(config, hf_config, layout.vpp)]

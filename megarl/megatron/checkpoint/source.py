@@ -63,8 +63,8 @@ class CheckpointSource:
 
     @property
     def common(self) -> bytes:
-        """The unsharded state, as the content of a file. Megatron stores it among the objects, `megarl convert` in a
-        file of its own."""
+        """The unsharded state, as the content of a file. Megatron stores it among the objects; `megarl convert`
+        stores it in a separate file."""
         if COMMON_OBJECT not in self.folder.objects:
             try:
                 with open_regular(self.path / COMMON) as file:

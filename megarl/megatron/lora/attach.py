@@ -96,7 +96,8 @@ def _normed(layer: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
     weight, eps = getattr(layer, "layer_norm_weight", None), getattr(layer, "eps", None)
     if weight is None:
         return hidden
-    return F.rms_norm(hidden.float(), hidden.shape[-1:], weight.float(), eps).to(hidden.dtype)
+    scale = weight.float() + 1.0 if layer.zero_centered_gamma else weight.float()
+    return F.rms_norm(hidden.float(), hidden.shape[-1:], scale, eps).to(hidden.dtype)
 
 
 def _adapter(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megarl.models.denoiser import DenoiserShape, StableDiffusion3Shape, shape_of
 from megarl.models.huggingface import completed, rope_parameters
@@ -25,6 +27,27 @@ FORM = (
 )
 """Fields that only some models set and that define the computed function. If they were overridden, the engine and the
 exported model would compute a different function."""
+
+
+@dataclass
+class YarnConfig(TransformerConfig):
+    """A TransformerConfig with YaRN's parameters, which GPTModel and its attention read but Megatron does not
+    declare."""
+
+    yarn_rotary_scaling_factor: float = 1.0
+    yarn_original_max_position_embeddings: int = 0
+    yarn_beta_fast: float = 32.0
+    yarn_beta_slow: float = 1.0
+    yarn_correction_range_round_to_int: bool = True
+    yarn_mscale: ClassVar[float | None] = None
+    yarn_mscale_all_dim: ClassVar[float | None] = None
+
+
+def config_class(fields: Mapping[str, Any]) -> type[TransformerConfig]:
+    """Return the class of the config that has these architecture fields."""
+    if "kv_lora_rank" in fields:
+        return MLATransformerConfig
+    return YarnConfig if "yarn_rotary_scaling_factor" in fields else TransformerConfig
 
 
 def architecture(hf_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -64,6 +87,8 @@ def _language_model(shape: ModelShape, model: Mapping[str, Any]) -> dict[str, An
         **_experts(shape, model),
         **_latent_attention(shape, model),
         **_linear_attention(shape),
+        **_windows_and_sinks(shape),
+        **_yarn(shape, model),
         layernorm_epsilon=model["rms_norm_eps"],
         gated_linear_unit=True,
         activation_func=F.silu,
@@ -118,6 +143,28 @@ def _linear_attention(shape: ModelShape) -> dict[str, Any]:
         linear_num_value_heads=linear.value_heads,
         attention_output_gate=shape.has_output_gate,
         layernorm_zero_centered_gamma=True,
+    )
+
+
+def _windows_and_sinks(shape: ModelShape) -> dict[str, Any]:
+    fields: dict[str, Any] = dict(softmax_type="learnable") if shape.has_sinks else {}
+    if shape.windows is not None:
+        fields["window_size"] = (shape.windows.size - 1, 0)  # tokens before and after the query's own token
+        fields["window_attn_skip_freq"] = [int(is_windowed) for is_windowed in shape.windows.layers]
+    return fields
+
+
+def _yarn(shape: ModelShape, model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of YarnConfig for models with YaRN. Latent attention has its own."""
+    rope = rope_parameters(model)
+    if rope["rope_type"] != "yarn" or shape.latent is not None:
+        return {}
+    return dict(
+        yarn_rotary_scaling_factor=rope["factor"],
+        yarn_original_max_position_embeddings=rope["original_max_position_embeddings"],
+        yarn_beta_fast=rope["beta_fast"],
+        yarn_beta_slow=rope["beta_slow"],
+        yarn_correction_range_round_to_int=rope.get("truncate", True),
     )
 
 

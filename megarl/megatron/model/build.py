@@ -10,23 +10,30 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.config.model_schema import Layout, Placed
 from megarl.core import device
 from megarl.core.errors import UserError
 from megarl.megatron import parallel
 from megarl.megatron.model import kernels
-from megarl.megatron.model.architecture import FORM, architecture
+from megarl.megatron.model.architecture import FORM, YarnConfig, architecture, config_class
 from megarl.megatron.model.head import replace_output_layer
-from megarl.megatron.model.layer_spec import block_spec, replace_activations, uses_transformer_engine
+from megarl.megatron.model.layer_spec import (
+    block_spec,
+    replace_activations,
+    unmark_expert_biases,
+    uses_transformer_engine,
+)
 from megarl.megatron.model.mtp import MtpBlock
 from megarl.megatron.model.precision import precision
 from megarl.megatron.model.rope import fuse_rotation, set_rotary
 from megarl.megatron.overrides import build, checked, describe_settings
 from megarl.megatron.routes import install_routers
 from megarl.models.denoiser import shape_of
+from megarl.models.huggingface import completed, rope_parameters
 from megarl.models.shape import ModelShape
+from megarl.ops.swiglu import clamped_swiglu, swiglu
 from megarl.resharding.families.adapters import is_factor
 from megarl.resharding.families.megatron import VOCABULARY_MULTIPLE
 
@@ -178,16 +185,19 @@ def build_chunk(
         pre_process=parallel.is_first_stage(virtual),
         post_process=parallel.is_last_stage(virtual),
         share_embeddings_and_output_weights=shape.tied,
-        position_embedding_type="rope",
+        position_embedding_type="yarn" if isinstance(config, YarnConfig) else "rope",
         rotary_percent=1.0 if shape.latent else shape.rotary_dim / shape.head_dim,
+        rotary_base=rope_parameters(completed(hf_config))["rope_theta"],
         vp_stage=virtual,
     )
     if shape.mtp_layers and model.post_process:
         model.mtp = MtpBlock(config, shape, fused)
     set_rotary(model, hf_config)
     fuse_rotation()
+    is_interleaved = shape.experts is not None and shape.experts.is_interleaved
     if config.use_te_activation_func:
-        replace_activations(model)
+        replace_activations(model, clamped_swiglu if is_interleaved else swiglu)
+    unmark_expert_biases(model)
     return model
 
 
@@ -201,9 +211,10 @@ def transformer_config(settings: Placed, hf_config: Mapping[str, Any], dtype: to
     """Build the TransformerConfig: the architecture comes from the model's config.json, the parallelism from the
     layout, and all remaining fields from megatron_overrides."""
     shape, section = shape_of(hf_config), settings.section
-    config_class = TransformerConfig if shape.latent is None else MLATransformerConfig
+    form = architecture(hf_config)
+    target = config_class(form)
     sections = {
-        "the model's config.json": architecture(hf_config),
+        "the model's config.json": form,
         f"{section}.layout": parallelism(settings.layout),
         f"model.dtype and {section}.fp8": precision(dtype, settings),
         f"{section}.recompute": dict(recompute_granularity=RECOMPUTE[settings.recompute]),
@@ -212,12 +223,12 @@ def transformer_config(settings: Placed, hf_config: Mapping[str, Any], dtype: to
     reserved |= dict.fromkeys(PLACEMENT, f"{section}.layout") | dict.fromkeys(("fp8", "fp8_recipe"), f"{section}.fp8")
     reserved |= {name: home for home, fields in sections.items() for name in fields}
     key = f"{section}.megatron_overrides.model"
-    extra = checked(key, settings.megatron_overrides.model, config_class, reserved)
+    extra = checked(key, settings.megatron_overrides.model, target, reserved)
     fields = {name: value for section_fields in sections.values() for name, value in section_fields.items()}
-    defaults = _kernels(shape.latent is not None) | _recomputed_layers(settings, shape) | ROUTING | DISPATCHER
+    defaults = _kernels(shape, target is YarnConfig) | _recomputed_layers(settings, shape) | ROUTING | DISPATCHER
     fields |= defaults | extra
     check_dispatcher(key, fields, settings.layout)
-    return build(describe_settings(section, key, extra), config_class, fields)
+    return build(describe_settings(section, key, extra), target, fields)
 
 
 def check_dispatcher(key: str, fields: dict[str, Any], layout: Layout) -> None:
@@ -287,17 +298,20 @@ def _recomputed_layers(settings: Placed, shape: ModelShape) -> dict[str, Any]:
     return dict(recompute_modules=["mlp"] if shape.experts is None else ["mlp", "moe"])
 
 
-def _kernels(latent: bool) -> dict[str, Any]:
+def _kernels(shape: ModelShape, has_yarn: bool) -> dict[str, Any]:
     """Return the fields that select kernels. Most fused kernels require Transformer Engine. Weights are initialized to
     zeros because they are loaded immediately afterwards."""
     fused = uses_transformer_engine()
+    has_own_activation = shape.experts is not None and shape.experts.is_interleaved
     return dict(
         gradient_accumulation_fusion=True,
-        bias_activation_fusion=fused,
-        use_te_activation_func=not fused,  # enables our activation, which has TE's interface: see replace_activations
-        bias_dropout_fusion=fused,
+        bias_activation_fusion=fused and not has_own_activation,
+        # Enables our activation, which has Transformer Engine's interface: see replace_activations.
+        use_te_activation_func=not fused or has_own_activation,
+        bias_dropout_fusion=fused and not has_own_activation,  # Megatron's grouped experts with biases reject it
         masked_softmax_fusion=False,
-        apply_rope_fusion=fused and not latent,  # the fused kernel for latent attention supports YaRN only
+        # The fused kernel for latent attention supports YaRN only, and the other one does not support YaRN's factor.
+        apply_rope_fusion=fused and shape.latent is None and not has_yarn,
         moe_grouped_gemm=fused,
         moe_permute_fusion=fused,
         use_cpu_initialization=not device.on_cuda(),

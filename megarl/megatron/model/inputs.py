@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -40,15 +41,28 @@ class ModelInput:
     num_rows: int
 
     @classmethod
-    def of(cls, batch: TokenBatch, sequence_parallel: bool, splits_documents: bool) -> ModelInput:
-        """Prepare a microbatch. `splits_documents`: see `context_shares`."""
+    def of(
+        cls,
+        batch: TokenBatch,
+        sequence_parallel: bool,
+        splits_documents: bool,
+        window: int | None,
+        requires_our_attention: bool,
+    ) -> ModelInput:
+        """Prepare a microbatch.
+
+        Args:
+            splits_documents: see `context_shares`.
+            window: number of tokens to which a token attends in layers with a sliding window; None without such layers.
+            requires_our_attention: see the function in layer_spec.
+        """
         shares = context_shares(batch, splits_documents)
         numbers, places = shares.rows(batch)
         rows = batch.take_rows(numbers)
         return cls(
             tokens=batch.tokens[shares.local][None],
             positions=batch.positions[shares.local][None],
-            attention=_attention(batch, shares),
+            attention=_attention(batch, shares, window, requires_our_attention),
             head=HeadRequest(places, rows.targets, rows.candidate_ids),
             routes=Routes.of(batch, shares.local, sequence_parallel),
             rows=rows,
@@ -63,29 +77,37 @@ class ModelInput:
         return sum_over_ranks(assembled)
 
 
-def _attention(batch: TokenBatch, shares: ContextShares) -> PackedDocuments:
+def _attention(batch: TokenBatch, shares: ContextShares, window: int | None, requires_ours: bool) -> PackedDocuments:
     """Return the attention input for a microbatch.
 
     Transformer Engine attends within document boundaries, which requires that documents share no prompt. Otherwise our
-    own attention reads `documents`, and the rotary embedding treats the pack as a single sequence with explicit
-    positions.
+    own attention reads `documents` and `windowed`, and the rotary embedding treats the pack as a single sequence with
+    explicit positions.
     """
     num_tokens, is_fused = len(batch.tokens), uses_transformer_engine()
-    if is_fused and len(batch.document_tokens) == num_tokens:
+    if is_fused and not requires_ours and len(batch.document_tokens) == num_tokens:
         longest, bounds = int(batch.boundaries.diff().max()), device.send(batch.boundaries, batch.tokens.device)
         return PackedDocuments("thd", bounds, bounds, max_seqlen_q=longest, max_seqlen_kv=longest, boundaries=bounds)
     # Megatron's rotary embedding reads the boundaries on the host, for queries and keys in every layer.
     whole = torch.tensor([0, num_tokens], dtype=torch.int32, device=batch.tokens.device if is_fused else "cpu")
     parts = (shares.local, shares.all) if len(shares.places) > 1 else ()
     are_shared = len(batch.document_tokens) > num_tokens
-    describe = pack_mask if is_fused or (device.on_cuda() and are_shared and not parts) else documents_of
+    uses_one_kernel = is_fused or (device.on_cuda() and (requires_ours or (are_shared and not parts)))
+    describe = partial(
+        pack_mask if uses_one_kernel else documents_of,
+        batch.document_tokens,
+        batch.boundaries,
+        *parts,
+        device=batch.tokens.device,
+    )
     return PackedDocuments(
         "thd",
         whole,
         whole,
         max_seqlen_q=num_tokens,
         max_seqlen_kv=num_tokens,
-        documents=describe(batch.document_tokens, batch.boundaries, *parts, device=batch.tokens.device),
+        documents=describe(),
+        windowed=None if window is None else describe(window=window),
         positions=batch.positions[shares.sequence],
         boundaries=device.send(batch.boundaries, batch.tokens.device),
     )

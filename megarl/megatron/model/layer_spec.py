@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
@@ -30,10 +31,12 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules, get_transformer_layer_offset
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch.nn.attention.flex_attention import BlockMask
 
 from megarl.core import device
@@ -42,6 +45,7 @@ from megarl.models.shape import LayerKind, ModelShape
 from megarl.ops.packed_attention import Documents, packed_attention
 from megarl.ops.shared_attention import shared_attention
 from megarl.ops.swiglu import swiglu
+from megarl.resharding.families.adapters import EXPERTS
 from megarl.resharding.families.canonical import parts_of_layer
 
 
@@ -51,12 +55,14 @@ class PackedDocuments(PackedSeqParams):
 
     Attributes:
         documents: input to our attention, built once for all layers; None if Transformer Engine's attention is used.
+        windowed: the same for layers with a sliding window; None if the model has none.
         positions: int64 [T], token positions for the rotary embedding, in the order in which Megatron splits the pack
             over context-parallel ranks; None derives them from the document boundaries.
         boundaries: int32 [D + 1], the documents' boundaries for layers with a recurrent state.
     """
 
     documents: Documents | BlockMask | None = None
+    windowed: Documents | BlockMask | None = None
     positions: torch.Tensor | None = None
     boundaries: torch.Tensor | None = None
 
@@ -97,31 +103,77 @@ if importlib.util.find_spec("transformer_engine") is None:
     multi_latent_attention.Linear = ReplicatedLinear
 
 
+class ExpertOutput(RowParallelLinear):
+    """The second layer of an expert with biases. Megatron adds the bias to the output in place, which autograd rejects
+    for the view that a reduction over a single rank returns."""
+
+    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        output, bias = super().forward(input_)
+        return output.clone(), bias
+
+
 class DocumentAttention(torch.nn.Module):
     """Causal attention within each document of a pack ("thd": query [T, heads, d] or [T, 1, heads, d]).
 
     Under context parallelism, a rank holds the queries for its own tokens and gathers all keys and values.
+
+    Attributes:
+        softmax_offset: the sinks of this rank's heads, [heads / tp], named as in Megatron's attention; None if the
+            model has none.
+        is_windowed: whether this layer has a sliding window.
     """
 
-    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_):
+    softmax_offset: torch.nn.Parameter | None
+
+    def __init__(self, config: TransformerConfig, layer_number: int, softmax_scale: float | None = None, **_):
         super().__init__()
         assert config.kv_channels is not None, "Megatron has not derived kv_channels"
         self.context_group = parallel.context_group()
         self.scale = softmax_scale or 1 / math.sqrt(config.kv_channels)
         self.dropout = config.attention_dropout
+        # Megatron numbers layers from 1 across all pipeline stages.
+        self.is_windowed = is_layer_window_attention(
+            config.window_size,
+            config.window_attn_skip_freq,  # pyright: ignore[reportArgumentType]  # None is allowed
+            layer_number,
+        )
+        self.register_parameter("softmax_offset", _sinks(config) if config.softmax_type == "learnable" else None)
 
     def forward(self, query, key, value, *_, packed_seq_params: PackedDocuments, **__):
         num_tokens = query.shape[0]
         query, key, value = (x.reshape(num_tokens, -1, x.shape[-1]) for x in (query, key, value))
         if self.context_group.size() > 1:
             key, value = (gather_from_sequence_parallel_region(x, group=self.context_group) for x in (key, value))
-        documents, dropout = packed_seq_params.documents, self.dropout if self.training else 0.0
+        documents = packed_seq_params.windowed if self.is_windowed else packed_seq_params.documents
+        dropout, sinks = self.dropout if self.training else 0.0, self.softmax_offset
         assert documents is not None, "the microbatch was prepared for Transformer Engine"
         if isinstance(documents, BlockMask):
-            out = shared_attention(query, key, value.contiguous(), documents, self.scale)
+            out = shared_attention(query, key, value.contiguous(), documents, self.scale, sinks)
         else:
-            out = packed_attention(query, key, value, documents, self.scale, dropout)
+            out = packed_attention(query, key, value, documents, self.scale, dropout, sinks)
         return out.reshape(num_tokens, -1)  # the shape of Transformer Engine's output
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: dict | None = None
+    ) -> ShardedStateDict:
+        """Return the sharded state for Megatron's checkpoints, which split the sinks by head."""
+        assert metadata is not None, "Megatron passes the process groups in metadata"
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=parallel.tensor_group(is_expert=False),
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+
+
+def _sinks(config: TransformerConfig) -> torch.nn.Parameter:
+    num_heads = config.num_attention_heads // parallel.tensor_group(is_expert=False).size()
+    sinks = torch.nn.Parameter(torch.zeros(num_heads, dtype=config.params_dtype))
+    # Each rank has other heads: Megatron adds up the ranks' parts of the gradient norm, but not the gradients.
+    parallel.mark(sinks, tensor_model_parallel=True, partition_dim=0)
+    return sinks
 
 
 class LatentAttention(multi_latent_attention.MLASelfAttention):
@@ -174,6 +226,12 @@ def is_recurrent(config: TransformerConfig) -> bool:
     return config.experimental_attention_variant == "gated_delta_net"
 
 
+def requires_our_attention(config: TransformerConfig) -> bool:
+    """Return whether the model's attention has sliding windows or sinks, so that only our attention can be used.
+    Transformer Engine has no sinks for packed documents."""
+    return config.window_size is not None or config.softmax_type != "vanilla"
+
+
 def splits_documents(is_recurrent: bool) -> bool:
     """Return whether context parallelism cuts each document separately, which requires document lengths that are
     multiples of 2 · cp. Our attention alone cuts the pack as a whole."""
@@ -218,7 +276,9 @@ def layer_spec(shape: ModelShape, kind: LayerKind, fused: bool) -> ModuleSpec:
         if kind.is_linear:
             submodules_of(layer).self_attention = _fused_delta_net()
             return layer
-        submodules_of(submodules_of(layer).self_attention).core_attention = _fused_attention()
+        needs_ours = shape.windows is not None or shape.has_sinks
+        core = DocumentAttention if needs_ours else _fused_attention()
+        submodules_of(submodules_of(layer).self_attention).core_attention = core
     else:
         layer = get_gpt_layer_local_spec(num_experts, normalization="RMSNorm", **attention)
         _use_our_layers(submodules_of(layer), shape, kind)
@@ -226,7 +286,7 @@ def layer_spec(shape: ModelShape, kind: LayerKind, fused: bool) -> ModuleSpec:
     if shape.latent:
         submodules_of(layer).self_attention.module = LatentAttention
     if shape.attention_out_bias or shape.mlp_bias:
-        _drop_biases(submodules_of(layer), shape)
+        _drop_biases(submodules_of(layer), shape, has_experts)
     return layer
 
 
@@ -238,14 +298,15 @@ def fused_names(shape: ModelShape, kind: LayerKind) -> dict[str, str]:
     return {name: fused for part_pairs in pairs for name, fused in part_pairs}
 
 
-def _drop_biases(layer: TransformerLayerSubmodules, shape: ModelShape) -> None:
-    """Remove the biases that the model lacks. TransformerConfig adds biases to all linear layers or to none."""
+def _drop_biases(layer: TransformerLayerSubmodules, shape: ModelShape, has_experts: bool) -> None:
+    """Remove the biases that the model lacks. TransformerConfig adds biases to all linear layers or to none. Experts
+    occur only in models that lack none."""
     attention, mlp = submodules_of(layer.self_attention), submodules_of(layer.mlp)
     if not shape.qkv_bias:
         attention.linear_qkv = without_bias(attention.linear_qkv)
     if not shape.attention_out_bias:
         attention.linear_proj = without_bias(attention.linear_proj)
-    if not shape.mlp_bias:
+    if not shape.mlp_bias and not has_experts:
         mlp.linear_fc1, mlp.linear_fc2 = without_bias(mlp.linear_fc1), without_bias(mlp.linear_fc2)
 
 
@@ -271,6 +332,8 @@ def _use_our_layers(layer: TransformerLayerSubmodules, shape: ModelShape, kind: 
     if kind.is_linear:
         layer.self_attention = _delta_net(ColumnParallelLinear, RowParallelLinear)
         return
+    if kind.has_experts and shape.experts is not None and shape.experts.is_interleaved:
+        submodules_of(submodules_of(layer.mlp).experts).linear_fc2 = ExpertOutput
     attention.core_attention = DocumentAttention
     if shape.latent:
         attention.linear_q_down_proj = attention.linear_kv_down_proj = ReplicatedLinear
@@ -298,8 +361,18 @@ def replace_activations(model: torch.nn.Module, activation: Callable[[torch.Tens
     """Set our activation in all MLPs, including experts. Like Transformer Engine's activation, a gated one takes gate
     and up in one tensor; MLPs pass them this way if TransformerConfig.use_te_activation_func is set."""
     for module in model.modules():
-        if isinstance(module, MLP):
+        if isinstance(module, MLP | TEGroupedMLP):
+            if isinstance(module.activation_func, torch.nn.Module):
+                del module.activation_func  # torch does not replace a module, here Transformer Engine's, by a function
             module.activation_func = activation
+
+
+def unmark_expert_biases(model: torch.nn.Module) -> None:
+    """Remove the mark for sequence parallelism from the biases of experts, whose layers are not sharded. Megatron would
+    otherwise sum their gradients over tensor-parallel ranks a second time, and over ranks with different experts."""
+    for name, parameter in model.named_parameters():
+        if EXPERTS in name and name.rpartition(".")[2].startswith("bias"):
+            parallel.mark(parameter, sequence_parallel=False)
 
 
 def _fused_attention() -> type:

@@ -1,4 +1,4 @@
-"""The actor's worker for image models: one rank of the trained transformer, whose actions are denoising steps."""
+"""The actor's worker for image models: one rank of the trained transformer. Its actions are denoising steps."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class DenoiserWorker(ActorWorker):
         def compute(documents: Sequence[Document], velocities: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Sums]:
             batch = next(remaining)
             v = self._guided(batch, velocities)
-            if not len(v):  # the microbatch exists only to keep the ranks in step
+            if not len(v):  # an empty microbatch, which keeps the ranks in lockstep
                 nothing = velocities[0].sum() * 0
                 return nothing, {f"{self.metrics}/loss": total(nothing)}
             terms = loss.terms(batch, v)

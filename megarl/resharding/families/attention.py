@@ -1,4 +1,4 @@
-"""Grouped-query attention in Llama, Mistral, Phi-3, Qwen and GLM-4.5."""
+"""Grouped-query attention in Llama, Mistral, Phi-3, Qwen, GLM-4.5 and gpt-oss."""
 
 from __future__ import annotations
 
@@ -50,11 +50,17 @@ QKV_BIAS = Part(
     vllm={"self_attn.qkv_proj.bias": Heads(_QKV_BIAS)},
 )
 OUT_BIAS = renamed("self_attn.o_proj.bias", ("hidden",), "self_attention.linear_proj.bias")
+SINKS = renamed(
+    "self_attn.sinks", ("heads",), "self_attention.core_attention.softmax_offset", Split(("self_attn.sinks",))
+)
 QK_NORMS = [renamed(f"self_attn.{x}_norm.weight", ("head_dim",), f"self_attention.{x}_layernorm.weight") for x in "qk"]
 
 
 def attention_parts(model: ModelShape) -> list[Part]:
-    optional = ((model.qkv_bias, [QKV_BIAS]), (model.attention_out_bias, [OUT_BIAS]), (model.qk_norm, QK_NORMS))
+    optional = (
+        *((model.qkv_bias, [QKV_BIAS]), (model.attention_out_bias, [OUT_BIAS]), (model.has_sinks, [SINKS])),
+        (model.qk_norm, QK_NORMS),
+    )
     present = (part for is_present, parts in optional if is_present for part in parts)
     weights = GATED_WEIGHTS if model.has_output_gate else FUSED_WEIGHTS if model.fused else WEIGHTS
     return [NORM, weights, *present]

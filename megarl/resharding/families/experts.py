@@ -1,4 +1,4 @@
-"""Mixture-of-experts layers in Mixtral, Qwen, GLM-4.5, DeepSeek-V3 and Kimi K2."""
+"""Mixture-of-experts layers in Mixtral, Qwen, GLM-4.5, DeepSeek-V3, Kimi K2 and gpt-oss."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 from megarl.models.shape import ModelShape
 from megarl.resharding.families import mlp
 from megarl.resharding.families.part import Part, renamed
-from megarl.resharding.families.tiling import Split
+from megarl.resharding.families.tiling import OnFirstRank, Split, Whole
 
 # Transformer Engine does not fuse the norm into the router.
 NORM = replace(mlp.NORM, transformer_engine=None)
@@ -39,6 +39,50 @@ def routed(prefix: str, gate: str, up: str, down: str) -> tuple[Part, Part]:
     return router, experts
 
 
+_INTO, _OUT = (f"mlp.experts.{{}}.{name}_proj" for name in ("gate_up", "down"))
+_STACKED, _TORCH, _FUSED = "mlp.experts.routed_experts", "mlp.experts.local_experts.{}", "mlp.experts"
+
+
+def _interleaved() -> tuple[Part, ...]:
+    """Return gpt-oss's parts. Trainer and engine keep the alternation of gate and up rows. The trainer does not shard
+    an expert, so that the bias of its output is added once."""
+    into, into_bias = Split((f"{_INTO}.weight",)), Split((f"{_INTO}.bias",))
+    out, out_bias = Split((f"{_OUT}.weight",), axis=1), Whole((f"{_OUT}.bias",))
+    router = [
+        renamed("mlp.router.weight", ("experts.count", "hidden"), "mlp.router.weight", quantized=False),
+        renamed("mlp.router.bias", ("experts.count",), "mlp.router.bias"),
+    ]
+    experts = Part(
+        tensors={
+            f"{_INTO}.weight": ("experts.gate_and_up", "hidden"),
+            f"{_INTO}.bias": ("experts.gate_and_up",),
+            f"{_OUT}.weight": ("hidden", "experts.intermediate"),
+            f"{_OUT}.bias": ("hidden",),
+        },
+        megatron={
+            f"{_TORCH}.linear_fc1.weight": into,
+            f"{_TORCH}.linear_fc1.bias": into_bias,
+            f"{_TORCH}.linear_fc2.weight": out,
+            f"{_TORCH}.linear_fc2.bias": out_bias,
+        },
+        transformer_engine={
+            f"{_FUSED}.linear_fc1.weight{{}}": into,
+            f"{_FUSED}.linear_fc1.bias{{}}": into_bias,
+            f"{_FUSED}.linear_fc2.weight{{}}": out,
+            f"{_FUSED}.linear_fc2.bias{{}}": out_bias,
+        },
+        vllm={
+            f"{_STACKED}.w13_weight": into,
+            f"{_STACKED}.w13_bias": into_bias,
+            f"{_STACKED}.w2_weight": replace(out, along=0),
+            f"{_STACKED}.w2_bias": OnFirstRank((f"{_OUT}.bias",)),
+        },
+        per_expert=True,
+    )
+    return NORM, *router, experts
+
+
+GPT_OSS = _interleaved()
 MIXTRAL = (NORM, *routed("block_sparse_moe", "w1", "w3", "w2"))
 QWEN3 = (NORM, *routed("mlp", "gate_proj", "up_proj", "down_proj"))
 
@@ -68,6 +112,8 @@ ROUTER_BIAS = renamed(_BIAS, ("experts.count",), "mlp.router.expert_bias", float
 
 def expert_parts(model: ModelShape) -> tuple[Part, ...]:
     assert model.experts is not None
+    if model.experts.is_interleaved:
+        return GPT_OSS
     if model.model_type == "mixtral":
         return MIXTRAL
     norm, router, experts = QWEN3

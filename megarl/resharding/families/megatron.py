@@ -159,6 +159,11 @@ def _check_sizes(model: ModelShape, layout: Layout) -> None:
         sizes.append(("ep", layout.ep, "experts", experts.count))
         sizes.append(("etp", layout.expert_tp, "MLP rows of an expert", experts.intermediate))
         sizes.append(("tp", tp, "MLP rows of the shared experts", experts.shared_intermediate))
+        if experts.is_interleaved and layout.expert_tp > 1:
+            raise UserError(
+                f"etp={layout.expert_tp}: the model's experts have biases, which Megatron does not support in sharded "
+                "experts. Fix: set etp=1"
+            )
     if model.linear is not None:
         sizes.append(("tp", tp, "key heads of the gated delta nets", model.linear.key_heads))
     for key, ranks, name, size in sizes:

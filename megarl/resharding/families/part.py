@@ -54,7 +54,7 @@ class Part:
         which the worker pads its share of the experts' intermediate size."""
         if not self.per_expert:
             return dict(self.vllm)
-        return {local: replace(tiling.for_experts(experts), padded=padded) for local, tiling in self.vllm.items()}
+        return {local: tiling.for_experts(experts).padded_to(padded) for local, tiling in self.vllm.items()}
 
     def _experts(self, model: ModelShape) -> range:
         return range(model.experts.count) if self.per_expert and model.experts else range(1)

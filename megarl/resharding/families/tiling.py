@@ -42,6 +42,11 @@ class Tiling:
         """Return the tiling with the tensors repeated for each expert; {} in their names becomes the expert's index."""
         return replace(self, tensors=tuple(name.format(number) for number in numbers for name in self.tensors))
 
+    def padded_to(self, size: int | None) -> Tiling:
+        """Return the tiling for a worker that pads its share of the experts' intermediate size to `size` (None: no
+        padding)."""
+        return self
+
     def blocks(self, sizes: Sequence[int], model: ModelShape, tp: int, rank: int) -> list[Block]:
         """Return the blocks that a rank holds, in order. `sizes` contains the size of each tensor along `axis`."""
         raise NotImplementedError
@@ -54,12 +59,22 @@ class Whole(Tiling):
         return [Block(i, 0, size) for i, size in enumerate(sizes)]
 
 
+class OnFirstRank(Tiling):
+    """The complete tensors on the first rank, and zeros on the others: a bias that is added before a sum over ranks."""
+
+    def blocks(self, sizes: Sequence[int], model: ModelShape, tp: int, rank: int) -> list[Block]:
+        return [Block(i if rank == 0 else None, 0, size) for i, size in enumerate(sizes)]
+
+
 @dataclass(frozen=True, slots=True)
 class Split(Tiling):
     """The rank's share of each tensor, concatenated: [gate_r; up_r]. Each share is padded with zeros to the size
     `padded` (None: no padding)."""
 
     padded: int | None = None
+
+    def padded_to(self, size: int | None) -> Tiling:
+        return replace(self, padded=size)
 
     def blocks(self, sizes: Sequence[int], model: ModelShape, tp: int, rank: int) -> list[Block]:
         shares = [_share(i, size, tp, rank) for i, size in enumerate(sizes)]

@@ -7,7 +7,7 @@ from typing import Any
 
 from megarl.config.divisors import divisibility_error, divisors
 from megarl.core.errors import UserError
-from megarl.models.huggingface import weights_dtype
+from megarl.models.huggingface import replicates_kv_heads, weights_dtype
 from megarl.models.shape import ModelShape
 from megarl.resharding.families.canonical import EMBEDDING, FINAL_NORM, HEAD, Canonical
 from megarl.resharding.families.shard_builder import ShardBuilder, Share
@@ -22,6 +22,10 @@ DRAFTER = "drafter."
 
 DOWN_PROJECTIONS = ".experts.routed_experts.w2_weight"
 """Name suffix of the stacked expert down-projections; their last axis is the intermediate size."""
+
+
+GPT_OSS_NAMES = {".self_attn.": ".attn.", "model.embed_tokens.": "model.embedding."}
+"""Substrings of gpt-oss's checkpoint names -> their replacements in vLLM."""
 
 
 def vllm_holder(
@@ -88,7 +92,7 @@ def _shard(
     experts, expert_share = range(count), share
     if expert_parallel:
         experts, expert_share = _expert_range(count, tp, rank), Share(1, 0)
-    builder.add(EMBEDDING, Padded((EMBEDDING,), padded=vocab), share)
+    builder.add(_engine_name(model, EMBEDDING), Padded((EMBEDDING,), padded=vocab), share)
     layers = {layer: canonical.layer_prefix(layer) for layer in range(model.num_layers)}
     if drafts:
         layers |= {layer: DRAFTER + canonical.layer_prefix(layer) for layer in canonical.following_layers().values()}
@@ -96,11 +100,19 @@ def _shard(
         for part in canonical.layer_parts(layer):
             part_share = expert_share if part.per_expert else share
             tilings, kept = part.vllm_tilings(experts, padded), "float32" if part.engine_float32 else None
-            builder.add_layer(layer, prefix, tilings, part_share, kept)
+            named = {_engine_name(model, prefix + local): tiling for local, tiling in tilings.items()}
+            builder.add_layer(layer, "", named, part_share, kept)
     builder.add(FINAL_NORM, Whole((FINAL_NORM,)), share)
     if not model.tied:
         builder.add(HEAD, Padded((HEAD,), padded=vocab), share)
     return builder.build()
+
+
+def _engine_name(model: ModelShape, name: str) -> str:
+    """Return vLLM's name of a parameter, given its name in other families."""
+    for part, replacement in GPT_OSS_NAMES.items() if model.model_type == "gpt_oss" else ():
+        name = name.replace(part, replacement)
+    return name
 
 
 def _expert_range(count: int, parts: int, part: int) -> range:
@@ -120,6 +132,8 @@ def _check_tp(model: ModelShape, padded_vocab: int, tp: int, expert_parallel: bo
         sizes["MLP rows of the shared experts"] = experts.shared_intermediate
     if model.linear is not None:
         sizes["key heads of the gated delta nets"] = model.linear.key_heads
+    if not replicates_kv_heads(model.model_type):
+        sizes["KV heads"] = model.kv_heads
     sizes[f"vocabulary rows (vocab_size padded to a multiple of {VOCABULARY_MULTIPLE})"] = padded_vocab
     for name, size in sizes.items():
         if message := divisibility_error("rollout.tp", tp, name, size, divisors(size)):

@@ -7,12 +7,17 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from megarl.models.weight_files import (
+    DEQUANTIZED,
     DTYPES,
+    MXFP4_BLOCK,
+    Place,
+    Stack,
     open_file,
     places,
     read_headers,
@@ -22,6 +27,7 @@ from megarl.models.weight_files import (
 )
 from megarl.resharding.piece import Holder, Rectangle, num_bytes
 from megarl.resharding.transports.checksum import raw_bytes
+from megarl.resharding.transports.mxfp4 import dequantized
 from megarl.resharding.transports.transport import Readable, dtype_name
 
 TORCH_DTYPES = dict(zip(DTYPES, (torch.float64, torch.float32, torch.float16, torch.bfloat16), strict=True))
@@ -58,7 +64,8 @@ class SafetensorsFolder(Readable):
         return sorted(self._places.keys() - holder.shapes.keys())
 
     def dtype(self, source: str, parameter: str) -> torch.dtype:
-        name = self._stored(parameter).get_dtype()
+        stored, place = self._stored(parameter), self._places[parameter]
+        name = stored.get_dtype() if place.scales is None else DEQUANTIZED
         require_dtype(self._folder, parameter, name)
         return TORCH_DTYPES[name]
 
@@ -68,22 +75,46 @@ class SafetensorsFolder(Readable):
             return stored[tuple(slice(start, stop) for start, stop in rectangle)]
         (first, last), *columns = rectangle
         sides = (first + place.rows[0], last + place.rows[0]), *columns
+        if place.scales is not None:
+            return self._dequantized(place, *sides)
+        if place.is_transposed:
+            return stored[(place.expert, *(slice(start, stop) for start, stop in reversed(sides)))].t()
         return stored[(place.expert, *(slice(start, stop) for start, stop in sides))]
+
+    def _dequantized(self, place: Place, rows: tuple[int, int], columns: tuple[int, int]) -> torch.Tensor:
+        assert place.scales is not None
+        first, last = columns[0] // MXFP4_BLOCK, -(-columns[1] // MXFP4_BLOCK)
+        parts = place.expert, slice(*rows), slice(first, last)
+        blocks, scales = self._tensor(place.path, place.stored)[parts], self._tensor(*place.scales)[parts]
+        return dequantized(blocks, scales)[:, columns[0] - first * MXFP4_BLOCK : columns[1] - first * MXFP4_BLOCK]
 
     def _stored(self, parameter: str) -> Any:
         """Return the stored tensor that contains the parameter."""
         require_names(self._folder, self._places, [parameter])
         path, name, *_ = self._places[parameter]
+        return self._tensor(path, name)
+
+    def _tensor(self, path: Path, name: str) -> Any:
         if path not in self._open:
             self._open[path] = self._stack.enter_context(open_file(path, "pt"))
         return self._open[path].get_slice(name)
 
 
 def write_file(
-    path: Path, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, str], tensor: Callable[[str], torch.Tensor]
+    path: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtypes: Mapping[str, str],
+    tensor: Callable[[str], torch.Tensor],
+    stacks: Mapping[str, Stack] = MappingProxyType({}),
 ) -> None:
-    """Write a safetensors file one tensor at a time. The library's own writer needs all tensors at once. `tensor`
-    returns the tensor with a given name and is called in the order of `shapes`."""
+    """Write a safetensors file one tensor at a time. The library's own writer needs all tensors at once.
+
+    Args:
+        shapes, dtypes: of the tensors in the file, including stacks.
+        tensor: function that returns the tensor with a given name. It is called in the order of `shapes`, for each
+            member of a stack.
+        stacks: the tensors in the file that stack others.
+    """
     names = {dtype_name(dtype): name for name, dtype in TORCH_DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -95,4 +126,7 @@ def write_file(
     with path.open("xb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in shapes:
-            file.write(raw_bytes(tensor(name)))
+            stack = stacks.get(name)
+            for part in (name,) if stack is None else stack.experts:
+                values = tensor(part)
+                file.write(raw_bytes(values.t().contiguous() if stack is not None and stack.is_transposed else values))

@@ -93,8 +93,9 @@ class ZImageEncoder(PromptEncoder):
 
 class StableDiffusion3Encoder(PromptEncoder):
     """Two CLIP text encoders and, if the folder has it, T5. The channels of the CLIP encoders' second-to-last hidden
-    states are concatenated and padded with zeros; T5's output follows as further tokens. The model's pooled caption is
-    that of both CLIP encoders. All texts are padded to the same length, and the padding is not masked."""
+    states are concatenated and padded with zeros; T5's output follows as further tokens. The pooled caption
+    concatenates the text embeddings of both CLIP encoders. All texts are padded to the same length, and the padding is
+    not masked."""
 
     def __init__(self, tokenizers: Sequence[Any], models: HostedModel, shape: StableDiffusion3Shape):
         """`models` contains a text encoder for each tokenizer: two, or three with T5."""

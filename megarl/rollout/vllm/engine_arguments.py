@@ -15,7 +15,7 @@ from megarl.config.vllm_arguments import ADJUSTABLE, MANAGED, EngineSection, bat
 from megarl.core import device
 from megarl.core.errors import UserError
 from megarl.models.engine_kernels import check_cpu_kernels
-from megarl.models.folder import read_config, resolve
+from megarl.models.folder import is_dequantized, read_config, resolve
 from megarl.models.huggingface import completed, experts, latent_attention, linear_attention
 from megarl.resharding.families.quantized import quantization_config
 
@@ -124,6 +124,8 @@ def rollout_arguments(
         on_gpu = dict(enable_return_routed_experts=True, enable_prefix_caching=True)
         routes = on_gpu if device.on_cuda() else dict(enable_prefix_caching=False)
     quantization = {} if config.quantization is None else _quantization(config.quantization, model_folder)
+    if is_dequantized(model_folder):
+        quantization = {"quantization_config": None} | quantization  # the engine receives the trainer's weights
     return engine_arguments(
         "rollout",
         model_folder,

@@ -225,13 +225,14 @@ class RefitExtension:
         return hashes(self._parameters())
 
     def _parameters(self) -> dict[str, torch.Tensor]:
-        """Return the parameters by name. Stacked expert weights are flattened to two axes, as in the holder."""
+        """Return the parameters by name. The first two axes of stacked expert weights are flattened, as in the
+        holder."""
         weights = {name: p.data for name, p in self.model_runner.get_model().named_parameters()}
         if (drafter := self._drafter) is not None:
             own = {id(parameter) for parameter in self.model_runner.get_model().parameters()}
             weights |= {DRAFTER + name: p.data for name, p in drafter.named_parameters() if id(p) not in own}
         return {
-            name: weight.view(-1, weight.shape[-1]) if EXPERTS in name else weight
+            name: weight.view(-1, *weight.shape[2:]) if EXPERTS in name else weight
             for name, weight in weights.items()
             if not name.endswith(DERIVED)
         }

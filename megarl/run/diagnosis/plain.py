@@ -39,7 +39,7 @@ def layer_outputs(folder: Path, token_ids: Sequence[int]) -> dict[str, np.ndarra
 
 
 def load_plain(kind: Any, folder: Path, **options: Any) -> Any:
-    """Load a model with the transformers class `kind`. This includes families that transformers knows under another
+    """Load a model with the transformers class `kind`. This includes families that transformers supports under another
     name. The options are those of `from_pretrained`."""
     config = read_config(folder)
     if alias := TRANSFORMERS_TYPES.get(config["model_type"]):

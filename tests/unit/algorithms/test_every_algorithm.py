@@ -104,7 +104,7 @@ def test_every_objective_has(name, place):
 
 @pytest.mark.parametrize("name", STEP_OBJECTIVES)
 def test_every_step_objective_is_listed_and_compared(name):
-    """tests/unit/megatron/test_denoising_loss.py compares each of them with a reference."""
+    """tests/unit/megatron/test_denoising_loss.py compares each objective with a reference."""
     assert name in comments()["algorithm.objective.name"]
     compared = {*test_denoising_loss.REFERENCES, *test_denoising_loss.VELOCITY_REFERENCES}
     assert name in compared

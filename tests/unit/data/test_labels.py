@@ -60,7 +60,7 @@ def test_labels_with_tokens_of_several_characters(tmp_path, template):
     assert len(sample.response_ids) == len(header) + 5  # ab2., the two bytes of é, ab and the EOS token
 
 
-def test_labelled_tokens_are_those_that_scoring_reads(model_folder, tmp_path):
+def test_labeled_tokens_are_those_that_scoring_reads(model_folder, tmp_path):
     """A run whose reward_model.step_end equals the training's data.step_end scores exactly the labeled tokens."""
     row = {"prompt": "q", "steps": ["a b", "c", "12"], "labels": [1, 0, 0]}
     for end in ("\\n", "; "):

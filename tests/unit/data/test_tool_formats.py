@@ -222,3 +222,9 @@ def test_parser_finds_the_same_calls_as_vllm(name):
         assert [(call.name, call.arguments) for call in read(name, content)] == expected == drawn
 
     check()
+
+
+def test_harmony_is_not_mistaken_for_another_format():
+    """gpt-oss writes a call as a message to a recipient, which no parser reads."""
+    call = "<|start|>assistant<|channel|>commentary to=functions.add<|message|>{{ arguments }}<|call|>"
+    assert tool_formats.format_of(call + "{# <tool_call> #}") is None

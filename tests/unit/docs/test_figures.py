@@ -50,3 +50,14 @@ def test_write_updates_the_pages_with_new_results(tmp_path, monkeypatch):
 
 def change(path, **values):
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def test_recorded_runs_replace_earlier_ones_in_order(tmp_path, monkeypatch):
+    written = []
+    monkeypatch.setattr(figures, "RESULTS", tmp_path)
+    monkeypatch.setattr(figures, "write", lambda: written.append(json.loads((tmp_path / "learning.json").read_text())))
+    (tmp_path / "learning.json").write_text(json.dumps({"runs": {"a": 1, "b": 2, "renamed": 3}}))
+    figures.record("learning", {"b": 4, "c": 5}, ["c", "a", "b", "not run yet"])
+    [found] = written
+    assert list(found["runs"].items()) == [("c", 5), ("a", 1), ("b", 4)]
+    assert found["date"] and found["machine"]["cores"]

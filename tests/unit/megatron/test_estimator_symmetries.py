@@ -292,7 +292,7 @@ def test_single_sample_has_zero_or_raw_advantage(name, update):
     default = advantages(name, alone, "algorithm.advantage.whiten=false")
     assert not default["1.0"].any() and default["0.0"].any()
     kept = advantages(name, alone, "algorithm.advantage.whiten=false", "algorithm.advantage.group_of_one=reward")
-    factor = 5 / 4 if name == "gpg" else 1  # samples / samples in groups with unequal rewards
+    factor = 5 / 4 if name == "gpg" else 1  # GPG: samples / samples in groups with unequal rewards
     trained = torch.tensor(update.groups[1][0][0].response_mask)
     torch.testing.assert_close(kept["1.0"], factor * update.groups[1][0][1] * trained.float())
 

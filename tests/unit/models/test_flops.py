@@ -37,6 +37,7 @@ LATENT = dict(
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "glm4_moe": EXPERTS | dict(head_dim=24, use_qk_norm=True, attention_bias=True),
+    "gpt_oss": dict(head_dim=24, num_local_experts=4, num_experts_per_tok=2),
     "kimi_k2": EXPERTS | LATENT,
 }
 

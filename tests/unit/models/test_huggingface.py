@@ -6,10 +6,15 @@ from transformers import AutoConfig
 from megarl.models.huggingface import (
     FAMILIES,
     TRANSFORMERS_TYPES,
+    WindowedAttention,
+    attention_window,
     completed,
+    dequantized,
+    has_sinks,
     linear_attention,
     text_config,
     untrained_part,
+    windowed_attention,
     without_untrained_part,
 )
 from megarl.models.unsupported import unsupported
@@ -27,6 +32,8 @@ def test_defaults_match_transformers(model_type: str) -> None:
     ours = completed({"model_type": model_type})
     known = AutoConfig.for_model(TRANSFORMERS_TYPES.get(model_type, model_type))
     theirs = type(known)
+    if (rope := ours.pop("rope_parameters", None)) is not None:
+        assert rope | {"rope_theta": ours["rope_theta"]} == known.rope_parameters
     for key in ours.keys() - {"model_type", "rope_theta", "partial_rotary_factor"}:
         # Class attributes are the defaults; instances have derived values. Keys that a family lacks are off.
         off = FAMILIES["llama"].get(key)
@@ -54,6 +61,23 @@ def test_layer_types_and_rotary_share_match_transformers(model_type: str) -> Non
     assert linear_attention(explicit).layers == (False, *(True,) * 8)
 
 
+def test_windowed_layers_match_transformers() -> None:
+    theirs = AutoConfig.for_model("gpt_oss", num_hidden_layers=5).to_dict()
+    windows = windowed_attention(theirs)
+    assert windows is not None and windows.size == theirs["sliding_window"] == 128
+    assert windows.layers == tuple(kind == "sliding_attention" for kind in theirs["layer_types"])
+    assert windowed_attention(theirs | {"layer_types": None}) == windows
+    explicit = theirs | {"layer_types": ["full_attention", *["sliding_attention"] * 4]}
+    assert windowed_attention(explicit) == WindowedAttention(128, (False, *(True,) * 4))
+    assert windowed_attention(theirs | {"sliding_window": None}) is None
+    assert attention_window(theirs) is None and has_sinks(theirs)
+
+
+def test_models_without_windowed_layers_keep_full_attention() -> None:
+    mistral = completed({"model_type": "mistral", "num_hidden_layers": 5, "layer_types": ["sliding_attention"] * 5})
+    assert windowed_attention(mistral) is None and attention_window(mistral) == 4096 and not has_sinks(mistral)
+
+
 def test_text_model_of_a_multimodal_checkpoint_is_used() -> None:
     text = CONFIGS["Qwen3.5-27B"] | {"mtp_num_hidden_layers": 1}
     outer = {"model_type": "qwen3_5", "architectures": ["Qwen3_5ForConditionalGeneration"], "dtype": "bfloat16"}
@@ -78,3 +102,40 @@ def test_text_model_of_a_multimodal_checkpoint_is_used() -> None:
 def test_other_gated_delta_nets_are_refused(changes, message) -> None:
     assert unsupported(completed(CONFIGS["Qwen3.5-27B"])) == []
     assert unsupported(completed(CONFIGS["Qwen3.5-27B"] | changes)) == [message]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attention_bias": False}, "attention_bias false"),
+        ({"rms_norm_eps": 1e-6}, "rms_norm_eps 1e-06"),
+        ({"swiglu_alpha": 1.0}, "swiglu_alpha 1.0"),
+        ({"swiglu_limit": 10.0}, "swiglu_limit 10.0"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings true"),
+        ({"layer_types": ["full_attention", "sliding_attention"] * 12}, "layer_types that do not alternate"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config with quant_method fp8"),
+        ({"rope_scaling": None, "rope_parameters": {"rope_type": "default"}}, "rope_parameters with rope_type default"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": 32.0}}, "yarn without beta_slow"),
+    ],
+)
+def test_gpt_oss_variants_that_vllm_ignores_are_refused(changes, message) -> None:
+    """vLLM does not read these values, and would compute a different function."""
+    config = CONFIGS["gpt-oss-20b"]
+    assert unsupported(completed(config)) == []
+    [feature] = unsupported(completed(config | changes))
+    assert message in feature
+
+
+def test_yarn_variants_of_gpt_oss_are_refused() -> None:
+    config = CONFIGS["gpt-oss-20b"]
+    for key in ("attention_factor", "mscale", "mscale_all_dim"):
+        changed = config | {"rope_scaling": config["rope_scaling"] | {key: 1.5}}
+        assert unsupported(completed(changed)) == [f"rope_scaling with {key} 1.5"]
+
+
+def test_mxfp4_config_describes_the_bfloat16_model() -> None:
+    config = CONFIGS["gpt-oss-20b"]
+    stored = config | {"quantization_config": {"quant_method": "mxfp4"}, "torch_dtype": "float32"}
+    assert dequantized(stored) == config | {"dtype": "bfloat16"}
+    other = config | {"quantization_config": {"quant_method": "fp8"}}
+    assert dequantized(other) == other and dequantized(config) == config

@@ -265,6 +265,32 @@ def test_experts_that_do_not_fit_are_refused(model: dict[str, Any], overrides: l
     assert message in line
 
 
+@pytest.mark.parametrize(
+    ("layout", "fix"),
+    [
+        ("tp: 2", "actor.layout.etp=1 and actor.layout.ep to at least 2, or set actor.layout.tp=1"),
+        ("tp: 2, ep: 2, etp: 2, dp: 2", "actor.layout.etp=1"),
+    ],
+)
+def test_experts_with_biases_are_not_sharded(layout: str, fix: str) -> None:
+    model = CONFIGS["gpt-oss-20b"]
+    (line,) = model_errors(model, f"actor.layout={{{layout}, sequence_parallel: true}}")
+    assert line == (
+        "actor.layout.etp=2: the experts have biases, which Megatron does not support in sharded experts. Fix: set "
+        f"{fix}"
+    )
+    check_model(recipe("actor.layout={tp: 2, ep: 2, etp: 1, sequence_parallel: true}"), model)
+    check_model(recipe("actor.layout={dp: 2}"), model)
+
+
+def test_gpt_oss_engine_does_not_replicate_kv_heads() -> None:
+    model = CONFIGS["gpt-oss-20b"]
+    check_model(recipe("rollout.tp=8"), model)
+    assert model_errors(model, "rollout.tp=16") == [
+        "rollout.tp=16: 8 KV heads are not divisible by 16 (8 / 16 = 0.5). Fix: set rollout.tp to 1, 2, 4 or 8"
+    ]
+
+
 def test_delta_net_heads_must_divide_over_tp_and_cp() -> None:
     model = CONFIGS["Qwen3.5-27B"]
     check_model(recipe("actor.layout={tp: 4, cp: 4}"), model)

@@ -5,7 +5,12 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from megarl.data.packing import Lengths, bundle
+from megarl.models.flops import forward_flops, mean_context
+from megarl.models.huggingface import WindowedAttention
+from megarl.models.shape import ModelShape
 from megarl.models.token_cost import TokenCost
+from tests.packing import packing
 
 COMMON = dict(
     vocab_size=128,
@@ -40,6 +45,33 @@ def test_costs_match_torchs_flop_counts(name):
     scored = (operations(model, 8) - few) / 8
     assert cost.attended == pytest.approx(pair / linear)
     assert cost.scored == pytest.approx(scored / linear)
+
+
+GPT_OSS = COMMON | dict(model_type="gpt_oss", head_dim=8, sliding_window=4)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 4, 5, 30])
+@pytest.mark.parametrize("num_layers", [4, 5])
+def test_pairs_outside_a_window_are_not_counted(num_tokens, num_layers):
+    """Every second layer has a window of 4 tokens, beginning with the first."""
+    config, windowed = GPT_OSS | dict(num_hidden_layers=num_layers), (num_layers + 1) // 2
+    full = sum(range(1, num_tokens + 1))
+    within = sum(min(query, 4) for query in range(1, num_tokens + 1))
+    cost, pairs = TokenCost.of_model(config), ((num_layers - windowed) * full + windowed * within) / num_layers
+    assert cost.pairs(num_tokens) == pytest.approx(pairs)
+    # The attention of every layer, two products with 6 heads of 8 channels each.
+    flops = forward_flops(ModelShape.of(config), 0, 0, cost.pairs(num_tokens))
+    assert flops == pytest.approx(2 * 2 * 48 * num_layers * pairs)
+    last = ((num_layers - windowed) * num_tokens + windowed * min(num_tokens, 4)) / num_layers
+    assert mean_context(ModelShape.of(config).windows, num_tokens) == pytest.approx(last)
+
+
+def test_samples_beyond_the_window_cost_less():
+    """The cost by which ranks are balanced counts the pairs of each sample."""
+    cost = TokenCost(1.0, 0.0, WindowedAttention(4, (True, False)))
+    [item] = bundle([Lengths("a", 3, 4), Lengths("a", 3, 1)], packing(cost=cost))
+    full, within = 28 + 10, (1 + 2 + 3 + 4 * 4) + 10
+    assert item.cost == 8 + (full + within) / 2
 
 
 def test_token_cost_counts_only_active_experts():

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from megarl.core.errors import UserError
 from megarl.models.folder import read_config
@@ -123,4 +124,95 @@ def test_tensor_that_does_not_stack_experts_is_an_error(tmp_path: Path, shape: t
     header = json.dumps({name: {"dtype": "F32", "shape": shape, "data_offsets": [0, len(content)]}}).encode()
     (tmp_path / SINGLE).write_bytes(len(header).to_bytes(8, "little") + header + content)
     with pytest.raises(UserError, match=rf"{name} has shape .*, which does not stack experts. Fix: download"):
+        read_headers(tmp_path)
+
+
+OSS_EXPERTS = "model.layers.1.mlp.experts"
+
+
+def mxfp4_experts(rows: int = 6, blocks: int = 3) -> dict[str, torch.Tensor]:
+    """Return gpt-oss's stacked tensors with all byte values and scales of ordinary weights."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int, low: int = 0, high: int = 256) -> torch.Tensor:
+        return torch.randint(low, high, shape, dtype=torch.uint8, generator=generator)
+
+    tensors: dict[str, torch.Tensor] = {}
+    for name in ("gate_up_proj", "down_proj"):
+        tensors[f"{OSS_EXPERTS}.{name}_blocks"] = random(2, rows, blocks, 16)
+        tensors[f"{OSS_EXPERTS}.{name}_scales"] = random(2, rows, blocks, low=1, high=250)
+        tensors[f"{OSS_EXPERTS}.{name}_bias"] = torch.randn(2, rows).bfloat16()
+    return tensors
+
+
+def test_mxfp4_equals_transformers_bit_for_bit(tmp_path: Path) -> None:
+    tensors = mxfp4_experts()
+    tensors[f"{OSS_EXPERTS}.down_proj_blocks"][:, 0, 0] = torch.arange(16) * 17  # every element
+    tensors[f"{OSS_EXPERTS}.down_proj_scales"][:, 0] = torch.tensor([0, 254, 255])
+    is_scale = [name for name in tensors if name.endswith("_scales")]
+    save_file({name: tensors[name] for name in is_scale}, tmp_path / "a.safetensors")
+    save_file({name: t for name, t in tensors.items() if name not in is_scale}, tmp_path / "b.safetensors")
+    weight_map = {name: "a.safetensors" if name in is_scale else "b.safetensors" for name in tensors}
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    headers = read_headers(tmp_path)
+    with SafetensorsFolder(tmp_path) as folder:
+        for name in ("gate_up_proj", "down_proj"):
+            parts = (tensors[f"{OSS_EXPERTS}.{name}_{kind}"] for kind in ("blocks", "scales"))
+            whole_stack = convert_moe_packed_tensors(*parts).transpose(1, 2)  # [experts, rows, columns]
+            for expert, expected in enumerate(whole_stack):
+                ours = f"{OSS_EXPERTS}.{expert}.{name}.weight"
+                assert headers[ours] == Header("BF16", (6, 96)) and folder.dtype("", ours) == torch.bfloat16
+                assert same_bits(folder.read("", ours, ((0, 6), (0, 96))), expected)
+                assert same_bits(folder.read("", ours, ((1, 3), (31, 65))), expected[1:3, 31:65])
+            bias = f"{OSS_EXPERTS}.1.{name}.bias"
+            assert torch.equal(folder.read("", bias, ((2, 5),)), tensors[f"{OSS_EXPERTS}.{name}_bias"][1, 2:5])
+
+
+def same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    return torch.equal(ours.contiguous().view(torch.int16), theirs.contiguous().view(torch.int16))
+
+
+def test_transposed_stacks_of_experts_are_read(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"gate_up_proj": (2, 5, 8), "gate_up_proj_bias": (2, 8), "down_proj": (2, 4, 5), "down_proj_bias": (2, 5)}
+    stored = {f"{OSS_EXPERTS}.{n}": torch.randn(shape, generator=generator) for n, shape in shapes.items()}
+    save_file(stored, tmp_path / SINGLE)
+    headers = read_headers(tmp_path)
+    with SafetensorsFolder(tmp_path) as folder:
+        read = {name: folder.read("", name, whole(header.shape)) for name, header in headers.items()}
+        part = folder.read("", f"{OSS_EXPERTS}.1.gate_up_proj.weight", ((2, 7), (1, 3)))
+    for i in range(2):
+        for name in ("gate_up_proj", "down_proj"):
+            assert torch.equal(read.pop(f"{OSS_EXPERTS}.{i}.{name}.weight"), stored[f"{OSS_EXPERTS}.{name}"][i].T)
+            assert torch.equal(read.pop(f"{OSS_EXPERTS}.{i}.{name}.bias"), stored[f"{OSS_EXPERTS}.{name}_bias"][i])
+    assert not read
+    assert torch.equal(part, stored[f"{OSS_EXPERTS}.gate_up_proj"][1, 1:3, 2:7].T)
+
+
+MXFP4_DAMAGES = {
+    "missing scales": (
+        lambda tensors: tensors.pop(f"{OSS_EXPERTS}.down_proj_scales"),
+        "has no tensor .*down_proj_scal",
+    ),
+    "other scales": (
+        lambda tensors: tensors.update({f"{OSS_EXPERTS}.down_proj_scales": torch.ones(2, 6, 3)}),
+        "down_proj_scales are not bytes of MXFP4 blocks and their scales. Fix: download it again",
+    ),
+    "other blocks": (
+        lambda tensors: tensors.update({f"{OSS_EXPERTS}.down_proj_blocks": torch.ones(2, 6, 3, 16)}),
+        "down_proj_scales are not bytes of MXFP4 blocks",
+    ),
+    "flat blocks": (
+        lambda tensors: tensors.update({f"{OSS_EXPERTS}.down_proj_blocks": torch.ones(2, 6)}),
+        "down_proj_blocks has shape .*, which does not stack experts",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", MXFP4_DAMAGES)
+def test_damaged_mxfp4_tensors_are_named(tmp_path: Path, damage: str) -> None:
+    change, message = MXFP4_DAMAGES[damage]
+    change(tensors := mxfp4_experts())
+    save_file(tensors, tmp_path / SINGLE)
+    with pytest.raises(UserError, match=message):
         read_headers(tmp_path)

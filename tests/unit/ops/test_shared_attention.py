@@ -58,6 +58,68 @@ def test_matches_masked_attention(name, dims, window, has_sinks):
         torch.testing.assert_close(one, other, rtol=0, atol=TOLERANCE * max(1.0, float(other.abs().max())))
 
 
+def shares(num_tokens: int, size: int, is_strided: bool) -> list[torch.Tensor]:
+    """Return each rank's pack positions: every size-th token, or two chunks as in Transformer Engine."""
+    positions = torch.arange(num_tokens)
+    if is_strided:
+        return [positions[rank::size] for rank in range(min(size, num_tokens))]
+    chunks = positions.tensor_split(2 * size)
+    return [rows for rank in range(size) if len(rows := torch.cat((chunks[rank], chunks[-1 - rank])))]
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "is_strided", "window", "has_sinks"),
+    each_value([*PACKS], [2, 3], [False, True], [None, 1, 20, 250], [False, True]),
+)
+def test_queries_on_several_ranks_match_masked_attention(name, size, is_strided, window, has_sinks):
+    torch.manual_seed(0)
+    tokens, boundaries = documents(PACKS[name])
+    num_tokens = int(tokens.max()) + 1
+    query, key, value = (torch.randn(num_tokens, 2, 16, requires_grad=True) for _ in range(3))
+    gradient, sinks = torch.randn(num_tokens, 2, 16), torch.randn(2, requires_grad=True) if has_sinks else None
+    expected = plain_attention(query, key, value, tokens, boundaries, 0.3, window, sinks)
+    ranks = shares(num_tokens, size, is_strided)
+    key_positions, actual = torch.cat(ranks), torch.zeros_like(expected)
+    for query_positions in ranks:
+        mask = pack_mask(tokens, boundaries, query_positions, key_positions, window=window)
+        rows = query[query_positions], key[key_positions], value[key_positions]
+        out = shared_attention.shared_attention(*rows, mask, 0.3, sinks)
+        actual = actual.index_copy(0, query_positions, out)
+    assert relative_error(actual, expected) <= TOLERANCE
+    inputs = [x for x in (query, key, value, sinks) if x is not None]
+    gradients = (torch.autograd.grad(out, inputs, gradient) for out in (actual, expected))
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=TOLERANCE * max(1.0, float(other.abs().max())))
+
+
+@pytest.mark.parametrize("name", PACKS)
+@pytest.mark.parametrize("is_strided", [False, True])
+@pytest.mark.parametrize("window", [None, 20, 250])
+def test_blocks_of_a_rank_contain_the_dense_mask(name, is_strided, window):
+    tokens, boundaries = documents(PACKS[name])
+    ranks = shares(int(tokens.max()) + 1, 2, is_strided)
+    for positions in ranks:
+        mask = pack_mask(tokens, boundaries, positions, torch.cat(ranks), window=window)
+        expected = create_block_mask(mask.mask_mod, 1, 1, *mask.seq_lengths, device="cpu")
+        assert (mask.to_dense() >= expected.to_dense()).all()
+        assert (whole(mask, "kv") <= whole(expected, "kv")).all()
+        for kind in ("", "full_"):
+            assert torch.equal(whole(mask, "kv", kind), whole(mask, "q", kind).T)
+
+
+def test_blocks_outside_a_window_are_skipped_on_every_rank():
+    """Each rank attends to at most three blocks of keys per chunk and block of queries, however long the document."""
+    tokens, boundaries = documents([(4096, [0])])
+    ranks = shares(4096, 2, is_strided=False)
+    for positions in ranks:
+        mask = pack_mask(tokens, boundaries, positions, torch.cat(ranks), window=128)
+        assert whole(mask, "kv", "").sum(1).max() <= 3
+        # Between two neighboring blocks, the largest distance is 255.
+        for window, has_full_blocks in ((255, False), (256, True)):
+            mask = pack_mask(tokens, boundaries, positions, torch.cat(ranks), window=window)
+            assert bool(whole(mask, "kv").any()) == has_full_blocks
+
+
 @pytest.mark.parametrize("name", PACKS)
 @pytest.mark.parametrize("window", [None, 20, 128, 250])
 def test_blocks_match_the_dense_mask(name, window):

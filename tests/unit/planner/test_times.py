@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from megarl.cluster.memory.parameters import ModelParameters
 from megarl.config.model_schema import Layout
 from megarl.models.flops import attention_weights, forward_flops
+from megarl.models.huggingface import WindowedAttention
 from megarl.models.shape import ModelShape
 from megarl.planner.hardware import DENSE_SHARE, MEMORY_SHARE, read_cluster
 from megarl.planner.plan import plan_recipe
 from megarl.planner.refit_time import min_refit_time
-from megarl.planner.rollout_time import kv_bytes, recompute_seconds
+from megarl.planner.rollout_time import kv_bytes, recompute_seconds, state_bytes
 from megarl.resharding.families import vllm_holder
 from megarl.resharding.planning.schedule import Bandwidth
 from megarl.resharding.planning.side import _fields
@@ -142,6 +144,38 @@ def test_kv_cache_bytes_match_published_sizes():
     assert kv_bytes(ModelParameters(CONFIGS["GLM-4.6"]), 8, 2) == 92 * 2 * 128 * 2
 
 
+@pytest.mark.parametrize(("dp", "cp"), [(8, 1), (4, 2)])
+def test_windows_limit_the_pairs_in_training(dp, cp):
+    """With cp=1, a prompt of 16 samples is computed once."""
+    lengths = dict(prompt_tokens=1000.0, response_tokens=500.0)
+    plan = plan_of(DENSE, "8xH100", *layout_keys(dp=dp, cp=cp), *ENGINE, *BATCH, **lengths)
+    packed = replace(plan.workload, windows=WindowedAttention(128, (True, False, False))).packed(plan.config.actor)
+    samples, shared = 64 * 16 / dp, 16 if cp == 1 else 1
+    in_prompt, in_response = (
+        sum(min(n, 128) / 3 + 2 * n / 3 for n in tokens) for tokens in (range(1, 1001), range(1001, 1501))
+    )
+    pairs = packed.microbatches * packed.tokens * packed.pairs_per_token
+    assert pairs == pytest.approx(samples * (in_prompt / shared + in_response), rel=2e-3)
+
+
+def test_windows_limit_the_kv_cache():
+    """Half of gpt-oss's 24 layers cache 128 tokens per sequence. The longest sequence has 8,192 here."""
+    keys = (*layout_keys(dp=8, tp=1), *ENGINE, *BATCH, "rollout.context_length=8192", "rollout.max_new_tokens=4096")
+    plan = plan_of("gpt-oss-20b", "8xH100", *keys)
+    per_layer_and_token = 2 * 8 * 64 * 2
+    sequence = 12 * (8192 + 128) * per_layer_and_token
+    assert plan.times.rollout.guaranteed == int(20 * 2**30 / sequence)
+
+
+def test_states_of_gated_delta_nets_match_vllms_shapes():
+    """30 of the 40 layers of Qwen3.5-35B-A3B have a state of 32 × 128 × 128 and three inputs of 8,192 channels."""
+    shape = ModelShape.of(CONFIGS["Qwen3.5-35B-A3B"])
+    states, inputs = 30 * 32 * 128 * 128 * 4, 30 * 3 * 8192 * 2
+    assert state_bytes(shape, 1, 2) == states + inputs
+    assert state_bytes(shape, 4, 2) == (states + inputs) / 4
+    assert state_bytes(ModelShape.of(CONFIGS["Llama-3.1-8B"]), 1, 2) == 0
+
+
 def test_decoding_one_sequence_reads_all_weights_per_token():
     one = ("batch.prompts_per_step=4", "batch.samples_per_prompt=2", "batch.prompts_per_update=4")
     plan = plan_of(DENSE, "8xH100", *layout_keys(dp=8), *ENGINE, *one, response_tokens=1023)
@@ -186,11 +220,14 @@ def test_models_on_separate_devices_train_concurrently(tmp_path, placement):
 
 
 def test_flops_per_token_follow_the_active_parameters():
-    """The model cards give 32, 32 and 12 billion active parameters. Moonlight's report (arXiv 2502.16982) gives 2.24
-    billion without the embedding and the head."""
+    """The model cards give 32, 32, 12, 5.1 and 3.6 billion active parameters. Moonlight's report (arXiv 2502.16982)
+    gives 2.24 billion without the embedding and the head."""
     for name, billions in (("Kimi-K2", 32), ("GLM-4.6", 32), ("GLM-4.5-Air", 12)):
         flops = forward_flops(ModelShape.of(CONFIGS[name]), num_tokens=1, num_scored=1, num_attended=0)
         assert flops / 2e9 == pytest.approx(billions, abs=0.8), name
+    for name, billions in (("gpt-oss-120b", 5.13), ("gpt-oss-20b", 3.61)):
+        flops = forward_flops(ModelShape.of(CONFIGS[name]), num_tokens=1, num_scored=1, num_attended=0)
+        assert flops / 2e9 == pytest.approx(billions, abs=0.02), name
     moonlight = forward_flops(ModelShape.of(CONFIGS["Moonlight-16B-A3B"]), 1, num_scored=0, num_attended=0)
     assert moonlight / 2e9 == pytest.approx(2.24, abs=0.005)
 

@@ -200,7 +200,7 @@ def test_evaluation_that_is_a_link_is_an_error(runs: list[Path]) -> None:
     file = runs[1] / "evaluations" / "digits" / "step_000002.jsonl"
     file.rename(file.with_name("elsewhere"))
     file.symlink_to(file.with_name("elsewhere"))
-    with pytest.raises(UserError, match=r"step_000002\.jsonl: is a symbolic link"):
+    with pytest.raises(UserError, match=r"step_000002\.jsonl: a symbolic link"):
         comparison.write(runs)
 
 

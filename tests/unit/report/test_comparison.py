@@ -34,7 +34,7 @@ def test_differing_keys_are_listed_with_dashes_for_missing_ones(tmp_path: Path) 
     assert list(charts) == ["Reward", "own/x"] and [line["run"] for line in charts["own/x"]["lines"]] == [0, 1]
 
 
-def test_runs_with_equal_names_are_labelled_by_folder(tmp_path: Path) -> None:
+def test_runs_with_equal_names_are_labeled_by_folder(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / number, "<a>") for number in ("1", "2")]
     text = comparison.write(runs).read_text()
     assert "<th>1</th><th>2</th>" in text

@@ -83,8 +83,12 @@ def random_checkpoint(config: dict[str, Any], seed: int = 0) -> dict[str, torch.
                 tensors[layer + f"self_attn.{name}_norm.weight"] = random(config["head_dim"])
         if has_heads:
             tensors[layer + "self_attn.o_proj.weight"] = random(hidden, query)
-        if config["model_type"] == "llama" and config.get("attention_bias"):
+        if config["model_type"] in ("gpt_oss", "llama") and config.get("attention_bias"):
             tensors[layer + "self_attn.o_proj.bias"] = random(hidden)
+        if config["model_type"] == "gpt_oss":
+            shapes = {"self_attn.sinks": (config["num_attention_heads"],), **interleaved_experts(config)}
+            tensors |= {f"{layer}{name}": random(*shape) for name, shape in shapes.items()}
+            continue
         if router := router_of(config, i):
             tensors[f"{layer}{router}.weight"] = random(NUM_EXPERTS, hidden)
         if router and config["model_type"] in BIASED_ROUTERS:
@@ -104,6 +108,31 @@ def random_checkpoint(config: dict[str, Any], seed: int = 0) -> dict[str, torch.
                 if config.get("mlp_bias"):
                     tensors[f"{layer}{name}.bias"] = random(shape[0])
     return fused(tensors) if config["model_type"] == "phi3" else tensors
+
+
+def interleaved_experts(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the router and of separate experts (transformers' GptOssExperts, transposed)."""
+    hidden, rows = config["hidden_size"], config["intermediate_size"]
+    into, out = {"weight": (2 * rows, hidden), "bias": (2 * rows,)}, {"weight": (hidden, rows), "bias": (hidden,)}
+    shapes = {"mlp.router.weight": (NUM_EXPERTS, hidden), "mlp.router.bias": (NUM_EXPERTS,)}
+    for expert in range(NUM_EXPERTS):
+        for name, kinds in (("gate_up_proj", into), ("down_proj", out)):
+            shapes |= {f"mlp.experts.{expert}.{name}.{kind}": shape for kind, shape in kinds.items()}
+    return shapes
+
+
+def stacked(checkpoint: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the checkpoint with gpt-oss's experts stacked as in its files: weights [experts, columns, rows]."""
+    tensors, experts = {}, {}
+    for name, tensor in checkpoint.items():
+        prefix, separator, rest = name.partition(".mlp.experts.")
+        if separator:
+            _, projection, kind = rest.split(".")
+            stack = f"{prefix}{separator}{projection}{'_bias' if kind == 'bias' else ''}"
+            experts.setdefault(stack, []).append(tensor.t())
+        else:
+            tensors[name] = tensor
+    return tensors | {name: torch.stack(parts) for name, parts in experts.items()}
 
 
 def is_gated_delta(config: dict[str, Any]) -> bool:
@@ -222,6 +251,8 @@ def router_of(config: dict[str, Any], layer: int) -> str | None:
             return "mlp.gate"
         case "qwen3_5_moe_text":
             return "mlp.gate"
+        case "gpt_oss":
+            return "mlp.router"
     return None
 
 
@@ -250,6 +281,7 @@ RENAMED = (
     ("self_attention.linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa.weight"),
     ("self_attention.kv_layernorm.weight", "self_attn.kv_a_layernorm.weight"),
     ("mlp.shared_experts.gate_weight", "mlp.shared_expert_gate.weight"),
+    ("mlp.router.bias", "mlp.router.bias"),
 )
 """(Megatron name, Hugging Face name) of tensors in a layer that every rank holds completely."""
 
@@ -323,7 +355,17 @@ def megatron_shard(
             tensors[megatron + "mlp.shared_experts.linear_fc2.weight"] = down.chunk(tp, 1)[tp_rank]
         if router:
             tensors[megatron + "mlp.router.weight"] = checkpoint[f"{hf}{router}.weight"]
-        for j, number in enumerate(experts[0] if router else [0]):
+        if config["model_type"] == "gpt_oss":
+            tensors[f"{megatron}self_attention.core_attention.softmax_offset"] = checkpoint[
+                f"{hf}self_attn.sinks"
+            ].chunk(tp)[tp_rank]
+            for j, number in enumerate(experts[0]):
+                for ours, theirs in (("linear_fc1", "gate_up_proj"), ("linear_fc2", "down_proj")):
+                    for kind in ("weight", "bias"):
+                        tensor = checkpoint[f"{hf}mlp.experts.{number}.{theirs}.{kind}"]
+                        tensors[f"{megatron}mlp.experts.local_experts.{j}.{ours}.{kind}"] = tensor
+        is_separate = router and config["model_type"] != "gpt_oss"
+        for j, number in enumerate(experts[0] if is_separate else [] if router else [0]):
             gate, up, down = mlps(config, i)[number]
             mlp = f"{megatron}mlp.experts.local_experts.{j}" if router else f"{megatron}mlp"
             parts, part = experts[1:] if router else (tp, tp_rank)
@@ -375,11 +417,12 @@ def vllm_shard(config: dict[str, Any], checkpoint: dict[str, torch.Tensor], tp: 
         elif "kv_a_proj" in name:
             if config["q_lora_rank"] is None:
                 tensors[name] = tensor
-        elif "_b_proj" in name or ("q_proj" in name and config["model_type"] in LATENT_TYPES):
+        elif "_b_proj" in name or ("q_proj" in name and config["model_type"] in LATENT_TYPES) or "sinks" in name:
             tensors[name] = tensor.chunk(tp)[rank]
         elif (
             "norm" in name
             or ".gate." in name
+            or ".router." in name
             or "shared_expert_gate" in name
             or "o_proj.bias" in name
             or "down_proj.bias" in name
@@ -393,12 +436,31 @@ def vllm_shard(config: dict[str, Any], checkpoint: dict[str, torch.Tensor], tp: 
         elif "gate_proj" in name:
             halves = [tensor, checkpoint[name.replace("gate_proj", "up_proj")]]
             tensors[name.replace("gate", "gate_up")] = torch.cat([half.chunk(tp)[rank] for half in halves])
-    return tensors
+    if config["model_type"] != "gpt_oss":
+        return tensors
+    names = {name: name.replace("self_attn", "attn").replace("embed_tokens", "embedding") for name in tensors}
+    return {names[name]: tensor for name, tensor in tensors.items()}
 
 
 def expert_stacks(config: dict[str, Any], checkpoint: dict[str, torch.Tensor], tp: int, rank: int):
     """Return the stacked expert weights, [experts, rows, columns] with the first two axes flattened."""
     tensors = {}
+    if config["model_type"] == "gpt_oss":
+        for name, stack in stacked(checkpoint).items():
+            if ".experts." not in name:
+                continue
+            part = stack.mT if name.endswith("proj") else stack
+            if "gate_up" in name:
+                part = part.chunk(tp, 1)[rank]
+            elif name.endswith("proj"):
+                part = part.chunk(tp, 2)[rank]
+            elif rank > 0:  # only the first worker adds the bias to the sum over workers
+                part = torch.zeros_like(part)
+            ours = name.replace("gate_up_proj", "w13_weight").replace("down_proj", "w2_weight")
+            tensors[ours.replace("experts.", "experts.routed_experts.").replace("weight_bias", "bias")] = part.flatten(
+                0, 1
+            )
+        return tensors
     for i in [i for i in range(config["num_hidden_layers"]) if router_of(config, i)]:
         layer, names = f"model.layers.{i}.", mlps(config, i)
         halves = [[checkpoint[f"{layer}{x}.weight"].chunk(tp)[rank] for x in expert[:2]] for expert in names]
@@ -424,6 +486,7 @@ BIASED = dict(
     topk_group=1,
 )
 LATENT = BIASED | dict(kv_lora_rank=5, qk_nope_head_dim=2, qk_rope_head_dim=1, v_head_dim=3)
+GPT_OSS = dict(attention_bias=True, num_local_experts=NUM_EXPERTS, num_experts_per_tok=2)
 MODELS = [
     {"model_type": "llama"},
     {"model_type": "llama", "attention_bias": True},
@@ -443,6 +506,7 @@ MODELS = [
     {"model_type": "kimi_k2", **LATENT, "q_lora_rank": 3},
     {"model_type": "glm4_moe", **BIASED},
     {"model_type": "glm4_moe", **BIASED, "attention_bias": True, "use_qk_norm": True},
+    {"model_type": "gpt_oss", **GPT_OSS},
 ]
 
 
@@ -464,8 +528,10 @@ def configs(draw: st.DrawFn) -> tuple[dict[str, Any], Layout, int]:
     vpp = draw(st.sampled_from([1, 2])) if pp > 1 else 1
     first, middle, last = (vpp * count for count in draw(st.tuples(*[st.integers(1, 2)] * 3)))
     ends = dict(first=first, last=last) if pp > 1 else {}
+    model = draw(st.sampled_from(MODELS))
+    is_interleaved = model["model_type"] == "gpt_oss"
     config = config_of(
-        **draw(st.sampled_from(MODELS)),
+        **model,
         hidden_size=draw(st.integers(1, 5)),
         num_hidden_layers=first if pp == 1 else first + (pp - 2) * middle + last,
         num_attention_heads=heads,
@@ -474,11 +540,12 @@ def configs(draw: st.DrawFn) -> tuple[dict[str, Any], Layout, int]:
         intermediate_size=lcm(tp, vllm_tp) * draw(st.integers(1, 3)),
         vocab_size=draw(st.integers(1, 100)),
         moe_intermediate_size=lcm(tp, vllm_tp) * draw(st.integers(1, 3)),
-        tie_word_embeddings=draw(st.booleans()),
+        tie_word_embeddings=draw(st.booleans()) and not is_interleaved,
         **gated_delta_sizes(lcm(tp, vllm_tp) * draw(st.sampled_from([1, 3])), draw(st.integers(1, 2))),
         shared_expert_intermediate_size=lcm(tp, vllm_tp) * draw(st.integers(1, 3)),
     )
     dp = draw(st.integers(1, 2))
-    etp, ep = draw(st.sampled_from([(e, n) for e in (1, tp) for n in (1, 2, 4) if tp * dp % (e * n) == 0]))
-    etp = None if ep == 1 else etp
+    sizes = (1,) if is_interleaved else (1, tp)
+    etp, ep = draw(st.sampled_from([(e, n) for e in sizes for n in (1, 2, 4) if tp * dp % (e * n) == 0]))
+    etp = None if ep == 1 and not is_interleaved else etp
     return config, layout_of(tp, pp, dp=dp, vpp=vpp, ep=ep, etp=etp, **ends), vllm_tp

@@ -23,7 +23,7 @@ from megarl.resharding.families.adapters import peft_holder
 from megarl.resharding.peft_folder import PeftFolder, save_adapters
 from megarl.run import preflight
 from tests.paths import BASE
-from tests.unit.resharding.cases import BIASED, LATENT, config_of, random_checkpoint
+from tests.unit.resharding.cases import BIASED, GPT_OSS, LATENT, config_of, random_checkpoint
 
 LORA = load(BASE, ["model.path=m", "data.source=arithmetic", "actor.lora={rank: 2, alpha: 2}"]).actor.lora
 HF_CONFIG = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2).to_dict()
@@ -49,6 +49,7 @@ def test_adapters_of_some_layers_are_read(folder):
     [
         BIASED | dict(model_type="glm4_moe", moe_intermediate_size=6, attention_bias=True, use_qk_norm=True),
         LATENT | dict(model_type="kimi_k2", moe_intermediate_size=6, q_lora_rank=4, num_key_value_heads=6),
+        GPT_OSS | dict(model_type="gpt_oss"),
     ],
     ids=lambda changes: changes["model_type"],
 )
@@ -57,7 +58,7 @@ def test_all_projections_except_routers_are_adapted(changes):
     projections = {
         name.removesuffix(".weight")
         for name, tensor in random_checkpoint(config).items()
-        if ".layers." in name and tensor.dim() == 2 and not name.endswith("mlp.gate.weight")
+        if ".layers." in name and tensor.dim() == 2 and not name.endswith(("mlp.gate.weight", "mlp.router.weight"))
     }
     for factor in ("lora_A", "lora_B"):
         names = {name for name in peft_holder(config, 2, share_experts=False).shapes if factor in name}

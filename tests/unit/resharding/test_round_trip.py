@@ -99,9 +99,11 @@ def check_round_trip(config, layout, vllm_tp):
 @given(configs())
 def test_megatron_to_another_megatron_layout_is_exact(case):
     config, layout, _ = case
-    target_layout = layout_of(tp=config["num_key_value_heads"] if layout.tp == 1 else 1)
-    config["intermediate_size"] *= target_layout.tp
-    config["moe_intermediate_size"] *= target_layout.tp
+    etp = 1 if config["model_type"] == "gpt_oss" else None
+    target_layout = layout_of(tp=config["num_key_value_heads"] if layout.tp == 1 else 1, etp=etp)
+    divided = "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"
+    for key in (*divided, "linear_num_key_heads", "linear_num_value_heads"):
+        config[key] *= target_layout.tp
     folder = huggingface_holder(config)
     weights = {folder.name: random_checkpoint(config)}
     ranks = [megatron_holder(config, layout, r, vocab_multiple=VOCAB_MULTIPLE) for r in range(layout.world_size)]

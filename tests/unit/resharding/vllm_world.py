@@ -18,6 +18,7 @@ from vllm.config import CacheConfig, ModelConfig, ParallelConfig, VllmConfig, se
 from vllm.distributed import parallel_state
 from vllm.model_executor.layers.fused_moe import expert_map_manager
 from vllm.model_executor.layers.fused_moe.expert_map_manager import determine_expert_map
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 
@@ -66,7 +67,9 @@ def worker(
     engine = VllmConfig(model_config=model, parallel_config=parallel, cache_config=CacheConfig(block_size=16))
     with process_groups(tp, rank), set_current_vllm_config(engine):
         on_host = mock.patch.object(expert_map_manager, "determine_expert_map", expert_map_on_host)
-        with on_host, set_default_torch_dtype(dtype), torch.device(device):
+        # The CPU kernels for gpt-oss support fewer sizes than those that GPU engines use.
+        any_size = mock.patch.object(CPUUnquantizedExperts, "_supports_grouped_gemm", lambda config: (True, None))
+        with on_host, any_size, set_default_torch_dtype(dtype), torch.device(device):
             built = initialize_model(engine)
         yield built
 

@@ -89,8 +89,8 @@ def test_later_turn_neither_waits_for_nor_delays_others():
     run(test)
 
 
-def test_cancelled_turns_are_aborted_in_the_engine():
-    """The first cancelled turn has not been submitted to the engine yet."""
+def test_canceled_turns_are_aborted_in_the_engine():
+    """The first canceled turn has not been submitted to the engine yet."""
 
     async def test(connection: Connection) -> None:
         other = connection.sample(3)
@@ -140,7 +140,7 @@ def test_engine_error_fails_waiting_turns_only():
     run(test)
 
 
-def test_cancelled_turn_does_not_affect_others():
+def test_canceled_turn_does_not_affect_others():
     async def test(connection: Connection) -> None:
         left, other = connection.sample(1), connection.sample(2)
         await connection.wait_until_started(1, 2)

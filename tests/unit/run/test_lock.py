@@ -114,7 +114,7 @@ def test_lock_of_another_user_is_refused(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / ".a.lock").touch()
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     monkeypatch.setattr(lock, "_uid_of_new_files", lambda _: 12345)
-    with pytest.raises(UserError, match=r"\.a\.lock: is not a regular file of this user\. Fix: remove it"):
+    with pytest.raises(UserError, match=r"\.a\.lock: not a regular file of this user\. Fix: remove it"):
         run_lock(tmp_path / "a").__enter__()
 
 
@@ -144,5 +144,5 @@ def test_holder_that_wrote_nothing_is_named(tmp_path: Path) -> None:
 
 def test_pipe_in_place_of_the_lock_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / ".a.lock")
-    with pytest.raises(UserError, match=r"is not a regular file of this user"), run_lock(tmp_path / "a"):
+    with pytest.raises(UserError, match=r"not a regular file of this user"), run_lock(tmp_path / "a"):
         pass

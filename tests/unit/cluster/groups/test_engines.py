@@ -15,14 +15,14 @@ from megarl.cluster.groups.reward_models import RewardEngineActor
 from megarl.cluster.pending import Answers, Pending, ready
 from megarl.cluster.placement import Process
 from megarl.config.load import load
-from megarl.core.errors import RunFailure
+from megarl.core.errors import RunFailure, UserError
 from megarl.core.types import SampleRef
 from megarl.resharding.families import huggingface_holder, megatron_holders, vllm_holders
 from megarl.resharding.planning.compact import CompactPlan
 from megarl.resharding.planning.planner import make_plan
 from megarl.rollout.router import RESTARTS, Aborted
 from tests.paths import QUICKSTART
-from tests.unit.resharding.cases import config_of, layout_of
+from tests.unit.resharding.cases import GPT_OSS, config_of, layout_of
 
 DIED = object()
 """The result of a call to a lost process."""
@@ -424,6 +424,15 @@ def test_engines_with_other_parameters_get_whole_tensors(start, capsys, misfit: 
         "belong to the family; vllm:0.0: model.norm.weight is missing"
     ]
     assert capsys.readouterr().out.splitlines() == (lines if misfit else [])
+
+
+def test_stacked_experts_are_not_sent_to_vllms_loader(start, tmp_path) -> None:
+    model = config_of(model_type="gpt_oss", **GPT_OSS)
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    engines = start(1)
+    FakeActor.model, FakeActor.misfit = model, True
+    with pytest.raises(UserError, match=r"stacked experts separately\. Fix: remove overrides that change"):
+        engines.start().result()
 
 
 def test_engines_with_packing_kernels_get_whole_tensors(start, capsys) -> None:

@@ -34,7 +34,7 @@ def test_counts_match_the_real_model_in_random_layouts(case):
             assert held.experts == sum(prod(shape) for name, shape in shapes.items() if ".mlp.experts." in name)
 
 
-@pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "Qwen3-32B", "DeepSeek-V3", "Kimi-K2", "GLM-4.6"])
+@pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "Qwen3-32B", "DeepSeek-V3", "Kimi-K2", "GLM-4.6", "gpt-oss-20b"])
 def test_ranks_together_hold_a_published_model_once(name):
     """The sum also contains the vocabulary's padding and the parameters that every rank holds: norms, routers and
     projections to latents."""

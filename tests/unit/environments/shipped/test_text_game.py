@@ -102,7 +102,7 @@ def test_last_command_of_a_turn_counts(text, command):
 def test_unknown_command_is_reported():
     player = begun(0)
     assert asyncio.run(player.game.step(turn("dance"))) == Step(
-        "That is no command. The commands are north, south, east, west, take, open.", reward=0.0
+        "That is not a command. The commands are north, south, east, west, take, open.", reward=0.0
     )
 
 

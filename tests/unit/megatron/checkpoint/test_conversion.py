@@ -15,6 +15,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as torch_checkpoint
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from megarl.core.errors import UserError
 from megarl.megatron.checkpoint import conversion
@@ -24,7 +26,16 @@ from megarl.resharding.execute import execute
 from megarl.resharding.transports.reused_memory import ReusedMemory
 from megarl.run.checkpoints import Checkpoints
 from tests.marks import exhaustive_but
-from tests.unit.resharding.cases import BIASED, LATENT, config_of, gated_delta_sizes, layout_of, random_checkpoint
+from tests.unit.resharding.cases import (
+    BIASED,
+    GPT_OSS,
+    LATENT,
+    config_of,
+    gated_delta_sizes,
+    layout_of,
+    random_checkpoint,
+    stacked,
+)
 
 MIXTRAL = dict(model_type="mixtral", num_key_value_heads=2, num_local_experts=4)
 QWEN3_MOE = dict(
@@ -52,6 +63,7 @@ KIMI = DEEPSEEK | dict(model_type="kimi_k2", rms_norm_eps=1e-5)
 GLM = BIASED | dict(
     model_type="glm4_moe", moe_intermediate_size=6, num_hidden_layers=4, attention_bias=True, use_qk_norm=True
 )
+GPT_OSS_MODEL = dict(model_type="gpt_oss", **GPT_OSS, num_hidden_layers=4)
 TIED = dict(tie_word_embeddings=True)
 GRID = {
     "Llama: 1 process, TP3": ({}, layout_of(), layout_of(tp=3)),
@@ -115,12 +127,18 @@ GRID = {
         layout_of(tp=3, dp=2, ep=2, etp=1),
         layout_of(dp=4, ep=4),
     ),
+    "gpt-oss: TP3, EP2, ETP1 and PP2, VPP2, EP4": (
+        GPT_OSS_MODEL,
+        layout_of(tp=3, dp=2, ep=2, etp=1),
+        layout_of(pp=2, vpp=2, dp=4, ep=4),
+    ),
 }
 
 
 def write_model(folder: Path, config: dict[str, Any], dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
     """Write random weights. Router biases are float32, as in DeepSeek's, and decays, as in Qwen3.5's."""
     tensors = random_checkpoint(config)
+    tensors = stacked(tensors) if config["model_type"] == "gpt_oss" else tensors
     tensors = {
         name: tensor if "e_score" in name or "A_log" in name else tensor.to(dtype) for name, tensor in tensors.items()
     }
@@ -163,6 +181,7 @@ def names_in(folder: Path) -> set[str]:
         "Mixtral: EP2, ETP2 and EP4, ETP1",
         "DeepSeek-V3: TP2, EP2, ETP1 and PP2, VPP2, EP2",
         "GLM-4.6: TP3, ETP3, EP2 and PP2, VPP2, EP4",
+        "gpt-oss: TP3, EP2, ETP1 and PP2, VPP2, EP4",
     ),
 )
 def test_round_trip_through_two_layouts_is_bit_exact(tmp_path, case):
@@ -201,6 +220,7 @@ FAMILIES = {
     "Kimi K2": KIMI,
     "GLM-4.6": GLM,
     "GLM-4.5-Air, tied": TIED | GLM | dict(use_qk_norm=False),
+    "gpt-oss": GPT_OSS_MODEL,
 }
 LAYOUTS = (layout_of(tp=2, pp=2), layout_of(pp=2, vpp=2), layout_of(tp=4), layout_of(tp=2, pp=3, first=2))
 EXPERT_LAYOUTS = (
@@ -218,6 +238,8 @@ def test_every_family_survives_all_layouts_bit_exactly(tmp_path, family):
     config = config_of(**FAMILIES[family] | WIDE)
     tensors = write_model(tmp_path / "hf", config)
     first, *others = LAYOUTS + (EXPERT_LAYOUTS if has_experts(config) else ())
+    if config["model_type"] == "gpt_oss":
+        first, *others = (layout_of(pp=2, vpp=2), EXPERT_LAYOUTS[0], layout_of(tp=4, dp=2, pp=2, ep=4, etp=1))
     huggingface_to_megatron(tmp_path / "hf", tmp_path / "0", first)
     global_tensors = whole_tensors(tmp_path / "0", config["vocab_size"])
     for i, layout in enumerate(others):
@@ -289,6 +311,30 @@ def test_dtype_is_cast_only_on_request(tmp_path):
     megatron_to_huggingface(tmp_path / "kept", tmp_path / "cast back", options=bfloat16)
     assert_same(weights_of(tmp_path / "cast back"), weights_of(tmp_path / "back"))
     assert json.loads((tmp_path / "cast back" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_mxfp4_is_exported_as_bfloat16_in_several_files(tmp_path):
+    """The exported config is that of a model without quantization, and transformers loads the folder."""
+    config = GPT_OSS_MODEL | dict(hidden_size=32, intermediate_size=64)
+    config = config_of(**config, quantization_config=dict(quant_method="mxfp4", modules_to_not_convert=["lm_head"]))
+    plain = {name: tensor.bfloat16() for name, tensor in stacked(random_checkpoint(config)).items()}
+    packed, expected = dict(plain), dict(plain)
+    generator = torch.Generator().manual_seed(0)
+    for name in [name for name in plain if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, columns, rows = packed.pop(name).shape
+        blocks, scales = (experts, rows, columns // 32, 16), (experts, rows, columns // 32)
+        packed[f"{name}_blocks"] = torch.randint(0, 256, blocks, dtype=torch.uint8, generator=generator)
+        packed[f"{name}_scales"] = torch.randint(120, 130, scales, dtype=torch.uint8, generator=generator)
+        expected[name] = convert_moe_packed_tensors(packed[f"{name}_blocks"], packed[f"{name}_scales"])
+    write_tensors(tmp_path / "hf", config, packed)
+    huggingface_to_megatron(tmp_path / "hf", tmp_path / "out", layout_of(dp=2, ep=2))
+    megatron_to_huggingface(tmp_path / "out", tmp_path / "back", shard_bytes=20000)
+    assert len(list((tmp_path / "back").glob("*.safetensors"))) > 1
+    assert_same(weights_of(tmp_path / "back"), expected)
+    exported = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert "quantization_config" not in exported and exported["dtype"] == "bfloat16"
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "back").state_dict()
+    assert_same(dict(loaded), expected)
 
 
 def test_mixed_dtypes_in_a_parameter_require_a_cast(tmp_path):
@@ -605,7 +651,7 @@ def test_missing_common_state_is_rejected(tmp_path, checkpoint):
     with pytest.raises(UserError, match=r"checkpoint: contains no common\.pt\. Fix: copy the checkpoint again"):
         reshape(checkpoint, tmp_path / "out", layout_of(tp=3))
     (checkpoint / "common.pt").symlink_to("/dev/zero")
-    with pytest.raises(UserError, match=r"common\.pt: is a symbolic link"):
+    with pytest.raises(UserError, match=r"common\.pt: a symbolic link"):
         reshape(checkpoint, tmp_path / "out", layout_of(tp=3))
     assert names_in(tmp_path) == {"hf", "checkpoint"}
 

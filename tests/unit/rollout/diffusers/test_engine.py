@@ -175,7 +175,7 @@ def test_unfinished_samples_continue_through_a_refit(folder):
     assert num_steps == WINDOW.num_steps and seconds > 0 and engine.take_work() == (0.0, 0)
 
 
-def test_cancelled_requests_are_dropped(engine):
+def test_canceled_requests_are_dropped(engine):
     requests = requests_for(WINDOW)
 
     async def cancel() -> list[LatentSample]:

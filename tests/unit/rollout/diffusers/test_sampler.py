@@ -51,7 +51,7 @@ def test_ode_samples_match_diffusers_pipeline(engine, pipeline, name, guidance):
     ]
     for request, sample in zip(requests, generate(engine, requests), strict=True):
         start = standard_normal(request.seed, request.sample_id, "start", (4, 8, 12))
-        # diffusers' guidance scale for Z-Image is ours minus 1. The tiny one has fewer positions than the default.
+        # diffusers' guidance scale for Z-Image is ours minus 1. The tiny model has fewer positions than the default.
         options = dict(guidance_scale=guidance - 1, max_sequence_length=96)
         options = options if name == "Z-Image" else dict(guidance_scale=guidance)
         common = dict(prompt=request.prompt.text, height=16, width=24, num_inference_steps=5, **options)

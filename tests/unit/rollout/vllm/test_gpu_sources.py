@@ -1,5 +1,5 @@
-"""Check GPU-only parts of vLLM that engines depend on by reading the sources of each supported release, because CPU
-runs do not execute them. Tests that call vLLM use the CPU build."""
+"""Check the GPU-only parts of vLLM that engines depend on. CPU runs do not execute these parts, so the tests read the
+sources of each supported release. Tests that call vLLM use the CPU build."""
 
 from __future__ import annotations
 
