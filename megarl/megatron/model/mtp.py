@@ -49,8 +49,8 @@ class MtpBlock(MegatronModule):
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         """Return the sharded state. Megatron's own method treats all parameters in a ModuleList as replicated."""
-        return {
-            key: entry
-            for i, layer in enumerate(self.layers)
-            for key, entry in layer.sharded_state_dict(f"{prefix}layers.{i}.", sharded_offsets, metadata).items()
-        }
+        state: dict[str, Any] = {}
+        for i, layer in enumerate(self.layers):
+            assert isinstance(layer, MtpLayer)
+            state |= layer.sharded_state_dict(f"{prefix}layers.{i}.", sharded_offsets, metadata)
+        return state
