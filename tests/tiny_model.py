@@ -90,6 +90,28 @@ def write_tiny_model(folder: Path, model_type: str, seed: int = 0, **config_json
     return folder
 
 
+def add_mtp_layer(folder: Path) -> Path:
+    """Add a layer for multi-token prediction with the names of DeepSeek-V3 and GLM-4.5 to a model, and return its
+    folder. It resembles the last layer, so that it predicts some tokens of an untrained model."""
+    config, file = json.loads((folder / "config.json").read_text()), folder / "model.safetensors"
+    weights, generator = load_file(file), torch.Generator().manual_seed(5)
+    last, hidden = config["num_hidden_layers"] - 1, config["hidden_size"]
+
+    def noisy(tensor: torch.Tensor, scale: float = 0.3) -> torch.Tensor:
+        return tensor + scale * tensor.std() * torch.randn(tensor.shape, generator=generator)
+
+    prefix, new = f"model.layers.{last}.", f"model.layers.{last + 1}."
+    layer = {new + name.removeprefix(prefix): noisy(w) for name, w in weights.items() if name.startswith(prefix)}
+    layer[new + "eh_proj.weight"] = noisy(torch.cat((torch.eye(hidden), torch.eye(hidden) / 2), 1), 0.1)
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        layer[f"{new}{name}.weight"] = 1 + 0.1 * torch.randn(hidden, generator=generator)
+    layer[new + "embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
+    layer[new + "shared_head.head.weight"] = weights["lm_head.weight"].clone()
+    save_file(weights | layer, file, metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    return folder
+
+
 def store_as_mxfp4(folder: Path, seed: int = 0) -> None:
     """Replace the experts' weights in a folder of gpt-oss with random MXFP4 blocks of about the same size."""
     generator, tensors = torch.Generator().manual_seed(seed), load_file(folder / "model.safetensors")

@@ -18,6 +18,7 @@ from megarl.core import device
 from megarl.models.engine_kernels import check_cpu_kernels, check_cpu_speculation
 from megarl.models.folder import read_config
 from megarl.models.run_models import ModelFolders
+from megarl.models.trained_model import policy_hf_config
 
 MODEL_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 """The environment variable with which vLLM chooses between its model runners on GPUs. By default it uses V2."""
@@ -44,7 +45,8 @@ def check_gpu_memory(config: Config, models: ModelFolders) -> None:
     # Nodes have equal loads except where a model begins or ends. gpus_suffice reports missing GPUs.
     ends = {end for span in spans.values() for end in (span.start, span.stop - 1)}
     for gpu in sorted(ends.union(range(num_gpus)).intersection(spans[ENGINE])):
-        load = fullest_phase(config, models.hf_config, trained, reward, gpu, num_gpus, draft)
+        policy = policy_hf_config(config, models.hf_config)
+        load = fullest_phase(config, policy, trained, reward, gpu, num_gpus, draft)
         raise_all([fits(gpu, device.memory_bytes(gpu % num_gpus), load)])
 
 
@@ -59,7 +61,7 @@ def host_parts(config: Config, models: ModelFolders) -> dict[str, int]:
     """Return the host memory in bytes that the run holds at all times, by purpose."""
     draft = None if models.draft is None else read_config(models.draft)
     held = Models.of(models.trained(config), lora=config.actor.adapters, draft=draft)
-    return min_host_bytes(config, held, ModelParameters(models.hf_config))
+    return min_host_bytes(config, held, ModelParameters(policy_hf_config(config, models.hf_config)))
 
 
 def host_suffices(memory_bytes: int, parts: Mapping[str, int], num_nodes: int = 1) -> str | None:

@@ -25,6 +25,7 @@ from megarl.core.checkpoint import Checkpoint
 from megarl.core.metrics import Metric
 from megarl.core.timing import ElapsedTime
 from megarl.models.run_models import ModelFolders
+from megarl.models.trained_model import policy_hf_config
 from megarl.resharding.families import huggingface_holder
 from megarl.resharding.planning.plan import Plan
 from megarl.resharding.planning.planner import make_plan
@@ -160,7 +161,8 @@ def launch_workers(
             group.offload(PARTS).result()
     _await_starts(starting, elapsed)
     actor = groups["actor"]
-    export_plan = make_plan(actor.holders, [huggingface_holder(models.hf_config, config.model.dtype)])
+    policy = policy_hf_config(config, models.hf_config)
+    export_plan = make_plan(actor.holders, [huggingface_holder(policy, config.model.dtype)])
     return Workers(
         model_folder=models.actor,
         trained=trained,

@@ -146,11 +146,21 @@ class Experts(Section):
     router: Literal["free", "frozen"]
 
 
+class Mtp(Section):
+    loss_coefficient: Annotated[float, Field(ge=0, le=0)] | None
+
+
 class Actor(Trained):
     section = "actor"
 
     lora: Lora
     experts: Experts
+    mtp: Mtp
+
+    @property
+    def has_mtp(self) -> bool:
+        """Whether the model keeps its layer for multi-token prediction."""
+        return self.mtp.loss_coefficient is not None
 
     @property
     def adapters(self) -> Lora | None:

@@ -56,7 +56,7 @@ class DenoisingSettings(Section):
 
 
 class Speculative(Section):
-    method: Literal["ngram", "draft_model"] | None
+    method: Literal["ngram", "draft_model", "mtp"] | None
     tokens: Annotated[int, Field(ge=1, le=MAX_DRAFT_TOKENS)]
     path: Text | None
 
@@ -92,6 +92,11 @@ class Rollout(Section):
     def has_draft_model(self) -> bool:
         """Whether each engine has a second model that drafts tokens."""
         return self.speculative.method == "draft_model"
+
+    @property
+    def drafts_with_mtp(self) -> bool:
+        """Whether engines draft tokens with the policy's layer for multi-token prediction."""
+        return self.speculative.method == "mtp"
 
     @property
     def has_whole_experts(self) -> bool:

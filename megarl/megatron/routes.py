@@ -122,9 +122,9 @@ class LayerRouter:
 
 
 def install_routers(model: GPTModel, shape: ModelShape) -> None:
-    """Install a LayerRouter in each router in a chunk."""
+    """Install a LayerRouter in each router in a chunk's decoder."""
     layer_routers: list[LayerRouter] = []
-    for router in (module for module in model.modules() if isinstance(module, TopKRouter)):
+    for router in (module for module in model.decoder.modules() if isinstance(module, TopKRouter)):
         assert router.layer_number is not None, "the router has no layer number"
         layer = router.layer_number - 1  # Megatron numbers layers from 1 across all stages
         assert shape.experts is not None and shape.has_experts(layer), f"layer {layer} has no experts"

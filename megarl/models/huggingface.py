@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.core.errors import UserError
+from megarl.models.mtp import COUNT, num_mtp_layers, without_mtp
 
 _ANY = {
     "attention_bias": False,
@@ -450,11 +451,9 @@ def rotary_channels(model: Mapping[str, Any], head_dim: int) -> int:
 
 def untrained_part(hf_config: Mapping[str, Any]) -> str | None:
     """Describe the part of the checkpoint that is neither trained nor exported; None if there is no such part."""
-    keys = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
-    parts = [f"multi-token prediction ({key}={hf_config[key]})" for key in keys if hf_config.get(key)]
-    if (
-        hf_config.get("model_type") == "qwen3_next"
-    ):  # its config.json does not tell whether the checkpoint has this part
+    parts = [f"multi-token prediction ({key}={hf_config[key]})" for key in _omitted_mtp_keys(hf_config)]
+    # The config.json of Qwen3-Next does not tell whether the checkpoint has this part.
+    if hf_config.get("model_type") == "qwen3_next":
         parts.append("multi-token prediction (tensors mtp.*)")
     parts += ["the vision encoder (vision_config)"] if "vision_config" in hf_config else []
     return ", ".join(parts) or None
@@ -462,5 +461,11 @@ def untrained_part(hf_config: Mapping[str, Any]) -> str | None:
 
 def without_untrained_part(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config for a checkpoint without the part that `untrained_part` describes."""
-    counts = {key: 0 for key in ("num_nextn_predict_layers", "mtp_num_hidden_layers") if hf_config.get(key)}
-    return {key: value for key, value in {**hf_config, **counts}.items() if key != "vision_config"}
+    counts = dict.fromkeys(_omitted_mtp_keys(hf_config), 0)
+    return {key: value for key, value in {**without_mtp(hf_config), **counts}.items() if key != "vision_config"}
+
+
+def _omitted_mtp_keys(hf_config: Mapping[str, Any]) -> list[str]:
+    """Return the keys of config.json that count layers for multi-token prediction, unless the model keeps them."""
+    keys = (COUNT, "mtp_num_hidden_layers")
+    return [] if num_mtp_layers(hf_config) else [key for key in keys if hf_config.get(key)]

@@ -23,6 +23,7 @@ from megarl.models.huggingface import (
     linear_attention,
     replicates_kv_heads,
 )
+from megarl.models.mtp import why_no_mtp
 from megarl.models.unsupported import unsupported
 
 EXPERT_ROWS = "MLP rows of an expert"
@@ -45,6 +46,7 @@ def check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
     violations = [*_violations(config, actor, model), *expert_keys_require_experts(config, model)]
     violations += trust_region_requires_dense_model(config, model)
     violations += delta_nets_are_not_quantized(config, model)
+    violations += model_has_mtp(config, model)
     if not config.is_offline:
         violations += _broken_by_engine("rollout.tp", config.rollout.tp, _model(config, actor), model)
         violations += top_k_fits_the_vocabulary(config, model)
@@ -53,6 +55,14 @@ def check_model(config: Config, hf_config: Mapping[str, Any]) -> None:
         violations += has_one_label(config, actor, head.num_labels) if config.trains_reward_model else ()
         violations += classifier_kind_fits_objective(config, head.kind)
     raise_all(violations)
+
+
+def model_has_mtp(config: Config, hf: Mapping[str, Any]) -> Iterator[str]:
+    if config.actor.has_mtp and (reason := why_no_mtp(hf)) is not None:
+        yield (
+            f"actor.mtp.loss_coefficient={config.actor.mtp.loss_coefficient}: {_model(config, config.actor)}: "
+            f"{reason}. Fix: set actor.mtp.loss_coefficient=null"
+        )
 
 
 def check_images(config: Config, shape: DenoiserShape, pixels_per_latent: int) -> None:

@@ -24,7 +24,7 @@ from megarl.models.rules import (
     check_reward_model,
 )
 from megarl.models.tokenizer import load_tokenizer
-from megarl.models.trained_model import trained_hf_config
+from megarl.models.trained_model import policy_hf_config, trained_hf_config
 from megarl.models.weights_hash import weights_hash
 
 
@@ -84,7 +84,7 @@ def find_models(config: Config) -> ModelFolders:
         implicit_reward=_implicit_reward(config, actor, hf_config),
         draft=_draft(config, actor, hf_config),
     )
-    _announce_untrained_parts(folders)
+    _announce_untrained_parts(config, folders)
     if not config.samples_images and linear_attention(completed(hf_config)) is not None:
         print(
             "model: gated delta nets carry a state along each sample, so samples do not share their prompt in "
@@ -144,8 +144,8 @@ def _check_actor(config: Config, hf_config: dict[str, Any]) -> None:
         check_adapter_config(Path(config.actor.lora.path).expanduser(), config.actor.lora)
 
 
-def _announce_untrained_parts(folders: ModelFolders) -> None:
-    if part := untrained_part(folders.hf_config):
+def _announce_untrained_parts(config: Config, folders: ModelFolders) -> None:
+    if part := untrained_part(policy_hf_config(config, folders.hf_config)):
         print(f"model: {part} is neither trained nor exported", flush=True)
     for section, folder in folders.others.items():
         if part := untrained_part(read_config(folder)):

@@ -22,6 +22,7 @@ from megarl.models.huggingface import (
     rotary_channels,
     windowed_attention,
 )
+from megarl.models.mtp import num_mtp_layers
 from megarl.models.unsupported import unsupported
 
 
@@ -42,6 +43,7 @@ class ModelShape:
         rotary_dim: number of channels per head with a rotary position embedding.
         tied: whether the output layer shares the embedding's weight.
         fused: whether the checkpoint fuses the query, key and value projections, and the gate and up projections.
+        mtp_layers: number of layers for multi-token prediction, which follow the other layers.
         windows: the layers with a sliding window; None if all softmax attention is full.
         has_sinks: whether each attention head has a learned logit that takes part in its softmax without a value.
     """
@@ -64,6 +66,7 @@ class ModelShape:
     experts: Experts | None
     latent: LatentAttention | None
     linear: LinearAttention | None = None
+    mtp_layers: int = 0
     windows: WindowedAttention | None = None
     has_sinks: bool = False
 
@@ -120,6 +123,8 @@ class ModelShape:
         return self.experts is not None and self.experts.layers[layer]
 
     def kind(self, layer: int) -> LayerKind:
+        """Return the kind of a layer. Layers for multi-token prediction have the kind of the last layer before them."""
+        layer = min(layer, self.num_layers - 1)
         return LayerKind(self.has_experts(layer), self.linear is not None and self.linear.layers[layer])
 
     @classmethod
@@ -151,6 +156,7 @@ class ModelShape:
             experts=experts(model),
             latent=latent,
             linear=linear,
+            mtp_layers=num_mtp_layers(hf_config),
             windows=windowed_attention(model),
             has_sinks=has_sinks(model),
         )

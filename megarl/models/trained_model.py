@@ -8,6 +8,7 @@ from typing import Any
 from megarl.config.model_schema import Role
 from megarl.config.schema import Config
 from megarl.models.classifier import as_classifier
+from megarl.models.mtp import add_mtp
 from megarl.models.value_head import add_value_head
 
 
@@ -18,4 +19,12 @@ def trained_hf_config(config: Config, role: Role, hf_config: Mapping[str, Any]) 
         return as_classifier(hf_config)
     if role == "actor" and kind is not None:
         return as_classifier(hf_config, kind)
-    return add_value_head(hf_config) if role == "actor" and config.actor_has_values else dict(hf_config)
+    if role != "actor":
+        return dict(hf_config)
+    policy = policy_hf_config(config, hf_config)
+    return add_value_head(policy) if config.actor_has_values else policy
+
+
+def policy_hf_config(config: Config, hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the Hugging Face config of the policy as engines and exports have it, without a value head."""
+    return add_mtp(hf_config) if config.actor.has_mtp else dict(hf_config)

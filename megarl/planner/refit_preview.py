@@ -10,6 +10,7 @@ from megarl.config.schema import Config
 from megarl.core.errors import UserError
 from megarl.models.folder import ModelNotLocal, read_local_config
 from megarl.models.rules import check_model
+from megarl.models.trained_model import policy_hf_config
 from megarl.resharding.families import (
     diffusers_holders,
     megatron_holders,
@@ -39,7 +40,8 @@ def preview_refit(config: Config, ranks_per_node: int, bandwidth: str) -> Figure
             f"model.path={config.model.path}: {reason}. Fix: use a folder that contains config.json"
         ) from None
     check_model(config, hf_config)
-    hf_config = {**hf_config, "quantization_config": None}  # trainers and engines hold unquantized weights
+    # Trainers and engines hold unquantized weights.
+    hf_config = {**policy_hf_config(config, hf_config), "quantization_config": None}
     layout, dtype, rollout = config.actor.layout, config.model.dtype, config.rollout
     spans = device_spans(config)
     trainer_gpus, engine_gpus = spans[NAMES["actor"]], spans[ENGINE]
@@ -55,7 +57,14 @@ def preview_refit(config: Config, ranks_per_node: int, bandwidth: str) -> Figure
         if config.samples_images:
             engines = diffusers_holders(hf_config, rollout.replicas, dtype)
         else:
-            engines = vllm_holders(hf_config, rollout.tp, rollout.replicas, dtype, expert_parallel=whole_experts)
+            engines = vllm_holders(
+                hf_config,
+                rollout.tp,
+                rollout.replicas,
+                dtype,
+                expert_parallel=whole_experts,
+                drafts=rollout.drafts_with_mtp,
+            )
         if rollout.quantization is not None:
             trainers, engines = quantized_sources(hf_config, trainers), quantized_destinations(hf_config, engines)
         return place(trainers, trainer_gpus), place(engines, engine_gpus)

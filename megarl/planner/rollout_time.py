@@ -83,7 +83,8 @@ def engine_kv_bytes(config: Config, model: ModelParameters, draft: ModelParamete
     """Return the KV cache's bytes for a sequence in all models of an engine. A draft model has its own keys and values.
     Layers with a sliding window cache only the window's tokens."""
     models, tp, num_bytes = [model] if draft is None else [model, draft], config.rollout.tp, item_bytes(config)
-    return sum(
+    drafting = model.shape.mtp_layers / model.shape.num_layers if config.rollout.drafts_with_mtp else 0.0
+    return drafting * kv_bytes(model, tp, num_bytes) * num_tokens + sum(
         kv_bytes(each, tp, num_bytes) * mean_context(each.shape.windows, num_tokens)
         + state_bytes(each.shape, tp, num_bytes)
         for each in models

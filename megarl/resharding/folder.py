@@ -15,6 +15,7 @@ from megarl.models.denoiser import is_denoiser
 from megarl.models.huggingface import without_untrained_part
 from megarl.models.weight_files import DIFFUSERS_INDEX, DIFFUSERS_SINGLE, INDEX, SINGLE, Stack, stacks
 from megarl.resharding.execute import execute, planned_shapes
+from megarl.resharding.families.canonical import canonical_of
 from megarl.resharding.piece import num_bytes, whole
 from megarl.resharding.planning.plan import Plan
 from megarl.resharding.transports.checksum import checksum
@@ -50,6 +51,9 @@ def write_folder(
     shapes = planned_shapes(writes)
     dtypes = {copy.move.destination.parameter: copy.move.destination_dtype for copy in writes.copies}
     parts = writes.grouped_by(str)
+    copies = canonical_of(hf_config).copies()
+    for copy, original in copies.items():
+        shapes[copy], dtypes[copy] = shapes[original], dtypes[original]
     largest = max(num_bytes(shape, dtypes[name]) for name, shape in shapes.items())
     stacked = stacks(shapes)
     stored_shapes, stored_dtypes = _stored(shapes, dtypes, stacked)
@@ -59,7 +63,8 @@ def write_folder(
 
     def tensor(name: str) -> torch.Tensor:
         values = memory.tensor(shapes[name], dtypes[name])
-        progress("written", execute(parts[name], {name: values}, transport), total)
+        source = copies.get(name, name)
+        progress("written", execute(parts[source], {source: values}, transport), total)
         if verify:
             checksums[name] = checksum(values)
         return values

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.core.errors import UserError
 from megarl.resharding.families import huggingface_holder, megatron_holder
+from megarl.resharding.families.mtp import MTP
 from megarl.resharding.piece import Holder
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def check_selections(trained: Trained, hf_config: Mapping[str, Any]) -> None:
     key = f"{trained.section}.frozen"
     selected = select_tensors(key, trained.frozen_patterns, names)
     _refuse_single_experts(key, selected, names)
-    frozen = whole_parameters(key, selected, holder)
+    frozen = frozen_parameters(trained, hf_config, holder)
     if len(frozen) == len(holder.shapes):
         raise UserError(
             f"{key}={trained.frozen_patterns}: the patterns freeze all parameters. Fix: match fewer tensors"
@@ -63,6 +64,15 @@ def _refuse_single_experts(key: str, selected: Collection[str], names: Collectio
                 f"{len(members)} experts. A checkpoint stores all of them in one tensor. Fix: add {pattern}, or match "
                 "none of them"
             )
+
+
+def frozen_parameters(trained: Trained, hf_config: Mapping[str, Any], holder: Holder) -> list[str]:
+    """Return the local names of the holder's parameters that are not trained: those that the patterns select, and
+    multi-token prediction."""
+    key = f"{trained.section}.frozen"
+    selected = select_tensors(key, trained.frozen_patterns, huggingface_holder(hf_config).shapes)
+    mtp = [name for name in holder.shapes if MTP in name]
+    return [*dict.fromkeys((*whole_parameters(key, selected, holder), *mtp))]
 
 
 def select_tensors(key: str, patterns: Sequence[str], names: Collection[str]) -> set[str]:

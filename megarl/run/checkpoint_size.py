@@ -11,11 +11,11 @@ from megarl.cluster.object_store import num_ahead, sample_bytes
 from megarl.config.model_schema import Layout, Lora, Role, Trained
 from megarl.config.schema import Config
 from megarl.models.huggingface import completed, experts
-from megarl.resharding.families import huggingface_holder, megatron_holder
+from megarl.resharding.families import megatron_holder
 from megarl.resharding.families.adapters import adapter_holder
 from megarl.resharding.families.megatron import VOCABULARY_MULTIPLE
 from megarl.resharding.piece import Holder
-from megarl.resharding.selection import ONE_PROCESS, select_tensors, whole_parameters
+from megarl.resharding.selection import ONE_PROCESS, frozen_parameters
 
 FLOAT32 = 4
 
@@ -122,7 +122,5 @@ def _elements(holder: Holder) -> dict[str, int]:
 
 def _trained(settings: Trained, hf_config: Mapping[str, Any], holder: Holder) -> list[str]:
     """Return the names of the parameters with optimizer states. Router biases receive no gradients."""
-    key = f"{settings.section}.frozen"
-    selected = select_tensors(key, settings.frozen_patterns, huggingface_holder(hf_config).shapes)
-    frozen = set(whole_parameters(key, selected, holder))
+    frozen = set(frozen_parameters(settings, hf_config, holder))
     return [name for name in holder.shapes if name not in frozen and not name.endswith(".router.expert_bias")]

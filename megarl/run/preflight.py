@@ -46,6 +46,7 @@ from megarl.models.folder import read_config
 from megarl.models.huggingface import completed
 from megarl.models.run_models import ModelFolders, find_models
 from megarl.models.tokenizer import load_tokenizer
+from megarl.models.trained_model import policy_hf_config
 from megarl.models.weight_files import read_headers, require_tensors
 from megarl.resharding.families import huggingface_holder
 from megarl.resharding.families.adapters import check_adapter_weights, peft_holder
@@ -169,7 +170,9 @@ def _check_weights(config: Config, models: ModelFolders) -> None:
         for folder in dict.fromkeys((models.actor, *others)):
             headers = attempt(read_headers, folder)
             if headers is not None and folder != models.reward_model:  # a reward model's tensors may have other names
-                attempt(require_tensors, folder, headers, huggingface_holder(read_config(folder)).shapes)
+                hf_config = read_config(folder)
+                expected = policy_hf_config(config, hf_config) if folder == models.actor else hf_config
+                attempt(require_tensors, folder, headers, huggingface_holder(expected).shapes)
         lora = config.actor.adapters
         if lora is not None and lora.path is not None:
             assert lora.rank is not None, "only models with adapters have this section"

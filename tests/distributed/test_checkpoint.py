@@ -6,6 +6,7 @@ import itertools
 import multiprocessing
 import random
 import resource
+import shutil
 import threading
 import time
 from collections import defaultdict
@@ -32,6 +33,7 @@ from megarl.megatron.checkpoint.description import describe
 from megarl.megatron.workers.actor import ActorWorker
 from megarl.models.folder import read_config
 from megarl.models.run_models import ModelFolders
+from megarl.models.trained_model import trained_hf_config
 from megarl.resharding.transports.torch_dist import TorchDistFolder
 from megarl.run.checkpoint_size import checkpoint_bytes
 from megarl.run.checkpoints import Checkpoints
@@ -50,7 +52,7 @@ from tests.parity import (
     random_groups,
     rank_batches,
 )
-from tests.tiny_model import write_tiny_llama, write_tiny_model
+from tests.tiny_model import add_mtp_layer, write_tiny_llama, write_tiny_model
 
 UPDATES = [random_groups(seed) for seed in range(3)]
 SAVED_AFTER = 2
@@ -201,7 +203,7 @@ def saved_by(
     files = [record for rank in ranks for record in rank.files]
     assert noted_files(hidden, "actor", len(ranks)) == files
     checkpoint = checkpoints.commit(SAVED_AFTER, {"config": config.model_dump()}, files)
-    expected = checkpoint_bytes(config, {"actor": read_config(model)})
+    expected = checkpoint_bytes(config, {"actor": trained_hf_config(config, "actor", read_config(model))})
     assert sum(record.num_bytes for record in files) == pytest.approx(expected, rel=0.04)
     assert {record.path for record in files} == {f"actor/{file.name}" for file in (checkpoint.path / "actor").iterdir()}
     return [rank.result for rank in ranks], checkpoint
@@ -214,9 +216,9 @@ def assert_same_weights(some: list[RankResult], others: list[RankResult]) -> Non
 
 
 def check_round_trip(
-    model: Path, reference: Expected[Outcome] | None, tmp_path: Path, layouts: tuple[str, str]
+    model: Path, reference: Expected[Outcome] | None, tmp_path: Path, layouts: tuple[str, str], *overrides: str
 ) -> None:
-    first, second = (config_of(model, f"actor.layout={{{layout}}}") for layout in layouts)
+    first, second = (config_of(model, f"actor.layout={{{layout}}}", *overrides) for layout in layouts)
     uninterrupted, checkpoint = saved_by(first, model, tmp_path / "first")
     elsewhere, converted = saved_by(second, model, tmp_path / "second", checkpoint)
     if reference is not None:
@@ -246,6 +248,12 @@ def test_delta_net_checkpoints_survive_a_round_trip(recurrent, tmp_path, pair):
     """There is no reference: after an update of this model, transformers' own gradients differ by 1e-2 between float32
     and float64."""
     check_round_trip(recurrent, None, tmp_path, PAIRS_WITH_DELTA_NETS[pair])
+
+
+def test_prediction_layer_survives_a_round_trip(latent, latent_reference, tmp_path):
+    model = add_mtp_layer(shutil.copytree(latent, tmp_path / "model"))
+    layouts, keys = PAIRS_WITH_LATENT_ATTENTION["TP2, EP2, ETP1 and PP2"], "actor.mtp.loss_coefficient=0.0"
+    check_round_trip(model, latent_reference, tmp_path, layouts, keys)
 
 
 def test_decays_stay_float32_in_a_bfloat16_run(recurrent, tmp_path):

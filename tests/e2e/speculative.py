@@ -18,13 +18,15 @@ from transformers import AutoModelForCausalLM, TopKLogitsWarper, TopPLogitsWarpe
 from megarl.config.load import load
 from megarl.core.types import NO_DRAFTS, Prompt, Sample
 from megarl.models.folder import read_config
+from megarl.models.trained_model import policy_hf_config
 from megarl.resharding.families import huggingface_holder, vllm_holder
+from megarl.resharding.families.vllm import DRAFTER, padded_experts
 from megarl.resharding.planning.compact import CompactPlan
 from megarl.resharding.planning.planner import make_plan
 from megarl.resharding.transports.shared_memory import SharedMemory, publish
 from megarl.rollout.engine import SamplingRequest
 from tests.paths import BASE
-from tests.tiny_model import EOS_ID, write_tiny_model
+from tests.tiny_model import EOS_ID, add_mtp_layer, write_tiny_model
 
 SIZES = dict(
     vocab_size=128,
@@ -36,6 +38,30 @@ SIZES = dict(
     intermediate_size=128,
     max_position_embeddings=256,
 )
+EXPERTS = dict(
+    first_k_dense_replace=1, moe_intermediate_size=32, n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2
+)
+# vLLM's CPU kernel requires these values of kv_lora_rank and qk_rope_head_dim.
+LATENT = dict(
+    head_dim=64,
+    num_key_value_heads=2,
+    q_lora_rank=24,
+    kv_lora_rank=512,
+    qk_rope_head_dim=64,
+    qk_nope_head_dim=16,
+    v_head_dim=24,
+    n_group=1,
+    topk_group=1,
+    scoring_func="sigmoid",
+    topk_method="noaux_tc",
+)
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "n-grams": ("ngram", "llama", {}),
+    "draft model": ("draft_model", "llama", {}),
+    "GLM-4.6's MTP": ("mtp", "glm4_moe", EXPERTS | dict(attention_bias=True, use_qk_norm=True)),
+    "DeepSeek-V3's MTP": ("mtp", "deepseek_v3", EXPERTS | LATENT),
+}
+"""Method, and the policy's model_type and config.json keys in addition to SIZES."""
 TRUNCATED = dict(top_k=8, top_p=0.9)
 OUTCOMES, TOKENS = 4, 3
 """Tokens to choose from, and sampled tokens, of a response whose distribution is compared."""
@@ -48,32 +74,40 @@ STEPS_BEFORE_REFIT = 3
 LONG = 40
 
 
-def measure(method: str, folder: Path, found: dict[str, Any]) -> None:
+def measure(case: str, folder: Path, found: dict[str, Any]) -> None:
     """Start an engine without weights, refit it, sample, and store the comparisons with transformers in `found`."""
     from megarl.rollout.vllm.environment import environment
 
     os.environ.update(environment(1, threads=1, index=0))
-    from megarl.rollout.vllm import engine_arguments
+    from megarl.rollout.vllm import engine_arguments, worker_extension
     from megarl.rollout.vllm.engine import VllmEngine
 
-    first = write_tiny_model(folder / "first", "llama", **SIZES)
+    method, model_type, keys = CASES[case]
+    first = write_tiny_model(folder / "first", model_type, **SIZES | keys)
+    if method == "mtp":
+        add_mtp_layer(first)
     second = changed(first, folder / "second")
     # The draft model is the first version of the policy, so that it is right often, but not always.
     drafts = {"method": method, "tokens": 3, "path": str(first) if method == "draft_model" else None}
     overrides = [f"model.path={first}", "model.dtype=float32", "data.source=arithmetic", "rollout.context_length=200"]
     overrides += [f"rollout.max_new_tokens={LONG}", "rollout.kv_cache_gib=0.05"]
     overrides += [f"rollout.speculative={json.dumps(drafts)}"]
+    overrides += ["actor.mtp.loss_coefficient=0.0"] if method == "mtp" else []
     config = load(BASE, overrides)
     engine_arguments.NGRAM_LENGTHS = (1, 3)
     engine = VllmEngine(config.rollout, engine_arguments.rollout_arguments(config.rollout, first, "float32", 0))
     models = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (first, second)]
 
-    source, weights = huggingface_holder(read_config(first), "float32"), load_file(first / "model.safetensors")
+    hf_config = policy_hf_config(config, read_config(first))
+    source, weights = huggingface_holder(hf_config, "float32"), load_file(first / "model.safetensors")
     weights = {name: weights[name] for name in source.shapes}
-    holders = [vllm_holder(read_config(first), 1, 0, 0, "float32")]
+    [parameters] = engine.parameters()
+    holders = [
+        vllm_holder(hf_config, 1, 0, 0, "float32", padded_experts=padded_experts(parameters), drafts=method == "mtp")
+    ]
+    found["mismatched"] = holders[0].shard.mismatched_params(parameters)
     channel = SharedMemory({source.name: publish(weights)})
     engine.connect(CompactPlan.of(make_plan([source], holders)), channel, holders, False)
-    found["parameters"] = sorted(engine.parameters()[0])
     engine.refit(0)
     drafter = getattr(engine._llm.llm_engine.model_executor.driver_worker.worker.model_runner, "drafter", None)
 
@@ -136,6 +170,16 @@ def measure(method: str, folder: Path, found: dict[str, Any]) -> None:
         found["draft_difference"] = (held["model.norm.weight"] - saved["model.norm.weight"]).abs().max().item()
         rows = held["model.embed_tokens.weight"][: SIZES["vocab_size"]]
         found["draft_difference"] += (rows - saved["model.embed_tokens.weight"]).abs().max().item()
+    if method == "mtp":
+        own = {DRAFTER + name: p.data for name, p in drafter.model.named_parameters() if DRAFTER + name in parameters}
+        refitted = {name: weight.clone() for name, weight in own.items()}
+        for weight in own.values():
+            weight.zero_()
+        drafter.model.load_weights(iter(load_file(second / "model.safetensors").items()))
+        worker_extension._process_weights(drafter.model, torch.float32)
+        differences = {name: (refitted[name] - weight).abs().max().item() for name, weight in own.items()}
+        found["draft_difference"] = max(differences.values())
+        found["num_drafter_parameters"] = len(own)
 
 
 def changed(folder: Path, target: Path) -> Path:
@@ -222,8 +266,8 @@ def chi_square(samples: Sequence[Sample], model: torch.nn.Module) -> tuple[float
 
 
 if __name__ == "__main__":
-    method, folder = sys.argv[1], Path(sys.argv[2])
+    case, folder = sys.argv[1], Path(sys.argv[2])
     result: dict[str, Any] = {}
-    measure(method, folder, result)
+    measure(case, folder, result)
     (folder / "found.json").write_text(json.dumps(result))
     os._exit(0)

@@ -8,16 +8,17 @@ import sys
 
 import pytest
 
-from tests.e2e.speculative import LONG
+from tests.e2e.speculative import CASES, LONG
+from tests.marks import exhaustive_but
 from tests.paths import ROOT
 from tests.timing import RUN_S
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("method", ["ngram", "draft_model"])
-def test_samples_have_the_distribution_of_the_model(method, tmp_path):
-    command = [sys.executable, "-m", "tests.e2e.speculative", method, str(tmp_path)]
+@pytest.mark.parametrize("case", exhaustive_but(CASES, "n-grams", "draft model", "GLM-4.6's MTP"))
+def test_samples_have_the_distribution_of_the_model(case, tmp_path):
+    command = [sys.executable, "-m", "tests.e2e.speculative", case, str(tmp_path)]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=RUN_S)
     assert run.returncode == 0, run.stderr[-4000:]
     found = json.loads((tmp_path / "found.json").read_text())
@@ -40,8 +41,9 @@ def test_samples_have_the_distribution_of_the_model(method, tmp_path):
     assert mixed and all([version for version, _ in versions] == [0, 1] for versions in mixed)
     assert all(sum(count for _, count in versions) <= LONG for versions in mixed)
     assert max(found["mixed"] + found["later"]) < 1e-5
-    assert not any("draft" in name for name in found["parameters"])
-    assert found.get("draft_difference", 0.0) == 0.0, "the draft model has other weights than its folder"
+    assert not found["mismatched"]
+    assert "MTP" not in case or found["num_drafter_parameters"] > 10
+    assert found.get("draft_difference", 0.0) == 0.0, "the drafter has other weights than its folder"
 
 
 def quantile(freedom: int) -> float:

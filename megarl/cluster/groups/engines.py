@@ -25,6 +25,7 @@ from megarl.core.errors import UserError
 from megarl.core.latents import VelocityInput
 from megarl.core.types import SampleRef
 from megarl.models.folder import read_config
+from megarl.models.trained_model import policy_hf_config
 from megarl.models.weight_files import stacks
 from megarl.resharding.families import (
     diffusers_holders,
@@ -123,7 +124,8 @@ class EngineGroup(ReplicaGroup):
         super().__init__(session, config, model_folder, processes, restarts, config.rollout.max_staleness > 0)
         self._sleeps = config.rollout.sleep
         self._pauses = config.pauses_rollouts
-        self._quantizes, self._hf_config = config.rollout.quantization is not None, read_config(model_folder)
+        self._quantizes = config.rollout.quantization is not None
+        self._hf_config = policy_hf_config(config, read_config(model_folder))
 
         def hold(padded_experts: int | None) -> dict[str, list[Holder]]:
             holders = self._engine_holders(config, len(processes), padded_experts)
@@ -144,6 +146,7 @@ class EngineGroup(ReplicaGroup):
             config.model.dtype,
             expert_parallel=config.rollout.has_whole_experts,
             padded_experts=padded_experts,
+            drafts=config.rollout.drafts_with_mtp,
         )
 
     def start(self) -> Pending[None]:

@@ -61,7 +61,8 @@ def engine_holder(config: Config, hf_config: Mapping[str, Any], rank: int) -> Ho
     rollout = config.rollout
     if config.samples_images:
         return diffusers_holders(hf_config, 1, config.model.dtype)[0]
-    holder = vllm_holder(hf_config, rollout.tp, rank, 0, config.model.dtype, rollout.has_whole_experts)
+    whole_experts, drafts = rollout.has_whole_experts, rollout.drafts_with_mtp
+    holder = vllm_holder(hf_config, rollout.tp, rank, 0, config.model.dtype, whole_experts, drafts=drafts)
     return holder if rollout.quantization is None else quantized_destinations(hf_config, [holder])[0]
 
 

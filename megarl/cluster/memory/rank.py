@@ -16,6 +16,7 @@ from megarl.models.shape import LayerKind, ModelShape
 from megarl.ops.tile import TILE
 from megarl.resharding.families import megatron_holder
 from megarl.resharding.families.adapters import EXPERTS, NOT_ADAPTED, SHARED, adapter_holder
+from megarl.resharding.families.mtp import MTP
 from megarl.resharding.families.z_image import CAPTION_STACK
 
 Recompute = Literal["none", "selective", "full"]
@@ -70,6 +71,7 @@ class RankParameters:
         adapters: number of adapter parameters, which are then the only trained ones; None without adapters.
         expert_adapters: number of adapter parameters for experts, without factors shared by all experts in a layer.
         constant: number of parameters that are never trained, such as SD3's position embedding.
+        constant_experts: number of those in routed experts.
     """
 
     count: int
@@ -80,6 +82,7 @@ class RankParameters:
     adapters: int | None = None
     expert_adapters: int = 0
     constant: int = 0
+    constant_experts: int = 0
 
     @property
     def trained(self) -> int:
@@ -87,7 +90,7 @@ class RankParameters:
 
     @property
     def trained_experts(self) -> int:
-        return self.experts if self.adapters is None else self.expert_adapters
+        return self.experts - self.constant_experts if self.adapters is None else self.expert_adapters
 
     def weight_bytes(self, num_bytes: int) -> int:
         """Return the size of the weights in bytes, as in RankMemory. num_bytes: bytes per element."""
@@ -114,7 +117,8 @@ class RankParameters:
             is_last=any("final_layernorm" in name or ".output_modulation." in name for name in sizes),
             adapters=adapters,
             expert_adapters=expert_adapters,
-            constant=sum(size for name, size in sizes.items() if name.endswith(".position_embedding")),
+            constant=sum(size for name, size in sizes.items() if name.endswith(".position_embedding") or MTP in name),
+            constant_experts=sum(size for name, size in sizes.items() if MTP in name and EXPERTS in name),
         )
 
 
@@ -333,7 +337,7 @@ def _layers(names: Iterable[str]) -> list[LayerKind]:
     layers: dict[str, LayerKind] = {}
     for name in names:
         before, _, after = name.partition(".layers.")
-        if after and CAPTION_STACK not in before:
+        if after and CAPTION_STACK not in before and MTP not in name:
             layer = f"{before}.{after.partition('.')[0]}"
             mixed, linear = layers.get(layer, LayerKind(False, False))
             layers[layer] = LayerKind(mixed or EXPERTS in name, linear or DECAY in name)

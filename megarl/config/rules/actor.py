@@ -38,6 +38,16 @@ def adapters_exclude_new_heads(config: Config) -> Iterator[str]:
         )
 
 
+def adapters_exclude_mtp(config: Config) -> Iterator[str]:
+    """Checkpoints with adapters omit the model's weights, and an exported folder would lack the layer."""
+    if config.actor.adapters is not None and config.actor.has_mtp:
+        yield (
+            f"actor.mtp.loss_coefficient={config.actor.mtp.loss_coefficient}: adapters (actor.lora.rank="
+            f"{config.actor.lora.rank}) do not support multi-token prediction. Fix: set "
+            "actor.mtp.loss_coefficient=null or actor.lora.rank=null"
+        )
+
+
 def adapters_exclude_fp8(config: Config) -> Iterator[str]:
     if config.actor.adapters is not None and config.actor.fp8 is not None:
         yield (
@@ -124,6 +134,7 @@ def engine_overrides_allow_route_replay(config: Config) -> Iterator[str]:
 RULES = (
     adapters_exclude_patterns,
     adapters_exclude_new_heads,
+    adapters_exclude_mtp,
     adapters_exclude_fp8,
     adapters_exclude_reference_renewal,
     adapters_exclude_parameter_offload,

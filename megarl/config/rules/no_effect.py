@@ -116,6 +116,7 @@ KEY_REQUIREMENTS = (
             "algorithm.kl.straight_through": False,
             "algorithm.kl.limit": None,
             "actor.experts": BASE,
+            "actor.mtp": BASE,
             "actor.fp8": BASE,
             "reward_model.path": None,
             "implicit_reward.coefficient": 0.0,

@@ -164,6 +164,23 @@ def routes_are_not_speculative(config: Config) -> Iterator[str]:
         )
 
 
+def drafts_need_the_mtp_layer(config: Config) -> Iterator[str]:
+    if config.rollout.drafts_with_mtp and not config.actor.has_mtp:
+        yield (
+            "rollout.speculative.method=mtp: with actor.mtp.loss_coefficient=null, the layer for multi-token "
+            "prediction is not loaded. Fix: set actor.mtp.loss_coefficient=0.0"
+        )
+
+
+def quantized_engines_do_not_draft_with_mtp(config: Config) -> Iterator[str]:
+    if config.rollout.drafts_with_mtp and config.rollout.quantization is not None:
+        yield (
+            f"rollout.speculative.method=mtp: with rollout.quantization={config.rollout.quantization}, engines cannot "
+            "receive the layer for multi-token prediction. Fix: set rollout.quantization=null or "
+            "rollout.speculative.method=ngram"
+        )
+
+
 def sde_steps_are_denoising_steps(config: Config) -> Iterator[str]:
     denoising = config.rollout.denoising
     within, end, reason = denoising.noised_within, denoising.num_steps, ""
@@ -200,5 +217,7 @@ RULES = (
     draft_model_has_a_path,
     sleeping_engines_have_no_draft_model,
     routes_are_not_speculative,
+    drafts_need_the_mtp_layer,
+    quantized_engines_do_not_draft_with_mtp,
     sde_steps_are_denoising_steps,
 )

@@ -22,8 +22,10 @@ from megarl.megatron.checkpoint.sharded import FORMAT
 from megarl.megatron.checkpoint.source import COMMON, DESCRIPTION, open_checkpoint, refuse_unexpected
 from megarl.megatron.checkpoint.writer import Entry, write_extents
 from megarl.models.classifier import score_head_of
+from megarl.models.denoiser import is_denoiser
 from megarl.models.folder import read_config, resolve
-from megarl.models.huggingface import untrained_part
+from megarl.models.huggingface import completed, untrained_part
+from megarl.models.mtp import add_mtp, why_no_mtp
 from megarl.models.value_head import without_value_head
 from megarl.resharding.checkpoint import checkpoint_holder
 from megarl.resharding.execute import execute
@@ -156,23 +158,34 @@ def reshape(
 @contextmanager
 def _open_folder(folder: Path) -> Iterator[Weights]:
     hf_config = read_config(folder)
-    holder = huggingface_holder(hf_config)
     with SafetensorsFolder(folder) as transport:
-        holder = transport.with_file_dtypes(holder)
+        if _has_mtp(transport, hf_config):
+            hf_config = add_mtp(hf_config)
+        holder = transport.with_file_dtypes(huggingface_holder(hf_config))
         unexpected = transport.unexpected(holder)
         refuse_unexpected(folder, [name for name in unexpected if not _is_unused(name, hf_config)])
         yield Weights(hf_config, holder, transport, folder)
 
 
+def _has_mtp(transport: SafetensorsFolder, hf_config: Mapping[str, Any]) -> bool:
+    """Return whether the folder has a complete layer for multi-token prediction."""
+    if is_denoiser(hf_config) or why_no_mtp(completed(hf_config)) is not None:
+        return False
+    others = huggingface_holder(hf_config)
+    layer = huggingface_holder(add_mtp(hf_config)).shapes.keys() - others.shapes.keys()
+    return layer <= set(transport.unexpected(others))
+
+
 def _is_unused(name: str, hf_config: Mapping[str, Any]) -> bool:
     """Return whether the model does not use this tensor from a Hugging Face folder. Such tensors are copies of the tied
     head, constants, and parts of omitted layers."""
-    model = canonical_of(hf_config).model
+    canonical = canonical_of(hf_config)
+    model = canonical.model
     tied_head = name == HEAD and (model.tied or score_head_of(hf_config) is not None)
     layer, has_other_parts = name.removeprefix("model.layers.").split(".")[0], untrained_part(hf_config) is not None
     beyond = layer.isdecimal() and int(layer) >= model.num_layers
     other_part = has_other_parts and (beyond or name.startswith(("mtp.", "model.visual.")))
-    return tied_head or other_part or name.endswith("rotary_emb.inv_freq")
+    return tied_head or other_part or name in canonical.copies() or name.endswith("rotary_emb.inv_freq")
 
 
 def _checked_plan(source: Holder, destination: Holder) -> Plan:

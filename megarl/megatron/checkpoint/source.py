@@ -20,6 +20,7 @@ from megarl.core.files import Progress, open_regular, shown
 from megarl.megatron.checkpoint.blueprint import blueprint
 from megarl.megatron.checkpoint.sharded import FORMAT
 from megarl.models.folder import read_config, resolve
+from megarl.models.mtp import add_mtp
 from megarl.models.peft import PREFIX
 from megarl.models.trained_model import trained_hf_config
 from megarl.models.value_head import add_value_head
@@ -117,6 +118,7 @@ def open_checkpoint(path: Path, huggingface: Path | None = None) -> Iterator[Che
             )
         files, hf_config = _model_description(path, huggingface, sealed)
         hf_config = add_value_head(hf_config) if any("value_head." in key for key in folder.tensors) else hf_config
+        hf_config = add_mtp(hf_config) if any(key.startswith("mtp.") for key in folder.tensors) else hf_config
         # Megatron's default format stores all layers as slices of one tensor.
         form = FORMAT if any(re.match(r"decoder\.layers\.\d", key) for key in folder.tensors) else {}
         plan = blueprint(hf_config, Layout.model_validate(ONE_PROCESS | {"sequence_parallel": False}), 0, form)

@@ -25,6 +25,7 @@ from megarl.megatron.model.layer_spec import (
     unmark_expert_biases,
     uses_transformer_engine,
 )
+from megarl.megatron.model.mtp import MtpBlock
 from megarl.megatron.model.precision import precision
 from megarl.megatron.model.rope import fuse_rotation, set_rotary
 from megarl.megatron.overrides import build, checked, describe_settings
@@ -174,7 +175,8 @@ def build_chunk(
     shape = ModelShape.of(hf_config)
     multiple = VOCABULARY_MULTIPLE * config.tensor_model_parallel_size
     virtual = stage if config.virtual_pipeline_model_parallel_size else None
-    spec: Any = block_spec(config, shape, virtual, uses_transformer_engine() if fused is None else fused)
+    fused = uses_transformer_engine() if fused is None else fused
+    spec: Any = block_spec(config, shape, virtual, fused)
     model = GPTModel(
         config,
         spec,  # Megatron's annotation omits specs of whole blocks
@@ -188,6 +190,8 @@ def build_chunk(
         rotary_base=rope_parameters(completed(hf_config))["rope_theta"],
         vp_stage=virtual,
     )
+    if shape.mtp_layers and model.post_process:
+        model.mtp = MtpBlock(config, shape, fused)  # pyright: ignore[reportAttributeAccessIssue]  # not Megatron's class
     set_rotary(model, hf_config)
     fuse_rotation()
     is_interleaved = shape.experts is not None and shape.experts.is_interleaved

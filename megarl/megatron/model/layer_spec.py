@@ -254,10 +254,16 @@ def block_spec(
     numbers = range(first, first + get_num_layers_to_build(config, vp_stage=virtual))
     specs = {kind: layer_spec(shape, kind, fused) for kind in {shape.kind(number) for number in numbers}}
     layers = [specs[shape.kind(number)] for number in numbers]
-    norm: Any = RMSNorm  # Megatron's annotation omits types
-    if fused:
-        from megatron.core.extensions.transformer_engine import TENorm as norm
-    return TransformerBlockSubmodules(layers, layer_norm=norm)
+    return TransformerBlockSubmodules(layers, layer_norm=norm_class(fused))
+
+
+def norm_class(fused: bool) -> Any:
+    """Return the class of norms outside the layers. Megatron's annotations omit types."""
+    if not fused:
+        return RMSNorm
+    from megatron.core.extensions.transformer_engine import TENorm
+
+    return TENorm
 
 
 def layer_spec(shape: ModelShape, kind: LayerKind, fused: bool) -> ModuleSpec:

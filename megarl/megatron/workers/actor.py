@@ -44,7 +44,7 @@ from megarl.megatron.token_details import TokenDetails
 from megarl.megatron.token_selection import with_selection
 from megarl.megatron.trust_region import take_step
 from megarl.megatron.workers.trainer import TrainerWorker
-from megarl.models.value_head import add_value_head
+from megarl.models.trained_model import trained_hf_config
 
 Policy = Literal["old", "reference"]
 """The policy whose log-probs a pass computes: the policy at the start of the step, or the reference."""
@@ -74,7 +74,7 @@ class ActorWorker(TrainerWorker):
         """Moments over all updates and ranks, available from the first update on."""
 
     def _model_config(self, hf_config: dict[str, Any]) -> dict[str, Any]:
-        return add_value_head(hf_config) if self._config.actor_has_values else hf_config
+        return trained_hf_config(self._config, "actor", hf_config)
 
     @property
     def loss(self) -> Loss:

@@ -24,6 +24,7 @@ from megarl.megatron.model.layer_spec import uses_transformer_engine
 from megarl.megatron.packing import packing_of
 from megarl.models.classifier import BIAS, WEIGHT
 from megarl.models.folder import read_config
+from megarl.models.mtp import add_mtp, num_mtp_layers
 from megarl.models.value_head import value_head_shapes
 from megarl.resharding.execute import execute
 from megarl.resharding.families import huggingface_holder, megatron_holder
@@ -132,8 +133,10 @@ class ModelWorker:
     @contextmanager
     def _opened_folder(self) -> Iterator[tuple[SafetensorsFolder, Holder]]:
         """Open the folder that contains the weights. Yields the folder's transport and holder."""
+        hf_config = read_config(self._folder)
+        holder = huggingface_holder(add_mtp(hf_config) if num_mtp_layers(self._hf_config) else hf_config)
         with SafetensorsFolder(self._folder) as transport:
-            yield transport, transport.with_file_dtypes(huggingface_holder(read_config(self._folder)))
+            yield transport, transport.with_file_dtypes(holder)
 
     def _forward(
         self, batch: LocalBatch, replays: bool | None = None, truncates: bool | None = None

@@ -49,7 +49,7 @@ from megarl.resharding.piece import ITEM_BYTES
 from megarl.resharding.planning.plan import Plan
 from megarl.resharding.planning.planner import make_plan
 from megarl.resharding.quantized_copy import QuantizedCopy
-from megarl.resharding.selection import select_tensors, whole_parameters
+from megarl.resharding.selection import frozen_parameters, select_tensors, whole_parameters
 from megarl.resharding.transports import cuda_memory, shared_memory
 from megarl.resharding.transports.p2p import Rendezvous
 from megarl.resharding.transports.published import Published
@@ -385,7 +385,9 @@ class TrainerWorker(ModelWorker, ABC):
         begin_main_weights(self.optimizer, rounded, self.holder, exact)
 
     def _frozen(self) -> Collection[str]:
-        return super()._frozen() if self.adapters else self._chosen("frozen", self._settings.frozen_patterns)
+        if self.adapters is not None:
+            return super()._frozen()
+        return frozen_parameters(self._settings, self._hf_config, self.holder)
 
     def _chosen(self, key: str, patterns: Sequence[str]) -> list[str]:
         """Return the names of this rank's parameters that match `patterns`, the value of the section's key `key`."""

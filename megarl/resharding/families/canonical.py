@@ -15,6 +15,7 @@ from megarl.resharding.families.experts import expert_parts
 from megarl.resharding.families.gated_delta import gated_delta_parts
 from megarl.resharding.families.latent_attention import latent_attention_parts
 from megarl.resharding.families.mlp import mlp_parts
+from megarl.resharding.families.mtp import EMBEDDING_COPY, HEAD_COPY, mtp_parts
 from megarl.resharding.families.part import Part
 from megarl.resharding.families.tiling import Padded, Tiling, Whole
 
@@ -32,9 +33,12 @@ class Canonical:
 
     model: ModelShape
     outer_shapes: dict[str, Shape]
+    mtp_layers: int = 0
+    """Number of layers for multi-token prediction."""
 
     def __init__(self, hf_config: Mapping[str, Any]):
         self.model = ModelShape.of(hf_config)
+        self.mtp_layers = self.model.mtp_layers
         self.outer_shapes = {
             EMBEDDING: (self.model.vocab, self.model.hidden),
             FINAL_NORM: (self.model.hidden,),
@@ -46,7 +50,8 @@ class Canonical:
             self.outer_shapes[HEAD] = (self.model.vocab, self.model.hidden)
         self.value_head = value_head_shapes(hf_config)
         self.outer_shapes |= self.value_head
-        self._layers: dict[LayerKind, _Layer] = {}
+        self._layers: dict[tuple[LayerKind, bool], _Layer] = {}
+        """Kind of a layer, and whether it is for multi-token prediction -> the layer."""
 
     @property
     def head(self) -> str:
@@ -55,12 +60,22 @@ class Canonical:
 
     @property
     def num_layers(self) -> int:
-        """Number of layers, including those before the main stack."""
-        return self.model.num_layers
+        """Number of layers, including those before and after the main stack."""
+        return self.model.num_layers + self.mtp_layers
 
     def preceding_layers(self) -> dict[str, int]:
         """Return Megatron's prefix -> layer for the layers before the main stack, all on the first pipeline stage."""
         return {}
+
+    def following_layers(self) -> dict[str, int]:
+        """Return Megatron's prefix -> layer for the layers after the main stack, all on the last pipeline stage."""
+        return {f"mtp.layers.{i}.": self.model.num_layers + i for i in range(self.mtp_layers)}
+
+    def copies(self) -> dict[str, str]:
+        """Return copy -> original for the tensors that a checkpoint contains twice."""
+        prefixes = [self.layer_prefix(layer) for layer in self.following_layers().values()]
+        originals = {EMBEDDING_COPY: EMBEDDING, HEAD_COPY: self.head} if prefixes else {}
+        return {prefix + copy: original for prefix in prefixes for copy, original in originals.items()}
 
     def tilings_before_layers(self, is_first: bool, vocab_multiple: int) -> dict[str, Tiling]:
         """Return Megatron's parameter -> tiling for a model chunk's parameters before its layers.
@@ -105,10 +120,11 @@ class Canonical:
         return self._layer(layer).quantized
 
     def _layer(self, layer: int) -> _Layer:
-        kind = self.model.kind(layer)
-        if kind not in self._layers:
-            self._layers[kind] = _Layer.of(self.model, parts_of_layer(self.model, kind))
-        return self._layers[kind]
+        kind, is_mtp = self.model.kind(layer), layer >= self.model.num_layers
+        if (kind, is_mtp) not in self._layers:
+            parts = parts_of_layer(self.model, kind)
+            self._layers[kind, is_mtp] = _Layer.of(self.model, mtp_parts(parts) if is_mtp else parts)
+        return self._layers[kind, is_mtp]
 
 
 class StableDiffusion3Canonical(Canonical):

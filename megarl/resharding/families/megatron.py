@@ -105,7 +105,9 @@ def _shard(
             f"decoder.layers.{local}.": layer
             for local, layer in enumerate(chunk_layers(model.num_layers, layout)[virtual][coordinates.stage])
         }
-        for prefix, layer in ((canonical.preceding_layers() if is_first else {}) | layers).items():
+        preceding = canonical.preceding_layers() if is_first else {}
+        following = canonical.following_layers() if is_last else {}
+        for prefix, layer in (preceding | layers | following).items():
             for part in canonical.layer_parts(layer):
                 tilings = part.megatron_tilings(transformer_engine, experts)
                 builder.add_layer(layer, chunk + prefix, tilings, expert_share if part.per_expert else share)

@@ -17,6 +17,9 @@ from megarl.resharding.piece import Holder, Shard
 VOCABULARY_MULTIPLE = 64
 """vLLM pads the vocabulary size to a multiple of this value, regardless of tp."""
 
+DRAFTER = "drafter."
+"""Prefix of the names of parameters in the model that drafts tokens."""
+
 DOWN_PROJECTIONS = ".experts.routed_experts.w2_weight"
 """Name suffix of the stacked expert down-projections; their last axis is the intermediate size."""
 
@@ -33,6 +36,7 @@ def vllm_holder(
     dtype: str | None = None,
     expert_parallel: bool = False,
     padded_experts: int | None = None,
+    drafts: bool = False,
 ) -> Holder:
     """Return the holder of tensor-parallel worker `rank` of engine `replica`, named "vllm:{replica}.{rank}". Raise a
     UserError if the model cannot be split evenly over tp workers.
@@ -42,8 +46,9 @@ def vllm_holder(
         expert_parallel: whether each worker holds whole experts, evenly distributed, instead of a share of each expert.
         padded_experts: size to which a worker zero-pads its share of the experts' intermediate size (None: no padding).
             See `padded_experts`.
+        drafts: whether the engine drafts tokens with the model's layers for multi-token prediction.
     """
-    return Holder(f"vllm:{replica}.{rank}", _shard(hf_config, tp, rank, dtype, expert_parallel, padded_experts))
+    return Holder(f"vllm:{replica}.{rank}", _shard(hf_config, tp, rank, dtype, expert_parallel, padded_experts, drafts))
 
 
 def vllm_holders(
@@ -53,9 +58,10 @@ def vllm_holders(
     dtype: str | None = None,
     expert_parallel: bool = False,
     padded_experts: int | None = None,
+    drafts: bool = False,
 ) -> list[Holder]:
     """Return the holders for all workers in all engines. See `vllm_holder` for the arguments."""
-    shards = [_shard(hf_config, tp, rank, dtype, expert_parallel, padded_experts) for rank in range(tp)]
+    shards = [_shard(hf_config, tp, rank, dtype, expert_parallel, padded_experts, drafts) for rank in range(tp)]
     return [Holder(f"vllm:{replica}.{rank}", shards[rank]) for replica in range(replicas) for rank in range(tp)]
 
 
@@ -69,7 +75,13 @@ def padded_experts(parameters: Mapping[str, tuple[tuple[int, ...], str]]) -> int
 
 
 def _shard(
-    hf_config: Mapping[str, Any], tp: int, rank: int, dtype: str | None, expert_parallel: bool, padded: int | None
+    hf_config: Mapping[str, Any],
+    tp: int,
+    rank: int,
+    dtype: str | None,
+    expert_parallel: bool,
+    padded: int | None,
+    drafts: bool,
 ) -> Shard:
     canonical = Canonical(hf_config)
     model = canonical.model
@@ -81,11 +93,13 @@ def _shard(
     if expert_parallel:
         experts, expert_share = _expert_range(count, tp, rank), Share(1, 0)
     builder.add(_engine_name(model, EMBEDDING), Padded((EMBEDDING,), padded=vocab), share)
-    for layer in range(model.num_layers):
+    layers = {layer: canonical.layer_prefix(layer) for layer in range(model.num_layers)}
+    if drafts:
+        layers |= {layer: DRAFTER + canonical.layer_prefix(layer) for layer in canonical.following_layers().values()}
+    for layer, prefix in layers.items():
         for part in canonical.layer_parts(layer):
             part_share = expert_share if part.per_expert else share
             tilings, kept = part.vllm_tilings(experts, padded), "float32" if part.engine_float32 else None
-            prefix = canonical.layer_prefix(layer)
             named = {_engine_name(model, prefix + local): tiling for local, tiling in tilings.items()}
             builder.add_layer(layer, "", named, part_share, kept)
     builder.add(FINAL_NORM, Whole((FINAL_NORM,)), share)

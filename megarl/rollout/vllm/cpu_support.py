@@ -29,7 +29,7 @@ def install() -> None:
     gated_delta.install()
     if current_platform.is_cpu():
         rejection_sampler.expand_batch_to_tokens = _expand_to_tokens
-        rejection_sampler.apply_top_k_top_p = _truncate_drafts
+        rejection_sampler.apply_top_k_top_p = _truncate_drafts  # pyright: ignore[reportPrivateImportUsage]
 
 
 class DequantizingKernel(Fp8BlockScaledMMLinearKernel):

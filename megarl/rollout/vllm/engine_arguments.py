@@ -147,17 +147,22 @@ def rollout_arguments(
         enable_sleep_mode=config.sleep and device.on_cuda(),
         seed=seed,
         **routes,
-        **_speculative_arguments(config),
+        **_speculative_arguments(config, model_folder),
     )
 
 
-def _speculative_arguments(config: Rollout) -> dict[str, Any]:
+def _speculative_arguments(config: Rollout, model_folder: Path) -> dict[str, Any]:
     speculative = config.speculative
     if speculative.method is None:
         return {}
-    if speculative.method == "ngram":
+    drafts: dict[str, Any]
+    if speculative.method == "mtp":
+        # vLLM selects the attention of drafts separately.
+        required = _required_on_cpu(model_folder)
+        drafts = {name: required[name] for name in ("attention_backend",) if name in required}
+    elif speculative.method == "ngram":
         lookup_min, lookup_max = NGRAM_LENGTHS
-        drafts: dict[str, Any] = dict(prompt_lookup_min=lookup_min, prompt_lookup_max=lookup_max)
+        drafts = dict(prompt_lookup_min=lookup_min, prompt_lookup_max=lookup_max)
     else:
         assert speculative.path is not None, "a config rule must reject a draft model without a path"
         folder = resolve(speculative.path, key="rollout.speculative.path")

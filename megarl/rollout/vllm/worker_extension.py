@@ -28,8 +28,10 @@ from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEM
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from megarl.core import stacks
+from megarl.core.errors import UserError
 from megarl.core.parent import signal_with_parent
 from megarl.resharding.execute import Assembly
+from megarl.resharding.families.vllm import DRAFTER
 from megarl.resharding.piece import Holder
 from megarl.resharding.planning.compact import CompactPlan
 from megarl.resharding.transports.transport import Channel, dtype_name
@@ -131,13 +133,19 @@ class RefitExtension:
         return _catch_error(self._load if self._by_loader else self._refit, expected)
 
     def _connect(self, plan: CompactPlan, channel: Channel, holders: Sequence[Holder], by_loader: bool) -> None:
+        if by_loader and self._drafter is not None:
+            raise UserError(
+                "rollout.speculative.method=mtp: vLLM's kernels for this model repack weights, so refits cannot write "
+                "the layer for multi-token prediction. Fix: set rollout.speculative.method=null"
+            )
         self._by_loader, self._is_rewritten = by_loader, False
         self._receiver = WeightReceiver(plan, channel, holders[self.rank], self._parameters(), not by_loader)
 
     def _refit(self, expected: Mapping[Region, Checksum] | None) -> SyncStats:
         stats = self._receiver.write(self._parameters(), expected)
-        if _process_weights(self.model_runner.get_model(), self.model_runner.model_config.dtype):
-            self._is_rewritten = True
+        for model in (self.model_runner.get_model(), self._drafter):
+            if model is not None and _process_weights(model, self.model_runner.model_config.dtype):
+                self._is_rewritten = True
         return stats
 
     def _load(self, expected: Mapping[Region, Checksum] | None) -> SyncStats:
@@ -176,6 +184,15 @@ class RefitExtension:
                 check_weights(self._receiver.holder, {name: tensor}, expected)
             yield name, tensor
 
+    @property
+    def _drafter(self) -> torch.nn.Module | None:
+        """The policy's layer for multi-token prediction in engines that draft tokens with it. Its embedding and output
+        layer are the policy's. vLLM's model runners have different names for it."""
+        runner, settings = self.model_runner, self.model_runner.vllm_config.speculative_config
+        if settings is None or settings.method != "mtp":
+            return None
+        return getattr(runner, "drafter" if hasattr(runner, "drafter") else "speculator").model
+
     def parameters(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Return the parameters that a refit writes: name -> (shape, dtype)."""
         return shapes_and_dtypes(self._parameters())
@@ -211,6 +228,9 @@ class RefitExtension:
         """Return the parameters by name. The first two axes of stacked expert weights are flattened, as in the
         holder."""
         weights = {name: p.data for name, p in self.model_runner.get_model().named_parameters()}
+        if (drafter := self._drafter) is not None:
+            own = {id(parameter) for parameter in self.model_runner.get_model().parameters()}
+            weights |= {DRAFTER + name: p.data for name, p in drafter.named_parameters() if id(p) not in own}
         return {
             name: weight.view(-1, *weight.shape[2:]) if EXPERTS in name else weight
             for name, weight in weights.items()

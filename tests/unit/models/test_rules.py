@@ -10,6 +10,7 @@ from megarl.models.rules import (
     check_model,
     check_reward_model,
     engine_shards_keep_blocks_whole,
+    model_has_mtp,
 )
 from megarl.resharding.families import quantized_destinations, vllm_holders
 from tests.marks import each_value
@@ -303,6 +304,25 @@ def test_delta_net_heads_must_divide_over_tp_and_cp() -> None:
         "rollout.tp=4: 6 key heads of the gated delta nets are not divisible by 4 (6 / 4 = 1.5). Fix: set rollout.tp "
         "to 1 or 2"
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "reason"),
+    [
+        ("GLM-4.6", 1, None),
+        ("DeepSeek-V3", 1, None),
+        ("GLM-4.6", 2, "its config.json has num_nextn_predict_layers=2, but megarl supports exactly one such layer"),
+        ("GLM-4.6", 0, "its config.json has num_nextn_predict_layers=0, but megarl supports exactly one such layer"),
+        ("Qwen3-32B", 1, "megarl supports multi-token prediction only for models of type deepseek_v3 and glm4_moe"),
+    ],
+)
+def test_kept_prediction_layer_is_supported(name: str, count: int, reason: str | None) -> None:
+    model = CONFIGS[name] | dict(num_nextn_predict_layers=count)
+    config = recipe("actor.mtp.loss_coefficient=0.0")
+    expected = f"actor.mtp.loss_coefficient=0.0: model.path={config.model.path}: {reason}. Fix: set "
+    lines = list(model_has_mtp(config, model))
+    assert [line.startswith(expected) for line in lines] == ([] if reason is None else [True])
+    assert list(model_has_mtp(recipe(), model)) == []
 
 
 def test_gated_delta_nets_are_not_quantized() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from megarl.config.model_schema import Layout
 from megarl.megatron.model.layer_spec import uses_transformer_engine
+from megarl.models.mtp import add_mtp
 from megarl.resharding.families import megatron_holder
 from megarl.resharding.piece import Holder
 from tests.paths import ROOT
@@ -55,6 +56,11 @@ CASES = {
     "GLM, biases, norms, PP2, EP2": (
         GLM | {"attention_bias": True, "use_qk_norm": True, "n_shared_experts": 1},
         layout_of(pp=2, dp=2, ep=2),
+    ),
+    "prediction layer, TP3, EP2, ETP3": (add_mtp(GLM | {"use_qk_norm": True}), layout_of(tp=3, dp=2, ep=2)),
+    "prediction layer, latent attention, TP2, EP2, ETP1, PP2, VPP2": (
+        add_mtp(DEEPSEEK | {"num_hidden_layers": 4}),
+        layout_of(tp=2, pp=2, vpp=2, ep=2, etp=1),
     ),
     "gpt-oss, EP4": ({"model_type": "gpt_oss", **GPT_OSS}, layout_of(dp=4, ep=4)),
     "gpt-oss, TP3, PP2, EP2, ETP1": ({"model_type": "gpt_oss", **GPT_OSS}, layout_of(tp=3, pp=2, dp=2, ep=2, etp=1)),

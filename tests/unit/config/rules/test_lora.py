@@ -32,6 +32,10 @@ LORA = "actor.lora.rank=8"
             "trained",
         ),
         (
+            ["actor.mtp.loss_coefficient=0.0"],
+            "actor.mtp.loss_coefficient=0.0: adapters (actor.lora.rank=8) do not support multi-token prediction. Fix",
+        ),
+        (
             ["model.dtype=bfloat16", "actor.fp8=blockwise"],
             "actor.fp8=blockwise: with actor.lora.rank=8 engines compute with merged weights, but",
         ),

@@ -4,6 +4,8 @@ import pytest
 
 from tests.unit.config.rules.recipes import errors, recipe
 
+MTP = ["rollout.speculative.method=mtp", "actor.mtp.loss_coefficient=0.0"]
+
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
@@ -50,6 +52,14 @@ from tests.unit.config.rules.recipes import errors, recipe
             "rollout.speculative.method=ngram: with actor.experts.replay_routes=true, the engines would also report",
         ),
         (
+            ["rollout.speculative.method=mtp"],
+            "rollout.speculative.method=mtp: with actor.mtp.loss_coefficient=null, the layer for multi-token",
+        ),
+        (
+            [*MTP, "rollout.quantization=fp8_block", "model.dtype=bfloat16"],
+            "rollout.speculative.method=mtp: with rollout.quantization=fp8_block, engines cannot receive the layer",
+        ),
+        (
             ["rollout.speculative.tokens=5"],
             "rollout.speculative.tokens=5: has no effect unless rollout.speculative.method=ngram. Fix",
         ),
@@ -79,6 +89,7 @@ def test_broken_rule_is_reported_alone(overrides: list[str], message: str) -> No
         ["rollout.speculative=null"],
         ["rollout.speculative.method=ngram", "rollout.max_staleness=1", "rollout.top_k=20"],
         ["rollout.speculative={method: draft_model, path: m, tokens: 128}"],
+        MTP,
         ["rollout.top_p=0.9", "rollout.top_k=20"],
         ["rollout.top_k=1"],
         ["rollout.max_staleness=1", "cluster.placement=disaggregated"],

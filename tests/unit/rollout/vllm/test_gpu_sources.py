@@ -333,3 +333,27 @@ def test_draft_weights_load_with_the_patched_prefix(vllm: Path, file: str, name:
     arguments = {keyword.arg: keyword.value for keyword in call.keywords}
     assert isinstance(prefix := arguments["prefix"], ast.Constant) and prefix.value == draft_weights.PREFIX
     assert "load_config" not in arguments
+
+
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [
+        ("glm4_moe_mtp.py", "Glm4MoeMultiTokenPredictorLayer"),
+        ("deepseek_mtp.py", "DeepSeekMultiTokenPredictorLayer"),
+    ],
+)
+def test_drafting_layers_have_the_parameters_of_a_refit(vllm: Path, file: str, name: str) -> None:
+    """Every rank has the whole projection."""
+    source = ast.unparse(class_of(vllm / "model_executor/models" / file, name))
+    assert "self.eh_proj = nn.Linear(config.hidden_size * 2, config.hidden_size, bias=False)" in source
+    for attribute in ("enorm", "hnorm", "shared_head", "mtp_block"):
+        assert f"self.{attribute} = " in source
+
+
+def test_runners_have_the_drafter_that_refits_write(vllm: Path) -> None:
+    assert "self.drafter.load_model(self.model)" in (vllm / "v1/worker/gpu_model_runner.py").read_text("utf-8")
+    runner = (vllm / "v1/worker/gpu/model_runner.py").read_text("utf-8")
+    assert "self.speculator.load_model(self.model)" in runner and "self.drafter" not in runner
+    speculators = vllm / "v1/worker/gpu/spec_decode"
+    assert "self.model = self.load_draft_model(" in (speculators / "speculator.py").read_text("utf-8")
+    assert "draft_model = load_eagle_model(" in (speculators / "mtp/speculator.py").read_text("utf-8")
