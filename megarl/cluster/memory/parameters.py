@@ -92,8 +92,11 @@ class Models:
     ) -> Models:
         """Create the models from their config.json files, which include heads. `lora` describes the actor's
         adapters."""
-        parameters = {role: ModelParameters(c, lora if role == "actor" else None) for role, c in trained.items()}
-        return cls(parameters, reward, None if draft is None else ModelParameters(draft))
+        return cls(
+            {role: ModelParameters(c, lora if role == "actor" else None) for role, c in trained.items()},
+            reward,
+            None if draft is None else ModelParameters(draft),
+        )
 
     @property
     def actor(self) -> ModelParameters:
