@@ -19,15 +19,13 @@ import numpy as np
 
 from megarl.core.errors import UserError
 from megarl.core.latents import AnySample, Conditioning, LatentSample
-from megarl.core.types import CandidateIds, Episode, Prompt, RolloutInfo, Sample, VersionRun
+from megarl.core.types import CandidateIds, DraftCounts, Episode, Prompt, RolloutInfo, Sample, VersionRun
 
 SavedGroup = tuple[int, int, list[AnySample]]
 """(prompt's row in the data, weight version with which its samples started, samples)."""
 
-CLASSES = {
-    kind.__name__: kind
-    for kind in (CandidateIds, Conditioning, Episode, LatentSample, Prompt, RolloutInfo, Sample, VersionRun)
-}
+_KINDS = CandidateIds, Conditioning, DraftCounts, Episode, LatentSample, Prompt, RolloutInfo, Sample, VersionRun
+CLASSES = {kind.__name__: kind for kind in _KINDS}
 CLASS, ARRAY, PROMPT, TUPLE, ITEMS = "__class__", "__array__", "__prompt__", "__tuple__", "__items__"
 """Keys of an object that stands for an instance, an array, a prompt, a tuple, or a dictionary with arbitrary keys."""
 

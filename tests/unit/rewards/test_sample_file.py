@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from megarl.core.errors import UserError
-from megarl.core.types import CandidateIds, Episode, Prompt, RolloutInfo, Sample, VersionRun
+from megarl.core.types import CandidateIds, DraftCounts, Episode, Prompt, RolloutInfo, Sample, VersionRun
 from megarl.environments.protocol import StopReason
 from megarl.rewards.sample_file import load_samples, save_samples
 
@@ -45,7 +45,7 @@ def samples() -> list[Sample]:
         )
     )
     short = Sample("2.0", Prompt("q", "", [], columns={"c": 2}), [], [], [], (), "stop", "")
-    return [whole, short]
+    return [replace(whole, drafts=DraftCounts(4, 12, 7)), short]
 
 
 def test_samples_are_restored_exactly(tmp_path: Path) -> None:
