@@ -70,6 +70,7 @@ def test_one_kernel_as_on_gpus_matches_transformers(monkeypatch, folder, outcome
     check(folder, outcome, name)
 
 
+@pytest.mark.exhaustive
 def test_checkpoints_survive_a_round_trip(folder, tmp_path):
     """The sinks are split by head under tensor parallelism only."""
     reference = plain_training(folder, UPDATES, kl_coefficient=0.0)
