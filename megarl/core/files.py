@@ -188,8 +188,9 @@ def open_regular(path: Path) -> BinaryIO:
 def read_json(path: Path) -> Any:
     """Return the value in a JSON file. Raise a UserError that names the file if it is not valid JSON or not a regular
     file, and FileNotFoundError if it does not exist."""
+    text = read_text(path)
     try:
-        return parse_json(read_text(path))
+        return parse_json(text)
     except ValueError as error:
         raise UserError(f"{path}: not valid JSON: {error}. Fix: restore or remove the file") from None
 

@@ -61,7 +61,7 @@ from tools import key_tables
         (
             "actor.quux",
             "actor has the keys layout, optimizer, tokens_per_microbatch, "
-            "overlap_communication, recompute, fp8, frozen, offload, threads, megatron_overrides, lora, experts. "
+            "overlap_communication, recompute, fp8, frozen, offload, threads, megatron_overrides, lora, experts, mtp. "
             "Fix: use one of them, or remove the key",
         ),
         ("cluster.start_timeout_s", "start_timeout_s was renamed to timeouts.start. Fix: rename the key"),
