@@ -88,7 +88,7 @@ def test_report_survives_samples_with_wrong_types(folder, row):
 @pytest.mark.parametrize("text", [HUGE, DEEP, NESTED, "[1]", "{", "{a: [}", "\x00", "run: 3"])
 def test_unreadable_manifest_or_config_is_named(folder, name, text):
     (folder / name).write_text(text)
-    with pytest.raises(UserError, match=rf"{name}: is not a "):
+    with pytest.raises(UserError, match=rf"{name}: not a "):
         write(folder)
 
 
