@@ -96,7 +96,7 @@ def test_preflight_names_damaged_adapter_weights(folder, monkeypatch, damage, me
     """The file is opened before the trainer starts."""
     damage(folder)
     actor = SimpleNamespace(adapters=LORA.model_copy(update={"path": str(folder)}))
-    models = SimpleNamespace(actor=folder, others={}, reward_model=None)
+    models = SimpleNamespace(actor=folder, draft=None, others={}, reward_model=None)
     monkeypatch.setattr(preflight, "read_headers", lambda _: {})
     monkeypatch.setattr(preflight, "require_tensors", lambda *_: None)
     monkeypatch.setattr(preflight, "read_config", lambda _: HF_CONFIG)
