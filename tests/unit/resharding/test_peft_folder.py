@@ -95,7 +95,7 @@ def quantize(folder: Path) -> None:
 def test_preflight_names_damaged_adapter_weights(folder, monkeypatch, damage, message):
     """The file is opened before the trainer starts."""
     damage(folder)
-    actor = SimpleNamespace(adapters=LORA.model_copy(update={"path": str(folder)}))
+    actor = SimpleNamespace(has_mtp=False, adapters=LORA.model_copy(update={"path": str(folder)}))
     models = SimpleNamespace(actor=folder, draft=None, others={}, reward_model=None)
     monkeypatch.setattr(preflight, "read_headers", lambda _: {})
     monkeypatch.setattr(preflight, "require_tensors", lambda *_: None)
