@@ -8,9 +8,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from megarl.models.huggingface import replicates_kv_heads
 from megarl.resharding.families import huggingface_holder, megatron_holders, vllm_holders
 from megarl.resharding.piece import Holder, Place
 from megarl.resharding.planning.check import check_plan
@@ -106,6 +107,7 @@ def test_elements_of_many_plans_arrive_once(case, ranks_per_node, replicas, shar
 def check_elements(case, ranks_per_node, replicas, shared, bucket_bytes):
     """shared: whether trainer and engines are on the same nodes."""
     config, layout, vllm_tp = case
+    assume(replicates_kv_heads(config["model_type"]) or config["num_key_value_heads"] % vllm_tp == 0)
     checkpoint = numbered(huggingface_holder(config))
     ranks = on_nodes(megatron_holders(config, layout, vocab_multiple=4), ranks_per_node)
     first_node = 0 if shared else ranks[-1].node + 1
