@@ -11,7 +11,6 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from megarl.models.huggingface import replicates_kv_heads
 from megarl.resharding.families import huggingface_holder, megatron_holders, vllm_holders
 from megarl.resharding.piece import Holder, Place
 from megarl.resharding.planning.check import check_plan
@@ -107,7 +106,8 @@ def test_elements_of_many_plans_arrive_once(case, ranks_per_node, replicas, shar
 def check_elements(case, ranks_per_node, replicas, shared, bucket_bytes):
     """shared: whether trainer and engines are on the same nodes."""
     config, layout, vllm_tp = case
-    assume(replicates_kv_heads(config["model_type"]) or config["num_key_value_heads"] % vllm_tp == 0)
+    # Megatron and vLLM do not support all layouts of gpt-oss.
+    assume(config["model_type"] != "gpt_oss" or layout.tp == layout.expert_tp == vllm_tp == 1)
     checkpoint = numbered(huggingface_holder(config))
     ranks = on_nodes(megatron_holders(config, layout, vocab_multiple=4), ranks_per_node)
     first_node = 0 if shared else ranks[-1].node + 1
