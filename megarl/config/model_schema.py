@@ -147,7 +147,11 @@ class Experts(Section):
 
 
 class Mtp(Section):
-    loss_coefficient: Annotated[float, Field(ge=0, le=0)] | None
+    loss_coefficient: NonNegativeFloat | None
+
+    @property
+    def is_trained(self) -> bool:
+        return bool(self.loss_coefficient)
 
 
 class Actor(Trained):

@@ -153,6 +153,12 @@ METRICS = (
         "",
         "actor.experts.replay_routes",
     ),
+    Declaration(
+        "mtp/loss",
+        "mean −log-prob of the tokens after the next ones, weighted as in the objective",
+        "nats",
+        "actor.mtp.loss_coefficient > 0",
+    ),
     Declaration("update/changed_frac", "fraction of parameter elements that the updates changed", "", "16-bit models"),
     Declaration("update/epochs", "epochs of the step", "", "batch.epochs > 1"),
     Declaration("trust_region/kl", "KL of the accepted update", "nats/token", "trust_region.kl_limit"),

@@ -179,3 +179,9 @@ def configured_value_loss(value: Value) -> Loss:
 def configured_implicit_reward_loss(settings: ImplicitReward) -> Loss:
     terms = partial(losses.implicit_reward_loss, beta=settings.beta, success_above=settings.success_above)
     return Loss(terms, loss_metrics.implicit_reward_metrics)
+
+
+def with_mtp_loss(loss: Loss, coefficient: float) -> Loss:
+    """Return the loss with the one of multi-token prediction added."""
+    terms = partial(losses.mtp_loss, others=loss.terms, coefficient=coefficient)
+    return Loss(terms, partial(loss_metrics.mtp_metrics, others=loss.metrics))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from megatron.core import parallel_state
 
@@ -144,6 +146,10 @@ def value_metrics(batch: RowBatch, terms: losses.ValueTerms) -> Sums:
         "value/residual_mean": mean(residual, mask),
         "value/residual_square_mean": mean(residual.square(), mask),
     }
+
+
+def mtp_metrics(batch: TokenBatch, terms: losses.MtpTerms, *, others: Callable) -> Sums:
+    return {**others(batch, terms.others), "mtp/loss": total(terms.mtp)}
 
 
 def implicit_reward_metrics(batch: TokenBatch, terms: losses.ImplicitRewardTerms) -> Sums:

@@ -55,6 +55,27 @@ class Loss:
     metrics: Callable[[Any, Any], Sums]
 
 
+class MtpTerms(NamedTuple):
+    """A loss with the one of multi-token prediction: the terms of the other loss, and Σ w·(−log p) of the tokens after
+    the next ones under the MTP layer's distribution p."""
+
+    loss: torch.Tensor
+    others: Terms
+    mtp: torch.Tensor
+
+
+def mtp_loss(batch: TokenBatch, scored: torch.Tensor, *, others: Callable, coefficient: float) -> MtpTerms:
+    """Add the loss of multi-token prediction to a loss.
+
+    Args:
+        scored: the head's output, of which the last column is w·(−log p).
+        others: computes the other loss from the batch and the columns before.
+        coefficient: factor of the loss of multi-token prediction.
+    """
+    terms, mtp = others(batch, scored[:, :-1]), scored[:, -1].sum()
+    return MtpTerms(terms.loss + coefficient * mtp, terms, mtp)
+
+
 class ValueTerms(NamedTuple):
     """The critic's loss, with float32 [N] tensors: the predicted value, the returns, and the residuals, which are
     returns minus the values before the step. `clipped`, bool [N], is true where clipping removed the gradient."""

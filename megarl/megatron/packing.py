@@ -14,13 +14,15 @@ from megarl.models.token_cost import TokenCost
 
 
 def packing_of(settings: Placed, hf_config: Mapping[str, Any]) -> Packing:
-    layout, is_recurrent = settings.layout, shape_of(hf_config).linear is not None
+    layout, shape = settings.layout, shape_of(hf_config)
+    is_recurrent = shape.linear is not None
     # Context parallelism gives each rank two chunks; sequence parallelism splits each rank's tokens into tp parts.
     chunks = 2 * layout.cp if layout.cp > 1 else 1
     return Packing(
         token_budget=settings.tokens_per_microbatch * layout.cp,
         num_ranks=layout.dp,
-        shares_prompts=can_share_prompts(layout.cp, is_recurrent),
+        # A prompt's last token has another next token in each sample, which multi-token prediction reads.
+        shares_prompts=can_share_prompts(layout.cp, is_recurrent) and not shape.trains_mtp,
         document_multiple=chunks if splits_documents(is_recurrent) else 1,
         pack_multiple=chunks * (layout.tp if layout.sequence_parallel else 1) * token_multiple(settings.fp8),
         # The interleaved schedule processes pp microbatches at a time and does not support a remainder.

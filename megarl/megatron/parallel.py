@@ -101,6 +101,11 @@ def context_group() -> dist.ProcessGroup:
     return parallel_state.get_context_parallel_group()  # pyright: ignore[reportReturnType]
 
 
+def first_and_last_stage() -> dist.ProcessGroup:
+    """Return the process group of the first and the last pipeline stage with this rank's part of each tensor."""
+    return parallel_state.get_embedding_group()  # pyright: ignore[reportReturnType]
+
+
 def mark(parameter: torch.Tensor, **marks: bool | int) -> None:
     """Set the attributes that tell Megatron how a parameter is sharded and how its gradient is reduced."""
     for name, value in marks.items():

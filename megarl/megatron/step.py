@@ -22,6 +22,7 @@ from megarl.megatron.metric_sums import Sums
 from megarl.megatron.model.head import LogProbHead, ScoreLayer
 from megarl.megatron.model.inputs import ModelInput
 from megarl.megatron.model.layer_spec import is_recurrent, requires_our_attention, splits_documents
+from megarl.megatron.model.mtp import has_trained_mtp
 from megarl.megatron.routes import model_of, routed
 
 Item = TypeVar("Item")
@@ -96,9 +97,10 @@ def _token_schedule(
     config = chunks[0].config
     window = None if config.window_size is None else config.window_size[0] + 1
     attention = splits_documents(is_recurrent(config)), window, requires_our_attention(config)
+    options = (config.sequence_parallel, *attention, not forward_only and has_trained_mtp(chunks))
     return schedule(
         chunks,
-        [partial(ModelInput.of, batch, config.sequence_parallel, *attention) for batch in batches],
+        [partial(ModelInput.of, batch, *options) for batch in batches],
         _run_on_tokens,
         compute,
         longest=max(len(batch.tokens) for batch in batches),

@@ -10,8 +10,14 @@ from megarl.models.shape import ModelShape
 def training_flops(shape: ModelShape, num_tokens: int, num_scored: int, num_attended: float) -> float:
     """Return the number of operations for one forward and backward pass. See `forward_flops` for the arguments. The
     backward pass takes twice as many operations as the forward pass. Recomputation is not counted (PaLM,
-    arXiv:2204.02311, appendix B)."""
-    return 3 * forward_flops(shape, num_tokens, num_scored, num_attended)
+    arXiv:2204.02311, appendix B). A trained MTP layer is counted as one of the layers, with a projection from 2h to h
+    and the scored rows, whose output weight has no gradient."""
+    flops = 3 * forward_flops(shape, num_tokens, num_scored, num_attended)
+    if not shape.trains_mtp:
+        return flops
+    weights = attention_weights(shape) + mlp_weights(shape) + 2 * shape.hidden**2
+    layer = 2 * weights * num_tokens + _attended_flops(shape, num_attended, 1)
+    return flops + 3 * layer + 2 * 2 * shape.vocab * shape.hidden * num_scored
 
 
 def forward_flops(shape: ModelShape, num_tokens: float, num_scored: float, num_attended: float) -> float:
@@ -69,7 +75,7 @@ def _layer_flops(shape: DenoiserShape, num_tokens: float) -> float:
     return 2 * weights * num_tokens + _attended_flops(shape, num_tokens, num_tokens)
 
 
-def _attended_flops(shape: DenoiserShape, num_queries: float, num_keys: float) -> float:
+def _attended_flops(shape: ModelShape, num_queries: float, num_keys: float) -> float:
     """Return the number of operations in attention without its projections."""
     return 2 * (shape.query + shape.value) * num_queries * num_keys
 

@@ -1,7 +1,8 @@
 """Multi-token prediction (MTP, section 2.2 of arXiv 2412.19437): a layer after the last one that predicts the token
 after the next one. Engines draft tokens with it.
 
-Most models are trained without this layer. The config of a model that keeps it has an additional key.
+Most models are trained without this layer. If a model keeps it, the config has an additional key, whose value is "kept"
+or "trained".
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ FAMILIES = ("deepseek_v3", "glm4_moe")
 """Supported `model_type`."""
 
 
-def add_mtp(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    return {**hf_config, KEY: True}
+def add_mtp(hf_config: Mapping[str, Any], is_trained: bool = False) -> dict[str, Any]:
+    return {**hf_config, KEY: "trained" if is_trained else "kept"}
 
 
 def without_mtp(hf_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -29,7 +30,11 @@ def without_mtp(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 
 def num_mtp_layers(hf_config: Mapping[str, Any]) -> int:
     """Return the number of MTP layers that the model keeps."""
-    return 1 if hf_config.get(KEY) else 0
+    return 1 if KEY in hf_config else 0
+
+
+def trains_mtp(hf_config: Mapping[str, Any]) -> bool:
+    return hf_config.get(KEY) == "trained"
 
 
 def why_no_mtp(model: Mapping[str, Any]) -> str | None:

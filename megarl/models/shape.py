@@ -22,7 +22,7 @@ from megarl.models.huggingface import (
     rotary_channels,
     windowed_attention,
 )
-from megarl.models.mtp import num_mtp_layers
+from megarl.models.mtp import num_mtp_layers, trains_mtp
 from megarl.models.unsupported import unsupported
 
 
@@ -44,6 +44,7 @@ class ModelShape:
         tied: whether the output layer shares the embedding's weight.
         fused: whether the checkpoint fuses the query, key and value projections, and the gate and up projections.
         mtp_layers: number of layers for multi-token prediction, which follow the other layers.
+        trains_mtp: whether these layers are trained.
         windows: the layers with a sliding window; None if all softmax attention is full.
         has_sinks: whether each attention head has a learned logit that takes part in its softmax without a value.
     """
@@ -67,6 +68,7 @@ class ModelShape:
     latent: LatentAttention | None
     linear: LinearAttention | None = None
     mtp_layers: int = 0
+    trains_mtp: bool = False
     windows: WindowedAttention | None = None
     has_sinks: bool = False
 
@@ -157,6 +159,7 @@ class ModelShape:
             latent=latent,
             linear=linear,
             mtp_layers=num_mtp_layers(hf_config),
+            trains_mtp=trains_mtp(hf_config),
             windows=windowed_attention(model),
             has_sinks=has_sinks(model),
         )

@@ -27,4 +27,5 @@ def trained_hf_config(config: Config, role: Role, hf_config: Mapping[str, Any]) 
 
 def policy_hf_config(config: Config, hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the Hugging Face config of the policy as engines and exports have it, without a value head."""
-    return add_mtp(hf_config) if config.actor.has_mtp else dict(hf_config)
+    mtp = config.actor.mtp
+    return dict(hf_config) if mtp.loss_coefficient is None else add_mtp(hf_config, mtp.is_trained)

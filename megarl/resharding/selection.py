@@ -10,6 +10,7 @@ from fnmatch import filter as matches
 from typing import TYPE_CHECKING, Any
 
 from megarl.core.errors import UserError
+from megarl.models.mtp import trains_mtp
 from megarl.resharding.families import huggingface_holder, megatron_holder
 from megarl.resharding.families.mtp import MTP
 from megarl.resharding.piece import Holder
@@ -68,10 +69,10 @@ def _refuse_single_experts(key: str, selected: Collection[str], names: Collectio
 
 def frozen_parameters(trained: Trained, hf_config: Mapping[str, Any], holder: Holder) -> list[str]:
     """Return the local names of the holder's parameters that are not trained: those that the patterns select, and
-    multi-token prediction."""
+    multi-token prediction if its loss has no weight."""
     key = f"{trained.section}.frozen"
     selected = select_tensors(key, trained.frozen_patterns, huggingface_holder(hf_config).shapes)
-    mtp = [name for name in holder.shapes if MTP in name]
+    mtp = [] if trains_mtp(hf_config) else [name for name in holder.shapes if MTP in name]
     return [*dict.fromkeys((*whole_parameters(key, selected, holder), *mtp))]
 
 

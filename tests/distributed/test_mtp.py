@@ -1,19 +1,38 @@
-"""The layer for multi-token prediction is kept, and does not change training."""
+"""The layer for multi-token prediction is kept or trained, and does not change the policy's training."""
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
 
+from megarl.core.types import Sample
 from megarl.models.folder import read_config
 from megarl.models.mtp import add_mtp
+from megarl.models.token_cost import TokenCost
+from tests.closeness import LOSS_FLOOR, assert_close, close_to, expected, load
 from tests.distributed.test_families import DEEPSEEK, GLM
 from tests.forked import run_ranks
+from tests.grpo_reference import GrpoReference
 from tests.marks import exhaustive_but
-from tests.parity import RankResult, config_of, random_groups, train, whole_tensors
+from tests.parity import (
+    EPS,
+    LR,
+    TEMPERATURE,
+    Outcome,
+    RankResult,
+    config_of,
+    random_groups,
+    separate_experts,
+    train,
+    whole_tensors,
+)
 from tests.tiny_model import add_mtp_layer, write_tiny_model
 
 GROUPS = random_groups(0)
@@ -21,12 +40,12 @@ CASES = {
     "GLM-4.6: TP2, SP, EP2, ETP1": ("glm4_moe", GLM, "tp: 2, sequence_parallel: true, ep: 2, etp: 1"),
     "DeepSeek-V3: PP2": ("deepseek_v3", DEEPSEEK, "pp: 2, first_stage_layers: 2"),
 }
-KEPT = "actor.mtp.loss_coefficient=0.0"
+KEPT, TRAINED = "actor.mtp.loss_coefficient=0.0", "actor.mtp.loss_coefficient=0.3"
 
 
-def trained(folder: Path, layout: str, *overrides: str) -> list[RankResult]:
+def trained(folder: Path, layout: str, *overrides: str, updates=(GROUPS,), **packing) -> list[RankResult]:
     config = config_of(folder, "actor.tokens_per_microbatch=256", f"actor.layout={{{layout}}}", *overrides)
-    return run_ranks(config.actor.layout.world_size, train, config, folder, [GROUPS])
+    return run_ranks(config.actor.layout.world_size, train, config, folder, [*updates], **packing)
 
 
 @pytest.mark.parametrize("case", exhaustive_but(CASES, "GLM-4.6: TP2, SP, EP2, ETP1"))
@@ -45,3 +64,125 @@ def test_prediction_layer_is_kept_and_changes_nothing(tmp_path, case):
     )
     layer = [name for name in weights if name.startswith(f"model.layers.{sizes['num_hidden_layers']}.")]
     assert len(layer) > 20 and all(torch.equal(weights[name], saved[name]) for name in layer)
+
+
+TRAINED_CASES = {
+    "GLM-4.6": ("glm4_moe", GLM, "tp: 1"),
+    "GLM-4.6: TP2, SP, EP2, ETP1": ("glm4_moe", GLM, "tp: 2, sequence_parallel: true, ep: 2, etp: 1"),
+    "GLM-4.6: TP2, PP2, VPP2, recomputed": (
+        *("glm4_moe", GLM | dict(num_hidden_layers=4), "tp: 2, sequence_parallel: true, pp: 2, vpp: 2"),
+        *("actor.recompute=full", "actor.overlap_communication=true"),
+    ),
+    "GLM-4.6: CP2": ("glm4_moe", GLM, "cp: 2"),
+    "GLM-4.6: DP2": ("glm4_moe", GLM, "dp: 2"),
+    "DeepSeek-V3: TP2": ("deepseek_v3", DEEPSEEK, "tp: 2, sequence_parallel: true"),
+    "DeepSeek-V3: PP2": ("deepseek_v3", DEEPSEEK, "pp: 2, first_stage_layers: 2"),
+}
+
+
+@pytest.mark.parametrize("case", exhaustive_but(TRAINED_CASES, "GLM-4.6: TP2, SP, EP2, ETP1", "DeepSeek-V3: PP2"))
+def test_trained_prediction_layer_matches_reference(tmp_path, case):
+    """The layer's loss, gradients and weights after two updates are the reference's. The policy's gradient in the first
+    update has the same bits as with the layer frozen."""
+    family, sizes, layout, *overrides = TRAINED_CASES[case]
+    folder = add_mtp_layer(write_tiny_model(tmp_path / "model", family, **sizes))
+    packing = dict(shares_prompts=False, cost=TokenCost.of_model(read_config(folder)))  # the same microbatches
+    kept, once = (trained(folder, layout, key, *overrides, **packing) for key in (KEPT, TRAINED))
+    for one, other in zip(kept, once, strict=True):
+        for name, gradient in one.gradients.items():
+            assert ".mtp." in name or torch.equal(gradient, other.gradients[name]), name
+        assert not one.metrics or one.metrics["policy/loss"] == other.metrics["policy/loss"]
+    updates = (GROUPS, random_groups(1))
+    ranks = trained(folder, layout, TRAINED, *overrides, updates=updates)
+    exact, plain = expected(lambda: reference_outcome(folder, tmp_path / "deeper", updates))
+    measured = sum(rank.metrics["mtp/loss"].value for rank in ranks if rank.metrics)
+    assert measured == close_to(exact.loss, plain.loss, LOSS_FLOOR)
+    for what in ("gradients", "weights"):
+        whole = whole_tensors(add_mtp(read_config(folder)), ranks, what)
+        found = {name: whole[name] for name in getattr(exact, what)}
+        assert len(found) > 20
+        assert_close(found, getattr(exact, what), getattr(plain, what), what)
+
+
+def reference_outcome(folder: Path, deeper: Path, updates) -> Outcome:
+    reference = MtpReference(folder, deeper)
+    for groups in updates:
+        reference.update_both(groups)
+    return reference.outcome()
+
+
+class MtpReference(GrpoReference):
+    """GRPO with the loss of multi-token prediction, one sample at a time."""
+
+    def __init__(self, folder: Path, deeper: Path):
+        super().__init__(folder, LR, EPS, TEMPERATURE)
+        config = json.loads((folder / "config.json").read_text())
+        self.prefix = f"model.layers.{config['num_hidden_layers']}."
+        tensors = load_file(folder / "model.safetensors")
+        if not deeper.exists():  # a model whose last layer is the decoder layer inside the MTP layer
+            shutil.copytree(folder, deeper)
+            config["num_hidden_layers"] += 1
+            (deeper / "config.json").write_text(json.dumps(config))
+            save_file(tensors, deeper / "model.safetensors", metadata={"format": "pt"})
+        self.deeper = load(AutoModelForCausalLM, deeper)
+        self.layer = self.deeper.model.layers[-1]
+        names = ("enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight")
+        self.others = {
+            self.prefix + name: tensors[self.prefix + name].to(torch.get_default_dtype()).requires_grad_()
+            for name in names
+        }
+        own = {self.prefix + name: p for name, p in self.layer.named_parameters()}
+        self.parameters = own | self.others
+        self.mtp_optimizer = torch.optim.AdamW(
+            self.parameters.values(), lr=LR, betas=(0.9, 0.999), eps=EPS, weight_decay=0.0
+        )
+
+    def norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        weight = self.others[self.prefix + name]
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], weight, self.model.config.rms_norm_eps)
+
+    def second_log_probs(self, sample: Sample) -> torch.Tensor:
+        """Return the layer's log-probs of the response tokens after the first, [R - 1]."""
+        ids = torch.tensor(sample.token_ids[None]).long()
+        with torch.no_grad():
+            hidden = self.model.model(ids).last_hidden_state[:, :-1]
+            embedded = self.model.model.embed_tokens(ids[:, 1:])
+        joined = torch.cat((self.norm("enorm.weight", embedded), self.norm("hnorm.weight", hidden)), -1)
+        states = joined @ self.others[self.prefix + "eh_proj.weight"].T
+        length = states.shape[1]
+        positions = torch.arange(length)[None]
+        states = self.layer(
+            states,
+            attention_mask=torch.full((length, length), -torch.inf).triu(1)[None, None],
+            position_ids=positions,
+            position_embeddings=self.model.model.rotary_emb(states, position_ids=positions),
+        )
+        states = self.norm("shared_head.norm.weight", states)
+        logits = states[0] @ self.model.lm_head.weight.detach().T / self.temperature
+        response = ids[0, len(sample.prompt.token_ids) + 1 :]
+        predicted = logits[len(sample.prompt.token_ids) - 1 : -1] if len(response) else logits[:0]
+        return torch.log_softmax(predicted, -1).gather(1, response[:, None])[:, 0]
+
+    def update_both(self, groups) -> None:
+        self.mtp_optimizer.zero_grad()
+        losses = []
+        for sample in (sample for group in groups for sample, _ in group):
+            mask = torch.tensor(sample.response_mask)
+            weight = mask[1:] / mask.sum().clamp(min=1)
+            losses.append(-(weight * self.second_log_probs(sample)).sum())
+        loss = torch.stack(losses).mean()
+        (0.3 * loss).backward()
+        self.value = float(loss.detach())
+        self.gradients = {name: p.grad.clone() for name, p in self.parameters.items()}
+        torch.nn.utils.clip_grad_norm_(self.parameters.values(), 1.0)
+        self.update(groups, 0.0, clip_norm=1.0)
+        self.mtp_optimizer.step()
+
+    def outcome(self) -> Outcome:
+        def published(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            inside = {name: tensor for name, tensor in tensors.items() if name not in self.others}
+            rest = {name: tensor for name, tensor in tensors.items() if name in self.others}
+            return separate_experts(revert_weight_conversion(self.deeper, inside)) | rest
+
+        weights = {name: p.detach() for name, p in self.parameters.items()}
+        return Outcome(self.value, 0.0, published(self.gradients), published(weights))

@@ -28,6 +28,10 @@ def even_share(prompt: str, response: str, answer: object) -> float:
     return sum(character in "02468" for character in response) / max(len(response), 1)
 
 
+def odd_share(prompt: str, response: str, answer: object) -> float:
+    return sum(character in "13579" for character in response) / max(len(response), 1)
+
+
 def even_share_of_another(prompt: str, response: str, answer: object) -> float:
     """Return the reward of a random recent response: the same distribution, but unrelated to this response."""
     return another(even_share(prompt, response, answer))

@@ -12,6 +12,7 @@ from megarl.config.model_schema import Layout, Lora
 from megarl.config.schema import Config
 from megarl.models.denoiser import DenoiserShape, StableDiffusion3Shape, shape_of
 from megarl.models.huggingface import Experts, LatentAttention, LinearAttention
+from megarl.models.mtp import trains_mtp
 from megarl.models.shape import LayerKind, ModelShape
 from megarl.ops.tile import TILE
 from megarl.resharding.families import megatron_holder
@@ -108,6 +109,7 @@ class RankParameters:
             adapters = sum(map(prod, factors.values()))
             expert_adapters = sum(prod(s) for name, s in factors.items() if EXPERTS in name and SHARED not in name)
         sizes = {name: prod(size) for name, size in holder.shapes.items()}
+        kept = {name for name in sizes if MTP in name and not trains_mtp(hf_config)}
         matrices = [name for name, size in holder.shapes.items() if ".layers." in name and len(size) == 2]
         return cls(
             count=sum(sizes.values()),
@@ -117,8 +119,8 @@ class RankParameters:
             is_last=any("final_layernorm" in name or ".output_modulation." in name for name in sizes),
             adapters=adapters,
             expert_adapters=expert_adapters,
-            constant=sum(size for name, size in sizes.items() if name.endswith(".position_embedding") or MTP in name),
-            constant_experts=sum(size for name, size in sizes.items() if MTP in name and EXPERTS in name),
+            constant=sum(size for name, size in sizes.items() if name.endswith(".position_embedding") or name in kept),
+            constant_experts=sum(sizes[name] for name in kept if EXPERTS in name),
         )
 
 
@@ -162,12 +164,15 @@ def stage_memory(
     """Return the peak memory on a pipeline stage's rank with `held` parameters. See `rank_memory`."""
     rank_tokens, rank_rows = -(-num_tokens // layout.cp), -(-num_rows // layout.cp)
     in_flight = layers_in_flight(layout, stage, len(held.layers), num_microbatches)
+    head = _head(shape, layout, rank_tokens, rank_rows, num_bytes) if held.is_last else 0
+    if shape.trains_mtp and held.is_last:
+        head += _mtp(shape, layout, rank_tokens, rank_rows, num_bytes, recompute)
     return RankMemory(
         weights=held.weight_bytes(num_bytes),
         gradients=held.trained * FLOAT32,
         optimizer=optimizer_shard_size(layout, held) * (8 if num_bytes == FLOAT32 or held.adapters is not None else 12),
         activations=_activations(shape, layout, held.layers, in_flight, rank_tokens, num_bytes, recompute),
-        head=_head(shape, layout, rank_tokens, rank_rows, num_bytes) if held.is_last else 0,
+        head=head,
     )
 
 
@@ -369,3 +374,14 @@ def _head(shape, layout, rank_tokens, rank_rows, num_bytes) -> int:
     tile = min(rank_rows, TILE[0]) * min(-(-shape.vocab // layout.tp), TILE[1])
     gradient = num_bytes if num_bytes < FLOAT32 else 0
     return norm + rows + tile * (FLOAT32 + gradient)
+
+
+def _mtp(shape, layout, rank_tokens, rank_rows, num_bytes, recompute) -> int:
+    """Return the bytes that the training of the MTP layer needs on the last stage: the layer's activations, the inputs
+    and outputs of its norms and of its projection, 7h · b + 3 · 4, the rows that it scores and, with pipeline
+    parallelism, a copy of the embedding."""
+    sequence = layout.tp if layout.sequence_parallel else 1
+    kept = (7 * shape.hidden * num_bytes + 3 * FLOAT32) / sequence
+    kept += layer_bytes(shape, layout, num_bytes, recompute, *shape.kind(shape.num_layers))
+    embedding = shape.vocab * shape.hidden * num_bytes / layout.tp if layout.pp > 1 else 0
+    return round(rank_tokens * kept + rank_rows * shape.hidden * (num_bytes + FLOAT32) + embedding)

@@ -1,4 +1,4 @@
-"""Rules for the sections `actor.lora` and `actor.experts`."""
+"""Rules for the sections `actor.lora`, `actor.experts` and `actor.mtp`."""
 
 from __future__ import annotations
 
@@ -45,6 +45,22 @@ def adapters_exclude_mtp(config: Config) -> Iterator[str]:
             f"actor.mtp.loss_coefficient={config.actor.mtp.loss_coefficient}: adapters (actor.lora.rank="
             f"{config.actor.lora.rank}) do not support multi-token prediction. Fix: set "
             "actor.mtp.loss_coefficient=null or actor.lora.rank=null"
+        )
+
+
+def objective_allows_training_mtp(config: Config) -> Iterator[str]:
+    objective, coefficient = config.algorithm.objective, config.actor.mtp.loss_coefficient
+    if not config.actor.mtp.is_trained:
+        return
+    if objective.spec.is_pairwise or config.trains_reward_model:
+        yield (
+            f"actor.mtp.loss_coefficient={coefficient}: algorithm.objective.name={objective.name} has no weight for "
+            "each token, which the loss of multi-token prediction needs. Fix: set actor.mtp.loss_coefficient=0.0"
+        )
+    elif config.algorithm.trust_region.kl_limit is not None:
+        yield (
+            f"actor.mtp.loss_coefficient={coefficient}: the step of TRPO (algorithm.trust_region.kl_limit) trains the "
+            "policy only. Fix: set actor.mtp.loss_coefficient=0.0"
         )
 
 
@@ -135,6 +151,7 @@ RULES = (
     adapters_exclude_patterns,
     adapters_exclude_new_heads,
     adapters_exclude_mtp,
+    objective_allows_training_mtp,
     adapters_exclude_fp8,
     adapters_exclude_reference_renewal,
     adapters_exclude_parameter_offload,

@@ -3,7 +3,7 @@ entropies of the predicted distributions instead of logits, or a classifier's sc
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +18,7 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megarl.megatron.model.mtp import MtpInput, mtp_of
 from megarl.models.classifier import ScoreHead, score_head_of
 from megarl.models.shape import ModelShape
 from megarl.models.value_head import value_head_shapes
@@ -33,11 +34,13 @@ class HeadRequest:
         rows: int64 [N], row indices in the pack.
         targets: int64 [N], the token to score at each row.
         candidate_ids: int64 [N, K], candidate tokens, as in TokenBatch; None means the full vocabulary.
+        mtp: the input of the MTP layer; None if it is not trained in this pass.
     """
 
     rows: torch.Tensor
     targets: torch.Tensor
     candidate_ids: torch.Tensor | None = None
+    mtp: MtpInput | None = None
 
 
 class LogProbHead(ColumnParallelLinear):
@@ -45,6 +48,11 @@ class LogProbHead(ColumnParallelLinear):
     receives [1, N, 2].
 
     Set the request right before each call to the model. The call consumes it, so a request is never reused.
+
+    Attributes:
+        value_head: optional head that adds a third column, the value.
+        predict_second: maps the input and MtpInput to the hidden states that predict the tokens after the next ones;
+            None if the model has no MTP layer. If it is trained, the last column is w·(−log-prob) of these tokens.
     """
 
     temperature: float
@@ -52,31 +60,46 @@ class LogProbHead(ColumnParallelLinear):
     logits_dtype: torch.dtype
     request: HeadRequest | None = None
     value_head: ValueHead | None
-    """Optional head that adds a third column, the value."""
+    predict_second: Callable[[torch.Tensor, MtpInput], torch.Tensor] | None
 
     def forward(self, input_, weight=None, runtime_gather_output=None):
         request, self.request = self.request, None
         assert request is not None, "the model was called without a head request"
-        if self.sequence_parallel:
-            hidden = gather_from_sequence_parallel_region(input_, group=self.tp_group)
-        else:
-            hidden = copy_to_tensor_model_parallel_region(input_, group=self.tp_group)
         weight = self.weight if weight is None else weight
         assert weight is not None, "the output layer has no weight"
-        scored = log_prob_and_entropy(
-            take(hidden[:, 0], request.rows),
+        scored = self._score(input_, weight, request.rows, request.targets, request.candidate_ids)
+        if self.value_head is not None:
+            scored = torch.cat((scored, self.value_head(input_, request.rows)), -1)
+        if request.mtp is not None:
+            assert self.predict_second is not None, "the model has no MTP layer"
+            hidden = self.predict_second(input_, request.mtp)
+            second = self._score(hidden, weight.detach(), request.rows, request.mtp.targets)[:, :1]
+            scored = torch.cat((scored, -request.mtp.weight[:, None] * second), -1)
+        return scored[:, None], None
+
+    def _score(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        rows: torch.Tensor,
+        targets: torch.Tensor,
+        candidate_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if self.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, group=self.tp_group)
+        else:
+            hidden = copy_to_tensor_model_parallel_region(hidden, group=self.tp_group)
+        return log_prob_and_entropy(
+            take(hidden[:, 0], rows),
             weight,
-            request.targets,
+            targets,
             self.temperature,
             self.vocab_size,
             self.tp_group,  # pyright: ignore[reportArgumentType]  # Megatron's function may return an int
-            self.bias,
-            request.candidate_ids,
+            self.bias if weight.requires_grad or self.bias is None else self.bias.detach(),
+            candidate_ids,
             self.logits_dtype,
         )
-        if self.value_head is not None:
-            scored = torch.cat((scored, self.value_head(input_, request.rows)), -1)
-        return scored[:, None], None
 
 
 class ScoreLayer(torch.nn.Module):
@@ -183,3 +206,12 @@ def replace_output_layer(
     layer.temperature, layer.logits_dtype = temperature, logits_dtype
     layer.vocab_size = ModelShape.of(hf_config).vocab
     layer.value_head = ValueHead(model.config, layer.tp_group) if value_head_shapes(hf_config) else None
+    block = mtp_of(model)
+
+    def predict_second(hidden: torch.Tensor, item: MtpInput) -> torch.Tensor:
+        assert block is not None
+        # The rotary embedding has the positions of the model's call.
+        angles = None if model.config.multi_latent_attention else model.rotary_pos_emb(item.attention.max_seqlen_q)
+        return block(hidden, angles, item)
+
+    layer.predict_second = None if block is None else predict_second

@@ -12,6 +12,7 @@ from megarl.core.token_batch import TokenBatch
 from megarl.megatron.context_parallel import ContextShares, context_shares, sum_over_ranks
 from megarl.megatron.model.head import HeadRequest
 from megarl.megatron.model.layer_spec import PackedDocuments, uses_transformer_engine
+from megarl.megatron.model.mtp import MtpInput
 from megarl.megatron.routes import Routes
 from megarl.ops.packed_attention import documents_of
 from megarl.ops.shared_attention import pack_mask
@@ -48,6 +49,7 @@ class ModelInput:
         splits_documents: bool,
         window: int | None,
         requires_our_attention: bool,
+        trains_mtp: bool,
     ) -> ModelInput:
         """Prepare a microbatch.
 
@@ -55,15 +57,18 @@ class ModelInput:
             splits_documents: see `context_shares`.
             window: number of tokens to which a token attends in layers with a sliding window; None without such layers.
             requires_our_attention: see the function in layer_spec.
+            trains_mtp: whether this pass trains an MTP layer on this rank.
         """
         shares = context_shares(batch, splits_documents)
         numbers, places = shares.rows(batch)
         rows = batch.take_rows(numbers)
+        attention = _attention(batch, shares, window, requires_our_attention)
+        mtp = MtpInput.of(batch, shares.local, numbers, attention) if trains_mtp else None
         return cls(
             tokens=batch.tokens[shares.local][None],
             positions=batch.positions[shares.local][None],
-            attention=_attention(batch, shares, window, requires_our_attention),
-            head=HeadRequest(places, rows.targets, rows.candidate_ids),
+            attention=attention,
+            head=HeadRequest(places, rows.targets, rows.candidate_ids, mtp),
             routes=Routes.of(batch, shares.local, sequence_parallel),
             rows=rows,
             row_numbers=numbers,

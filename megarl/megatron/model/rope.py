@@ -14,6 +14,7 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import Yar
 from megatron.core.models.gpt.gpt_model import GPTModel
 
 from megarl.core import device
+from megarl.megatron.model.mtp import mtp_of
 from megarl.models.huggingface import completed, rope_parameters
 from megarl.models.shape import ModelShape
 
@@ -97,7 +98,11 @@ def _power_of_two(least: int) -> int:
 def set_rotary(model: GPTModel, hf_config: Mapping[str, Any]) -> None:
     """Install the rotary embedding described by config.json in the model and, with latent attention, in every layer."""
     shape, rope = ModelShape.of(hf_config), rope_parameters(completed(hf_config))
-    readers: list[Any] = [layer.self_attention for layer in model.decoder.layers] if shape.latent else [model]
+    readers: list[Any] = [model]
+    if shape.latent:
+        mtp = mtp_of(model)
+        layers: list[Any] = [*model.decoder.layers, *([] if mtp is None else [x.mtp_model_layer for x in mtp.layers])]
+        readers = [layer.self_attention for layer in layers]
     rotary = readers[0].rotary_pos_emb
     for reader in (model, *readers):
         reader.rotary_pos_emb = rotary

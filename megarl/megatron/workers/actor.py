@@ -32,6 +32,7 @@ from megarl.megatron.configured_losses import (
     configured_imitation_loss,
     configured_policy_loss,
     configured_preference_loss,
+    with_mtp_loss,
 )
 from megarl.megatron.lora.attach import adapters_off
 from megarl.megatron.losses import Loss
@@ -39,6 +40,7 @@ from megarl.megatron.main_weights import ChangedShare
 from megarl.megatron.metric_sums import Sums
 from megarl.megatron.model.build import adapter_parameters
 from megarl.megatron.model.head import LogProbHead, scored_at
+from megarl.megatron.model.mtp import has_trained_mtp, shared_embedding
 from megarl.megatron.routes import model_of
 from megarl.megatron.token_details import TokenDetails
 from megarl.megatron.token_selection import with_selection
@@ -78,6 +80,11 @@ class ActorWorker(TrainerWorker):
 
     @property
     def loss(self) -> Loss:
+        loss, coefficient = self._loss_of_objective, self._config.actor.mtp.loss_coefficient
+        return with_mtp_loss(loss, coefficient) if coefficient and has_trained_mtp(self.chunks) else loss
+
+    @property
+    def _loss_of_objective(self) -> Loss:
         config, has_moved = self._config, self._has_moved
         algorithm, spec = config.algorithm, config.algorithm.objective.spec
         if spec.is_policy_objective:
@@ -91,6 +98,13 @@ class ActorWorker(TrainerWorker):
             tolerance = None if config.is_offline else config.tolerance
             return configured_preference_loss(algorithm.objective, tolerance, has_moved=has_moved)
         return configured_imitation_loss(algorithm.objective)
+
+    def update(self, batch: LocalBatch) -> dict[str, Metric]:
+        if not self._config.actor.mtp.is_trained:
+            return super().update(batch)
+        self._complete_parameters()
+        with shared_embedding(self.chunks):
+            return super().update(batch)
 
     def _take_rounding_metrics(self) -> dict[str, Metric]:
         """Return the fraction of parameter elements that the updates changed. Only these change in the engines. The

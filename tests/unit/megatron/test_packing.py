@@ -10,6 +10,7 @@ import pytest
 from megarl.config.load import load
 from megarl.megatron.model import layer_spec
 from megarl.megatron.packing import packing_of
+from megarl.models.mtp import add_mtp
 from tests.paths import BASE
 from tests.published_models import CONFIGS
 
@@ -56,6 +57,12 @@ def test_recurrent_models_split_documents_and_share_no_prompts(layout: str, mult
     requirements = packing_of(config.actor, CONFIGS["Qwen3.5-27B"])
     assert not requirements.shares_prompts
     assert requirements.document_multiple == multiple and requirements.pack_multiple % multiple == 0
+
+
+def test_training_mtp_packs_each_sample_with_its_prompt():
+    config = load(BASE, ["model.path=m", "data.source=arithmetic"])
+    kept, trained = (packing_of(config.actor, add_mtp(CONFIGS["GLM-4.6"], is_trained)) for is_trained in (False, True))
+    assert kept.shares_prompts and not trained.shares_prompts
 
 
 def test_budget_is_per_rank_and_fp8_fills_blocks():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -57,6 +58,18 @@ def test_flops_match_torchs_counts(model_type):
     shape = ModelShape.of(sizes | {"model_type": model_type})
     ours = training_flops(shape, num_tokens, num_tokens, num_attended=num_tokens**2)
     assert ours == pytest.approx(counter.get_total_flops(), rel=0.01)
+
+
+def test_flops_of_a_trained_mtp_layer_match_a_layer_and_a_head():
+    """The layer counts as one of the model's layers, with a projection; the output weight has no gradient."""
+    sizes = SIZES | MODELS["llama"] | {"model_type": "llama"}
+    deeper = sizes | {"num_hidden_layers": sizes["num_hidden_layers"] + 1}
+    tokens = dict(num_tokens=24, num_scored=10, num_attended=24**2)
+    shape, layer = ModelShape.of(sizes), training_flops(ModelShape.of(deeper), **tokens)
+    projection, head = 3 * 2 * 2 * shape.hidden**2 * 24, 2 * 2 * shape.vocab * shape.hidden * 10
+    found = training_flops(replace(shape, mtp_layers=1, trains_mtp=True), **tokens)
+    assert found == pytest.approx(layer + projection + head)
+    assert training_flops(replace(shape, mtp_layers=1), **tokens) == training_flops(shape, **tokens)
 
 
 def test_flops_of_gated_delta_nets_match_torchs_counts():
