@@ -3,6 +3,7 @@ allocations."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,17 @@ from megarl.core.types import Baseline, Prompt, Sample, SampleRef, VersionRun
 from megarl.data.local_batch import LocalBatch
 from megarl.megatron import step
 from megarl.megatron.model.build import named_parameters
+from megarl.megatron.model.mtp import shared_embedding
 from megarl.megatron.offload import Offload
 from megarl.megatron.workers.actor import ActorWorker
 from megarl.models.folder import read_config
 from megarl.models.shape import ModelShape
+from megarl.models.trained_model import policy_hf_config
 from tests.forked import run_ranks
 from tests.marks import exhaustive_but
 from tests.parity import config_of
 from tests.samples import training_ref
-from tests.tiny_model import write_tiny_model
+from tests.tiny_model import add_mtp_layer, write_tiny_model
 
 NUM_DOCUMENTS, PROMPT, RESPONSE, HIDDEN = 4, 20, 44, 128
 """Number of documents, and mean numbers of tokens."""
@@ -58,6 +61,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("llama", dict(tie_word_embeddings=True)),
     "experts": ("qwen3_moe", EXPERTS | dict(mlp_only_layers=[1])),
     "latent attention": ("deepseek_v3", LATENT),
+    "predicts two tokens": ("deepseek_v3", LATENT),
 }
 SHARDED_EXPERTS = [
     "actor.layout.tp=2",
@@ -82,6 +86,8 @@ CASES = {
     "experts, TP2, ETP2": ("experts", [*SHARDED_EXPERTS[:2], "actor.layout.etp=2"]),
     "latent attention": ("latent attention", []),
     "latent attention, bfloat16": ("latent attention", ["model.dtype=bfloat16"]),
+    "two tokens, bfloat16": ("predicts two tokens", ["model.dtype=bfloat16", "actor.mtp.loss_coefficient=1.0"]),
+    "two tokens, PP2": ("predicts two tokens", ["actor.layout.pp=2", "actor.mtp.loss_coefficient=1.0"]),
     "adapters, bfloat16": ("dense", ["model.dtype=bfloat16", ADAPTERS]),
     "adapters, DP2": ("dense", ["actor.layout.dp=2", ADAPTERS]),
     "adapters, experts, TP2, EP2": ("experts", [*SHARDED_EXPERTS, ADAPTERS]),
@@ -91,10 +97,12 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
-    return {
+    written = {
         name: write_tiny_model(tmp_path_factory.mktemp("model"), family, **MODEL | keys)
         for name, (family, keys) in MODELS.items()
     }
+    add_mtp_layer(written["predicts two tokens"])
+    return written
 
 
 def samples() -> list[SampleRef]:
@@ -122,7 +130,8 @@ def measure(store, rank: int, config: Config, folder: Path) -> dict[str, int]:
             saved[storage.data_ptr()] = tensor  # keep a reference so that the address is not reused
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    context = shared_embedding(worker.chunks) if config.actor.mtp.is_trained else nullcontext()
+    with context, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         step.accumulate_gradients(worker.chunks, worker.loss, batches)
     worker.optimizer.step()
     offload = Offload(worker.chunks, worker.optimizer)
@@ -138,7 +147,14 @@ def measure(store, rank: int, config: Config, folder: Path) -> dict[str, int]:
 
 
 FURTHER = (
-    *("bfloat16", "TP2", "experts, bfloat16", "experts, TP2, ETP2", "latent attention, bfloat16"),
+    *(
+        "bfloat16",
+        "TP2",
+        "experts, bfloat16",
+        "experts, TP2, ETP2",
+        "latent attention, bfloat16",
+        "two tokens, bfloat16",
+    ),
     *("adapters, DP2", "adapters, experts, TP2, EP2"),
 )
 """Cases whose keys all occur in other cases."""
@@ -151,7 +167,7 @@ def test_closed_form_matches_measured_memory(folders, case):
     # Torch's saved-tensor hooks return copies of parameters, which do not trigger overlapped gradient reduction.
     settings = ("actor.tokens_per_microbatch=256", "actor.overlap_communication=false")
     config = config_of(folder, *settings, *overrides)
-    layout, hf_config = config.actor.layout, read_config(folder)
+    layout, hf_config = config.actor.layout, policy_hf_config(config, read_config(folder))
     num_bytes = 2 if config.model.dtype == "bfloat16" else 4
     tokens, rows = NUM_DOCUMENTS * (PROMPT + RESPONSE), NUM_DOCUMENTS * RESPONSE
     ranks = run_ranks(layout.world_size, measure, config, folder)
@@ -164,9 +180,11 @@ def test_closed_form_matches_measured_memory(folders, case):
             assert getattr(form, part) == pytest.approx(measured[part], rel=0.05), part
         # The head's tiles, the gradient of its rows, and recomputed activations are allocated in the backward pass.
         without = rank_memory(hf_config, layout, rank, num_bytes, 0, rows, 1).head
-        head = form.head - without + rows * HIDDEN * num_bytes if form.head else 0
+        predicted = (1 + config.actor.mtp.is_trained) * rows
+        head = form.head - without + predicted * HIDDEN * num_bytes if form.head else 0
         again = 0 if config.actor.recompute == "none" else _one_layer(config, folder, num_bytes, tokens)
         layers = 0 if config.actor.recompute == "full" else MODEL["num_hidden_layers"] // layout.pp
+        layers += bool(form.head and config.actor.mtp.is_trained)
         more = layers * _more_on_cpu(ModelShape.of(hf_config), layout, num_bytes)
         more += HIDDEN * (2 * FLOAT32 - num_bytes) if form.head else 0  # the final norm
         kept.append((measured["saved"], form.activations - again + head + tokens * more))

@@ -28,8 +28,17 @@ def even_share(prompt: str, response: str, answer: object) -> float:
     return sum(character in "02468" for character in response) / max(len(response), 1)
 
 
-def odd_share(prompt: str, response: str, answer: object) -> float:
-    return sum(character in "13579" for character in response) / max(len(response), 1)
+def first_sequence(prompt: str, response: str, answer: object) -> float:
+    return share_of("38174096", response)
+
+
+def second_sequence(prompt: str, response: str, answer: object) -> float:
+    return share_of("70953812", response)
+
+
+def share_of(wanted: str, response: str) -> float:
+    """Return the share of characters that are the wanted ones at their place."""
+    return sum(a == b for a, b in zip(wanted, response, strict=False)) / len(wanted)
 
 
 def even_share_of_another(prompt: str, response: str, answer: object) -> float:

@@ -16,7 +16,7 @@ GLM = dict(
     hidden_size=64,
     num_attention_heads=4,
     num_key_value_heads=2,
-    head_dim=16,
+    head_dim=32,
     num_hidden_layers=2,
     intermediate_size=128,
     max_position_embeddings=256,
@@ -26,30 +26,31 @@ GLM = dict(
     num_experts_per_tok=2,
     n_shared_experts=1,
 )
-DRAFTS = ("rollout.speculative={method: mtp, tokens: 1}", "rollout.max_new_tokens=16", "checkpoint.every_steps=null")
-FIRST, SECOND = 10, 16
-"""Steps that reward even digits, and then odd ones."""
+DRAFTS = ("rollout.speculative={method: mtp, tokens: 1}", "rollout.max_new_tokens=8", "checkpoint.every_steps=null")
+FIRST, SECOND = 30, 30
+"""Steps that reward even digits, and then digits that alternate."""
 
 
 def accepted(run: Path) -> list[float]:
-    return [line["rollout/draft_accepted_frac"] for line in metrics_of(run)]
+    print([round(line["reward/mean"], 2) for line in metrics_of(run)])
+    return [round(line["rollout/draft_accepted_frac"], 2) for line in metrics_of(run)]
 
 
 def test_trained_drafts_stay_accepted_while_the_policy_moves(tmp_path):
     """The same model continues with another reward, once with the layer trained and once with it frozen."""
     model = add_mtp_layer(write_tiny_model(tmp_path / "model", "glm4_moe", **GLM))
 
-    def run(name: str, start: Path, function: str, steps: int, coefficient: float) -> Path:
+    def run(name: str, start: Path, function: str, steps: int, coefficient: float, *more: str) -> Path:
         folder = tmp_path / name
         folder.mkdir()
         rewards = f"rewards.functions=[{{function: '{REWARD}:{function}'}}]"
         trained = f"actor.mtp.loss_coefficient={coefficient}"
-        return train(folder, start, rewards, trained, f"run.steps={steps}", "run.export=true", *DRAFTS)
+        return train(folder, start, rewards, trained, f"run.steps={steps}", "run.export=true", *DRAFTS, *more)
 
-    first = run("first", model, "even_share", FIRST, 1.0)
+    first = run("first", model, "first_sequence", FIRST, 1.0)
     risen = accepted(first)
     trained, frozen = (
-        accepted(run(name, first / "model", "odd_share", SECOND, coefficient))
+        accepted(run(name, first / "model", "second_sequence", SECOND, coefficient, "rollout.temperature=3.0"))
         for name, coefficient in (("trained", 1.0), ("frozen", 0.0))
     )
     print("accepted", risen, trained, frozen, sep="\n")

@@ -219,13 +219,13 @@ def layer_bytes(
 
     This holds for the GPU's kernels. On CPU, torch's norms also keep their inputs and outputs in float32.
 
-    Z-Image's layer has two more norms, 2h · b + 2 · 4. It also keeps its modulation factors and the norms' outputs that
-    they multiply, 8h · b.
+    Z-Image's layer has two more norms, 2h · b + 2 · 4. It also keeps the norms' outputs, which the modulation scales,
+    4h · b.
 
-    SD3's MLP has no gate. Its layer keeps the modulation, 6h · b, and for each of attention and MLP the norm's output,
-    the factor and the output that the gate multiplies, 6h · b in total. A second attention also keeps its modulation,
-    factor, input and output, 6h · b. It is counted for all tokens, although captions do not have it, and with pipeline
-    parallelism in all layers, because the first stage may hold all layers that have it.
+    SD3's MLP has no gate. For each of attention and MLP, its layer keeps the norm's output and the output that the gate
+    multiplies, 4h · b in total. A second attention also keeps its input and output, 2h · b. It is counted for all
+    tokens, although captions do not have it, and with pipeline parallelism in all layers, because the first stage may
+    hold all layers that have it.
 
     Tensor parallelism splits attention and MLP; sequence parallelism splits the rest. Context parallelism splits the
     tokens, but all keys and values are gathered.
@@ -235,9 +235,9 @@ def layer_bytes(
     linear = 2 * shape.hidden * num_bytes / sequence
     is_sd3 = isinstance(shape, StableDiffusion3Shape)
     if is_sd3:
-        norms += 12 * shape.hidden * num_bytes / sequence
+        norms += 4 * shape.hidden * num_bytes / sequence
     elif isinstance(shape, DenoiserShape):
-        norms = 2 * norms + 8 * shape.hidden * num_bytes / sequence
+        norms = 2 * norms + 4 * shape.hidden * num_bytes / sequence
     if recompute == "full":
         return shape.hidden * num_bytes / sequence
     attention = _attention if shape.latent is None else partial(_latent_attention, shape.latent)
@@ -246,7 +246,7 @@ def layer_bytes(
     kept = norms + linear + attention(shape, layout, num_bytes)
     if is_sd3 and shape.dual_layers:
         share = len(shape.dual_layers) / shape.num_layers if layout.pp == 1 else 1.0
-        second = 6 * shape.hidden * num_bytes / sequence + attention(shape, layout, num_bytes)
+        second = 2 * shape.hidden * num_bytes / sequence + attention(shape, layout, num_bytes)
         kept += share * second
     if recompute == "selective":
         return kept
@@ -364,11 +364,11 @@ def _head(shape, layout, rank_tokens, rank_rows, num_bytes) -> int:
     """Return the bytes that the last stage holds after its layers: the final norm, the scored rows and one tile of
     float32 logits. If the tile's gradient is also float32, it overwrites the tile.
 
-    A denoiser keeps the input of its final norm, the norm's output, the factor and their product, and the velocities
-    with their gradient."""
+    A denoiser keeps the input of its final norm, the norm's output and the scaled output, and the velocities with their
+    gradient."""
     if isinstance(shape, DenoiserShape):
         tokens = rank_tokens / (layout.tp if layout.sequence_parallel else 1)
-        return round(tokens * (4 * shape.hidden * num_bytes + 2 * FLOAT32 + 2 * shape.patch_dim * FLOAT32))
+        return round(tokens * (3 * shape.hidden * num_bytes + 2 * FLOAT32 + 2 * shape.patch_dim * FLOAT32))
     norm = rank_tokens * (shape.hidden * num_bytes + FLOAT32)
     rows = rank_rows * shape.hidden * (num_bytes + FLOAT32)
     tile = min(rank_rows, TILE[0]) * min(-(-shape.vocab // layout.tp), TILE[1])

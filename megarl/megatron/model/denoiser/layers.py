@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ from megarl.megatron import parallel
 from megarl.megatron.model.denoiser.inputs import DocumentStream
 from megarl.megatron.model.layer_spec import RMSNorm
 from megarl.ops.full_attention import full_attention
-from megarl.ops.packed_attention import take
+from megarl.ops.modulation import modulate
 
 
 class FullAttention(torch.nn.Module):
@@ -40,6 +41,10 @@ class FullAttention(torch.nn.Module):
         key, value = (gather_from_sequence_parallel_region(x, group=self.context_group) for x in (key, value))
         lengths, query_lengths = packed_seq_params.lengths, packed_seq_params.query_lengths
         return full_attention(query, key, value, lengths, self.scale, query_lengths).flatten(1)
+
+
+Scaling = Callable[[torch.Tensor], torch.Tensor]
+"""Scales tokens, [T/cp, 1, hidden]."""
 
 
 class SandwichLayer(TransformerLayer):
@@ -70,21 +75,21 @@ class SandwichLayer(TransformerLayer):
             context: [D, conditioning], the documents' embedded noise levels. Megatron preserves this argument's
                 gradient if the layer is recomputed.
         """
-        attention_scale, attention_gate, mlp_scale, mlp_gate = self._modulation(context, packed_seq_params)
+        scale_attention, gate_attention, scale_mlp, gate_mlp = self._modulation(context, packed_seq_params)
         out, _ = self.self_attention(
-            self.input_layernorm(hidden_states) * attention_scale,
+            scale_attention(self.input_layernorm(hidden_states)),
             attention_mask=None,
             rotary_pos_emb=rotary_pos_emb,
             packed_seq_params=packed_seq_params,
         )
-        hidden_states = hidden_states + attention_gate * self.post_attention_layernorm(out)
+        hidden_states = hidden_states + gate_attention(self.post_attention_layernorm(out))
         mlp = partial(checkpoint, self.mlp, False) if self.recompute_mlp and self.training else self.mlp
-        out, _ = mlp(self.pre_mlp_layernorm(hidden_states) * mlp_scale)
-        return hidden_states + mlp_gate * self.post_mlp_layernorm(out), context
+        out, _ = mlp(scale_mlp(self.pre_mlp_layernorm(hidden_states)))
+        return hidden_states + gate_mlp(self.post_mlp_layernorm(out)), context
 
-    def _modulation(self, context: torch.Tensor | None, stream: DocumentStream) -> tuple[Any, ...]:
-        """Return the factors for the attention's input and output, then those for the MLP's."""
-        return 1.0, 1.0, 1.0, 1.0
+    def _modulation(self, context: torch.Tensor | None, stream: DocumentStream) -> Sequence[Scaling]:
+        """Return the scalings of the attention's input and output, then those of the MLP's."""
+        return [_unchanged] * 4
 
 
 class ModulatedLayer(SandwichLayer):
@@ -96,11 +101,15 @@ class ModulatedLayer(SandwichLayer):
         for parameter in self.modulation.parameters():
             parallel.mark(parameter, sequence_parallel=config.sequence_parallel)
 
-    def _modulation(self, context: torch.Tensor | None, stream: DocumentStream) -> tuple[Any, ...]:
+    def _modulation(self, context: torch.Tensor | None, stream: DocumentStream) -> Sequence[Scaling]:
         assert context is not None, "a modulated layer needs the noise levels"
-        tokens = take(self.modulation(context), stream.document_numbers)[:, None]
-        attention_scale, attention_gate, mlp_scale, mlp_gate = tokens.chunk(4, dim=-1)
-        return 1 + attention_scale, attention_gate.tanh(), 1 + mlp_scale, mlp_gate.tanh()
+        attention_scale, attention_gate, mlp_scale, mlp_gate = self.modulation(context).chunk(4, dim=-1)
+        factors = (1 + attention_scale, attention_gate.tanh(), 1 + mlp_scale, mlp_gate.tanh())
+        return [partial(modulate, numbers=stream.document_numbers, scale=factor) for factor in factors]
+
+
+def _unchanged(tokens: torch.Tensor) -> torch.Tensor:
+    return tokens
 
 
 def layer_spec(conditioning: int | None) -> ModuleSpec:

@@ -23,6 +23,7 @@ from megarl.megatron.model.denoiser.inputs import (
 from megarl.megatron.model.denoiser.model import FINAL_EPSILON, Denoiser
 from megarl.megatron.model.denoiser.two_streams import Modulation, TwoStreams, layer_spec
 from megarl.models.denoiser import TIME_CHANNELS, StableDiffusion3Shape
+from megarl.ops.modulation import modulate
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +100,10 @@ class StableDiffusion3(Denoiser):
         if not self.post_process:
             return hidden
         images = hidden[: len(item.images.document_numbers)]
-        scale, shift = self.output_modulation(conditioning, item.images)
+        scale, shift = self.output_modulation(conditioning)
         normalized = F.layer_norm(images, (shape.hidden,), eps=FINAL_EPSILON)
-        output = self._gather(self.output_layer((normalized * (1 + scale) + shift)[:, 0]), is_replicated=True)
+        modulated = modulate(normalized, item.images.document_numbers, 1 + scale, shift)[:, 0]
+        output = self._gather(self.output_layer(modulated), is_replicated=True)
         return item.image_rows(output).float()
 
     def _embed_tokens(self, item: StableDiffusion3Input) -> torch.Tensor:

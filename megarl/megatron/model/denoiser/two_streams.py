@@ -27,7 +27,7 @@ from megarl.megatron.model.denoiser.layers import FullAttention
 from megarl.megatron.model.layer_spec import RMSNorm, submodules_of
 from megarl.models.denoiser import StableDiffusion3Shape
 from megarl.ops.full_attention import full_attention
-from megarl.ops.packed_attention import take
+from megarl.ops.modulation import modulate
 
 
 @dataclass
@@ -53,13 +53,13 @@ class Modulation(ColumnParallelLinear):
         self.is_partial = config.sequence_parallel
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  # Megatron's linear layers also return a bias
-        self, conditioning: torch.Tensor, stream: DocumentStream
+        self, conditioning: torch.Tensor
     ) -> Sequence[torch.Tensor]:
-        """Return the parts for each of the stream's tokens on this rank, [tokens, 1, hidden] each."""
+        """Return the parts for each document, [D, hidden] each."""
         local, _ = super().forward(F.silu(conditioning))
         # Megatron gathers along the first axis.
         columns = gather_from_sequence_parallel_region(local.T, tensor_parallel_output_grad=self.is_partial)
-        return take(columns.T, stream.document_numbers)[:, None].chunk(self.num_parts, dim=-1)
+        return columns.T.chunk(self.num_parts, dim=-1)
 
 
 class TwoStreamLayer(TransformerLayer):
@@ -106,26 +106,27 @@ class TwoStreamLayer(TransformerLayer):
         """
         streams = packed_seq_params
         assert streams.images is not None and streams.texts is not None, "the streams were not prepared"
-        images, captions = hidden_states.tensor_split([len(streams.images.document_numbers)])
-        shift, scale, gate, *image_mlp = self.modulation(context, streams.images)
+        of_image, of_caption = streams.images.document_numbers, streams.texts.document_numbers
+        images, captions = hidden_states.tensor_split([len(of_image)])
+        shift, scale, gate, *image_mlp = self.modulation(context)
         normalized = self._normalized(images)
-        image_inputs = normalized * (1 + scale) + shift
-        shift, scale, *caption_rest = self.caption_modulation(context, streams.texts)
+        image_inputs = modulate(normalized, of_image, 1 + scale, shift)
+        shift, scale, *caption_rest = self.caption_modulation(context)
         if self.is_last:
             shift, scale = scale, shift  # diffusers' class for the last layer has the other order
-        caption_inputs = self._normalized(captions) * (1 + scale) + shift
+        caption_inputs = modulate(self._normalized(captions), of_caption, 1 + scale, shift)
         image_out, caption_out = self._attend(image_inputs, caption_inputs, streams)
-        images = images + gate * image_out
+        images = images + modulate(image_out, of_image, gate)
         if self.image_attention is not None:
             *image_mlp, shift, scale, gate = image_mlp
-            out = self.image_attention(
-                normalized * (1 + scale) + shift, attention_mask=None, packed_seq_params=streams.images
-            )
-            images = images + gate * _with_bias(out)
-        images = self._feed_forward(self.mlp, images, *image_mlp)
+            inputs = modulate(normalized, of_image, 1 + scale, shift)
+            out = self.image_attention(inputs, attention_mask=None, packed_seq_params=streams.images)
+            images = images + modulate(_with_bias(out), of_image, gate)
+        images = self._feed_forward(self.mlp, images, of_image, *image_mlp)
         if caption_out is not None:
             gate, *caption_mlp = caption_rest
-            captions = self._feed_forward(self.caption_mlp, captions + gate * caption_out, *caption_mlp)
+            captions = captions + modulate(caption_out, of_caption, gate)
+            captions = self._feed_forward(self.caption_mlp, captions, of_caption, *caption_mlp)
         return torch.cat([images, captions]), context
 
     def _attend(
@@ -158,13 +159,20 @@ class TwoStreamLayer(TransformerLayer):
         return gather_from_sequence_parallel_region(tokens, group=self.context_group)
 
     def _feed_forward(
-        self, mlp: torch.nn.Module, hidden: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor, gate: torch.Tensor
+        self,
+        mlp: torch.nn.Module,
+        hidden: torch.Tensor,
+        numbers: torch.Tensor,
+        shift: torch.Tensor,
+        scale: torch.Tensor,
+        gate: torch.Tensor,
     ) -> torch.Tensor:
         def plain(inputs: torch.Tensor) -> torch.Tensor:
             return _with_bias(mlp(inputs))
 
         run = partial(checkpoint, plain, False) if self.recompute_mlp and self.training else plain
-        return hidden + gate * run(self._normalized(hidden) * (1 + scale) + shift)
+        out = run(modulate(self._normalized(hidden), numbers, 1 + scale, shift))
+        return hidden + modulate(out, numbers, gate)
 
     def _normalized(self, hidden: torch.Tensor) -> torch.Tensor:
         return F.layer_norm(hidden, hidden.shape[-1:], eps=self.config.layernorm_epsilon)

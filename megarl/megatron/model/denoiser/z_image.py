@@ -15,7 +15,7 @@ from megarl.megatron.model.denoiser.inputs import Document, DocumentStream, ZIma
 from megarl.megatron.model.denoiser.layers import layer_spec
 from megarl.megatron.model.denoiser.model import FINAL_EPSILON, Denoiser
 from megarl.models.denoiser import TIME_CHANNELS, ZImageShape
-from megarl.ops.packed_attention import take
+from megarl.ops.modulation import modulate
 
 
 class ZImage(Denoiser):
@@ -52,9 +52,10 @@ class ZImage(Denoiser):
         hidden = self._run(self.decoder, hidden, item.joint, conditioning)
         if not self.post_process:
             return hidden
-        scale = 1 + take(self.output_modulation(F.silu(conditioning)), item.joint.document_numbers)
-        normalized = F.layer_norm(hidden[:, 0], (self.shape.hidden,), eps=FINAL_EPSILON)
-        output = self._gather(self.output_layer(normalized * scale), is_replicated=True)
+        scale = 1 + self.output_modulation(F.silu(conditioning))
+        normalized = F.layer_norm(hidden, (self.shape.hidden,), eps=FINAL_EPSILON)
+        scaled = modulate(normalized, item.joint.document_numbers, scale)[:, 0]
+        output = self._gather(self.output_layer(scaled), is_replicated=True)
         return -item.image_rows(output).float()  # the model was trained to predict the opposite direction
 
     def _embed_tokens(self, item: ZImageInput, conditioning: torch.Tensor) -> torch.Tensor:
