@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from megarl.config.fields import EnvironmentClass, RewardFunction, Section, Text
-from megarl.core.ranges import FiniteFloat, NonNegativeFloat, PositiveInt
+from megarl.core.ranges import FiniteFloat, PositiveInt, Temperature
 
 
 class SetEnvironment(EnvironmentClass):
@@ -23,7 +23,7 @@ class EvaluationSet(Section):
     system_prompt: str | None = None
     chat_template: bool | None = None
     samples_per_prompt: PositiveInt = 1
-    temperature: NonNegativeFloat = 0.0
+    temperature: Temperature = 0.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: PositiveInt | None = None
     max_new_tokens: PositiveInt | None = None

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from megarl.algorithms.transition import TransitionKind, noised_steps, sde_window
 from megarl.config.fields import Section, Text
-from megarl.core.ranges import NonNegativeInt, PositiveFloat, PositiveInt
+from megarl.core.ranges import NonNegativeInt, PositiveFloat, PositiveInt, Temperature
 
 MAX_DRAFT_TOKENS = 128
 """Maximum number of draft tokens that vLLM verifies at once (MAX_SPEC_LEN in v1/sample/rejection_sampler.py)."""
@@ -69,7 +69,7 @@ class Rollout(Section):
     on_stale: Literal["wait", "drop"]
     kv_cache_on_update: Literal["keep", "recompute"]
     longest_first: bool
-    temperature: PositiveFloat
+    temperature: Annotated[Temperature, Field(gt=0)]
     top_p: Annotated[float, Field(gt=0, le=1)]
     top_k: PositiveInt | None
     max_new_tokens: PositiveInt

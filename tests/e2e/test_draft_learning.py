@@ -27,33 +27,35 @@ GLM = dict(
     n_shared_experts=1,
 )
 DRAFTS = ("rollout.speculative={method: mtp, tokens: 1}", "rollout.max_new_tokens=8", "checkpoint.every_steps=null")
+HOT = "rollout.temperature=2.0"
+"""Lets the policy find the second sequence although it has learned the first."""
 FIRST, SECOND = 30, 30
-"""Steps that reward even digits, and then digits that alternate."""
+"""Steps that reward one sequence of digits, and then another one."""
 
 
 def accepted(run: Path) -> list[float]:
-    print([round(line["reward/mean"], 2) for line in metrics_of(run)])
-    return [round(line["rollout/draft_accepted_frac"], 2) for line in metrics_of(run)]
+    return [line["rollout/draft_accepted_frac"] for line in metrics_of(run)]
 
 
 def test_trained_drafts_stay_accepted_while_the_policy_moves(tmp_path):
     """The same model continues with another reward, once with the layer trained and once with it frozen."""
     model = add_mtp_layer(write_tiny_model(tmp_path / "model", "glm4_moe", **GLM))
 
-    def run(name: str, start: Path, function: str, steps: int, coefficient: float, *more: str) -> Path:
+    def run(name: str, start: Path, function: str, steps: int, coefficient: float, *further: str) -> Path:
         folder = tmp_path / name
         folder.mkdir()
         rewards = f"rewards.functions=[{{function: '{REWARD}:{function}'}}]"
         trained = f"actor.mtp.loss_coefficient={coefficient}"
-        return train(folder, start, rewards, trained, f"run.steps={steps}", "run.export=true", *DRAFTS, *more)
+        return train(folder, start, rewards, trained, f"run.steps={steps}", "run.export=true", *DRAFTS, *further)
 
     first = run("first", model, "first_sequence", FIRST, 1.0)
     risen = accepted(first)
     trained, frozen = (
-        accepted(run(name, first / "model", "second_sequence", SECOND, coefficient, "rollout.temperature=3.0"))
+        accepted(run(name, first / "model", "second_sequence", SECOND, coefficient, HOT))
         for name, coefficient in (("trained", 1.0), ("frozen", 0.0))
     )
     print("accepted", risen, trained, frozen, sep="\n")
     reached = fmean(risen[-3:])
     assert reached > 3 * risen[0]
-    assert fmean(trained[-3:]) > 0.8 * reached > fmean(frozen[-3:])
+    assert fmean(trained[-3:]) > 0.8 * reached
+    assert fmean(frozen) < 0.7 * fmean(trained)

@@ -7,6 +7,7 @@ import json
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -32,11 +33,21 @@ LLAMA = {
 
 
 def collect_arguments(folder: Path) -> dict[str, object]:
-    from vllm import EngineArgs
+    from vllm import EngineArgs, SamplingParams
+    from vllm.exceptions import VLLMValidationError
 
     from megarl.config.load import load
     from megarl.rollout.vllm.engine_arguments import engine_arguments, rollout_arguments
     from tests.paths import BASE
+
+    def recipe(temperature: float) -> None:
+        load(BASE, [f"model.path={folder}", "data.source=arithmetic", f"rollout.temperature={temperature}"])
+
+    def sampling(temperature: float) -> None:
+        try:
+            SamplingParams(temperature=temperature)
+        except VLLMValidationError as error:
+            raise ValueError from error
 
     common = ("rollout", folder, "float32", 1, 64, 0.5)
     refusals = []
@@ -60,8 +71,17 @@ def collect_arguments(folder: Path) -> dict[str, object]:
                 [f"rollout.speculative={{method: draft_model, tokens: 2, path: {folder}}}"],
             )
         ],
+        "temperatures": [(value, accepts(sampling, value), accepts(recipe, value)) for value in (0.01, 2.0, 2.01)],
         "linear": engine_arguments("rollout", folder / "linear", *common[2:], {}),
     }
+
+
+def accepts(use: Callable[[float], None], temperature: float) -> bool:
+    try:
+        use(temperature)
+    except ValueError:
+        return False
+    return True
 
 
 @pytest.mark.slow
@@ -82,6 +102,7 @@ def test_overrides_are_passed_on_or_rejected_by_name(tmp_path):
     assert draft_model == dict(method="draft_model", num_speculative_tokens=2, model=str(tmp_path))
     assert collected["linear"]["mamba_ssm_cache_dtype"] == "float32"
     assert "mamba_ssm_cache_dtype" not in changed
+    assert collected["temperatures"] == [(0.01, True, True), (2.0, True, True), (2.01, False, False)]
     unknown, misspelt = collected["refusals"]
     assert unknown.startswith("rollout.vllm_overrides.no_such_key=1: not a vLLM engine argument. Fix: ")
     assert misspelt.startswith(
