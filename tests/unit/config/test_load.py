@@ -273,7 +273,10 @@ def changes(draw: st.DrawFn) -> dict[str, dict]:
     name = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,8}", fullmatch=True) | st.sampled_from(["no", "1e5", "12", "on"])
     return {
         "run": {"name": draw(name), "folder": draw(st.text(min_size=1)), "seed": draw(st.integers(min_value=0))},
-        "rollout": {"temperature": draw(positive), "vllm_overrides": draw(extras)},
+        "rollout": {
+            "temperature": draw(st.floats(min_value=0, max_value=2, exclude_min=True)),
+            "vllm_overrides": draw(extras),
+        },
         "data": {"size": draw(st.none() | st.integers(min_value=1)), "shuffle": draw(st.booleans())},
         "rewards": {"functions": draw(st.lists(functions, min_size=1, max_size=3))},
     }
