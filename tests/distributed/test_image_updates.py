@@ -13,9 +13,11 @@ from megarl.algorithms.baselines import MovingAverage
 from megarl.algorithms.transition import noised_steps, sigma_schedule
 from megarl.config.load import load
 from megarl.config.schema import Config
+from megarl.core.completion import VersionRun
 from megarl.core.latents import Conditioning, LatentSample
 from megarl.core.metrics import Metric
-from megarl.core.types import Prompt, SampleRef, VersionRun
+from megarl.core.prompt import Prompt
+from megarl.core.sample import SampleRef
 from megarl.data.local_batch import LocalBatch
 from megarl.megatron.workers.denoiser import DenoiserWorker
 from megarl.models.denoiser import DenoiserShape

@@ -16,7 +16,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, TopKLogitsWarper, TopPLogitsWarper
 
 from megarl.config.load import load
-from megarl.core.types import NO_DRAFTS, Prompt, Sample
+from megarl.core.completion import NO_DRAFTS
+from megarl.core.prompt import Prompt
+from megarl.core.sample import Sample
 from megarl.models.folder import read_config
 from megarl.models.trained_model import policy_hf_config
 from megarl.resharding.families import huggingface_holder, vllm_holder

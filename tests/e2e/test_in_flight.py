@@ -19,7 +19,8 @@ from megarl.cluster.groups.engines import EngineGroup
 from megarl.cluster.placement import place
 from megarl.cluster.supervision.supervisor import supervised
 from megarl.config.load import load
-from megarl.core.types import Prompt, SampleRef
+from megarl.core.prompt import Prompt
+from megarl.core.sample import SampleRef
 from megarl.models.folder import read_config
 from megarl.resharding.families import huggingface_holder
 from megarl.resharding.planning.compact import CompactPlan

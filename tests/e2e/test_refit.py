@@ -30,7 +30,10 @@ from transformers import AutoModelForCausalLM
 from megarl.config.load import load
 from megarl.config.logprob_check_schema import ROUNDING
 from megarl.config.schema import Config
-from megarl.core.types import NO_BASELINE, NO_ROUTE, Baseline, Prompt, Sample, VersionRun
+from megarl.core.completion import NO_ROUTE, VersionRun
+from megarl.core.prompt import Prompt
+from megarl.core.sample import Sample
+from megarl.core.score import NO_BASELINE, Baseline
 from megarl.data.local_batch import LocalBatch
 from megarl.megatron.workers.actor import ActorWorker
 from megarl.models.folder import read_config
