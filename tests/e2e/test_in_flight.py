@@ -27,7 +27,7 @@ from megarl.resharding.planning.compact import CompactPlan
 from megarl.resharding.planning.planner import make_plan
 from megarl.resharding.transports.shared_memory import SharedMemory, publish
 from megarl.rollout.engine import SamplingRequest
-from tests.e2e.test_refit import SIZES
+from tests.e2e.tiny_families import SIZES
 from tests.paths import BASE
 from tests.timing import RUN_S
 from tests.tiny_model import write_tiny_model
