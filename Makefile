@@ -27,6 +27,8 @@ BY_FILE := --dist=loadfile --no-loadscope-reorder
 TODAY = $(shell expr $$(git show --no-patch --format=%ct) / 86400 % 16)/16
 SHARE = $(addprefix --part=,$(PART:today=$(TODAY)))
 PIP := $(VENV)/bin/pip install --quiet --disable-pip-version-check --require-hashes --no-deps --only-binary=:all:
+CLUSTER_PACKAGES := tools/environment/system.sh ip:iproute2 unshare:util-linux ps:procps munged:munge \
+	slurmctld:slurmctld slurmd:slurmd sbatch:slurm-client
 # Lower the priority of compute-bound tests, because the whole runs beside them have deadlines.
 BEHIND := nice -n 10
 
@@ -37,7 +39,7 @@ help:
 	@echo "make env         build $(VENV) from $(LOCK) (a second call builds nothing)"
 	@echo "make quickstart  train SmolLM2-135M with GRPO on this machine's CPU"
 	@echo "make test        lint, then test-runs in parallel with test-ranks and test-units (25 minutes on 2 cores)"
-	@echo "make test-all    all tests that need no GPU; writes .ci/verified if they pass on a clean tree"
+	@echo "make test-all    all tests that need no GPU and have not passed yet, for a clean tree; writes .ci/verified"
 	@echo "make test-runs   end-to-end runs, which start Ray and engines"
 	@echo "make test-ranks  distributed tests in one process tree"
 	@echo "make test-units  unit tests"
@@ -50,7 +52,7 @@ help:
 	@echo "make test-sandbox  escape attempts from bubblewrap sandboxes; installs bubblewrap (1 minute)"
 	@echo "make test-cluster  multi-node runs in network namespaces, and Slurm jobs; installs packages (15 minutes)"
 	@echo "make test-browser  report pages in Chromium; installs it (1 minute)"
-	@echo "make soak        test-cluster, then lost nodes and a job with twenty seeded faults (40 minutes)"
+	@echo "make soak        more tests of clusters: lost nodes, and a job with twenty seeded faults (25 minutes)"
 	@echo "make resolve-gpu  check that pip can resolve the packages of the H100 container (1 minute)"
 	@echo "make test-gpu    tests for one, two and eight GPUs, limited to the available ones; fails without a GPU"
 	@echo "make docs        build the documentation site in build/docs, with all links checked (1 minute)"
@@ -77,12 +79,10 @@ test: lint
 ranks-then-units: test-ranks
 	@$(MAKE) --no-print-directory test-units
 
-# .ci/run skips parts whose paths have not changed since the commit in .ci/verified: commit that file.
+# Each part that passes writes its line of .ci/verified, with which .ci/run skips it until its paths change: commit that
+# file.
 test-all:
-	@commit=$$(git rev-parse HEAD) && before=$$(git status --porcelain) && \
-	$(MAKE) lint types test test-sandbox soak test-learn test-exhaustive test-browser resolve-gpu docs && \
-	if [ -z "$$before$$(git status --porcelain)" ] && [ "$$commit" = "$$(git rev-parse HEAD)" ]; \
-	then echo "$$commit" | tee .ci/verified; else echo "the working tree is not clean: .ci/verified is unchanged"; fi
+	@.ci/run all
 
 test-runs: $(DONE)
 	@$(RUN) -m pytest tests/e2e -m "not learn and not exhaustive" $(SLOWEST) | sed --unbuffered 's/^/runs | /'
@@ -157,9 +157,8 @@ test-sandbox: $(DONE)
 # Simulates the machines of a cluster with namespaces, and runs Slurm, which requires root. Each test file has its own
 # machines, and mostly waits.
 test-cluster: $(DONE)
-	tools/environment/system.sh ip:iproute2 unshare:util-linux ps:procps munged:munge slurmctld:slurmctld \
-		slurmd:slurmd sbatch:slurm-client
-	@$(RUN) -m pytest tests/cluster -m "not exhaustive" --numprocesses=3 --dist=loadfile --timeout=1500 $(SLOWEST) | sed --unbuffered 's/^/cluster | /'
+	$(CLUSTER_PACKAGES)
+	@$(RUN) -m pytest tests/cluster -m "not exhaustive" --numprocesses=4 $(BY_FILE) --timeout=1500 $(SLOWEST) | sed --unbuffered 's/^/cluster | /'
 
 # Tests pages in a browser. Requires root if Chromium is not installed. SCREENSHOTS=FOLDER saves screenshots.
 test-browser: $(DONE)
@@ -167,7 +166,8 @@ test-browser: $(DONE)
 	@$(BEHIND) $(RUN) -m pytest tests/browser $(SLOWEST) | sed --unbuffered 's/^/browser | /'
 
 # Lost nodes, and a job with twenty seeded faults. Run it after changes to fault tolerance.
-soak: test-cluster
+soak: $(DONE)
+	$(CLUSTER_PACKAGES)
 	@$(RUN) -m pytest tests/cluster -m exhaustive --capture=no
 
 # Resolves the packages of the H100 container for its Python version, without installing them.

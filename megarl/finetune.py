@@ -12,8 +12,8 @@ from megarl.cluster.session import Session
 from megarl.cluster.trained_models import TrainedModels
 from megarl.config.schema import Config
 from megarl.core.metrics import values
+from megarl.core.sample import Sample, SampleRef
 from megarl.core.timing import ElapsedTime
-from megarl.core.types import Sample, SampleRef
 from megarl.models.folder import model_paths
 from megarl.models.run_models import ModelFolders
 from megarl.models.trained_model import trained_hf_config

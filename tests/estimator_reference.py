@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megarl.core.types import Sample
+from megarl.core.sample import Sample
 from tests.grpo_reference import GrpoReference
 from tests.objective_reference import ESTIMATES
 from tests.ppo_reference import discounted

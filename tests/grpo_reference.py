@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from megarl.core.types import Sample
+from megarl.core.sample import Sample
 from tests.closeness import load
 
 

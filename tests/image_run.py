@@ -10,8 +10,10 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
 from megarl.cluster.groups.evaluation import _write as write_evaluation
+from megarl.core.completion import VersionRun
 from megarl.core.latents import Conditioning, LatentSample
-from megarl.core.types import Prompt, Score, VersionRun
+from megarl.core.prompt import Prompt
+from megarl.core.score import Score
 from megarl.rewards.rollout_file import append_rollouts, write_advantages
 
 NUM_DIGITS, SAMPLES_PER_PROMPT = 3, 5

@@ -15,7 +15,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from megarl.config.schema import Config
 from megarl.core.metrics import Metric, merge, values
-from megarl.core.types import Sample
+from megarl.core.sample import Sample
 from megarl.megatron import parallel, step
 from megarl.megatron.metric_sums import read
 from megarl.megatron.workers.actor import ActorWorker

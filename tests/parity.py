@@ -20,8 +20,11 @@ from megarl.cluster.rank_batch import RankBatch
 from megarl.config.load import load
 from megarl.config.model_schema import Role
 from megarl.config.schema import Config
+from megarl.core.completion import VersionRun
 from megarl.core.metrics import Metric
-from megarl.core.types import Prompt, Sample, SampleRef, TokenTotals, VersionRun
+from megarl.core.prompt import Prompt
+from megarl.core.sample import Sample, SampleRef
+from megarl.core.score import TokenTotals
 from megarl.data.local_batch import LocalBatch
 from megarl.data.packing import Packing
 from megarl.megatron.model.build import named_parameters, named_weights

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from megarl.core.types import Sample
+from megarl.core.sample import Sample
 from tests.closeness import load
 
 Update = Sequence[Sequence[tuple[Sample, float]]]

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megarl.core.types import NO_ROUTE, Sample
+from megarl.core.completion import NO_ROUTE
+from megarl.core.sample import Sample
 from megarl.models.folder import read_config
 from megarl.models.huggingface import completed, experts
 from tests.grpo_reference import GrpoReference

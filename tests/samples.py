@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from megarl.core.types import NO_BASELINE, Baseline, Sample, SampleRef
+from megarl.core.sample import Sample, SampleRef
+from megarl.core.score import NO_BASELINE, Baseline
 
 if TYPE_CHECKING:
     import torch

@@ -11,7 +11,7 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from megarl.core.types import Completion, VersionRun
+from megarl.core.completion import Completion, VersionRun
 
 HERMES_TEMPLATE = """
 {%- if tools %}{{ '<|im_start|>system\\n' }}

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megarl.core.types import NO_TOTALS, Baseline, TokenTotals
+from megarl.core.score import NO_TOTALS, Baseline, TokenTotals
 
 
 @dataclass(frozen=True, slots=True)

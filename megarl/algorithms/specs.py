@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 from pydantic import Field
 
 from megarl.core.ranges import NonNegativeFloat, PositiveFloat, Share
-from megarl.core.types import NO_BASELINE, Baseline, TokenTotals
+from megarl.core.score import NO_BASELINE, Baseline, TokenTotals
 
 if TYPE_CHECKING:
     import torch

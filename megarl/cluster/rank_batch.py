@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megarl.core.latents import AnySample, LatentSample
-from megarl.core.types import Sample, SampleRef
+from megarl.core.sample import Sample, SampleRef
 from megarl.data.packing import Lengths, Microbatch, Packing, schedule
 
 if TYPE_CHECKING:

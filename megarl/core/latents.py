@@ -9,7 +9,10 @@ from typing import Any, ClassVar, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.core.types import HoldsArrays, Prompt, Sample, SampleRef, VersionRun, newest, oldest
+from megarl.core.arrays import HoldsArrays
+from megarl.core.completion import VersionRun, newest, oldest
+from megarl.core.prompt import Prompt
+from megarl.core.sample import Sample, SampleRef
 
 A = TypeVar("A", bound=Any)
 B = TypeVar("B")

@@ -60,3 +60,17 @@ class TokenBatch(RowBatch):
         is_covered[self.document_tokens] = 1
         assert bool(is_covered.all()), "some tokens in the pack have no document"
         assert num_rows == 0 or int(self.rows.max()) < num_tokens, "a row index is outside the pack"
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """How the trainer computes log-probs for sampled tokens.
+
+    Attributes:
+        truncates: whether to normalize over the engine's candidate tokens only.
+        replays: whether to route tokens to the experts that the engine used.
+    """
+
+    temperature: float
+    truncates: bool = True
+    replays: bool = True

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from megarl.core.completion import NO_ROUTE, CandidateIds
+from megarl.core.sample import Sample, SampleRef
 from megarl.core.token_batch import TokenBatch
-from megarl.core.types import NO_ROUTE, CandidateIds, Sample, SampleRef
 from megarl.data.packing import Packing, round_up
 from megarl.data.prefixes import place_runs
 

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from megarl.algorithms import transition
 from megarl.core.latents import LatentSample
+from megarl.core.sample import SampleRef
 from megarl.core.step_batch import StepBatch
-from megarl.core.types import SampleRef
 from megarl.data.collate import scalars
 from megarl.data.noise import standard_normal
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from megarl.core.sample import SampleRef
 from megarl.core.token_batch import TokenBatch
-from megarl.core.types import SampleRef
 from megarl.data.collate import Reads, add_scalars, collate
 from megarl.data.packing import Microbatch, Packing
 

@@ -16,8 +16,10 @@ from numpy.typing import NDArray
 
 from megarl.algorithms.specs import LabelObjective
 from megarl.config.schema import Config
+from megarl.core.completion import VersionRun
 from megarl.core.errors import UserError
-from megarl.core.types import Prompt, Sample, VersionRun
+from megarl.core.prompt import Prompt
+from megarl.core.sample import Sample
 from megarl.data.arithmetic import DEFAULT_SIZE, arithmetic_labels, arithmetic_messages, arithmetic_preferences
 from megarl.data.chat import MARK, conversation, plain, prompt_ids, render_text, response_span
 from megarl.data.files import label_rows, message_rows, preference_rows

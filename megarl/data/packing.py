@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from megarl.core.errors import UserError
-from megarl.core.types import SampleRef
+from megarl.core.sample import SampleRef
 from megarl.models.token_cost import TokenCost
 
 Microbatch = tuple[int, ...]

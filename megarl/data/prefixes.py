@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-from megarl.core.types import Sample
+from megarl.core.sample import Sample
 from megarl.data.packing import Packing
 
 SHORTEST_RUN = 16

@@ -17,7 +17,7 @@ import numpy as np
 from megarl.config.data_schema import OWN_TASKS, Data
 from megarl.config.schema import Config
 from megarl.core.errors import UserError
-from megarl.core.types import Prompt
+from megarl.core.prompt import Prompt
 from megarl.data import reasoning
 from megarl.data.arithmetic import DEFAULT_SIZE, arithmetic_rows
 from megarl.data.chat import add_system_prompt, prompt_ids

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from megarl.core.types import Sample
+from megarl.core.sample import Sample
 from megarl.environments.hosts import HostFailure, HostProcess
 from megarl.environments.outcome import Outcome
 from megarl.environments.protocol import Task

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from megarl.core.types import Episode, Prompt, RolloutInfo, Sample
+from megarl.core.episode import Episode, RolloutInfo
+from megarl.core.prompt import Prompt
+from megarl.core.sample import Sample
 from megarl.environments.protocol import StopReason
 from megarl.environments.transcript import Part
 

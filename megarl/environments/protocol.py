@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.core.types import FAILED, LOST, FinishReason
+from megarl.core.completion import FinishReason
+from megarl.core.episode import FAILED, LOST
 from megarl.environments.tools import MalformedCall, Message, Toolbox, ToolCall, run
 
 

@@ -11,9 +11,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from megarl.config.schema import Config
+from megarl.core.completion import Completion
 from megarl.core.errors import InfrastructureFailure, UserError
 from megarl.core.outage import Outage
-from megarl.core.types import Completion, Prompt, Sample
+from megarl.core.prompt import Prompt
+from megarl.core.sample import Sample
 from megarl.data.plain_turns import PlainTokens, text_ids
 from megarl.data.turns import ChatTokens
 from megarl.environments.agent_rollout import AgentRollout

@@ -10,17 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.core.types import (
-    NO_DRAFTS,
-    NO_ROUTE,
-    CandidateIds,
-    Completion,
-    Episode,
-    FinishReason,
-    Prompt,
-    Sample,
-    VersionRun,
-)
+from megarl.core.completion import NO_DRAFTS, NO_ROUTE, CandidateIds, Completion, FinishReason, VersionRun
+from megarl.core.episode import Episode
+from megarl.core.prompt import Prompt
+from megarl.core.sample import Sample
 
 
 class Transcript:

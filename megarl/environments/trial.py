@@ -13,9 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megarl.config.schema import Config
+from megarl.core.completion import VersionRun
 from megarl.core.errors import UserError
 from megarl.core.latents import AnySample, Conditioning, LatentSample
-from megarl.core.types import Prompt, Sample, Score, VersionRun
+from megarl.core.prompt import Prompt
+from megarl.core.sample import Sample
+from megarl.core.score import Score
 from megarl.environments.batch import judge_batch, judge_single
 from megarl.rewards import judge
 from megarl.rewards.pool import FunctionPool

@@ -37,7 +37,7 @@ REPORT_TIMEOUT_S = 300.0
 cache the absence of a file for a while."""
 
 VERDICT_S = 60.0
-"""Seconds that the driver has to determine the cause after a task fails, before srun stops all tasks."""
+"""Seconds that the driver has to write its verdict after a task fails, before srun stops all tasks."""
 
 JOIN_S = 120.0
 """Seconds that the driver has to open its rendezvous after its own checks."""
@@ -117,8 +117,16 @@ def main(run: Path) -> int:
     while (status := member.poll()) is None:
         time.sleep(POLL_S)  # Python would handle a signal that arrives just before a blocking wait only after it
     if status:
-        time.sleep(VERDICT_S)
+        await_verdict(folder)
     return status
+
+
+def await_verdict(folder: JobFolder) -> None:
+    """Wait until the driver has written its verdict, but at most VERDICT_S seconds, because srun stops all tasks when a
+    failed one exits."""
+    deadline = time.monotonic() + VERDICT_S
+    while not folder.verdict.exists() and time.monotonic() < deadline:
+        time.sleep(POLL_S)
 
 
 def _await_folder(folder: Path) -> None:

@@ -10,7 +10,9 @@ import torch
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]  # documented, but not in __all__
 
 from megarl.config.schema import Config
-from megarl.core.types import Prompt, Sample, SampleRef, VersionRun
+from megarl.core.completion import VersionRun
+from megarl.core.prompt import Prompt
+from megarl.core.sample import Sample, SampleRef
 from megarl.data.local_batch import LocalBatch
 from megarl.megatron.routes import model_of
 from megarl.megatron.workers.model import ModelWorker

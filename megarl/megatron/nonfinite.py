@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 
-from megarl.core.types import SampleRef
+from megarl.core.sample import SampleRef
 from megarl.megatron.metric_sums import Sums, read
 from megarl.megatron.model.build import named_parameters, named_weights
 

@@ -15,8 +15,8 @@ from megatron.core import parallel_state
 from megarl.algorithms.relative import covariance
 from megarl.algorithms.specs import PolicyObjective
 from megarl.config.algorithm_schema import Algorithm
+from megarl.core.sample import SampleRef
 from megarl.core.token_batch import TokenBatch
-from megarl.core.types import SampleRef
 from megarl.megatron.advantages import sum_over_replicas
 from megarl.megatron.losses import advantage_of
 

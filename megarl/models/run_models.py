@@ -12,7 +12,6 @@ from megarl.config.model_schema import Role
 from megarl.config.schema import Config
 from megarl.core.errors import UserError
 from megarl.models.denoiser import DenoiserShape, is_denoiser, pixels_per_latent
-from megarl.models.draft_rules import check_draft_model
 from megarl.models.folder import DRAFT_KEY, ModelNotLocal, read_config, read_local_config, resolve
 from megarl.models.huggingface import Experts, completed, experts, linear_attention, untrained_part
 from megarl.models.peft import check_adapter_config
@@ -23,6 +22,7 @@ from megarl.models.rules import (
     check_model,
     check_reward_model,
 )
+from megarl.models.rules.draft import check_draft_model
 from megarl.models.tokenizer import load_tokenizer
 from megarl.models.trained_model import policy_hf_config, trained_hf_config
 from megarl.models.weights_hash import weights_hash

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from megarl.config.model_schema import RewardModel
-from megarl.core.types import Sample
+from megarl.core.sample import Sample
 from megarl.models.classifier import Kind
 from megarl.rewards.process import aggregated, on_trained_tokens, step_ends, step_stops
 from megarl.rewards.reading import Reader, Reading

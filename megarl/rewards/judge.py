@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from megarl.rewards.result import Result
 
 if TYPE_CHECKING:
-    from megarl.core.types import Sample
+    from megarl.core.sample import Sample
 
 NAME = "judge"
 """Name of the judge's reward component and of its function. The function f(prompt, first, second, answer) returns

@@ -7,7 +7,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from megarl.config.model_schema import RewardModel
-from megarl.core.types import Prompt, Sample
+from megarl.core.prompt import Prompt
+from megarl.core.sample import Sample
 from megarl.data.typed_tokens import TypedTokens
 from megarl.rewards.classifier import ModelReward
 from megarl.rewards.rating import TEMPLATE, question, rating

@@ -17,7 +17,8 @@ from megarl.config.schema import Config, RewardFunction, Sandbox
 from megarl.core.errors import InfrastructureFailure, UserError
 from megarl.core.latents import AnySample
 from megarl.core.outage import Outage
-from megarl.core.types import Prompt, Sample
+from megarl.core.prompt import Prompt
+from megarl.core.sample import Sample
 from megarl.rewards.judge import NAME
 from megarl.rewards.options import NUM_TOKENS
 from megarl.rewards.registry import require_response_kind

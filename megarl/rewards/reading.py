@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megarl.config.model_schema import RewardModel
-from megarl.core.types import Prompt, Sample, VersionRun
+from megarl.core.completion import VersionRun
+from megarl.core.prompt import Prompt
+from megarl.core.sample import Sample
 from megarl.data.chat import MARK, response_span
 from megarl.data.typed_tokens import TypedTokens
 from megarl.models.classifier import Kind

@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from megarl.core.files import replacement
 from megarl.core.latents import LatentSample
 from megarl.core.optional_logs import OptionalLog
-from megarl.core.types import Sample, Score
+from megarl.core.sample import Sample
+from megarl.core.score import Score
 from megarl.rewards.rollout_images import write_images
 
 LOGPROB_DECIMALS = 4

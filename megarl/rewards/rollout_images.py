@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from megarl.core.files import replacement
 from megarl.core.latents import LatentSample
 from megarl.core.optional_logs import OptionalLog
-from megarl.core.types import Score
+from megarl.core.score import Score
 
 if TYPE_CHECKING:
     from PIL.Image import Image

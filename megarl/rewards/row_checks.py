@@ -12,7 +12,7 @@ from typing import Any
 from megarl.config.schema import Config
 from megarl.core.cores import usable_cores
 from megarl.core.errors import UserError
-from megarl.core.types import Prompt
+from megarl.core.prompt import Prompt
 from megarl.rewards.pool import FunctionPool, function_pool
 
 ROWS_PER_CALL = 256

@@ -17,9 +17,12 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 import numpy as np
 
+from megarl.core.completion import CandidateIds, DraftCounts, VersionRun
+from megarl.core.episode import Episode, RolloutInfo
 from megarl.core.errors import UserError
 from megarl.core.latents import AnySample, Conditioning, LatentSample
-from megarl.core.types import CandidateIds, DraftCounts, Episode, Prompt, RolloutInfo, Sample, VersionRun
+from megarl.core.prompt import Prompt
+from megarl.core.sample import Sample
 
 SavedGroup = tuple[int, int, list[AnySample]]
 """(prompt's row in the data, weight version with which its samples started, samples)."""

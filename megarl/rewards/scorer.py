@@ -7,9 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from megarl.config import schema
+from megarl.core.episode import LOST, Episode
 from megarl.core.errors import UserError
 from megarl.core.latents import AnySample
-from megarl.core.types import LOST, Episode, Sample, Score, TokenTotals
+from megarl.core.sample import Sample
+from megarl.core.score import Score, TokenTotals
 from megarl.rewards import judge
 from megarl.rewards.classifier import ModelReward
 from megarl.rewards.process import on_turns, together, turn_ends

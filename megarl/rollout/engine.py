@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.core.types import Completion, Prompt, Sample
+from megarl.core.completion import Completion
+from megarl.core.prompt import Prompt
+from megarl.core.sample import Sample
 from megarl.resharding.piece import Holder
 from megarl.resharding.planning.compact import CompactPlan
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.core.types import NO_ROUTE
+from megarl.core.completion import NO_ROUTE
 from megarl.models.huggingface import Experts
 
 

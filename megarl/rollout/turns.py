@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import count
 
-from megarl.core.types import Completion
+from megarl.core.completion import Completion
 from megarl.rollout.engine import Engine, TurnRequest
 
 TICK_S = 0.01

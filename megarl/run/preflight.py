@@ -33,7 +33,7 @@ from megarl.config.explain import explain
 from megarl.config.schema import Config
 from megarl.core import device
 from megarl.core.errors import UserError, prefix_lines
-from megarl.core.types import Prompt
+from megarl.core.prompt import Prompt
 from megarl.data.files import ALL_COLUMNS, NO_COLUMNS
 from megarl.data.offline import OfflineData, load_offline_data
 from megarl.data.prompts import PromptSet, load_prompts

@@ -11,7 +11,7 @@ from megarl.algorithms.baselines import MovingAverage
 from megarl.algorithms.specs import GroupEstimator
 from megarl.config.schema import Config
 from megarl.core.metrics import Metric
-from megarl.core.types import SampleRef
+from megarl.core.sample import SampleRef
 from megarl.step.rollout_rewards import Totals, member_of, reward_from_others, rollouts_of
 
 Groups = Sequence[Sequence[SampleRef]]

@@ -14,7 +14,9 @@ from megarl.cluster.pending import Pending, join
 from megarl.cluster.rank_batch import RankBatch
 from megarl.cluster.workers import Workers
 from megarl.config.schema import Config
-from megarl.core.types import Prompt, SampleRef, Scoring
+from megarl.core.prompt import Prompt
+from megarl.core.sample import SampleRef
+from megarl.core.token_batch import Scoring
 from megarl.data.prompts import PromptSet
 from megarl.models.folder import read_config
 from megarl.models.huggingface import completed, experts

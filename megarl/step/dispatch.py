@@ -10,7 +10,7 @@ from megarl.algorithms.aggregation import imitation_weights, sample_weights
 from megarl.cluster.rank_batch import RankBatch, Scores
 from megarl.config.model_schema import Role
 from megarl.config.schema import Config
-from megarl.core.types import SampleRef
+from megarl.core.sample import SampleRef
 from megarl.data.packing import Packing
 
 Group = Sequence[SampleRef]

@@ -16,8 +16,10 @@ from megarl.cluster.workers import Workers
 from megarl.config.evaluation import config_of_set, longest_response, seed_of_set
 from megarl.config.evaluation_schema import EvaluationSet
 from megarl.config.schema import Config
+from megarl.core.completion import NO_DRAFTS
+from megarl.core.sample import SampleRef
+from megarl.core.score import Score
 from megarl.core.timing import Stopwatch
-from megarl.core.types import NO_DRAFTS, SampleRef, Score
 from megarl.data.prompts import PromptSet
 from megarl.environments.protocol import StopReason
 from megarl.rollout.diffusers.request import ImageRequest

@@ -8,9 +8,10 @@ from statistics import fmean
 
 from megarl.algorithms.value_loss import explained_variance
 from megarl.config.schema import Config
+from megarl.core.completion import NO_DRAFTS
 from megarl.core.metrics import Metric
+from megarl.core.sample import SampleRef
 from megarl.core.timing import Stopwatch
-from megarl.core.types import NO_DRAFTS, SampleRef
 from megarl.environments.protocol import StopReason
 
 

@@ -14,7 +14,7 @@ from megarl.config.continuation import allowed_changes
 from megarl.config.schema import Config
 from megarl.core.checkpoint import FORMAT, Checkpoint, FileRecord
 from megarl.core.metrics import Metric
-from megarl.core.types import SampleRef
+from megarl.core.sample import SampleRef
 from megarl.data.prompts import PromptSet
 from megarl.rollout.router import Aborted, completed
 from megarl.rollout.schedule import RolloutSchedule

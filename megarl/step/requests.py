@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megarl.config.schema import Config
-from megarl.core.types import Prompt
+from megarl.core.prompt import Prompt
 from megarl.rollout.diffusers.request import Denoising, ImageRequest
 from megarl.rollout.engine import SamplingRequest
 

@@ -43,7 +43,8 @@ from megarl.algorithms.baselines import Member
 from megarl.algorithms.specs import SampleEstimator
 from megarl.config.algorithm_schema import Advantage
 from megarl.config.schema import Config
-from megarl.core.types import NO_TOTALS, SampleRef, TokenTotals
+from megarl.core.sample import SampleRef
+from megarl.core.score import NO_TOTALS, TokenTotals
 from megarl.rewards.length import overlong_penalty
 
 Totals = Mapping[str, TokenTotals]

@@ -13,8 +13,9 @@ from megarl.cluster.rank_batch import Scores
 from megarl.cluster.workers import Workers
 from megarl.config.schema import Config
 from megarl.core.metrics import Metric
+from megarl.core.sample import SampleRef
+from megarl.core.score import Score
 from megarl.core.timing import Stopwatch
-from megarl.core.types import SampleRef, Score
 from megarl.step.queue import RolloutQueue
 from megarl.step.rollout_rewards import rollouts_of
 from megarl.step.scoring import Metrics, is_informative, select

@@ -10,7 +10,8 @@ from statistics import fmean, pstdev
 from megarl.config.schema import Config
 from megarl.core.errors import InfrastructureFailure, RunFailure, UserError
 from megarl.core.metrics import Metric, merge
-from megarl.core.types import SampleRef, Score
+from megarl.core.sample import SampleRef
+from megarl.core.score import Score
 from megarl.step.rollout_rewards import length_rewards, rollouts_of
 
 Metrics = dict[str, Metric]

@@ -10,7 +10,7 @@ from megarl.cluster.pending import Pending
 from megarl.cluster.rank_batch import Scores, Updates
 from megarl.cluster.workers import Workers
 from megarl.config.schema import Config
-from megarl.core.types import SampleRef
+from megarl.core.sample import SampleRef
 from megarl.step.dispatch import dispatch, samples_of
 from megarl.step.passes import make_policy_passes
 from megarl.step.rollout_rewards import Totals

@@ -12,7 +12,7 @@ from megarl.cluster.workers import Workers
 from megarl.config.model_schema import Role
 from megarl.config.schema import Config
 from megarl.core.metrics import Metric
-from megarl.core.types import SampleRef
+from megarl.core.sample import SampleRef
 from megarl.step.baselines import attach_baselines, step_scale, update_reward_average
 from megarl.step.dispatch import Group, dispatch, epochs_of
 from megarl.step.passes import make_policy_passes, policies

@@ -21,8 +21,8 @@ from megarl.cluster.placement import Process
 from megarl.cluster.trained_models import TrainedModels
 from megarl.cluster.workers import Workers
 from megarl.config.schema import Config
+from megarl.core.sample import SampleRef
 from megarl.core.timing import Stopwatch
-from megarl.core.types import SampleRef
 from megarl.megatron.workers.actor import ActorWorker
 from megarl.step.rollouts import Rollouts
 from tests.forked import run_ranks

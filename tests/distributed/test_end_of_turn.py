@@ -11,7 +11,7 @@ from transformers import AutoModelForSequenceClassification
 from megarl.cluster.rank_batch import RankBatch
 from megarl.config.schema import Config
 from megarl.core import device
-from megarl.core.types import SampleRef
+from megarl.core.sample import SampleRef
 from megarl.data.packing import Lengths, schedule
 from megarl.megatron import step
 from megarl.megatron.workers.actor import ActorWorker

@@ -20,7 +20,7 @@ from megarl.cluster.trained_models import TrainedModels
 from megarl.cluster.workers import Workers
 from megarl.config.schema import Config
 from megarl.core.metrics import Metric, merge, merge_updates
-from megarl.core.types import SampleRef
+from megarl.core.sample import SampleRef
 from megarl.data.local_batch import LocalBatch
 from megarl.megatron.workers.trainer import TrainerWorker
 from megarl.models.classifier import as_classifier

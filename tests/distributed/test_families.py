@@ -230,12 +230,6 @@ VARIATIONS = (
 """Models whose parts all occur in other models."""
 
 
-@pytest.mark.parametrize("folder", exhaustive_but(MODELS, *(MODELS.keys() - {*VARIATIONS})), indirect=True)
-def test_training_matches_transformers(folder):
-    ranks = run_ranks(1, train, config_of(folder, "actor.tokens_per_microbatch=256"), folder, [GROUPS])
-    assert_same_training(folder, ranks, plain_training(folder, [GROUPS], kl_coefficient=0.0))
-
-
 LAYOUTS = {
     "Llama, all biases: TP3": "tp: 3",
     "Llama, all biases: TP3, SP": "tp: 3, sequence_parallel: true",
@@ -276,17 +270,24 @@ LAYOUTS = {
 }
 """Cases in which a family's special parts are sharded."""
 
-
-@pytest.mark.parametrize(
-    "case",
-    exhaustive_but(
-        LAYOUTS,
-        *("Llama, all biases: TP3, SP", "Phi-3: TP3, SP", "Qwen3: TP3"),
-        *("Qwen3.5: TP2", "Qwen3.5: CP2", "Qwen3-Next: PP2, EP2"),
-        *("DeepSeek-V3: PP2, TP2, SP", "DeepSeek-V3, YaRN: CP2", "GLM-4.5-Air: EP2, TP2, ETP1"),
-        "gpt-oss: TP2, SP, EP2, ETP1",
-    ),
+IN_TEST = (
+    *("Llama, all biases: TP3, SP", "Phi-3: TP3, SP", "Qwen3: TP3"),
+    *("Qwen3.5: TP2", "Qwen3.5: CP2", "Qwen3-Next: PP2, EP2"),
+    *("DeepSeek-V3: PP2, TP2, SP", "DeepSeek-V3, YaRN: CP2", "GLM-4.5-Air: EP2, TP2, ETP1"),
+    "gpt-oss: TP2, SP, EP2, ETP1",
 )
+"""`make test-exhaustive` runs the other layouts, and these models in one process."""
+
+ALONE = MODELS.keys() - {*VARIATIONS} - {case.partition(": ")[0] for case in IN_TEST}
+
+
+@pytest.mark.parametrize("folder", exhaustive_but(MODELS, *ALONE), indirect=True)
+def test_training_matches_transformers(folder):
+    ranks = run_ranks(1, train, config_of(folder, "actor.tokens_per_microbatch=256"), folder, [GROUPS])
+    assert_same_training(folder, ranks, plain_training(folder, [GROUPS], kl_coefficient=0.0))
+
+
+@pytest.mark.parametrize("case", exhaustive_but(LAYOUTS, *IN_TEST))
 def test_sharded_training_matches_transformers(tmp_path, case):
     (name, _, _), layout = case.partition(": "), LAYOUTS[case]
     folder = write(tmp_path / "model", name)

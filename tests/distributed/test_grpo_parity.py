@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from megarl.core.completion import CandidateIds
 from megarl.core.metrics import merge
-from megarl.core.types import CandidateIds, Sample
+from megarl.core.sample import Sample
 from tests.closeness import Expected
 from tests.forked import run_ranks
 from tests.marks import exhaustive_but

@@ -15,7 +15,7 @@ import torch
 
 from megarl.algorithms.transition import guided, log_prob, transition
 from megarl.core.latents import LatentSample, canaries
-from megarl.core.types import Prompt
+from megarl.core.prompt import Prompt
 from megarl.megatron import denoiser_step, parallel
 from megarl.megatron.model.build import named_weights
 from megarl.megatron.model.denoiser.build import build_denoiser

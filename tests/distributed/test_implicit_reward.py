@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megarl.config.schema import Config
-from megarl.core.types import Sample
+from megarl.core.sample import Sample
 from megarl.megatron.workers.implicit_reward import ImplicitRewardWorker
 from megarl.models.folder import read_config
 from tests.closeness import assert_close, close_to, expected, load

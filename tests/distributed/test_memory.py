@@ -13,7 +13,10 @@ import torch
 from megarl.cluster.memory.rank import FLOAT32, layer_bytes, rank_memory
 from megarl.config.model_schema import Layout
 from megarl.config.schema import Config
-from megarl.core.types import Baseline, Prompt, Sample, SampleRef, VersionRun
+from megarl.core.completion import VersionRun
+from megarl.core.prompt import Prompt
+from megarl.core.sample import Sample, SampleRef
+from megarl.core.score import Baseline
 from megarl.data.local_batch import LocalBatch
 from megarl.megatron import step
 from megarl.megatron.model.build import named_parameters

@@ -22,7 +22,7 @@ from megarl.algorithms.specs import ObjectiveSpec
 from megarl.cluster.groups.ranks import worker_class
 from megarl.config.schema import Config
 from megarl.core.metrics import merge
-from megarl.core.types import Sample, SampleRef
+from megarl.core.sample import Sample, SampleRef
 from megarl.data.offline import load_offline_data
 from megarl.megatron.workers.actor import ActorWorker
 from megarl.step.dispatch import dispatch

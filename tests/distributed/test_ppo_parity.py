@@ -15,7 +15,7 @@ from transformers import AutoModelForSequenceClassification
 from transformers.core_model_loading import revert_weight_conversion
 
 from megarl.config.schema import Config
-from megarl.core.types import Sample
+from megarl.core.sample import Sample
 from megarl.megatron import parallel
 from megarl.megatron.workers.actor import ActorWorker
 from megarl.megatron.workers.critic import CriticWorker

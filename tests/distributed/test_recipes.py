@@ -23,7 +23,8 @@ from megarl.cluster.workers import Workers
 from megarl.config.load import load
 from megarl.config.schema import Config
 from megarl.core.metrics import Metric, merge_updates
-from megarl.core.types import SampleRef, TokenTotals
+from megarl.core.sample import SampleRef
+from megarl.core.score import TokenTotals
 from megarl.megatron.model.build import adapter_parameters
 from megarl.megatron.workers.trainer import TrainerWorker
 from megarl.step import passes

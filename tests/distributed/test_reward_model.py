@@ -12,7 +12,7 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 
 from megarl.cluster.rank_batch import RankBatch
 from megarl.config.schema import Config
-from megarl.core.types import Sample, SampleRef
+from megarl.core.sample import Sample, SampleRef
 from megarl.data.packing import Lengths, schedule
 from megarl.megatron.workers.reward_model import RewardModelWorker
 from megarl.rewards.model_reward import classifier_reward

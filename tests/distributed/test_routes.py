@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from megarl.core.types import NO_ROUTE, Sample
+from megarl.core.completion import NO_ROUTE
+from megarl.core.sample import Sample
 from megarl.megatron.workers.actor import ActorWorker
 from tests.closeness import Expected, float64
 from tests.forked import run_ranks

@@ -9,7 +9,10 @@ import torch
 
 from megarl.config.load import load
 from megarl.config.schema import Config
-from megarl.core.types import Baseline, Prompt, Sample, SampleRef, VersionRun
+from megarl.core.completion import VersionRun
+from megarl.core.prompt import Prompt
+from megarl.core.sample import Sample, SampleRef
+from megarl.core.score import Baseline
 from megarl.data.collate import collate
 from megarl.megatron import parallel
 from megarl.megatron.advantages import with_advantages

@@ -21,6 +21,7 @@ from tests.e2e.learning_tasks import (
     of_forward_kl,
     of_reverse_kl,
 )
+from tests.e2e.tiny_families import GATED_DELTA, GPT_OSS_YARN
 
 ON_POLICY = ("batch.prompts_per_update=8",)
 TWO_UPDATES = ("batch.prompts_per_update=4",)  # with one update the objective's ratio stays 1
@@ -44,14 +45,6 @@ COMMON_SIZES = dict(
     max_position_embeddings=256,
     tie_word_embeddings=True,
 )
-QWEN35 = dict(
-    num_hidden_layers=4,
-    linear_num_key_heads=2,
-    linear_num_value_heads=4,
-    linear_key_head_dim=24,
-    linear_value_head_dim=16,
-    rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.25),
-)
 GPT_OSS = dict(
     num_hidden_layers=2,
     intermediate_size=64,
@@ -59,15 +52,7 @@ GPT_OSS = dict(
     num_experts_per_tok=2,
     sliding_window=4,  # shorter than the samples
     tie_word_embeddings=False,
-    rope_parameters=dict(
-        rope_type="yarn",
-        rope_theta=1e4,
-        factor=4.0,
-        original_max_position_embeddings=64,
-        beta_fast=32.0,
-        beta_slow=1.0,
-        truncate=False,
-    ),
+    rope_parameters=GPT_OSS_YARN,
 )
 
 
@@ -125,7 +110,7 @@ CASES: dict[str, Case] = {
     "RLOO": estimator("rloo"),
     "ReMax": estimator("remax", "batch.samples_per_prompt=4"),
     "GRPO": estimator("grpo", has_control=True),
-    "GRPO, Qwen3.5": estimator("grpo", family=("qwen3_5_text", COMMON_SIZES | QWEN35)),
+    "GRPO, Qwen3.5": estimator("grpo", family=("qwen3_5_text", GATED_DELTA | COMMON_SIZES)),
     "GRPO, gpt-oss": estimator("grpo", family=("gpt_oss", COMMON_SIZES | GPT_OSS)),
     "GRPO, rollouts a step ahead": estimator("grpo", *ahead(1, APART)),
     "GRPO, rollouts four steps ahead": estimator("grpo", *ahead(4, APART)),

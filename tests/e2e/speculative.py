@@ -16,7 +16,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, TopKLogitsWarper, TopPLogitsWarper
 
 from megarl.config.load import load
-from megarl.core.types import NO_DRAFTS, Prompt, Sample
+from megarl.core.completion import NO_DRAFTS
+from megarl.core.prompt import Prompt
+from megarl.core.sample import Sample
 from megarl.models.folder import read_config
 from megarl.models.trained_model import policy_hf_config
 from megarl.resharding.families import huggingface_holder, vllm_holder
@@ -25,41 +27,15 @@ from megarl.resharding.planning.compact import CompactPlan
 from megarl.resharding.planning.planner import make_plan
 from megarl.resharding.transports.shared_memory import SharedMemory, publish
 from megarl.rollout.engine import SamplingRequest
+from tests.e2e.tiny_families import GLM, LATENT, SIZES
 from tests.paths import BASE
 from tests.tiny_model import EOS_ID, add_mtp_layer, write_tiny_model
 
-SIZES = dict(
-    vocab_size=128,
-    hidden_size=64,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=32,
-    num_hidden_layers=2,
-    intermediate_size=128,
-    max_position_embeddings=256,
-)
-EXPERTS = dict(
-    first_k_dense_replace=1, moe_intermediate_size=32, n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2
-)
-# vLLM's CPU kernel requires these values of kv_lora_rank and qk_rope_head_dim.
-LATENT = dict(
-    head_dim=64,
-    num_key_value_heads=2,
-    q_lora_rank=24,
-    kv_lora_rank=512,
-    qk_rope_head_dim=64,
-    qk_nope_head_dim=16,
-    v_head_dim=24,
-    n_group=1,
-    topk_group=1,
-    scoring_func="sigmoid",
-    topk_method="noaux_tc",
-)
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "n-grams": ("ngram", "llama", {}),
     "draft model": ("draft_model", "llama", {}),
-    "GLM-4.6's MTP": ("mtp", "glm4_moe", EXPERTS | dict(attention_bias=True, use_qk_norm=True)),
-    "DeepSeek-V3's MTP": ("mtp", "deepseek_v3", EXPERTS | LATENT),
+    "GLM-4.6's MTP": ("mtp", "glm4_moe", GLM | dict(use_qk_norm=True)),
+    "DeepSeek-V3's MTP": ("mtp", "deepseek_v3", LATENT | dict(q_lora_rank=24, head_dim=64, moe_intermediate_size=32)),
 }
 """Method, and the policy's model_type and config.json keys in addition to SIZES."""
 TRUNCATED = dict(top_k=8, top_p=0.9)

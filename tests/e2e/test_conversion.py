@@ -13,7 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megarl.config.load import load
-from megarl.core.types import Prompt, Sample
+from megarl.core.prompt import Prompt
+from megarl.core.sample import Sample
 from megarl.megatron.checkpoint.conversion import (
     huggingface_to_megatron,
     layout_of_files,
@@ -24,14 +25,14 @@ from megarl.models.folder import read_config
 from megarl.rollout.engine import SamplingRequest
 from megarl.rollout.vllm.environment import environment
 from tests.e2e.engine_processes import engine_context
-from tests.e2e.test_refit import SIZES as REFIT_SIZES
+from tests.e2e.tiny_families import SIZES as COMMON_SIZES
 from tests.paths import BASE
 from tests.timing import RUN_S
 from tests.tiny_model import write_tiny_model
 
 pytestmark = pytest.mark.slow
 TOLERANCE = 1e-4
-SIZES = REFIT_SIZES | dict(vocab_size=131, num_key_value_heads=2)
+SIZES = COMMON_SIZES | dict(vocab_size=131, num_key_value_heads=2)
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True)
 
 

@@ -133,6 +133,7 @@ def test_rollouts_have_images_and_windows(uninterrupted):
     assert len(windows) > 1
 
 
+@pytest.mark.exhaustive
 def test_diffusion_nft_trains_without_log_probs(noised):
     """Each image is trained at noise levels of its own, and canaries compare the engine's velocities after each
     refit."""

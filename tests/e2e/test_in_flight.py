@@ -19,14 +19,15 @@ from megarl.cluster.groups.engines import EngineGroup
 from megarl.cluster.placement import place
 from megarl.cluster.supervision.supervisor import supervised
 from megarl.config.load import load
-from megarl.core.types import Prompt, SampleRef
+from megarl.core.prompt import Prompt
+from megarl.core.sample import SampleRef
 from megarl.models.folder import read_config
 from megarl.resharding.families import huggingface_holder
 from megarl.resharding.planning.compact import CompactPlan
 from megarl.resharding.planning.planner import make_plan
 from megarl.resharding.transports.shared_memory import SharedMemory, publish
 from megarl.rollout.engine import SamplingRequest
-from tests.e2e.test_refit import SIZES
+from tests.e2e.tiny_families import SIZES
 from tests.paths import BASE
 from tests.timing import RUN_S
 from tests.tiny_model import write_tiny_model

@@ -13,7 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megarl.config.schema import Config
-from megarl.core.types import Prompt, Sample, VersionRun
+from megarl.core.completion import VersionRun
+from megarl.core.prompt import Prompt
+from megarl.core.sample import Sample
 from megarl.rewards.model_reward import model_judge
 from megarl.rollout.vllm.environment import environment
 from tests.e2e.engine_processes import engine_context

@@ -30,7 +30,10 @@ from transformers import AutoModelForCausalLM
 from megarl.config.load import load
 from megarl.config.logprob_check_schema import ROUNDING
 from megarl.config.schema import Config
-from megarl.core.types import NO_BASELINE, NO_ROUTE, Baseline, Prompt, Sample, VersionRun
+from megarl.core.completion import NO_ROUTE, VersionRun
+from megarl.core.prompt import Prompt
+from megarl.core.sample import Sample
+from megarl.core.score import NO_BASELINE, Baseline
 from megarl.data.local_batch import LocalBatch
 from megarl.megatron.workers.actor import ActorWorker
 from megarl.models.folder import read_config
@@ -54,6 +57,17 @@ from megarl.rollout.engine import SamplingRequest
 from megarl.rollout.vllm.environment import environment
 from tests.e2e.engine_processes import engine_context
 from tests.e2e.run import mapped_shared_memory
+from tests.e2e.tiny_families import (
+    GATED_DELTA,
+    GATED_DELTA_EXPERTS,
+    GLM,
+    GPT_OSS,
+    KIMI_YARN,
+    LATENT,
+    SIZES,
+    TWO_GROUPS,
+    YARN,
+)
 from tests.paths import BASE
 from tests.routes import Replayed
 from tests.samples import training_ref
@@ -373,80 +387,6 @@ def prompts() -> list[Prompt]:
     return [Prompt(str(i), "", tuple(source.randrange(6, 120) for _ in range(n))) for i, n in enumerate(lengths)]
 
 
-# vLLM's CPU kernels need a head size of 32 and experts with a multiple of 32 rows.
-SIZES = dict(
-    vocab_size=128,
-    hidden_size=64,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=32,
-    num_hidden_layers=2,
-    intermediate_size=128,
-    max_position_embeddings=256,
-)
-# vLLM's CPU kernel requires these values of kv_lora_rank and qk_rope_head_dim.
-LATENT = dict(
-    num_key_value_heads=2,
-    kv_lora_rank=512,
-    qk_rope_head_dim=64,
-    qk_nope_head_dim=16,
-    v_head_dim=24,
-    moe_intermediate_size=64,
-    n_routed_experts=4,
-    n_shared_experts=1,
-    num_experts_per_tok=2,
-    n_group=1,
-    topk_group=1,
-    first_k_dense_replace=1,
-    scoring_func="sigmoid",
-    topk_method="noaux_tc",
-)
-YARN = dict(
-    rope_type="yarn",
-    rope_theta=10000.0,
-    factor=4.0,
-    original_max_position_embeddings=64,
-    mscale=1.0,
-    mscale_all_dim=1.0,
-)
-# vLLM's CPU kernels for experts need a hidden size that is a multiple of 32.
-GATED_DELTA = dict(
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    num_hidden_layers=4,
-    linear_num_key_heads=2,
-    linear_num_value_heads=4,
-    linear_key_head_dim=24,
-    linear_value_head_dim=16,
-    rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.25),
-)
-GATED_DELTA_EXPERTS = GATED_DELTA | dict(
-    num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32
-)
-GLM = dict(
-    moe_intermediate_size=64,
-    n_routed_experts=4,
-    num_experts_per_tok=2,
-    attention_bias=True,
-    first_k_dense_replace=1,
-)
-TWO_GROUPS = dict(num_attention_heads=4, num_key_value_heads=2)
-GPT_OSS = TWO_GROUPS | dict(
-    num_local_experts=4,
-    num_experts_per_tok=2,
-    sliding_window=24,
-    rms_norm_eps=1e-5,
-    rope_parameters=dict(
-        rope_type="yarn",
-        rope_theta=10000.0,
-        factor=4.0,
-        original_max_position_embeddings=64,
-        beta_fast=32.0,
-        beta_slow=1.0,
-        truncate=False,
-    ),
-)
-KIMI_YARN = YARN | dict(rope_theta=50.0, factor=32.0, beta_fast=1.0, beta_slow=1.0)
 STAGES, ROWS = "{pp: 2}", "{tp: 2, sequence_parallel: true}"
 EXPERTS, EXPERTS_OF_ROWS = "{dp: 2, ep: 2}", "{tp: 2, sequence_parallel: true, ep: 2, etp: 1}"
 MODELS = {

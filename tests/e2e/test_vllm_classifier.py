@@ -20,7 +20,8 @@ from tests.distributed.test_reward_model import (
     write_classifier,
 )
 from tests.e2e.engine_processes import engine_context
-from tests.e2e.test_refit import MODELS, SIZES
+from tests.e2e.test_refit import MODELS
+from tests.e2e.tiny_families import SIZES
 from tests.marks import exhaustive_but
 from tests.parity import config_of
 from tests.timing import RUN_S

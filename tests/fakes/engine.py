@@ -19,7 +19,8 @@ from tokenizers import Tokenizer
 from megarl.cluster.groups.engine_actor import EngineProcess
 from megarl.cluster.groups.group import ASYNC_OPTIONS
 from megarl.config.schema import Config
-from megarl.core.types import Completion, Sample, VersionRun
+from megarl.core.completion import Completion, VersionRun
+from megarl.core.sample import Sample
 from megarl.models.folder import read_config
 from megarl.resharding.execute import execute
 from megarl.resharding.families import vllm_holders

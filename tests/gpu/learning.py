@@ -10,7 +10,9 @@ from transformers import AutoModelForCausalLM
 
 from megarl.config.schema import Config
 from megarl.core import device
-from megarl.core.types import Prompt, Sample, VersionRun
+from megarl.core.completion import VersionRun
+from megarl.core.prompt import Prompt
+from megarl.core.sample import Sample
 from megarl.megatron.workers.actor import ActorWorker
 from tests.parity import RankResult, config_of, local_batch, rank_batches, whole_tensors
 

@@ -10,7 +10,10 @@ import torch
 from megarl.cluster.memory.rank import rank_memory
 from megarl.config.schema import Config
 from megarl.core.checkpoint import Checkpoint
-from megarl.core.types import Baseline, Prompt, Sample, VersionRun
+from megarl.core.completion import VersionRun
+from megarl.core.prompt import Prompt
+from megarl.core.sample import Sample
+from megarl.core.score import Baseline
 from megarl.data.local_batch import LocalBatch
 from megarl.megatron.offload import Offload
 from megarl.megatron.workers.actor import ActorWorker

@@ -1,4 +1,4 @@
-"""Tests of `.ci/run` and `make test-all` in a repository whose `make` only prints its arguments."""
+"""Tests of `.ci/run`, which `make test-all` calls, in a repository whose `make` only prints its arguments."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ import pytest
 from tests.paths import ROOT
 
 CI, MAKEFILE = ROOT / ".ci" / "run", ROOT / "Makefile"
-FIRST = [["lint"], ["test"]]
-ALWAYS = ["test-cluster", "types", "test-sandbox", "resolve-gpu"]
-PARTS = ["test-learn", "test-exhaustive", "test-browser", "docs"]
+TABLE = CI.read_text().partition('parts="\n')[2].partition('\n"\n')[0]
+PARTS = [line.split()[0] for line in TABLE.splitlines()]
+FIRST = ["lint", "test"]
+NOT_IN_CI = ["soak"]
+BESIDE = [part for part in PARTS if part not in FIRST + NOT_IN_CI]
 
 
 class Repository:
@@ -43,26 +45,38 @@ class Repository:
         return self.git("rev-parse", "HEAD")
 
     def verify(self) -> None:
-        self.commit(".ci/verified", self.git("rev-parse", "HEAD") + "\n")
+        head = self.git("rev-parse", "HEAD")
+        self.commit(".ci/verified", "".join(f"{part} {head}\n" for part in PARTS))
 
-    def ci(self) -> list[list[str]]:
-        """Return the arguments of each call of make."""
+    def run(self, *arguments: str, failing: str = "", touching: str = "") -> subprocess.CompletedProcess[str]:
+        """Run `.ci/run` with a make that fails for one target and changes the tree for another one."""
         make = self._bin / "make"
-        make.write_text('#!/bin/sh\necho "$@"\n')
+        make.write_text(f'#!/bin/sh\necho "$@"\n[ "$1" != "{touching}" ] || touch new.py\n[ "$1" != "{failing}" ]\n')
         make.chmod(0o755)
-        path = f"{self._bin}:{os.environ['PATH']}"
-        done = subprocess.run(
-            [".ci/run"], cwd=self.folder, env={**os.environ, "PATH": path}, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
-        return [line.split() for line in done.stdout.splitlines()]
+        environment = {**os.environ, "PATH": f"{self._bin}:{os.environ['PATH']}"}
+        return subprocess.run([".ci/run", *arguments], cwd=self.folder, env=environment, capture_output=True, text=True)
 
     def due(self) -> list[str]:
-        *first, [jobs, part, *targets] = self.ci()
-        assert first == FIRST
+        """Return the parts that CI runs beside the cluster tests."""
+        done = self.run()
+        assert done.returncode == 0, done.stderr
+        lint, test, *beside = done.stdout.splitlines()
+        assert [lint, test] == FIRST
+        if not beside:
+            return []
+        [[jobs, part, *targets]] = map(str.split, beside)
         assert (jobs, part) == ("--jobs=2", "PART=today")
-        assert targets[: len(ALWAYS)] == ALWAYS
-        return targets[len(ALWAYS) :]
+        return targets
+
+    def test_all(self, *parts: str, **faults: str) -> tuple[list[str], dict[str, str]]:
+        """Run parts as a whole. Return the targets that were made, and the commit of each verified part."""
+        done = self.run(*(parts or ("all",)), **faults)
+        assert (done.returncode == 0) == (not faults), done.stderr
+        targets = [line.split() for line in done.stdout.splitlines()]
+        assert all(words[1:] == ["PART="] for words in targets)
+        file = self.folder / ".ci" / "verified"
+        lines = file.read_text().splitlines() if file.exists() else []
+        return [target for target, _ in targets], dict(map(str.split, lines))
 
     def share(self, target: str, *variables: str) -> list[str]:
         """Return the share of tests that make passes to pytest."""
@@ -71,18 +85,6 @@ class Repository:
         shown = subprocess.run(command, cwd=ROOT, env=repository, capture_output=True, text=True)
         return re.findall(r"--part=\S*", shown.stdout)
 
-    def test_all(self, passes: bool = True) -> str:
-        """Run `make test-all` with a recursive make that passes or fails."""
-        done = subprocess.run(
-            [shutil.which("make"), "test-all", f"MAKE={'true' if passes else 'false'}"],
-            cwd=self.folder,
-            text=True,
-            capture_output=True,
-        )
-        assert (done.returncode == 0) == passes
-        file = self.folder / ".ci" / "verified"
-        return file.read_text() if file.exists() else ""
-
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Repository:
@@ -90,12 +92,13 @@ def repository(tmp_path: Path) -> Repository:
 
 
 def test_all_parts_are_due_without_a_verified_commit(repository: Repository) -> None:
-    assert repository.due() == PARTS
+    assert repository.due() == BESIDE
 
 
 def test_all_parts_are_due_if_the_verified_commit_is_unknown(repository: Repository) -> None:
-    repository.commit(".ci/verified", "0123456789abcdef0123456789abcdef01234567\n")
-    assert repository.due() == PARTS
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    repository.commit(".ci/verified", "".join(f"{part} {commit}\n" for part in PARTS))
+    assert repository.due() == BESIDE
 
 
 def test_no_part_is_due_at_a_verified_commit(repository: Repository) -> None:
@@ -103,18 +106,28 @@ def test_no_part_is_due_at_a_verified_commit(repository: Repository) -> None:
     assert repository.due() == []
 
 
+CLUSTER = ["test-cluster"]
+RUNS = ["test-learn", "exhaustive-runs"]
+RANKS = ["exhaustive-ranks"]
+MOST = [*CLUSTER, "types", "test-sandbox", *RUNS, *RANKS]
+
+
 @pytest.mark.parametrize(
     ("path", "due"),
     [
         ("LICENSE", []),
-        ("megarl/planner/plan.py", ["docs"]),
-        ("megarl/report/charts.py", ["test-browser"]),
-        ("megarl/algorithms/kl.py", ["test-learn", "test-exhaustive", "docs"]),
-        ("docs/index.md", ["docs"]),
-        ("megarl/megatron/step.py", ["test-learn", "test-exhaustive"]),
-        ("tests/e2e/run.py", ["test-learn", "test-exhaustive"]),
-        ("tests/distributed/test_layouts.py", ["test-exhaustive"]),
-        ("tools/environment/cpu-py311.lock", PARTS),
+        ("megarl/planner/plan.py", [*CLUSTER, "types", "test-sandbox", *RANKS, "docs"]),
+        ("megarl/report/charts.py", [*CLUSTER, "types", "test-sandbox", "test-browser"]),
+        ("megarl/algorithms/kl.py", [*MOST, "docs"]),
+        ("docs/index.md", [*RANKS, "docs"]),
+        ("megarl/megatron/step.py", MOST),
+        ("launch/container/gpu-py312.lock", [*CLUSTER, "resolve-gpu", *RANKS, "docs"]),
+        ("tests/tiny_model.py", [*CLUSTER, "test-sandbox", *RUNS, *RANKS, "test-browser"]),
+        ("tests/e2e/run.py", [*CLUSTER, *RUNS, *RANKS]),
+        ("tests/cluster/jobs.py", CLUSTER),
+        ("tests/sandbox/test_users.py", ["test-sandbox"]),
+        ("tests/distributed/test_layouts.py", RANKS),
+        ("tools/environment/cpu-py311.lock", BESIDE),
     ],
 )
 def test_changed_path_makes_its_parts_due(repository: Repository, path: str, due: list[str]) -> None:
@@ -145,21 +158,43 @@ def test_each_day_has_its_own_share(repository: Repository, monkeypatch, target:
 
 def test_paths_of_the_table_exist() -> None:
     """Otherwise, changes in a renamed folder would not trigger any tests."""
-    named = re.findall(r"(?:docs|megarl|tests|tools)/[\w/.-]+", CI.read_text().partition("has_changed")[0])
+    named = re.findall(r"(?:docs|megarl|tests|tools)/[\w/.-]+", TABLE)
     assert len(named) > 8
     assert not [path for path in named if not (ROOT / path).exists()]
 
 
-def test_all_parts_are_in_test_all() -> None:
-    targets = re.search(r"\$\(MAKE\) (lint .*) &&", MAKEFILE.read_text()).group(1).split()
-    assert {*targets, "test-cluster"} == {"lint", "test", *ALWAYS, *PARTS, "soak"}  # soak includes test-cluster
+def test_parts_are_targets_of_make() -> None:
+    targets = set(re.findall(r"^([\w-]+):", MAKEFILE.read_text(), re.MULTILINE))
+    assert targets >= set(PARTS)
 
 
-def test_all_records_the_commit_if_it_passes_on_a_clean_tree(repository: Repository) -> None:
-    assert repository.test_all(passes=False) == ""
-    (repository.folder / "new.py").touch()
-    assert repository.test_all() == ""
-    commit = repository.commit("new.py")
-    assert repository.test_all() == f"{commit}\n"
+def test_each_part_that_passes_writes_its_line(repository: Repository) -> None:
+    commit = repository.git("rev-parse", "HEAD")
+    stopped = PARTS.index("soak")
+    made, verified = repository.test_all(failing="soak")
+    assert (made, verified) == (PARTS[: stopped + 1], dict.fromkeys(PARTS[:stopped], commit))
+    made, verified = repository.test_all()
+    assert (made, verified) == (PARTS[stopped:], dict.fromkeys(PARTS, commit))
     repository.commit("LICENSE", "later\n")
     assert repository.due() == []
+    assert repository.test_all()[0] == FIRST, "these cover all files"
+
+
+def test_named_parts_run_if_their_paths_have_changed(repository: Repository) -> None:
+    first = repository.git("rev-parse", "HEAD")
+    assert repository.test_all("types", "docs") == (["types", "docs"], {"types": first, "docs": first})
+    second = repository.commit("megarl/planner/plan.py")
+    third = repository.commit("LICENSE", "later\n")
+    assert second != third
+    assert repository.test_all("types") == (["types"], {"types": third, "docs": first})
+    assert repository.test_all("types") == ([], {"types": third, "docs": first})
+    assert repository.run("type").returncode == 2
+
+
+def test_only_a_clean_tree_is_verified(repository: Repository) -> None:
+    made, verified = repository.test_all("types", touching="types")
+    assert (made, verified) == (["types"], {})
+    made, verified = repository.test_all("types", touching="types")
+    assert (made, verified) == ([], {}), "new.py is not committed"
+    commit = repository.commit("new.py")
+    assert repository.test_all("types") == (["types"], {"types": commit})

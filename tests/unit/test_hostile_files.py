@@ -22,7 +22,7 @@ from megarl.config.schema import Config
 from megarl.core.checkpoint import Checkpoint, write_manifest
 from megarl.core.errors import DamagedCheckpoint, UserError
 from megarl.core.jsonl import read_objects
-from megarl.core.types import Prompt
+from megarl.core.prompt import Prompt
 from megarl.data.chat import prompt_ids
 from megarl.data.cursor import PromptCursor
 from megarl.data.files import file_rows, label_rows, message_rows, preference_rows

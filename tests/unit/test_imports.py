@@ -279,7 +279,7 @@ PLANTED = [
     ("megarl/algorithms/objectives/a.py", "import torch", "loads torch at module level"),
     ("megarl/config/a.py", "import torch.nn as nn", "loads torch.nn at module level"),
     ("megarl/cli.py", "try:\n    from transformers import AutoConfig\nfinally:\n    pass", "loads transformers"),
-    ("megarl/core/types.py", "class A:\n    import torch", "loads torch at module level"),
+    ("megarl/core/sample.py", "class A:\n    import torch", "loads torch at module level"),
     (
         "megarl/core/metrics.py",
         "if TYPE_CHECKING:\n    import os\nelse:\n    import torch",
@@ -313,7 +313,7 @@ def test_checker_detects_a_planted_violation(file: str, source: str, problem: st
         ("megarl/megatron/a.py", "import torch\nfrom megatron.core import x\nfrom megarl.resharding import execute"),
         ("megarl/resharding/transports/a.py", "import torch\ntorch.cuda.synchronize()\nb = 'nccl'"),
         ("megarl/resharding/execute.py", "import torch\nfrom megarl.resharding.planning.plan import Plan"),
-        ("megarl/core/types.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch"),
+        ("megarl/core/sample.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch"),
         ("megarl/config/a.py", "def f():\n    import torch"),
         ("megarl/cli.py", "def f():\n    import megarl.train"),
         ("megarl/ops/a.py", '"""On cuda: nccl, on CPU: gloo."""\nfrom megarl import __version__, device'),

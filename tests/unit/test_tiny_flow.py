@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.core.types import Prompt
+from megarl.core.prompt import Prompt
 from megarl.rewards.digits import rendered_digits
 from megarl.rollout.diffusers.engine import DiffusersEngine
 from megarl.rollout.diffusers.request import Denoising, ImageRequest

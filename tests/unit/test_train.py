@@ -13,7 +13,9 @@ from megarl.cluster.workers import Workers
 from megarl.config.load import load
 from megarl.core.errors import RunFailure
 from megarl.core.metrics import Metric, merge_updates, values
-from megarl.core.types import Baseline, Prompt, SampleRef, Score, TokenTotals
+from megarl.core.prompt import Prompt
+from megarl.core.sample import SampleRef
+from megarl.core.score import Baseline, Score, TokenTotals
 from megarl.step.baselines import attach_baselines, step_scale
 from megarl.step.dispatch import dispatch, epochs_of
 from megarl.step.requests import requests

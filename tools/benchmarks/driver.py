@@ -51,9 +51,11 @@ from megarl.cluster.supervision.supervisor import supervised
 from megarl.config.schema import Config
 from megarl.core.checkpoint import FileRecord
 from megarl.core.metrics import Metric, merge, merge_updates
+from megarl.core.prompt import Prompt
+from megarl.core.sample import SampleRef
+from megarl.core.score import Score
 from megarl.core.timing import Stopwatch
 from megarl.core.token_batch import TokenBatch
-from megarl.core.types import Prompt, SampleRef, Score
 from megarl.data.collate import add_scores
 from megarl.data.local_batch import LocalBatch
 from megarl.data.packing import Packing

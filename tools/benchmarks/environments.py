@@ -29,7 +29,8 @@ from megarl.cluster.placement import place
 from megarl.cluster.session import Session
 from megarl.cluster.supervision.supervisor import supervised
 from megarl.config.load import load
-from megarl.core.types import Prompt, SampleRef
+from megarl.core.prompt import Prompt
+from megarl.core.sample import SampleRef
 from megarl.data.turns import ChatTokens
 from megarl.environments.tools import describe
 from megarl.models.tokenizer import load_tokenizer

@@ -29,7 +29,8 @@ from training_step import RETURN_FREED_MEMORY
 from megarl.algorithms import transition
 from megarl.algorithms.baselines import MovingAverage
 from megarl.core.latents import LatentSample
-from megarl.core.types import Prompt, SampleRef
+from megarl.core.prompt import Prompt
+from megarl.core.sample import SampleRef
 from megarl.data.local_batch import LocalBatch
 from megarl.megatron.workers.denoiser import DenoiserWorker
 from megarl.rollout.diffusers.engine import DiffusersEngine

@@ -24,7 +24,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # this file is run as
 
 from megarl.config.schema import Config
 from megarl.core.metrics import Metric
-from megarl.core.types import Prompt
+from megarl.core.prompt import Prompt
 from megarl.data.local_batch import LocalBatch
 from megarl.megatron import parallel
 from megarl.megatron.model.build import named_parameters

@@ -20,7 +20,7 @@ from training_case import Case, peak_rss_bytes, timed, write_result
 from megarl.cluster.memory.rank import rank_memory
 from megarl.config.schema import Config
 from megarl.core import device
-from megarl.core.types import Prompt
+from megarl.core.prompt import Prompt
 from megarl.data.local_batch import LocalBatch
 from megarl.megatron.main_weights import begin_main_weights
 from megarl.megatron.model.build import named_parameters

@@ -20,7 +20,8 @@ import psutil
 from benchmark import option, run_benchmark
 from samples import sample_of
 
-from megarl.core.types import Prompt, Sample
+from megarl.core.prompt import Prompt
+from megarl.core.sample import Sample
 from megarl.rewards.pool import FunctionPool
 
 PROMPTS, SAMPLES, RUNS = 256, 8, 3

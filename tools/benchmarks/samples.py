@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megarl.core.types import Prompt, Sample, SampleRef, VersionRun
+from megarl.core.completion import VersionRun
+from megarl.core.prompt import Prompt
+from megarl.core.sample import Sample, SampleRef
 from megarl.data.local_batch import LocalBatch
 from megarl.data.packing import Lengths, Packing, schedule
 

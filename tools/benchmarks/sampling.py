@@ -37,7 +37,7 @@ def record_seconds(processor: Any) -> list[float]:
 def measure(folder: Path, top_k: int | None) -> dict[str, float]:
     """Return the median milliseconds to process a step's outputs in both ways, and the milliseconds to detokenize all
     complete responses."""
-    from megarl.core.types import Prompt
+    from megarl.core.prompt import Prompt
     from megarl.models.tokenizer import response_text
     from megarl.rollout.engine import SamplingRequest
     from megarl.rollout.vllm.engine import VllmEngine

@@ -20,7 +20,8 @@ import torch.distributed as dist
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # this file is run as a script and imported by tests
 
-from megarl.core.types import Prompt, Sample
+from megarl.core.prompt import Prompt
+from megarl.core.sample import Sample
 from megarl.megatron import parallel
 from megarl.megatron.workers.actor import ActorWorker
 from megarl.models.folder import resolve

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from megarl.algorithms.baselines import Member, group_mean
 from megarl.algorithms.specs import GroupEstimator
-from megarl.core.types import NO_TOTALS
+from megarl.core.score import NO_TOTALS
 
 
 def amplification(groups: Sequence[Sequence[Member]]) -> float:

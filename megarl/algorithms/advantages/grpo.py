@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from megarl.algorithms.baselines import Member, mean, scale_of, standard_deviation
 from megarl.algorithms.specs import Deviation, GroupEstimator, Options, mean_of_tokens
 from megarl.core.ranges import NonNegativeFloat
-from megarl.core.types import Baseline, TokenTotals
+from megarl.core.score import Baseline, TokenTotals
 
 
 def grpo(group: Sequence[Member], std: str, std_epsilon: float) -> list[Baseline]:

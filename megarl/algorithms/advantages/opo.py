@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from megarl.algorithms.baselines import Member, group_mean
 from megarl.algorithms.specs import GroupEstimator
-from megarl.core.types import Baseline
+from megarl.core.score import Baseline
 
 
 def opo(group: Sequence[Member]) -> list[Baseline]:

@@ -9,7 +9,7 @@ from typing import Literal
 from megarl.algorithms.baselines import Member, scale_of
 from megarl.algorithms.specs import GroupEstimator, Options
 from megarl.core.ranges import NonNegativeFloat, PositiveInt
-from megarl.core.types import Baseline
+from megarl.core.score import Baseline
 
 
 def pass_at_k(group: Sequence[Member], k: int, pass_at_k_baseline: str, std: str, std_epsilon: float) -> list[Baseline]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from megarl.algorithms.baselines import Member
 from megarl.algorithms.specs import SampleEstimator
-from megarl.core.types import NO_BASELINE, Baseline
+from megarl.core.score import NO_BASELINE, Baseline
 
 
 def policy_gradient(group: Sequence[Member]) -> list[Baseline]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from megarl.algorithms.baselines import Member
 from megarl.algorithms.specs import SampleEstimator
-from megarl.core.types import Baseline
+from megarl.core.score import Baseline
 
 
 def remax(group: Sequence[Member]) -> list[Baseline]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from megarl.algorithms.baselines import Member, deviations_of_others, means_of_others
 from megarl.algorithms.specs import Deviation, GroupEstimator
 from megarl.core.ranges import NonNegativeFloat
-from megarl.core.types import Baseline, TokenTotals
+from megarl.core.score import Baseline, TokenTotals
 
 
 def rloo(group: Sequence[Member], std: str, std_epsilon: float) -> list[Baseline]:

@@ -23,7 +23,7 @@ from megarl.config.schema import Config
 from megarl.core import device
 from megarl.core.collector import imports
 from megarl.core.latents import LatentSample, VelocityInput
-from megarl.core.types import Sample, SampleRef
+from megarl.core.sample import Sample, SampleRef
 from megarl.rollout.diffusers.request import ImageRequest
 from megarl.rollout.engine import Engine, SamplingRequest
 from megarl.rollout.router import Aborted

@@ -23,7 +23,7 @@ from megarl.config.schema import Config
 from megarl.core import device
 from megarl.core.errors import UserError
 from megarl.core.latents import VelocityInput
-from megarl.core.types import SampleRef
+from megarl.core.sample import SampleRef
 from megarl.models.folder import read_config
 from megarl.models.trained_model import policy_hf_config
 from megarl.models.weight_files import stacks

@@ -20,8 +20,9 @@ from megarl.cluster.placement import Process
 from megarl.cluster.rank_batch import put_sample
 from megarl.cluster.session import Session
 from megarl.config.schema import Config
+from megarl.core.completion import Completion
 from megarl.core.proxies import bypass_proxies
-from megarl.core.types import Completion, Sample, SampleRef
+from megarl.core.sample import Sample, SampleRef
 from megarl.environments.hosts import HostPool, host_arguments
 from megarl.environments.runner import RolloutRequest, RolloutRunner
 from megarl.models.tokenizer import load_tokenizer

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from megarl.config.evaluation import config_of_set
 from megarl.config.schema import Config
-from megarl.core.types import Sample, Score
+from megarl.core.sample import Sample
+from megarl.core.score import Score
 from megarl.environments.batch import is_judged, judge_batch, judge_single
 from megarl.rewards.pool import FunctionPool, function_pool
 from megarl.rewards.result import Result

@@ -21,7 +21,7 @@ from megarl.cluster.supervision.scratch import own_scratch
 from megarl.config.device_spans import is_alone
 from megarl.config.schema import Config
 from megarl.core import device
-from megarl.core.types import SampleRef
+from megarl.core.sample import SampleRef
 from megarl.rollout.router import Aborted, completed
 
 if TYPE_CHECKING:

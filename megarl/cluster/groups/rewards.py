@@ -23,7 +23,8 @@ from megarl.cluster.session import Session
 from megarl.config.schema import Config
 from megarl.core.checkpoint import FileRecord, seal
 from megarl.core.files import retry_when_full
-from megarl.core.types import Sample, SampleRef, Score
+from megarl.core.sample import Sample, SampleRef
+from megarl.core.score import Score
 from megarl.environments.batch import is_judged, judge_batch, judge_single
 from megarl.models.run_models import ModelFolders
 from megarl.models.tokenizer import load_decoder

@@ -24,7 +24,8 @@ from megarl.config.schema import Config
 from megarl.core.checkpoint import Checkpoint, FileRecord, noted_files
 from megarl.core.latents import VelocityInput
 from megarl.core.metrics import Metric, merge, merge_updates
-from megarl.core.types import Scoring, TokenTotals
+from megarl.core.score import TokenTotals
+from megarl.core.token_batch import Scoring
 from megarl.models.folder import read_config
 from megarl.resharding.families.adapters import adapter_holder, peft_holder
 from megarl.resharding.planning.compact import CompactPlan

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Protocol
 
-from megarl.core.types import Completion
+from megarl.core.completion import Completion
 from megarl.environments.sessions.messages import Message, canonical
 from megarl.environments.transcript import Part, Transcript
 

@@ -13,8 +13,8 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megarl.config.schema import Config
+from megarl.core.completion import Completion
 from megarl.core.errors import UserError
-from megarl.core.types import Completion
 from megarl.data.tool_calls import MalformedCall, ToolCall
 from megarl.environments.protocol import StopReason
 from megarl.environments.sessions.errors import ApiError, invalid

@@ -16,8 +16,7 @@ from megarl.config.schema import Config
 from megarl.core import device
 from megarl.core.checkpoint import Checkpoint
 from megarl.core.metrics import Metric
-from megarl.core.token_batch import TokenBatch
-from megarl.core.types import Scoring
+from megarl.core.token_batch import Scoring, TokenBatch
 from megarl.data.local_batch import LocalBatch
 from megarl.megatron import parallel
 from megarl.megatron.advantages import (

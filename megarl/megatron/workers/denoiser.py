@@ -19,8 +19,8 @@ from megarl.core import device
 from megarl.core.files import new_folder
 from megarl.core.latents import Conditioning, VelocityInput
 from megarl.core.metrics import Metric
+from megarl.core.sample import SampleRef
 from megarl.core.step_batch import StepBatch
-from megarl.core.types import SampleRef
 from megarl.data.collate_steps import StepNumber, collate_noised_steps, collate_steps, step_number
 from megarl.data.local_batch import LocalBatch
 from megarl.megatron import denoiser_step, parallel

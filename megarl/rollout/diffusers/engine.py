@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from megarl.config.violations import raise_all
 from megarl.core import device
 from megarl.core.latents import LatentSample, VelocityInput
-from megarl.models.rules import images_fit_the_positions
+from megarl.models.rules.images import images_fit_the_positions
 from megarl.resharding.piece import Holder
 from megarl.resharding.planning.compact import CompactPlan
 from megarl.resharding.transports.transport import Channel, dtype_name

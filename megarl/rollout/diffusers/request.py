@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from megarl.algorithms.transition import TransitionKind
-from megarl.core.types import Prompt
+from megarl.core.prompt import Prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from megarl.algorithms import transition
+from megarl.core.completion import VersionRun
 from megarl.core.latents import Conditioning, LatentSample
-from megarl.core.types import VersionRun
 from megarl.data.noise import standard_normal
 from megarl.models.denoiser import DenoiserShape, StableDiffusion3Shape
 from megarl.rollout.diffusers.request import ImageRequest

@@ -20,7 +20,8 @@ from vllm.v1.metrics.stats import RequestSpecDecodeMetrics
 
 from megarl.config.rollout_schema import Rollout
 from megarl.core import device
-from megarl.core.types import NO_DRAFTS, CandidateIds, Completion, DraftCounts, Sample, VersionRun
+from megarl.core.completion import NO_DRAFTS, CandidateIds, Completion, DraftCounts, VersionRun
+from megarl.core.sample import Sample
 from megarl.models.folder import read_config
 from megarl.models.huggingface import completed, experts
 from megarl.models.tokenizer import response_text

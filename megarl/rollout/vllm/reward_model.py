@@ -12,7 +12,7 @@ from vllm.config import PoolerConfig
 from vllm.inputs import TokensPrompt
 
 from megarl.config.schema import Config
-from megarl.core.types import Sample
+from megarl.core.sample import Sample
 from megarl.models.classifier import score_head_of
 from megarl.models.folder import read_config
 from megarl.rollout.vllm.engine_arguments import engine_arguments

@@ -28,7 +28,7 @@ MEDIAN = '''
 from statistics import median
 
 from megarl.algorithms.specs import GroupEstimator
-from megarl.core.types import Baseline
+from megarl.core.score import Baseline
 
 
 def group_median(group, sharpness):

@@ -26,7 +26,7 @@ from megarl.algorithms.returns import at_last_token, reward_to_go
 from megarl.algorithms.rewards import margins as margins_of
 from megarl.algorithms.sample_segments import SampleSegments
 from megarl.algorithms.value_loss import squared_error
-from megarl.core.types import Baseline
+from megarl.core.score import Baseline
 from megarl.ops.linear_head import log_prob_and_entropy, plain_log_prob_and_entropy
 from tests.closeness import relative_error
 from tests.paths import ROOT

@@ -10,7 +10,9 @@ import torch
 from megarl.cluster.object_store import FLOOR_MIB, num_samples, object_store_mib, sample_bytes
 from megarl.config.load import load
 from megarl.config.schema import Config
-from megarl.core.types import CandidateIds, Prompt, Sample, VersionRun
+from megarl.core.completion import CandidateIds, VersionRun
+from megarl.core.prompt import Prompt
+from megarl.core.sample import Sample
 from megarl.models.huggingface import Experts
 from tests.paths import BASE
 

@@ -10,7 +10,10 @@ import ray
 import torch
 
 from megarl.cluster.rank_batch import FetchedBatches, RankBatch, ScoreRef, put_scores
-from megarl.core.types import Baseline, Prompt, Sample, SampleRef, VersionRun
+from megarl.core.completion import VersionRun
+from megarl.core.prompt import Prompt
+from megarl.core.sample import Sample, SampleRef
+from megarl.core.score import Baseline
 from megarl.data import local_batch
 from megarl.data.collate import collate
 from tests.packing import packing

@@ -24,7 +24,7 @@ FILE = """
 from megarl.algorithms.policy_loss import PolicyLoss, policy_ratio
 from megarl.algorithms.specs import GroupEstimator, PolicyObjective
 from megarl.algorithms.specs import VelocityObjective
-from megarl.core.types import Baseline
+from megarl.core.score import Baseline
 
 
 def squared(log_prob, old, advantage, scale):

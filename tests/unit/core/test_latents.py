@@ -5,8 +5,9 @@ import pickle
 import numpy as np
 import pytest
 
+from megarl.core.completion import VersionRun
 from megarl.core.latents import Conditioning, LatentSample, canaries
-from megarl.core.types import Prompt, VersionRun
+from megarl.core.prompt import Prompt
 
 
 def sample(**changes) -> LatentSample:

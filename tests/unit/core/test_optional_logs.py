@@ -14,8 +14,11 @@ import pytest
 
 from megarl.cluster.groups.evaluation import _write as write_evaluation
 from megarl.cluster.trace import FILE, Trace
+from megarl.core.completion import VersionRun
 from megarl.core.optional_logs import RESERVED_BYTES, OptionalLog
-from megarl.core.types import Prompt, Sample, Score, VersionRun
+from megarl.core.prompt import Prompt
+from megarl.core.sample import Sample
+from megarl.core.score import Score
 from megarl.rewards.rollout_file import append_rollouts, write_advantages
 
 Usage = namedtuple("Usage", "total used free")

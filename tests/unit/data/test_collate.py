@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.core.types import Baseline, CandidateIds, Prompt, Sample, SampleRef, VersionRun
+from megarl.core.completion import CandidateIds, VersionRun
+from megarl.core.prompt import Prompt
+from megarl.core.sample import Sample, SampleRef
+from megarl.core.score import Baseline
 from megarl.data.collate import collate
 from megarl.data.packing import Lengths, bundle
 from tests.packing import packing

@@ -8,8 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megarl.core.completion import CandidateIds, VersionRun
+from megarl.core.prompt import Prompt
+from megarl.core.sample import Sample, SampleRef
+from megarl.core.score import Baseline
 from megarl.core.token_batch import TokenBatch
-from megarl.core.types import Baseline, CandidateIds, Prompt, Sample, SampleRef, VersionRun
 from megarl.data.collate import collate
 from megarl.data.packing import Packing
 from tests.packing import packing

@@ -11,7 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.core.types import Prompt, Sample, VersionRun
+from megarl.core.completion import VersionRun
+from megarl.core.prompt import Prompt
+from megarl.core.sample import Sample
 from megarl.data.prefixes import SHORTEST_RUN, place_runs
 from megarl.ops.shared_attention import pack_mask
 from tests.packing import packing

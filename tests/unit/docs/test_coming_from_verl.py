@@ -22,7 +22,8 @@ from megarl.config.rollout_schema import Rollout
 from megarl.config.run_schema import TrackerName
 from megarl.config.schema import Config
 from megarl.config.vllm_arguments import MANAGED
-from megarl.core.types import Completion, Prompt, VersionRun
+from megarl.core.completion import Completion, VersionRun
+from megarl.core.prompt import Prompt
 from megarl.data.cursor import PromptCursor
 from megarl.data.files import file_rows
 from megarl.data.packing import Bundle, pack

@@ -10,7 +10,8 @@ import pytest
 
 from megarl.config.load import load
 from megarl.core.errors import UserError
-from megarl.core.types import Prompt, Sample
+from megarl.core.prompt import Prompt
+from megarl.core.sample import Sample
 from megarl.environments.hosts import HostPool, host_arguments
 from megarl.environments.registry import check_environment
 from megarl.environments.runner import RolloutRequest, RolloutRunner

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from megarl.config.load import load
-from megarl.core.types import Prompt, Sample, VersionRun
+from megarl.core.completion import VersionRun
+from megarl.core.prompt import Prompt
+from megarl.core.sample import Sample
 from megarl.environments.batch import judge_batch
 from megarl.environments.trial import try_rewards
 from megarl.rewards.pool import FunctionPool

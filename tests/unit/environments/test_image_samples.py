@@ -10,9 +10,11 @@ import pytest
 
 from megarl.config.load import load
 from megarl.config.schema import Config, RewardFunction
+from megarl.core.completion import VersionRun
 from megarl.core.errors import UserError
 from megarl.core.latents import Conditioning, LatentSample
-from megarl.core.types import Prompt, Score, VersionRun
+from megarl.core.prompt import Prompt
+from megarl.core.score import Score
 from megarl.environments.batch import is_judged, judge_batch, judge_single
 from megarl.environments.trial import try_rewards
 from megarl.rewards.pool import FunctionPool

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from megarl.config.load import load
+from megarl.core.completion import CandidateIds, Completion, VersionRun
 from megarl.core.errors import InfrastructureFailure, UserError
-from megarl.core.types import CandidateIds, Completion, Prompt, Sample, VersionRun
+from megarl.core.prompt import Prompt
+from megarl.core.sample import Sample
 from megarl.data.turns import ChatTokens
 from megarl.environments.hosts import HostPool, host_arguments
 from megarl.environments.runner import RolloutRequest, RolloutRunner

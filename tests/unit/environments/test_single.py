@@ -3,7 +3,9 @@
 import asyncio
 from concurrent.futures import Future
 
-from megarl.core.types import Prompt, Sample, VersionRun
+from megarl.core.completion import VersionRun
+from megarl.core.prompt import Prompt
+from megarl.core.sample import Sample
 from megarl.environments.batch import judge_single
 from megarl.rewards.result import Result
 

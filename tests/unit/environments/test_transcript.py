@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from megarl.core.types import NO_ROUTE, Completion, Prompt, VersionRun
+from megarl.core.completion import NO_ROUTE, Completion, VersionRun
+from megarl.core.prompt import Prompt
 from megarl.environments.transcript import Transcript
 
 

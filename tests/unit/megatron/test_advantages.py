@@ -10,7 +10,10 @@ from megarl.algorithms.registry import ESTIMATORS
 from megarl.algorithms.specs import SampleEstimator, TokenEstimator
 from megarl.config.algorithm_schema import Algorithm
 from megarl.config.load import load
-from megarl.core.types import NO_BASELINE, Baseline, Prompt, Sample, SampleRef, TokenTotals, VersionRun
+from megarl.core.completion import VersionRun
+from megarl.core.prompt import Prompt
+from megarl.core.sample import Sample, SampleRef
+from megarl.core.score import NO_BASELINE, Baseline, TokenTotals
 from megarl.data.collate import collate
 from megarl.megatron.advantages import mean_advantages, with_advantages
 from megarl.rewards.process import on_turns

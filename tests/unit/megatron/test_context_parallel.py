@@ -8,8 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megarl.core.completion import VersionRun
+from megarl.core.prompt import Prompt
+from megarl.core.sample import Sample
+from megarl.core.score import NO_BASELINE
 from megarl.core.token_batch import TokenBatch
-from megarl.core.types import NO_BASELINE, Prompt, Sample, VersionRun
 from megarl.data.collate import collate
 from megarl.megatron.context_parallel import ContextShares, shares_of_documents, shares_of_pack
 from tests.packing import packing

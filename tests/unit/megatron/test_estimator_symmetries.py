@@ -14,7 +14,9 @@ import torch
 from megarl.algorithms.registry import ESTIMATORS
 from megarl.config.load import load
 from megarl.config.schema import Config
-from megarl.core.types import Prompt, Sample, VersionRun
+from megarl.core.completion import VersionRun
+from megarl.core.prompt import Prompt
+from megarl.core.sample import Sample
 from megarl.data.collate import collate
 from megarl.megatron import parallel
 from megarl.megatron.advantages import with_advantages

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from megarl.core.completion import VersionRun
 from megarl.core.metrics import merge, values
+from megarl.core.prompt import Prompt
+from megarl.core.sample import Sample, SampleRef
 from megarl.core.token_batch import TokenBatch
-from megarl.core.types import Prompt, Sample, SampleRef, VersionRun
 from megarl.data.collate import collate
 from megarl.megatron.loss_metrics import start_metrics
 from megarl.megatron.metric_sums import read

@@ -5,8 +5,11 @@ import torch
 
 from megarl.algorithms.registry import OBJECTIVES
 from megarl.config.load import load
+from megarl.core.completion import VersionRun
 from megarl.core.metrics import merge
-from megarl.core.types import NO_BASELINE, Prompt, Sample, VersionRun
+from megarl.core.prompt import Prompt
+from megarl.core.sample import Sample
+from megarl.core.score import NO_BASELINE
 from megarl.data.collate import collate
 from megarl.megatron.advantages import with_advantages
 from megarl.megatron.configured_losses import configured_policy_loss, configured_value_loss

@@ -20,8 +20,9 @@ from megarl.config.algorithm_schema import Algorithm
 from megarl.config.load import load
 from megarl.config.logprob_check_schema import Tolerance
 from megarl.config.schema import Config
+from megarl.core.sample import SampleRef
+from megarl.core.score import NO_BASELINE
 from megarl.core.token_batch import TokenBatch
-from megarl.core.types import NO_BASELINE, SampleRef
 from megarl.data.collate import TokenScores, collate
 from megarl.data.local_batch import LocalBatch
 from megarl.megatron import parallel

@@ -10,7 +10,11 @@ import torch
 
 from megarl.algorithms.baselines import MovingAverage
 from megarl.config.load import load
-from megarl.core.types import Prompt, RolloutInfo, Sample, SampleRef, Score, TokenTotals, VersionRun
+from megarl.core.completion import VersionRun
+from megarl.core.episode import RolloutInfo
+from megarl.core.prompt import Prompt
+from megarl.core.sample import Sample, SampleRef
+from megarl.core.score import Score, TokenTotals
 from megarl.data.collate import collate
 from megarl.megatron.advantages import with_advantages
 from megarl.step.baselines import attach_baselines

@@ -8,7 +8,10 @@ import torch
 from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 from megatron.core.transformer.moe.router_replay import RouterReplay
 
-from megarl.core.types import NO_BASELINE, NO_ROUTE, Prompt, Sample, VersionRun
+from megarl.core.completion import NO_ROUTE, VersionRun
+from megarl.core.prompt import Prompt
+from megarl.core.sample import Sample
+from megarl.core.score import NO_BASELINE
 from megarl.data.collate import collate
 from megarl.megatron import parallel
 from megarl.megatron.model.build import build_chunk, transformer_config

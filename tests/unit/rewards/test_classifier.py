@@ -4,7 +4,9 @@ import pytest
 
 from megarl.config.load import load
 from megarl.config.model_schema import RewardModel
-from megarl.core.types import Prompt, Sample, VersionRun
+from megarl.core.completion import VersionRun
+from megarl.core.prompt import Prompt
+from megarl.core.sample import Sample
 from megarl.rewards.classifier import ClassifierReward, ModelReward
 from tests.paths import BASE
 

@@ -7,7 +7,10 @@ import math
 import pytest
 
 from megarl.config.schema import RewardFunction
-from megarl.core.types import Episode, Prompt, RolloutInfo, Sample, VersionRun
+from megarl.core.completion import VersionRun
+from megarl.core.episode import Episode, RolloutInfo
+from megarl.core.prompt import Prompt
+from megarl.core.sample import Sample
 from megarl.rewards.result import Result
 from megarl.rewards.scorer import Scorer
 

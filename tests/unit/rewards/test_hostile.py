@@ -11,7 +11,9 @@ import psutil
 import pytest
 
 from megarl.config.schema import RewardFunction
-from megarl.core.types import Prompt, Sample, VersionRun
+from megarl.core.completion import VersionRun
+from megarl.core.prompt import Prompt
+from megarl.core.sample import Sample
 from megarl.rewards import pool as pools
 from megarl.rewards.pool import FunctionPool
 from megarl.rewards.result import Result

@@ -4,7 +4,9 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from megarl.core.types import Prompt, Sample, VersionRun
+from megarl.core.completion import VersionRun
+from megarl.core.prompt import Prompt
+from megarl.core.sample import Sample
 from megarl.rewards.judge import Order, Verdict, comparisons, verdicts
 from megarl.rewards.result import Result
 from megarl.rewards.scorer import Scorer

@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 
 from megarl.config.load import load
-from megarl.core.types import Prompt, Sample, VersionRun
+from megarl.core.completion import VersionRun
+from megarl.core.prompt import Prompt
+from megarl.core.sample import Sample
 from megarl.rewards.classifier import ModelReward
 from megarl.rewards.model_judge import ModelJudge
 from megarl.rewards.reading import Unreadable

@@ -8,8 +8,10 @@ import pytest
 
 from megarl.config.load import load
 from megarl.config.schema import RewardFunction
+from megarl.core.completion import VersionRun
 from megarl.core.errors import UserError
-from megarl.core.types import Prompt, Sample, VersionRun
+from megarl.core.prompt import Prompt
+from megarl.core.sample import Sample
 from megarl.data.prompts import load_prompts
 from megarl.environments.trial import try_rewards
 from megarl.rewards.pool import FunctionPool

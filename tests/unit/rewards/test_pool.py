@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from megarl.core.errors import InfrastructureFailure
-from megarl.core.types import Prompt
+from megarl.core.prompt import Prompt
 from megarl.rewards.pool import FunctionPool
 from megarl.rewards.result import Result
 from tests.timing import HANG_S, LIMIT_S, POLL_S, WAIT_S

@@ -8,7 +8,9 @@ from transformers import PreTrainedTokenizerFast
 
 from megarl.config.load import load
 from megarl.config.model_schema import RewardModel
-from megarl.core.types import Prompt, Sample, VersionRun
+from megarl.core.completion import VersionRun
+from megarl.core.prompt import Prompt
+from megarl.core.sample import Sample
 from megarl.data.chat import MARK
 from megarl.data.typed_tokens import MARK as TYPED
 from megarl.rewards.classifier import ClassifierReward, ModelReward

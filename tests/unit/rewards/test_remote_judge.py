@@ -13,7 +13,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from megarl.config.schema import RewardFunction
-from megarl.core.types import Prompt, Sample, VersionRun
+from megarl.core.completion import VersionRun
+from megarl.core.prompt import Prompt
+from megarl.core.sample import Sample
 from megarl.environments.batch import judge_batch
 from megarl.rewards.pool import FunctionPool
 from megarl.rewards.rating import TEMPLATE, question, rating

@@ -8,7 +8,10 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.core.types import Prompt, Sample, Score, VersionRun
+from megarl.core.completion import VersionRun
+from megarl.core.prompt import Prompt
+from megarl.core.sample import Sample
+from megarl.core.score import Score
 from megarl.rewards.rollout_file import append_rollouts, has_token_details, token_texts, write_advantages
 
 

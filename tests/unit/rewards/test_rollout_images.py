@@ -12,9 +12,12 @@ import pytest
 from PIL import Image
 
 from megarl.cluster.groups.evaluation import _write as write_evaluation
+from megarl.core.completion import VersionRun
 from megarl.core.latents import Conditioning, LatentSample
 from megarl.core.optional_logs import RESERVED_BYTES, OptionalLog
-from megarl.core.types import Prompt, Sample, Score, VersionRun
+from megarl.core.prompt import Prompt
+from megarl.core.sample import Sample
+from megarl.core.score import Score
 from megarl.rewards import rollout_images
 from megarl.rewards.rollout_file import append_rollouts, write_advantages
 from megarl.rewards.rollout_images import GRID_SIDE, draw_grid, image_path, write_images

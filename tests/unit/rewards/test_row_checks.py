@@ -13,7 +13,7 @@ import pytest
 from megarl.config.load import load
 from megarl.config.schema import Config, RewardFunction
 from megarl.core.errors import InfrastructureFailure, UserError
-from megarl.core.types import Prompt
+from megarl.core.prompt import Prompt
 from megarl.environments.registry import SHIPPED, answer_check
 from megarl.rewards import row_checks, worker
 from megarl.rewards.options import CHECK_ROW, SINGLE

@@ -9,8 +9,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from megarl.core.completion import CandidateIds, DraftCounts, VersionRun
+from megarl.core.episode import Episode, RolloutInfo
 from megarl.core.errors import UserError
-from megarl.core.types import CandidateIds, DraftCounts, Episode, Prompt, RolloutInfo, Sample, VersionRun
+from megarl.core.prompt import Prompt
+from megarl.core.sample import Sample
 from megarl.environments.protocol import StopReason
 from megarl.rewards.sample_file import load_samples, save_samples
 

@@ -6,7 +6,11 @@ from dataclasses import replace
 import pytest
 
 from megarl.config.schema import RewardFunction
-from megarl.core.types import Episode, Prompt, RolloutInfo, Sample, Score, TokenTotals, VersionRun
+from megarl.core.completion import VersionRun
+from megarl.core.episode import Episode, RolloutInfo
+from megarl.core.prompt import Prompt
+from megarl.core.sample import Sample
+from megarl.core.score import Score, TokenTotals
 from megarl.rewards.classifier import ModelReward
 from megarl.rewards.result import Result
 from megarl.rewards.scorer import Scorer, require_ratings

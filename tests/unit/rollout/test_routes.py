@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megarl.core.types import NO_ROUTE
+from megarl.core.completion import NO_ROUTE
 from megarl.models.huggingface import Experts
 from megarl.rollout.routes import expert_layer_routes, whole_routes
 

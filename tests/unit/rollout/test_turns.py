@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from megarl.core.types import Completion, VersionRun
+from megarl.core.completion import Completion, VersionRun
 from megarl.rollout.engine import TurnRequest
 from megarl.rollout.turns import EngineTurns, RemoteTurns
 from tests.timing import WAIT_S

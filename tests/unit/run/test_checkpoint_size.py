@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 
 from megarl.config.load import load
-from megarl.core.types import Prompt, Sample, Score, VersionRun
+from megarl.core.completion import VersionRun
+from megarl.core.prompt import Prompt
+from megarl.core.sample import Sample
+from megarl.core.score import Score
 from megarl.rewards.rollout_file import append_rollouts
 from megarl.rewards.sample_file import save_samples
 from megarl.run.checkpoint_size import checkpoint_bytes, log_bytes, saved_bytes

@@ -16,7 +16,7 @@ from megarl.cluster.pending import Pending, ready
 from megarl.cluster.trained_models import TrainedModels
 from megarl.config.load import load
 from megarl.core.errors import RunFailure, UserError
-from megarl.core.types import Prompt
+from megarl.core.prompt import Prompt
 from megarl.data.prompts import PromptSet
 from megarl.report.page import notes, read_contents
 from megarl.run import events

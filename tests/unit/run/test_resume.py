@@ -13,7 +13,7 @@ from megarl.config.load import load
 from megarl.config.schema import Config
 from megarl.core.checkpoint import FileRecord, seal, write_manifest
 from megarl.core.errors import DamagedCheckpoint, InfrastructureFailure, UserError
-from megarl.core.types import Prompt
+from megarl.core.prompt import Prompt
 from megarl.data.prompts import PromptSet
 from megarl.models.paths import Models
 from megarl.run.beginning import check_beginning

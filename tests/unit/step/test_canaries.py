@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from megarl.config.load import load
-from megarl.core.types import Prompt
+from megarl.core.prompt import Prompt
 from megarl.data.prompts import PromptSet
 from megarl.step.canaries import Canaries
 from tests.paths import BASE

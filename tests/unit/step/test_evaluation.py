@@ -6,7 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from megarl.core.types import DraftCounts, Prompt, RolloutInfo, SampleRef, Score
+from megarl.core.completion import DraftCounts
+from megarl.core.episode import RolloutInfo
+from megarl.core.prompt import Prompt
+from megarl.core.sample import SampleRef
+from megarl.core.score import Score
 from megarl.data.prompts import PromptSet
 from megarl.step import requests as training
 from megarl.step.evaluation import requests, result, versions_of

@@ -10,10 +10,13 @@ import pytest
 from megarl.algorithms.transition import sigma_schedule
 from megarl.cluster.rank_batch import RankBatch
 from megarl.config.load import load
+from megarl.core.completion import VersionRun
 from megarl.core.errors import UserError
 from megarl.core.latents import Conditioning, LatentSample
+from megarl.core.prompt import Prompt
+from megarl.core.sample import SampleRef
+from megarl.core.score import Baseline
 from megarl.core.timing import Stopwatch
-from megarl.core.types import Baseline, Prompt, SampleRef, VersionRun
 from megarl.data.collate_steps import collate_noised_steps, collate_steps
 from megarl.data.noise import standard_normal
 from megarl.data.packing import Packing

@@ -6,9 +6,11 @@ from statistics import fmean
 import pytest
 
 from megarl.config.load import load
+from megarl.core.completion import DraftCounts, VersionRun
 from megarl.core.metrics import Metric, merge, values
+from megarl.core.prompt import Prompt
+from megarl.core.sample import Sample, SampleRef
 from megarl.core.timing import Stopwatch
-from megarl.core.types import DraftCounts, Prompt, Sample, SampleRef, VersionRun
 from megarl.step.metrics import add_effective_sample_size, step_metrics, update_rate
 from tests.paths import QUICKSTART
 

@@ -1,6 +1,6 @@
 """Pairs of sampled responses for preference objectives."""
 
-from megarl.core.types import SampleRef
+from megarl.core.sample import SampleRef
 from megarl.step.updates import best_and_worst
 
 

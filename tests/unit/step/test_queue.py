@@ -14,7 +14,8 @@ import pytest
 
 from megarl.config.load import load
 from megarl.core.checkpoint import FORMAT, FileRecord
-from megarl.core.types import Prompt, SampleRef
+from megarl.core.prompt import Prompt
+from megarl.core.sample import SampleRef
 from megarl.data.cursor import PromptCursor
 from megarl.data.prompts import PromptSet
 from megarl.data.weighted_cursor import WeightedCursor

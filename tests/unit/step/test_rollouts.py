@@ -10,8 +10,10 @@ import pytest
 from megarl.cluster.pending import ready
 from megarl.config.load import load
 from megarl.core.metrics import Metric, values
+from megarl.core.prompt import Prompt
+from megarl.core.sample import SampleRef
+from megarl.core.score import Score
 from megarl.core.timing import Stopwatch
-from megarl.core.types import Prompt, SampleRef, Score
 from megarl.data.cursor import PromptCursor
 from megarl.step.queue import RolloutQueue
 from megarl.step.rollouts import collect_rollouts, solve_rates

@@ -9,8 +9,10 @@ import pytest
 
 from megarl.algorithms.baselines import MovingAverage
 from megarl.config.load import load
+from megarl.core.episode import RolloutInfo
 from megarl.core.errors import InfrastructureFailure, RunFailure, UserError
-from megarl.core.types import RolloutInfo, SampleRef, Score, TokenTotals
+from megarl.core.sample import SampleRef
+from megarl.core.score import Score, TokenTotals
 from megarl.step.baselines import attach_baselines, update_reward_average
 from megarl.step.metrics import step_metrics
 from megarl.step.scoring import is_informative, select

@@ -10,7 +10,7 @@ from megarl.algorithms.advantages.gpg import amplification
 from megarl.algorithms.advantages.grpo import step_scale
 from megarl.algorithms.baselines import Member
 from megarl.algorithms.registry import ESTIMATORS
-from megarl.core.types import Baseline, TokenTotals
+from megarl.core.score import Baseline, TokenTotals
 
 GROUP_ESTIMATORS = [name for name, spec in ESTIMATORS.items() if spec.compares_samples]
 REWARDS = st.lists(st.integers(-3, 3).map(float), min_size=2, max_size=7)

@@ -16,7 +16,7 @@ from megarl.cluster.pending import Answers, Pending, ready
 from megarl.cluster.placement import Process
 from megarl.config.load import load
 from megarl.core.errors import RunFailure, UserError
-from megarl.core.types import SampleRef
+from megarl.core.sample import SampleRef
 from megarl.resharding.families import huggingface_holder, megatron_holders, vllm_holders
 from megarl.resharding.planning.compact import CompactPlan
 from megarl.resharding.planning.planner import make_plan

@@ -12,7 +12,8 @@ import psutil
 import pytest
 
 from megarl.config.load import load
-from megarl.core.types import Completion, Sample, VersionRun
+from megarl.core.completion import Completion, VersionRun
+from megarl.core.sample import Sample
 from megarl.rollout.engine import SamplingRequest, TurnRequest
 from megarl.rollout.router import Aborted
 from tests.children import Children, matching

@@ -14,7 +14,7 @@ from megarl.cluster.groups.engines import EngineGroup, Sampled
 from megarl.cluster.groups.environments import EnvironmentGroup
 from megarl.cluster.pending import Answers, Pending, ready
 from megarl.cluster.placement import Process
-from megarl.core.types import Prompt
+from megarl.core.prompt import Prompt
 from megarl.rollout.engine import SamplingRequest
 from megarl.rollout.router import Aborted, Router
 

@@ -14,7 +14,8 @@ import pytest
 from megarl.config.evaluation import config_of_set
 from megarl.config.load import load
 from megarl.config.schema import Config
-from megarl.core.types import Completion, Sample, VersionRun
+from megarl.core.completion import Completion, VersionRun
+from megarl.core.sample import Sample
 from megarl.data.prompts import PromptSet
 from megarl.rollout.engine import TurnRequest
 from megarl.step import requests as training

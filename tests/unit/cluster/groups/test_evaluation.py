@@ -11,7 +11,9 @@ import pytest
 from megarl.cluster.groups import rewards
 from megarl.cluster.groups.rewards import RewardWorker
 from megarl.config.load import load
-from megarl.core.types import Episode, RolloutInfo, Sample, VersionRun
+from megarl.core.completion import VersionRun
+from megarl.core.episode import Episode, RolloutInfo
+from megarl.core.sample import Sample
 from megarl.models.run_models import ModelFolders
 from tests.paths import QUICKSTART
 from tests.unit.cluster.groups.test_rewards import sample

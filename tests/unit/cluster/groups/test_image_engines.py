@@ -20,8 +20,10 @@ from megarl.cluster.groups.engines import ImageEngineGroup
 from megarl.cluster.groups.rewards import RewardGroup
 from megarl.cluster.pending import Answers, ready
 from megarl.cluster.rank_batch import get_samples, put_sample
+from megarl.core.completion import VersionRun
 from megarl.core.latents import Conditioning, LatentSample
-from megarl.core.types import Prompt, SampleRef, VersionRun
+from megarl.core.prompt import Prompt
+from megarl.core.sample import SampleRef
 from megarl.rewards.sample_file import load_samples, save_samples
 from megarl.rollout.router import Aborted
 

@@ -16,7 +16,7 @@ from megarl.cluster.placement import Process
 from megarl.config.load import load
 from megarl.core import device
 from megarl.core.errors import RunFailure
-from megarl.core.types import SampleRef
+from megarl.core.sample import SampleRef
 from megarl.rollout.router import RESTARTS
 from tests.paths import QUICKSTART
 

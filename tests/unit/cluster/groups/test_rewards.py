@@ -17,7 +17,9 @@ import pytest
 from megarl.cluster.groups import rewards
 from megarl.cluster.groups.rewards import RewardWorker
 from megarl.config.load import load
-from megarl.core.types import CandidateIds, Prompt, Sample, SampleRef, VersionRun
+from megarl.core.completion import CandidateIds, VersionRun
+from megarl.core.prompt import Prompt
+from megarl.core.sample import Sample, SampleRef
 from megarl.models.run_models import ModelFolders
 from tests.paths import QUICKSTART
 from tests.timing import LIMIT_S, POLL_S, WAIT_S

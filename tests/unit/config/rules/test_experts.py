@@ -4,7 +4,7 @@ import pytest
 
 from megarl.models.rules import check_model
 from tests.unit.config.rules.recipes import errors, recipe
-from tests.unit.models.test_rules import SMOLLM2
+from tests.unit.models.rules.model_configs import SMOLLM2
 
 REPLAY = "actor.experts.replay_routes=true"
 

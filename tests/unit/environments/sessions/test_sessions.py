@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from megarl.core.types import Completion, Prompt, VersionRun
+from megarl.core.completion import Completion, VersionRun
+from megarl.core.prompt import Prompt
 from megarl.data.turns import ChatTokens
 from megarl.environments.protocol import StopReason
 from megarl.environments.sessions import server as servers

@@ -14,7 +14,7 @@ import numpy as np
 import psutil
 import pytest
 
-from megarl.core.types import Prompt
+from megarl.core.prompt import Prompt
 from megarl.data.turns import ChatTokens
 from megarl.environments import Task
 from megarl.environments.hosts import HostArguments, HostFailure, HostPool

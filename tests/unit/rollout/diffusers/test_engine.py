@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from megarl.core.completion import VersionRun
 from megarl.core.errors import UserError
 from megarl.core.latents import LatentSample, VelocityInput, canaries
-from megarl.core.types import VersionRun
 from megarl.models.folder import read_config
 from megarl.resharding.families import diffusers_holders, huggingface_holder
 from megarl.resharding.planning.compact import CompactPlan

@@ -13,7 +13,7 @@ import torch
 
 from megarl.algorithms.transition import mean, sigma_schedule, transition
 from megarl.core.latents import Conditioning, LatentSample
-from megarl.core.types import Prompt
+from megarl.core.prompt import Prompt
 from megarl.data.noise import standard_normal
 from megarl.rollout.diffusers.engine import DiffusersEngine
 from megarl.rollout.diffusers.request import Denoising, ImageRequest

@@ -6,7 +6,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megarl.core.types import CandidateIds, Prompt, Sample, SampleRef, VersionRun
+from megarl.core.completion import CandidateIds, VersionRun
+from megarl.core.prompt import Prompt
+from megarl.core.sample import Sample, SampleRef
 
 SOURCE = np.random.default_rng(0)
 

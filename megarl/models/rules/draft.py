@@ -12,7 +12,7 @@ from megarl.models.classifier import score_head_of
 from megarl.models.denoiser import is_denoiser
 from megarl.models.folder import DRAFT_KEY
 from megarl.models.huggingface import completed, linear_attention
-from megarl.models.rules import engine_router_keys_are_present, engine_sizes_divide_by_tp
+from megarl.models.rules.engine import engine_router_keys_are_present, engine_sizes_divide_by_tp
 
 
 def check_draft_model(config: Config, hf_config: Mapping[str, Any], draft_hf_config: Mapping[str, Any]) -> None:

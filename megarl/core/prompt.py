@@ -1,0 +1,39 @@
+"""A tokenized prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megarl.core.arrays import HoldsArrays
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prompt(HoldsArrays):
+    """One prompt, tokenized once: the engine reads these ids and the trainer trains on them.
+
+    Attributes:
+        id: unique within the data set, stable across runs with the same seed.
+        text: the decoded `token_ids`, including special tokens.
+        token_ids: int32 [P]; any sequence is accepted.
+        messages: the conversation that the prompt continues; each message has a role and content.
+        answer: the reference answer for reward functions; None if they need none.
+        columns: the columns of the data row that reward functions require, as JSON values.
+    """
+
+    id: str
+    text: str
+    token_ids: NDArray[np.int32]
+    answer: Any = None
+    messages: tuple[Mapping[str, str], ...] = ()
+    columns: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._freeze("token_ids", np.int32)
+
+    def __hash__(self) -> int:
+        return hash(self.id)

@@ -1,0 +1,12 @@
+"""Name models in errors."""
+
+from __future__ import annotations
+
+from megarl.config.model_schema import Critic, ImplicitReward, Placed, RewardModel
+from megarl.config.schema import Config
+
+
+def path_of(config: Config, placed: Placed) -> str:
+    """Return the config key of the model's path, and its value."""
+    path = placed.path if isinstance(placed, Critic | ImplicitReward | RewardModel) else None
+    return f"model.path={config.model.path}" if path is None else f"{placed.section}.path={path}"
