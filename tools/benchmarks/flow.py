@@ -160,8 +160,8 @@ def requests_of(case: Case) -> list[ImageRequest]:
 
 
 def rollout(case: Case, _: Sequence[LatentSample]) -> Work:
-    engine, requests = engine_of(case), requests_of(case)
-    return lambda: asyncio.run(engine.generate(requests))
+    engine, requests, loop = engine_of(case), requests_of(case), asyncio.new_event_loop()
+    return lambda: loop.run_until_complete(engine.generate(requests))  # asyncio.run would describe all samples
 
 
 def plain_rollout(case: Case, _: Sequence[LatentSample]) -> Work:
