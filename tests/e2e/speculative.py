@@ -55,11 +55,23 @@ LATENT = dict(
     scoring_func="sigmoid",
     topk_method="noaux_tc",
 )
+GATED_DELTA = dict(
+    full_attention_interval=2,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=24,
+    linear_value_head_dim=16,
+    rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.25),
+)
+GATED_EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32)
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "n-grams": ("ngram", "llama", {}),
+    "n-grams for Qwen3.5": ("ngram", "qwen3_5_text", GATED_DELTA),
     "draft model": ("draft_model", "llama", {}),
     "GLM-4.6's MTP": ("mtp", "glm4_moe", EXPERTS | dict(attention_bias=True, use_qk_norm=True)),
     "DeepSeek-V3's MTP": ("mtp", "deepseek_v3", EXPERTS | LATENT),
+    "Qwen3-Next's MTP": ("mtp", "qwen3_next", GATED_DELTA | GATED_EXPERTS),
+    "Qwen3.5's MTP": ("mtp", "qwen3_5_text", GATED_DELTA),
 }
 """Method, and the policy's model_type and config.json keys in addition to SIZES."""
 TRUNCATED = dict(top_k=8, top_p=0.9)
@@ -84,6 +96,8 @@ def measure(case: str, folder: Path, found: dict[str, Any]) -> None:
 
     method, model_type, keys = CASES[case]
     first = write_tiny_model(folder / "first", model_type, **SIZES | keys)
+    if "linear_num_key_heads" in keys:
+        scale_embedding(first)
     if method == "mtp":
         add_mtp_layer(first)
     second = changed(first, folder / "second")
@@ -182,6 +196,14 @@ def measure(case: str, folder: Path, found: dict[str, Any]) -> None:
         found["num_drafter_parameters"] = len(own)
 
 
+def scale_embedding(folder: Path) -> None:
+    """Make the embedding as large as the layers' outputs. The next token then depends more on the last one, so that
+    drafts are right more often."""
+    weights = load_file(folder / "model.safetensors")
+    weights["model.embed_tokens.weight"] *= 20
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 def changed(folder: Path, target: Path) -> Path:
     """Write a copy of a model with other weights."""
     target.mkdir()
@@ -231,8 +253,10 @@ def continued(models: Sequence[torch.nn.Module], sample: Sample) -> float:
         return worst(models[0], sample, {})
     read = start + sample.versions[0].count - 1
     before = models[0](ids[:, :read], use_cache=True)
-    after = models[1](ids[:, read:-1], past_key_values=before.past_key_values, use_cache=True)
-    logits = torch.cat((before.logits, after.logits), 1)[0, start - 1 :]
+    cache = before.past_key_values
+    # One by one: gated delta nets of transformers ignore the cached state if there are several tokens.
+    after = [models[1](token, past_key_values=cache, use_cache=True).logits for token in ids[:, read:-1].split(1, 1)]
+    logits = torch.cat((before.logits, *after), 1)[0, start - 1 :]
     expected = logits.log_softmax(-1).gather(1, ids[0, start:, None])[:, 0]
     return (expected - torch.tensor(sample.response_logprobs)).abs().max().item()
 
